@@ -25,6 +25,7 @@ from typing import Any
 
 import anyio
 import numpy as np
+
 import tracewire
 
 HERE = Path(__file__).resolve().parent
@@ -41,7 +42,7 @@ DOCUMENTS, LENGTH, SKIP = 64, 256, 8
 
 
 @tracewire.intervention
-def mean_stream(model, tracer, live, layer, skip, stop):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+def mean_stream(model, tracer, live, layer, skip, stop):  # type: ignore[no-untyped-def]
     """Save the mean of the residual stream over a prompt, and its mean norm."""
     stream = model.residual(layer).output[skip:stop].float()
     mean = stream.mean(0).save()
@@ -49,7 +50,7 @@ def mean_stream(model, tracer, live, layer, skip, stop):  # type: ignore[no-unty
 
 
 @tracewire.intervention
-def steer(model, tracer, live, direction, layer, strength):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+def steer(model, tracer, live, direction, layer, strength):  # type: ignore[no-untyped-def]
     """Add `strength * direction` to the residual stream at every position of every step."""
     for _ in tracer.iter[:]:
         stream = model.residual(layer).output

@@ -1,0 +1,85 @@
+# Two commands from a clean clone: `make demo` shows it, `make test` proves it. `make help` lists the rest.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+VENV ?= .venv
+READY := $(VENV)/.ready
+BIN := $(VENV)/bin
+# Arguments for pytest, the demo or the benchmarks: `make test ARGS="tests/test_codec.py -x"`.
+ARGS ?=
+
+# The first of these that runs and is 3.11 or 3.12 makes the environment; or name one: `make setup PYTHON=/path/to/python`.
+PYTHONS := $(if $(PYTHON),$(PYTHON),python3.11 python3 python3.12 python)
+PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
+
+.PHONY: help setup demo test test-full test-engineless lint format bench wheel locks clean distclean
+
+help:  ## list the targets
+	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 24
+
+setup: $(READY)  ## make .venv: the CPU engine, the client and the tools, as locks/ pins them
+	@:
+
+# torch comes first and with its dependencies: pip takes a CPU build of it where its configuration knows one, else the
+# CUDA build, which needs its libraries. Then everything else without dependencies: the locks are complete, and what they
+# leave out (torchvision, torchaudio and torchcodec, see locks/update.py) would not import beside a CPU build.
+$(READY): pyproject.toml locks/torch-cpu.txt locks/cpu.txt
+	@if ! $(BIN)/python -m pip --version >/dev/null 2>&1; then \
+	    for python in $(PYTHONS); do \
+	        "$$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null || continue; \
+	        echo "setup: $(VENV) from $$("$$python" -V)"; \
+	        "$$python" -m venv --clear $(VENV); break; \
+	    done; \
+	    [ -x $(BIN)/python ] || { echo "setup: none of '$(PYTHONS)' is Python 3.11 or 3.12 (make setup PYTHON=...)" >&2; exit 1; }; \
+	fi
+	@echo "setup: torch"
+	@$(PIP) install -r locks/torch-cpu.txt
+	@echo "setup: vLLM, nnsight, Redis and the tools (some minutes the first time)"
+	@$(PIP) install --no-deps -r locks/cpu.txt
+	@echo "setup: Tracewire itself"
+	@$(PIP) install --no-deps --no-build-isolation -e .
+	@touch $@
+	@echo "setup: done"
+
+demo: $(READY)  ## show it: an engine, a service and two onlookers; JSON=1 ends with one JSON object
+	@$(BIN)/python examples/demo/run.py $(if $(JSON),--json) $(ARGS)
+
+test: $(READY)  ## all tests but those marked `full`
+	@$(BIN)/python -m pytest -q -m "not full" $(ARGS)
+
+test-full: $(READY)  ## all tests
+	@$(BIN)/python -m pytest -q $(ARGS)
+
+test-engineless: $(READY)  ## the tests that start no engine: seconds
+	@$(BIN)/python -m pytest -q -m "not full and not engine" $(ARGS)
+
+lint: $(READY)  ## ruff, mypy --strict on the three packages, the import contracts
+	@echo "lint: ruff check"; $(BIN)/ruff check -q .
+	@echo "lint: ruff format"; $(BIN)/ruff format -q --check .
+	@echo "lint: mypy"; $(BIN)/mypy --strict --no-error-summary
+	@echo "lint: imports"; said=$$($(BIN)/lint-imports --no-logo 2>&1) || { echo "$$said"; exit 1; }
+	@echo "lint: clean"
+
+format: $(READY)  ## let ruff format and mend what it can
+	@$(BIN)/ruff check -q --fix-only .
+	@$(BIN)/ruff format -q .
+
+bench: $(READY)  ## the benchmarks, each beside its baseline
+	@$(BIN)/python benchmarks/run.py $(ARGS)
+
+wheel: $(READY)  ## build the wheel into dist/
+	@$(PIP) wheel --no-deps --no-build-isolation -w dist .
+	@ls dist/*.whl
+
+locks: $(READY)  ## write locks/ anew, keeping the pins that still fit; UPGRADE=1 lets go of them
+	@$(BIN)/python locks/update.py $(if $(UPGRADE),--upgrade)
+
+clean:  ## remove caches and build products
+	@rm -rf build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	@find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+
+distclean: clean  ## clean, and remove the environment
+	@rm -rf $(VENV)

@@ -1,0 +1,143 @@
+"""Messages to bytes and back.
+
+Encoders and decoders are built once, on first use. A message that cannot be decoded is told from one that this version
+does not know: readers skip the second ([`UnknownKind`][tracewire_bus.codec.UnknownKind]) and report the first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from functools import cache
+from typing import Any, TypeAlias, TypeVar, cast
+
+import msgspec
+
+from tracewire_bus.messages import SCHEMA, Accepted, EngineInfo, Final, Message, Output, Restarted, Submission
+from tracewire_bus.values import ext_hook
+
+__all__ = [
+    "AnyEvent",
+    "NewerSchema",
+    "UnknownKind",
+    "check_schema",
+    "decode_engine",
+    "decode_event",
+    "decode_submission",
+    "digest_bytes",
+    "encode",
+    "schema_text",
+]
+
+#: What stands on a trace's stream.
+AnyEvent: TypeAlias = Accepted | Output | Restarted | Final
+
+_M = TypeVar("_M")
+
+
+class UnknownKind(ValueError):
+    """An event of a kind that this version does not know (`kind`). Readers skip it."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        super().__init__(f"unknown kind of event {kind!r}")
+
+
+class NewerSchema(ValueError):
+    """A message of a schema that this version cannot read."""
+
+
+class _Peek(msgspec.Struct):
+    """Just enough of an event to see what kind it is."""
+
+    kind: str
+
+
+@cache
+def _encoder() -> msgspec.msgpack.Encoder:
+    return msgspec.msgpack.Encoder()
+
+
+@cache
+def _decode(type_: Any) -> Callable[[bytes | memoryview], Any]:
+    return msgspec.msgpack.Decoder(type_, ext_hook=ext_hook).decode
+
+
+def encode(message: Message) -> bytes:
+    """`message` in msgpack. Values in it must have been prepared by [`wire`][tracewire_bus.values.wire]."""
+    return _encoder().encode(message)
+
+
+def _checked(type_: Any, data: bytes | memoryview) -> Any:
+    try:
+        return _decode(type_)(data)
+    except msgspec.MsgspecError:
+        raise
+    except RecursionError:
+        raise msgspec.DecodeError("the message nests too deep to be decoded") from None
+    except (ValueError, TypeError) as error:
+        # From `ext_hook`, or a map whose keys cannot be hashed.
+        raise msgspec.DecodeError(f"the message holds a malformed value: {error}") from error
+
+
+def decode_event(data: bytes | memoryview) -> AnyEvent:
+    """One event of a trace. Arrays in it share memory with `data`.
+
+    Raises:
+        UnknownKind: a well-formed event of a kind that a newer version wrote.
+        msgspec.ValidationError: its fields have other types than they should.
+        msgspec.DecodeError: it is no msgpack, or holds a malformed value.
+    """
+    try:
+        return cast(AnyEvent, _checked(AnyEvent, data))
+    except msgspec.ValidationError:
+        try:
+            kind = cast(_Peek, _checked(_Peek, data)).kind
+        except msgspec.MsgspecError:
+            kind = None
+        if kind is None or kind in ("accepted", "output", "restarted", "final"):
+            raise
+        raise UnknownKind(kind) from None
+
+
+def decode_submission(data: bytes | memoryview) -> Submission:
+    """A submission.
+
+    Raises:
+        msgspec.ValidationError: its fields have other types than they should.
+        msgspec.DecodeError: it is no msgpack, or holds a malformed value.
+    """
+    return cast(Submission, _checked(Submission, data))
+
+
+def decode_engine(data: bytes | memoryview) -> EngineInfo:
+    """What an engine said of itself in the registry.
+
+    Raises:
+        msgspec.ValidationError: its fields have other types than they should.
+        msgspec.DecodeError: it is no msgpack, or holds a malformed value.
+    """
+    return cast(EngineInfo, _checked(EngineInfo, data))
+
+
+def schema_text() -> str:
+    """The schema this version writes, as it stands on an entry: `"major.minor"`."""
+    return f"{SCHEMA[0]}.{SCHEMA[1]}"
+
+
+def check_schema(text: str) -> None:
+    """Refuse what this version cannot read. A newer minor version can be read: what it added is ignored.
+
+    Raises:
+        NewerSchema: its major version is newer, or `text` is no version.
+    """
+    major, dot, minor = text.partition(".")
+    if not (dot and major.isascii() and major.isdigit() and minor.isascii() and minor.isdigit()) or len(text) > 20:
+        raise NewerSchema(f"a message of schema {text[:40]!r}; this version reads {schema_text()}")
+    if int(major) > SCHEMA[0]:
+        raise NewerSchema(f"a message of schema {text}; this version reads {schema_text()} and older: update it")
+
+
+def digest_bytes(data: bytes | memoryview) -> bytes:
+    """16 bytes that identify `data`: the digest of raw bytes, not of a value."""
+    return hashlib.blake2b(data, digest_size=16).digest()

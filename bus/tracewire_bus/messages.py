@@ -1,0 +1,328 @@
+"""Every message of the bus, on one page.
+
+A message is a msgspec struct in msgpack. Two things stand beside it as plain fields of the stream entry, so that an
+entry which cannot be decoded can still be answered: the trace id and the schema version (`SCHEMA`). Unknown fields are
+ignored and unknown kinds are skipped by readers, so that two versions can share a bus; a newer *major* version is
+refused.
+
+Values (variables of a block, saved values) are not structs but trees: see [`tracewire_bus.values`][]. Wherever a
+field below is typed `bytes` and said to be *packed*, it holds such a tree as
+[`pack`][tracewire_bus.values.pack] made it. Nothing here is ever unpickled.
+
+Invokes, choices and token indices count from 0. Times are seconds since the epoch unless a name says otherwise.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+
+__all__ = [
+    "SCHEMA",
+    "Accepted",
+    "Append",
+    "Block",
+    "Delete",
+    "Delta",
+    "EngineInfo",
+    "Event",
+    "Failure",
+    "Final",
+    "FinishReason",
+    "Helper",
+    "Invoke",
+    "Manifest",
+    "Message",
+    "ModuleInfo",
+    "Output",
+    "PathKey",
+    "RawOutput",
+    "Restarted",
+    "SaveDelta",
+    "Set",
+    "Status",
+    "Submission",
+    "Usage",
+    "Versions",
+]
+
+#: The schema this package writes, `(major, minor)`. On an entry it stands as `"major.minor"`.
+SCHEMA: tuple[int, int] = (1, 0)
+
+PathKey: TypeAlias = Any
+"""One step of a path into a saved value: a list's index, or a dict's key (str, int, float, bool, bytes or None)."""
+
+FinishReason: TypeAlias = str
+"""vLLM's own word for why a choice ended: `stop`, `length`, `abort`, ..."""
+
+Status: TypeAlias = Literal["finished", "stopped", "cancelled", "expired", "rejected", "failed"]
+"""How a trace ended. `rejected`: never ran. `failed`: its block raised, or its engine could not go on."""
+
+
+class Message(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Base of all structs on the wire."""
+
+
+# --- submission -------------------------------------------------------------------------------------------------------
+
+
+class Helper(Message):
+    """A function that a block calls, as source.
+
+    `source` is dedented and starts at the `def` (decorators are not carried); `first_line` is that line's number in
+    `filename`, for tracebacks. `names` maps each free name of the helper to where its value stands: see
+    [`Block`][tracewire_bus.messages.Block].
+    """
+
+    name: str
+    source: str
+    filename: str = "<unknown>"
+    first_line: int = 1
+
+
+class Block(Message):
+    """A block of nnsight code as source text, and what it uses.
+
+    `source` is the function's *body*, dedented, without the `def` line; line 1 of it is line `first_line` of
+    `filename`. The engine runs it with three names bound, as the function's first three parameters were called
+    (`parameters`, usually `("model", "tracer", "live")`), plus everything in `variables`, `helpers` and `modules`.
+
+    `variables` is the packed dict of plain values by name. `modules` maps a name to an importable module path
+    (`{"np": "numpy"}`); `imports` maps a name to `(module, attribute)`, for `from torch import Tensor`. Helpers see
+    the same names as the block, and each other.
+    """
+
+    name: str
+    source: str
+    filename: str = "<unknown>"
+    first_line: int = 1
+    parameters: tuple[str, str, str] = ("model", "tracer", "live")
+    variables: bytes = b"\x80"
+    helpers: list[Helper] = []
+    modules: dict[str, str] = {}
+    imports: dict[str, tuple[str, str]] = {}
+
+
+class Invoke(Message):
+    """One prompt of a trace: text, token ids or chat messages (exactly one of the three), and its sampling params.
+
+    `sampling` holds fields of vLLM's `SamplingParams` by name, plain values only.
+    """
+
+    prompt: str | None = None
+    token_ids: list[int] | None = None
+    messages: list[dict[str, Any]] | None = None
+    sampling: dict[str, Any] = {}
+
+
+class Submission(Message):
+    """What a client puts on a model's queue. The block runs once per invoke.
+
+    `live` is the packed dict of the live parameters' first values. `deadline_s` counts from the moment it was queued,
+    by Redis's clock. `detach` keeps the trace running when its submitter goes away.
+    """
+
+    trace: str
+    model: str
+    invokes: list[Invoke]
+    block: Block | None = None
+    live: bytes = b"\x80"
+    deadline_s: float | None = None
+    priority: int = 0
+    detach: bool = False
+    client: str = ""
+    context: dict[str, str] = {}
+
+
+# --- save deltas ------------------------------------------------------------------------------------------------------
+
+
+class SaveDelta(Message, tag_field="op"):
+    """One change of the saves of one choice. `path` begins with the saved name."""
+
+
+class Append(SaveDelta, tag="append"):
+    """Extend the list at `path` with `items`. The list exists: a new one comes by `Set`."""
+
+    path: tuple[PathKey, ...]
+    items: list[Any]
+
+
+class Set(SaveDelta, tag="set"):
+    """Bind `value` at `path`: a saved name, a dict's key (new or old), or a list's existing index."""
+
+    path: tuple[PathKey, ...]
+    value: Any
+
+
+class Delete(SaveDelta, tag="delete"):
+    """Remove a dict's key, or a name that is no longer saved."""
+
+    path: tuple[PathKey, ...]
+
+
+Delta: TypeAlias = Append | Set | Delete
+
+
+class Manifest(Message):
+    """What one saved name holds in the end, for a consumer to check its fold against.
+
+    `kind` is one of the kinds of [`tracewire_bus.values`][]; `length` counts a container's items, an array's elements
+    or a text's characters (bytes: its bytes), and is 1 for other scalars. `digest` is
+    [`digest`][tracewire_bus.values.digest] of the value.
+    """
+
+    invoke: int
+    choice: int
+    name: str
+    kind: str
+    length: int
+    digest: bytes
+
+
+# --- events of a trace ------------------------------------------------------------------------------------------------
+
+
+class Event(Message, tag_field="kind"):
+    """Base of what stands on a trace's stream. An event's id there is `<attempt>-<seq>`; a final's is the greatest id."""
+
+    attempt: int
+    seq: int
+
+
+class Versions(Message):
+    """Versions of what an engine runs."""
+
+    tracewire: str = ""
+    vllm: str = ""
+    nnsight: str = ""
+    torch: str = ""
+
+
+class Accepted(Event, tag="accepted"):
+    """An engine has taken the trace and vLLM has taken its requests.
+
+    `queued_at` is when it was queued (Redis's clock), `sampling` the params of each invoke as vLLM resolved them,
+    `prompt_tokens` the length of each invoke's prompt.
+    """
+
+    engine: str
+    model: str
+    queued_at: float = 0.0
+    accepted_at: float = 0.0
+    revision: str = ""
+    dtype: str = ""
+    versions: Versions = msgspec.field(default_factory=Versions)
+    sampling: list[dict[str, Any]] = []
+    prompt_tokens: list[int] = []
+
+
+class Output(Event, tag="output"):
+    """What one vLLM output adds to one choice.
+
+    `token_ids[k]` has index `index + k`; every index of a choice belongs to exactly one `Output`. `deltas[k]` is what
+    the block newly saved in the step that sampled `token_ids[k]`, and is as long as `token_ids`. `logprobs`, if asked
+    for, holds one dict per token: token id to `(logprob, rank, text)`.
+    """
+
+    invoke: int = 0
+    choice: int = 0
+    index: int = 0
+    token_ids: list[int] = []
+    text: str = ""
+    deltas: list[list[Delta]] = []
+    logprobs: list[dict[int, tuple[float, int | None, str | None]]] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    time: float = 0.0
+
+
+class RawOutput(Output, tag="output"):
+    """An `Output` whose steps are already encoded: what the adapter writes, so that it re-encodes nothing."""
+
+    deltas: list[msgspec.Raw] = []  # type: ignore[assignment]
+
+
+class Restarted(Event, tag="restarted"):
+    """The trace runs again from its beginning: whoever folds starts over."""
+
+    reason: str = ""
+
+
+class Failure(Message):
+    """Why a trace was rejected or failed, in the caller's terms.
+
+    `field` names the part of the submission at fault (`"block"`, `"prompt"`, `"sampling.temperature"`, `"model"`, ...).
+    `line`, `source` and `filename` say where in the user's own code; `type` is an exception's class name.
+    """
+
+    type: str
+    message: str
+    field: str | None = None
+    filename: str | None = None
+    line: int | None = None
+    source: str | None = None
+    traceback: str | None = None
+
+
+class Usage(Message):
+    """Tokens of all invokes and choices together."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class Final(Event, tag="final"):
+    """The last event of a trace, exactly one.
+
+    `deltas` holds what was saved after the last output, and a `Set` for every value whose fold would differ from what
+    nnsight collected, as `(invoke, choice, deltas)`. `save_errors` names saves that cannot travel (by
+    `invoke.choice.name`), each with the reason.
+    """
+
+    status: Status
+    error: Failure | None = None
+    usage: Usage = msgspec.field(default_factory=Usage)
+    deltas: list[tuple[int, int, list[Delta]]] = []
+    manifest: list[Manifest] = []
+    save_errors: dict[str, str] = {}
+    time: float = 0.0
+
+
+# --- registry ---------------------------------------------------------------------------------------------------------
+
+
+class ModuleInfo(Message, array_like=True):
+    """One module of a model's tree: its path under the model (`"model.layers.0.mlp"`) and its class's name."""
+
+    path: str
+    cls: str
+
+
+class EngineInfo(Message):
+    """What an engine serves, published to the registry and renewed by its heartbeat.
+
+    `modules` lists the tree in definition order, the root (path `""`) first; `attributes` gives, for each class in it,
+    the names that can be read on a module besides its children. `layers` is the path of the list of decoder layers,
+    which [`residual(i)`] counts in.
+    """
+
+    engine: str
+    model: str
+    path: str = ""
+    revision: str = ""
+    dtype: str = ""
+    vocabulary: int = 0
+    hidden_size: int = 0
+    max_model_len: int = 0
+    layers: str = ""
+    layer_count: int = 0
+    modules: list[ModuleInfo] = []
+    attributes: dict[str, list[str]] = {}
+    versions: Versions = msgspec.field(default_factory=Versions)
+    schema: str = ""
+    capacity: int = 0
+    running: int = 0
+    state: str = "serving"
+    started_at: float = 0.0

@@ -1,0 +1,503 @@
+"""Values that travel: variables of a block, live parameters, saves.
+
+A *value* is a tree of plain Python data and arrays: None, bool, int, float, complex, str, bytes, arrays, and lists,
+tuples and dicts of these. It is packed in msgpack; what msgpack has no type for travels in extension types. Nothing is
+pickled, so that decoding a value from a stranger runs no code of theirs.
+
+Arrays come from NumPy (`ml_dtypes` included) or torch, whatever their device, strides and byte order, and always arrive as
+read-only NumPy arrays that share memory with the buffer they were decoded from. Whoever keeps a small array of a large
+message keeps the message: copy it. The data need not be aligned in memory.
+
+Two things can be asked of any value without packing it: its [`digest`][tracewire_bus.values.digest], by which a consumer
+proves that it holds what the engine held, and whether it can travel at all, which packing answers with
+[`Unsavable`][tracewire_bus.values.Unsavable].
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import struct
+import sys
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias
+
+import msgspec
+
+if TYPE_CHECKING:
+    import numpy as np
+
+__all__ = [
+    "DTYPES",
+    "MAX_DEPTH",
+    "Unsavable",
+    "array_of",
+    "digest",
+    "equal",
+    "ext_hook",
+    "is_array",
+    "kind",
+    "length",
+    "pack",
+    "path_key",
+    "unpack",
+    "wire",
+]
+
+#: How deep containers may nest in a value, its path included where one is given.
+MAX_DEPTH: Final = 64
+
+#: Names of the dtypes an array can have on the wire: NumPy's own, then those of `ml_dtypes`.
+DTYPES: Final = frozenset(
+    {
+        *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+        *("float16", "float32", "float64", "complex64", "complex128"),
+        *("bfloat16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
+        *("float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz"),
+    }
+)
+
+Path: TypeAlias = tuple[Any, ...]
+
+_ARRAY, _TUPLE, _INT, _COMPLEX = 1, 2, 3, 4
+_INT_MIN, _INT_MAX = -(2**63), 2**64 - 1
+_TRAVELS = (
+    "None, bool, int, float, complex, str, bytes, NumPy arrays, torch tensors, and lists, tuples and dicts of these"
+)
+_KEYS = "str, int (of 64 bits), float, bool, bytes and None"
+
+_header_length = struct.Struct("<H")
+_float = struct.Struct("<d")
+_complex = struct.Struct("<dd")
+
+
+class Unsavable(TypeError):
+    """A value cannot travel. Says where in it (`path`, of indices and keys) and why (`reason`)."""
+
+    def __init__(self, path: Path, reason: str) -> None:
+        self.path = tuple(path)
+        self.reason = reason
+        super().__init__(f"at {_spell(self.path)}: {reason}" if self.path else reason)
+
+
+def _spell(path: Path) -> str:
+    """A path as one would write it: `acts[3]['mlp']`; its first step stands bare if it is a name."""
+    first, *rest = path
+    head = first if isinstance(first, str) and first.isidentifier() else f"[{first!r}]"
+    return head + "".join(f"[{step!r}]" for step in rest)
+
+
+def _refuse(value: Any, path: Path) -> NoReturn:
+    name = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+    advice = "; pass it as a sorted list" if isinstance(value, (set, frozenset)) else ""
+    raise Unsavable(path, f"a value of type {name} cannot travel{advice}; what can: {_TRAVELS}")
+
+
+def _too_deep(path: Path) -> NoReturn:
+    # The whole path would fill a screen and say nothing.
+    raise Unsavable(path[:1], f"containers nest deeper than {MAX_DEPTH} or refer to themselves")
+
+
+# --- what a value is --------------------------------------------------------------------------------------------------
+
+_NATIVE_KINDS: Final[dict[type, str]] = {
+    type(None): "none",
+    bool: "bool",
+    int: "int",
+    float: "float",
+    complex: "complex",
+    str: "str",
+    bytes: "bytes",
+    list: "list",
+    tuple: "tuple",
+    dict: "dict",
+}
+
+
+def _kind(value: Any) -> str | None:
+    """The kind of a value, or None if it has none. Subclasses of natives count as what they derive from."""
+    known = _NATIVE_KINDS.get(type(value))
+    if known is not None:
+        return known
+    if is_array(value):
+        return "array"
+    # Bool cannot be subclassed. The first base that is native decides: a namedtuple is a tuple, an IntEnum an int.
+    for base in type(value).__mro__:
+        known = _NATIVE_KINDS.get(base)
+        if known is not None:
+            return known
+    return None
+
+
+def is_array(value: Any) -> bool:
+    """Whether `value` is a NumPy array, a NumPy scalar (but for text) or a torch tensor, supported or not."""
+    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+    if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)):
+        return not isinstance(value, (str, bytes))
+    return torch is not None and hasattr(torch, "Tensor") and isinstance(value, torch.Tensor)
+
+
+def kind(value: Any) -> str:
+    """One of `none`, `bool`, `int`, `float`, `complex`, `str`, `bytes`, `array`, `list`, `tuple`, `dict`.
+
+    Raises:
+        Unsavable: `value` is of no such kind.
+    """
+    return _kind(value) or _refuse(value, ())
+
+
+def length(value: Any) -> int:
+    """Items of a container, elements of an array, characters of a text, bytes of bytes; 1 for other scalars.
+
+    Raises:
+        Unsavable: `value` is of no kind that travels.
+    """
+    match kind(value):
+        case "array":
+            return math.prod(value.shape)
+        case "list" | "tuple" | "dict" | "str" | "bytes":
+            return len(value)
+    return 1
+
+
+def path_key(key: Any, path: Path = ()) -> Any:
+    """A dict's key as it travels in a value or in a delta's path: a plain str, int, float, bool, bytes or None.
+
+    Raises:
+        Unsavable: naming `path`, the dict's own. Integers beyond 64 bits and NaN (which finds nothing) are refused too.
+    """
+    match _NATIVE_KINDS.get(type(key)) or (None if is_array(key) and not isinstance(key, float) else _kind(key)):
+        case "str":
+            return _text(key, path)
+        case "none" | "bool":
+            return key
+        case "bytes":
+            return bytes(memoryview(key))
+        case "int":
+            plain = int.__index__(key)
+            if _INT_MIN <= plain <= _INT_MAX:
+                return plain
+            raise Unsavable(path, f"an integer key must fit 64 bits, got {_shorten(plain)}; keys can be {_KEYS}")
+        case "float":
+            if key == key:
+                return float.__float__(key)
+            raise Unsavable(path, f"a key that is NaN finds nothing again; keys can be {_KEYS}")
+    raise Unsavable(path, f"a key of type {type(key).__qualname__} cannot travel; keys can be {_KEYS}")
+
+
+def _shorten(number: int) -> str:
+    return f"one of {number.bit_length()} bits"
+
+
+def _text(value: str, path: Path) -> str:
+    plain = value if type(value) is str else str.__str__(value)
+    if not plain.isascii():
+        try:
+            plain.encode()
+        except UnicodeEncodeError as error:
+            raise Unsavable(
+                path, f"a str with a lone surrogate at {error.start} is not text; pass it as bytes"
+            ) from None
+    return plain
+
+
+# --- arrays -----------------------------------------------------------------------------------------------------------
+
+
+def array_of(value: Any) -> np.ndarray[Any, Any]:
+    """`value`, an array of any sort, as a C-contiguous little-endian NumPy array of a dtype in `DTYPES`.
+
+    Shares memory with `value` where it can; a tensor on a device is copied to the host. Gradients are left behind, lazy
+    conjugation and negation are carried out.
+
+    Raises:
+        Unsavable: `value` is no array, or one that cannot travel (sparse, quantized, masked, of objects, ...).
+    """
+    return _array(value, ())
+
+
+def _array(value: Any, path: Path) -> np.ndarray[Any, Any]:
+    import numpy as np
+
+    if not is_array(value):
+        _refuse(value, path)
+    if not isinstance(value, (np.ndarray, np.generic)):
+        return _tensor(value, path)
+    if isinstance(value, np.ndarray) and type(value) is not np.ndarray and not isinstance(value, np.memmap):
+        raise Unsavable(
+            path, f"a {type(value).__qualname__} would lose what makes it more than an array; pass np.asarray(it)"
+        )
+    array = np.asarray(value)
+    if array.dtype.name not in DTYPES or array.dtype.metadata:
+        raise Unsavable(path, f"an array of dtype {array.dtype} cannot travel; what can: {', '.join(sorted(DTYPES))}")
+    if array.dtype.byteorder == ">" or (array.dtype.byteorder == "=" and sys.byteorder == "big"):
+        array = array.astype(array.dtype.newbyteorder("<"))
+    # Not `ascontiguousarray`: it makes a 0-d array 1-d.
+    return np.require(array, requirements="C")
+
+
+def _tensor(tensor: Any, path: Path) -> np.ndarray[Any, Any]:
+    import numpy as np
+
+    torch = sys.modules["torch"]
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        raise Unsavable(path, f"a tensor of layout {tensor.layout} cannot travel; pass it dense")
+    if tensor.is_quantized:
+        raise Unsavable(path, "a quantized tensor cannot travel; pass tensor.dequantize() or its int_repr()")
+    if tensor.is_meta:
+        raise Unsavable(path, "a tensor on the meta device has no values")
+    if dtype not in DTYPES:
+        raise Unsavable(path, f"a tensor of dtype {dtype} cannot travel; what can: {', '.join(sorted(DTYPES))}")
+    try:
+        host = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+        if dtype not in _extra_dtypes():
+            array = host.numpy()
+        else:
+            # torch refuses to hand these to NumPy; their bits pass as an unsigned integer of the same size.
+            plain = torch.uint8 if host.element_size() == 1 else torch.uint16
+            array = host.view(plain).numpy().view(_extra_dtypes()[dtype])
+    except (RuntimeError, TypeError, NotImplementedError) as error:
+        raise Unsavable(path, f"a {type(tensor).__qualname__} of dtype {dtype} could not be read: {error}") from error
+    return np.require(array, requirements="C")
+
+
+_EXTRA: dict[str, np.dtype[Any]] = {}
+
+
+def _extra_dtypes() -> dict[str, np.dtype[Any]]:
+    if not _EXTRA:
+        import ml_dtypes
+        import numpy as np
+
+        _EXTRA.update(
+            {name: np.dtype(getattr(ml_dtypes, name)) for name in DTYPES if name.startswith(("bfloat", "float8"))}
+        )
+    return _EXTRA
+
+
+def _raw(array: np.ndarray[Any, Any]) -> memoryview:
+    """The bytes of a C-contiguous array, without a copy. Not `array.data`: it refuses `ml_dtypes` and empty shapes."""
+    import numpy as np
+
+    return memoryview(array.reshape(-1).view(np.uint8))
+
+
+def _array_payload(array: np.ndarray[Any, Any]) -> bytes:
+    header = msgspec.msgpack.encode((array.dtype.name, array.shape))
+    return b"".join((_header_length.pack(len(header)), header, _raw(array)))
+
+
+_array_header = msgspec.msgpack.Decoder(tuple[str, tuple[int, ...]])
+
+
+def _array_from(payload: memoryview) -> np.ndarray[Any, Any]:
+    import numpy as np
+
+    if len(payload) < 2:
+        raise ValueError("an array's payload is cut short")
+    start = 2 + _header_length.unpack_from(payload)[0]
+    name, shape = _array_header.decode(payload[2:start])
+    if name not in DTYPES:
+        raise ValueError(f"an array of unknown dtype {name!r}")
+    dtype = _extra_dtypes().get(name) or np.dtype(name).newbyteorder("<")
+    if len(shape) > 32 or any(size < 0 for size in shape):
+        raise ValueError(f"an array of impossible shape {shape}")
+    count = math.prod(shape)
+    if len(payload) - start != count * dtype.itemsize:
+        raise ValueError(f"an array of {name} {shape} takes {count * dtype.itemsize} bytes, got {len(payload) - start}")
+    if count == 0:
+        array = np.empty(shape, dtype)
+    else:
+        array = np.frombuffer(payload, dtype, count, start).reshape(shape)
+    array.flags.writeable = False
+    return array
+
+
+# --- packing ----------------------------------------------------------------------------------------------------------
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def pack(value: Any) -> bytes:
+    """`value` in msgpack.
+
+    Raises:
+        Unsavable: naming the part of it that cannot travel.
+    """
+    return _encoder.encode(wire(value))
+
+
+def wire(value: Any, path: Path = ()) -> Any:
+    """`value` prepared to stand in a message: of natives and msgspec extensions only, sharing nothing that can change.
+
+    `path` is where the value stands already, for errors to name and for depth to count.
+
+    Raises:
+        Unsavable: naming the part of it that cannot travel.
+    """
+    plain = type(value)
+    if plain is float or plain is bool or value is None or plain is bytes:
+        return value
+    if plain is int and _INT_MIN <= value <= _INT_MAX:
+        return value
+    match _kind(value):
+        case "array":
+            return msgspec.msgpack.Ext(_ARRAY, _array_payload(_array(value, path)))
+        case "str":
+            return _text(value, path)
+        case "list":
+            if len(path) >= MAX_DEPTH:
+                _too_deep(path)
+            return [wire(item, (*path, index)) for index, item in enumerate(value)]
+        case "dict":
+            if len(path) >= MAX_DEPTH:
+                _too_deep(path)
+            return {path_key(key, path): wire(item, (*path, key)) for key, item in dict.items(value)}
+        case "tuple":
+            if len(path) >= MAX_DEPTH:
+                _too_deep(path)
+            items = [wire(item, (*path, index)) for index, item in enumerate(value)]
+            return msgspec.msgpack.Ext(_TUPLE, _encoder.encode(items))
+        case "int":
+            number = int.__index__(value)
+            if _INT_MIN <= number <= _INT_MAX:
+                return number
+            return msgspec.msgpack.Ext(_INT, _int_bytes(number))
+        case "float":
+            return float.__float__(value)
+        case "complex":
+            return msgspec.msgpack.Ext(_COMPLEX, _complex.pack(value.real, value.imag))
+        case "bytes":
+            return bytes(memoryview(value))
+    _refuse(value, path)
+
+
+def _int_bytes(number: int) -> bytes:
+    return number.to_bytes(number.bit_length() // 8 + 1, "little", signed=True)
+
+
+def ext_hook(code: int, payload: memoryview) -> Any:
+    """Decodes what msgpack has no type for. For decoders of messages that carry values.
+
+    Raises:
+        ValueError: an unknown code or a malformed payload.
+    """
+    if code == _ARRAY:
+        return _array_from(payload)
+    if code == _TUPLE:
+        return tuple(_list_decoder.decode(payload))
+    if code == _INT:
+        return int.from_bytes(payload, "little", signed=True)
+    if code == _COMPLEX:
+        if len(payload) != _complex.size:
+            raise ValueError(f"a complex number takes {_complex.size} bytes, got {len(payload)}")
+        return complex(*_complex.unpack(payload))
+    raise ValueError(f"unknown extension type {code}")
+
+
+_decoder = msgspec.msgpack.Decoder(ext_hook=ext_hook)
+_list_decoder = msgspec.msgpack.Decoder(list[Any], ext_hook=ext_hook)
+
+
+def unpack(data: bytes | memoryview) -> Any:
+    """The value that [`pack`][tracewire_bus.values.pack] made `data` of. Its arrays share memory with `data`.
+
+    Raises:
+        ValueError: `data` is no packed value (`msgspec.DecodeError` is one).
+    """
+    try:
+        return _decoder.decode(data)
+    except RecursionError:
+        raise ValueError("containers nest too deep to be decoded") from None
+
+
+# --- comparing --------------------------------------------------------------------------------------------------------
+
+
+def digest(value: Any) -> bytes:
+    """16 bytes that two values share only if they are the same: in kind, structure, dtype, shape and every bit.
+
+    A tensor and the array it arrives as have the same digest. `1`, `1.0` and `True` differ, as do a list and a tuple, `0.0`
+    and `-0.0`, and NaNs of different bits. The order in which a dict was filled does not count, and its keys are told
+    apart as Python does: `1`, `1.0` and `True` are one key.
+
+    Raises:
+        Unsavable: naming the part of it that cannot travel.
+    """
+    return _digest(value, ())
+
+
+def _hash(tag: bytes, *parts: bytes | memoryview) -> bytes:
+    state = hashlib.blake2b(tag, digest_size=16)
+    for part in parts:
+        state.update(part)
+    return state.digest()
+
+
+def _digest(value: Any, path: Path) -> bytes:
+    found = _kind(value)
+    if found in ("list", "tuple", "dict") and len(path) >= MAX_DEPTH:
+        _too_deep(path)
+    match found:
+        case "none":
+            return _hash(b"n")
+        case "bool":
+            return _hash(b"b", b"\1" if value else b"\0")
+        case "int":
+            return _hash(b"i", _int_bytes(int.__index__(value)))
+        case "float":
+            return _hash(b"f", _float.pack(value))
+        case "complex":
+            return _hash(b"c", _complex.pack(value.real, value.imag))
+        case "str":
+            return _hash(b"s", _text(value, path).encode())
+        case "bytes":
+            return _hash(b"y", value)
+        case "array":
+            array = _array(value, path)
+            return _hash(b"a", msgspec.msgpack.encode((array.dtype.name, array.shape)), _raw(array))
+        case "list" | "tuple":
+            items = (_digest(item, (*path, index)) for index, item in enumerate(value))
+            return _hash(b"l" if found == "list" else b"t", *items)
+        case "dict":
+            pairs = (_key_digest(path_key(key, path)) + _digest(item, (*path, key)) for key, item in dict.items(value))
+            return _hash(b"d", *sorted(pairs))
+    _refuse(value, path)
+
+
+def _key_digest(key: Any) -> bytes:
+    # Python finds an integral float's or a bool's entry by the int, so a fold may hold either as the key.
+    if isinstance(key, (bool, float)) and not (isinstance(key, float) and not key.is_integer()):
+        key = int(key)
+    return _digest(key, ())
+
+
+def equal(a: Any, b: Any) -> bool:
+    """Whether two values are the same in the sense of [`digest`][tracewire_bus.values.digest], found by comparing them.
+
+    Raises:
+        Unsavable: one of them holds what cannot travel, where they had not differed before.
+    """
+    return _equal(a, b, ())
+
+
+def _equal(a: Any, b: Any, path: Path) -> bool:
+    found = _kind(a) or _refuse(a, path)
+    if found != (_kind(b) or _refuse(b, path)):
+        return False
+    if found in ("list", "tuple", "dict"):
+        if len(path) >= MAX_DEPTH:
+            _too_deep(path)
+        if len(a) != len(b):
+            return False
+        if found == "dict":
+            return all(key in b and _equal(item, b[key], (*path, key)) for key, item in dict.items(a))
+        return all(_equal(x, y, (*path, index)) for index, (x, y) in enumerate(zip(a, b, strict=True)))
+    if found == "array":
+        x, y = _array(a, path), _array(b, path)
+        return x.dtype.name == y.dtype.name and x.shape == y.shape and bytes(_raw(x)) == bytes(_raw(y))
+    if found == "float":
+        return _float.pack(a) == _float.pack(b)
+    if found == "complex":
+        return _complex.pack(a.real, a.imag) == _complex.pack(b.real, b.imag)
+    return bool(a == b)

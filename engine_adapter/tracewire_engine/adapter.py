@@ -1,0 +1,248 @@
+"""The adapter: one task group that takes submissions, runs each as a trace, and answers for its engine.
+
+Tasks: *intake* takes submissions off the model's queue, up to the engine's capacity; one task a trace runs it
+(`trace.py`); the *link reader* hands what the workers report to the traces; the *heartbeat* renews the engine's entry
+in the registry. When the adapter is told to stop it takes nothing new, lets what runs finish for a while, fails the rest
+with the reason on each trace's own stream, and leaves.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from dataclasses import dataclass
+
+import anyio
+import msgspec
+from tracewire_bus.tree import ModuleTree, check_block
+
+from tracewire_bus.codec import NewerSchema, check_schema, decode_submission, encode
+from tracewire_bus.messages import Block, EngineInfo, Failure, Final, Submission
+from tracewire_bus.streams import Bus, Fenced, Taken, Writer
+
+from .engine import Engine, EngineLost, Rejection
+from .trace import Half, TraceRun
+
+__all__ = ["Adapter", "Settings"]
+
+logger = logging.getLogger("tracewire")
+
+#: Longest trace id that is taken, in characters.
+MAX_TRACE_ID = 256
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How an adapter behaves. Times in seconds."""
+
+    heartbeat_s: float = 1.0
+    lease_s: float = 5.0
+    #: How long traces may go on after the adapter was told to stop.
+    drain_s: float = 10.0
+    #: How long one wait for submissions lasts, which is how soon a stop is noticed by an idle intake.
+    poll_s: float = 0.5
+
+
+class Adapter:
+    """Serves one engine on the bus until it is stopped or the engine is lost."""
+
+    def __init__(self, engine: Engine, info: EngineInfo, bus: Bus, settings: Settings | None = None) -> None:
+        self._engine = engine
+        self._info = info
+        self._bus = bus
+        self._settings = settings or Settings()
+        self._tree = ModuleTree(info)
+        self._halves: dict[str, Half] = {}
+        self._names = itertools.count()
+        self._runs: set[anyio.CancelScope] = set()
+        self._stopping = anyio.Event()
+        self._changed = anyio.Event()
+        self._blocks = msgspec.msgpack.Encoder()
+        #: Set when the engine died under the adapter.
+        self.lost = False
+
+    def stop(self) -> None:
+        """Take nothing new; `run` returns when what runs has ended, or `drain_s` later."""
+        self._stopping.set()
+        self._notify()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = anyio.Event()
+
+    async def run(self) -> None:
+        """Serve until `stop` is called or the engine is lost (see `lost`)."""
+        async with self._bus.writer() as writer, anyio.create_task_group() as group:
+            group.start_soon(self._read_link)
+            await self._bus.register(self._info, self._settings.lease_s)
+            group.start_soon(self._heartbeat)
+            logger.info("serving %s as engine %s", self._info.model, self._info.engine)
+            async with anyio.create_task_group() as traces:
+                await self._take(writer, traces)
+                await self._drain()
+            group.cancel_scope.cancel()
+        await self._bus.unregister(self._info.engine)
+
+    # --- intake -----------------------------------------------------------------------------------------------------
+
+    async def _take(self, writer: Writer, traces: anyio.abc.TaskGroup) -> None:
+        while not self._stopping.is_set():
+            room = self._info.capacity - len(self._runs)
+            if room <= 0:
+                await self._changed.wait()
+                continue
+            taken = await self._bus.take(
+                self._info.model, self._info.engine, min(room, 64), int(self._settings.poll_s * 1000)
+            )
+            for entry in taken:
+                scope = anyio.CancelScope()
+                self._runs.add(scope)
+                traces.start_soon(self._serve, writer, entry, scope)
+
+    async def _drain(self) -> None:
+        """Let what runs finish for a while, then end it."""
+        with anyio.move_on_after(0 if self.lost else self._settings.drain_s):
+            while self._runs:
+                await self._changed.wait()
+        for scope in self._runs:
+            scope.cancel()
+
+    async def _serve(self, writer: Writer, entry: Taken, scope: anyio.CancelScope) -> None:
+        """Run one queue entry to its final event, whatever it holds."""
+        try:
+            submission, block = await self._open(writer, entry)
+            if submission is None:
+                return
+            run = TraceRun(
+                self._engine,
+                self._info,
+                writer,
+                self._halves,
+                submission,
+                block,
+                attempt=1,
+                queued_at=entry.queued_at,
+                names=self._names,
+            )
+            try:
+                with scope:
+                    await run.run()
+            except EngineLost:
+                self.lost = True
+                self.stop()
+            except Exception as error:  # a defect of ours must not take the other traces with it
+                logger.exception("trace %s failed in the adapter", submission.trace)
+                await run.fail(Failure(type=type(error).__name__, message=f"the adapter failed: {error}"))
+            if scope.cancelled_caught:
+                with anyio.CancelScope(shield=True):
+                    await run.fail(
+                        Failure(type="EngineShutdown", message=f"engine {self._info.engine} was shut down while it ran")
+                    )
+                    for request in run.requests:
+                        await self._engine.abort(request.name)
+            with anyio.CancelScope(shield=True):
+                await self._bus.done(self._info.model, entry.entry_id)
+        finally:
+            self._runs.discard(scope)
+            self._notify()
+
+    async def _open(self, writer: Writer, entry: Taken) -> tuple[Submission | None, bytes | None]:
+        """Decode and check an entry; answer or dead-letter what cannot be run, and return `(None, None)` for it."""
+        trace = entry.fields.get(b"t", b"").decode("utf-8", "replace")
+        try:
+            check_schema(entry.fields.get(b"v", b"").decode("ascii", "replace"))
+            submission = decode_submission(entry.fields.get(b"d", b""))
+            if submission.trace != trace:
+                raise ValueError(f"its entry names trace {trace!r}, its body {submission.trace!r}")
+            block = self._check(submission)
+        except Rejection as rejection:
+            failure = rejection.failure
+        except NewerSchema as error:
+            failure = Failure(type="TraceRejected", message=str(error), field="schema")
+        except (ValueError, msgspec.MsgspecError) as error:
+            failure = Failure(
+                type="TraceRejected", message=f"the submission could not be decoded: {error}", field="submission"
+            )
+        else:
+            return submission, block
+        if not 0 < len(trace) <= MAX_TRACE_ID or "\ufffd" in trace:
+            logger.warning("dead-lettering entry %s: %s", entry.entry_id, failure.message)
+            await self._bus.dead_letter(self._info.model, entry, failure.message)
+            return None, None
+        final = Final(attempt=1, seq=0, status="rejected", error=failure, time=time.time())
+        try:
+            await writer.append(trace, 1, 0, encode(final), final=True)
+        except Fenced:
+            logger.warning("trace %s already has a final event; its rejection was dropped", trace)
+        await self._bus.done(self._info.model, entry.entry_id)
+        return None, None
+
+    def _check(self, submission: Submission) -> bytes | None:
+        """What can be told without the engine. Returns the encoded block.
+
+        Raises:
+            Rejection: naming the field.
+        """
+        if submission.model != self._info.model:
+            raise Rejection("model", f"this engine serves {self._info.model!r}, not {submission.model!r}")
+        if not submission.invokes:
+            raise Rejection("prompt", "a trace takes at least one prompt")
+        block = submission.block
+        if block is None:
+            return None
+        self._check_source(block)
+        return self._blocks.encode(block)
+
+    def _check_source(self, block: Block) -> None:
+        for name, source, first_line in [
+            (block.name, block.source, block.first_line),
+            *((helper.name, helper.source, helper.first_line) for helper in block.helpers),
+        ]:
+            try:
+                compile(source, name, "exec", dont_inherit=True)
+            except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
+                number = getattr(error, "lineno", None)
+                line = None if number is None else number + first_line - 1
+                where = "" if line is None else f" at line {line} of {block.filename}"
+                raise Rejection(
+                    "block",
+                    f"{name} does not compile{where}: {getattr(error, 'msg', error)}",
+                    type=type(error).__name__,
+                    line=line,
+                ) from error
+        problems = check_block(self._tree, block.source, block.parameters[0])
+        if problems:
+            problem = problems[0]
+            near = f"; the nearest that does is {problem.nearest!r}" if problem.nearest else ""
+            raise Rejection(
+                "block",
+                f"module path {problem.path!r} does not exist in {self._info.model}{near}",
+                type="UnknownModulePath",
+                line=problem.line + block.first_line - 1,
+            )
+
+    # --- the engine's side ------------------------------------------------------------------------------------------
+
+    async def _read_link(self) -> None:
+        async for report in self._engine.reports():
+            for step in report.steps:
+                half = self._halves.get(step.request)
+                if half is not None:
+                    half.step(step)
+            for finish in report.finishes:
+                half = self._halves.get(finish.request)
+                if half is not None:
+                    half.finish(finish)
+
+    async def _heartbeat(self) -> None:
+        info = self._info
+        while True:
+            await anyio.sleep(self._settings.heartbeat_s)
+            if self._engine.lost and not self.lost:
+                logger.error("the engine of %s has died", info.engine)
+                self.lost = True
+                self.stop()
+            info.running = len(self._runs)
+            info.state = "lost" if self.lost else "draining" if self._stopping.is_set() else "serving"
+            await self._bus.register(info, self._settings.lease_s)

@@ -1,0 +1,237 @@
+"""From a block's source text to a running nnsight worker, inside the process that holds the model.
+
+The source is compiled once for all requests that send the same text, and never unpickled. What a request brings of its
+own (variables, live parameters) is bound anew for each, so that one request's block cannot change another's.
+
+The block runs as nnsight runs a `with` body: its statements are executed at the top level of a scope of their own, so that
+the names they bind can be saved by name. `BlockMediator` adds what a shared engine needs: whatever the block raises,
+`SystemExit` included, ends that block and nothing else.
+"""
+
+from __future__ import annotations
+
+import importlib
+import linecache
+import traceback
+import types
+from collections import OrderedDict
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from greenlet import GreenletExit
+from nnsight.intervention.interleaver import EarlyStopException, Mediator
+from nnsight.modeling.vllm.tracer import VLLMTracer
+
+from tracewire_bus.codec import digest_bytes
+from tracewire_bus.messages import Block, Failure
+from tracewire_bus.values import unpack
+
+__all__ = ["BlockCache", "BlockMediator", "BlockTracer", "LiveValues", "failure_of", "is_stop", "to_tensors"]
+
+_blocks = msgspec.msgpack.Decoder(Block)
+
+
+class BlockExit(RuntimeError):
+    """A block raised something that would end the process (`SystemExit`, `KeyboardInterrupt`): turned into an error."""
+
+
+class BlockMediator(Mediator):
+    """nnsight's mediator, started from compiled source instead of a captured `with` block."""
+
+    def __init__(self, code: types.CodeType, glbls: dict[str, Any], lcls: dict[str, Any]) -> None:
+        super().__init__(code, glbls, lcls)
+        # What nnsight sets when a mediator arrives by pickle, which ours does not.
+        self.presaved: set[str] = set()
+        #: What the block raised, with its traceback, however it was thrown in.
+        self.raised: BaseException | None = None
+        self.compiled: _Compiled | None = None
+
+    def _run(self) -> None:
+        try:
+            super()._run()
+        except GreenletExit:
+            raise
+        except Exception as exception:
+            self.raised = exception
+            raise
+        except BaseException as exception:
+            self.raised = BlockExit(f"the block raised {type(exception).__name__}: {exception}")
+            raise self.raised from exception
+
+
+class BlockTracer(VLLMTracer):
+    """The `tracer` of a block: `iter`, `all()`, `stop()`, `cache()` and `result`, without a `with` block of its own."""
+
+    def __init__(self, envoy: Any) -> None:
+        super().__init__(envoy, "__call__")
+
+    def __repr__(self) -> str:
+        return "<tracer>"
+
+
+class LiveValues:
+    """The live parameters that a block reads by name: `live.alpha`."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self.__dict__["_values"] = values
+
+    def __getattr__(self, name: str) -> Any:
+        values: dict[str, Any] = self.__dict__["_values"]
+        try:
+            return values[name]
+        except KeyError:
+            declared = ", ".join(sorted(values)) or "none"
+            raise AttributeError(
+                f"no live parameter {name!r} was declared at submission (declared: {declared})"
+            ) from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(
+            f"live parameters are changed by a controller, not by the block: live.{name} cannot be set"
+        )
+
+    def __repr__(self) -> str:
+        return f"live({', '.join(f'{name}={value!r}' for name, value in self._values.items())})"
+
+
+_TORCH_NAMES = {"bool": torch.bool}
+
+
+def _tensor(array: np.ndarray[Any, Any], device: torch.device) -> torch.Tensor:
+    """A tensor of its own memory from a decoded array, of the same dtype (bfloat16 and the float8s included)."""
+    name = array.dtype.name
+    dtype = _TORCH_NAMES.get(name) or getattr(torch, name)
+    flat = bytearray(array.tobytes())
+    if not flat:
+        return torch.empty(array.shape, dtype=dtype, device=device)
+    return torch.frombuffer(flat, dtype=dtype).reshape(array.shape).to(device)
+
+
+def to_tensors(value: Any, device: torch.device) -> Any:
+    """`value` with every array in it as a tensor on `device`; containers are new, so that a block may change them."""
+    if isinstance(value, np.ndarray):
+        return _tensor(value, device)
+    if isinstance(value, list):
+        return [to_tensors(item, device) for item in value]
+    if isinstance(value, tuple):
+        return tuple(to_tensors(item, device) for item in value)
+    if isinstance(value, dict):
+        return {key: to_tensors(item, device) for key, item in value.items()}
+    return value
+
+
+class _Compiled:
+    """One source text, compiled: the block's code, its helpers' code, and the file names that tracebacks carry."""
+
+    def __init__(self, block: Block, key: str) -> None:
+        self.block = block
+        self.files: dict[str, tuple[str, str]] = {}
+        self.code = self._compile(block.source, block.filename, block.first_line, block.name, key)
+        self.helpers = [
+            self._compile(helper.source, helper.filename, helper.first_line, helper.name, f"{key}.{helper.name}")
+            for helper in block.helpers
+        ]
+
+    def _compile(self, source: str, filename: str, first_line: int, name: str, key: str) -> types.CodeType:
+        padded = "\n" * (first_line - 1) + source
+        label = f"<{name} {key}>"
+        # Without a modification time, so that linecache keeps it; nnsight reads it for nested `with` blocks.
+        linecache.cache[label] = (len(padded), None, padded.splitlines(keepends=True), label)
+        self.files[label] = (filename, name)
+        return compile(padded, label, "exec", dont_inherit=True)
+
+    def forget(self) -> None:
+        for label in self.files:
+            linecache.cache.pop(label, None)
+
+
+class BlockCache:
+    """Compiled blocks by the digest of their message, the least recently used dropped beyond `size`."""
+
+    def __init__(self, model: Any, device: torch.device, size: int = 256) -> None:
+        self._model = model
+        self._device = device
+        self._size = size
+        self._compiled: OrderedDict[bytes, _Compiled] = OrderedDict()
+
+    def mediator(self, block: bytes, live: bytes) -> BlockMediator:
+        """A worker for one request from an encoded `Block` and its packed live parameters.
+
+        Raises whatever compiling, importing a module or decoding a value raises; the caller makes it the request's
+        error.
+        """
+        key = digest_bytes(block)
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            compiled = self._compiled[key] = _Compiled(_blocks.decode(block), key.hex()[:12])
+            while len(self._compiled) > self._size:
+                self._compiled.popitem(last=False)[1].forget()
+        else:
+            self._compiled.move_to_end(key)
+
+        message = compiled.block
+        scope: dict[str, Any] = {"__builtins__": __builtins__, "__name__": f"tracewire.block.{message.name}"}
+        for name, module in message.modules.items():
+            scope[name] = importlib.import_module(module)
+        for name, (module, attribute) in message.imports.items():
+            scope[name] = _attribute(importlib.import_module(module), attribute)
+        model, tracer, live_name = message.parameters
+        scope[model] = self._model
+        scope[tracer] = BlockTracer(self._model)
+        scope[live_name] = LiveValues(to_tensors(unpack(live), self._device))
+
+        variables: dict[str, Any] = to_tensors(unpack(message.variables), self._device)
+        if compiled.helpers:
+            # Helpers see the block's variables as their globals; defined together, they see each other.
+            shared = {**scope, **variables}
+            for code in compiled.helpers:
+                exec(code, shared)
+            for helper in message.helpers:
+                scope[helper.name] = shared[helper.name]
+        mediator = BlockMediator(compiled.code, scope, variables)
+        mediator.compiled = compiled
+        return mediator
+
+
+def _attribute(module: types.ModuleType, path: str) -> Any:
+    value: Any = module
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def failure_of(exception: BaseException, compiled: _Compiled | None, *, hint: str = "") -> Failure:
+    """What went wrong, at the user's own line: the deepest frame of the traceback that is theirs."""
+    cause = exception.__cause__ if isinstance(exception, BlockExit) and exception.__cause__ else exception
+    trace = getattr(cause, "__intervention_tb__", None) or cause.__traceback__
+    frames = traceback.extract_tb(trace)
+    message = str(exception) + hint
+    if isinstance(exception, SyntaxError) and compiled is None:
+        return Failure(type=type(exception).__name__, message=message, field="block", line=exception.lineno)
+    filename: str | None = None
+    line: int | None = None
+    source: str | None = None
+    lines: list[str] = []
+    files = compiled.files if compiled is not None else {}
+    for frame in frames:
+        if frame.filename in files:
+            filename, function = files[frame.filename]
+            line, source = frame.lineno, frame.line
+            name = function if frame.name == "<module>" else frame.name
+            lines.append(f'  File "{filename}", line {line}, in {name}\n    {source}\n')
+    return Failure(
+        type=type(exception).__name__,
+        message=message,
+        field="block",
+        filename=filename,
+        line=line,
+        source=source,
+        traceback="".join(lines) or None,
+    )
+
+
+def is_stop(exception: BaseException | None) -> bool:
+    """Whether a block ended by `tracer.stop()`."""
+    return isinstance(exception, EarlyStopException)

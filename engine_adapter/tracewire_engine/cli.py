@@ -1,0 +1,134 @@
+"""`tracewire engine MODEL`: one engine adapter as a process.
+
+Besides its own options it takes every option of vLLM's engine (`--max-model-len`, `--tensor-parallel-size`, ...). It prints
+`ready ENGINE` on its standard output when it serves, logs to standard error, leaves on SIGTERM or SIGINT after what runs
+has ended, and exits with 0 then, 1 when its engine died, and 2 on settings that it refuses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+from functools import partial
+from pathlib import Path
+
+import anyio
+
+__all__ = ["demo_model", "main"]
+
+logger = logging.getLogger("tracewire")
+
+
+def demo_model() -> Path:
+    """Folder of the model that ships with the project: in a checkout or in an installed package.
+
+    Raises:
+        FileNotFoundError: it is in neither.
+    """
+    here = Path(__file__).resolve().parent
+    for folder in (here / "demo_model", here.parents[1] / "examples" / "demo_model" / "model"):
+        if (folder / "config.json").is_file():
+            return folder
+    raise FileNotFoundError("the demo model is not installed; name a model's folder instead of 'demo'")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; returns the exit status."""
+    # vLLM reads these when it is first imported.
+    os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    from .model import UnsupportedSetting, refuse_unsupported
+
+    parser = FlexibleArgumentParser(prog="tracewire engine", description="Serve a model to the bus.")
+    ours = parser.add_argument_group("tracewire")
+    ours.add_argument("model_folder", metavar="MODEL", help="a Hugging Face model's folder or name, or 'demo'")
+    ours.add_argument("--name", help="the name that clients ask for (default: the last part of MODEL)")
+    ours.add_argument("--url", default=os.environ.get("TRACEWIRE_URL"), help="Redis URL (default: $TRACEWIRE_URL)")
+    ours.add_argument("--prefix", default="tw", help="prefix of all keys on Redis")
+    ours.add_argument("--capacity", type=int, default=256, help="traces taken at once")
+    ours.add_argument(
+        "--drain", type=float, default=10.0, metavar="SECONDS", help="how long traces may go on after SIGTERM"
+    )
+    ours.add_argument(
+        "--tap",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="keep CUDA graphs, and serve this location in them (repeatable), as model.layers.*.output",
+    )
+    ours.add_argument(
+        "--check-collect",
+        action="store_true",
+        help="check every trace's saves against what nnsight's own collect returns (costs throughput)",
+    )
+    AsyncEngineArgs.add_cli_args(parser)
+    options = parser.parse_args(arguments)
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", stream=sys.stderr)
+    if not options.url:
+        parser.error("--url is required (or set TRACEWIRE_URL): the Redis that clients use")
+    folder, name = options.model_folder, options.name
+    if folder == "demo":
+        folder, name = str(demo_model()), name or "demo"
+        # A small model on a small machine: do not reserve the machine for it.
+        if options.kv_cache_memory_bytes is None:
+            options.kv_cache_memory_bytes = 512 * 1024 * 1024
+    options.model = folder
+    try:
+        vllm_arguments = AsyncEngineArgs.from_cli_args(options)
+        refuse_unsupported(vllm_arguments)
+    except UnsupportedSetting as error:
+        print(f"tracewire engine: {error}", file=sys.stderr)
+        return 2
+    return _serve(vllm_arguments, name or Path(folder).name, options)
+
+
+def _serve(vllm_arguments: object, name: str, options: argparse.Namespace) -> int:
+    from .link import LinkReceiver
+    from .model import build_engine, describe
+
+    with LinkReceiver() as link:
+        # Built on the main thread, which the kernel ties the engine's processes to.
+        model = build_engine(
+            vllm_arguments,  # type: ignore[arg-type]
+            link.address,
+            options.tap,
+            check_collect=options.check_collect,
+        )
+        try:
+            info = describe(model, name, options.capacity)
+            return anyio.run(partial(_run, model, link, info, options))
+        finally:
+            model.vllm_entrypoint.shutdown()
+            model.vllm_entrypoint = None
+
+
+async def _run(model: object, link: object, info: object, options: argparse.Namespace) -> int:
+    from tracewire_bus.streams import Bus
+
+    from .adapter import Adapter, Settings
+    from .vllm_engine import VllmEngine
+
+    engine = VllmEngine(model, link)  # type: ignore[arg-type]
+    async with Bus.open(options.url, prefix=options.prefix) as bus:
+        adapter = Adapter(engine, info, bus, Settings(drain_s=options.drain))  # type: ignore[arg-type]
+
+        async def watch_signals() -> None:
+            with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+                async for number in signals:
+                    logger.info("%s: draining", signal.Signals(number).name)
+                    adapter.stop()
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(watch_signals)
+            print(f"ready {info.engine}", flush=True)  # type: ignore[attr-defined]
+            await adapter.run()
+            group.cancel_scope.cancel()
+    return 1 if adapter.lost else 0

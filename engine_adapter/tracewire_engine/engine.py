@@ -1,0 +1,101 @@
+"""The seam between the adapter and what generates.
+
+The adapter knows an [`Engine`][tracewire_engine.engine.Engine] only. `VllmEngine` (`vllm_engine.py`) is the product; load and
+fault tests of the bus put a scripted engine behind the same seam.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any, Protocol
+
+import msgspec
+
+from tracewire_bus.messages import Failure, Submission
+
+from .link import Report
+
+__all__ = ["Choice", "Engine", "EngineLost", "Outputs", "Prepared", "Rejection"]
+
+
+class Rejection(Exception):
+    """A submission that cannot run, with the field at fault."""
+
+    def __init__(self, field: str, message: str, *, type: str = "TraceRejected", line: int | None = None) -> None:
+        super().__init__(message)
+        self.failure = Failure(type=type, message=message, field=field, line=line)
+
+
+class EngineLost(Exception):
+    """The engine behind the adapter has died: nothing that it ran will go on."""
+
+
+class Choice(msgspec.Struct):
+    """What one output adds to one choice of a request."""
+
+    index: int
+    token_ids: list[int]
+    text: str
+    logprobs: list[dict[int, tuple[float, int | None, str | None]]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class Prepared(msgspec.Struct):
+    """One invoke, validated: token ids and resolved sampling params, ready to run."""
+
+    prompt: Any
+    prompt_tokens: int
+    params: Any
+    choices: int
+    sampling: dict[str, Any]
+
+
+class Outputs(Protocol):
+    """The outputs of one running request."""
+
+    async def get(self) -> tuple[list[Choice], bool]:
+        """What has come since the last call (at least one output), and whether the request has ended.
+
+        Raises:
+            EngineLost: the engine died.
+        """
+        ...
+
+
+class Engine(Protocol):
+    """What an adapter drives."""
+
+    async def prepare(self, submission: Submission, index: int, block: bytes | None) -> Prepared:
+        """Validate invoke `index`.
+
+        Raises:
+            Rejection: naming the field.
+        """
+        ...
+
+    async def start(self, request: str, prepared: Prepared, priority: int) -> Outputs:
+        """Run a prepared invoke as `request`, a name unique to this engine.
+
+        Raises:
+            Rejection: the engine refused it after all.
+            EngineLost: the engine died.
+        """
+        ...
+
+    async def abort(self, request: str) -> None:
+        """End a request now. Its finish record still arrives."""
+        ...
+
+    def decode(self, token_ids: list[int]) -> str:
+        """The text of token ids."""
+        ...
+
+    def reports(self) -> AsyncIterator[Report]:
+        """What the workers report, step by step."""
+        ...
+
+    @property
+    def lost(self) -> bool:
+        """Whether the engine has died."""
+        ...

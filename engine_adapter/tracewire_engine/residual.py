@@ -1,0 +1,66 @@
+"""The residual stream, by the name that people use for it: `model.residual(i)`.
+
+What a decoder layer returns is not the same thing in every model. On Llama-like models in vLLM a layer returns
+`(hidden, residual)`: `hidden` is the output of its MLP alone, and the residual stream after the layer is the sum of both,
+which the next layer's norm computes. Others return one tensor, which is the stream. A block that reads or bends the
+stream should not have to know.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+__all__ = ["Residual", "find_layers"]
+
+_LAYER_LISTS = re.compile(r"(^|\.)(layers|h|blocks|decoder_layers|block)$")
+
+
+def find_layers(paths: Iterable[tuple[str, torch.nn.Module]]) -> str:
+    """The path of the model's list of decoder layers: the longest `ModuleList` by one of its usual names, or `""`."""
+    best, size = "", 0
+    for path, module in paths:
+        if isinstance(module, torch.nn.ModuleList) and _LAYER_LISTS.search(path) and len(module) > size:
+            best, size = path, len(module)
+    return best
+
+
+class Residual:
+    """The residual stream after decoder layer `index`, at this request's tokens of the step.
+
+    `output` reads it, shape `[tokens, hidden_size]`: all prompt tokens in the first step, then one token a step. It is
+    a value of its own, safe to keep. Assigning to `output` (also `+=`) replaces the stream for the rest of the
+    forward pass; the replacement must have the same shape.
+    """
+
+    def __init__(self, layer: Any, index: int) -> None:
+        self._layer = layer
+        self.index = index
+
+    @property
+    def output(self) -> torch.Tensor:
+        """The stream, as a new tensor of shape `[tokens, hidden_size]`."""
+        served = self._layer.output
+        if isinstance(served, tuple):
+            hidden, residual = served[0], served[1] if len(served) > 1 else None
+            return hidden.clone() if residual is None else hidden + residual
+        return torch.clone(served)
+
+    @output.setter
+    def output(self, value: torch.Tensor) -> None:
+        served = self._layer.output
+        hidden = served[0] if isinstance(served, tuple) else served
+        if tuple(value.shape) != tuple(hidden.shape):
+            raise ValueError(
+                f"residual({self.index}).output takes a tensor of shape {tuple(hidden.shape)}, got {tuple(value.shape)}"
+            )
+        # Written in place, and the other half cleared: the next norm's sum is then exactly `value`.
+        hidden[:] = value
+        if isinstance(served, tuple) and len(served) > 1 and served[1] is not None:
+            served[1].zero_()
+
+    def __repr__(self) -> str:
+        return f"<residual({self.index}), after {self._layer.path}>"

@@ -1,0 +1,277 @@
+"""Our model runner: nnsight's, plus the delta path.
+
+nnsight's runner interleaves blocks with the forward pass, the logits and the samples. This one changes how a block comes
+in (source text on the request, see `blocks.py`, instead of a pickled mediator) and how what it saved gets out: at the end
+of `sample_tokens`, on the thread that the blocks run on, what each live request newly saved leaves by the link in one
+message a step, and a request's worker state goes when the scheduler says that the request is over. There is no
+RPC on either way.
+
+`TracewireRunner` is mixed into vLLM's runner for the platform at hand; see `worker.py`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import pickle
+import warnings
+from typing import Any
+
+import msgspec
+from nnsight.intervention.envoy import Envoy
+from nnsight.modeling.vllm.model_runners.GPUModelRunner import NNsightGPUModelRunner, Request, Requests
+from nnsight.modeling.vllm.vllm import VLLM
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+from tracewire_bus.messages import Failure, Manifest
+from tracewire_bus.values import digest
+
+from . import marks
+from .blocks import BlockCache, BlockMediator, failure_of, is_stop
+from .hosting import HostCopy
+from .link import FinishRecord, LinkSender, Report, StepRecord
+from .residual import Residual, find_layers
+from .saves import SaveTracker
+from .wiring import BLOCK_ARG, CHECK_COLLECT, LINK_ADDRESS, LIVE_ARG
+
+__all__ = ["TracedModel", "TracedRequests", "TracewireRunner"]
+
+logger = logging.getLogger("vllm.tracewire")
+
+_encoder = msgspec.msgpack.Encoder()
+_NO_DELTAS = msgspec.Raw(_encoder.encode([]))
+
+
+class TracedModel(VLLM):
+    """The model as a block sees it: nnsight's envoy over vLLM's module, and the residual stream by its name."""
+
+    def residual(self, index: int) -> Residual:
+        """The residual stream after decoder layer `index` (negative counts from the last).
+
+        Raises:
+            IndexError: no such layer.
+            ValueError: the model has no list of decoder layers that could be told.
+        """
+        path: str = self.__dict__["_tracewire_layers"]
+        if not path:
+            raise ValueError("this model has no list of decoder layers that residual(i) could count in")
+        layers: Any = self
+        for name in path.split("."):
+            layers = getattr(layers, name)
+        count = len(layers)
+        if not -count <= index < count:
+            raise IndexError(f"residual({index}): {path} has {count} layers, 0 to {count - 1}")
+        return Residual(layers[index % count], index % count)
+
+
+class _Traced:
+    """What the runner keeps for one live request beside nnsight's own record."""
+
+    __slots__ = ("ended", "index", "tracker")
+
+    def __init__(self) -> None:
+        self.tracker = SaveTracker()
+        self.index = -1
+        self.ended = False
+
+
+class TracedRequests(Requests):
+    """nnsight's book of requests, which takes blocks as source and keeps what each has sent."""
+
+    def __init__(self, blocks: BlockCache) -> None:
+        super().__init__()
+        self.blocks = blocks
+        self.traced: dict[str, _Traced] = {}
+
+    def add(self, new_requests: list[Any], persistent_objects: dict[str, Any]) -> None:
+        super().add(new_requests, persistent_objects)
+        for data in new_requests:
+            arguments = getattr(data.sampling_params, "extra_args", None) or {}
+            block = arguments.get(BLOCK_ARG)
+            if block is None or data.req_id in self.traced:
+                continue
+            request = self.requests[data.req_id]
+            self.traced[data.req_id] = _Traced()
+            try:
+                request.mediator = self.blocks.mediator(block, arguments.get(LIVE_ARG, b"\x80"))
+            except Exception as exception:
+                request.error = failure_of(exception, None)  # type: ignore[assignment]
+
+    def record(self, mediator: Any) -> None:
+        """Note the names that hold something saved. Errors are read off the mediator when its request is reported."""
+        if isinstance(mediator, BlockMediator):
+            mediator.nnsight_saved = marks.saved_names(mediator)
+        else:
+            super().record(mediator)
+
+
+class TracewireRunner(NNsightGPUModelRunner):
+    """A vLLM model runner that runs blocks and reports what they save, step by step."""
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        marks.install()
+        model = self.nnsight_model
+        model.__class__ = TracedModel
+        model.__dict__["_tracewire_layers"] = find_layers(self.get_model().named_modules())
+        self.nnsight_requests = TracedRequests(BlockCache(model, self.device))
+        self.tracewire_report = Report()
+        address = self.vllm_config.additional_config.get(LINK_ADDRESS)
+        # Every rank runs every block, and gathers what it reads: one rank's values are all there are.
+        reporting = get_tp_group().rank_in_group == 0 and get_pp_group().rank_in_group == 0
+        self.tracewire_check_collect = bool(self.vllm_config.additional_config.get(CHECK_COLLECT))
+        self.tracewire_link = LinkSender(address) if address and reporting else None
+
+    def _update_states(self, scheduler_output: Any) -> Any:
+        if scheduler_output.finished_req_ids:
+            self._finish_requests(scheduler_output.finished_req_ids)
+        corrections = super()._update_states(scheduler_output)  # type: ignore[func-returns-value]
+        scheduled = scheduler_output.num_scheduled_tokens
+        for request_id, traced in self.nnsight_requests.traced.items():
+            state = self.requests.get(request_id)
+            if state is not None and request_id in scheduled:
+                # The index of the token that this step samples; negative while a prompt is only partly computed.
+                traced.index = state.num_computed_tokens + scheduled[request_id] - state.num_prompt_tokens
+            else:
+                traced.index = -1
+        self._send()
+        return corrections
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        stepped = self.execute_model_state is not None
+        output = super().sample_tokens(*args, **kwargs)
+        if stepped:
+            self._report_step()
+            self._send()
+        return output
+
+    def _finish_erred(self, sampler_output: Any) -> None:
+        """Nothing: a block that ended is reported, and the adapter aborts its request. No token is forced."""
+
+    # --- reporting --------------------------------------------------------------------------------------------------
+
+    def _report_step(self) -> None:
+        requests = self.nnsight_requests
+        live: list[tuple[Request, _Traced, dict[str, Any]]] = []
+        for request_id, traced in requests.traced.items():
+            if traced.index < 0:
+                continue
+            request = requests.requests[request_id]
+            live.append((request, traced, request.saves()))
+            if request.mediator is not None:
+                marks.prune(request.mediator)
+        if not live or self.tracewire_link is None:
+            return
+        host = HostCopy(saves for _, _, saves in live)
+        for request, traced, saves in live:
+            deltas = traced.tracker.step(saves, host)
+            ended = "" if traced.ended else self._ended(request)
+            traced.ended = traced.ended or bool(ended)
+            self.tracewire_report.steps.append(
+                StepRecord(
+                    request=request.engine_id,
+                    choice=request.index,
+                    index=traced.index,
+                    deltas=msgspec.Raw(_encoder.encode(deltas)) if deltas else _NO_DELTAS,
+                    ended=ended,
+                )
+            )
+
+    @staticmethod
+    def _ended(request: Request) -> str:
+        """Whether this request's block ended it early: `"stop"`, `"error"` or `""`."""
+        if request.error is not None:
+            return "error"
+        exception = None if request.mediator is None else request.mediator.exception
+        if exception is None:
+            return ""
+        return "stop" if is_stop(exception) else "error"
+
+    def _finish_requests(self, finished: set[str]) -> None:
+        """Wind up the blocks of requests that the scheduler has ended, report them, and forget them."""
+        requests = self.nnsight_requests
+        taps = self.nnsight_model.interleaver.taps
+        for request_id in finished:
+            traced = requests.traced.pop(request_id, None)
+            request = requests.requests.get(request_id) or Request(request_id)
+            if traced is None:
+                self.tracewire_report.finishes.append(FinishRecord(request.engine_id, request.index, _NO_DELTAS))
+                continue
+            mediator: BlockMediator | None = request.mediator
+            if mediator is not None:
+                with warnings.catch_warnings():
+                    # A loop that outran its request has ended as loops do here: nothing to warn an operator of.
+                    warnings.simplefilter("ignore")
+                    requests.finish_dangling(mediator, taps)
+                requests.record(mediator)
+            if self.tracewire_link is not None:
+                self.tracewire_report.finishes.append(self._finish_record(request, traced))
+            if mediator is not None:
+                marks.release(mediator)
+            del requests.requests[request_id]
+
+    def _collected(self, request: Request) -> dict[str, Any]:
+        """What nnsight's own collect returns for a finished request, by its own way: wound up, pickled, unpickled."""
+        ids = [request.id]
+        payload = self.collect_nnsight(ids, ids)
+        self.nnsight_requests.requests[request.id] = request
+        sequences = pickle.loads(payload)[request.engine_id]["sequences"] if payload else {}
+        saves: dict[str, Any] = sequences[request.index]["saves"]
+        return saves
+
+    def _finish_record(self, request: Request, traced: _Traced) -> FinishRecord:
+        saves = request.saves()
+        deltas: list[Any] = []
+        manifest: list[Manifest] = []
+        error: Failure | None = request.error  # type: ignore[assignment]
+        stopped = False
+        try:
+            deltas, manifest = traced.tracker.finish(saves, 0, request.index, HostCopy([saves]))
+            if self.tracewire_check_collect:
+                collected = self._collected(request)
+                for entry in manifest:
+                    entry.digest = digest(HostCopy([collected])(collected[entry.name]))
+        except Exception as exception:  # a save of a hostile type: the trace fails, the engine does not
+            logger.exception("could not report the saves of %s", request.engine_id)
+            error = error or Failure(type=type(exception).__name__, message=f"its saves could not be read: {exception}")
+        mediator = request.mediator
+        if error is None and mediator is not None:
+            if mediator.exception is not None:
+                stopped = is_stop(mediator.exception)
+                if not stopped:
+                    error = failure_of(mediator.exception, mediator.compiled, hint=self._hint(mediator.exception))
+            elif getattr(mediator, "nnsight_error", None) is not None and mediator.raised is not None:
+                # Still waiting, when its request ended, for something that the model had run past.
+                error = failure_of(mediator.raised, mediator.compiled)
+        return FinishRecord(
+            request=request.engine_id,
+            choice=request.index,
+            deltas=msgspec.Raw(_encoder.encode(deltas)),
+            manifest=manifest,
+            save_errors=traced.tracker.errors,
+            error=error,
+            stopped=stopped,
+        )
+
+    def _hint(self, exception: BaseException) -> str:
+        """For a module path that does not exist: the nearest one that does."""
+        if not isinstance(exception, AttributeError) or not exception.name:
+            return ""
+        owner = exception.obj if isinstance(exception.obj, Envoy) else None
+        if owner is None:
+            return ""
+        children = [name for name, _ in owner._module.named_children()]
+        near = difflib.get_close_matches(exception.name, children, 1, 0.4)
+        where = owner.path or "the model"
+        return f" ({where} has no {exception.name!r}" + (f"; did you mean {near[0]!r}?)" if near else ")")
+
+    def _send(self) -> None:
+        report = self.tracewire_report
+        if report.steps or report.finishes:
+            self.tracewire_report = Report()
+            if self.tracewire_link is not None:
+                self.tracewire_link.send(report)
+
+    def tracewire_request_count(self) -> int:
+        """How many requests this worker still holds anything for: 0 when the engine is idle. A leak gauge, by RPC."""
+        return max(len(self.nnsight_requests.requests), len(self.nnsight_requests.traced))

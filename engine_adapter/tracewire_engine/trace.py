@@ -1,0 +1,330 @@
+"""One attempt of one trace: from its validated invokes to its final event.
+
+Two halves make an `Output`: what vLLM put out, and what the block newly saved in the steps that sampled those tokens, which
+comes by the workers' link. A [`Half`][tracewire_engine.trace.Half] holds the second until the first is there, keyed by
+choice and token index; an output is published when both are in, and a request is over when its finish record is.
+
+Appending waits for Redis. While it does, vLLM merges further outputs of the same request, so that a bus that lags makes
+fewer, larger entries, and one that does not gets each output at once.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import anyio
+import msgspec
+
+from tracewire_bus.codec import encode
+from tracewire_bus.messages import (
+    Accepted,
+    EngineInfo,
+    Event,
+    Failure,
+    Final,
+    Manifest,
+    RawOutput,
+    Status,
+    Submission,
+    Usage,
+)
+from tracewire_bus.streams import Fenced, Writer
+
+from .engine import Choice, Engine, EngineLost, Outputs, Prepared, Rejection
+from .link import FinishRecord, StepRecord
+
+__all__ = ["Half", "TraceRun"]
+
+_NO_DELTAS = msgspec.Raw(msgspec.msgpack.encode([]))
+
+
+class RawFinal(Final, tag="final"):
+    """A `Final` whose deltas are already encoded."""
+
+    deltas: list[tuple[int, int, msgspec.Raw]] = []  # type: ignore[assignment]
+
+
+class _ChoiceHalf:
+    __slots__ = ("ended", "ended_at", "finish", "steps")
+
+    def __init__(self) -> None:
+        self.steps: dict[int, msgspec.Raw] = {}
+        self.ended = ""
+        self.ended_at: int | None = None
+        self.finish: FinishRecord | None = None
+
+
+class Half:
+    """What the workers have reported of one request, by choice and token index."""
+
+    def __init__(self, choices: int) -> None:
+        self.choices = [_ChoiceHalf() for _ in range(choices)]
+        self._changed = anyio.Event()
+
+    def step(self, record: StepRecord) -> None:
+        """Take a step's record."""
+        choice = self.choices[record.choice]
+        choice.steps[record.index] = record.deltas
+        if record.ended:
+            choice.ended, choice.ended_at = record.ended, record.index
+        self._notify()
+
+    def finish(self, record: FinishRecord) -> None:
+        """Take a choice's finish record."""
+        self.choices[record.choice].finish = record
+        self._notify()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = anyio.Event()
+
+    async def steps(self, choice: int, first: int, count: int) -> list[msgspec.Raw]:
+        """The encoded deltas of token indices `first` to `first + count - 1`, when the workers have reported them.
+
+        Indices that a worker will not report any more, because the choice has ended, count as having none.
+        """
+        half = self.choices[choice]
+        wanted = range(first, first + count)
+        while half.finish is None and not all(index in half.steps for index in wanted):
+            if half.ended_at is not None and half.ended_at in wanted and half.ended_at in half.steps:
+                break
+            await self._changed.wait()
+        return [half.steps.pop(index, _NO_DELTAS) for index in wanted]
+
+    async def finished(self) -> list[_ChoiceHalf]:
+        """All choices, once the workers have reported the end of each."""
+        while any(choice.finish is None for choice in self.choices):
+            await self._changed.wait()
+        return self.choices
+
+
+class _Request:
+    """One invoke of the trace, running in the engine."""
+
+    def __init__(self, name: str, invoke: int, prepared: Prepared, outputs: Outputs, half: Half | None) -> None:
+        self.name = name
+        self.invoke = invoke
+        self.prepared = prepared
+        self.outputs = outputs
+        self.half = half
+        self.token_ids: list[list[int]] = [[] for _ in range(prepared.choices)]
+        self.text: list[str] = [""] * prepared.choices
+        self.done = [False] * prepared.choices
+
+
+class TraceRun:
+    """Runs one attempt of a submission and publishes its events.
+
+    `halves` is the adapter's table from request name to `Half`, which its link reader fills.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        info: EngineInfo,
+        writer: Writer,
+        halves: dict[str, Half],
+        submission: Submission,
+        block: bytes | None,
+        *,
+        attempt: int,
+        queued_at: float,
+        names: Any,
+    ) -> None:
+        self._engine = engine
+        self._info = info
+        self._writer = writer
+        self._halves = halves
+        self._submission = submission
+        self._block = block
+        self._queued_at = queued_at
+        self._names = names
+        self._seq = -1
+        self.attempt = attempt
+        self.requests: list[_Request] = []
+
+    def _next(self) -> dict[str, int]:
+        self._seq += 1
+        return {"attempt": self.attempt, "seq": self._seq}
+
+    async def _append(self, event: Event, *, final: bool = False) -> None:
+        # No await between numbering an event and queueing it: ids must go up in the stream.
+        await self._writer.append(self._submission.trace, event.attempt, event.seq, encode(event), final=final)
+
+    async def run(self) -> None:
+        """Run to the end. Publishes exactly one final event, unless the stream is fenced against this attempt.
+
+        Raises:
+            EngineLost: after the final has been published.
+        """
+        lost: EngineLost | None = None
+        try:
+            try:
+                await self._start()
+            except Rejection as rejection:
+                await self._abort_all()
+                await self.fail(rejection.failure, status="rejected")
+                return
+            async with anyio.create_task_group() as group:
+                for request in self.requests:
+                    group.start_soon(self._pump, request)
+            await self._conclude()
+        except* Fenced:
+            await self._abort_all()
+        except* EngineLost as errors:
+            lost = _first(errors)
+            await self.fail(Failure(type="EngineLost", message=f"the engine died while it ran this trace: {lost}"))
+        finally:
+            for request in self.requests:
+                self._halves.pop(request.name, None)
+        if lost is not None:
+            raise lost
+
+    async def _start(self) -> None:
+        prepared = [
+            await self._engine.prepare(self._submission, index, self._block)
+            for index in range(len(self._submission.invokes))
+        ]
+        for invoke, ready in enumerate(prepared):
+            name = f"t{next(self._names)}"
+            half = None
+            if self._block is not None:
+                half = self._halves[name] = Half(ready.choices)
+            try:
+                outputs = await self._engine.start(name, ready, self._submission.priority)
+            except BaseException:
+                self._halves.pop(name, None)
+                raise
+            self.requests.append(_Request(name, invoke, ready, outputs, half))
+        info = self._info
+        await self._append(
+            Accepted(
+                **self._next(),
+                engine=info.engine,
+                model=info.model,
+                queued_at=self._queued_at,
+                accepted_at=time.time(),
+                revision=info.revision,
+                dtype=info.dtype,
+                versions=info.versions,
+                sampling=[request.prepared.sampling for request in self.requests],
+                prompt_tokens=[request.prepared.prompt_tokens for request in self.requests],
+            )
+        )
+
+    async def _pump(self, request: _Request) -> None:
+        """Publish one request's outputs as they come, until it or all its blocks have ended."""
+        finished = False
+        while not finished:
+            choices, finished = await request.outputs.get()
+            for choice in choices:
+                if not request.done[choice.index]:
+                    await self._publish(request, choice)
+            if not finished and all(request.done):
+                await self._engine.abort(request.name)
+                return
+
+    async def _publish(self, request: _Request, choice: Choice) -> None:
+        token_ids, text, logprobs = choice.token_ids, choice.text, choice.logprobs
+        finish_reason, stop_reason = choice.finish_reason, choice.stop_reason
+        published = request.token_ids[choice.index]
+        first = len(published)
+        steps = [_NO_DELTAS] * len(token_ids)
+        if request.half is not None:
+            steps = await request.half.steps(choice.index, first, len(token_ids))
+            half = request.half.choices[choice.index]
+            if half.ended_at is not None and first + len(token_ids) > half.ended_at:
+                # The block ended its request at that token: what vLLM sampled since is not part of the trace.
+                keep = half.ended_at + 1 - first
+                if keep < len(token_ids):
+                    token_ids, steps = token_ids[:keep], steps[:keep]
+                    logprobs = logprobs[:keep] if logprobs else logprobs
+                    text = self._engine.decode(published + token_ids)[len(request.text[choice.index]) :]
+                finish_reason, stop_reason = ("stop", "tracer.stop()") if half.ended == "stop" else ("error", None)
+                request.done[choice.index] = True
+        if finish_reason is not None:
+            request.done[choice.index] = True
+        published.extend(token_ids)
+        request.text[choice.index] += text
+        if not token_ids and not text and finish_reason is None:
+            return
+        await self._append(
+            RawOutput(
+                **self._next(),
+                invoke=request.invoke,
+                choice=choice.index,
+                index=first,
+                token_ids=token_ids,
+                text=text,
+                deltas=steps,
+                logprobs=logprobs,
+                finish_reason=finish_reason,
+                stop_reason=stop_reason,
+                time=time.time(),
+            )
+        )
+
+    async def _conclude(self) -> None:
+        """Gather the finish records and publish the final."""
+        deltas: list[tuple[int, int, msgspec.Raw]] = []
+        manifest: list[Manifest] = []
+        save_errors: dict[str, str] = {}
+        error: Failure | None = None
+        stopped = False
+        for request in self.requests:
+            if request.half is None:
+                continue
+            for index, choice in enumerate(await request.half.finished()):
+                record = choice.finish
+                assert record is not None
+                # Steps whose token never became part of an output: sampled past the end, and trimmed.
+                trimmed = [choice.steps[step] for step in sorted(choice.steps)]
+                deltas.extend((request.invoke, index, raw) for raw in (*trimmed, record.deltas) if raw != _NO_DELTAS)
+                for entry in record.manifest:
+                    entry.invoke = request.invoke
+                    manifest.append(entry)
+                save_errors.update(
+                    {f"{request.invoke}.{index}.{name}": reason for name, reason in record.save_errors.items()}
+                )
+                error = error or record.error
+                stopped = stopped or record.stopped
+        status: Status = "failed" if error else "stopped" if stopped else "finished"
+        await self._append(
+            RawFinal(
+                **self._next(),
+                status=status,
+                error=error,
+                usage=self._usage(),
+                deltas=deltas,
+                manifest=manifest,
+                save_errors=save_errors,
+                time=time.time(),
+            ),
+            final=True,
+        )
+
+    def _usage(self) -> Usage:
+        return Usage(
+            prompt_tokens=sum(request.prepared.prompt_tokens for request in self.requests),
+            completion_tokens=sum(len(ids) for request in self.requests for ids in request.token_ids),
+        )
+
+    async def fail(self, failure: Failure, *, status: Status = "failed") -> None:
+        """End the trace with an error instead. What was published so far stands."""
+        final = Final(**self._next(), status=status, error=failure, usage=self._usage(), time=time.time())
+        try:
+            await self._append(final, final=True)
+        except Fenced:
+            return
+
+    async def _abort_all(self) -> None:
+        for request in self.requests:
+            await self._engine.abort(request.name)
+
+
+def _first(group: BaseExceptionGroup[Any]) -> Any:
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

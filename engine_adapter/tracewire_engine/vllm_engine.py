@@ -1,0 +1,194 @@
+"""vLLM behind the adapter's seam: validation in the caller's terms, `AsyncLLM`'s outputs, and the workers' link."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
+from vllm.inputs import TokensPrompt
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from tracewire_bus.messages import Invoke, Submission
+
+from .engine import Choice, EngineLost, Outputs, Prepared, Rejection
+from .link import LinkReceiver, Report
+from .model import EngineModel
+from .wiring import BLOCK_ARG, LIVE_ARG
+
+__all__ = ["VllmEngine"]
+
+
+class _VllmOutputs:
+    def __init__(self, collector: Any) -> None:
+        self._collector = collector
+
+    async def get(self) -> tuple[list[Choice], bool]:
+        try:
+            output = self._collector.get_nowait() or await self._collector.get()
+        except EngineDeadError as error:
+            raise EngineLost(str(error)) from error
+        choices = [
+            Choice(
+                index=completion.index,
+                token_ids=list(completion.token_ids),
+                text=completion.text,
+                logprobs=_logprobs(completion.logprobs),
+                finish_reason=completion.finish_reason,
+                stop_reason=completion.stop_reason,
+            )
+            for completion in output.outputs
+        ]
+        return choices, output.finished
+
+
+def _logprobs(entries: Any) -> list[dict[int, tuple[float, int | None, str | None]]] | None:
+    if not entries:
+        return None
+    return [
+        {token: (value.logprob, value.rank, value.decoded_token) for token, value in (entry or {}).items()}
+        for entry in entries
+    ]
+
+
+#: Sampling params that are the engine's own business.
+_RESERVED = frozenset({"extra_args", "output_kind", "skip_reading_prefix_cache", "skip_clone"})
+
+
+class VllmEngine:
+    """vLLM's `AsyncLLM`, its tokenizer and the link from its workers."""
+
+    def __init__(self, model: EngineModel, link: LinkReceiver) -> None:
+        self.model = model
+        self.llm: Any = model.vllm_entrypoint
+        self._link = link
+        self._tokenizer: Any = model.tokenizer
+        self._fields = [name for name in SamplingParams.__struct_fields__ if not name.startswith("_")]
+
+    async def prepare(self, submission: Submission, index: int, block: bytes | None) -> Prepared:
+        invoke = submission.invokes[index]
+        where = f"invokes[{index}]." if len(submission.invokes) > 1 else ""
+        token_ids = self._token_ids(invoke, where)
+        limit = self.llm.model_config.max_model_len
+        if len(token_ids) >= limit:
+            raise Rejection(
+                f"{where}prompt",
+                f"the prompt has {len(token_ids)} tokens; this model takes {limit} tokens of prompt and output together",
+            )
+        params = self._sampling(invoke, where)
+        sampling = _plain(params)
+        extra: dict[str, Any] = {}
+        if block is not None:
+            extra = {BLOCK_ARG: block, LIVE_ARG: submission.live}
+            # A token served from the prefix cache runs no forward pass, and a block would not see it.
+            params.skip_reading_prefix_cache = True
+        params.extra_args = extra or None
+        params.output_kind = RequestOutputKind.DELTA
+        prompt = TokensPrompt(prompt_token_ids=token_ids)
+        if block is not None:
+            # What a block edits ends up in the KV cache, and must serve nobody else.
+            prompt["cache_salt"] = submission.trace
+        return Prepared(
+            prompt=prompt, prompt_tokens=len(token_ids), params=params, choices=params.n or 1, sampling=sampling
+        )
+
+    def _token_ids(self, invoke: Invoke, where: str) -> list[int]:
+        given = [name for name in ("prompt", "token_ids", "messages") if getattr(invoke, name) is not None]
+        if len(given) != 1:
+            raise Rejection(
+                f"{where}prompt", f"give exactly one of prompt, token_ids and messages, got {given or 'none'}"
+            )
+        if invoke.token_ids is not None:
+            token_ids = list(invoke.token_ids)
+            vocabulary = self.llm.model_config.get_vocab_size()
+            wrong = next((token for token in token_ids if not 0 <= token < vocabulary), None)
+            if wrong is not None:
+                raise Rejection(f"{where}token_ids", f"token id {wrong} is outside the vocabulary of {vocabulary}")
+        elif invoke.messages is not None:
+            try:
+                token_ids = self._tokenizer.apply_chat_template(
+                    invoke.messages, add_generation_prompt=True, tokenize=True, return_dict=False
+                )
+            except Exception as error:
+                raise Rejection(
+                    f"{where}messages", f"the model's chat template refused the messages: {error}"
+                ) from error
+        else:
+            token_ids = self._tokenizer.encode(invoke.prompt)
+        if not token_ids:
+            raise Rejection(f"{where}prompt", "the prompt is empty")
+        return list(token_ids)
+
+    def _sampling(self, invoke: Invoke, where: str) -> SamplingParams:
+        given = dict(invoke.sampling)
+        for name in given:
+            field = f"{where}sampling.{name}"
+            if name in _RESERVED:
+                raise Rejection(field, f"{name} is the engine's own to set")
+            if name not in self._fields:
+                near = difflib.get_close_matches(name, self._fields, 1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise Rejection(field, f"{name!r} is not one of vLLM's sampling params{hint}")
+        try:
+            return msgspec.convert(given, SamplingParams)
+        except msgspec.ValidationError as error:
+            # "... - at `$.temperature`"
+            named = re.search(r"\$\.(\w+)", str(error))
+            message = str(error).replace("`$.", "`sampling.")
+            raise Rejection(f"{where}sampling.{named[1] if named else '?'}", message) from error
+        except Exception as error:  # whatever vLLM raises here, it is about what the caller gave
+            raise Rejection(f"{where}sampling.{_culprit(error, given)}", str(error)) from error
+
+    async def start(self, request: str, prepared: Prepared, priority: int) -> Outputs:
+        try:
+            collector = await self.llm.add_request(request, prepared.prompt, prepared.params, priority=priority)
+        except EngineDeadError as error:
+            raise EngineLost(str(error)) from error
+        except (VLLMValidationError, ValueError, TypeError) as error:
+            named = getattr(error, "parameter", None)
+            field = f"sampling.{named}" if named in self._fields else "prompt"
+            raise Rejection(field, str(error)) from error
+        return _VllmOutputs(collector)
+
+    async def abort(self, request: str) -> None:
+        await self.llm.abort(request)
+
+    def decode(self, token_ids: list[int]) -> str:
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        return text
+
+    def reports(self) -> AsyncIterator[Report]:
+        return self._link.reports()
+
+    @property
+    def lost(self) -> bool:
+        return bool(self.llm.errored)
+
+    async def tracked(self) -> int:
+        """How many requests the workers still hold anything for: 0 when idle. A leak gauge."""
+        counts: list[int] = await self.llm.collective_rpc("tracewire_request_count")
+        return max(counts)
+
+
+def _culprit(error: Exception, given: dict[str, Any]) -> str:
+    """Which of the given params an error of vLLM's is about: the one it names, else one that its text names."""
+    named = getattr(error, "parameter", None)
+    if named in given:
+        return str(named)
+    text = str(error)
+    return next((name for name in sorted(given, key=len, reverse=True) if name in text), "?")
+
+
+def _plain(params: SamplingParams) -> dict[str, Any]:
+    """The resolved params that differ from nothing: every field with a plain value."""
+    resolved: dict[str, Any] = {}
+    for name in SamplingParams.__struct_fields__:
+        value = getattr(params, name)
+        if not name.startswith("_") and name not in _RESERVED and isinstance(value, (bool, int, float, str, list)):
+            resolved[name] = value
+    return resolved

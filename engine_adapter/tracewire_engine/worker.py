@@ -1,0 +1,58 @@
+"""The worker classes that vLLM starts in its own processes; `WORKER` names the one for the platform at hand.
+
+vLLM's worker builds its model runner in `init_device`; the runner's class is then swapped for one that also interleaves
+and reports. The swap adds behaviour and no constructor state, so nothing of vLLM's own start is patched.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.platforms import current_platform
+
+from .runner import TracewireRunner
+
+__all__ = ["WORKER", "TracewireWorker"]
+
+if current_platform.is_cpu():
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner as _PlatformRunner
+    from vllm.v1.worker.cpu_worker import CPUWorker as _PlatformWorker
+else:
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner as _PlatformRunner  # type: ignore[assignment]
+    from vllm.v1.worker.gpu_worker import Worker as _PlatformWorker  # type: ignore[assignment]
+
+
+class _Runner(TracewireRunner, _PlatformRunner):  # type: ignore[misc, valid-type]
+    """Our runner over the platform's own."""
+
+
+class TracewireWorker(_PlatformWorker):  # type: ignore[misc, valid-type]
+    """The platform's vLLM worker with our model runner."""
+
+    def init_device(self) -> None:
+        """Build the platform's runner, and make it ours.
+
+        Raises:
+            NotImplementedError: vLLM built a runner that cannot interleave (its V2 runner, or another platform's).
+        """
+        super().init_device()
+        runner = self.model_runner
+        if type(runner) is not _PlatformRunner:
+            raise NotImplementedError(
+                f"Tracewire runs blocks on vLLM's {_PlatformRunner.__name__}, but this worker built "
+                f"{type(runner).__module__}.{type(runner).__name__}. Unset VLLM_USE_V2_MODEL_RUNNER."
+            )
+        runner.__class__ = _Runner
+
+    def tracewire_request_count(self) -> int:
+        """How many requests the runner holds anything for, by `collective_rpc`."""
+        count: int = self.model_runner.tracewire_request_count()
+        return count
+
+    def collect_nnsight(self, *args: Any, **kwargs: Any) -> Any:
+        """nnsight's own collect, for comparison with what was streamed."""
+        return self.model_runner.collect_nnsight(*args, **kwargs)
+
+
+#: What to pass to vLLM as `worker_cls`.
+WORKER = "tracewire_engine.worker.TracewireWorker"

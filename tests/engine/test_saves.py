@@ -1,0 +1,230 @@
+"""The save tracker: whatever a block does to what it saved, the fold of its deltas ends as exactly that."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("torch")
+
+import torch
+
+from tracewire_bus.codec import decode_event, encode
+from tracewire_bus.fold import Fold
+from tracewire_bus.messages import Append, Delta, Final, Manifest, Output, Set
+from tracewire_bus.values import digest, equal
+from tracewire_engine import saves as saves_module
+from tracewire_engine.saves import SaveTracker
+
+
+class Replay:
+    """Feeds a tracker's deltas, over the wire, to a fold."""
+
+    def __init__(self) -> None:
+        self.tracker = SaveTracker()
+        self.fold = Fold()
+        self.seq = 0
+        self.saves: dict[str, Any] = {}
+
+    def step(self) -> list[Delta]:
+        deltas = self.tracker.step(self.saves)
+        event = Output(attempt=1, seq=self.seq, index=self.seq, token_ids=[7], deltas=[deltas])
+        self.fold.apply(decode_event(encode(event)))
+        self.seq += 1
+        return deltas
+
+    def finish(self) -> list[Manifest]:
+        deltas, manifest = self.tracker.finish(self.saves, 0, 0)
+        final = Final(attempt=1, seq=self.seq, status="finished", deltas=[(0, 0, deltas)], manifest=manifest)
+        self.fold.apply(decode_event(encode(final)))
+        self.fold.verify()
+        return manifest
+
+    @property
+    def folded(self) -> dict[str, Any]:
+        return self.fold.choices[0, 0].saves
+
+
+def test_a_growing_list_sends_each_item_once() -> None:
+    replay = Replay()
+    values: list[Any] = []
+    replay.saves["xs"] = values
+    sent = []
+    for step in range(5):
+        values.append(torch.full((3,), float(step), dtype=torch.bfloat16))
+        sent.append(replay.step())
+    assert isinstance(sent[0][0], Set)
+    assert all(len(deltas) == 1 and isinstance(deltas[0], Append) and len(deltas[0].items) == 1 for deltas in sent[1:])
+    replay.finish()
+    assert equal(replay.folded["xs"], values)
+
+
+def test_what_did_not_change_is_not_sent() -> None:
+    replay = Replay()
+    replay.saves = {"xs": [1, 2], "d": {"a": [1]}, "s": "text", "t": torch.ones(2)}
+    replay.step()
+    assert replay.step() == []
+    deltas, _ = replay.tracker.finish(replay.saves, 0, 0)
+    assert deltas == []
+
+
+def test_changes_in_place_arrive_with_the_final() -> None:
+    replay = Replay()
+    total = torch.zeros(2)
+    inner = torch.zeros(1)
+    replay.saves = {"total": total, "rows": [[inner]], "same": torch.ones(4)}
+    replay.step()
+    total += 1
+    inner += 1
+    assert replay.step() == []
+    deltas, _ = replay.tracker.finish(replay.saves, 0, 0)
+    assert [delta.path for delta in deltas] == [("total",), ("rows", 0, 0)]
+
+
+def test_a_replaced_item_of_a_long_list_arrives_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saves_module, "WINDOW", 4)
+    replay = Replay()
+    values = [float(n) for n in range(50)]
+    replay.saves["xs"] = values
+    replay.step()
+    values[45] = -1.0
+    values[1] = -2.0
+    steps = [replay.step() for _ in range(13)]
+    assert sum(len(deltas) for deltas in steps) == 2
+    values[3] = -3.0
+    replay.finish()
+    assert replay.folded["xs"] == values
+
+
+class _Unknown:
+    pass
+
+
+def test_a_save_that_cannot_travel_is_named_and_the_others_arrive() -> None:
+    replay = Replay()
+    replay.saves = {"good": [1], "bad": [1]}
+    replay.step()
+    replay.saves["bad"].append(_Unknown())
+    replay.saves["good"].append(2)
+    replay.step()
+    manifest = replay.finish()
+    assert [entry.name for entry in manifest] == ["good"]
+    assert replay.folded == {"good": [1, 2]}
+    assert "_Unknown" in replay.tracker.errors["bad"]
+
+
+def test_containers_that_contain_themselves_or_nest_too_deep_are_named() -> None:
+    replay = Replay()
+    loop: list[Any] = [1]
+    deep: list[Any] = []
+    for _ in range(100):
+        deep = [deep]
+    late: dict[str, Any] = {"a": []}
+    replay.saves = {"deep": deep, "late": late, "loop": loop, "good": 1}
+    replay.step()
+    assert set(replay.tracker.errors) == {"deep"}
+    loop.append(loop)
+    late["a"].append(late)
+    replay.step()
+    replay.finish()
+    assert set(replay.tracker.errors) == {"deep", "late", "loop"}
+    assert replay.folded == {"good": 1}
+
+
+def test_a_name_no_longer_saved_leaves_the_fold() -> None:
+    replay = Replay()
+    replay.saves = {"a": 1, "b": 2}
+    replay.step()
+    del replay.saves["a"]
+    replay.step()
+    replay.finish()
+    assert replay.folded == {"b": 2}
+
+
+_leaves = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=4),
+    st.binary(max_size=4),
+    st.lists(st.floats(width=32), max_size=3).map(lambda xs: torch.tensor(xs, dtype=torch.float32)),
+    st.lists(st.floats(width=16), max_size=3).map(lambda xs: np.array(xs, dtype=np.float16)),
+)
+_values = st.recursive(
+    _leaves,
+    lambda children: st.one_of(
+        st.lists(children, max_size=4),
+        st.dictionaries(st.one_of(st.text(max_size=2), st.integers(0, 3)), children, max_size=4),
+        st.lists(children, max_size=3).map(tuple),
+    ),
+    max_leaves=8,
+)
+
+
+def _containers(value: Any) -> list[Any]:
+    found = []
+    if isinstance(value, list):
+        found.append(value)
+        for item in value:
+            found.extend(_containers(item))
+    elif isinstance(value, dict):
+        found.append(value)
+        for item in value.values():
+            found.extend(_containers(item))
+    return found
+
+
+def _mutate(data: st.DataObject, saves: dict[str, Any]) -> None:
+    """One change of the kind that a block makes: anywhere, of any sort, in place ones included."""
+    target = data.draw(st.sampled_from(_containers(saves)))
+    value = copy.deepcopy(data.draw(_values))
+    if isinstance(target, dict):
+        keys = (
+            st.sampled_from(["a", "b", "c"]) if target is saves else st.one_of(st.text(max_size=2), st.integers(0, 3))
+        )
+        if target and data.draw(st.booleans()):
+            target.pop(data.draw(st.sampled_from(list(target))))
+        else:
+            target[data.draw(keys)] = value
+    else:
+        action = data.draw(st.sampled_from(["append", "replace", "insert", "pop", "reverse", "clear", "extend"]))
+        if action == "append":
+            target.append(value)
+        elif action == "extend":
+            target.extend([value, 1, 2])
+        elif action == "insert":
+            target.insert(0, value)
+        elif action == "reverse":
+            target.reverse()
+        elif action == "clear":
+            target.clear()
+        elif target and action == "replace":
+            target[data.draw(st.integers(0, len(target) - 1))] = value
+        elif target and action == "pop":
+            target.pop(data.draw(st.integers(0, len(target) - 1)))
+    tensors = [item for box in _containers(saves) for item in (box.values() if isinstance(box, dict) else box)]
+    tensors = [item for item in tensors if isinstance(item, torch.Tensor) and item.numel()]
+    if tensors and data.draw(st.booleans()):
+        data.draw(st.sampled_from(tensors)).fill_(1.5)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_any_sequence_of_changes_folds_to_what_is_held_in_the_end(data: st.DataObject) -> None:
+    replay = Replay()
+    replay.saves = {"a": [], "b": {}}
+    for _ in range(data.draw(st.integers(1, 5))):
+        for _ in range(data.draw(st.integers(0, 4))):
+            _mutate(data, replay.saves)
+        replay.step()
+    _mutate(data, replay.saves)
+    replay.finish()
+    assert set(replay.folded) == set(replay.saves)
+    for name, value in replay.saves.items():
+        assert digest(replay.folded[name]) == digest(value)
