@@ -1,8 +1,8 @@
 """The state of a trace: all its events folded, in order.
 
-Folding is what every consumer does, the SDK's own included. A [`Fold`][tracewire_bus.fold.Fold] takes events one by one,
-refuses gaps and repeats, and in the end compares what it holds with the digests that the engine published: a consumer that
-verified has exactly what nnsight collected.
+Folding is what every consumer does, the SDK's own included. A [`Fold`][tracewire_bus.fold.Fold] takes events one by
+one, refuses gaps and repeats, and in the end compares what it holds with the digests that the engine published: a
+consumer that verified has exactly what nnsight collected.
 """
 
 from __future__ import annotations
@@ -129,8 +129,8 @@ class Fold:
         state = self.choices.setdefault((output.invoke, output.choice), ChoiceState())
         if output.index != len(state.token_ids):
             raise FoldError(
-                f"output {output.attempt}-{output.seq} begins at token {output.index} of invoke {output.invoke}, choice "
-                f"{output.choice}, which has {len(state.token_ids)}"
+                f"output {output.attempt}-{output.seq} begins at token {output.index} of invoke {output.invoke}, "
+                f"choice {output.choice}, which has {len(state.token_ids)}"
             )
         state.token_ids.extend(output.token_ids)
         state.text += output.text

@@ -185,7 +185,7 @@ class Manifest(Message):
 
 
 class Event(Message, tag_field="kind"):
-    """Base of what stands on a trace's stream. An event's id there is `<attempt>-<seq>`; a final's is the greatest id."""
+    """Base of what stands on a trace's stream, under the id `<attempt>-<seq>`; a final's is the greatest id."""
 
     attempt: int
     seq: int

@@ -396,8 +396,8 @@ def _append_error(append: _Append, error: Exception) -> Exception:
 class Subscription:
     """A trace's entries, in order, each once: first what is there, then what comes, up to and with the final.
 
-    An async iterator. It owns no task and no scope, so it may be entered in one task and closed in another. Its buffer is
-    bounded; a reader that does not read is left behind by nobody and holds nobody up.
+    An async iterator. It owns no task and no scope, so it may be entered in one task and closed in another. Its
+    buffer is bounded; a reader that does not read is left behind by nobody and holds nobody up.
     """
 
     #: Entries held for a reader that has not asked for them yet.

@@ -2,8 +2,8 @@
 
 Tasks: *intake* takes submissions off the model's queue, up to the engine's capacity; one task a trace runs it
 (`trace.py`); the *link reader* hands what the workers report to the traces; the *heartbeat* renews the engine's entry
-in the registry. When the adapter is told to stop it takes nothing new, lets what runs finish for a while, fails the rest
-with the reason on each trace's own stream, and leaves.
+in the registry. When the adapter is told to stop it takes nothing new, lets what runs finish for a while, fails the
+rest with the reason on each trace's own stream, and leaves.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 The source is compiled once for all requests that send the same text, and never unpickled. What a request brings of its
 own (variables, live parameters) is bound anew for each, so that one request's block cannot change another's.
 
-The block runs as nnsight runs a `with` body: its statements are executed at the top level of a scope of their own, so that
-the names they bind can be saved by name. `BlockMediator` adds what a shared engine needs: whatever the block raises,
-`SystemExit` included, ends that block and nothing else.
+The block runs as nnsight runs a `with` body: its statements are executed at the top level of a scope of their own, so
+that the names they bind can be saved by name. `BlockMediator` adds what a shared engine needs: whatever the block
+raises, `SystemExit` included, ends that block and nothing else.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`tracewire engine MODEL`: one engine adapter as a process.
 
-Besides its own options it takes every option of vLLM's engine (`--max-model-len`, `--tensor-parallel-size`, ...). It prints
-`ready ENGINE` on its standard output when it serves, logs to standard error, leaves on SIGTERM or SIGINT after what runs
-has ended, and exits with 0 then, 1 when its engine died, and 2 on settings that it refuses.
+Besides its own options it takes every option of vLLM's engine (`--max-model-len`, `--tensor-parallel-size`, ...). It
+prints `ready ENGINE` on its standard output when it serves, logs to standard error, leaves on SIGTERM or SIGINT after
+what runs has ended, and exits with 0 then, 1 when its engine died, and 2 on settings that it refuses.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _serve(vllm_arguments: object, name: str, options: argparse.Namespace) -> in
     with LinkReceiver() as link:
         # Built on the main thread, which the kernel ties the engine's processes to.
         model = build_engine(
-            vllm_arguments,  # type: ignore[arg-type]
+            vllm_arguments,
             link.address,
             options.tap,
             check_collect=options.check_collect,

@@ -1,7 +1,7 @@
 """The seam between the adapter and what generates.
 
-The adapter knows an [`Engine`][tracewire_engine.engine.Engine] only. `VllmEngine` (`vllm_engine.py`) is the product; load and
-fault tests of the bus put a scripted engine behind the same seam.
+The adapter knows an [`Engine`][tracewire_engine.engine.Engine] only. `VllmEngine` (`vllm_engine.py`) is the product;
+load and fault tests of the bus put a scripted engine behind the same seam.
 """
 
 from __future__ import annotations

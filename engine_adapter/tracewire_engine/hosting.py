@@ -1,8 +1,9 @@
 """Arrays of one step, copied to the host together.
 
-On a GPU a copy to the host waits for the device, and one a tensor would make a step wait many times. A `HostCopy` gathers
-every device tensor among a step's saves, copies those of one dtype in one transfer, and then answers for each. In host
-memory nothing needs copying: a value is read where it lies when it is encoded, at the end of its own step.
+On a GPU a copy to the host waits for the device, and one a tensor would make a step wait many times. A `HostCopy`
+gathers every device tensor among a step's saves, copies those of one dtype in one transfer, and then answers for
+each. In host memory nothing needs copying: a value is read where it lies when it is encoded, at the end of its own
+step.
 """
 
 from __future__ import annotations

@@ -65,10 +65,10 @@ _decoder = msgspec.msgpack.Decoder(Report)
 
 
 class LinkSender:
-    """The worker's end. Sending never blocks the model: the socket queues without a limit, and the adapter drains it."""
+    """The worker's end. Sending never blocks the model: the socket queues without a limit; the adapter drains it."""
 
     def __init__(self, address: str) -> None:
-        self._socket = zmq.Context.instance().socket(zmq.PUSH)
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.connect(address)

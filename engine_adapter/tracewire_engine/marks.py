@@ -1,11 +1,11 @@
 """Which objects a block has saved, told apart from every other block's.
 
-nnsight marks a saved object by its `id` in one set for all blocks of a worker's thread, and empties the set only when no
-request is in flight. On an engine that is never idle two things go wrong with that: an id left behind by a freed object
-comes to name some later one, and a small integer, being one object for everybody, counts as saved in every block once it
-was saved in one. Here every mark belongs to the block that made it and holds the object, so that its id stays taken until
-the block ends. A marked object that nothing else holds any more can never be bound to a name, and is let go at the end of
-the step.
+nnsight marks a saved object by its `id` in one set for all blocks of a worker's thread, and empties the set only when
+no request is in flight. On an engine that is never idle two things go wrong with that: an id left behind by a freed
+object comes to name some later one, and a small integer, being one object for everybody, counts as saved in every
+block once it was saved in one. Here every mark belongs to the block that made it and holds the object, so that its id
+stays taken until the block ends. A marked object that nothing else holds any more can never be bound to a name, and
+is let go at the end of the step.
 """
 
 from __future__ import annotations

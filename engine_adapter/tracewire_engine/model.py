@@ -162,7 +162,7 @@ def describe(model: EngineModel, name: str, capacity: int) -> EngineInfo:
         hidden_size=config.get_hidden_size(),
         max_model_len=config.max_model_len,
         layers=layers,
-        layer_count=len(module.get_submodule(layers)) if layers else 0,  # type: ignore[arg-type]
+        layer_count=len(module.get_submodule(layers)) if layers else 0,
         modules=modules,
         attributes={kind: sorted(names) for kind, names in attributes.items()},
         versions=versions(),

@@ -1,9 +1,9 @@
 """The residual stream, by the name that people use for it: `model.residual(i)`.
 
 What a decoder layer returns is not the same thing in every model. On Llama-like models in vLLM a layer returns
-`(hidden, residual)`: `hidden` is the output of its MLP alone, and the residual stream after the layer is the sum of both,
-which the next layer's norm computes. Others return one tensor, which is the stream. A block that reads or bends the
-stream should not have to know.
+`(hidden, residual)`: `hidden` is the output of its MLP alone, and the residual stream after the layer is the sum of
+both, which the next layer's norm computes. Others return one tensor, which is the stream. A block that reads or bends
+the stream should not have to know.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Our model runner: nnsight's, plus the delta path.
 
-nnsight's runner interleaves blocks with the forward pass, the logits and the samples. This one changes how a block comes
-in (source text on the request, see `blocks.py`, instead of a pickled mediator) and how what it saved gets out: at the end
-of `sample_tokens`, on the thread that the blocks run on, what each live request newly saved leaves by the link in one
-message a step, and a request's worker state goes when the scheduler says that the request is over. There is no
-RPC on either way.
+nnsight's runner interleaves blocks with the forward pass, the logits and the samples. This one changes how a block
+comes in (source text on the request, see `blocks.py`, instead of a pickled mediator) and how what it saved gets out:
+at the end of `sample_tokens`, on the thread that the blocks run on, what each live request newly saved leaves by the
+link in one message a step, and a request's worker state goes when the scheduler says that the request is over. There
+is no RPC on either way.
 
 `TracewireRunner` is mixed into vLLM's runner for the platform at hand; see `worker.py`.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import difflib
 import logging
-import pickle
+import pickle  # noqa: TID251 (nnsight's own collect, within this process)
 import warnings
 from typing import Any
 
@@ -95,7 +95,7 @@ class TracedRequests(Requests):
             try:
                 request.mediator = self.blocks.mediator(block, arguments.get(LIVE_ARG, b"\x80"))
             except Exception as exception:
-                request.error = failure_of(exception, None)  # type: ignore[assignment]
+                request.error = failure_of(exception, None)
 
     def record(self, mediator: Any) -> None:
         """Note the names that hold something saved. Errors are read off the mediator when its request is reported."""
@@ -125,7 +125,7 @@ class TracewireRunner(NNsightGPUModelRunner):
     def _update_states(self, scheduler_output: Any) -> Any:
         if scheduler_output.finished_req_ids:
             self._finish_requests(scheduler_output.finished_req_ids)
-        corrections = super()._update_states(scheduler_output)  # type: ignore[func-returns-value]
+        corrections = super()._update_states(scheduler_output)
         scheduled = scheduler_output.num_scheduled_tokens
         for request_id, traced in self.nnsight_requests.traced.items():
             state = self.requests.get(request_id)
@@ -215,7 +215,7 @@ class TracewireRunner(NNsightGPUModelRunner):
         ids = [request.id]
         payload = self.collect_nnsight(ids, ids)
         self.nnsight_requests.requests[request.id] = request
-        sequences = pickle.loads(payload)[request.engine_id]["sequences"] if payload else {}
+        sequences = pickle.loads(payload)[request.engine_id]["sequences"] if payload else {}  # noqa: S301
         saves: dict[str, Any] = sequences[request.index]["saves"]
         return saves
 
@@ -223,7 +223,7 @@ class TracewireRunner(NNsightGPUModelRunner):
         saves = request.saves()
         deltas: list[Any] = []
         manifest: list[Manifest] = []
-        error: Failure | None = request.error  # type: ignore[assignment]
+        error: Failure | None = request.error
         stopped = False
         try:
             deltas, manifest = traced.tracker.finish(saves, 0, request.index, HostCopy([saves]))

@@ -1,9 +1,9 @@
 """What a block newly saved in a step, found without sending what did not change.
 
 A [`SaveTracker`][tracewire_engine.saves.SaveTracker] keeps a shadow of what a consumer's fold holds by now: the very
-objects last sent, and a digest of each as it was when sent. Two passes use it. `step` finds changes by length and identity,
-which costs little and sees new items, new keys, rebound names and replaced items. `finish` compares digests, which sees
-values changed in place as well, and brings the fold to exactly what the block holds in the end.
+objects last sent, and a digest of each as it was when sent. Two passes use it. `step` finds changes by length and
+identity, which costs little and sees new items, new keys, rebound names and replaced items. `finish` compares
+digests, which sees values changed in place as well, and brings the fold to exactly what the block holds in the end.
 
 Identity is only meaningful while the object lives, so the shadow holds what it has sent.
 """
@@ -59,7 +59,7 @@ class SaveTracker:
     # --- one step ---------------------------------------------------------------------------------------------------
 
     def step(self, saves: Mapping[str, Any], localise: Localise = lambda value: value) -> list[Delta]:
-        """The deltas from the last call to now. A save that cannot travel is recorded in `errors` and leaves the fold."""
+        """The deltas from the last call to now. A save that cannot travel goes to `errors` and leaves the fold."""
         deltas: list[Delta] = []
         for name in [name for name in self._root if name not in saves]:
             self._forget(name, deltas)

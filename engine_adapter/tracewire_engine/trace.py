@@ -1,8 +1,9 @@
 """One attempt of one trace: from its validated invokes to its final event.
 
-Two halves make an `Output`: what vLLM put out, and what the block newly saved in the steps that sampled those tokens, which
-comes by the workers' link. A [`Half`][tracewire_engine.trace.Half] holds the second until the first is there, keyed by
-choice and token index; an output is published when both are in, and a request is over when its finish record is.
+Two halves make an `Output`: what vLLM put out, and what the block newly saved in the steps that sampled those tokens,
+which comes by the workers' link. A [`Half`][tracewire_engine.trace.Half] holds the second until the first is there,
+keyed by choice and token index; an output is published when both are in, and a request is over when its finish record
+is.
 
 Appending waits for Redis. While it does, vLLM merges further outputs of the same request, so that a bus that lags makes
 fewer, larger entries, and one that does not gets each output at once.
@@ -42,7 +43,7 @@ _NO_DELTAS = msgspec.Raw(msgspec.msgpack.encode([]))
 class RawFinal(Final, tag="final"):
     """A `Final` whose deltas are already encoded."""
 
-    deltas: list[tuple[int, int, msgspec.Raw]] = []  # type: ignore[assignment]
+    deltas: list[tuple[int, int, msgspec.Raw]] = []  # type: ignore[assignment]  # noqa: RUF012
 
 
 class _ChoiceHalf:
@@ -144,7 +145,7 @@ class TraceRun:
         self.attempt = attempt
         self.requests: list[_Request] = []
 
-    def _next(self) -> dict[str, int]:
+    def _next(self) -> dict[str, Any]:
         self._seq += 1
         return {"attempt": self.attempt, "seq": self._seq}
 

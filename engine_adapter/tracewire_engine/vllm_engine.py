@@ -78,7 +78,7 @@ class VllmEngine:
         if len(token_ids) >= limit:
             raise Rejection(
                 f"{where}prompt",
-                f"the prompt has {len(token_ids)} tokens; this model takes {limit} tokens of prompt and output together",
+                f"the prompt has {len(token_ids)} tokens; this model takes {limit} of prompt and output together",
             )
         params = self._sampling(invoke, where)
         sampling = _plain(params)

@@ -18,15 +18,15 @@ if current_platform.is_cpu():
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner as _PlatformRunner
     from vllm.v1.worker.cpu_worker import CPUWorker as _PlatformWorker
 else:
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner as _PlatformRunner  # type: ignore[assignment]
-    from vllm.v1.worker.gpu_worker import Worker as _PlatformWorker  # type: ignore[assignment]
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner as _PlatformRunner
+    from vllm.v1.worker.gpu_worker import Worker as _PlatformWorker
 
 
-class _Runner(TracewireRunner, _PlatformRunner):  # type: ignore[misc, valid-type]
+class _Runner(TracewireRunner, _PlatformRunner):
     """Our runner over the platform's own."""
 
 
-class TracewireWorker(_PlatformWorker):  # type: ignore[misc, valid-type]
+class TracewireWorker(_PlatformWorker):
     """The platform's vLLM worker with our model runner."""
 
     def init_device(self) -> None:

@@ -1,9 +1,9 @@
 """The demo: one trace of 64 tokens, steered half-way, watched by three processes that must agree.
 
-Starts an embedded Redis and a demo engine as processes of their own. This process is the service: it submits the trace and
-shows its stream. A second process joins at token 20, replays and follows; a third follows one name only. At the end the
-digests of what the three folded must agree where they overlap, and equal the digests of what nnsight's own collect returned on
-the engine. The exit code is 0 only then.
+Starts an embedded Redis and a demo engine as processes of their own. This process is the service: it submits the
+trace and shows its stream. A second process joins at token 20, replays and follows; a third follows one name only. At
+the end the digests of what the three folded must agree where they overlap, and equal the digests of what nnsight's
+own collect returned on the engine. The exit code is 0 only then.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Lines:
 @asynccontextmanager
 async def started(*command: str, log: Path | None = None) -> AsyncIterator[Process]:
     """A child process, ended with SIGTERM on the way out."""
-    with open(log or os.devnull, "wb") as errors:
+    with open(log or os.devnull, "wb") as errors:  # noqa: ASYNC230
         process = await anyio.open_process(command, stdin=subprocess.PIPE, stderr=errors if log else None)
         try:
             yield process
@@ -104,7 +104,8 @@ async def engine_ready(lines: Lines, process: Process, log: Path) -> None:
             await anyio.sleep(1)
     if not ready:
         say()
-        raise SystemExit(f"the engine did not start; the end of its log:\n{log.read_text()[-3000:]}")
+        tail = await anyio.Path(log).read_text()
+        raise SystemExit(f"the engine did not start; the end of its log:\n{tail[-3000:]}")
     say(f"\r  engine: ready after {time.monotonic() - began:.0f} s{' ' * 40}")
 
 
@@ -170,8 +171,7 @@ async def follow(url: str, direction: Any, facts: dict[str, Any], late: Process,
             result = await trace.result()
     digests = {name: digest(value).hex() for name, value in sorted(result.saves.items())}
     consumers = [{"name": "service", "outputs": outputs, "tokens": tokens, "digests": digests}]
-    for lines in (late_lines, narrow_lines):
-        consumers.append(json.loads(await lines.next() or "{}"))
+    consumers += [json.loads(await lines.next() or "{}") for lines in (late_lines, narrow_lines)]
     collected = {entry.name: entry.digest.hex() for entry in result.manifest}
     values = sum(len(value) for value in result.saves.values())
     agree = len(consumers) == 3 and all(

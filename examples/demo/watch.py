@@ -1,4 +1,5 @@
-"""A consumer in a process of its own: told a trace's id on standard input, it replays the trace and follows it to its end.
+"""A consumer in a process of its own: told a trace's id on standard input, it replays the trace and follows it to its
+end.
 
 Prints one JSON line: how many outputs it saw, how many of them it replayed, and the digests of what it folded.
 """

@@ -1,7 +1,7 @@
 """Find the direction between code and prose in the demo model's residual stream, and measure what adding it does.
 
-Everything goes through Tracewire: the activations are saves of traces of one token each, and the steered texts are traces
-whose block adds the direction. It needs a running engine for the demo model:
+Everything goes through Tracewire: the activations are saves of traces of one token each, and the steered texts are
+traces whose block adds the direction. It needs a running engine for the demo model:
 
     tracewire redis &                                   # prints its URL
     tracewire engine demo --url URL &
@@ -9,8 +9,8 @@ whose block adds the direction. It needs a running engine for the demo model:
 
 The direction is the difference of two means (Marks and Tegmark 2023, "The Geometry of Truth"): the mean residual
 stream after one decoder layer over code documents, minus that over prose documents, documents weighing alike. It is
-written as `direction.npy` (float32, unit length, shape `[hidden_size]`) with `direction.json`, which holds the layer, the
-strengths and the scores over the 50 prompts of `prompts.txt`, steered and unsteered.
+written as `direction.npy` (float32, unit length, shape `[hidden_size]`) with `direction.json`, which holds the layer,
+the strengths and the scores over the 50 prompts of `prompts.txt`, steered and unsteered.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Blocks that the engine tests run. In a module of their own, as a service would have them."""
 
-# ruff: noqa: F841
+
 # mypy: ignore-errors
 
 from __future__ import annotations

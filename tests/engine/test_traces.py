@@ -1,7 +1,7 @@
 """Traces on the real engine: what blocks save arrives step by step, and folds to what nnsight collects.
 
-The shared engine checks every trace here against nnsight's own collect: `result()` compares its fold with digests of what that
-returned, bit for bit, and raises if one differs.
+The shared engine checks every trace here against nnsight's own collect: `result()` compares its fold with digests of
+what that returned, bit for bit, and raises if one differs.
 """
 
 from __future__ import annotations

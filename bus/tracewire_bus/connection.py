@@ -1,0 +1,270 @@
+"""Connections to Redis, and what to do when they break.
+
+The transport is redis-py's asyncio connection, used below its client: a command that is cancelled half way takes its
+connection with it and nothing else, whatever kind of scope cancelled it, and nobody but us decides what may be sent
+twice. [`Connections`][tracewire_bus.connection.Connections] lends connections to short commands, a bounded number at a
+time; whoever blocks on Redis or must not wait behind others has a [`Link`][tracewire_bus.connection.Link] of its own.
+
+Redis-py is imported on first use.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import urlsplit
+
+import anyio
+
+if TYPE_CHECKING:
+    from redis.asyncio.connection import AbstractConnection, ConnectionPool
+
+__all__ = ["Background", "Backoff", "BusError", "BusUnavailable", "Connections", "Link", "redacted"]
+
+logger = logging.getLogger("tracewire")
+
+#: How long one command may take, in seconds, before its connection is given up.
+COMMAND_S: Final = 30.0
+CONNECT_S: Final = 5.0
+#: How many short commands of one bus are under way at once, and how many connections it keeps for them.
+CONCURRENT: Final = 8
+
+
+class BusError(Exception):
+    """Redis refused, and would refuse again. Says what it said."""
+
+
+class BusUnavailable(BusError):
+    """Redis could not be reached, or not for as long as the caller would wait."""
+
+
+class Backoff:
+    """Waits that double from `first_s` to `most_s`, each shortened at random so that a crowd does not come back at once."""
+
+    def __init__(self, first_s: float = 0.05, most_s: float = 2.0) -> None:
+        self._first_s, self._most_s = first_s, most_s
+        self.failures = 0
+
+    def next(self) -> float:
+        """How long to wait now, in seconds."""
+        self.failures += 1
+        return random.uniform(0.5, 1.0) * min(self._most_s, self._first_s * 2 ** min(self.failures - 1, 16))
+
+    def reset(self) -> None:
+        """It worked again."""
+        self.failures = 0
+
+
+class Background:
+    """A task that belongs to an object instead of a scope.
+
+    A task group would do, but one that is entered in `start()` and left in `aclose()` must be left by the task that entered
+    it, which a fixture or a web framework does not promise.
+    """
+
+    def __init__(self, run: Callable[[], Awaitable[None]], name: str) -> None:
+        async def body() -> None:
+            await run()
+
+        self._task = asyncio.get_running_loop().create_task(body(), name=name)
+
+    async def aclose(self) -> None:
+        """Cancel it and wait for its end, from any task. Raises what it died of."""
+        self._task.cancel()
+        with anyio.CancelScope(shield=True):
+            await asyncio.wait([self._task])
+        if not self._task.cancelled():
+            self._task.result()
+
+
+def redacted(url: str) -> str:
+    """`url` without its password, for messages."""
+    parts = urlsplit(url)
+    if parts.password is None:
+        return url
+    _, _, host = parts.netloc.rpartition("@")
+    return parts._replace(netloc=f"{parts.username or ''}:***@{host}").geturl()
+
+
+class Link:
+    """One connection, opened when first needed and again after it broke. Not for concurrent use."""
+
+    def __init__(self, connection: AbstractConnection) -> None:
+        self._connection = connection
+        self.connected = False
+
+    async def connect(self) -> None:
+        """Connect if it is not.
+
+        Raises:
+            redis.exceptions.RedisError: it could not.
+        """
+        if self.connected:
+            return
+        try:
+            await self._connection.connect()
+        except BaseException:
+            await self.drop()
+            raise
+        self.connected = True
+
+    async def ask(self, *commands: Sequence[Any], timeout_s: float = COMMAND_S) -> list[Any]:
+        """Send `commands` together and return their raw replies; a refused one's is its `ResponseError`.
+
+        Raises:
+            redis.exceptions.RedisError: the connection failed: some of them may have been carried out.
+            TimeoutError: no reply came; likewise.
+        """
+        from redis.exceptions import ConnectionError, ResponseError
+
+        await self.connect()
+        connection = self._connection
+        replies: list[Any] = []
+        try:
+            with anyio.fail_after(timeout_s):
+                await connection.send_packed_command(connection.pack_commands(commands))
+                for _ in commands:
+                    try:
+                        replies.append(await connection.read_response())
+                    except ResponseError as error:
+                        replies.append(error)
+        except BaseException as error:
+            # Replies of this call must not be read by the next one.
+            await self.drop()
+            if isinstance(error, OSError) and not isinstance(error, TimeoutError):
+                raise ConnectionError(str(error)) from error
+            raise
+        return replies
+
+    async def drop(self) -> None:
+        """Close the connection at once. The next use opens it anew."""
+        self.connected = False
+        with anyio.CancelScope(shield=True):
+            try:
+                await self._connection.disconnect(nowait=True)
+            except Exception as error:
+                logger.debug("closing a connection to Redis: %r", error)
+
+
+class Connections:
+    """Makes links to one Redis and lends a bounded number of them to short commands."""
+
+    def __init__(self, url: str, *, patience_s: float) -> None:
+        self.url = url
+        self._patience_s = patience_s
+        self._factory = _factory(url)
+        self._idle: list[Link] = []
+        self._turn = anyio.CapacityLimiter(CONCURRENT)
+        self._closed = False
+
+    def link(self) -> Link:
+        """A link of one's own, not yet connected. Whoever asks closes it by `drop`."""
+        return Link(self._factory.make_connection())
+
+    async def once(self, *commands: Sequence[Any]) -> list[Any]:
+        """`Link.ask` on a lent link, one try."""
+        # A caller is its own borrower: a task may ask in several places.
+        async with _turn(self._turn):
+            if self._closed:
+                raise anyio.ClosedResourceError
+            link = self._idle.pop() if self._idle else self.link()
+            replies = await link.ask(*commands)
+            if self._closed:
+                await link.drop()
+            else:
+                self._idle.append(link)
+            return replies
+
+    async def command(self, *command: Any) -> Any:
+        """One command that may be carried out twice; tried again while Redis is away, for as long as the bus is patient.
+
+        Raises:
+            BusError: Redis refused it.
+            BusUnavailable: it stayed away.
+        """
+        return (await self.commands(command))[0]
+
+    async def commands(self, *commands: Sequence[Any]) -> list[Any]:
+        """Like `command`, for several sent together."""
+        backoff = Backoff()
+        deadline = anyio.current_time() + self._patience_s
+        while True:
+            try:
+                replies = await self.once(*commands)
+                for reply in replies:
+                    if isinstance(reply, Exception):
+                        raise reply
+                return replies
+            except Exception as error:
+                if not is_transient(error):
+                    raise as_bus_error(error) from error
+                pause = backoff.next()
+                if anyio.current_time() + pause > deadline:
+                    raise BusUnavailable(f"Redis at {redacted(self.url)} is away: {error}") from error
+                await anyio.sleep(pause)
+
+    async def aclose(self) -> None:
+        """Close what is idle; what is lent is closed on its return."""
+        self._closed = True
+        while self._idle:
+            await self._idle.pop().drop()
+
+
+class _turn:
+    """A capacity limiter by call instead of by task."""
+
+    def __init__(self, limiter: anyio.CapacityLimiter) -> None:
+        self._limiter = limiter
+
+    async def __aenter__(self) -> None:
+        await self._limiter.acquire_on_behalf_of(self)
+
+    async def __aexit__(self, *_: object) -> None:
+        self._limiter.release_on_behalf_of(self)
+
+
+def is_transient(error: Exception) -> bool:
+    """Whether the same command may well be taken in a moment: the connection broke, or the server is not itself."""
+    from redis import exceptions as redis
+
+    if isinstance(error, (redis.AuthenticationError, redis.AuthorizationError)):
+        return False
+    if isinstance(error, (redis.ConnectionError, redis.TimeoutError, redis.InvalidResponse, OSError)):
+        return True
+    return isinstance(error, redis.ResponseError) and str(error).startswith(
+        ("READONLY", "LOADING", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "OOM", "MISCONF", "UNKILLABLE", "BUSY ")
+    ) | isinstance(error, (redis.ReadOnlyError, redis.OutOfMemoryError, redis.BusyLoadingError))
+
+
+def as_bus_error(error: Exception) -> Exception:
+    """What redis-py raised, as an error of ours; anything else as it is."""
+    from redis.exceptions import AuthenticationError, AuthorizationError, RedisError
+
+    if isinstance(error, (AuthenticationError, AuthorizationError)):
+        return BusUnavailable(f"Redis lets nobody in by these credentials: {error}")
+    if isinstance(error, RedisError):
+        return BusError(f"Redis refused: {error}")
+    return error
+
+
+def _factory(url: str) -> ConnectionPool[Any]:
+    """Redis-py's pool, for what it knows of URLs: it makes connections and holds none."""
+    from redis.asyncio.connection import ConnectionPool
+    from redis.asyncio.retry import Retry
+    from redis.backoff import NoBackoff
+
+    options: dict[str, Any] = {
+        # Retrying is ours: a command sent twice unseen would be refused the second time, or done twice.
+        "retry": Retry(NoBackoff(), 0),
+        # Time is kept around whole calls instead.
+        "socket_timeout": None,
+        "socket_connect_timeout": CONNECT_S,
+        # The replies' shapes are the same on all versions.
+        "protocol": 2,
+    }
+    if not url.startswith("unix:"):
+        options["socket_keepalive"] = True
+    return ConnectionPool.from_url(url, **options)

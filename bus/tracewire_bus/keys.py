@@ -1,0 +1,84 @@
+"""Names of everything that the bus keeps in Redis."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from zlib import crc32
+
+__all__ = ["FINAL_ID", "TAGS", "Keys", "event_id", "parse_id"]
+
+#: How many hash tags traces share, and so on how many slots of a cluster they lie.
+TAGS = 64
+
+_GREATEST = 2**64 - 1
+
+#: Id of every trace's final event: nothing can be appended after it.
+FINAL_ID = f"{_GREATEST}-{_GREATEST}"
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The key names under one prefix.
+
+    All keys of a trace share one hash tag, and so do all of a model's queue: scripts over either work on Redis Cluster.
+    """
+
+    prefix: str = "tw"
+
+    def queue(self, model: str) -> str:
+        """Stream of a model's submissions."""
+        return f"{self.prefix}:{{{model}}}:queue"
+
+    def submitted(self, model: str, trace: str) -> str:
+        """Queue entry id of a trace that was submitted, beside its queue."""
+        return f"{self.prefix}:{{{model}}}:submitted:{trace}"
+
+    def tag(self, trace: str) -> str:
+        """The hash tag of a trace."""
+        return f"t{crc32(trace.encode('utf-8', 'surrogatepass')) % TAGS}"
+
+    def events(self, trace: str) -> str:
+        """Stream of a trace's events."""
+        return f"{self.prefix}:{{{self.tag(trace)}}}:events:{trace}"
+
+    def known(self, trace: str) -> str:
+        """Model that a trace was submitted to: says that the trace exists before it has events."""
+        return f"{self.prefix}:{{{self.tag(trace)}}}:trace:{trace}"
+
+    def engines(self) -> str:
+        """Set of the ids of engines that have registered; some may be gone."""
+        return f"{self.prefix}:engines"
+
+    def engine(self, engine: str) -> str:
+        """What one engine serves, as long as it lives."""
+        return f"{self.prefix}:engine:{engine}"
+
+    def dead(self) -> str:
+        """Stream of queue entries that could not be answered."""
+        return f"{self.prefix}:dead"
+
+
+def event_id(attempt: int, seq: int, *, final: bool = False) -> str:
+    """The stream id of an event.
+
+    Raises:
+        ValueError: `attempt` is under 1 or `seq` under 0.
+    """
+    if attempt < 1 or seq < 0 or attempt >= _GREATEST:
+        raise ValueError(f"attempts count from 1 and events from 0, got {attempt}-{seq}")
+    return FINAL_ID if final else f"{attempt}-{seq}"
+
+
+def parse_id(text: str) -> tuple[int, int]:
+    """An id `"<attempt>-<seq>"` as numbers, which compare as Redis compares ids.
+
+    Raises:
+        ValueError: `text` is no such id.
+    """
+    attempt, dash, seq = text.partition("-")
+    if not (dash and attempt.isascii() and attempt.isdigit() and seq.isascii() and seq.isdigit()):
+        raise ValueError(f"an event id is '<attempt>-<seq>', got {text!r}")
+    numbers = int(attempt), int(seq)
+    if max(numbers) > _GREATEST:
+        raise ValueError(f"an event id's numbers fit 64 bits, got {text!r}")
+    return numbers

@@ -1,0 +1,392 @@
+"""Reading traces' streams: first what is there, then what comes, without a gap or a repeat.
+
+A [`Subscription`][tracewire_bus.reader.Subscription] goes through two states. Behind the stream's end it *pulls*: it
+fetches pages by itself when its consumer asks for more. At the end it is *attached* to the bus's one reader, whose
+connection blocks on all attached streams at once and puts what comes into each subscription's buffer. A buffer is bounded:
+one that is full is detached, and its subscription pulls again when its consumer has caught up with it. So a slow consumer costs
+a page of memory and no one's time, and nothing is ever dropped.
+
+The two meet in one rule. The reader has read each stream up to a *position*; a subscription may attach if it has come at
+least that far, and takes only entries after its own last.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Final, Self
+
+import anyio
+
+from tracewire_bus.connection import Background, Backoff, Connections, as_bus_error, is_transient
+from tracewire_bus.keys import FINAL_ID, parse_id
+
+__all__ = ["Entry", "Reader", "Subscription"]
+
+logger = logging.getLogger("tracewire")
+
+_Id = tuple[int, int]
+
+_PAGE: Final = 128
+_BUFFER_ENTRIES, _BUFFER_BYTES = 256, 16 * 1024 * 1024
+_BLOCK_S: Final = 5.0
+_FINAL: Final = parse_id(FINAL_ID)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One entry of a trace's stream: its id, the encoded event, and the schema it was written in."""
+
+    id: str
+    data: bytes
+    schema: str
+
+
+def _entries(reply: Sequence[Any]) -> list[tuple[_Id, Entry]]:
+    """Entries as Redis replies them: `[id, [name, value, ...]]`. Foreign fields are ignored, missing ones empty."""
+    parsed = []
+    for id_, flat in reply:
+        fields = dict(zip(flat[::2], flat[1::2], strict=True)) if flat else {}
+        text = id_.decode()
+        entry = Entry(text, fields.get(b"d", b""), fields.get(b"v", b"").decode("ascii", "replace"))
+        parsed.append((parse_id(text), entry))
+    return parsed
+
+
+class Subscription:
+    """An async iterator over one trace's entries, ending after the final one.
+
+    It owns no task and holds no scope between its methods: iterate, drop and close it wherever you like. One task at a time
+    may wait for its next entry; to leave early, call `aclose` (or leave its context).
+    """
+
+    def __init__(self, reader: Reader, connections: Connections, key: str, since: str) -> None:
+        self._reader = reader
+        self._connections = connections
+        self._last: _Id | None = (0, 0) if since == "start" else None if since == "now" else parse_id(since)
+        self.key = key
+        self._buffer: deque[tuple[_Id, Entry]] = deque()
+        self._bytes = 0
+        self._arrived = anyio.Event()
+        self._guard = anyio.ResourceGuard("reading from")
+        self._attached = False
+        self._over = False
+        self._closed = False
+
+    async def start(self) -> None:
+        """Fix where a subscription since `"now"` begins: after what is there at this moment. Idempotent.
+
+        Without it, that moment is when the first entry is asked for.
+
+        Raises:
+            BusUnavailable: Redis could not be reached.
+        """
+        if self._last is None:
+            last = await tail_id(self._connections, self.key)
+            if self._last is None:
+                self._last = parse_id(last)
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Entry:
+        """The next entry, when there is one.
+
+        While Redis is away it waits.
+
+        Raises:
+            StopAsyncIteration: after the final entry.
+            anyio.ClosedResourceError: the subscription or its bus is closed.
+            anyio.BusyResourceError: another task waits for the next entry.
+            BusError: Redis refuses to read this stream.
+        """
+        with self._guard:
+            while True:
+                if self._closed:
+                    raise anyio.ClosedResourceError
+                if self._buffer:
+                    return self._pop()
+                if self._over:
+                    raise StopAsyncIteration
+                if self._attached:
+                    await self._arrived.wait()
+                else:
+                    await self._pull()
+
+    async def aclose(self) -> None:
+        """Stop reading. Whoever waits for the next entry gets `ClosedResourceError`. Idempotent."""
+        self.close()
+
+    def close(self) -> None:
+        """What `aclose` does, without a chance to wait: nothing of it takes time."""
+        self._closed = True
+        self._reader.detach(self)
+        self._buffer.clear()
+        self._notify()
+
+    def _notify(self) -> None:
+        self._arrived.set()
+        self._arrived = anyio.Event()
+
+    def _pop(self) -> Entry:
+        _, entry = self._buffer.popleft()
+        self._bytes -= len(entry.data)
+        return entry
+
+    async def _pull(self) -> None:
+        """Fetch the next page, and attach if that was the last one."""
+        await self.start()
+        assert self._last is not None
+        if self._last >= _FINAL:
+            self._over = True
+            return
+        seen = self._reader.position(self.key)
+        try:
+            reply = await self._connections.command(
+                "XREAD", "COUNT", _PAGE, "STREAMS", self.key, f"{self._last[0]}-{self._last[1]}"
+            )
+        except Exception as error:
+            # The bus waited a while; a consumer waits as long as it likes.
+            if self._closed or not isinstance(error.__cause__, Exception) or not is_transient(error.__cause__):
+                raise
+            logger.warning("a subscription waits for Redis: %s", error)
+            return
+        page = _entries(reply[0][1]) if reply else []
+        if self._closed:
+            return
+        self.take(page, bounded=False)
+        if not page and seen is not None and seen > self._last:
+            # The reader had read further before we asked, and what it read is gone: trimmed, or the key has expired.
+            self._last = seen
+        if not self._over and len(page) < _PAGE:
+            self._reader.attach(self)
+
+    # --- the reader's side --------------------------------------------------------------------------------------------
+
+    @property
+    def last(self) -> _Id:
+        """Id of the last entry in the buffer or before."""
+        assert self._last is not None
+        return self._last
+
+    def attached(self, yes: bool) -> None:
+        """The reader has taken it up, or let it go; then it pulls when asked for more than its buffer holds."""
+        if self._attached != yes:
+            self._attached = yes
+            self._notify()
+
+    def take(self, entries: list[tuple[_Id, Entry]], *, bounded: bool = True) -> bool:
+        """Buffer what comes after its last entry, as far as there is room. Returns whether it wants more."""
+        for id_, entry in entries:
+            if id_ <= self.last:
+                continue
+            if bounded and (len(self._buffer) >= _BUFFER_ENTRIES or self._bytes >= _BUFFER_BYTES):
+                self._notify()
+                return False
+            self._buffer.append((id_, entry))
+            self._bytes += len(entry.data)
+            self._last = id_
+            self._over = id_ >= _FINAL
+        self._notify()
+        return not self._over and len(self._buffer) < _BUFFER_ENTRIES and self._bytes < _BUFFER_BYTES
+
+
+class _Stream:
+    """One stream that the reader reads: how far it is, and for whom."""
+
+    __slots__ = ("position", "subscriptions")
+
+    def __init__(self, position: _Id) -> None:
+        self.position = position
+        self.subscriptions: set[Subscription] = set()
+
+
+class Reader:
+    """Reads all streams at whose end a subscription waits, on one connection.
+
+    While that connection blocks, it cannot be told of another stream. `CLIENT UNBLOCK` from another connection ends the
+    wait; where Redis does not allow that command, the connection is closed and opened anew.
+    """
+
+    def __init__(self, connections: Connections) -> None:
+        self._connections = connections
+        self._link = connections.link()
+        self._streams: dict[str, _Stream] = {}
+        self._wanted = anyio.Event()
+        self._poked = anyio.Event()
+        self._client_id: Any = None
+        self._round = 0
+        self._wait: anyio.CancelScope | None = None
+        self._may_unblock = True
+        self._task: Background | None = None
+        self._all: set[Subscription] = set()
+
+    def start(self) -> None:
+        """Start its task."""
+        self._task = Background(self._run, "tracewire reader")
+
+    async def aclose(self) -> None:
+        """End its task, close its connection and every subscription."""
+        for subscription in list(self._all):
+            subscription.close()
+        if self._task is not None:
+            await self._task.aclose()
+            self._task = None
+        await self._link.drop()
+
+    def add(self, subscription: Subscription) -> None:
+        """Remember a subscription, to close it in the end."""
+        self._all.add(subscription)
+
+    # --- subscriptions ------------------------------------------------------------------------------------------------
+
+    def position(self, key: str) -> _Id | None:
+        """How far a stream has been read, if it is being read."""
+        stream = self._streams.get(key)
+        return stream.position if stream is not None else None
+
+    def attach(self, subscription: Subscription) -> None:
+        """Take up a subscription, unless its stream has been read further than it is: then it must pull once more."""
+        stream = self._streams.get(subscription.key)
+        if stream is None:
+            stream = self._streams[subscription.key] = _Stream(subscription.last)
+            self._wanted.set()
+            self._poked.set()
+        elif stream.position > subscription.last:
+            return
+        stream.subscriptions.add(subscription)
+        subscription.attached(True)
+
+    def detach(self, subscription: Subscription) -> None:
+        """Let a subscription go. Harmless if it is not attached."""
+        if subscription._closed:
+            self._all.discard(subscription)
+        stream = self._streams.get(subscription.key)
+        if stream is not None and subscription in stream.subscriptions:
+            stream.subscriptions.remove(subscription)
+            if not stream.subscriptions:
+                del self._streams[subscription.key]
+        subscription.attached(False)
+
+    # --- its task -----------------------------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        async with anyio.create_task_group() as group:
+            group.start_soon(self._wake)
+            await self._read()
+
+    async def _read(self) -> None:
+        backoff = Backoff()
+        while True:
+            if not self._streams:
+                self._wanted = anyio.Event()
+                await self._wanted.wait()
+            try:
+                if not self._link.connected:
+                    (self._client_id,) = await self._link.ask(("CLIENT", "ID"))
+                    if isinstance(self._client_id, Exception):
+                        self._may_unblock = False
+                asked = {key: stream.position for key, stream in self._streams.items()}
+                reply = await self._block(asked)
+                backoff.reset()
+            except Exception as error:
+                await self._failed(error, backoff)
+                continue
+            for key, entries in reply or ():
+                name = key.decode()
+                self._deliver(name, asked[name], _entries(entries))
+
+    async def _block(self, asked: dict[str, _Id]) -> Any:
+        """Wait for entries after the positions `asked`. None after a while, or when woken."""
+        if not asked:
+            return None
+        self._round += 1
+        self._poked = anyio.Event()
+        try:
+            with anyio.CancelScope() as self._wait:
+                (reply,) = await self._link.ask(
+                    (
+                        *("XREAD", "COUNT", _PAGE, "BLOCK", round(_BLOCK_S * 1000), "STREAMS"),
+                        *asked,
+                        *(f"{attempt}-{seq}" for attempt, seq in asked.values()),
+                    ),
+                    timeout_s=_BLOCK_S + 10,
+                )
+                if isinstance(reply, Exception):
+                    raise reply
+                return reply
+            return None
+        finally:
+            self._wait = None
+            self._round += 1
+
+    async def _failed(self, error: Exception, backoff: Backoff) -> None:
+        await self._link.drop()
+        pause = backoff.next()
+        if is_transient(error):
+            level = logging.WARNING if backoff.failures in (1, 10) else logging.DEBUG
+            logger.log(level, "the reader waits for Redis: %s", error)
+        else:
+            # One of the streams cannot be read. Each subscription finds out by itself whether it is its own.
+            logger.warning("the reader lets go of %d streams: %s", len(self._streams), as_bus_error(error))
+            for stream in list(self._streams.values()):
+                for subscription in list(stream.subscriptions):
+                    self.detach(subscription)
+        await anyio.sleep(pause)
+
+    def _deliver(self, key: str, asked: _Id, entries: list[tuple[_Id, Entry]]) -> None:
+        stream = self._streams.get(key)
+        if stream is None or not entries or asked > stream.position:
+            # Let go meanwhile; or taken up again from further back, which this reply does not reach.
+            return
+        stream.position = max(stream.position, entries[-1][0])
+        for subscription in list(stream.subscriptions):
+            if not subscription.take(entries):
+                self.detach(subscription)
+
+    async def _wake(self) -> None:
+        """End the reader's wait whenever there is a stream that it does not ask for."""
+        while True:
+            poked = self._poked
+            await poked.wait()
+            blocked, wait = self._round, self._wait
+            if wait is None:
+                # Not waiting: it sees the stream when it asks next.
+                self._poked = anyio.Event()
+                continue
+            while self._round == blocked:
+                if not self._may_unblock:
+                    wait.cancel()
+                    break
+                try:
+                    (reply,) = await self._connections.once(("CLIENT", "UNBLOCK", self._client_id))
+                except Exception as error:
+                    logger.debug("the reader was not woken: %r", error)
+                    reply = 0
+                if isinstance(reply, Exception):
+                    logger.info("Redis does not let the reader be woken (%s); it reconnects instead", reply)
+                    self._may_unblock = False
+                    continue
+                # Its command may still be on the way, or its reply: look again in a moment.
+                await anyio.sleep(0.001 if not reply else 0)
+                with anyio.move_on_after(math.inf if self._round != blocked else 0.05 if reply else 0):
+                    await anyio.lowlevel.checkpoint()
+
+
+async def tail_id(connections: Connections, key: str) -> str:
+    """Id of a stream's last entry, `"0-0"` if it has none."""
+    reply = await connections.command("XREVRANGE", key, "+", "-", "COUNT", 1)
+    return reply[0][0].decode() if reply else "0-0"

@@ -1,0 +1,239 @@
+"""Appending events to traces' streams.
+
+Appends of many tasks share round trips: one flush is under way at a time, and the next takes all that was queued meanwhile.
+An idle writer sends at once; a busy one sends fewer, larger pipelines.
+
+The id that an event carries is its fence. Redis takes only an id greater than the stream's last, so a stale attempt, a
+repeat, and anything after the final are refused by Redis itself. The writer sends a flush again when the connection broke
+in its middle; an event that Redis had taken the first time is then refused too, and told by its bytes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Final, Self
+
+import anyio
+
+from tracewire_bus.codec import schema_text
+from tracewire_bus.connection import Background, Backoff, BusError, Connections, as_bus_error, is_transient
+from tracewire_bus.keys import Keys, event_id
+
+__all__ = ["ENTRY_BYTES", "GROUP", "EntryTooLarge", "Fenced", "Writer"]
+
+logger = logging.getLogger("tracewire")
+
+#: The consumer group of engines on every queue.
+GROUP: Final = "engines"
+#: What one entry may hold. Redis closes the connection on a string over 512 MB, and one of 100 MB stalls it.
+ENTRY_BYTES: Final = 256 * 1024 * 1024
+#: How long a trace that never ends is kept, in seconds, from its first event.
+UNFINISHED_S: Final = 7 * 24 * 3600
+
+_FLUSH_ENTRIES, _FLUSH_BYTES = 512, 8 * 1024 * 1024
+
+
+class Fenced(BusError):
+    """The stream has this event already, or a later one: of a newer attempt, or the final. Nothing was appended."""
+
+
+class EntryTooLarge(BusError, ValueError):
+    """More than one entry can hold."""
+
+
+class _Append:
+    """One event on its way, and what came of it."""
+
+    __slots__ = ("after", "data", "done", "error", "id", "key")
+
+    def __init__(self, key: str, id_: str, data: bytes, after: list[tuple[Any, ...]]) -> None:
+        self.key = key
+        self.id = id_
+        self.data = data
+        self.after = after
+        self.done = anyio.Event()
+        self.error: Exception | None = None
+
+    def end(self, error: Exception | None = None) -> None:
+        self.error = error
+        self.done.set()
+
+
+class Writer:
+    """Appends events for as long as its context is open: `async with bus.writer() as writer`."""
+
+    def __init__(self, connections: Connections, keys: Keys, retention_s: float) -> None:
+        self._link = connections.link()
+        self._keys = keys
+        self._retention_s = max(1, round(retention_s))
+        self._schema = schema_text()
+        self._queue: deque[_Append] = deque()
+        self._wanted = anyio.Event()
+        self._idle = anyio.Event()
+        self._idle.set()
+        self._task: Background | None = None
+
+    async def __aenter__(self) -> Self:
+        self._task = Background(self._run, "tracewire writer")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Send what is queued, for at most 2 seconds, and end. Appends that wait still get `ClosedResourceError`."""
+        task, self._task = self._task, None
+        if task is None:
+            return
+        with anyio.move_on_after(2, shield=True):
+            await self._idle.wait()
+        await task.aclose()
+        await self._link.drop()
+        while self._queue:
+            self._queue.popleft().end(anyio.ClosedResourceError())
+
+    async def append(
+        self,
+        trace: str,
+        attempt: int,
+        seq: int,
+        data: bytes,
+        final: bool = False,
+        *,
+        done: tuple[str, str] | None = None,
+    ) -> str:
+        """Append an encoded event and return its id when Redis has it.
+
+        Events are numbered and queued in one order: call it for the next event of a trace before awaiting anything else.
+        While Redis is away it waits. A cancelled append may still be carried out, so its number is spent.
+
+        `final` gives it the greatest id of all and lets the trace expire. `done`, a model and a queue entry's id, settles
+        that entry in the same round trip.
+
+        Raises:
+            Fenced: the stream holds this event or a later one.
+            EntryTooLarge: `data` is larger than an entry may be.
+            BusError: Redis refused it.
+            anyio.ClosedResourceError: the writer is closed, or was before Redis had it.
+        """
+        if self._task is None:
+            raise anyio.ClosedResourceError
+        id_ = event_id(attempt, seq, final=final)
+        if len(data) > ENTRY_BYTES:
+            raise EntryTooLarge(f"event {attempt}-{seq} takes {len(data)} bytes, an entry holds {ENTRY_BYTES}")
+        key = self._keys.events(trace)
+        after: list[tuple[Any, ...]] = []
+        if final:
+            after = [("EXPIRE", name, self._retention_s) for name in (key, self._keys.known(trace))]
+        elif seq == 0:
+            after = [("EXPIRE", key, UNFINISHED_S)]
+        if done is not None:
+            after += [("XACK", self._keys.queue(done[0]), GROUP, done[1]), ("XDEL", self._keys.queue(done[0]), done[1])]
+        item = _Append(key, id_, data, after)
+        self._queue.append(item)
+        self._wanted.set()
+        if self._idle.is_set():
+            self._idle = anyio.Event()
+        await item.done.wait()
+        if item.error is not None:
+            raise item.error
+        return id_
+
+    async def _run(self) -> None:
+        while True:
+            await self._wanted.wait()
+            while self._queue:
+                batch = self._next_batch()
+                try:
+                    await self._flush(batch)
+                except Exception as error:
+                    logger.exception("the writer failed on a flush of %d entries", len(batch))
+                    for item in batch:
+                        if not item.done.is_set():
+                            item.end(error)
+                except BaseException:
+                    # Cancelled: the writer closes.
+                    for item in batch:
+                        if not item.done.is_set():
+                            item.end(anyio.ClosedResourceError())
+                    raise
+            self._wanted = anyio.Event()
+            self._idle.set()
+
+    def _next_batch(self) -> list[_Append]:
+        batch: list[_Append] = []
+        size = 0
+        while self._queue and len(batch) < _FLUSH_ENTRIES:
+            size += len(self._queue[0].data)
+            if batch and size > _FLUSH_BYTES:
+                break
+            batch.append(self._queue.popleft())
+        return batch
+
+    async def _flush(self, batch: list[_Append]) -> None:
+        """Bring a batch into Redis, whatever it takes, and end every append in it."""
+        commands: list[tuple[Any, ...]] = []
+        places: list[int] = []
+        for item in batch:
+            places.append(len(commands))
+            commands.append(("XADD", item.key, item.id, "v", self._schema, "d", item.data))
+            commands.extend(item.after)
+        repeated = False
+        backoff = Backoff()
+        while True:
+            try:
+                replies = await self._link.ask(*commands)
+                outcomes = [replies[place] for place in places]
+                if not all(isinstance(outcome, Exception) and is_transient(outcome) for outcome in outcomes):
+                    break
+                problem: Exception = outcomes[0]
+            except Exception as error:
+                if not is_transient(error):
+                    raise as_bus_error(error) from error
+                # Some of it may be there.
+                repeated = True
+                problem = error
+            pause = backoff.next()
+            level = logging.WARNING if backoff.failures in (1, 10) else logging.DEBUG
+            logger.log(level, "%d entries wait for Redis: %s", len(batch), problem)
+            await anyio.sleep(pause)
+        for item, outcome in zip(batch, outcomes, strict=True):
+            if not isinstance(outcome, Exception):
+                item.end()
+            elif not _is_fence(outcome):
+                item.end(as_bus_error(outcome))
+            elif repeated and await self._holds(item):
+                item.end()
+            else:
+                item.end(Fenced(f"event {item.id} of {item.key} is not after the last one there"))
+
+    async def _holds(self, item: _Append) -> bool:
+        """Whether the stream holds exactly this event."""
+        backoff = Backoff()
+        while True:
+            try:
+                (found,) = await self._link.ask(("XRANGE", item.key, item.id, item.id))
+            except Exception as error:
+                if not is_transient(error):
+                    raise as_bus_error(error) from error
+                await anyio.sleep(backoff.next())
+                continue
+            return isinstance(found, list) and bool(found) and _field(found[0][1], b"d") == item.data
+
+
+def _is_fence(error: Exception) -> bool:
+    text = str(error)
+    return "equal or smaller than" in text or "exhausted the last possible ID" in text
+
+
+def _field(fields: Sequence[bytes], name: bytes) -> bytes | None:
+    """A field of an entry as Redis replies it: names and values in turn."""
+    for index in range(0, len(fields), 2):
+        if fields[index] == name:
+            return fields[index + 1]
+    return None

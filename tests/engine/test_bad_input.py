@@ -1,0 +1,266 @@
+"""Bad input on the real engine: the caller is told which field is at fault, and the engine serves on.
+
+Every test ends with a good trace on the same engine (`unharmed`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import tracewire
+from tracewire import Client, InterventionError, Model, TraceRejected
+from tracewire_bus.codec import decode_event, encode, schema_text
+from tracewire_bus.messages import Block, Final, Invoke, Submission
+from tracewire_bus.streams import Bus
+from tracewire_bus.values import pack
+
+from . import blocks_for_tests as blocks
+
+PROMPT = "def add(a, b):\n    return"
+
+
+@pytest.fixture(autouse=True)
+async def unharmed(client: Client, model: Model) -> AsyncIterator[None]:
+    """After each test, a good trace runs."""
+    yield
+    async with client.trace(model, PROMPT, blocks.two_names, max_tokens=3, ignore_eos=True) as trace:
+        result = await trace.result()
+    assert len(result.saves["first"]) == 3
+
+
+@pytest.fixture
+async def bus(engine_bus: str) -> AsyncIterator[Bus]:
+    """The bus itself, for what the SDK would not send."""
+    async with Bus.open(engine_bus) as bus:
+        yield bus
+
+
+async def final_of(bus: Bus, submission: Submission) -> Final:
+    """Submit behind the SDK's back and return the final event."""
+    await bus.submit(submission)
+    events = [decode_event(entry.data) async for entry in bus.read(submission.trace)]
+    assert isinstance(events[-1], Final)
+    return events[-1]
+
+
+def source_block(source: str, **options: Any) -> Block:
+    return Block(name="written", source=source, filename="user.py", first_line=10, **options)
+
+
+def submission(name: str, block: Block | None = None, **invoke: Any) -> Submission:
+    return Submission(trace=name, model="demo", invokes=[Invoke(prompt=PROMPT, **invoke)], block=block)
+
+
+async def test_a_literal_path_that_does_not_exist_is_refused_before_submission(client: Client, model: Model) -> None:
+    @tracewire.intervention
+    def wrong(model, tracer, live):  # type: ignore[no-untyped-def]
+        model.model.layers[2].mpl.output.save()
+
+    with pytest.raises(TraceRejected, match=r"model\.layers\.2\.mpl.*model\.layers\.2\.mlp") as refused:
+        async with client.trace(model, PROMPT, wrong, max_tokens=2) as trace:
+            await trace.result()
+    assert refused.value.field == "block"
+
+
+async def test_a_literal_path_is_refused_by_the_engine_too(bus: Bus) -> None:
+    final = await final_of(bus, submission("bad-path", source_block("x = model.model.layers[99].output.save()")))
+    assert final.status == "rejected"
+    assert final.error is not None
+    assert final.error.field == "block"
+    assert "layers" in final.error.message
+    assert final.error.line == 10
+
+
+async def test_a_computed_path_is_the_block_s_error_when_it_asks(client: Client, model: Model) -> None:
+    with pytest.raises(InterventionError) as failed:
+        async with client.trace(model, PROMPT, blocks.computed_path(name="mpl"), max_tokens=30) as trace:
+            await trace.result()
+    error = failed.value
+    assert error.type == "AttributeError"
+    assert "'mlp'" in error.message
+    assert error.source == "after = getattr(model.model.layers[1], name).output.save()"
+    assert len(error.result.token_ids) == 1
+    assert "before" in error.result.saves
+
+
+async def test_a_block_that_does_not_compile(bus: Bus) -> None:
+    final = await final_of(bus, submission("no-compile", source_block("x = 1\ny = (")))
+    assert final.status == "rejected"
+    assert final.error is not None
+    assert (final.error.field, final.error.type, final.error.line) == ("block", "SyntaxError", 11)
+
+
+async def test_a_block_that_raises_says_what_and_where(client: Client, model: Model) -> None:
+    tokens = 0
+    with pytest.raises(InterventionError, match="norm is high") as failed:
+        async with client.trace(model, PROMPT, blocks.raises_at(at=3), max_tokens=50, ignore_eos=True) as trace:
+            async for output in trace:
+                if isinstance(output, tracewire.Output):
+                    tokens += len(output.token_ids)
+    error = failed.value
+    assert (error.type, error.source) == ("ValueError", "raise ValueError(f\"norm is {'high' if norm > 0 else 'low'}\")")
+    assert error.filename is not None
+    assert error.filename.endswith("blocks_for_tests.py")
+    assert tokens == 4
+    assert len(error.result.saves["seen"]) == 4
+
+
+async def test_a_block_that_exits_ends_itself_only(client: Client, model: Model) -> None:
+    with pytest.raises(InterventionError, match="SystemExit"):
+        async with client.trace(model, PROMPT, blocks.exits, max_tokens=3) as trace:
+            await trace.result()
+
+
+async def test_a_read_out_of_order_is_the_block_s_error(client: Client, model: Model) -> None:
+    @tracewire.intervention
+    def backwards(model, tracer, live):  # type: ignore[no-untyped-def]
+        late = model.residual(5).output.save()
+        early = model.residual(1).output.save()
+
+    with pytest.raises(InterventionError) as failed:
+        async with client.trace(model, PROMPT, backwards, max_tokens=4) as trace:
+            await trace.result()
+    assert failed.value.type == "OutOfOrderError"
+    assert failed.value.source == "early = model.residual(1).output.save()"
+
+
+@pytest.mark.parametrize(
+    ("sampling", "field"),
+    [
+        ({"temperature": "hot"}, "sampling.temperature"),
+        ({"temperature": -1.0}, "sampling.temperature"),
+        ({"max_tokens": -3}, "sampling.max_tokens"),
+        ({"top_p": 7}, "sampling.top_p"),
+        ({"temprature": 1.0}, "sampling.temprature"),
+        ({"n": 0}, "sampling.n"),
+        ({"extra_args": {"a": 1}}, "sampling.extra_args"),
+        ({"logit_bias": {5: "x"}}, "sampling.logit_bias"),
+    ],
+)
+async def test_a_sampling_param_that_vllm_refuses(client: Client, model: Model, sampling: Any, field: str) -> None:
+    with pytest.raises(TraceRejected) as refused:
+        async with client.trace(model, PROMPT, blocks.two_names, **sampling) as trace:
+            await trace.result()
+    assert refused.value.field == field
+
+
+async def test_a_prompt_longer_than_the_model_takes(client: Client, model: Model) -> None:
+    with pytest.raises(TraceRejected, match="2048") as refused:
+        async with client.trace(model, [5] * 3000, blocks.two_names, max_tokens=3) as trace:
+            await trace.accepted()
+    assert refused.value.field == "prompt"
+
+
+async def test_a_token_id_outside_the_vocabulary(client: Client, model: Model) -> None:
+    with pytest.raises(TraceRejected, match="1000000") as refused:
+        async with client.trace(model, [5, 1_000_000], None, max_tokens=3) as trace:
+            await trace.accepted()
+    assert refused.value.field == "token_ids"
+
+
+async def test_one_bad_prompt_of_several_is_named(client: Client, model: Model) -> None:
+    with pytest.raises(TraceRejected) as refused:
+        async with client.trace(model, prompts=[PROMPT, [5] * 3000], block=blocks.two_names, max_tokens=3) as trace:
+            await trace.accepted()
+    assert refused.value.field == "invokes[1].prompt"
+
+
+@pytest.mark.parametrize("prompt", ["", [], None])
+async def test_an_empty_prompt(client: Client, model: Model, prompt: Any) -> None:
+    with pytest.raises(TraceRejected) as refused:
+        async with client.trace(model, prompt, None, max_tokens=3) as trace:
+            await trace.accepted()
+    assert refused.value.field == "prompt"
+
+
+async def test_an_unknown_model(client: Client) -> None:
+    with pytest.raises(tracewire.UnknownModel, match="demo"):
+        await client.model("nope")
+
+
+async def test_a_variable_that_cannot_travel(client: Client, model: Model) -> None:
+    with pytest.raises(TraceRejected, match=r"vector.*object") as refused:
+        async with client.trace(model, PROMPT, blocks.uses_everything(vector=object(), names=[], table={})) as trace:
+            await trace.result()
+    assert refused.value.field == "variables.vector"
+
+
+async def test_a_save_that_cannot_travel_is_named_and_the_others_arrive(client: Client, model: Model) -> None:
+    async with client.trace(model, PROMPT, blocks.cannot_travel, max_tokens=5, ignore_eos=True) as trace:
+        result = await trace.result()
+    assert result.saves["good"] == [0, 1, 2, 3, 4]
+    assert set(result.saves) <= {"good", "step"}
+    assert set(result.save_errors) == {"0.0.bad", "0.0.loop"}
+    assert "object" in result.save_errors["0.0.bad"]
+
+
+async def test_a_module_that_the_engine_lacks(bus: Bus) -> None:
+    block = source_block("x = 1", modules={"missing": "no_such_module_here"})
+    final = await final_of(bus, submission("no-module", block))
+    assert final.status == "failed"
+    assert final.error is not None
+    assert "no_such_module_here" in final.error.message
+
+
+async def test_variables_that_are_garbage(bus: Bus) -> None:
+    final = await final_of(bus, submission("garbage-variables", source_block("x = 1", variables=b"\xc1\xff")))
+    assert final.status in ("rejected", "failed")
+    assert final.error is not None
+
+
+async def test_garbage_on_the_queue_is_dead_lettered(bus: Bus) -> None:
+    queue = bus.keys.queue("demo")
+    before = await bus.dead_count()
+    redis = bus._redis
+    await redis.xadd(queue, {b"d": b"\x00garbage"})
+    await redis.xadd(queue, {b"anything": b"else"})
+    await final_of(bus, submission("after-the-garbage"))
+    assert await bus.dead_count() == before + 2
+
+
+async def test_garbage_that_names_a_trace_is_answered_there(bus: Bus) -> None:
+    fields = {b"v": schema_text().encode(), b"t": b"garbage-with-a-name", b"d": b"\xc1"}
+    await bus._redis.xadd(bus.keys.queue("demo"), fields)
+    events = [decode_event(entry.data) async for entry in bus.read("garbage-with-a-name")]
+    assert isinstance(events[-1], Final)
+    assert events[-1].status == "rejected"
+    assert events[-1].error is not None
+    assert events[-1].error.field == "submission"
+
+
+async def test_a_newer_major_schema_is_answered_on_its_stream(bus: Bus) -> None:
+    body = encode(submission("from-the-future"))
+    await bus._redis.xadd(bus.keys.queue("demo"), {b"v": b"2.0", b"t": b"from-the-future", b"d": body})
+    events = [decode_event(entry.data) async for entry in bus.read("from-the-future")]
+    final = events[-1]
+    assert isinstance(final, Final)
+    assert final.error is not None
+    assert (final.status, final.error.field) == ("rejected", "schema")
+    assert "2.0" in final.error.message
+
+
+async def test_a_newer_minor_schema_with_fields_unknown_here_runs(bus: Bus) -> None:
+    import msgspec
+
+    body = msgspec.msgpack.decode(encode(submission("a-little-newer", sampling={"max_tokens": 2})))
+    body["colour"] = "green"
+    data = msgspec.msgpack.encode(body)
+    await bus._redis.xadd(bus.keys.queue("demo"), {b"v": b"1.9", b"t": b"a-little-newer", b"d": data})
+    events = [decode_event(entry.data) async for entry in bus.read("a-little-newer")]
+    assert isinstance(events[-1], Final)
+    assert events[-1].status == "finished"
+
+
+async def test_live_parameters_that_were_not_declared(client: Client, model: Model) -> None:
+    block = blocks.uses_everything(vector=[0.0] * 256, names=[], table={})
+    with pytest.raises(InterventionError):
+        async with client.trace(model, PROMPT, block, live={"beta": 1.0}, max_tokens=2) as trace:
+            await trace.result()
+
+
+async def test_nothing_is_left_in_the_workers(client: Client, bus: Bus) -> None:
+    """After all of the above, a packed dict that is no dict."""
+    final = await final_of(bus, submission("not-a-dict", source_block("x = 1", variables=pack([1, 2]))))
+    assert final.status in ("rejected", "failed")
