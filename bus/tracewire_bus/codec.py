@@ -13,8 +13,8 @@ from typing import Any, TypeAlias, TypeVar, cast
 
 import msgspec
 
-from tracewire_bus.messages import SCHEMA, Accepted, EngineInfo, Final, Message, Output, Restarted, Submission
-from tracewire_bus.values import ext_hook
+from .messages import SCHEMA, Accepted, EngineInfo, Final, Message, Output, Restarted, Submission
+from .values import ext_hook
 
 __all__ = [
     "AnyEvent",

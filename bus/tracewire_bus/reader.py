@@ -2,18 +2,18 @@
 
 A [`Subscription`][tracewire_bus.reader.Subscription] goes through two states. Behind the stream's end it *pulls*: it
 fetches pages by itself when its consumer asks for more. At the end it is *attached* to the bus's one reader, whose
-connection blocks on all attached streams at once and puts what comes into each subscription's buffer. A buffer is bounded:
-one that is full is detached, and its subscription pulls again when its consumer has caught up with it. So a slow consumer costs
-a page of memory and no one's time, and nothing is ever dropped.
+connection blocks on all attached streams at once and puts what comes into each subscription's buffer. A buffer is
+bounded: one that is full is detached, and its subscription pulls again when its consumer has caught up with it. So a
+slow consumer costs a page of memory and no one's time, and nothing is ever dropped.
 
-The two meet in one rule. The reader has read each stream up to a *position*; a subscription may attach if it has come at
-least that far, and takes only entries after its own last.
+The two meet in one rule. The reader has read each stream up to a *position*; a subscription may attach if it has come
+at least that far, and takes only entries after its own last.
 """
 
 from __future__ import annotations
 
 import logging
-import math
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,16 +22,19 @@ from typing import Any, Final, Self
 
 import anyio
 
-from tracewire_bus.connection import Background, Backoff, Connections, as_bus_error, is_transient
-from tracewire_bus.keys import FINAL_ID, parse_id
+from .connection import Background, Backoff, BusUnavailable, Connections, is_transient
+from .keys import FINAL_ID, parse_id
 
-__all__ = ["Entry", "Reader", "Subscription"]
+__all__ = ["Entry", "Reader", "Subscription", "tail_id"]
 
 logger = logging.getLogger("tracewire")
 
 _Id = tuple[int, int]
 
-_PAGE: Final = 128
+#: Entries asked for at once: by the reader for each stream, and by a pull before it knows how large they are.
+_PAGE: Final = 32
+_PAGE_MOST: Final = 256
+#: When a buffer counts as full. A single page may be larger.
 _BUFFER_ENTRIES, _BUFFER_BYTES = 256, 16 * 1024 * 1024
 _BLOCK_S: Final = 5.0
 _FINAL: Final = parse_id(FINAL_ID)
@@ -44,6 +47,11 @@ class Entry:
     id: str
     data: bytes
     schema: str
+
+    @property
+    def final(self) -> bool:
+        """Whether it is its trace's last."""
+        return self.id == FINAL_ID
 
 
 def _entries(reply: Sequence[Any]) -> list[tuple[_Id, Entry]]:
@@ -60,8 +68,8 @@ def _entries(reply: Sequence[Any]) -> list[tuple[_Id, Entry]]:
 class Subscription:
     """An async iterator over one trace's entries, ending after the final one.
 
-    It owns no task and holds no scope between its methods: iterate, drop and close it wherever you like. One task at a time
-    may wait for its next entry; to leave early, call `aclose` (or leave its context).
+    It owns no task and holds no scope between its methods: iterate, drop and close it wherever you like. One task at a
+    time may wait for its next entry; to leave early, call `aclose` (or leave its context).
     """
 
     def __init__(self, reader: Reader, connections: Connections, key: str, since: str) -> None:
@@ -71,6 +79,8 @@ class Subscription:
         self.key = key
         self._buffer: deque[tuple[_Id, Entry]] = deque()
         self._bytes = 0
+        self._page = _PAGE
+        self._handed_out = "" if since in ("start", "now") else since
         self._arrived = anyio.Event()
         self._guard = anyio.ResourceGuard("reading from")
         self._attached = False
@@ -98,6 +108,11 @@ class Subscription:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.aclose()
+
+    @property
+    def position(self) -> str:
+        """Id of the last entry handed out, or the one it began after, `""` if none: read on from there with `since`."""
+        return self._handed_out
 
     def __aiter__(self) -> Self:
         return self
@@ -128,10 +143,6 @@ class Subscription:
 
     async def aclose(self) -> None:
         """Stop reading. Whoever waits for the next entry gets `ClosedResourceError`. Idempotent."""
-        self.close()
-
-    def close(self) -> None:
-        """What `aclose` does, without a chance to wait: nothing of it takes time."""
         self._closed = True
         self._reader.detach(self)
         self._buffer.clear()
@@ -144,34 +155,36 @@ class Subscription:
     def _pop(self) -> Entry:
         _, entry = self._buffer.popleft()
         self._bytes -= len(entry.data)
+        self._handed_out = entry.id
         return entry
 
     async def _pull(self) -> None:
         """Fetch the next page, and attach if that was the last one."""
-        await self.start()
-        assert self._last is not None
-        if self._last >= _FINAL:
-            self._over = True
-            return
-        seen = self._reader.position(self.key)
         try:
+            await self.start()
+            if self.last >= _FINAL:
+                self._over = True
+                return
+            seen = self._reader.position(self.key)
             reply = await self._connections.command(
-                "XREAD", "COUNT", _PAGE, "STREAMS", self.key, f"{self._last[0]}-{self._last[1]}"
+                "XREAD", "COUNT", self._page, "STREAMS", self.key, f"{self.last[0]}-{self.last[1]}"
             )
-        except Exception as error:
+        except BusUnavailable as error:
             # The bus waited a while; a consumer waits as long as it likes.
-            if self._closed or not isinstance(error.__cause__, Exception) or not is_transient(error.__cause__):
-                raise
             logger.warning("a subscription waits for Redis: %s", error)
             return
-        page = _entries(reply[0][1]) if reply else []
         if self._closed:
             return
-        self.take(page, bounded=False)
-        if not page and seen is not None and seen > self._last:
-            # The reader had read further before we asked, and what it read is gone: trimmed, or the key has expired.
+        page = _entries(reply[0][1]) if reply else []
+        complete = len(page) < self._page
+        if page:
+            self.take(page, bounded=False)
+            mean = sum(len(entry.data) for _, entry in page) // len(page)
+            self._page = max(1, min(_PAGE_MOST, _BUFFER_BYTES // max(1, mean)))
+        elif seen is not None and seen > self.last:
+            # The reader had come further before we asked, and what it read is gone: trimmed, or the key has expired.
             self._last = seen
-        if not self._over and len(page) < _PAGE:
+        if complete and not self._over:
             self._reader.attach(self)
 
     # --- the reader's side --------------------------------------------------------------------------------------------
@@ -211,7 +224,7 @@ class _Stream:
 
     def __init__(self, position: _Id) -> None:
         self.position = position
-        self.subscriptions: set[Subscription] = set()
+        self.subscriptions: weakref.WeakSet[Subscription] = weakref.WeakSet()
 
 
 class Reader:
@@ -225,14 +238,16 @@ class Reader:
         self._connections = connections
         self._link = connections.link()
         self._streams: dict[str, _Stream] = {}
+        self._all: weakref.WeakSet[Subscription] = weakref.WeakSet()
         self._wanted = anyio.Event()
         self._poked = anyio.Event()
-        self._client_id: Any = None
-        self._round = 0
+        #: Counts the streams ever taken up; and how many of them the wait under way knows.
+        self._taken_up = 0
+        self._known = 0
         self._wait: anyio.CancelScope | None = None
+        self._client_id: Any = None
         self._may_unblock = True
         self._task: Background | None = None
-        self._all: set[Subscription] = set()
 
     def start(self) -> None:
         """Start its task."""
@@ -241,17 +256,19 @@ class Reader:
     async def aclose(self) -> None:
         """End its task, close its connection and every subscription."""
         for subscription in list(self._all):
-            subscription.close()
-        if self._task is not None:
-            await self._task.aclose()
-            self._task = None
+            await subscription.aclose()
+        task, self._task = self._task, None
+        if task is not None:
+            await task.aclose()
         await self._link.drop()
 
-    def add(self, subscription: Subscription) -> None:
-        """Remember a subscription, to close it in the end."""
-        self._all.add(subscription)
-
     # --- subscriptions ------------------------------------------------------------------------------------------------
+
+    def subscribe(self, key: str, since: str) -> Subscription:
+        """A new subscription, which it will close in the end if its consumer does not."""
+        subscription = Subscription(self, self._connections, key, since)
+        self._all.add(subscription)
+        return subscription
 
     def position(self, key: str) -> _Id | None:
         """How far a stream has been read, if it is being read."""
@@ -263,6 +280,7 @@ class Reader:
         stream = self._streams.get(subscription.key)
         if stream is None:
             stream = self._streams[subscription.key] = _Stream(subscription.last)
+            self._taken_up += 1
             self._wanted.set()
             self._poked.set()
         elif stream.position > subscription.last:
@@ -272,11 +290,9 @@ class Reader:
 
     def detach(self, subscription: Subscription) -> None:
         """Let a subscription go. Harmless if it is not attached."""
-        if subscription._closed:
-            self._all.discard(subscription)
         stream = self._streams.get(subscription.key)
-        if stream is not None and subscription in stream.subscriptions:
-            stream.subscriptions.remove(subscription)
+        if stream is not None:
+            stream.subscriptions.discard(subscription)
             if not stream.subscriptions:
                 del self._streams[subscription.key]
         subscription.attached(False)
@@ -291,30 +307,32 @@ class Reader:
     async def _read(self) -> None:
         backoff = Backoff()
         while True:
-            if not self._streams:
-                self._wanted = anyio.Event()
-                await self._wanted.wait()
             try:
-                if not self._link.connected:
-                    (self._client_id,) = await self._link.ask(("CLIENT", "ID"))
-                    if isinstance(self._client_id, Exception):
-                        self._may_unblock = False
-                asked = {key: stream.position for key, stream in self._streams.items()}
-                reply = await self._block(asked)
+                reply, asked = await self._block()
                 backoff.reset()
+                for key, entries in reply:
+                    name = key.decode()
+                    self._deliver(name, asked[name], _entries(entries))
             except Exception as error:
                 await self._failed(error, backoff)
-                continue
-            for key, entries in reply or ():
-                name = key.decode()
-                self._deliver(name, asked[name], _entries(entries))
 
-    async def _block(self, asked: dict[str, _Id]) -> Any:
-        """Wait for entries after the positions `asked`. None after a while, or when woken."""
+    async def _block(self) -> tuple[Any, dict[str, _Id]]:
+        """Wait for entries of any stream taken up. Returns the reply and the positions it begins after."""
+        for key in [key for key, stream in self._streams.items() if not stream.subscriptions]:
+            # Its last subscription was dropped without being closed.
+            del self._streams[key]
+        if not self._streams:
+            self._wanted = anyio.Event()
+            await self._wanted.wait()
+        if not self._link.connected:
+            (self._client_id,) = await self._link.ask(("CLIENT", "ID"))
+            self._may_unblock = self._may_unblock and not isinstance(self._client_id, Exception)
+        # Nothing awaits between here and the wait: a stream taken up from now on is one that the wait does not know.
+        asked = {key: stream.position for key, stream in self._streams.items()}
         if not asked:
-            return None
-        self._round += 1
-        self._poked = anyio.Event()
+            return (), asked
+        self._known = self._taken_up
+        reply: Any = None
         try:
             with anyio.CancelScope() as self._wait:
                 (reply,) = await self._link.ask(
@@ -325,13 +343,11 @@ class Reader:
                     ),
                     timeout_s=_BLOCK_S + 10,
                 )
-                if isinstance(reply, Exception):
-                    raise reply
-                return reply
-            return None
         finally:
             self._wait = None
-            self._round += 1
+        if isinstance(reply, Exception):
+            raise reply
+        return reply or (), asked
 
     async def _failed(self, error: Exception, backoff: Backoff) -> None:
         await self._link.drop()
@@ -340,8 +356,8 @@ class Reader:
             level = logging.WARNING if backoff.failures in (1, 10) else logging.DEBUG
             logger.log(level, "the reader waits for Redis: %s", error)
         else:
-            # One of the streams cannot be read. Each subscription finds out by itself whether it is its own.
-            logger.warning("the reader lets go of %d streams: %s", len(self._streams), as_bus_error(error))
+            # Perhaps one stream is no stream. Each subscription finds out by itself whether it is its own.
+            logger.warning("the reader lets go of %d streams: %r", len(self._streams), error)
             for stream in list(self._streams.values()):
                 for subscription in list(stream.subscriptions):
                     self.detach(subscription)
@@ -350,7 +366,7 @@ class Reader:
     def _deliver(self, key: str, asked: _Id, entries: list[tuple[_Id, Entry]]) -> None:
         stream = self._streams.get(key)
         if stream is None or not entries or asked > stream.position:
-            # Let go meanwhile; or taken up again from further back, which this reply does not reach.
+            # Let go meanwhile; or taken up again from further back, where this reply would leave a gap.
             return
         stream.position = max(stream.position, entries[-1][0])
         for subscription in list(stream.subscriptions):
@@ -358,32 +374,28 @@ class Reader:
                 self.detach(subscription)
 
     async def _wake(self) -> None:
-        """End the reader's wait whenever there is a stream that it does not ask for."""
+        """End the reader's wait whenever a stream was taken up that it does not know."""
         while True:
-            poked = self._poked
-            await poked.wait()
-            blocked, wait = self._round, self._wait
-            if wait is None:
-                # Not waiting: it sees the stream when it asks next.
-                self._poked = anyio.Event()
-                continue
-            while self._round == blocked:
-                if not self._may_unblock:
-                    wait.cancel()
-                    break
-                try:
-                    (reply,) = await self._connections.once(("CLIENT", "UNBLOCK", self._client_id))
-                except Exception as error:
-                    logger.debug("the reader was not woken: %r", error)
-                    reply = 0
-                if isinstance(reply, Exception):
-                    logger.info("Redis does not let the reader be woken (%s); it reconnects instead", reply)
-                    self._may_unblock = False
-                    continue
-                # Its command may still be on the way, or its reply: look again in a moment.
-                await anyio.sleep(0.001 if not reply else 0)
-                with anyio.move_on_after(math.inf if self._round != blocked else 0.05 if reply else 0):
-                    await anyio.lowlevel.checkpoint()
+            await self._poked.wait()
+            self._poked = anyio.Event()
+            backoff = Backoff(0.001, 0.5)
+            # Redis may get this before the command it should end: then it has no effect, and is sent again.
+            while self._wait is not None and self._known < self._taken_up:
+                await self._interrupt(self._wait)
+                await anyio.sleep(backoff.next())
+
+    async def _interrupt(self, wait: anyio.CancelScope) -> None:
+        if self._may_unblock:
+            try:
+                (reply,) = await self._connections.once(("CLIENT", "UNBLOCK", self._client_id))
+            except Exception as error:
+                logger.debug("the reader could not be woken: %r", error)
+                return
+            if not isinstance(reply, Exception):
+                return
+            logger.info("Redis does not let the reader be woken (%s); it reconnects instead", reply)
+            self._may_unblock = False
+        wait.cancel()
 
 
 async def tail_id(connections: Connections, key: str) -> str:

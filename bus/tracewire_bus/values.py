@@ -4,12 +4,12 @@ A *value* is a tree of plain Python data and arrays: None, bool, int, float, com
 tuples and dicts of these. It is packed in msgpack; what msgpack has no type for travels in extension types. Nothing is
 pickled, so that decoding a value from a stranger runs no code of theirs.
 
-Arrays come from NumPy (`ml_dtypes` included) or torch, whatever their device, strides and byte order, and always arrive as
-read-only NumPy arrays that share memory with the buffer they were decoded from. Whoever keeps a small array of a large
-message keeps the message: copy it. The data need not be aligned in memory.
+Arrays come from NumPy (`ml_dtypes` included) or torch, whatever their device, strides and byte order, and always
+arrive as read-only NumPy arrays that share memory with the buffer they were decoded from. Whoever keeps a small array
+of a large message keeps the message: copy it. The data need not be aligned in memory.
 
-Two things can be asked of any value without packing it: its [`digest`][tracewire_bus.values.digest], by which a consumer
-proves that it holds what the engine held, and whether it can travel at all, which packing answers with
+Two things can be asked of any value without packing it: its [`digest`][tracewire_bus.values.digest], by which a
+consumer proves that it holds what the engine held, and whether it can travel at all, which packing answers with
 [`Unsavable`][tracewire_bus.values.Unsavable].
 """
 
@@ -279,7 +279,8 @@ def _raw(array: np.ndarray[Any, Any]) -> memoryview:
     """The bytes of a C-contiguous array, without a copy. Not `array.data`: it refuses `ml_dtypes` and empty shapes."""
     import numpy as np
 
-    return memoryview(array.reshape(-1).view(np.uint8))
+    plain: Any = array.reshape(-1).view(np.uint8)
+    return memoryview(plain)
 
 
 def _array_payload(array: np.ndarray[Any, Any]) -> bytes:
@@ -305,10 +306,7 @@ def _array_from(payload: memoryview) -> np.ndarray[Any, Any]:
     count = math.prod(shape)
     if len(payload) - start != count * dtype.itemsize:
         raise ValueError(f"an array of {name} {shape} takes {count * dtype.itemsize} bytes, got {len(payload) - start}")
-    if count == 0:
-        array = np.empty(shape, dtype)
-    else:
-        array = np.frombuffer(payload, dtype, count, start).reshape(shape)
+    array = np.frombuffer(payload, dtype, count, start).reshape(shape) if count else np.empty(shape, dtype)
     array.flags.writeable = False
     return array
 
@@ -417,9 +415,9 @@ def unpack(data: bytes | memoryview) -> Any:
 def digest(value: Any) -> bytes:
     """16 bytes that two values share only if they are the same: in kind, structure, dtype, shape and every bit.
 
-    A tensor and the array it arrives as have the same digest. `1`, `1.0` and `True` differ, as do a list and a tuple, `0.0`
-    and `-0.0`, and NaNs of different bits. The order in which a dict was filled does not count, and its keys are told
-    apart as Python does: `1`, `1.0` and `True` are one key.
+    A tensor and the array it arrives as have the same digest. `1`, `1.0` and `True` differ, as do a list and a tuple,
+    `0.0` and `-0.0`, and NaNs of different bits. The order in which a dict was filled does not count, and its keys are
+    told apart as Python does: `1`, `1.0` and `True` are one key.
 
     Raises:
         Unsavable: naming the part of it that cannot travel.

@@ -1,11 +1,11 @@
 """Appending events to traces' streams.
 
-Appends of many tasks share round trips: one flush is under way at a time, and the next takes all that was queued meanwhile.
-An idle writer sends at once; a busy one sends fewer, larger pipelines.
+Appends of many tasks share round trips: one flush is under way at a time, and the next takes all that was queued
+meanwhile. An idle writer sends at once; a busy one sends fewer, larger pipelines.
 
 The id that an event carries is its fence. Redis takes only an id greater than the stream's last, so a stale attempt, a
-repeat, and anything after the final are refused by Redis itself. The writer sends a flush again when the connection broke
-in its middle; an event that Redis had taken the first time is then refused too, and told by its bytes.
+repeat, and anything after the final are refused by Redis itself. The writer sends a flush again when the connection
+broke in its middle; an event that Redis had taken the first time is then refused too, and told by its bytes.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any, Final, Self
 
 import anyio
 
-from tracewire_bus.codec import schema_text
-from tracewire_bus.connection import Background, Backoff, BusError, Connections, as_bus_error, is_transient
-from tracewire_bus.keys import Keys, event_id
+from .codec import schema_text
+from .connection import Background, Backoff, BusError, Connections, as_bus_error, is_transient
+from .keys import Keys, event_id
 
 __all__ = ["ENTRY_BYTES", "GROUP", "EntryTooLarge", "Fenced", "Writer"]
 
@@ -109,11 +109,11 @@ class Writer:
     ) -> str:
         """Append an encoded event and return its id when Redis has it.
 
-        Events are numbered and queued in one order: call it for the next event of a trace before awaiting anything else.
-        While Redis is away it waits. A cancelled append may still be carried out, so its number is spent.
+        Events are numbered and queued in one order: call it for the next event of a trace before awaiting anything
+        else. While Redis is away it waits. A cancelled append may still be carried out, so its number is spent.
 
-        `final` gives it the greatest id of all and lets the trace expire. `done`, a model and a queue entry's id, settles
-        that entry in the same round trip.
+        `final` gives it the greatest id of all and lets the trace expire. `done`, a model and a queue entry's id,
+        settles that entry in the same round trip.
 
         Raises:
             Fenced: the stream holds this event or a later one.

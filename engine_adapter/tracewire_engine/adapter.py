@@ -115,6 +115,7 @@ class Adapter:
             if submission is None:
                 return
             run = TraceRun(
+                entry.entry_id,
                 self._engine,
                 self._info,
                 writer,
@@ -141,8 +142,6 @@ class Adapter:
                     )
                     for request in run.requests:
                         await self._engine.abort(request.name)
-            with anyio.CancelScope(shield=True):
-                await self._bus.done(self._info.model, entry.entry_id)
         finally:
             self._runs.discard(scope)
             self._notify()
@@ -172,10 +171,11 @@ class Adapter:
             return None, None
         final = Final(attempt=1, seq=0, status="rejected", error=failure, time=time.time())
         try:
-            await writer.append(trace, 1, 0, encode(final), final=True)
+            settled = (self._info.model, entry.entry_id)
+            await writer.append(trace, 1, 0, encode(final), final=True, done=settled)
         except Fenced:
-            logger.warning("trace %s already has a final event; its rejection was dropped", trace)
-        await self._bus.done(self._info.model, entry.entry_id)
+            logger.warning("trace %s already has events; its rejection was dropped", trace)
+            await self._bus.done(self._info.model, entry.entry_id)
         return None, None
 
     def _check(self, submission: Submission) -> bytes | None:

@@ -9,6 +9,7 @@ raises, `SystemExit` included, ends that block and nothing else.
 """
 
 from __future__ import annotations
+import __future__
 
 import importlib
 import linecache
@@ -122,6 +123,10 @@ def to_tensors(value: Any, device: torch.device) -> Any:
     return value
 
 
+#: Annotations in a block are not evaluated, so that the names in them need not travel.
+_FLAGS = __future__.annotations.compiler_flag
+
+
 class _Compiled:
     """One source text, compiled: the block's code, its helpers' code, and the file names that tracebacks carry."""
 
@@ -140,7 +145,7 @@ class _Compiled:
         # Without a modification time, so that linecache keeps it; nnsight reads it for nested `with` blocks.
         linecache.cache[label] = (len(padded), None, padded.splitlines(keepends=True), label)
         self.files[label] = (filename, name)
-        return compile(padded, label, "exec", dont_inherit=True)
+        return compile(padded, label, "exec", flags=_FLAGS, dont_inherit=True)
 
     def forget(self) -> None:
         for label in self.files:

@@ -15,7 +15,7 @@ from operator import is_not
 from typing import Any
 
 from tracewire_bus.messages import Append, Delete, Delta, Manifest, PathKey, Set
-from tracewire_bus.values import Unsavable, digest, kind, length, wire
+from tracewire_bus.values import Unsavable, digest, kind, length, path_key, wire
 
 __all__ = ["SaveTracker"]
 
@@ -88,7 +88,7 @@ class SaveTracker:
                 self._walk(self._shadows[name], (name,), localise, deltas)
             return
         local = localise(value)
-        deltas.append(Set(path=(name,), value=wire(local)))
+        deltas.append(Set(path=(name,), value=wire(local, (name,))))
         self._shadows.pop(name, None)
         if _is_container(value):
             self._shadows[name] = self._shadow(value, local)
@@ -110,23 +110,23 @@ class SaveTracker:
             fresh = value[known:]
             if fresh:
                 local = [localise(item) for item in fresh]
-                deltas.append(Append(path=path, items=[wire(item) for item in local]))
+                deltas.append(Append(path=path, items=[wire(item, (*path, known + n)) for n, item in enumerate(local)]))
                 for item, host in zip(fresh, local, strict=True):
                     shadow.items.append(item)
                     shadow.digests.append(self._remember(shadow, len(shadow.items) - 1, item, host))
         else:
             for key in [key for key in shadow.items if key not in value]:
-                deltas.append(Delete(path=(*path, key)))
+                deltas.append(Delete(path=(*path, path_key(key, path))))
                 del shadow.items[key]
                 shadow.digests.pop(key, None)
                 shadow.nested.pop(key, None)
             for key, item in value.items():
                 if shadow.items.get(key, _MISSING) is not item:
-                    self._put(shadow, key, item, (*path, key), localise, deltas)
+                    self._put(shadow, key, item, (*path, path_key(key, path)), localise, deltas)
         for key, child in list(shadow.nested.items()):
             # What was put just now has nothing new; walking it again costs little and finds nothing.
             if len(shadow.nested) <= WINDOW or isinstance(value, dict) or start <= key < stop:
-                self._walk(child, (*path, key), localise, deltas)
+                self._walk(child, (*path, path_key(key, path)), localise, deltas)
 
     @staticmethod
     def _window(shadow: _Shadow, known: int) -> tuple[int, int]:
@@ -141,13 +141,13 @@ class SaveTracker:
         self, shadow: _Shadow, key: Any, item: Any, path: tuple[PathKey, ...], localise: Localise, deltas: list[Delta]
     ) -> None:
         local = localise(item)
-        deltas.append(Set(path=path, value=wire(local)))
+        deltas.append(Set(path=path, value=wire(local, path)))
         shadow.items[key] = item
         shadow.digests[key] = self._remember(shadow, key, item, local)
 
     def _replace(self, shadow: _Shadow, path: tuple[PathKey, ...], localise: Localise, deltas: list[Delta]) -> None:
         local = localise(shadow.value)
-        deltas.append(Set(path=path, value=wire(local)))
+        deltas.append(Set(path=path, value=wire(local, path)))
         fresh = self._shadow(shadow.value, local)
         shadow.items, shadow.digests, shadow.nested, shadow.cursor = fresh.items, fresh.digests, fresh.nested, 0
 
@@ -188,7 +188,7 @@ class SaveTracker:
                 if name in self._shadows:
                     self._correct(self._shadows[name], local, (name,), deltas)
                 elif digest(local) != self._digests[name]:
-                    deltas.append(Set(path=(name,), value=wire(local)))
+                    deltas.append(Set(path=(name,), value=wire(local, (name,))))
                 manifest.append(
                     Manifest(
                         invoke=invoke,
@@ -211,9 +211,10 @@ class SaveTracker:
         for key in keys:
             child = shadow.nested.get(key)
             if child is not None and shadow.items[key] is shadow.value[key]:
-                self._correct(child, local[key], (*path, key), deltas)
+                self._correct(child, local[key], (*path, path_key(key, path)), deltas)
             elif child is not None or digest(local[key]) != shadow.digests[key]:
-                deltas.append(Set(path=(*path, key), value=wire(local[key])))
+                place = (*path, path_key(key, path))
+                deltas.append(Set(path=place, value=wire(local[key], place)))
 
 
 def _replaced(known: list[Any], value: list[Any], start: int, stop: int) -> list[int]:

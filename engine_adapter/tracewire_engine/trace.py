@@ -122,6 +122,7 @@ class TraceRun:
 
     def __init__(
         self,
+        entry_id: str,
         engine: Engine,
         info: EngineInfo,
         writer: Writer,
@@ -133,6 +134,7 @@ class TraceRun:
         queued_at: float,
         names: Any,
     ) -> None:
+        self._entry_id = entry_id
         self._engine = engine
         self._info = info
         self._writer = writer
@@ -151,7 +153,15 @@ class TraceRun:
 
     async def _append(self, event: Event, *, final: bool = False) -> None:
         # No await between numbering an event and queueing it: ids must go up in the stream.
-        await self._writer.append(self._submission.trace, event.attempt, event.seq, encode(event), final=final)
+        await self._writer.append(
+            self._submission.trace,
+            event.attempt,
+            event.seq,
+            encode(event),
+            final=final,
+            # With its final a trace leaves the queue, in one go.
+            done=(self._info.model, self._entry_id) if final else None,
+        )
 
     async def run(self) -> None:
         """Run to the end. Publishes exactly one final event, unless the stream is fenced against this attempt.
@@ -172,6 +182,7 @@ class TraceRun:
                     group.start_soon(self._pump, request)
             await self._conclude()
         except* Fenced:
+            # Another attempt, or somebody else's final, is on the stream: this one has nothing to say any more.
             await self._abort_all()
         except* EngineLost as errors:
             lost = _first(errors)

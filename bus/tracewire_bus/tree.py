@@ -1,0 +1,473 @@
+"""The module tree that an engine published: to look at, and to check a block's paths against before it runs.
+
+A path names a module under the model, as in `model.layers.2.mlp`; the root's is `""`. The tree is made of what the
+registry says of an engine and needs no model. It prints as nnsight's does.
+
+[`check_block`][tracewire_bus.tree.check_block] finds, in a block's source, the paths written out literally that lead
+nowhere. A path that the block computes is for the engine to refuse, when the block asks for it.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+from .messages import EngineInfo
+
+__all__ = ["ModuleNode", "ModuleTree", "PathProblem", "UnknownModule", "check_block"]
+
+#: What nnsight lets a block read or call on any module, besides the module's own attributes.
+MODULE_WORDS: Final = frozenset(
+    {
+        *("input", "inputs", "output", "outputs", "source", "skip", "next", "path", "iter", "all", "edit", "save"),
+        *("get", "modules", "named_modules", "parent", "root", "device", "devices", "to", "cpu", "cuda"),
+    }
+)
+
+#: What a block can read or call on the model itself.
+ROOT_WORDS: Final = frozenset({"logits", "samples", "residual", "tokenizer", "config", "generator"})
+
+
+class UnknownModule(AttributeError, LookupError):
+    """The model has no module at `path`; the nearest that it has is at `nearest`, if anything is near."""
+
+    def __init__(self, path: str, nearest: str | None = None) -> None:
+        self.path = path
+        self.nearest = nearest
+        hint = f"; the nearest that exists is {nearest!r}" if nearest else ""
+        super().__init__(f"no module at {path!r}{hint}")
+
+
+@dataclass(frozen=True, slots=True)
+class PathProblem:
+    """A path in a block's source that leads nowhere: where it stands (lines from 1, columns from 0), and what is near."""
+
+    path: str
+    line: int
+    column: int
+    nearest: str | None
+
+
+class ModuleTree:
+    """The modules of an engine's model, by path, in the order in which the model defines them.
+
+    Children are reached as in a block: `tree.model.layers[2].mlp` is a [`ModuleNode`][tracewire_bus.tree.ModuleNode].
+    """
+
+    def __init__(self, info: EngineInfo) -> None:
+        self.layers = info.layers
+        self.layer_count = info.layer_count
+        self._classes = {module.path: module.cls for module in info.modules} or {"": "Module"}
+        self._attributes = {cls: frozenset(names) for cls, names in info.attributes.items()}
+        self._children: dict[str, dict[str, str]] = {path: {} for path in self._classes}
+        for path in self._classes:
+            parent, _, name = path.rpartition(".")
+            if path and parent in self._children:
+                self._children[parent][name] = path
+
+    @property
+    def paths(self) -> list[str]:
+        """Every path, the root's (`""`) first."""
+        return list(self._classes)
+
+    def knows(self, path: str) -> bool:
+        """Whether there is a module at `path`."""
+        return path in self._classes
+
+    def children(self, path: str = "") -> list[str]:
+        """Paths of the modules directly under the one at `path`.
+
+        Raises:
+            UnknownModule: there is none at `path`.
+        """
+        return list(self._named(path).values())
+
+    def cls(self, path: str = "") -> str:
+        """Name of the class of the module at `path`.
+
+        Raises:
+            UnknownModule: there is none.
+        """
+        self._named(path)
+        return self._classes[path]
+
+    def child(self, path: str, name: str | int) -> str | None:
+        """Path of a child by name or index, which may count from the end; None if there is no such child."""
+        children = self._named(path)
+        if isinstance(name, int) and name < 0:
+            name += len(children)
+        return children.get(str(name))
+
+    def readable(self, path: str, name: str) -> bool:
+        """Whether a block can read `name` on the module at `path`, though it is no child module."""
+        return (
+            name.startswith("_")
+            or name in MODULE_WORDS
+            or (not path and name in ROOT_WORDS)
+            or name in self._attributes.get(self._classes[path], ())
+        )
+
+    def nearest(self, path: str) -> str | None:
+        """The existing path that someone who wrote `path` most likely meant, or None if nothing is near.
+
+        Where `path` goes wrong, a child of similar name; else a path that ends as `path` does; else the most similar
+        one.
+        """
+        known, rest = self._split(path)
+        if not rest:
+            return path
+        names = self._children[known]
+        meant = _similar(rest[0], list(names))
+        if meant is not None:
+            return self._further(names[meant], rest[1:])
+        ends = [other for other in self._classes if other.endswith("." + path)]
+        if ends:
+            return min(ends, key=len)
+        # Layers repeat: one of each shape is enough to compare with, and then the layer asked for, if it exists.
+        shapes: dict[str, str] = {}
+        for other in self._classes:
+            shapes.setdefault(_shape(other), other)
+        found = difflib.get_close_matches(_shape(path), [shape for shape in shapes if shape], n=1, cutoff=0.6)
+        if not found:
+            return None
+        exact = _fill(found[0], re.findall(r"\d+", path))
+        return exact if exact in self._classes else shapes[found[0]]
+
+    def _split(self, path: str) -> tuple[str, list[str]]:
+        """The longest known path that `path` begins with, and the steps after it."""
+        steps = path.split(".") if path else []
+        known = ""
+        for count, step in enumerate(steps):
+            child = self._children[known].get(step)
+            if child is None:
+                return known, steps[count:]
+            known = child
+        return known, []
+
+    def _further(self, path: str, steps: list[str]) -> str:
+        """As far from `path` along `steps` as there are modules, taking similar names for the same."""
+        for step in steps:
+            name = _similar(step, list(self._children[path]))
+            if name is None:
+                break
+            path = self._children[path][name]
+        return path
+
+    def _named(self, path: str) -> dict[str, str]:
+        try:
+            return self._children[path]
+        except KeyError:
+            raise UnknownModule(path, self.nearest(path)) from None
+
+    # --- to look at ---------------------------------------------------------------------------------------------------
+
+    @property
+    def root(self) -> ModuleNode:
+        """The model itself."""
+        return ModuleNode(self, "")
+
+    def __getitem__(self, key: str | int) -> ModuleNode:
+        return self.root[key]
+
+    def __getattr__(self, name: str) -> ModuleNode:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return self.root[name]
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *self._children[""]]
+
+    def __len__(self) -> int:
+        return len(self._classes)
+
+    def __repr__(self) -> str:
+        return self.text("")
+
+    def text(self, path: str = "") -> str:
+        """The tree below `path`, indented; modules that repeat are printed once."""
+        lines: list[str] = []
+        run: list[str] = []
+        previous = ""
+        for name, child in self._named(path).items():
+            body = self.text(child)
+            if run and not (name.isdecimal() and run[-1].isdecimal() and body == previous):
+                lines.append(_repeated(run, previous))
+                run = []
+            run.append(name)
+            previous = body
+        if run:
+            lines.append(_repeated(run, previous))
+        if not lines:
+            return f"{self._classes[path]}()"
+        inner = "\n".join(lines).replace("\n", "\n  ")
+        return f"{self._classes[path]}(\n  {inner}\n)"
+
+
+class ModuleNode:
+    """One module of a tree, with its `path` and the name of its class. Children by attribute or index."""
+
+    __slots__ = ("_tree", "path")
+
+    def __init__(self, tree: ModuleTree, path: str) -> None:
+        self._tree = tree
+        self.path = path
+
+    @property
+    def cls(self) -> str:
+        """Name of its class."""
+        return self._tree.cls(self.path)
+
+    def __getitem__(self, key: str | int) -> ModuleNode:
+        """A child by index (from the end if negative) or by path from here.
+
+        Raises:
+            UnknownModule: there is none. It names the nearest path that exists.
+        """
+        child = self._tree.child(self.path, key)
+        if child is None:
+            wanted = ".".join(filter(None, (self.path, str(key))))
+            if not self._tree.knows(wanted):
+                raise UnknownModule(wanted, self._tree.nearest(wanted))
+            child = wanted
+        return ModuleNode(self._tree, child)
+
+    def __getattr__(self, name: str) -> ModuleNode:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return self[name]
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *(path.rpartition(".")[2] for path in self._tree.children(self.path))]
+
+    def __len__(self) -> int:
+        return len(self._tree.children(self.path))
+
+    def __iter__(self) -> Iterator[ModuleNode]:
+        return (ModuleNode(self._tree, path) for path in self._tree.children(self.path))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ModuleNode):
+            return NotImplemented
+        return self._tree is other._tree and self.path == other.path
+
+    def __hash__(self) -> int:
+        return hash((id(self._tree), self.path))
+
+    def __repr__(self) -> str:
+        return self._tree.text(self.path)
+
+
+def _repeated(names: list[str], body: str) -> str:
+    if len(names) == 1:
+        return f"({names[0]}): {body}"
+    return f"({names[0]}-{names[-1]}): {len(names)} x {body}"
+
+
+def _similar(name: str, names: list[str]) -> str | None:
+    """One of `names` that `name` may stand for: itself, the nearest index, or one spelled alike."""
+    if name in names:
+        return name
+    if re.fullmatch(r"-?\d+", name):
+        indices = [int(other) for other in names if other.isdecimal()]
+        return str(min(indices, key=lambda index: abs(index - int(name)))) if indices else None
+    found = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    return found[0] if found else None
+
+
+def _shape(path: str) -> str:
+    return re.sub(r"\d+", "#", path)
+
+
+def _fill(shape: str, numbers: list[str]) -> str:
+    parts = shape.split("#")
+    if len(parts) - 1 != len(numbers):
+        return shape
+    return "".join(part for pair in zip(parts, [*numbers, ""], strict=True) for part in pair)
+
+
+# --- a block's source -------------------------------------------------------------------------------------------------
+
+_Step: TypeAlias = tuple[str | int, ast.expr]
+
+
+def check_block(tree: ModuleTree, source: str, model_name: str) -> list[PathProblem]:
+    """Every literal path in `source` from the variable `model_name` that leads to no module and no readable name.
+
+    A chain of attributes and constant indices is followed as long as it goes through modules; a slice, a computed
+    index, a call or an attribute that is no module ends the check of that chain, and `model.get("a.path")` and
+    `model.residual(3)` are checked too. What stands in a `try` with handlers is not: there, a block may be finding
+    out. Nor is anything where `model_name` is bound anew. A source that does not parse has no problems here.
+    """
+    try:
+        module = ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return []
+    checker = _Checker(tree, model_name)
+    if not any(checker.binds(node) for node in _own_scope(module)):
+        checker.visit(module)
+    return sorted(checker.problems, key=lambda problem: (problem.line, problem.column))
+
+
+_Scope = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+
+
+def _own_scope(node: ast.AST) -> Iterator[ast.AST]:
+    """All nodes below `node` but those inside of functions defined there."""
+    for child in ast.iter_child_nodes(node):
+        yield child
+        if not isinstance(child, _Scope):
+            yield from _own_scope(child)
+
+
+class _Checker(ast.NodeVisitor):
+    """Follows each chain from the model's name."""
+
+    def __init__(self, tree: ModuleTree, model_name: str) -> None:
+        self._tree = tree
+        self._name = model_name
+        self.problems: list[PathProblem] = []
+
+    def binds(self, node: ast.AST) -> bool:
+        """Whether `node` gives the model's name another meaning."""
+        match node:
+            case ast.Name(id=name, ctx=ast.Store() | ast.Del()):
+                return name == self._name
+            case ast.arg(arg=name):
+                return name == self._name
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                return name == self._name
+            case ast.alias(name=name, asname=other):
+                return (other or name.partition(".")[0]) == self._name
+            case ast.ExceptHandler(name=name) | ast.MatchAs(name=name) | ast.MatchStar(name=name):
+                return name == self._name
+            case ast.MatchMapping(rest=name):
+                return name == self._name
+        return False
+
+    def _function(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> None:
+        if not any(self.binds(inner) for inner in _own_scope(node)):
+            self.generic_visit(node)
+
+    visit_FunctionDef = visit_AsyncFunctionDef = visit_Lambda = _function  # noqa: N815
+
+    def visit_Try(self, node: ast.Try) -> None:
+        """Skip what a handler may be waiting for."""
+        inner: list[ast.stmt | ast.ExceptHandler] = [*node.handlers, *node.orelse, *node.finalbody]
+        for statement in inner if node.handlers else [*node.body, *inner]:
+            self.visit(statement)
+
+    def visit_TryStar(self, node: ast.TryStar) -> None:
+        """Likewise."""
+        for statement in [*node.handlers, *node.orelse, *node.finalbody]:
+            self.visit(statement)
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        """A chain's outermost step."""
+        self._chain(node)
+
+    def visit_Subscript(self, node: ast.Subscript) -> None:
+        """A chain's outermost step."""
+        self._chain(node)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        """Perhaps a chain's outermost step."""
+        self._chain(node)
+
+    def _chain(self, outermost: ast.expr) -> None:
+        """Check one chain, and visit what stands in its indices and arguments."""
+        links: list[ast.expr] = []
+        node = outermost
+        while True:
+            if isinstance(node, ast.Attribute):
+                links.append(node)
+                node = node.value
+            elif isinstance(node, ast.Subscript):
+                links.append(node)
+                self.visit(node.slice)
+                node = node.value
+            elif isinstance(node, ast.Call):
+                links.append(node)
+                for argument in [*node.args, *node.keywords]:
+                    self.visit(argument)
+                node = node.func
+            else:
+                break
+        if isinstance(node, ast.Name) and node.id == self._name:
+            self._follow(links[::-1])
+        else:
+            self.visit(node)
+
+    def _follow(self, links: list[ast.expr]) -> None:
+        path = ""
+        for index, link in enumerate(links):
+            following = links[index + 1] if index + 1 < len(links) else None
+            match link:
+                case ast.Attribute(attr="get") if self._literal(following) is not None:
+                    path_or_none = self._through(path, [(step, link) for step in self._dotted(following)])
+                case ast.Attribute(attr="residual") if not path and isinstance(following, ast.Call):
+                    self._residual(following)
+                    return
+                case ast.Attribute(ctx=ast.Load()):
+                    path_or_none = self._through(path, [(link.attr, link)])
+                case ast.Subscript(ctx=ast.Load()) if (key := _constant(link.slice)) is not None:
+                    path_or_none = self._through(path, [(key, link)])
+                case ast.Call(func=ast.Attribute(attr="get")) if self._literal(link) is not None:
+                    continue
+                case _:
+                    return
+            if path_or_none is None:
+                return
+            path = path_or_none
+
+    def _through(self, path: str, steps: list[_Step]) -> str | None:
+        """The module that `steps` lead to from `path`; None, and perhaps a problem, if they do not end at a module."""
+        for step, node in steps:
+            child = self._tree.child(path, step)
+            if child is None:
+                if isinstance(step, int) or not self._tree.readable(path, step):
+                    self._problem(".".join(filter(None, (path, str(step)))), node)
+                return None
+            path = child
+        return path
+
+    def _literal(self, call: ast.expr | None) -> str | None:
+        match call:
+            case ast.Call(args=[ast.Constant(value=str(text))], keywords=[]):
+                return text
+        return None
+
+    def _dotted(self, call: ast.expr | None) -> list[str]:
+        return [step for step in (self._literal(call) or "").split(".") if step]
+
+    def _residual(self, call: ast.Call) -> None:
+        count = self._tree.layer_count
+        if len(call.args) != 1 or call.keywords or not count:
+            return
+        layer = _constant(call.args[0])
+        if isinstance(layer, int) and not -count <= layer < count:
+            nearest = f"residual({count - 1 if layer > 0 else -count})"
+            self.problems.append(PathProblem(f"residual({layer})", call.lineno, call.col_offset, nearest))
+
+    def _problem(self, path: str, node: ast.expr) -> None:
+        line, column = node.end_lineno or node.lineno, node.end_col_offset or node.col_offset
+        if isinstance(node, ast.Attribute):
+            column -= len(node.attr.encode())
+        elif isinstance(node, ast.Subscript):
+            line, column = node.slice.lineno, node.slice.col_offset
+        self.problems.append(PathProblem(path, line, column, self._tree.nearest(path)))
+
+
+def _constant(node: ast.expr) -> str | int | None:
+    """A constant index: an int, its negative, or a str."""
+    match node:
+        case ast.Constant(value=bool()):
+            return None
+        case ast.Constant(value=int() | str() as value):
+            return value
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() as value)):
+            return -value
+    return None

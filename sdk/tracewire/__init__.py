@@ -1,0 +1,77 @@
+"""Submit an intervention on a running language model, and let any number of consumers watch it live.
+
+    import tracewire
+
+    @tracewire.intervention
+    def watch(model, tracer, live, layer=2):
+        norms = [].save()
+        for step in tracer.iter[:]:
+            norms.append(model.residual(layer).output[-1].norm().item())
+
+    async with tracewire.connect("redis://localhost") as client:
+        model = await client.model("demo")
+        async with client.trace(model, "def add(a, b):", watch(layer=3), max_tokens=64) as trace:
+            async for output in trace:
+                print(output.text, output.delta)
+            result = await trace.result()
+
+This package needs neither torch, vLLM nor nnsight; the engine, which does, is `tracewire_engine`.
+"""
+
+from __future__ import annotations
+
+from .blocks import Intervention, intervention
+from .client import Client, Prompt, connect
+from .errors import (
+    AmbiguousResult,
+    BlockError,
+    BrokenStream,
+    ConnectError,
+    InterventionError,
+    StateMismatch,
+    TraceFailed,
+    TraceRejected,
+    TracewireError,
+    UnknownModel,
+    UnknownModulePath,
+    UnknownTrace,
+    UntransportableVariable,
+)
+from .events import Accepted, Event, Final, Output, Restarted
+from .model import Model, ModelInfo
+from .state import Choice, Invoke, Result, State
+from .trace import Subscription, Trace
+
+__all__ = [
+    "Accepted",
+    "AmbiguousResult",
+    "BlockError",
+    "BrokenStream",
+    "Choice",
+    "Client",
+    "ConnectError",
+    "Event",
+    "Final",
+    "Intervention",
+    "InterventionError",
+    "Invoke",
+    "Model",
+    "ModelInfo",
+    "Output",
+    "Prompt",
+    "Restarted",
+    "Result",
+    "State",
+    "StateMismatch",
+    "Subscription",
+    "Trace",
+    "TraceFailed",
+    "TraceRejected",
+    "TracewireError",
+    "UnknownModel",
+    "UnknownModulePath",
+    "UnknownTrace",
+    "UntransportableVariable",
+    "connect",
+    "intervention",
+]

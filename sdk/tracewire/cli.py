@@ -1,0 +1,159 @@
+"""The command `tracewire`: thin over the same objects that a service uses.
+
+Besides its own subcommands it runs those that installed packages bring, found by name in the entry-point group
+`tracewire.commands`: `tracewire engine` is the engine adapter's. Each is a function of the remaining arguments that
+returns the exit status.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+import anyio
+import anyio.abc
+
+from .client import Client, connect
+from .errors import TracewireError
+from .events import Accepted, Final, Output, Restarted
+
+__all__ = ["main"]
+
+GROUP = "tracewire.commands"
+
+
+def _commands() -> dict[str, EntryPoint]:
+    return {found.name: found for found in entry_points(group=GROUP)}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit status: 0, 1 for an error that was reported, or what a subcommand returns."""
+    argv = list(sys.argv[1:] if arguments is None else arguments)
+    if argv and not argv[0].startswith("-"):
+        if argv[0] not in ("models", "watch", "redis") and (found := _commands().get(argv[0])) is not None:
+            command: Callable[[list[str]], int | None] = found.load()
+            return command(argv[1:]) or 0
+        if argv[0] == "engine":
+            # Known to the readers of the documentation, and not installed with the client.
+            print(
+                "tracewire: no engine is installed here: pip install 'tracewire[engine-gpu]', or [engine-cpu]",
+                file=sys.stderr,
+            )
+            return 2
+    options = _parser().parse_args(argv)
+    try:
+        return int(anyio.run(options.run, options))
+    except TracewireError as error:
+        print(f"tracewire: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    more = ", ".join(sorted(_commands())) or "none"
+    parser = argparse.ArgumentParser(
+        prog="tracewire",
+        description="Submit interventions on running language models, and watch them live.",
+        epilog=f"Subcommands of installed packages: {more}.",
+    )
+    shared = argparse.ArgumentParser(add_help=False)
+    shared.add_argument("--url", help="Redis URL (default: $TRACEWIRE_URL)")
+    shared.add_argument("--prefix", default="tw", help="prefix of all keys on Redis (default: tw)")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    models = commands.add_parser("models", parents=[shared], help="list the models that are served")
+    models.add_argument("--tree", action="store_true", help="print each model's modules, too")
+    models.set_defaults(run=_models)
+
+    watch = commands.add_parser("watch", parents=[shared], help="follow a trace to its end")
+    watch.add_argument("trace", metavar="TRACE", help="the trace's id")
+    watch.add_argument("--names", nargs="+", metavar="NAME", help="show only these saved names")
+    watch.add_argument("--since", default="start", help="'start' (default), 'now', or an event's id")
+    watch.set_defaults(run=_watch)
+
+    redis = commands.add_parser("redis", help="run a private Redis; prints its URL, and ends on SIGTERM or SIGINT")
+    redis.set_defaults(run=_redis)
+    return parser
+
+
+async def _models(options: argparse.Namespace) -> int:
+    async with connect(options.url, prefix=options.prefix) as client:
+        for info in await client.models():
+            engines = f"{len(info.engines)} engine{'s' if len(info.engines) != 1 else ''}"
+            print(
+                f"{info.name}\t{engines}\t{info.running} of {info.capacity} traces\t{info.dtype}\t"
+                f"{info.layer_count} layers of {info.hidden_size}\t{info.max_model_len} tokens"
+            )
+            if options.tree:
+                print((await client.model(info.name)).tree)
+    return 0
+
+
+async def _watch(options: argparse.Namespace) -> int:
+    """Returns 0 if the trace ended well."""
+    async with connect(options.url, prefix=options.prefix) as client:
+        return await _follow(client, options)
+
+
+async def _follow(client: Client, options: argparse.Namespace) -> int:
+    try:
+        subscription = client.subscribe(options.trace, since=options.since, names=options.names)
+    except ValueError as error:
+        print(f"tracewire: {error}", file=sys.stderr)
+        return 2
+    async with subscription:
+        async for event in subscription:
+            print(_line(event), flush=True)
+            if isinstance(event, Final):
+                return 0 if event.status in ("finished", "stopped") else 1
+    return 0
+
+
+def _line(event: Accepted | Output | Restarted | Final) -> str:
+    if isinstance(event, Accepted):
+        return f"accepted by {event.engine}"
+    if isinstance(event, Restarted):
+        return f"restarted: {event.reason}" if event.reason else "restarted"
+    if isinstance(event, Final):
+        error = f": {event.error.type}: {event.error.message}" if event.error else ""
+        return f"{event.status}, {event.usage.completion_tokens} tokens{error}"
+    saved = "  ".join(f"{name}={_short(value)}" for name, value in event.delta.items())
+    text = json.dumps(event.text, ensure_ascii=False)
+    return f"{event.invoke}.{event.choice} {event.index:5d} {text}  {saved}".rstrip()
+
+
+def _short(value: Any) -> str:
+    shape = getattr(value, "shape", None)
+    if shape:
+        return f"{value.dtype.name}{list(shape)}"
+    if isinstance(value, list):
+        return f"[{', '.join(_short(item) for item in value[:8])}{', ...' if len(value) > 8 else ''}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key}: {_short(item)}' for key, item in list(value.items())[:8])}}}"
+    text = f"{value:.4g}" if isinstance(value, float) else repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+async def _redis(options: argparse.Namespace) -> int:
+    from tracewire_bus.embedded import EmbeddedServer, EmbeddedServerError
+
+    try:
+        with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+            async with EmbeddedServer.start() as server:
+                print(server.url, flush=True)
+                async for _ in signals:
+                    break
+    except EmbeddedServerError as error:
+        print(f"tracewire: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

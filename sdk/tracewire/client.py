@@ -1,0 +1,390 @@
+"""The client of a bus: what a service holds to look at models, submit traces, and follow them."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import socket
+import uuid
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from datetime import timedelta
+from typing import Any, TypeAlias
+
+import anyio
+
+from tracewire_bus.fold import Fold
+from tracewire_bus.keys import parse_id
+from tracewire_bus.messages import Block, EngineInfo, Submission
+from tracewire_bus.messages import Invoke as InvokeMessage
+from tracewire_bus.streams import Bus, BusError
+
+from .blocks import Intervention
+from .errors import ConnectError, TraceRejected, UnknownModel, UnknownTrace, UntransportableVariable, type_name
+from .events import EventReader, bus_errors
+from .model import Model, ModelInfo
+from .state import State
+from .trace import Subscription, Trace
+
+__all__ = ["Client", "Prompt", "PromptInput", "connect"]
+
+PromptInput: TypeAlias = "str | Sequence[int] | Sequence[Mapping[str, Any]] | Prompt"
+"""A prompt: text, token ids, or chat messages (dicts with `role` and `content`)."""
+
+#: How old what the client knows of the registry may be, in seconds, when a trace is submitted.
+_REGISTRY_AGE = 1.0
+
+_TRACE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+
+class Prompt:
+    """A prompt with sampling params of its own, for one of several: `prompts=[Prompt("a", max_tokens=3), "b"]`."""
+
+    def __init__(self, prompt: str | Sequence[int] | Sequence[Mapping[str, Any]], /, **sampling: Any) -> None:
+        self.prompt = prompt
+        self.sampling = sampling
+
+    def __repr__(self) -> str:
+        parts = [repr(self.prompt), *(f"{name}={value!r}" for name, value in self.sampling.items())]
+        return f"Prompt({', '.join(parts)})"
+
+
+@asynccontextmanager
+async def connect(url: str | None = None, *, prefix: str = "tw", client: str | None = None) -> AsyncIterator[Client]:
+    """A client of the bus at `url`, for as long as the context lasts.
+
+    `url` is that of a Redis (`redis://`, `rediss://`, `unix://`), or `embedded://` for a private one that is started
+    here and ends with the context (`client.url` tells other processes where it is); without one, `TRACEWIRE_URL`
+    counts. `prefix` stands before every key. `client` names this client to the engines.
+
+    This alone owns tasks and connections: when the context is left, none is left.
+
+    Raises:
+        ConnectError: no URL is given, or nothing answers there.
+    """
+    address = url or os.environ.get("TRACEWIRE_URL")
+    if not address:
+        raise ConnectError(
+            "no URL: pass one to connect(), or set TRACEWIRE_URL "
+            "(redis://host:port, or embedded:// for a private Redis that ends with this client)"
+        )
+    from tracewire_bus.embedded import EmbeddedServerError
+
+    try:
+        bus = Bus.open(address, prefix=prefix)
+        await bus.__aenter__()
+    except (BusError, EmbeddedServerError, ValueError) as error:
+        raise ConnectError(f"cannot connect: {error}") from error
+    connected = Client(bus, client if client is not None else f"{socket.gethostname()}:{os.getpid()}")
+    try:
+        yield connected
+    finally:
+        connected._bus = None
+        await bus.aclose()
+
+
+class Client:
+    """Made by [`connect`][tracewire.connect]. Any task may use it."""
+
+    def __init__(self, bus: Bus, name: str) -> None:
+        self._bus: Bus | None = bus
+        self._url = bus.url
+        self._name = name
+        self._registry: dict[str, list[EngineInfo]] = {}
+        self._models: dict[str, tuple[EngineInfo, Model]] = {}
+        self._looked = -math.inf
+
+    @property
+    def url(self) -> str:
+        """URL of the Redis, for other processes to connect to."""
+        return self._url
+
+    def __repr__(self) -> str:
+        return f"<Client of {self._url}{'' if self._bus else ', closed'}>"
+
+    def _open_bus(self) -> Bus:
+        if self._bus is None:
+            raise ConnectError("the client is closed")
+        return self._bus
+
+    # --- models -------------------------------------------------------------------------------------------------------
+
+    async def models(self) -> list[ModelInfo]:
+        """The models that live engines serve now."""
+        await self._look(0)
+        return [ModelInfo.of(engines) for engines in self._registry.values()]
+
+    async def model(self, name: str, wait_for_engine: float | None = None) -> Model:
+        """A model's handle, with its module tree.
+
+        `wait_for_engine` is how many seconds to wait for an engine that serves it; without it the answer comes at once.
+
+        Raises:
+            UnknownModel: no live engine serves a model of this name. Names those that are served.
+        """
+        return await self._find(name, wait_for_engine, 0)
+
+    async def _find(self, name: str, wait_for_engine: float | None, age: float = _REGISTRY_AGE) -> Model:
+        await self._look(age)
+        if name not in self._registry:
+            await self._look(0)
+        if name not in self._registry and wait_for_engine:
+            with anyio.move_on_after(wait_for_engine):
+                while name not in self._registry:
+                    await anyio.sleep(0.1)
+                    await self._look(0)
+        if name not in self._registry:
+            raise UnknownModel(name, self._registry, wait_for_engine)
+        from tracewire_bus.tree import ModuleTree
+
+        engines = self._registry[name]
+        known, model = self._models.get(name, (None, None))
+        if model is None or known is None or known.engine != engines[0].engine:
+            model = Model(ModelInfo.of(engines), ModuleTree(engines[0]))
+            self._models[name] = (engines[0], model)
+        return model
+
+    async def _look(self, age: float) -> None:
+        """Read the registry, unless what was read is younger than `age` seconds."""
+        bus = self._open_bus()
+        if anyio.current_time() - self._looked < age:
+            return
+        with bus_errors():
+            engines = await bus.engines()
+        registry: dict[str, list[EngineInfo]] = {}
+        for engine in engines:
+            registry.setdefault(engine.model, []).append(engine)
+        self._registry = registry
+        self._looked = anyio.current_time()
+
+    # --- traces -------------------------------------------------------------------------------------------------------
+
+    def trace(
+        self,
+        model: Model | str,
+        prompt: PromptInput | None = None,
+        block: Intervention | Block | None = None,
+        *,
+        prompts: Sequence[PromptInput] | None = None,
+        live: Mapping[str, Any] | None = None,
+        deadline: float | timedelta | None = None,
+        priority: int = 0,
+        detach: bool = False,
+        trace_id: str | None = None,
+        **sampling: Any,
+    ) -> Trace:
+        """A trace of `block` over one prompt, or over each of `prompts`; submitted when it is entered or started.
+
+        `live` gives the first values of the live parameters that the block reads. `deadline` (seconds, or a timedelta)
+        counts from the submission. `detach` keeps the generation when its submitter leaves. `trace_id` is made up
+        unless given; submitting the same id twice runs it once. Everything else is sampling params, by vLLM's names:
+        `max_tokens=64`, `temperature=0.0`.
+
+        Raises:
+            TraceRejected: something in it cannot be submitted; `field` names what.
+        """
+        self._open_bus()
+        return Trace(
+            self,
+            Submission(
+                trace=_trace_id(trace_id),
+                model=_model_name(model),
+                invokes=_invokes(prompt, prompts, sampling),
+                block=_block(block),
+                live=_live(live),
+                deadline_s=_deadline(deadline),
+                priority=_priority(priority),
+                detach=detach,
+                client=self._name,
+            ),
+        )
+
+    def subscribe(self, trace_id: str, *, since: str = "start", names: Iterable[str] | None = None) -> Subscription:
+        """A trace's events: replayed from `since`, then as they come, up to and with the final.
+
+        `since` is `"start"`, `"now"`, or an event's id (`output.id`), after which to go on. `names` limits what is
+        saved to these names; all events come nevertheless.
+
+        Raises:
+            UnknownTrace: when reading begins; no such trace was submitted, or it has expired.
+            ValueError: `since` is none of these.
+        """
+        if not isinstance(trace_id, str):
+            raise TypeError(f"expected a trace's id, got {_shown(trace_id)}")
+        reader = EventReader(trace_id, self._open_bus().read(trace_id, since), since)
+        return Subscription(self, trace_id, reader, names)
+
+    async def state(self, trace_id: str) -> State:
+        """A trace's folded state now: replayed up to its present last event.
+
+        Raises:
+            UnknownTrace: no such trace was submitted, or it has expired.
+        """
+        bus = self._open_bus()
+        with bus_errors():
+            tail = await bus.tail_id(trace_id)
+            if parse_id(tail) == (0, 0) and not await bus.exists(trace_id):
+                raise UnknownTrace(trace_id)
+            reader = EventReader(trace_id, bus.read(trace_id), "0-0")
+        fold = Fold()
+        try:
+            while parse_id(reader.position) < parse_id(tail) and await reader.next(fold) is not None:
+                pass
+        finally:
+            with anyio.CancelScope(shield=True):
+                await reader.aclose()
+        return State(trace_id, fold)
+
+
+# --- what a submission is made of, checked before it leaves -----------------------------------------------------------
+
+
+def _trace_id(trace_id: Any) -> str:
+    if trace_id is None:
+        return uuid.uuid4().hex
+    if not isinstance(trace_id, str) or not _TRACE_ID.fullmatch(trace_id):
+        raise TraceRejected(
+            "trace_id", f"expected 1 to 128 letters, digits, '.', '_', ':' or '-', got {_shown(trace_id)}"
+        )
+    return trace_id
+
+
+def _model_name(model: Any) -> str:
+    if isinstance(model, Model):
+        return model.name
+    if not isinstance(model, str) or not model:
+        raise TraceRejected("model", f"expected a model of client.model(), or its name, got {_shown(model)}")
+    return model
+
+
+def _invokes(prompt: Any, prompts: Any, sampling: dict[str, Any]) -> list[InvokeMessage]:
+    if prompts is None:
+        if prompt is None:
+            raise TraceRejected("prompt", "expected a prompt (text, token ids or chat messages), or prompts=[...]")
+        return [_invoke("prompt", prompt, sampling)]
+    if prompt is not None:
+        raise TraceRejected("prompts", "expected either a prompt or prompts=[...], got both")
+    if isinstance(prompts, str | bytes | Mapping | Prompt):
+        raise TraceRejected("prompts", f"expected a list of prompts, got {_shown(prompts)}")
+    try:
+        several = list(prompts)
+    except TypeError:
+        raise TraceRejected("prompts", f"expected a list of prompts, got {_shown(prompts)}") from None
+    if not several:
+        raise TraceRejected("prompts", "expected at least one prompt, got an empty list")
+    return [_invoke(f"prompts[{index}]", one, sampling) for index, one in enumerate(several)]
+
+
+def _invoke(field: str, prompt: Any, sampling: dict[str, Any]) -> InvokeMessage:
+    params = {name: _plain(f"sampling.{name}", value) for name, value in sampling.items()}
+    if isinstance(prompt, Prompt):
+        own = f"{field}.sampling" if field != "prompt" else "sampling"
+        params |= {name: _plain(f"{own}.{name}", value) for name, value in prompt.sampling.items()}
+        prompt = prompt.prompt
+    if isinstance(prompt, str):
+        if not prompt:
+            raise TraceRejected(field, "the prompt is empty")
+        return InvokeMessage(prompt=prompt, sampling=params)
+    if isinstance(prompt, bytes | Mapping):
+        raise TraceRejected(field, f"expected text, token ids or chat messages, got {_shown(prompt)}")
+    listed = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    try:
+        items = list(listed)
+    except TypeError:
+        raise TraceRejected(field, f"expected text, token ids or chat messages, got {_shown(prompt)}") from None
+    if not items:
+        raise TraceRejected(field, "the prompt is empty")
+    if all(isinstance(item, Mapping) for item in items):
+        return InvokeMessage(
+            messages=[_message(f"{field}[{index}]", item) for index, item in enumerate(items)], sampling=params
+        )
+    for index, item in enumerate(items):
+        if isinstance(item, Mapping | bool) or not hasattr(item, "__index__"):
+            raise TraceRejected(f"{field}[{index}]", f"expected token ids or chat messages, got {_shown(item)}")
+        if int(item) < 0:
+            raise TraceRejected(f"{field}[{index}]", f"expected a token id, which is not negative, got {int(item)}")
+    return InvokeMessage(token_ids=[int(item) for item in items], sampling=params)
+
+
+def _message(field: str, message: Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(message.get("role"), str):
+        raise TraceRejected(f"{field}.role", f"expected a chat message with a role, got {_shown(message.get('role'))}")
+    if "content" not in message:
+        raise TraceRejected(f"{field}.content", "expected a chat message with a content")
+    plain = _plain(field, message)
+    assert isinstance(plain, dict)
+    return plain
+
+
+def _plain(field: str, value: Any, depth: int = 0) -> Any:
+    """`value` if it is made of plain values only; scalars of NumPy and torch become Python's."""
+    if depth > 32:
+        raise TraceRejected(field, "the value nests too deep, or refers to itself")
+    if value is None or isinstance(value, bool | str | int | float):
+        for base in (bool, int, float, str):
+            if isinstance(value, base):
+                return base(value)
+        return value
+    if isinstance(value, Mapping):
+        result = {}
+        for key, item in value.items():
+            if not isinstance(key, str | int):
+                raise TraceRejected(field, f"expected keys that are strings or integers, got {_shown(key)}")
+            result[key] = _plain(f"{field}.{key}", item, depth + 1)
+        return result
+    if isinstance(value, list | tuple | set | frozenset):
+        items = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
+        return [_plain(f"{field}[{index}]", item, depth + 1) for index, item in enumerate(items)]
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):
+        return _plain(field, value.item(), depth + 1)
+    raise TraceRejected(
+        field, f"expected a number, a string, None, or a list or dict of them, got {type_name(type(value))}"
+    )
+
+
+def _block(block: Any) -> Block | None:
+    if block is None or isinstance(block, Block):
+        return block
+    if isinstance(block, Intervention):
+        return block.block()
+    advice = ": decorate it with @tracewire.intervention" if callable(block) else ""
+    raise TraceRejected("block", f"expected an intervention, got {_shown(block)}{advice}")
+
+
+def _live(live: Any) -> bytes:
+    from tracewire_bus.values import Unsavable, pack
+
+    if live is not None and not isinstance(live, Mapping):
+        raise TraceRejected("live", f"expected a dict of live parameters' first values, got {_shown(live)}")
+    values = dict(live or {})
+    for name, value in values.items():
+        if not isinstance(name, str) or not name.isidentifier() or name.startswith("_"):
+            raise TraceRejected(
+                "live", f"expected names that a block can read as live.NAME, without a leading '_', got {name!r}"
+            )
+        try:
+            pack(value)
+        except Unsavable as error:
+            raise UntransportableVariable(name, f"live parameter {name!r}: {error}", field=f"live.{name}") from None
+    return pack(values)
+
+
+def _deadline(deadline: Any) -> float | None:
+    if deadline is None:
+        return None
+    seconds = deadline.total_seconds() if isinstance(deadline, timedelta) else deadline
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
+        raise TraceRejected("deadline", f"expected a positive number of seconds or a timedelta, got {_shown(deadline)}")
+    return float(seconds)
+
+
+def _priority(priority: Any) -> int:
+    if isinstance(priority, bool) or not isinstance(priority, int):
+        raise TraceRejected("priority", f"expected an integer, got {_shown(priority)}")
+    return priority
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type_name(type(value))})"

@@ -1,0 +1,274 @@
+"""Every error that the SDK raises, in the caller's terms.
+
+An error about a submission names the *field* at fault as the caller wrote it (`"prompt"`, `"sampling.temperature"`,
+`"variables.direction"`), whether it was found before the submission or by the engine. An error in a block names the
+user's own file and line. All of them are [`TracewireError`][]s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tracewire_bus.messages import Failure
+
+    from .state import Result
+
+__all__ = [
+    "AmbiguousResult",
+    "BlockError",
+    "BrokenStream",
+    "ConnectError",
+    "InterventionError",
+    "StateMismatch",
+    "TraceFailed",
+    "TraceRejected",
+    "TracewireError",
+    "UnknownModel",
+    "UnknownModulePath",
+    "UnknownTrace",
+    "UntransportableVariable",
+    "rejection",
+]
+
+#: What the value of a variable, or a live parameter, can be.
+TRANSPORTABLE = (
+    "numbers, strings, bytes, None, NumPy arrays, torch tensors, and lists, tuples and dicts of them; "
+    "functions travel as source, modules by name"
+)
+
+
+class TracewireError(Exception):
+    """Base of all errors of the SDK."""
+
+
+class ConnectError(TracewireError):
+    """There is no Redis at the URL, none was given, or the client is already closed."""
+
+
+class UnknownModel(TracewireError, LookupError):
+    """No live engine serves a model of this name.
+
+    Attributes:
+        model: the name that was asked for.
+        available: the names that are served now.
+    """
+
+    def __init__(self, model: str, available: Iterable[str], waited: float | None = None) -> None:
+        self.model = model
+        self.available = sorted(available)
+        served = ", ".join(repr(name) for name in self.available)
+        message = f"no engine serves the model {model!r}"
+        if waited is not None:
+            message += f" after {waited:g} s"
+        message += f"; served now: {served}" if served else "; no engine is registered at all"
+        if waited is None:
+            message += " (wait_for_engine= waits for one to start)"
+        super().__init__(message)
+
+
+class UnknownTrace(TracewireError, LookupError):
+    """No trace of this id was submitted, or it ended so long ago that its events have expired."""
+
+    def __init__(self, trace: str) -> None:
+        self.trace = trace
+        super().__init__(f"no trace {trace!r}: it was never submitted here, or its events have expired")
+
+
+class TraceRejected(TracewireError):
+    """A trace never ran: the SDK or the engine refused its submission.
+
+    Attributes:
+        field: the part of the submission at fault, as the caller wrote it.
+        message: what was observed, and what was expected.
+        type: class name of the underlying error, when the engine had one.
+        filename, line, source: where in the block, when the fault lies there.
+        trace: the trace's id, when it had one already.
+    """
+
+    def __init__(
+        self,
+        field: str,
+        message: str,
+        *,
+        type: str | None = None,
+        filename: str | None = None,
+        line: int | None = None,
+        source: str | None = None,
+        trace: str | None = None,
+    ) -> None:
+        self.field = field
+        self.message = message
+        self.type = type
+        self.filename = filename
+        self.line = line
+        self.source = source
+        self.trace = trace
+        where = ""
+        if line is not None:
+            where = f" ({filename}:{line})" if filename else f" (line {line})"
+        super().__init__(f"{field}: {message}{where}")
+
+
+class BlockError(TraceRejected):
+    """The source of a block, or of a function that it calls, cannot travel. `filename` and `line` say where.
+
+    Raised when the block is decorated (statements that no block can have, a source that cannot be read) or when it is
+    submitted (names that stand for nothing).
+    """
+
+    def __init__(self, message: str, *, filename: str | None = None, line: int | None = None) -> None:
+        super().__init__("block", message, type="BlockError", filename=filename, line=line)
+        where = ":".join(str(part) for part in (filename, line) if part is not None)
+        self.args = (f"{where}: {message}" if where else message,)
+
+
+class UnknownModulePath(TraceRejected):
+    """A block names a module that the model does not have.
+
+    Attributes:
+        path: the path as the block writes it, without the model's own name.
+        nearest: the nearest path that exists, or None.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        nearest: str | None,
+        *,
+        message: str | None = None,
+        filename: str | None = None,
+        line: int | None = None,
+        source: str | None = None,
+    ) -> None:
+        self.path = path
+        self.nearest = nearest
+        if message is None:
+            message = f"the model has no {path!r}"
+            if nearest is not None:
+                message += f"; the nearest path that exists is {nearest!r}"
+        super().__init__("block", message, type="UnknownModulePath", filename=filename, line=line, source=source)
+
+
+class UntransportableVariable(TraceRejected):
+    """A variable that a block uses holds a value that cannot travel. `variable` is its name."""
+
+    def __init__(
+        self,
+        variable: str,
+        reason: str,
+        *,
+        field: str | None = None,
+        filename: str | None = None,
+        line: int | None = None,
+    ) -> None:
+        self.variable = variable
+        self.reason = reason
+        super().__init__(
+            field or f"variables.{variable}",
+            f"{reason}. What can travel: {TRANSPORTABLE}",
+            type="UntransportableVariable",
+            filename=filename,
+            line=line,
+        )
+
+
+class TraceFailed(TracewireError):
+    """A trace ran and did not come to its end: its engine could not go on, or it was cancelled or expired.
+
+    Attributes:
+        trace: its id.
+        status: how it ended (`"failed"`, `"cancelled"`, `"expired"`).
+        type, message: the error behind it.
+        result: what had been generated and saved until then.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        trace: str,
+        status: str = "failed",
+        type: str | None = None,
+        result: Result | None = None,
+    ) -> None:
+        self.trace = trace
+        self.status = status
+        self.type = type
+        self.message = message
+        self.result = result
+        cause = f"{type}: {message}" if type else message
+        super().__init__(f"trace {trace} {status}: {cause}" if cause else f"trace {trace} {status}")
+
+
+class InterventionError(TraceFailed):
+    """A block raised. `type` and `message` are its exception's; the rest says where in the user's own code.
+
+    Attributes:
+        filename, line, source: the user's line that raised, as its file had it when the block was submitted.
+        remote_traceback: the frames that are the user's, as text, or None.
+        result: what had been generated and saved until then.
+    """
+
+    def __init__(self, failure: Failure, *, trace: str, result: Result | None = None) -> None:
+        super().__init__(failure.message, trace=trace, status="failed", type=failure.type, result=result)
+        self.filename = failure.filename
+        self.line = failure.line
+        self.source = failure.source.strip() if failure.source else failure.source
+        self.remote_traceback = failure.traceback
+        text = f"{failure.type}: {failure.message}"
+        if failure.line is not None:
+            text += f"\n  at {failure.filename or '<block>'}:{failure.line}"
+            if self.source:
+                text += f"\n    {self.source}"
+        self.args = (text,)
+
+
+class StateMismatch(TracewireError):
+    """The folded state differs from what the engine says it collected. `names` lists the saves that differ."""
+
+    def __init__(self, message: str, names: Iterable[str] = ()) -> None:
+        self.names = list(names)
+        super().__init__(message)
+
+
+class BrokenStream(TracewireError):
+    """A trace's events do not fit together, or are of a newer schema than this client reads."""
+
+
+class AmbiguousResult(TracewireError, LookupError):
+    """`text`, `token_ids` or `saves` was asked of a trace with several choices."""
+
+
+def rejection(failure: Failure, trace: str) -> TraceRejected:
+    """The error for a rejection that an engine published, of the same class as if the SDK had found it itself."""
+    field = failure.field or "submission"
+    error: TraceRejected
+    if failure.type == "UnknownModulePath":
+        error = UnknownModulePath(
+            "",
+            None,
+            message=failure.message,
+            filename=failure.filename,
+            line=failure.line,
+            source=failure.source,
+        )
+    else:
+        error = TraceRejected(
+            field,
+            failure.message,
+            type=failure.type,
+            filename=failure.filename,
+            line=failure.line,
+            source=failure.source,
+        )
+    error.trace = trace
+    return error
+
+
+def type_name(kind: type) -> str:
+    """A type as a caller knows it: `torch.Tensor`, `dict`, `app.Settings`."""
+    return (
+        kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
+    )

@@ -1,0 +1,198 @@
+"""Events of a trace as a consumer gets them.
+
+They are the messages of the bus; an [`Output`][tracewire.Output] adds what is convenient to read. `EventReader` is the
+one place where entries of a stream become events: what cannot be decoded, or is of a newer schema, is an error there,
+and what a newer version of the same schema added is passed over.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import anyio
+import msgspec
+
+from tracewire_bus import messages
+from tracewire_bus.codec import NewerSchema, UnknownKind, check_schema, decode_event
+from tracewire_bus.messages import Accepted, Append, Delta, Final, Restarted, Set
+from tracewire_bus.streams import BusError
+
+from .errors import BrokenStream, ConnectError
+
+if TYPE_CHECKING:
+    from tracewire_bus.fold import Fold
+    from tracewire_bus.streams import Entry
+    from tracewire_bus.streams import Subscription as Entries
+
+__all__ = ["Accepted", "Event", "EventReader", "Final", "Output", "Restarted", "bus_errors", "only"]
+
+logger = logging.getLogger("tracewire")
+
+
+class Output(messages.Output, tag="output"):
+    """What one vLLM output adds to one choice: usually one token, its text, and what the block newly saved.
+
+    `token_ids[k]` has index `index + k` in its choice, and `deltas[k]` is what was saved in the step that sampled it.
+    """
+
+    @property
+    def id(self) -> str:
+        """The event's id, `<attempt>-<seq>`: `subscribe(trace, since=output.id)` goes on after it."""
+        return f"{self.attempt}-{self.seq}"
+
+    @property
+    def delta(self) -> dict[str, Any]:
+        """What this output adds to the saves, by saved name: the new items of a list, the new keys of a dict, a value.
+
+        A list that grows by one item a step shows as a list of one item, a dict that gains a key as a dict of one,
+        nested containers likewise. What is not new by name (a list's item replaced, a key deleted) stands in `deltas`
+        only.
+        """
+        merged: dict[str, Any] = {}
+        for step in self.deltas:
+            for change in step:
+                _merge(merged, change)
+        return merged
+
+
+Event: TypeAlias = Accepted | Output | Restarted | Final
+"""What stands on a trace's stream, as `subscribe` yields it."""
+
+
+def _merge(merged: dict[str, Any], change: Delta) -> None:
+    *way, last = change.path
+    target: Any = merged
+    for key in way:
+        if isinstance(target, list):
+            # An item of a list, most of which is not at hand.
+            return
+        target = target.setdefault(key, {})
+    if not isinstance(target, dict):
+        return
+    if isinstance(change, Append):
+        if not isinstance(target.get(last), list):
+            target[last] = []
+        target[last].extend(_own(item) for item in change.items)
+    elif isinstance(change, Set):
+        target[last] = _own(change.value)
+    else:
+        target.pop(last, None)
+
+
+def _own(value: Any) -> Any:
+    """`value` with containers of its own, so that merging never changes the event."""
+    if isinstance(value, list):
+        return [_own(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _own(item) for key, item in value.items()}
+    return value
+
+
+def only(event: Event, names: frozenset[str]) -> Event:
+    """`event` with only what concerns these saved names."""
+    if isinstance(event, Output):
+        deltas = [[change for change in step if change.path[0] in names] for step in event.deltas]
+        return msgspec.structs.replace(event, deltas=deltas)
+    if isinstance(event, Final):
+        return msgspec.structs.replace(
+            event,
+            deltas=[
+                (invoke, choice, [change for change in deltas if change.path[0] in names])
+                for invoke, choice, deltas in event.deltas
+            ],
+            manifest=[entry for entry in event.manifest if entry.name in names],
+            save_errors={
+                where: reason for where, reason in event.save_errors.items() if where.split(".", 2)[-1] in names
+            },
+        )
+    return event
+
+
+class EventReader:
+    """Events of one trace, in order, from the entries of its stream. Owns no task and no scope."""
+
+    def __init__(self, trace: str, entries: Entries, since: str) -> None:
+        self.trace = trace
+        self._entries = entries
+        self._closed = False
+        #: Id of the last entry read, or where reading began.
+        self.position = since
+
+    async def start(self) -> None:
+        """Settle where reading begins."""
+        with bus_errors():
+            await self._entries.start()
+        if self.position == "now":
+            attempt, seq = self._entries.last
+            self.position = f"{attempt}-{seq}"
+
+    async def next(self, fold: Fold | None = None) -> Event | None:
+        """The next event, folded into `fold` first if there is one; `None` after the final, or once this is closed.
+
+        Raises:
+            BrokenStream: it cannot be read, or does not follow what was folded.
+            ConnectError: the client was closed meanwhile, or Redis refuses to go on.
+        """
+        while True:
+            try:
+                with bus_errors():
+                    entry = await anext(self._entries)
+            except StopAsyncIteration:
+                return None
+            except ConnectError:
+                if self._closed:
+                    return None
+                raise
+            self.position = entry.id
+            event = self._decode(entry)
+            if event is None:
+                if fold is not None:
+                    _skip(fold, entry)
+                continue
+            if fold is not None:
+                try:
+                    fold.apply(event)
+                except ValueError as error:
+                    raise BrokenStream(f"trace {self.trace}: {error}") from error
+            return event
+
+    def _decode(self, entry: Entry) -> Event | None:
+        try:
+            check_schema(entry.schema)
+            event = decode_event(entry.data)
+        except NewerSchema as error:
+            raise BrokenStream(f"trace {self.trace}, event {entry.id}: {error}") from error
+        except UnknownKind as error:
+            logger.warning("trace %s: skipping event %s: %s", self.trace, entry.id, error)
+            return None
+        except msgspec.MsgspecError as error:
+            raise BrokenStream(f"trace {self.trace}: event {entry.id} cannot be read: {error}") from error
+        if isinstance(event, messages.Output):
+            return Output(**{name: getattr(event, name) for name in event.__struct_fields__})
+        return event
+
+    async def aclose(self) -> None:
+        """Stop reading. Idempotent."""
+        self._closed = True
+        await self._entries.aclose()
+
+
+def _skip(fold: Fold, entry: Entry) -> None:
+    """Count an event that this version does not know: it took a number all the same."""
+    attempt, _, seq = entry.id.partition("-")
+    if (int(attempt), int(seq)) == (fold.attempt, fold.seq + 1):
+        fold.seq += 1
+
+
+@contextmanager
+def bus_errors() -> Iterator[None]:
+    """Turn what the bus raises into a `ConnectError`."""
+    try:
+        yield
+    except anyio.ClosedResourceError as error:
+        raise ConnectError("the client is closed") from error
+    except BusError as error:
+        raise ConnectError(str(error)) from error

@@ -1,0 +1,70 @@
+"""A model as a client sees it: what its engines published of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tracewire_bus.tree import ModuleTree
+
+    from tracewire_bus.messages import EngineInfo
+
+__all__ = ["Model", "ModelInfo"]
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """A model that is served now, and by how many engines. `capacity` and `running` count traces, on all of them."""
+
+    name: str
+    engines: tuple[str, ...]
+    dtype: str
+    revision: str
+    layer_count: int
+    hidden_size: int
+    vocabulary: int
+    max_model_len: int
+    capacity: int
+    running: int
+
+    @classmethod
+    def of(cls, engines: list[EngineInfo]) -> ModelInfo:
+        """What the engines of one model say together; what they should agree on is the first one's word."""
+        first = engines[0]
+        return cls(
+            name=first.model,
+            engines=tuple(engine.engine for engine in engines),
+            dtype=first.dtype,
+            revision=first.revision,
+            layer_count=first.layer_count,
+            hidden_size=first.hidden_size,
+            vocabulary=first.vocabulary,
+            max_model_len=first.max_model_len,
+            capacity=sum(engine.capacity for engine in engines),
+            running=sum(engine.running for engine in engines),
+        )
+
+
+class Model:
+    """A handle of a served model: its name, and the module tree that a block can reach.
+
+    It prints as the tree. Attributes that it does not have itself are the tree's, so that `model.model.layers[2]` can
+    be explored as in a block; a path that does not exist is an error that names the nearest one which does.
+    """
+
+    def __init__(self, info: ModelInfo, tree: ModuleTree) -> None:
+        self.name = info.name
+        self.info = info
+        self.tree = tree
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.tree, name)
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *dir(self.tree)]
+
+    def __repr__(self) -> str:
+        return repr(self.tree)

@@ -1,0 +1,327 @@
+"""A trace from its submission to its result, and a subscription to one that somebody submitted.
+
+Both are handles: they own no task and hold no cancel scope between two calls, so that they can be entered in one task
+and closed in another, as web frameworks and test fixtures do. Reading is pulled. Nothing is read ahead but the bounded
+buffer of the client's one reader, and a consumer that does not read holds up nobody.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+import anyio
+
+from tracewire_bus.fold import DigestMismatch, Fold
+from tracewire_bus.messages import Submission
+from tracewire_bus.streams import EntryTooLarge
+
+from .errors import (
+    InterventionError,
+    StateMismatch,
+    TraceFailed,
+    TraceRejected,
+    TracewireError,
+    UnknownModulePath,
+    UnknownTrace,
+    rejection,
+)
+from .events import Accepted, Event, EventReader, Output, Restarted, bus_errors, only
+from .state import Result, State
+
+if TYPE_CHECKING:
+    from .client import Client
+
+__all__ = ["Subscription", "Trace"]
+
+
+class Trace:
+    """One submission, and its outputs as they come.
+
+    An async context manager: entering it returns once the submission is durable, and leaving it stops reading.
+    `start()` and `aclose()` do the same by hand. Leaving early stops only this reader: the generation itself goes on to
+    its end on the engine, and other consumers of it are not disturbed.
+
+    An async iterator of [`Output`][tracewire.Output] and [`Restarted`][tracewire.Restarted] items, over when the trace
+    is. A rejected trace raises `TraceRejected` in place of its first item; one whose block failed raises
+    `InterventionError` after its last output.
+    """
+
+    def __init__(self, client: Client, submission: Submission) -> None:
+        self._client = client
+        self._submission = submission
+        self._fold = Fold()
+        self._reader: EventReader | None = None
+        self._closed = False
+        self._reading = anyio.Lock()
+        #: Read by `result()` or `accepted()` while an iteration is under way, and kept for it.
+        self._items: deque[Output | Restarted] = deque()
+        self._keep = True
+        self._iterated = False
+        self._dropped = False
+        self._accepted: Accepted | None = None
+        self._result: Result | None = None
+        self._mismatch: DigestMismatch | None = None
+
+    @property
+    def id(self) -> str:
+        """The trace's id: whoever holds it can follow the trace."""
+        return self._submission.trace
+
+    @property
+    def model(self) -> str:
+        """Name of the model that it runs on."""
+        return self._submission.model
+
+    @property
+    def status(self) -> str | None:
+        """How it ended, or `None` as long as this handle has not read its end."""
+        return self._fold.status
+
+    def __repr__(self) -> str:
+        if self._reader is None:
+            state = "not started"
+        else:
+            state = self._fold.status or ("closed" if self._closed else "running")
+        return f"<Trace {self.id} on {self.model!r}: {state}>"
+
+    # --- life ---------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Submit it; durable on return. A second call does nothing.
+
+        Raises:
+            UnknownModel: no live engine serves the model.
+            UnknownModulePath: the block names a module that the model does not have.
+            ConnectError: Redis does not answer.
+        """
+        if self._reader is not None:
+            return
+        if self._closed:
+            raise TracewireError(f"trace {self.id} is closed")
+        bus = self._client._open_bus()
+        await self._check_paths()
+        with bus_errors():
+            try:
+                await bus.submit(self._submission)
+            except EntryTooLarge as error:
+                raise TraceRejected(
+                    "submission", f"{error}; most of it is the block's variables, or the prompts"
+                ) from None
+            self._reader = EventReader(self.id, bus.read(self.id), "start")
+
+    async def _check_paths(self) -> None:
+        from tracewire_bus.tree import check_block
+
+        tree = (await self._client._find(self.model, None)).tree
+        block = self._submission.block
+        if block is None:
+            return
+        for problem in check_block(tree, block.source, block.parameters[0]):
+            raise UnknownModulePath(
+                problem.path,
+                problem.nearest,
+                filename=block.filename,
+                line=block.first_line + problem.line - 1,
+                source=block.source.splitlines()[problem.line - 1].strip(),
+            )
+
+    async def aclose(self) -> None:
+        """Stop reading. Idempotent, and finishes even when cancelled. The trace itself goes on."""
+        self._closed = True
+        if self._reader is not None:
+            with anyio.CancelScope(shield=True):
+                await self._reader.aclose()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    # --- reading ------------------------------------------------------------------------------------------------------
+
+    async def accepted(self) -> Accepted:
+        """Wait until an engine has taken the trace, and return what it said.
+
+        Raises:
+            TraceRejected: it refused, naming the field at fault.
+            TraceFailed: it ended before any engine accepted it.
+        """
+        await self._read_until(lambda: self._accepted is not None or self._fold.finished)
+        if self._accepted is None or self._fold.status == "rejected":
+            self._raise_failure()
+        assert self._accepted is not None
+        return self._accepted
+
+    def __aiter__(self) -> Self:
+        if self._dropped:
+            raise TracewireError(
+                f"result() has read the outputs of trace {self.id}: iterate before or beside it, "
+                f"or read them again with client.subscribe({self.id!r})"
+            )
+        self._iterated = True
+        return self
+
+    async def __anext__(self) -> Output | Restarted:
+        self._iterated = True
+        await self._read_until(lambda: bool(self._items) or self._fold.finished)
+        if self._items:
+            return self._items.popleft()
+        self._raise_failure()
+        raise StopAsyncIteration
+
+    def state(self) -> State:
+        """What this handle has read so far, folded. Copies all containers; arrays are shared."""
+        return State(self.id, self._fold)
+
+    async def result(self) -> Result:
+        """Read to the end; return what was generated and saved, compared with what the engine collected.
+
+        It can be called at any time: alone, beside an iteration (which still gets every output) or after it, also by
+        several tasks.
+
+        Raises:
+            TraceRejected: the trace never ran; `field` says why.
+            InterventionError: its block raised; `result` holds what there was until then.
+            TraceFailed: its engine could not go on, or it was cancelled or expired; `result` likewise.
+            StateMismatch: what arrived is not what the engine collected.
+        """
+        if not self._iterated and not self._fold.finished:
+            # Nobody is there to get them: keep the state only.
+            self._keep = False
+        await self._read_until(lambda: self._fold.finished)
+        result = self._settled()
+        if self._mismatch is not None:
+            raise StateMismatch(f"trace {self.id}: {self._mismatch}", self._mismatch.names)
+        self._raise_failure()
+        return result
+
+    def _settled(self) -> Result:
+        """The result, built and compared once."""
+        if self._result is None:
+            try:
+                self._fold.verify()
+            except DigestMismatch as error:
+                self._mismatch = error
+            self._result = Result(self.id, self._fold)
+        return self._result
+
+    async def _read_until(self, done: Callable[[], bool]) -> None:
+        """Read and fold events until `done`. Several tasks may read: what one reads counts for all."""
+        while not done():
+            async with self._reading:
+                if done():
+                    return
+                if self._reader is None:
+                    raise TracewireError(
+                        f"trace {self.id} has not been started: enter it with `async with`, or await its start()"
+                    )
+                event = await self._reader.next(self._fold)
+                if event is None:
+                    raise TracewireError(
+                        f"trace {self.id} was closed before its end was read: it goes on, and "
+                        f"client.subscribe({self.id!r}) or client.state({self.id!r}) reads it"
+                    )
+                self._take(event)
+
+    def _take(self, event: Event) -> None:
+        if isinstance(event, Accepted):
+            self._accepted = event
+        elif isinstance(event, Output | Restarted):
+            if self._iterated or self._keep:
+                self._items.append(event)
+            else:
+                self._items.clear()
+                self._dropped = True
+
+    def _raise_failure(self) -> None:
+        """Raise what the trace ended with, if it did not end well."""
+        status, error = self._fold.status, self._fold.error
+        if status in ("finished", "stopped"):
+            return
+        if status == "rejected" and error is not None:
+            raise rejection(error, self.id)
+        if status == "failed" and error is not None and error.field == "block":
+            raise InterventionError(error, trace=self.id, result=self._settled())
+        raise TraceFailed(
+            error.message if error else "",
+            trace=self.id,
+            status=status or "failed",
+            type=error.type if error else None,
+            result=self._settled(),
+        )
+
+
+class Subscription:
+    """A trace's events, in order, each once: first what is there, then what comes, up to and with the final.
+
+    An async iterator, and an async context manager for those who leave before the end. Reading begins with `start()`,
+    with entering, or with the first item; `since="now"` means that moment.
+    """
+
+    def __init__(self, client: Client, trace: str, reader: EventReader, names: Iterable[str] | None) -> None:
+        if isinstance(names, str):
+            raise TypeError(f"names is a collection of saved names, as in {{{names!r}}}, not a string")
+        self.trace = trace
+        self._client = client
+        self._reader = reader
+        self._names = None if names is None else frozenset(names)
+        self._started = False
+        self._ended = False
+
+    @property
+    def position(self) -> str:
+        """Id of the last event read: `subscribe(trace, since=subscription.position)` goes on after it."""
+        return self._reader.position
+
+    async def start(self) -> None:
+        """Begin to read. A second call does nothing.
+
+        Raises:
+            UnknownTrace: no such trace was submitted, or it has expired.
+        """
+        if self._started:
+            return
+        bus = self._client._open_bus()
+        with bus_errors():
+            if not await bus.exists(self.trace):
+                raise UnknownTrace(self.trace)
+        await self._reader.start()
+        self._started = True
+
+    async def aclose(self) -> None:
+        """Stop reading. Idempotent, and finishes even when cancelled."""
+        self._ended = True
+        with anyio.CancelScope(shield=True):
+            await self._reader.aclose()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Event:
+        if self._ended:
+            raise StopAsyncIteration
+        await self.start()
+        event = await self._reader.next()
+        if event is None:
+            self._ended = True
+            raise StopAsyncIteration
+        return event if self._names is None else only(event, self._names)
+
+    def __repr__(self) -> str:
+        return f"<Subscription to {self.trace} at {self.position}>"

@@ -1,0 +1,143 @@
+"""The same blocks by nnsight's own way and through Tracewire, on one engine, compared bit for bit. Prints one JSON line.
+
+nnsight's way is its async backend: a `with model.trace(...)` block, pickled onto the request, whose saves come with the
+finished output. Tracewire's is the whole way over the bus. Requests run one at a time, so that the batch is the same.
+"""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("VLLM_CPU_ATTN_SPLIT_KV", "0")
+
+import anyio
+import tracewire
+import tracewire_engine  # noqa: F401 (before nnsight)
+from tracewire_bus.streams import Bus
+from tracewire_bus.values import digest
+
+PROMPT = "class Stack:\n    def push(self, item):\n"
+SAMPLING = {"max_tokens": 12, "temperature": 0.0, "ignore_eos": True}
+
+
+@tracewire.intervention
+def reads(model, tracer, live):
+    hidden = [].save()
+    table = {}.save()
+    for step in tracer.iter[:]:
+        hidden.append(model.model.layers[2].output[0][-1].clone())
+        qkv = model.model.layers[3].self_attn.qkv_proj.output[0]
+        table[step] = (qkv.shape[-1], qkv[-1, :4].clone())
+        logits = model.logits.clone().save()
+
+
+@tracewire.intervention
+def edits(model, tracer, live):
+    norms = [].save()
+    for step in tracer.iter[:]:
+        model.model.layers[4].output[0][:] *= 1.5
+        if step == 5:
+            model.model.layers[5].mlp.output = model.model.layers[5].mlp.output * 0
+        norms.append(model.model.layers[6].output[0].float().norm().clone())
+        sampled = model.samples.clone().save()
+
+
+@tracewire.intervention
+def forces(model, tracer, live):
+    for _ in tracer.iter[:3]:
+        model.samples[:] = 7
+    after = model.model.layers[0].input.clone().save()
+
+
+async def by_nnsight(model):
+    """Each block as nnsight would have it written."""
+    results = {}
+    with model.trace(PROMPT, **SAMPLING) as tracer:
+        hidden = [].save()
+        table = {}.save()
+        for step in tracer.iter[:]:
+            hidden.append(model.model.layers[2].output[0][-1].clone())
+            qkv = model.model.layers[3].self_attn.qkv_proj.output[0]
+            table[step] = (qkv.shape[-1], qkv[-1, :4].clone())
+            logits = model.logits.clone().save()
+    results["reads"] = await tracer.backend
+    with model.trace(PROMPT, **SAMPLING) as tracer:
+        norms = [].save()
+        for step in tracer.iter[:]:
+            model.model.layers[4].output[0][:] *= 1.5
+            if step == 5:
+                model.model.layers[5].mlp.output = model.model.layers[5].mlp.output * 0
+            norms.append(model.model.layers[6].output[0].float().norm().clone())
+            sampled = model.samples.clone().save()
+    results["edits"] = await tracer.backend
+    with model.trace(PROMPT, **SAMPLING) as tracer:
+        for _ in tracer.iter[:3]:
+            model.samples[:] = 7
+        after = model.model.layers[0].input.clone().save()
+    results["forces"] = await tracer.backend
+    return {
+        name: {
+            "token_ids": list(output.outputs[0].token_ids),
+            "saves": {key: digest(value).hex() for key, value in sorted(output.saves.items())},
+        }
+        for name, output in results.items()
+    }
+
+
+async def by_tracewire(url):
+    """The same blocks over the bus."""
+    results = {}
+    async with tracewire.connect(url) as client:
+        model = await client.model("demo", wait_for_engine=30)
+        for name, block in (("reads", reads), ("edits", edits), ("forces", forces)):
+            async with client.trace(model, PROMPT, block, **SAMPLING) as trace:
+                result = await trace.result()
+            results[name] = {
+                "token_ids": list(result.token_ids),
+                "saves": {key: digest(value).hex() for key, value in sorted(result.saves.items())},
+            }
+    return results
+
+
+async def compare(model, link, info):
+    """Run both ways on one engine."""
+    from tracewire_engine.adapter import Adapter
+    from tracewire_engine.vllm_engine import VllmEngine
+
+    engine = VllmEngine(model, link)
+    async with Bus.open("embedded://") as bus:
+        adapter = Adapter(engine, info, bus)
+        async with anyio.create_task_group() as group:
+            group.start_soon(adapter.run)
+            ours = await by_tracewire(bus.url)
+            theirs = await by_nnsight(model)
+            tracked = await engine.tracked()
+            adapter.stop()
+    return {"tracewire": ours, "nnsight": theirs, "tracked": tracked}
+
+
+def main():
+    """Start the engine in this process."""
+    from tracewire_engine.cli import demo_model
+    from tracewire_engine.link import LinkReceiver
+    from tracewire_engine.model import build_engine, describe
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    arguments = AsyncEngineArgs(model=str(Path(demo_model())), kv_cache_memory_bytes=512 << 20)
+    with LinkReceiver() as link:
+        model = build_engine(arguments, link.address)
+        try:
+            figures = anyio.run(compare, model, link, describe(model, "demo", 16))
+        finally:
+            model.vllm_entrypoint.shutdown()
+            model.vllm_entrypoint = None
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()
