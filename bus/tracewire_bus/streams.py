@@ -331,10 +331,10 @@ class _Intake:
         self.claimed: set[str] = set()
         #: Redis may hold claims of ours that were never handed out.
         self._lost = False
+        self._backoff = Backoff()
 
     async def take(self, count: int, block_ms: int) -> list[Taken]:
         deadline = anyio.current_time() + block_ms / 1000
-        backoff = Backoff()
         while True:
             left_ms = max(0, round((deadline - anyio.current_time()) * 1000))
             try:
@@ -347,6 +347,7 @@ class _Intake:
                 self._lost = True
                 found = await self._read(count, ">", left_ms)
                 self._lost = False
+                self._backoff.reset()
                 return found
             except Exception as error:
                 if str(error).startswith("NOGROUP"):
@@ -354,9 +355,9 @@ class _Intake:
                     continue
                 if not is_transient(error):
                     raise as_bus_error(error) from error
-                level = logging.WARNING if backoff.failures == 0 else logging.DEBUG
-                logger.log(level, "the intake of %s waits for Redis: %s", self.queue, error)
-                await anyio.sleep(min(backoff.next(), max(0.05, deadline - anyio.current_time())))
+                pause = self._backoff.next()
+                logger.log(self._backoff.level, "the intake of %s waits for Redis: %s", self.queue, error)
+                await anyio.sleep(min(pause, max(0.05, deadline - anyio.current_time())))
                 if anyio.current_time() >= deadline:
                     return []
 

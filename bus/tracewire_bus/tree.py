@@ -44,7 +44,7 @@ class UnknownModule(AttributeError, LookupError):
 
 @dataclass(frozen=True, slots=True)
 class PathProblem:
-    """A path in a block's source that leads nowhere: where it stands (lines from 1, columns from 0), and what is near."""
+    """A path in a block that leads nowhere, where it stands (lines from 1, columns from 0), and what is near."""
 
     path: str
     line: int
@@ -111,11 +111,14 @@ class ModuleTree:
             or name in self._attributes.get(self._classes[path], ())
         )
 
+    def _words(self, path: str) -> list[str]:
+        return sorted({*MODULE_WORDS, *(() if path else ROOT_WORDS), *self._attributes.get(self._classes[path], ())})
+
     def nearest(self, path: str) -> str | None:
         """The existing path that someone who wrote `path` most likely meant, or None if nothing is near.
 
-        Where `path` goes wrong, a child of similar name; else a path that ends as `path` does; else the most similar
-        one.
+        Where `path` goes wrong, a child or a readable name spelled alike; else a path that ends as `path` does; else
+        the most similar one.
         """
         known, rest = self._split(path)
         if not rest:
@@ -124,6 +127,10 @@ class ModuleTree:
         meant = _similar(rest[0], list(names))
         if meant is not None:
             return self._further(names[meant], rest[1:])
+        if len(rest) == 1:
+            word = _similar(rest[0], self._words(known))
+            if word is not None:
+                return f"{known}.{word}" if known else word
         ends = [other for other in self._classes if other.endswith("." + path)]
         if ends:
             return min(ends, key=len)
@@ -352,7 +359,7 @@ class _Checker(ast.NodeVisitor):
         if not any(self.binds(inner) for inner in _own_scope(node)):
             self.generic_visit(node)
 
-    visit_FunctionDef = visit_AsyncFunctionDef = visit_Lambda = _function  # noqa: N815
+    visit_FunctionDef = visit_AsyncFunctionDef = visit_Lambda = _function
 
     def visit_Try(self, node: ast.Try) -> None:
         """Skip what a handler may be waiting for."""

@@ -118,9 +118,12 @@ def _kind(value: Any) -> str | None:
     known = _NATIVE_KINDS.get(type(value))
     if known is not None:
         return known
-    if is_array(value):
-        return "array"
-    # Bool cannot be subclassed. The first base that is native decides: a namedtuple is a tuple, an IntEnum an int.
+    # Before its bases are looked at: NumPy's float64 is a float too.
+    return "array" if is_array(value) else _native_kind(value)
+
+
+def _native_kind(value: Any) -> str | None:
+    """The kind of the first native class that a value derives from: a namedtuple is a tuple, an IntEnum an int."""
     for base in type(value).__mro__:
         known = _NATIVE_KINDS.get(base)
         if known is not None:
@@ -165,7 +168,7 @@ def path_key(key: Any, path: Path = ()) -> Any:
     Raises:
         Unsavable: naming `path`, the dict's own. Integers beyond 64 bits and NaN (which finds nothing) are refused too.
     """
-    match _NATIVE_KINDS.get(type(key)) or (None if is_array(key) and not isinstance(key, float) else _kind(key)):
+    match _native_kind(key):
         case "str":
             return _text(key, path)
         case "none" | "bool":
@@ -176,16 +179,12 @@ def path_key(key: Any, path: Path = ()) -> Any:
             plain = int.__index__(key)
             if _INT_MIN <= plain <= _INT_MAX:
                 return plain
-            raise Unsavable(path, f"an integer key must fit 64 bits, got {_shorten(plain)}; keys can be {_KEYS}")
+            raise Unsavable(path, f"an integer key must fit 64 bits, got {plain.bit_length()}; keys can be {_KEYS}")
         case "float":
             if key == key:
                 return float.__float__(key)
             raise Unsavable(path, f"a key that is NaN finds nothing again; keys can be {_KEYS}")
     raise Unsavable(path, f"a key of type {type(key).__qualname__} cannot travel; keys can be {_KEYS}")
-
-
-def _shorten(number: int) -> str:
-    return f"one of {number.bit_length()} bits"
 
 
 def _text(value: str, path: Path) -> str:

@@ -199,8 +199,7 @@ class Writer:
                 repeated = True
                 problem = error
             pause = backoff.next()
-            level = logging.WARNING if backoff.failures in (1, 10) else logging.DEBUG
-            logger.log(level, "%d entries wait for Redis: %s", len(batch), problem)
+            logger.log(backoff.level, "%d entries wait for Redis: %s", len(batch), problem)
             await anyio.sleep(pause)
         for item, outcome in zip(batch, outcomes, strict=True):
             if not isinstance(outcome, Exception):

@@ -29,6 +29,8 @@ from tracewire_bus.codec import digest_bytes
 from tracewire_bus.messages import Block, Failure
 from tracewire_bus.values import unpack
 
+from . import watchdog
+
 __all__ = ["BlockCache", "BlockMediator", "BlockTracer", "LiveValues", "failure_of", "is_stop", "to_tensors"]
 
 _blocks = msgspec.msgpack.Decoder(Block)
@@ -48,6 +50,10 @@ class BlockMediator(Mediator):
         #: What the block raised, with its traceback, however it was thrown in.
         self.raised: BaseException | None = None
         self.compiled: _Compiled | None = None
+
+    def switch(self, *args: Any) -> Any:
+        with watchdog.turn():
+            return super().switch(*args)
 
     def _run(self) -> None:
         try:

@@ -64,6 +64,13 @@ def main(arguments: list[str] | None = None) -> int:
         help="keep CUDA graphs, and serve this location in them (repeatable), as model.layers.*.output",
     )
     ours.add_argument(
+        "--block-timeout",
+        type=float,
+        default=10.0,
+        metavar="SECONDS",
+        help="how long a block may compute without asking the model for anything (0: any time)",
+    )
+    ours.add_argument(
         "--check-collect",
         action="store_true",
         help="check every trace's saves against what nnsight's own collect returns (costs throughput)",
@@ -101,6 +108,7 @@ def _serve(vllm_arguments: object, name: str, options: argparse.Namespace) -> in
             link.address,
             options.tap,
             check_collect=options.check_collect,
+            block_timeout_s=options.block_timeout,
         )
         try:
             info = describe(model, name, options.capacity)

@@ -26,7 +26,7 @@ from tracewire_bus.messages import EngineInfo, ModuleInfo, Versions
 
 from .orphans import ADAPTER_PID
 from .residual import find_layers
-from .wiring import CHECK_COLLECT, LINK_ADDRESS
+from .wiring import BLOCK_TIMEOUT, CHECK_COLLECT, LINK_ADDRESS
 
 __all__ = ["EngineModel", "UnsupportedSetting", "build_engine", "describe", "refuse_unsupported", "versions"]
 
@@ -84,12 +84,18 @@ def refuse_unsupported(arguments: AsyncEngineArgs) -> None:
 
 
 def build_engine(
-    arguments: AsyncEngineArgs, link_address: str, taps: Iterable[str] = (), *, check_collect: bool = False
+    arguments: AsyncEngineArgs,
+    link_address: str,
+    taps: Iterable[str] = (),
+    *,
+    check_collect: bool = False,
+    block_timeout_s: float = 10.0,
 ) -> EngineModel:
     """Start `AsyncLLM` (its processes included) and return nnsight's model around it.
 
     Blocks until the engine is ready. `vllm_entrypoint` of the result is the `AsyncLLM`. With `check_collect`, every
-    trace's manifest is made from what nnsight's own collect returns, at the cost of that collect.
+    trace's manifest is made from what nnsight's own collect returns, at the cost of that collect. `block_timeout_s` limits
+    each turn of a block (see `watchdog.py`); 0 for no limit.
     """
     refuse_unsupported(arguments)
     os.environ[ADAPTER_PID] = str(os.getpid())
@@ -111,6 +117,7 @@ def build_engine(
         **(options.get("additional_config") or {}),
         LINK_ADDRESS: link_address,
         CHECK_COLLECT: check_collect,
+        BLOCK_TIMEOUT: block_timeout_s,
     }
     return EngineModel(arguments.model, mode="async", dispatch=True, taps=taps, **options)
 

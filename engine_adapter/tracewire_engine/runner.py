@@ -26,13 +26,13 @@ from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from tracewire_bus.messages import Failure, Manifest
 from tracewire_bus.values import digest
 
-from . import marks
+from . import marks, watchdog
 from .blocks import BlockCache, BlockMediator, failure_of, is_stop
 from .hosting import HostCopy
 from .link import FinishRecord, LinkSender, Report, StepRecord
 from .residual import Residual, find_layers
 from .saves import SaveTracker
-from .wiring import BLOCK_ARG, CHECK_COLLECT, LINK_ADDRESS, LIVE_ARG
+from .wiring import BLOCK_ARG, BLOCK_TIMEOUT, CHECK_COLLECT, LINK_ADDRESS, LIVE_ARG
 
 __all__ = ["TracedModel", "TracedRequests", "TracewireRunner"]
 
@@ -111,6 +111,7 @@ class TracewireRunner(NNsightGPUModelRunner):
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
         marks.install()
+        watchdog.limit_turns(self.vllm_config.additional_config.get(BLOCK_TIMEOUT, 0.0))
         model = self.nnsight_model
         model.__class__ = TracedModel
         model.__dict__["_tracewire_layers"] = find_layers(self.get_model().named_modules())
@@ -212,11 +213,12 @@ class TracewireRunner(NNsightGPUModelRunner):
 
     def _collected(self, request: Request) -> dict[str, Any]:
         """What nnsight's own collect returns for a finished request, by its own way: wound up, pickled, unpickled."""
+        # By the scheduler's id, which names this choice alone; nnsight then files it under the id's stem.
         ids = [request.id]
         payload = self.collect_nnsight(ids, ids)
         self.nnsight_requests.requests[request.id] = request
-        sequences = pickle.loads(payload)[request.engine_id]["sequences"] if payload else {}  # noqa: S301
-        saves: dict[str, Any] = sequences[request.index]["saves"]
+        sequences = pickle.loads(payload)[request.stem]["sequences"] if payload else {}  # noqa: S301
+        saves: dict[str, Any] = sequences[0]["saves"]
         return saves
 
     def _finish_record(self, request: Request, traced: _Traced) -> FinishRecord:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["BLOCK_ARG", "CHECK_COLLECT", "LINK_ADDRESS", "LIVE_ARG"]
+__all__ = ["BLOCK_ARG", "BLOCK_TIMEOUT", "CHECK_COLLECT", "LINK_ADDRESS", "LIVE_ARG"]
 
 #: Keys of a request's `SamplingParams.extra_args`: an encoded `Block`, and its packed live parameters.
 BLOCK_ARG = "tracewire_block"
@@ -13,3 +13,6 @@ LINK_ADDRESS = "tracewire_link"
 
 #: Key of `additional_config`: take the digests in a final's manifest from what nnsight's own collect returns.
 CHECK_COLLECT = "tracewire_check_collect"
+
+#: Key of `additional_config`: how long one turn of a block may take, in seconds.
+BLOCK_TIMEOUT = "tracewire_block_timeout"

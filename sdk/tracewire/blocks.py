@@ -422,8 +422,10 @@ def _importable(name: str, value: Any, source: FunctionSource) -> tuple[str, str
     candidates: list[tuple[Any, Any]] = []
     if isinstance(value, type) or callable(value):
         candidates.append((module, qualified))
-        # Builtin functions of extension modules say little about themselves; the import statement knows.
+        # Builtin functions of extension modules say little about themselves; an import statement may know.
         candidates += source.imports.get(name, ())
+        candidates += [(star, name) for star, _ in source.imports.get("*", ())]
+        candidates += [(root, getattr(value, "__name__", None)) for root in ("torch", "numpy")]
     elif type(value).__module__ == "torch" and type(value).__qualname__ == "dtype":
         candidates.append(("torch", str(value).rpartition(".")[2]))
     for module, path in candidates:

@@ -10,7 +10,7 @@ import uuid
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from datetime import timedelta
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import anyio
 
@@ -26,6 +26,9 @@ from .events import EventReader, bus_errors
 from .model import Model, ModelInfo
 from .state import State
 from .trace import Subscription, Trace
+
+if TYPE_CHECKING:
+    from tracewire_bus.tree import ModuleTree
 
 __all__ = ["Client", "Prompt", "PromptInput", "connect"]
 
@@ -92,7 +95,8 @@ class Client:
         self._url = bus.url
         self._name = name
         self._registry: dict[str, list[EngineInfo]] = {}
-        self._models: dict[str, tuple[EngineInfo, Model]] = {}
+        #: Built once for each engine that published one.
+        self._trees: dict[str, tuple[str, ModuleTree]] = {}
         self._looked = -math.inf
 
     @property
@@ -139,11 +143,11 @@ class Client:
         from tracewire_bus.tree import ModuleTree
 
         engines = self._registry[name]
-        known, model = self._models.get(name, (None, None))
-        if model is None or known is None or known.engine != engines[0].engine:
-            model = Model(ModelInfo.of(engines), ModuleTree(engines[0]))
-            self._models[name] = (engines[0], model)
-        return model
+        engine, tree = self._trees.get(name, ("", None))
+        if tree is None or engine != engines[0].engine:
+            tree = ModuleTree(engines[0])
+            self._trees[name] = (engines[0].engine, tree)
+        return Model(ModelInfo.of(engines), tree)
 
     async def _look(self, age: float) -> None:
         """Read the registry, unless what was read is younger than `age` seconds."""
@@ -212,8 +216,12 @@ class Client:
         """
         if not isinstance(trace_id, str):
             raise TypeError(f"expected a trace's id, got {_shown(trace_id)}")
-        reader = EventReader(trace_id, self._open_bus().read(trace_id, since), since)
-        return Subscription(self, trace_id, reader, names)
+        bus = self._open_bus()
+        try:
+            entries = bus.read(trace_id, since)
+        except ValueError:
+            raise ValueError(f"since is 'start', 'now' or an event's id '<attempt>-<seq>', not {since!r}") from None
+        return Subscription(self, trace_id, EventReader(trace_id, entries, since), names)
 
     async def state(self, trace_id: str) -> State:
         """A trace's folded state now: replayed up to its present last event.

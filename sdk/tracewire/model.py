@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tracewire_bus.tree import ModuleTree
-
     from tracewire_bus.messages import EngineInfo
+    from tracewire_bus.tree import ModuleTree
 
 __all__ = ["Model", "ModelInfo"]
 
@@ -59,7 +58,8 @@ class Model:
         self.tree = tree
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
+        if name.startswith("__") or name == "tree":
+            # Asked of an object that is not set up yet, as copying does.
             raise AttributeError(name)
         return getattr(self.tree, name)
 

@@ -73,6 +73,21 @@ def find(function: types.FunctionType) -> FunctionSource:
         BlockError: there is none, or it is not the one that the function was compiled from.
     """
     code = function.__code__
+    key = (code, code.co_filename)
+    if (known := _found.get(key)) is None:
+        while len(_found) >= _FOUND_MOST:
+            del _found[next(iter(_found))]
+        known = _found[key] = _read(function)
+    return known
+
+
+#: Sources read so far: what was read first is nearest to what was compiled, and reading takes time.
+_found: dict[tuple[types.CodeType, str], FunctionSource] = {}
+_FOUND_MOST = 512
+
+
+def _read(function: types.FunctionType) -> FunctionSource:
+    code = function.__code__
     name, filename, line = function.__name__, code.co_filename, code.co_firstlineno
     linecache.checkcache(filename)
     lines = linecache.getlines(filename, function.__globals__)

@@ -55,7 +55,9 @@ class Trace:
         self._fold = Fold()
         self._reader: EventReader | None = None
         self._closed = False
-        self._reading = anyio.Lock()
+        #: Whether some task reads the next event; the others wait for its progress.
+        self._reading = False
+        self._progress = anyio.Event()
         #: Read by `result()` or `accepted()` while an iteration is under way, and kept for it.
         self._items: deque[Output | Restarted] = deque()
         self._keep = True
@@ -107,9 +109,8 @@ class Trace:
             try:
                 await bus.submit(self._submission)
             except EntryTooLarge as error:
-                raise TraceRejected(
-                    "submission", f"{error}; most of it is the block's variables, or the prompts"
-                ) from None
+                hint = "make the block's variables or the prompts smaller"
+                raise TraceRejected("submission", f"{error}: {hint}") from None
             self._reader = EventReader(self.id, bus.read(self.id), "start")
 
     async def _check_paths(self) -> None:
@@ -213,15 +214,17 @@ class Trace:
         return self._result
 
     async def _read_until(self, done: Callable[[], bool]) -> None:
-        """Read and fold events until `done`. Several tasks may read: what one reads counts for all."""
+        """Read and fold events until `done`. Several tasks may wait: one of them reads, one event a turn, for all."""
         while not done():
-            async with self._reading:
-                if done():
-                    return
-                if self._reader is None:
-                    raise TracewireError(
-                        f"trace {self.id} has not been started: enter it with `async with`, or await its start()"
-                    )
+            if self._reading:
+                await self._progress.wait()
+                continue
+            if self._reader is None:
+                raise TracewireError(
+                    f"trace {self.id} has not been started: enter it with `async with`, or await its start()"
+                )
+            self._reading = True
+            try:
                 event = await self._reader.next(self._fold)
                 if event is None:
                     raise TracewireError(
@@ -229,6 +232,11 @@ class Trace:
                         f"client.subscribe({self.id!r}) or client.state({self.id!r}) reads it"
                     )
                 self._take(event)
+            finally:
+                # Also when this task was cancelled: another one reads on.
+                self._reading = False
+                self._progress.set()
+                self._progress = anyio.Event()
 
     def _take(self, event: Event) -> None:
         if isinstance(event, Accepted):

@@ -152,6 +152,7 @@ def cannot_travel(model, tracer, live):
     bad = [1].save()
     loop = [1].save()
     for step in tracer.iter[:]:
+        model.residual(0).output
         good.append(step)
         if step == 1:
             bad.append(object())
@@ -172,3 +173,11 @@ def small_numbers(model, tracer, live, save):
 def whole_prompt(model, tracer, live):
     """A whole prompt's activations, at prefill only."""
     stream = model.residual(5).output.save()
+
+
+@tracewire.intervention
+def never_returns(model, tracer, live):
+    """Asks the model for nothing, for ever."""
+    count = 0
+    for step in tracer.iter[:]:
+        count += 1

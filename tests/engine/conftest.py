@@ -90,7 +90,9 @@ async def engine_bus() -> AsyncIterator[str]:
 @pytest.fixture(scope="session")
 def engine(engine_bus: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
     """The shared engine. Every trace's saves are also collected by nnsight's own collect and compared by digest."""
-    with running_engine(engine_bus, tmp_path_factory.mktemp("engine"), "--check-collect") as engine:
+    with running_engine(
+        engine_bus, tmp_path_factory.mktemp("engine"), "--check-collect", "--block-timeout", "3"
+    ) as engine:
         yield engine
 
 

@@ -16,6 +16,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_CPU_ATTN_SPLIT_KV", "0")
 
 import anyio
+
 import tracewire
 import tracewire_engine  # noqa: F401 (before nnsight)
 from tracewire_bus.streams import Bus
@@ -123,10 +124,11 @@ async def compare(model, link, info):
 
 def main():
     """Start the engine in this process."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
     from tracewire_engine.cli import demo_model
     from tracewire_engine.link import LinkReceiver
     from tracewire_engine.model import build_engine, describe
-    from vllm.engine.arg_utils import AsyncEngineArgs
 
     arguments = AsyncEngineArgs(model=str(Path(demo_model())), kv_cache_memory_bytes=512 << 20)
     with LinkReceiver() as link:

@@ -9,14 +9,14 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+
 import tracewire
+from tests.engine import blocks_for_tests as blocks
 from tracewire import Client, InterventionError, Model, TraceRejected
 from tracewire_bus.codec import decode_event, encode, schema_text
 from tracewire_bus.messages import Block, Final, Invoke, Submission
 from tracewire_bus.streams import Bus
 from tracewire_bus.values import pack
-
-from . import blocks_for_tests as blocks
 
 PROMPT = "def add(a, b):\n    return"
 
@@ -100,7 +100,10 @@ async def test_a_block_that_raises_says_what_and_where(client: Client, model: Mo
                 if isinstance(output, tracewire.Output):
                     tokens += len(output.token_ids)
     error = failed.value
-    assert (error.type, error.source) == ("ValueError", "raise ValueError(f\"norm is {'high' if norm > 0 else 'low'}\")")
+    assert (error.type, error.source) == (
+        "ValueError",
+        "raise ValueError(f\"norm is {'high' if norm > 0 else 'low'}\")",
+    )
     assert error.filename is not None
     assert error.filename.endswith("blocks_for_tests.py")
     assert tokens == 4
@@ -111,6 +114,13 @@ async def test_a_block_that_exits_ends_itself_only(client: Client, model: Model)
     with pytest.raises(InterventionError, match="SystemExit"):
         async with client.trace(model, PROMPT, blocks.exits, max_tokens=3) as trace:
             await trace.result()
+
+
+async def test_a_block_that_never_returns_is_interrupted(client: Client, model: Model) -> None:
+    with pytest.raises(InterventionError, match="without asking the model") as failed:
+        async with client.trace(model, PROMPT, blocks.never_returns, max_tokens=3) as trace:
+            await trace.result()
+    assert failed.value.type == "BlockTimeout"
 
 
 async def test_a_read_out_of_order_is_the_block_s_error(client: Client, model: Model) -> None:
@@ -213,16 +223,15 @@ async def test_variables_that_are_garbage(bus: Bus) -> None:
 async def test_garbage_on_the_queue_is_dead_lettered(bus: Bus) -> None:
     queue = bus.keys.queue("demo")
     before = await bus.dead_count()
-    redis = bus._redis
-    await redis.xadd(queue, {b"d": b"\x00garbage"})
-    await redis.xadd(queue, {b"anything": b"else"})
+    await bus.command("XADD", queue, "*", b"d", b"\x00garbage")
+    await bus.command("XADD", queue, "*", b"anything", b"else")
     await final_of(bus, submission("after-the-garbage"))
     assert await bus.dead_count() == before + 2
 
 
 async def test_garbage_that_names_a_trace_is_answered_there(bus: Bus) -> None:
-    fields = {b"v": schema_text().encode(), b"t": b"garbage-with-a-name", b"d": b"\xc1"}
-    await bus._redis.xadd(bus.keys.queue("demo"), fields)
+    fields = (b"v", schema_text(), b"t", b"garbage-with-a-name", b"d", b"\xc1")
+    await bus.command("XADD", bus.keys.queue("demo"), "*", *fields)
     events = [decode_event(entry.data) async for entry in bus.read("garbage-with-a-name")]
     assert isinstance(events[-1], Final)
     assert events[-1].status == "rejected"
@@ -232,7 +241,7 @@ async def test_garbage_that_names_a_trace_is_answered_there(bus: Bus) -> None:
 
 async def test_a_newer_major_schema_is_answered_on_its_stream(bus: Bus) -> None:
     body = encode(submission("from-the-future"))
-    await bus._redis.xadd(bus.keys.queue("demo"), {b"v": b"2.0", b"t": b"from-the-future", b"d": body})
+    await bus.command("XADD", bus.keys.queue("demo"), "*", b"v", b"2.0", b"t", b"from-the-future", b"d", body)
     events = [decode_event(entry.data) async for entry in bus.read("from-the-future")]
     final = events[-1]
     assert isinstance(final, Final)
@@ -247,7 +256,7 @@ async def test_a_newer_minor_schema_with_fields_unknown_here_runs(bus: Bus) -> N
     body = msgspec.msgpack.decode(encode(submission("a-little-newer", sampling={"max_tokens": 2})))
     body["colour"] = "green"
     data = msgspec.msgpack.encode(body)
-    await bus._redis.xadd(bus.keys.queue("demo"), {b"v": b"1.9", b"t": b"a-little-newer", b"d": data})
+    await bus.command("XADD", bus.keys.queue("demo"), "*", b"v", b"1.9", b"t", b"a-little-newer", b"d", data)
     events = [decode_event(entry.data) async for entry in bus.read("a-little-newer")]
     assert isinstance(events[-1], Final)
     assert events[-1].status == "finished"

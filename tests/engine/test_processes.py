@@ -12,12 +12,12 @@ from pathlib import Path
 import anyio
 import psutil
 import pytest
+
 import tracewire
+from tests.engine import blocks_for_tests as blocks
+from tests.engine.conftest import ENVIRONMENT, EngineProcess, running_engine
 from tracewire_bus.embedded import EmbeddedServer
 from tracewire_bus.streams import Bus
-
-from . import blocks_for_tests as blocks
-from .conftest import ENVIRONMENT, EngineProcess, running_engine
 
 
 @pytest.fixture(scope="module")
@@ -95,5 +95,3 @@ async def test_sigkill_of_the_adapter_leaves_no_process(own_bus: str, tmp_path: 
         if engine.process.poll() is None:
             engine.process.kill()
         engine.process.wait()
-
-

@@ -1,5 +1,8 @@
 """A block travels as source with everything that it uses, or is refused naming the line or the variable."""
 
+# The functions here are what people write, names that exist on the engine only included.
+# ruff: noqa: B006, B008, B023, C416, E702, E731, F821
+
 from __future__ import annotations
 import __future__
 
@@ -82,7 +85,8 @@ def written(folder: Path, source: str, name: str = "written") -> types.ModuleTyp
     path = folder / f"{name}.py"
     path.write_text(textwrap.dedent(source))
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
@@ -114,7 +118,10 @@ def test_body_is_the_exact_text_at_its_own_lines() -> None:
     assert lines[2] == "# A comment stays."
     assert block.first_line + 1 == line_of("plain first")
     assert run(block)["second"] == 2
-    assert variables(block) == {} and not block.helpers and not block.modules and not block.imports
+    assert variables(block) == {}
+    assert not block.helpers
+    assert not block.modules
+    assert not block.imports
 
 
 def test_parameters_may_be_called_anything() -> None:
@@ -151,7 +158,8 @@ def test_multi_line_strings_keep_their_text_and_continuations_their_meaning() ->
     scope = run(watch.block())
     assert scope["text"] == "one\n    two\n            three\n"
     assert scope["joined"] == "a b"
-    assert scope["total"] == 6 and scope["other"] == [4]
+    assert scope["total"] == 6
+    assert scope["other"] == [4]
     assert scope["escaped"] == "6\n        end"
 
 
@@ -165,7 +173,8 @@ def test_body_on_the_line_of_the_def() -> None:
 
 
 def test_body_in_tabs_and_with_a_form_feed(tmp_path: Path) -> None:
-    source = "from tracewire import intervention\n\x0c\n@intervention\ndef watch(model, tracer, live):\n\tif model:\n\t\ta = 1\n\tb = 2\n"
+    head = "from tracewire import intervention\n\x0c\n@intervention\ndef watch(model, tracer, live):\n"
+    source = head + "\tif model:\n\t\ta = 1\n\tb = 2\n"
     module = written(tmp_path, source)
     assert module.watch.first_line == 5
     assert run(module.watch.block(), model=True)["a"] == 1
@@ -245,7 +254,8 @@ def test_functions_of_a_class() -> None:
 
 def test_source_of_a_notebook_cell() -> None:
     name = "/tmp/ipykernel_1/cell.py"
-    text = "factor = 4\n\n@intervention\ndef watch(model, tracer, live):\n    out = factor * helper(2)\n\ndef helper(x):\n    return x + 1\n"
+    text = "factor = 4\n\n@intervention\ndef watch(model, tracer, live):\n    out = factor * helper(2)\n"
+    text += "\ndef helper(x):\n    return x + 1\n"
     linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
     namespace: dict[str, Any] = {"intervention": intervention, "__name__": "__main__"}
     try:
@@ -253,7 +263,8 @@ def test_source_of_a_notebook_cell() -> None:
         block = namespace["watch"].block()
     finally:
         del linecache.cache[name]
-    assert block.filename == name and block.first_line == 5
+    assert block.filename == name
+    assert block.first_line == 5
     assert run(block)["out"] == 12
 
 
@@ -267,7 +278,8 @@ def test_body_need_not_be_runnable_here() -> None:
 
     block = watch.block()
     assert "import no_such_module_here" in block.source
-    assert not block.modules and not block.imports
+    assert not block.modules
+    assert not block.imports
 
 
 def test_imports_that_only_a_type_checker_runs_travel_by_name() -> None:
@@ -324,7 +336,7 @@ def test_nested_functions_comprehensions_lambdas_walrus_and_classes_in_the_body(
 
         something_local = None
         kept = [y for x in items if (y := x * 2) > threshold]
-        double = lambda x, *, k=SCALE: x * k + last  # noqa: E731
+        double = lambda x, *, k=SCALE: x * k + last
         last = y
         table = {a: b for a, b in zip(kept, generate(9), strict=False)}
         note: NeverEvaluated = "annotation"
@@ -351,7 +363,8 @@ def test_shadowed_names_are_not_captured() -> None:
         out = (lambda root: root + SCALE)(1)
 
     block = watch.block()
-    assert variables(block) == {} and not block.imports
+    assert variables(block) == {}
+    assert not block.imports
     assert run(block)["out"] == 11
 
 
@@ -468,7 +481,8 @@ def test_values_of_all_kinds() -> None:
     assert np.array_equal(values["array"], array)
     assert values["tensor"].dtype == ml_dtypes.bfloat16
     assert values["tensor"].astype(np.float32).tolist() == tensor.float().tolist()
-    assert values["tree"]["a"] == [1, (2.5, None)] and values["tree"]["deep"]["t"].shape == ()
+    assert values["tree"]["a"] == [1, (2.5, None)]
+    assert values["tree"]["deep"]["t"].shape == ()
     assert values["weights"].shape == (1, 2)
     assert values["DIRECTION"].tolist() == [0, 1, 2, 3]
 
@@ -512,11 +526,11 @@ def test_names_imported_from_installed_packages() -> None:
     from torch import bfloat16
     from torch.nn.functional import gelu as smooth
 
-    kind = torch.float16
+    kind, alias = torch.float16, torch.relu
 
     @intervention
     def watch(model, tracer, live, make=np.float32):
-        out = (root(4), stack([torch.ones(1)]).dtype, Alias(), smooth, Path("a"), bfloat16, kind, make(1))
+        out = (root(4), stack([torch.ones(1)]).dtype, Alias(), smooth, Path("a"), bfloat16, kind, make(1), alias)
 
     block = watch.block()
     assert block.imports == {
@@ -528,8 +542,24 @@ def test_names_imported_from_installed_packages() -> None:
         "bfloat16": ("torch", "bfloat16"),
         "kind": ("torch", "float16"),
         "make": ("numpy", "float32"),
+        "alias": ("torch", "relu"),
     }
     assert run(block)["out"][3] is smooth
+
+
+def test_names_of_a_star_import(tmp_path: Path) -> None:
+    source = """
+        from itertools import *
+        from math import *
+        from tracewire import intervention
+
+        @intervention
+        def watch(model, tracer, live):
+            out = (list(chain([1], [2])), floor(2.5))
+        """
+    block = written(tmp_path, source).watch.block()
+    assert block.imports == {"chain": ("itertools", "chain"), "floor": ("math", "floor")}
+    assert run(block)["out"] == ([1, 2], 2)
 
 
 def test_constants_imported_from_anywhere_travel_by_value() -> None:
@@ -574,8 +604,10 @@ def test_functions_that_call_functions_travel_with_what_they_use() -> None:
     block = watch.block()
     assert [helper.name for helper in block.helpers] == ["scaled", "offset"]
     helper = block.helpers[0]
-    assert helper.source.startswith("def scaled(") and "# A comment stays." in helper.source
-    assert helper.first_line + 2 == line_of("scaled") and helper.filename == str(HERE)
+    assert helper.source.startswith("def scaled(")
+    assert "# A comment stays." in helper.source
+    assert helper.first_line + 2 == line_of("scaled")
+    assert helper.filename == str(HERE)
     assert run(block)["out"] == 15
 
 
@@ -644,9 +676,9 @@ def test_default_values_travel_as_they_were_evaluated() -> None:
 
 def test_lambdas_bound_to_names() -> None:
     power = 2
-    square = lambda x: x**power  # noqa: E731
+    square = lambda x: x**power
     one, two = lambda x: x + 1, lambda y, k=SCALE: y + k
-    choose = lambda x: "big" if x > power else "small"  # noqa: E731
+    choose = lambda x: "big" if x > power else "small"
     # fmt: off
     long = (lambda
             x: [
@@ -654,7 +686,7 @@ def test_lambdas_bound_to_names() -> None:
             ])
     # fmt: on
     nested = (lambda: lambda x: x * power)()
-    outer = lambda: lambda x: x * power  # noqa: E731
+    outer = lambda: lambda x: x * power
 
     @intervention
     def watch(model, tracer, live):
@@ -687,7 +719,7 @@ def test_a_generator_function_may_be_called() -> None:
 
 def test_functions_see_the_variables_and_parameters_of_the_block() -> None:
     def help_out():
-        return late_bound + model.value  # noqa: F821
+        return late_bound + model.value
 
     @intervention
     def watch(model, tracer, live, **variables):
@@ -724,7 +756,8 @@ def test_a_function_that_has_its_own_model_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(BlockError, match=r"pass it to use\(\) as an argument") as caught:
         watch.block()
-    assert caught.value.filename == str(tmp_path / "own_model.py") and caught.value.line == 3
+    assert caught.value.filename == str(tmp_path / "own_model.py")
+    assert caught.value.line == 3
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
@@ -755,7 +788,8 @@ LINES = {
 @pytest.mark.parametrize("case", BODIES)
 def test_statements_that_no_block_can_have(case: str, tmp_path: Path) -> None:
     body = textwrap.indent(BODIES[case], "        ")
-    source = f"from tracewire import intervention\ndef make():\n    outer = 1\n    @intervention\n    def watch(model, tracer, live):\n{body}\nmake()\n"
+    head = "from tracewire import intervention\ndef make():\n    outer = 1\n    @intervention\n"
+    source = f"{head}    def watch(model, tracer, live):\n{body}\nmake()\n"
     with pytest.raises(BlockError) as caught:
         written(tmp_path, source)
     assert caught.value.filename == str(tmp_path / "written.py")
@@ -821,16 +855,17 @@ def test_names_that_stand_for_nothing() -> None:
     @intervention
     def watch(model, tracer, live, direction=1):
         first = direction
-        out = directon * 2  # noqa: F821  # mark: typo
+        out = directon * 2  # mark: typo
 
     with pytest.raises(BlockError, match=r"'directon' stands for nothing.*did you mean 'direction'\?") as caught:
         watch.block()
-    assert caught.value.line == line_of("typo") and caught.value.filename == str(HERE)
+    assert caught.value.line == line_of("typo")
+    assert caught.value.filename == str(HERE)
 
 
 def test_a_name_in_a_function_that_stands_for_nothing() -> None:
     def use():
-        return nowhere_at_all  # noqa: F821  # mark: helper typo
+        return nowhere_at_all  # mark: helper typo
 
     @intervention
     def watch(model, tracer, live):
@@ -883,8 +918,10 @@ def test_values_that_cannot_travel_are_named(case: str) -> None:
     with pytest.raises(UntransportableVariable, match=message) as caught:
         watch.block()
     error = caught.value
-    assert error.variable == "thing" and error.field == "variables.thing"
-    assert error.line == line_of("untransportable") and error.filename == str(HERE)
+    assert error.variable == "thing"
+    assert error.field == "variables.thing"
+    assert error.line == line_of("untransportable")
+    assert error.filename == str(HERE)
     assert "What can travel: numbers, strings" in str(error)
 
     @intervention
@@ -969,9 +1006,12 @@ def test_functions_that_cannot_travel() -> None:
 
 
 def test_an_intervention_looks_like_its_function() -> None:
-    assert plain.__name__ == "plain" and plain.__doc__ == "What it is for." and plain.name == "plain"
+    assert plain.__name__ == "plain"
+    assert plain.__doc__ == "What it is for."
+    assert plain.name == "plain"
     assert list(inspect.signature(plain).parameters) == ["model", "tracer", "live"]
-    assert plain.filename == str(HERE) and plain.source == plain.block().source
+    assert plain.filename == str(HERE)
+    assert plain.source == plain.block().source
 
     @intervention
     def watch(model, tracer, live, direction, scale=1.5, **variables):

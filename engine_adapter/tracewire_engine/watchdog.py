@@ -1,0 +1,63 @@
+"""A block that does not come back must not hold the engine.
+
+A block runs on the thread that runs the model: while it computes, every request waits. A loop that never asks the model for
+anything (`for step in tracer.iter[:]` over a body that reads nothing is one) would hang the engine for everybody. Each turn of a
+block therefore has a time limit, kept by a timer signal, which interrupts Python code, sleeps and locks on the main thread,
+where vLLM's workers run the model. It cannot interrupt C code that does not return to the interpreter, nor does it stop a block
+that catches everything, again and again; blocks of people who would do that belong on an engine of their own.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from greenlet import getcurrent
+
+__all__ = ["BlockTimeout", "limit_turns", "turn"]
+
+logger = logging.getLogger("vllm.tracewire")
+
+_limit_s = 0.0
+
+
+class BlockTimeout(Exception):
+    """A block's turn took longer than the engine allows."""
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    # The timer may ring just after the block has parked: the model must not be hit then.
+    if getattr(getcurrent(), "mediator", None) is not None:
+        raise BlockTimeout(
+            f"the block ran for {_limit_s:g} s without asking the model for anything; every request waits while it does"
+        )
+
+
+def limit_turns(seconds: float) -> None:
+    """Allow each turn of a block `seconds` (0: any time), on this process's main thread. Called once, there."""
+    global _limit_s
+    if seconds <= 0:
+        return
+    if threading.current_thread() is not threading.main_thread():
+        logger.warning("blocks run on a thread that no timer can interrupt here: their turns have no time limit")
+        return
+    signal.signal(signal.SIGALRM, _interrupt)
+    _limit_s = seconds
+
+
+@contextmanager
+def turn() -> Iterator[None]:
+    """Run one turn of a block under the limit."""
+    if not _limit_s:
+        yield
+        return
+    # Rings again each second, for a block that swallowed the first.
+    signal.setitimer(signal.ITIMER_REAL, _limit_s, 1.0)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)

@@ -1,0 +1,73 @@
+"""A way to Redis that can be cut where a test wants it cut."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import anyio
+from anyio.abc import SocketStream
+
+
+class Proxy:
+    """Forwards connections to Redis's socket. `url` is what to connect to."""
+
+    def __init__(self, socket: str, path: Path) -> None:
+        self._socket = socket
+        self.path = path
+        self.url = f"unix://{path}"
+        self._streams: set[SocketStream] = set()
+        #: Cut a connection instead of forwarding a reply to a request that held this.
+        self.swallow: bytes | None = None
+        self.swallowed = anyio.Event()
+        #: Turn new connections away.
+        self.away = False
+
+    async def cut(self) -> None:
+        """Close every connection."""
+        for stream in list(self._streams):
+            await anyio.aclose_forcefully(stream)
+
+    async def _forward(self, client: SocketStream) -> None:
+        if self.away:
+            await anyio.aclose_forcefully(client)
+            return
+        server = await anyio.connect_unix(self._socket)
+        cut = False
+
+        async def requests() -> None:
+            nonlocal cut
+            async for data in client:
+                if self.swallow is not None and self.swallow in data:
+                    cut = True
+                    self.swallow = None
+                await server.send(data)
+
+        self._streams |= {client, server}
+        try:
+            async with client, server, anyio.create_task_group() as group:
+                group.start_soon(requests)
+                async for data in server:
+                    if cut:
+                        self.swallowed.set()
+                        break
+                    await client.send(data)
+                group.cancel_scope.cancel()
+        except* (OSError, anyio.BrokenResourceError, anyio.ClosedResourceError, anyio.EndOfStream):
+            pass
+        finally:
+            self._streams -= {client, server}
+
+
+@asynccontextmanager
+async def proxy(url: str, folder: Path) -> AsyncIterator[Proxy]:
+    """A proxy in front of the Redis at `url`."""
+    through = Proxy(url.removeprefix("unix://"), folder / "p.sock")
+    listener = await anyio.create_unix_listener(through.path)
+    async with listener, anyio.create_task_group() as group:
+        group.start_soon(listener.serve, through._forward)
+        try:
+            yield through
+        finally:
+            group.cancel_scope.cancel()

@@ -1,0 +1,219 @@
+"""Messages: what is encoded is decoded, across versions, and bad bytes are told apart from new kinds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tracewire_bus.codec import (
+    NewerSchema,
+    UnknownKind,
+    check_schema,
+    decode_engine,
+    decode_event,
+    decode_submission,
+    digest_bytes,
+    encode,
+    schema_text,
+)
+from tracewire_bus.messages import (
+    Accepted,
+    Append,
+    Block,
+    Delete,
+    EngineInfo,
+    Failure,
+    Final,
+    Helper,
+    Invoke,
+    Manifest,
+    ModuleInfo,
+    Output,
+    RawOutput,
+    Restarted,
+    Set,
+    Submission,
+    Usage,
+    Versions,
+)
+from tracewire_bus.values import equal, pack, wire
+
+EVENTS: list[Any] = [
+    Accepted(attempt=1, seq=0, engine="e", model="m", queued_at=1.5, sampling=[{"seed": None, "stop": ["a"]}]),
+    Output(attempt=1, seq=1, invoke=2, choice=3, index=4, token_ids=[5, 6], text="täxt", deltas=[[], []]),
+    Output(attempt=1, seq=2, logprobs=[{7: (-0.5, 1, "a"), 8: (-2.0, None, None)}], token_ids=[7], stop_reason=13),
+    Restarted(attempt=2, seq=0, reason="lost"),
+    Final(
+        attempt=2,
+        seq=9,
+        status="failed",
+        error=Failure(type="ValueError", message="no", line=3),
+        usage=Usage(prompt_tokens=3, completion_tokens=4),
+        manifest=[Manifest(invoke=0, choice=0, name="x", kind="list", length=2, digest=b"0" * 16)],
+        save_errors={"0.0.y": "cannot travel"},
+    ),
+]
+
+
+@pytest.mark.parametrize("event", EVENTS, ids=lambda event: type(event).__name__)
+def test_events_arrive_as_they_were(event: Any) -> None:
+    assert decode_event(encode(event)) == event
+    assert decode_event(memoryview(encode(event))) == event
+
+
+def test_a_submission_arrives_as_it_was() -> None:
+    submission = Submission(
+        trace="t",
+        model="m",
+        invokes=[
+            Invoke(prompt="a", sampling={"max_tokens": 3}),
+            Invoke(token_ids=[1]),
+            Invoke(messages=[{"role": "u"}]),
+        ],
+        block=Block(
+            name="watch",
+            source="x = 1",
+            variables=pack({"a": np.ones(3)}),
+            helpers=[Helper(name="f", source="def f(): pass")],
+            modules={"np": "numpy"},
+            imports={"Tensor": ("torch", "Tensor")},
+        ),
+        live=pack({"alpha": 0.5}),
+        deadline_s=3.5,
+        detach=True,
+        context={"traceparent": "00"},
+    )
+    assert decode_submission(encode(submission)) == submission
+
+
+def test_an_engine_arrives_as_it_was() -> None:
+    info = EngineInfo(
+        engine="e",
+        model="m",
+        modules=[ModuleInfo("", "Llama"), ModuleInfo("model", "LlamaModel")],
+        attributes={"Llama": ["config"]},
+        versions=Versions(vllm="0.32.0"),
+    )
+    assert decode_engine(encode(info)) == info
+
+
+def test_values_in_deltas_arrive() -> None:
+    array = np.arange(6, dtype=np.float16).reshape(2, 3)
+    big: dict[Any, Any] = {"t": (1, 2.5), 3: 2**70, None: [array]}
+    output = Output(
+        attempt=1,
+        seq=1,
+        token_ids=[1],
+        deltas=[
+            [
+                Set(path=("d",), value=wire(big)),
+                Append(path=("xs", 0, True, None, b"k", 1.5), items=[wire(array), wire((array,))]),
+                Delete(path=("d", 3)),
+            ]
+        ],
+    )
+    arrived = decode_event(encode(output))
+    assert isinstance(arrived, Output)
+    set_, append, delete = arrived.deltas[0]
+    assert isinstance(set_, Set)
+    assert isinstance(append, Append)
+    assert equal(set_.value, big)
+    assert equal(append.items, [array, (array,)])
+    assert append.path == ("xs", 0, True, None, b"k", 1.5)
+    assert delete == Delete(path=("d", 3))
+
+
+def test_steps_encoded_beforehand_read_like_any_others() -> None:
+    deltas = [[Set(path=("x",), value=1)], []]
+    raw = RawOutput(
+        attempt=1, seq=1, token_ids=[1, 2], deltas=[msgspec.Raw(msgspec.msgpack.encode(step)) for step in deltas]
+    )
+    assert decode_event(encode(raw)) == Output(attempt=1, seq=1, token_ids=[1, 2], deltas=deltas)
+
+
+def test_fields_of_a_newer_version_are_ignored() -> None:
+    body = msgspec.msgpack.decode(encode(EVENTS[0]))
+    body["colour"] = {"nested": [1, 2]}
+    assert decode_event(msgspec.msgpack.encode(body)) == EVENTS[0]
+
+
+def test_kinds_of_a_newer_version_are_told_apart() -> None:
+    data = msgspec.msgpack.encode({"kind": "steered", "attempt": 1, "seq": 4, "values": msgspec.msgpack.Ext(9, b"")})
+    with pytest.raises(UnknownKind) as caught:
+        decode_event(data)
+    assert caught.value.kind == "steered"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xc1",
+        b"garbage",
+        msgspec.msgpack.encode({"attempt": 1, "seq": 1}),
+        msgspec.msgpack.encode({"kind": 5}),
+        msgspec.msgpack.encode({"kind": "output", "attempt": 1}),
+        msgspec.msgpack.encode({"kind": "output", "attempt": 1, "seq": 1, "token_ids": ["x"]}),
+        msgspec.msgpack.encode({"kind": "final", "attempt": 1, "seq": 1, "status": "vanished"}),
+    ],
+)
+def test_bad_events_raise_msgspecs_errors(data: bytes) -> None:
+    with pytest.raises(msgspec.DecodeError):
+        decode_event(data)
+
+
+def test_a_malformed_value_in_an_event_is_a_decode_error() -> None:
+    delta = {"op": "set", "path": ["x"], "value": msgspec.msgpack.Ext(1, b"\xff\xff")}
+    data = msgspec.msgpack.encode({"kind": "output", "attempt": 1, "seq": 1, "token_ids": [1], "deltas": [[delta]]})
+    with pytest.raises(msgspec.DecodeError):
+        decode_event(data)
+    delta["value"] = msgspec.msgpack.Ext(99, b"")
+    data = msgspec.msgpack.encode({"kind": "output", "attempt": 1, "seq": 1, "token_ids": [1], "deltas": [[delta]]})
+    with pytest.raises(msgspec.DecodeError, match="malformed value"):
+        decode_event(data)
+
+
+def test_values_nested_without_end_are_a_decode_error() -> None:
+    deep = b"\x91" * 100_000 + b"\xc0"
+    data = encode(
+        RawOutput(
+            attempt=1,
+            seq=1,
+            token_ids=[1],
+            deltas=[msgspec.Raw(b"\x91\x83\xa2op\xa3set\xa4path\x91\xa1x\xa5value" + deep)],
+        )
+    )
+    with pytest.raises(msgspec.DecodeError, match="too deep"):
+        decode_event(data)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=80))
+def test_arbitrary_bytes_raise_nothing_but_value_errors(data: bytes) -> None:
+    for decode in (decode_event, decode_submission, decode_engine):
+        try:
+            decode(data)
+        except ValueError:
+            pass
+
+
+def test_schemas() -> None:
+    assert schema_text() == "1.0"
+    for readable in ("1.0", "1.9", "0.3"):
+        check_schema(readable)
+    for newer in ("2.0", "10.0"):
+        with pytest.raises(NewerSchema, match="update it"):
+            check_schema(newer)
+    for nothing in ("", "1", "1.", "x.y", "1.0.0", "-1.0", "1.0 ", "\N{SUPERSCRIPT TWO}.0", "9" * 5000 + ".0"):
+        with pytest.raises(NewerSchema):
+            check_schema(nothing)
+
+
+def test_digest_of_bytes() -> None:
+    assert len(digest_bytes(b"")) == 16
+    assert digest_bytes(b"a") == digest_bytes(memoryview(b"a")) != digest_bytes(b"b")

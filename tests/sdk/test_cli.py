@@ -1,0 +1,156 @@
+"""The command: thin over the client, and open to subcommands of installed packages."""
+
+# ruff: noqa: ASYNC220, ASYNC240
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from functools import partial
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+import pytest
+
+import tracewire
+from tests.scripted import ScriptedEngine, Stage, tiny
+from tracewire import Client, cli
+from tracewire_bus.messages import Failure, Set
+
+
+async def command(*arguments: str) -> int:
+    """Run the command as a program would, with an event loop of its own."""
+    return await anyio.to_thread.run_sync(partial(cli.main, list(arguments)))
+
+
+async def test_models_lists_what_is_served(
+    redis_url: str, prefix: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with ScriptedEngine.running(redis_url, prefix, tiny):
+        assert await command("models", "--url", redis_url, "--prefix", prefix) == 0
+        assert capsys.readouterr().out == "tiny\t1 engine\t0 of 16 traces\tbfloat16\t4 layers of 8\t128 tokens\n"
+        monkeypatch.setenv("TRACEWIRE_URL", redis_url)
+        assert await command("models", "--prefix", prefix, "--tree") == 0
+        assert "4 x LlamaDecoderLayer" in capsys.readouterr().out
+
+
+async def test_watch_prints_a_trace_to_its_end(
+    client: Client, redis_url: str, prefix: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with ScriptedEngine.running(redis_url, prefix, tiny) as engine:
+        async with client.trace("tiny", "hello") as trace:
+            await trace.result()
+        assert await command("watch", trace.id, "--url", redis_url, "--prefix", prefix) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert lines == [
+            f"accepted by {engine.info.engine}",
+            '0.0     0 "one"  scores=[0]',
+            '0.0     1 " two"  scores=[0.5]',
+            '0.0     2 " three"  scores=[1]',
+            "finished, 3 tokens",
+        ]
+        options = ("--names", "other", "--since", "1-2")
+        assert await command("watch", trace.id, "--url", redis_url, "--prefix", prefix, *options) == 0
+        assert capsys.readouterr().out.splitlines() == ['0.0     2 " three"', "finished, 3 tokens"]
+
+
+async def test_watch_tells_how_a_trace_failed(
+    client: Client, redis_url: str, prefix: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def script(stage: Stage) -> None:
+        await stage.accept()
+        await stage.restart("moved")
+        await stage.output("a", [Set(path=("t",), value={"k": "v" * 100})])
+        await stage.final("failed", Failure(type="ValueError", message="no", field="block"))
+
+    async with ScriptedEngine.running(redis_url, prefix, script):
+        async with client.trace("tiny", "hello") as trace:
+            with pytest.raises(tracewire.InterventionError):
+                await trace.result()
+        assert await command("watch", trace.id, "--url", redis_url, "--prefix", prefix) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == "restarted: moved"
+    assert lines[2].endswith("...}")
+    assert lines[3] == "failed, 1 tokens: ValueError: no"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (["models", "--url", "unix:///nowhere/redis.sock"], 1, "tracewire: cannot connect"),
+        (["watch", "nowhere"], 1, "tracewire: no trace 'nowhere'"),
+        (["watch", "nowhere", "--since", "later"], 2, "tracewire: since is 'start', 'now'"),
+    ],
+)
+async def test_errors_are_one_line(
+    redis_url: str,
+    prefix: str,
+    arguments: list[str],
+    status: int,
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if "--url" not in arguments:
+        arguments = [*arguments, "--url", redis_url, "--prefix", prefix]
+    assert await command(*arguments) == status
+    error = capsys.readouterr().err
+    assert error.startswith(message)
+    assert error.count("\n") == 1
+
+
+def test_no_url_is_an_error(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRACEWIRE_URL", raising=False)
+    assert cli.main(["models"]) == 1
+    assert "TRACEWIRE_URL" in capsys.readouterr().err
+
+
+def test_subcommands_of_other_packages(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = [EntryPoint("extra", f"{__name__}:extra", cli.GROUP), EntryPoint("models", "nowhere:main", cli.GROUP)]
+    monkeypatch.setattr(cli, "entry_points", lambda group: entries if group == cli.GROUP else [])
+    monkeypatch.setattr(EntryPoint, "load", lambda self: extra)
+    assert cli.main(["extra", "a", "--b"]) == 7
+    assert capsys.readouterr().out == "['a', '--b']\n"
+    with pytest.raises(SystemExit) as left:
+        cli.main(["--help"])
+    assert left.value.code == 0
+    assert "Subcommands of installed packages: extra" in capsys.readouterr().out.replace("\n", " ")
+
+
+def extra(arguments: list[str]) -> int:
+    """A subcommand that another package brings."""
+    print(arguments)
+    return 7
+
+
+def test_an_engine_that_is_not_installed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "entry_points", lambda group: [])
+    assert cli.main(["engine", "demo"]) == 2
+    assert "pip install 'tracewire[engine-gpu]'" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as left:
+        cli.main(["nothing"])
+    assert left.value.code == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_redis_runs_until_it_is_told_to_end(number: signal.Signals) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tracewire.cli", "redis"], stdout=subprocess.PIPE, text=True, env=environment
+    )
+    try:
+        assert process.stdout is not None
+        url = process.stdout.readline().strip()
+        path = Path(url.removeprefix("unix://"))
+        assert path.exists()
+        async with tracewire.connect(url) as client:
+            assert await client.models() == []
+        process.send_signal(number)
+        assert await anyio.to_thread.run_sync(process.wait, 20) == 0
+        assert not path.parent.exists()
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()

