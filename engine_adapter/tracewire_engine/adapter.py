@@ -15,11 +15,11 @@ from dataclasses import dataclass
 
 import anyio
 import msgspec
-from tracewire_bus.tree import ModuleTree, check_block
 
 from tracewire_bus.codec import NewerSchema, check_schema, decode_submission, encode
 from tracewire_bus.messages import Block, EngineInfo, Failure, Final, Submission
 from tracewire_bus.streams import Bus, Fenced, Taken, Writer
+from tracewire_bus.tree import ModuleTree, check_block
 
 from .engine import Engine, EngineLost, Rejection
 from .trace import Half, TraceRun

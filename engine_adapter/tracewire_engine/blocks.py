@@ -151,7 +151,8 @@ class _Compiled:
         # Without a modification time, so that linecache keeps it; nnsight reads it for nested `with` blocks.
         linecache.cache[label] = (len(padded), None, padded.splitlines(keepends=True), label)
         self.files[label] = (filename, name)
-        return compile(padded, label, "exec", flags=_FLAGS, dont_inherit=True)
+        code: types.CodeType = compile(padded, label, "exec", flags=_FLAGS, dont_inherit=True)
+        return code
 
     def forget(self) -> None:
         for label in self.files:

@@ -94,8 +94,8 @@ def build_engine(
     """Start `AsyncLLM` (its processes included) and return nnsight's model around it.
 
     Blocks until the engine is ready. `vllm_entrypoint` of the result is the `AsyncLLM`. With `check_collect`, every
-    trace's manifest is made from what nnsight's own collect returns, at the cost of that collect. `block_timeout_s` limits
-    each turn of a block (see `watchdog.py`); 0 for no limit.
+    trace's manifest is made from what nnsight's own collect returns, at the cost of that collect. `block_timeout_s`
+    limits each turn of a block (see `watchdog.py`); 0 for no limit.
     """
     refuse_unsupported(arguments)
     os.environ[ADAPTER_PID] = str(os.getpid())

@@ -1,10 +1,11 @@
 """A block that does not come back must not hold the engine.
 
-A block runs on the thread that runs the model: while it computes, every request waits. A loop that never asks the model for
-anything (`for step in tracer.iter[:]` over a body that reads nothing is one) would hang the engine for everybody. Each turn of a
-block therefore has a time limit, kept by a timer signal, which interrupts Python code, sleeps and locks on the main thread,
-where vLLM's workers run the model. It cannot interrupt C code that does not return to the interpreter, nor does it stop a block
-that catches everything, again and again; blocks of people who would do that belong on an engine of their own.
+A block runs on the thread that runs the model: while it computes, every request waits. A loop that never asks the
+model for anything (`for step in tracer.iter[:]` over a body that reads nothing is one) would hang the engine for
+everybody. Each turn of a block therefore has a time limit, kept by a timer signal, which interrupts Python code,
+sleeps and locks on the main thread, where vLLM's workers run the model. It cannot interrupt C code that does not
+return to the interpreter, nor does it stop a block that catches everything, again and again; blocks of people who
+would do that belong on an engine of their own.
 """
 
 from __future__ import annotations

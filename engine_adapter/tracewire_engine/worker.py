@@ -6,8 +6,7 @@ and reports. The swap adds behaviour and no constructor state, so nothing of vLL
 
 from __future__ import annotations
 
-from typing import Any
-
+from nnsight.modeling.vllm.workers.GPUWorker import NNsightGPUWorker
 from vllm.platforms import current_platform
 
 from .runner import TracewireRunner
@@ -49,9 +48,8 @@ class TracewireWorker(_PlatformWorker):
         count: int = self.model_runner.tracewire_request_count()
         return count
 
-    def collect_nnsight(self, *args: Any, **kwargs: Any) -> Any:
-        """nnsight's own collect, for comparison with what was streamed."""
-        return self.model_runner.collect_nnsight(*args, **kwargs)
+    #: nnsight's own collect, for comparison with what was streamed.
+    collect_nnsight = NNsightGPUWorker.collect_nnsight
 
 
 #: What to pass to vLLM as `worker_cls`.

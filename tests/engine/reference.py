@@ -1,4 +1,4 @@
-"""The same blocks by nnsight's own way and through Tracewire, on one engine, compared bit for bit. Prints one JSON line.
+"""The same blocks by nnsight's own way and through Tracewire, on one engine. Prints one JSON line to compare.
 
 nnsight's way is its async backend: a `with model.trace(...)` block, pickled onto the request, whose saves come with the
 finished output. Tracewire's is the whole way over the bus. Requests run one at a time, so that the batch is the same.
@@ -50,9 +50,10 @@ def edits(model, tracer, live):
 
 @tracewire.intervention
 def forces(model, tracer, live):
+    entering = [].save()
     for _ in tracer.iter[:3]:
+        entering.append(model.model.layers[0].input.clone())
         model.samples[:] = 7
-    after = model.model.layers[0].input.clone().save()
 
 
 async def by_nnsight(model):
@@ -77,9 +78,10 @@ async def by_nnsight(model):
             sampled = model.samples.clone().save()
     results["edits"] = await tracer.backend
     with model.trace(PROMPT, **SAMPLING) as tracer:
+        entering = [].save()
         for _ in tracer.iter[:3]:
+            entering.append(model.model.layers[0].input.clone())
             model.samples[:] = 7
-        after = model.model.layers[0].input.clone().save()
     results["forces"] = await tracer.backend
     return {
         name: {

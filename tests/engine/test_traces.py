@@ -270,8 +270,8 @@ async def test_stop_strings_end_the_saves_with_the_text(client: Client, model: M
     assert stop not in result.text
     assert len(result.token_ids) < 20
     assert_every_token_once(events, len(result.token_ids))
-    # vLLM finds a stop string after the step that completed it, and may have begun another: what the block saved there is
-    # nnsight's to keep, and comes with the final.
+    # vLLM finds a stop string after the step that completed it, and may have begun another: what the block saved
+    # there is nnsight's to keep, and comes with the final.
     streamed = sum(len(step) > 0 for output in outputs(events) for step in output.deltas)
     assert streamed == len(result.token_ids)
     extra = len(result.saves["first"]) - len(result.token_ids)
