@@ -36,7 +36,9 @@ MODEL = HERE.parent / "demo_model"
 TOKENS = 64
 STEER_AFTER = 24
 JOIN_AT = 20
-PROMPT = "def read_config(path):\n    "
+PROMPT = "This module provides"
+#: How far to steer towards code, in multiples of the distance between the means of code and prose.
+MULTIPLE = 2.2
 
 
 def say(text: str = "", *, end: str = "\n") -> None:
@@ -144,14 +146,12 @@ async def follow(url: str, direction: Any, facts: dict[str, Any], late: Process,
     await narrow_lines.next()
     assert late.stdin is not None
     assert narrow.stdin is not None
-    block = steer(
-        direction=direction, layer=facts["layer"], after=STEER_AFTER, strength=facts["towards_prose"]["strength"]
-    )
+    block = steer(direction=direction, layer=facts["layer"], after=STEER_AFTER, strength=MULTIPLE * facts["distance"])
     async with tracewire.connect(url) as client:
         model = await client.model("demo", wait_for_engine=30)
-        trace = client.trace(model, PROMPT, block, max_tokens=TOKENS, temperature=0.8, seed=7, ignore_eos=True)
+        trace = client.trace(model, PROMPT, block, max_tokens=TOKENS, temperature=0.8, seed=0, ignore_eos=True)
         async with trace:
-            say(f"  trace:  {trace.id}, {TOKENS} tokens from {PROMPT!r}; steered to prose from token {STEER_AFTER}\n")
+            say(f"  trace:  {trace.id}, {TOKENS} tokens from {PROMPT!r}; steered to code from token {STEER_AFTER}\n")
             await narrow.stdin.send(f"{trace.id}\n".encode())
             outputs = tokens = 0
             began = 0.0
@@ -187,6 +187,7 @@ async def follow(url: str, direction: Any, facts: dict[str, Any], late: Process,
         "agree": bool(agree and tokens == TOKENS),
         "tokens": tokens,
         "values": values,
+        "steered_from": STEER_AFTER,
         "tokens_per_second": round(tokens / seconds, 1) if seconds else None,
         "values_per_second": round(values / seconds, 1) if seconds else None,
         "text": result.text,

@@ -1,0 +1,36 @@
+"""The README's code runs as it stands."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import textwrap
+from pathlib import Path
+
+import numpy as np
+from tracewire import Client, Model
+
+ROOT = Path(__file__).parents[2]
+
+
+async def test_the_trace_in_the_readme_runs(client: Client, model: Model, engine_bus: str, tmp_path: Path) -> None:
+    text = (ROOT / "README.md").read_text()
+    first, second = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[:2]
+    block, _, body = first.partition("async with tracewire.connect")
+    body = "async with tracewire.connect" + body
+    body += "        assert len(result.saves['projection']) == 64\n        trace_id = trace.id\n"
+    follow = second.replace("    ...", "    seen += 1")
+    source = block + textwrap.dedent("""
+        async def main(direction):
+            seen = 0
+        """)
+    source += textwrap.indent(body + textwrap.indent(follow, "    "), "    ") + "    return seen\n"
+    path = tmp_path / "readme_block.py"
+    path.write_text(source.replace("redis://localhost", engine_bus))
+    spec = importlib.util.spec_from_file_location("readme_block", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    direction = np.load(ROOT / "examples" / "demo_model" / "direction.npy")
+    assert await module.main(direction) > 2
