@@ -8,6 +8,7 @@ import textwrap
 from pathlib import Path
 
 import numpy as np
+
 from tracewire import Client, Model
 
 ROOT = Path(__file__).parents[2]
