@@ -7,12 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-pytest.importorskip("torch")
-
-import torch
 
 from tracewire_bus.codec import decode_event, encode
 from tracewire_bus.fold import Fold
