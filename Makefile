@@ -68,7 +68,7 @@ format: $(READY)  ## let ruff format and mend what it can
 	@$(BIN)/ruff format -q .
 
 bench: $(READY)  ## the benchmarks, each beside its baseline
-	@$(BIN)/python benchmarks/run.py $(ARGS)
+	@$(BIN)/python -m benchmarks.overhead $(ARGS)
 
 wheel: $(READY)  ## build the wheel into dist/
 	@$(PIP) wheel --no-deps --no-build-isolation -w dist .

@@ -223,7 +223,8 @@ class Output(Event, tag="output"):
 
     `token_ids[k]` has index `index + k`; every index of a choice belongs to exactly one `Output`. `deltas[k]` is what
     the block newly saved in the step that sampled `token_ids[k]`, and is as long as `token_ids`. `logprobs`, if asked
-    for, holds one dict per token: token id to `(logprob, rank, text)`.
+    for, holds one dict per token: token id to `(logprob, rank, text)`. `time` is when the step of the last token
+    ended, by the worker's clock (the adapter's for a trace without a block).
     """
 
     invoke: int = 0

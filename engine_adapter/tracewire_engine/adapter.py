@@ -229,7 +229,7 @@ class Adapter:
             for step in report.steps:
                 half = self._halves.get(step.request)
                 if half is not None:
-                    half.step(step)
+                    half.step(step, report.time)
             for finish in report.finishes:
                 half = self._halves.get(finish.request)
                 if half is not None:

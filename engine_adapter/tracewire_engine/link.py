@@ -54,8 +54,9 @@ class FinishRecord(msgspec.Struct, array_like=True):
 
 
 class Report(msgspec.Struct, array_like=True):
-    """All records of one step."""
+    """All records of one step. `time` is when it ended, in seconds since the epoch by the worker's clock."""
 
+    time: float = 0.0
     steps: list[StepRecord] = []
     finishes: list[FinishRecord] = []
 

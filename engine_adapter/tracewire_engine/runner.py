@@ -14,6 +14,7 @@ from __future__ import annotations
 import difflib
 import logging
 import pickle  # noqa: TID251 (nnsight's own collect, within this process)
+import time
 import warnings
 from typing import Any
 
@@ -271,6 +272,7 @@ class TracewireRunner(NNsightGPUModelRunner):
         report = self.tracewire_report
         if report.steps or report.finishes:
             self.tracewire_report = Report()
+            report.time = time.time()
             if self.tracewire_link is not None:
                 self.tracewire_link.send(report)
 

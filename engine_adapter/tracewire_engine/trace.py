@@ -47,12 +47,14 @@ class RawFinal(Final, tag="final"):
 
 
 class _ChoiceHalf:
-    __slots__ = ("ended", "ended_at", "finish", "steps")
+    __slots__ = ("ended", "ended_at", "finish", "steps", "time")
 
     def __init__(self) -> None:
         self.steps: dict[int, msgspec.Raw] = {}
         self.ended = ""
         self.ended_at: int | None = None
+        #: When the last reported step ended.
+        self.time = 0.0
         self.finish: FinishRecord | None = None
 
 
@@ -63,9 +65,10 @@ class Half:
         self.choices = [_ChoiceHalf() for _ in range(choices)]
         self._changed = anyio.Event()
 
-    def step(self, record: StepRecord) -> None:
-        """Take a step's record."""
+    def step(self, record: StepRecord, ended_at: float) -> None:
+        """Take the record of a step that ended at `ended_at`."""
         choice = self.choices[record.choice]
+        choice.time = ended_at
         choice.steps[record.index] = record.deltas
         if record.ended:
             choice.ended, choice.ended_at = record.ended, record.index
@@ -243,9 +246,11 @@ class TraceRun:
         published = request.token_ids[choice.index]
         first = len(published)
         steps = [_NO_DELTAS] * len(token_ids)
+        sampled_at = time.time()
         if request.half is not None:
             steps = await request.half.steps(choice.index, first, len(token_ids))
             half = request.half.choices[choice.index]
+            sampled_at = half.time
             if half.ended_at is not None and first + len(token_ids) > half.ended_at:
                 # The block ended its request at that token: what vLLM sampled since is not part of the trace.
                 keep = half.ended_at + 1 - first
@@ -273,7 +278,7 @@ class TraceRun:
                 logprobs=logprobs,
                 finish_reason=finish_reason,
                 stop_reason=stop_reason,
-                time=time.time(),
+                time=sampled_at,
             )
         )
 

@@ -1,0 +1,308 @@
+"""What streaming a block's saves costs, beside what it would cost otherwise, in one run.
+
+    python -m benchmarks.overhead [--model FOLDER] [--concurrency 16] [--tokens 100] [--rounds 3] [--workload last]
+    [--json]
+
+Four ways to run the same requests take turns, each engine in processes of its own:
+
+- *plain*: a stock `AsyncLLM`, no block; eager, and at vLLM's defaults (compiled, with CUDA graphs on a GPU);
+- *final only*: nnsight's async backend, whose saves come with the finished output;
+- *RPC per output*: the same, with a collect RPC on every output;
+- *tracewire*: the same block over the bus, a delta on every output, received and folded by a subscriber in another
+  process; and *bystander*: requests without a block on Tracewire's engine.
+
+Every figure is the median over the rounds. Tokens per second of Tracewire are counted at the subscriber, from the first
+submission to the last fold verified. `latency_ms` is from the end of the step that sampled a token to the subscriber's
+hands. `wire_ratio` is bytes of stream entries over bytes of the new values themselves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import anyio
+import numpy as np
+import psutil
+
+import tracewire
+from tracewire_bus.embedded import EmbeddedServer
+
+ROOT = Path(__file__).resolve().parents[1]
+
+WORKLOADS: dict[str, dict[str, Any]] = {
+    "last": {"saves": "last", "layers": [2], "prompt_tokens": 16},
+    "layers": {"saves": "last", "layers": [1, 2, 3, 4], "prompt_tokens": 16},
+    "topk": {"saves": "topk", "layers": [], "prompt_tokens": 16},
+    "prompt": {"saves": "prompt", "layers": [2], "prompt_tokens": 1024},
+    "none": {"saves": "none", "layers": [], "prompt_tokens": 16},
+}
+
+
+@tracewire.intervention
+def last(model, tracer, live, layers):
+    """The last position of some layers, each step."""
+    kept = [].save()
+    for _ in tracer.iter[:]:
+        for layer in layers:
+            kept.append(model.model.layers[layer].output[0][-1].clone())
+
+
+@tracewire.intervention
+def topk(model, tracer, live):
+    """The five likeliest tokens, each step."""
+    kept = [].save()
+    for _ in tracer.iter[:]:
+        kept.append(model.logits[-1].topk(5).indices.clone())
+
+
+@tracewire.intervention
+def prompt(model, tracer, live, layer):
+    """A whole prompt's activations, once."""
+    kept = model.model.layers[layer].output[0].clone().save()
+
+
+def block_of(workload: dict[str, Any]) -> Any:
+    """The block of a workload, or none."""
+    return {
+        "last": lambda: last(layers=workload["layers"]),
+        "topk": lambda: topk,
+        "prompt": lambda: prompt(layer=workload["layers"][0]),
+        "none": lambda: None,
+    }[workload["saves"]]()
+
+
+class Role:
+    """An engine in a process of its own, answering workloads."""
+
+    def __init__(self, kind: str, options: dict[str, Any], folder: Path, name: str) -> None:
+        self.name = name
+        self._log = (folder / f"{name}.log").open("wb")
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.roles", kind, json.dumps(options)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            cwd=ROOT,
+        )
+        self._next("ready")
+
+    def _next(self, key: str) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("{") and key in line:
+                answer: dict[str, Any] = json.loads(line)
+                return answer
+        raise RuntimeError(f"{self.name} ended with {self._process.wait()}; see {self._log.name}")
+
+    def run(self, workload: dict[str, Any]) -> dict[str, Any]:
+        """One round; tokens, seconds and CPU seconds."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(workload) + "\n")
+        self._process.stdin.flush()
+        return self._next("tokens")
+
+    def stop(self) -> None:
+        """End it."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(60)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+        self._log.close()
+
+
+def tree_cpu(pid: int) -> dict[str, float]:
+    """CPU seconds of a process and those below it, by kind."""
+    used: dict[str, float] = {}
+    for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
+        kind = "worker" if "Worker" in process.name() else "core" if "EngineCore" in process.name() else "front"
+        times = process.cpu_times()
+        used[kind] = used.get(kind, 0.0) + times.user + times.system
+    return used
+
+
+def raw_bytes(value: Any) -> int:
+    """Bytes of the values themselves."""
+    if isinstance(value, np.ndarray):
+        return int(value.nbytes)
+    if isinstance(value, (list, tuple)):
+        return sum(raw_bytes(item) for item in value)
+    return 8
+
+
+async def tracewire_round(url: str, workload: dict[str, Any]) -> dict[str, Any]:
+    """The workload over the bus: submitted and folded here, in the subscriber's process."""
+    from benchmarks.roles import prompts, sampling
+
+    latencies: list[float] = []
+    totals = {"tokens": 0, "wire": 0, "raw": 0}
+    block = block_of(workload)
+    async with tracewire.connect(url) as client:
+        model = await client.model("bench", wait_for_engine=60)
+        began = time.perf_counter()
+
+        async def one(token_ids: list[int]) -> None:
+            async with client.trace(model, token_ids, block, **sampling(workload)) as trace:
+                async for output in trace:
+                    if isinstance(output, tracewire.Output):
+                        latencies.append(time.time() - output.time)
+                        totals["tokens"] += len(output.token_ids)
+                result = await trace.result()
+            totals["raw"] += sum(raw_bytes(value) for value in result.saves.values())
+
+        async with anyio.create_task_group() as group:
+            for token_ids in prompts(workload):
+                group.start_soon(one, token_ids)
+        seconds = time.perf_counter() - began
+    return {**totals, "seconds": seconds, "latencies": latencies}
+
+
+def quantiles(values: list[float]) -> dict[str, float]:
+    """p50, p95 and p99 in milliseconds."""
+    ordered = sorted(values)
+    return {
+        f"p{share}": round(1000 * ordered[min(len(ordered) - 1, int(len(ordered) * share / 100))], 2)
+        for share in (50, 95, 99)
+    }
+
+
+def start_engine(url: str, options: dict[str, Any], folder: Path) -> subprocess.Popen[str]:
+    """`tracewire engine` as an operator starts it."""
+    arguments = []
+    for name, value in options["engine"].items():
+        arguments += [f"--{name.replace('_', '-')}", str(value)]
+    for tap in options["taps"]:
+        arguments += ["--tap", tap]
+    with (folder / "tracewire.log").open("wb") as log:
+        process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "tracewire.cli", "engine", options["model"], "--name", "bench", "--url", url),
+                *arguments,
+            ],
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            env={**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"},
+        )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("ready"):
+            return process
+    raise RuntimeError(f"the engine did not start; see {folder / 'tracewire.log'}")
+
+
+async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """All ways, in alternating rounds; returns the figures."""
+    workload = {**WORKLOADS[options.workload], "concurrency": options.concurrency, "tokens": options.tokens}
+    if options.layers:
+        workload["layers"] = options.layers
+    setup: dict[str, Any] = {"model": str(options.model), "engine": {"max_model_len": 2048}, "taps": options.tap}
+    if options.dummy:
+        setup["engine"] |= {"load_format": "dummy", "gpu_memory_utilization": 0.2}
+    else:
+        setup["engine"]["kv_cache_memory_bytes"] = 512 * 1024 * 1024
+    roles: dict[str, Role] = {}
+    rounds: dict[str, list[dict[str, Any]]] = {}
+    async with EmbeddedServer.start() as server:
+        print("starting: tracewire", file=sys.stderr)
+        engine = await anyio.to_thread.run_sync(start_engine, server.url, setup, folder)
+        try:
+            wanted = [("plain_eager", "plain", {"eager": True})]
+            if not options.no_default:
+                wanted.append(("plain_default", "plain", {"eager": False}))
+            if not options.only_plain:
+                wanted.append(("nnsight", "nnsight", {}))
+            for name, kind, more in wanted:
+                print(f"starting: {name}", file=sys.stderr)
+                roles[name] = await anyio.to_thread.run_sync(Role, kind, {**setup, **more}, folder, name)
+            for number in range(options.rounds + 1):
+                ways: list[tuple[str, Any]] = [(name, role.run) for name, role in roles.items() if name != "nnsight"]
+                if "nnsight" in roles:
+                    nnsight = roles["nnsight"]
+                    ways.append(("final_only", nnsight.run))
+                    ways.append(("rpc_per_output", lambda work, role=nnsight: role.run({**work, "each": True})))
+                for name, run in ways:
+                    answer = await anyio.to_thread.run_sync(run, workload)
+                    rounds.setdefault(name, []).append(answer)
+                for name, work in (("tracewire", workload), ("bystander", {**workload, "saves": "none"})):
+                    before, own = tree_cpu(engine.pid), time.process_time()
+                    answer = await tracewire_round(server.url, work)
+                    after = tree_cpu(engine.pid)
+                    answer["cpu_s"] = {kind: round(used - before.get(kind, 0.0), 3) for kind, used in after.items()}
+                    answer["cpu_s"]["subscriber"] = round(time.process_time() - own, 3)
+                    rounds.setdefault(name, []).append(answer)
+                said = {name: round(found[-1]["tokens"] / found[-1]["seconds"]) for name, found in rounds.items()}
+                print(f"round {number}{' (warm-up)' if not number else ''}: {said}", file=sys.stderr)
+        finally:
+            for role in roles.values():
+                role.stop()
+            engine.terminate()
+            engine.wait(60)
+    return summary(rounds, options)
+
+
+def summary(rounds: dict[str, list[dict[str, Any]]], options: argparse.Namespace) -> dict[str, Any]:
+    """Medians and ratios; the first round is a warm-up."""
+    kept = {name: found[1:] for name, found in rounds.items()}
+    speed = {name: median(one["tokens"] / one["seconds"] for one in found) for name, found in kept.items()}
+    baseline = speed.get("plain_default", speed["plain_eager"]) if options.dummy else speed["plain_eager"]
+    ours = kept["tracewire"]
+    figures: dict[str, Any] = {
+        "workload": options.workload,
+        "concurrency": options.concurrency,
+        "tokens": options.tokens,
+        "rounds": options.rounds,
+        **{name: round(value, 1) for name, value in speed.items()},
+        "plain": round(baseline, 1),
+        "ratio_to_plain": round(speed["tracewire"] / baseline, 3),
+        "ratio_to_plain_eager": round(speed["tracewire"] / speed["plain_eager"], 3),
+        "bystander_to_plain": round(speed["bystander"] / baseline, 3),
+        "latency_ms": quantiles([latency for one in ours for latency in one["latencies"]]),
+        "raw_bytes_a_token": round(sum(one["raw"] for one in ours) / max(1, sum(one["tokens"] for one in ours)), 1),
+        "cpu_s": {name: found[-1]["cpu_s"] for name, found in kept.items()},
+    }
+    for other in ("final_only", "rpc_per_output"):
+        if other in speed:
+            figures[f"ratio_to_{other}"] = round(speed["tracewire"] / speed[other], 3)
+    return figures
+
+
+def main() -> None:
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", type=Path, default=ROOT / "examples" / "demo_model" / "model")
+    parser.add_argument("--concurrency", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=100)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--workload", choices=sorted(WORKLOADS), default="last")
+    parser.add_argument("--layers", type=int, nargs="*", default=[])
+    parser.add_argument("--tap", action="append", default=[], help="as of `tracewire engine`, for a GPU")
+    parser.add_argument("--dummy", action="store_true", help="random weights; the baseline is vLLM at its defaults")
+    parser.add_argument("--no-default", action="store_true", help="leave vLLM at its defaults out")
+    parser.add_argument("--only-plain", action="store_true", help="leave nnsight's own ways out")
+    parser.add_argument("--logs", type=Path, default=None)
+    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = options.logs or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        figures = anyio.run(measure, options, folder)
+    for name, value in figures.items():
+        print(f"{name:24} {value}", file=sys.stderr if options.json else sys.stdout)
+    if options.json:
+        print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()
