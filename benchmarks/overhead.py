@@ -177,6 +177,11 @@ def quantiles(values: list[float]) -> dict[str, float]:
     }
 
 
+async def settle() -> None:
+    """Let the engine that ran last come to rest: vLLM's processes go on spinning for a second after their last step."""
+    await anyio.sleep(2.5)
+
+
 def start_engine(url: str, options: dict[str, Any], folder: Path) -> subprocess.Popen[str]:
     """`tracewire engine` as an operator starts it."""
     arguments = []
@@ -233,9 +238,11 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
                     ways.append(("final_only", nnsight.run))
                     ways.append(("rpc_per_output", lambda work, role=nnsight: role.run({**work, "each": True})))
                 for name, run in ways:
+                    await settle()
                     answer = await anyio.to_thread.run_sync(run, workload)
                     rounds.setdefault(name, []).append(answer)
                 for name, work in (("tracewire", workload), ("bystander", {**workload, "saves": "none"})):
+                    await settle()
                     before, own = tree_cpu(engine.pid), time.process_time()
                     answer = await tracewire_round(server.url, work)
                     after = tree_cpu(engine.pid)

@@ -214,6 +214,10 @@ class Bus:
         """
         queue = self.keys.queue(model)
         await self._connections.commands(("XACK", queue, GROUP, entry_id), ("XDEL", queue, entry_id))
+        self._settled(model, entry_id)
+
+    def _settled(self, model: str, entry_id: str) -> None:
+        queue = self.keys.queue(model)
         for intake in self._intakes.values():
             if intake.queue == queue:
                 intake.claimed.discard(entry_id)
@@ -242,7 +246,7 @@ class Bus:
 
         Close it before the bus.
         """
-        return Writer(self._connections, self.keys, self._retention_s)
+        return Writer(self._connections, self.keys, self._retention_s, self._settled)
 
     def read(self, trace: str, since: str = "start") -> Subscription:
         """Subscribe to a trace's entries: those after `since`, then what comes, up to the final one.

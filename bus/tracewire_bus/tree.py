@@ -307,15 +307,19 @@ def check_block(tree: ModuleTree, source: str, model_name: str) -> list[PathProb
     A chain of attributes and constant indices is followed as long as it goes through modules; a slice, a computed
     index, a call or an attribute that is no module ends the check of that chain, and `model.get("a.path")` and
     `model.residual(3)` are checked too. What stands in a `try` with handlers is not: there, a block may be finding
-    out. Nor is anything where `model_name` is bound anew. A source that does not parse has no problems here.
+    out. Nor is anything where `model_name` is bound anew. A source that does not parse, or nests
+    too deep to be walked, has no problems here.
     """
     try:
         module = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return []
     checker = _Checker(tree, model_name)
-    if not any(checker.binds(node) for node in _own_scope(module)):
-        checker.visit(module)
+    try:
+        if not any(checker.binds(node) for node in _own_scope(module)):
+            checker.visit(module)
+    except RecursionError:
+        return []
     return sorted(checker.problems, key=lambda problem: (problem.line, problem.column))
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -65,7 +65,10 @@ class _Append:
 class Writer:
     """Appends events for as long as its context is open: `async with bus.writer() as writer`."""
 
-    def __init__(self, connections: Connections, keys: Keys, retention_s: float) -> None:
+    def __init__(
+        self, connections: Connections, keys: Keys, retention_s: float, settled: Callable[[str, str], None]
+    ) -> None:
+        self._settled = settled
         self._link = connections.link()
         self._keys = keys
         self._retention_s = max(1, round(retention_s))
@@ -142,6 +145,8 @@ class Writer:
         await item.done.wait()
         if item.error is not None:
             raise item.error
+        if done is not None:
+            self._settled(*done)
         return id_
 
     async def _run(self) -> None:

@@ -17,8 +17,8 @@ import anyio
 import msgspec
 
 from tracewire_bus.codec import NewerSchema, check_schema, decode_submission, encode
-from tracewire_bus.messages import Block, EngineInfo, Failure, Final, Submission
-from tracewire_bus.streams import Bus, Fenced, Taken, Writer
+from tracewire_bus.messages import Block, EngineInfo, Failure, Final, Status, Submission
+from tracewire_bus.streams import Bus, BusError, Fenced, Taken, Writer
 from tracewire_bus.tree import ModuleTree, check_block
 
 from .engine import Engine, EngineLost, Rejection
@@ -28,8 +28,10 @@ __all__ = ["Adapter", "Settings"]
 
 logger = logging.getLogger("tracewire")
 
-#: Longest trace id that is taken, in characters.
+#: Longest trace id that is taken, in characters; longest source of a block, in bytes; greatest line it may start at.
 MAX_TRACE_ID = 256
+MAX_SOURCE = 1_000_000
+MAX_LINE = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,8 @@ class Settings:
     drain_s: float = 10.0
     #: How long one wait for submissions lasts, which is how soon a stop is noticed by an idle intake.
     poll_s: float = 0.5
+    #: How long a stopping adapter waits for Redis to take the last events.
+    last_words_s: float = 5.0
 
 
 class Adapter:
@@ -82,7 +86,10 @@ class Adapter:
                 await self._take(writer, traces)
                 await self._drain()
             group.cancel_scope.cancel()
-        await self._bus.unregister(self._info.engine)
+        try:
+            await self._bus.unregister(self._info.engine)
+        except BusError as error:
+            logger.warning("could not leave the registry, which forgets this engine by itself: %s", error)
 
     # --- intake -----------------------------------------------------------------------------------------------------
 
@@ -109,42 +116,64 @@ class Adapter:
             scope.cancel()
 
     async def _serve(self, writer: Writer, entry: Taken, scope: anyio.CancelScope) -> None:
-        """Run one queue entry to its final event, whatever it holds."""
+        """Run one queue entry to its final event, whatever it holds. Raises nothing: the others run on."""
         try:
             submission, block = await self._open(writer, entry)
-            if submission is None:
-                return
-            run = TraceRun(
-                entry.entry_id,
-                self._engine,
-                self._info,
-                writer,
-                self._halves,
-                submission,
-                block,
-                attempt=1,
-                queued_at=entry.queued_at,
-                names=self._names,
-            )
-            try:
-                with scope:
-                    await run.run()
-            except EngineLost:
-                self.lost = True
-                self.stop()
-            except Exception as error:  # a defect of ours must not take the other traces with it
-                logger.exception("trace %s failed in the adapter", submission.trace)
-                await run.fail(Failure(type=type(error).__name__, message=f"the adapter failed: {error}"))
-            if scope.cancelled_caught:
-                with anyio.CancelScope(shield=True):
-                    await run.fail(
-                        Failure(type="EngineShutdown", message=f"engine {self._info.engine} was shut down while it ran")
-                    )
-                    for request in run.requests:
-                        await self._engine.abort(request.name)
+            if submission is not None:
+                await self._run_trace(writer, entry, scope, submission, block)
+        except Exception:  # a defect of ours, or a Redis that refuses: one entry's misfortune
+            logger.exception("queue entry %s could not be served", entry.entry_id)
         finally:
             self._runs.discard(scope)
             self._notify()
+
+    async def _run_trace(
+        self, writer: Writer, entry: Taken, scope: anyio.CancelScope, submission: Submission, block: bytes | None
+    ) -> None:
+        run = TraceRun(
+            entry.entry_id,
+            self._engine,
+            self._info,
+            writer,
+            self._halves,
+            submission,
+            block,
+            attempt=1,
+            queued_at=entry.queued_at,
+            names=self._names,
+        )
+        expired = anyio.CancelScope()
+        if submission.deadline_s is not None:
+            seconds, micros = await self._bus.command("TIME")
+            waited = int(seconds) + int(micros) / 1e6 - entry.queued_at
+            expired.deadline = anyio.current_time() + submission.deadline_s - waited
+        failure: Failure | None = None
+        status: Status = "failed"
+        try:
+            with scope, expired:
+                await run.run()
+        except EngineLost:
+            self.lost = True
+            self.stop()
+        except Fenced:
+            raise
+        except Exception as error:
+            logger.exception("trace %s failed in the adapter", submission.trace)
+            failure = Failure(type=type(error).__name__, message=f"the adapter failed: {error}")
+        if scope.cancelled_caught:
+            kind, verb = ("EngineLost", "died") if self.lost else ("EngineShutdown", "was shut down")
+            failure = Failure(type=kind, message=f"engine {self._info.engine} {verb} while it ran this trace")
+        elif expired.cancelled_caught and not run.ended:
+            status = "expired"
+            message = f"its deadline of {submission.deadline_s:g} s from when it was queued has passed"
+            failure = Failure(type="DeadlineExceeded", message=message, field="deadline")
+        if failure is not None and not run.ended:
+            # A Redis that is away must not keep a stopping engine from leaving.
+            with anyio.move_on_after(self._settings.last_words_s if self._stopping.is_set() else None, shield=True):
+                await run.abort_all()
+                await run.fail(failure, status=status)
+        if run.fenced:
+            await self._bus.done(self._info.model, entry.entry_id)
 
     async def _open(self, writer: Writer, entry: Taken) -> tuple[Submission | None, bytes | None]:
         """Decode and check an entry; answer or dead-letter what cannot be run, and return `(None, None)` for it."""
@@ -199,6 +228,10 @@ class Adapter:
             (block.name, block.source, block.first_line),
             *((helper.name, helper.source, helper.first_line) for helper in block.helpers),
         ]:
+            if len(source) > MAX_SOURCE or not 0 < first_line <= MAX_LINE:
+                raise Rejection(
+                    "block", f"{name} is longer than {MAX_SOURCE} characters, or starts past line {MAX_LINE}"
+                )
             try:
                 compile(source, name, "exec", dont_inherit=True)
             except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
@@ -245,4 +278,8 @@ class Adapter:
                 self.stop()
             info.running = len(self._runs)
             info.state = "lost" if self.lost else "draining" if self._stopping.is_set() else "serving"
-            await self._bus.register(info, self._settings.lease_s)
+            try:
+                await self._bus.register(info, self._settings.lease_s)
+            except BusError as error:
+                # The engine goes on: what it writes waits for Redis, and its entry comes back with it.
+                logger.warning("the registry could not be renewed: %s", error)

@@ -34,6 +34,7 @@ from . import watchdog
 __all__ = ["BlockCache", "BlockMediator", "BlockTracer", "LiveValues", "failure_of", "is_stop", "to_tensors"]
 
 _blocks = msgspec.msgpack.Decoder(Block)
+_encoder = msgspec.msgpack.Encoder()
 
 
 class BlockExit(RuntimeError):
@@ -137,7 +138,6 @@ class _Compiled:
     """One source text, compiled: the block's code, its helpers' code, and the file names that tracebacks carry."""
 
     def __init__(self, block: Block, key: str) -> None:
-        self.block = block
         self.files: dict[str, tuple[str, str]] = {}
         self.code = self._compile(block.source, block.filename, block.first_line, block.name, key)
         self.helpers = [
@@ -148,10 +148,10 @@ class _Compiled:
     def _compile(self, source: str, filename: str, first_line: int, name: str, key: str) -> types.CodeType:
         padded = "\n" * (first_line - 1) + source
         label = f"<{name} {key}>"
+        code: types.CodeType = compile(padded, label, "exec", flags=_FLAGS, dont_inherit=True)
         # Without a modification time, so that linecache keeps it; nnsight reads it for nested `with` blocks.
         linecache.cache[label] = (len(padded), None, padded.splitlines(keepends=True), label)
         self.files[label] = (filename, name)
-        code: types.CodeType = compile(padded, label, "exec", flags=_FLAGS, dont_inherit=True)
         return code
 
     def forget(self) -> None:
@@ -160,7 +160,7 @@ class _Compiled:
 
 
 class BlockCache:
-    """Compiled blocks by the digest of their message, the least recently used dropped beyond `size`."""
+    """Compiled blocks by the digest of their text, the least recently used dropped beyond `size`."""
 
     def __init__(self, model: Any, device: torch.device, size: int = 256) -> None:
         self._model = model
@@ -174,16 +174,23 @@ class BlockCache:
         Raises whatever compiling, importing a module or decoding a value raises; the caller makes it the request's
         error.
         """
-        key = digest_bytes(block)
+        message = _blocks.decode(block)
+        # By its text alone: the values that come with it are the request's own, and may be large.
+        key = digest_bytes(_encoder.encode((message.name, message.source, message.filename, message.first_line)))
+        key += digest_bytes(_encoder.encode(message.helpers))
         compiled = self._compiled.get(key)
         if compiled is None:
-            compiled = self._compiled[key] = _Compiled(_blocks.decode(block), key.hex()[:12])
+            compiled = self._compiled[key] = _Compiled(message, key.hex()[:12])
             while len(self._compiled) > self._size:
                 self._compiled.popitem(last=False)[1].forget()
         else:
             self._compiled.move_to_end(key)
 
-        message = compiled.block
+        with watchdog.turn(building=True):
+            return self._bind(message, compiled, live)
+
+    def _bind(self, message: Block, compiled: _Compiled, live: bytes) -> BlockMediator:
+        """A mediator over the compiled code, with this request's own values."""
         scope: dict[str, Any] = {"__builtins__": __builtins__, "__name__": f"tracewire.block.{message.name}"}
         for name, module in message.modules.items():
             scope[name] = importlib.import_module(module)
@@ -219,7 +226,7 @@ def failure_of(exception: BaseException, compiled: _Compiled | None, *, hint: st
     cause = exception.__cause__ if isinstance(exception, BlockExit) and exception.__cause__ else exception
     trace = getattr(cause, "__intervention_tb__", None) or cause.__traceback__
     frames = traceback.extract_tb(trace)
-    message = str(exception) + hint
+    message = _text_of(exception) + hint
     if isinstance(exception, SyntaxError) and compiled is None:
         return Failure(type=type(exception).__name__, message=message, field="block", line=exception.lineno)
     filename: str | None = None
@@ -242,6 +249,15 @@ def failure_of(exception: BaseException, compiled: _Compiled | None, *, hint: st
         source=source,
         traceback="".join(lines) or None,
     )
+
+
+def _text_of(exception: BaseException) -> str:
+    """An exception's message, whatever it takes, as text that can be encoded."""
+    try:
+        text = str(exception)
+    except Exception as error:
+        text = f"(its message could not be read: {type(error).__name__})"
+    return text.encode("utf-8", "backslashreplace").decode()[:10_000]
 
 
 def is_stop(exception: BaseException | None) -> bool:

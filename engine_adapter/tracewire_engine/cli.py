@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import os
 import signal
 import sys
@@ -92,6 +93,9 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         vllm_arguments = AsyncEngineArgs.from_cli_args(options)
         refuse_unsupported(vllm_arguments)
+        if getattr(vllm_arguments, "shutdown_timeout", None) == 0:
+            # When a SIGTERM goes to all processes at once, EngineCore then finishes what runs, as the adapter does.
+            vllm_arguments.shutdown_timeout = max(1, math.ceil(options.drain))
     except UnsupportedSetting as error:
         print(f"tracewire engine: {error}", file=sys.stderr)
         return 2

@@ -87,8 +87,8 @@ class Engine(Protocol):
         """End a request now. Its finish record still arrives."""
         ...
 
-    def decode(self, token_ids: list[int]) -> str:
-        """The text of token ids."""
+    def decode(self, token_ids: list[int], prepared: Prepared) -> str:
+        """The text of an invoke's output, special tokens as its sampling params have them."""
         ...
 
     def reports(self) -> AsyncIterator[Report]:

@@ -1,14 +1,12 @@
-"""Arrays of one step, copied to the host together.
+"""Arrays of one step, in host memory.
 
-On a GPU a copy to the host waits for the device, and one a tensor would make a step wait many times. A `HostCopy`
-gathers every device tensor among a step's saves, copies those of one dtype in one transfer, and then answers for
-each. In host memory nothing needs copying: a value is read where it lies when it is encoded, at the end of its own
-step.
+What is encoded must be in host memory. On a GPU a `HostCopy` copies each device tensor once, when it is first asked
+for, and answers for it from then on. In host memory nothing needs copying: a value is read where it lies when it is
+encoded, at the end of its own step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -19,12 +17,9 @@ __all__ = ["HostCopy"]
 
 
 class HostCopy:
-    """Maps a saved value to one whose tensors are all in host memory.
+    """Maps a saved value to one whose tensors are all in host memory."""
 
-    Tensors are copied when first asked for; `saves` is only looked at on a device.
-    """
-
-    def __init__(self, saves: Iterable[Mapping[str, Any]]) -> None:
+    def __init__(self) -> None:
         self._copies: dict[int, torch.Tensor] = {}
 
     def __call__(self, value: Any) -> Any:

@@ -7,6 +7,7 @@ the same request, choice and token index. Values inside are already encoded for 
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
 from collections.abc import AsyncIterator
@@ -21,6 +22,8 @@ import zmq.asyncio
 from tracewire_bus.messages import Failure, Manifest
 
 __all__ = ["FinishRecord", "LinkReceiver", "LinkSender", "Report", "StepRecord"]
+
+logger = logging.getLogger("tracewire")
 
 
 class StepRecord(msgspec.Struct, array_like=True):
@@ -111,4 +114,11 @@ class LinkReceiver:
     async def reports(self) -> AsyncIterator[Report]:
         """Yield every report, in the order in which the worker sent them. Never ends by itself."""
         while True:
-            yield _decoder.decode(await self._socket.recv())
+            message = await self._socket.recv()
+            try:
+                report = _decoder.decode(message)
+            except msgspec.MsgspecError:
+                # A defect, but one step's: the traces that it leaves waiting end with an error, the others go on.
+                logger.exception("a report of the workers could not be read")
+                continue
+            yield report

@@ -18,8 +18,8 @@ from nnsight.tracing import tracer as nnsight_tracer
 
 __all__ = ["install", "prune", "release", "saved_names"]
 
-# A marked object held by nobody else: the dict, the loop variable and getrefcount's own argument.
-_OURS = 3
+# References to a marked object that nobody else holds: the dict's, and getrefcount's own argument.
+_OURS = 2
 
 
 def _mark(value: Any) -> Any:
@@ -47,7 +47,7 @@ def prune(mediator: Any) -> None:
     marked: dict[int, Any] | None = mediator.__dict__.get("marked")
     if not marked:
         return
-    gone = [key for key, value in marked.items() if sys.getrefcount(value) <= _OURS]
+    gone = [key for key in marked if sys.getrefcount(marked[key]) <= _OURS]
     if gone:
         saves = nnsight_tracer._saves()
         for key in gone:

@@ -77,6 +77,11 @@ def refuse_unsupported(arguments: AsyncEngineArgs) -> None:
             bool(getattr(arguments, "enable_chunked_prefill", False)),
             "a block would see its prompt in pieces",
         ),
+        (
+            "--long-prefill-token-threshold",
+            (getattr(arguments, "long_prefill_token_threshold", 0) or 0) > 0,
+            "a block would see a long prompt in pieces",
+        ),
     ]
     for option, present, reason in refused:
         if present:

@@ -38,4 +38,7 @@ def register() -> None:
     """Plugin entry point: tie a descendant of an adapter to its parent. A no-op in any other vLLM process."""
     adapter = os.environ.get(ADAPTER_PID, "")
     if adapter and adapter != str(os.getpid()):
+        # In a group of its own, so that a Ctrl-C at the terminal reaches the adapter alone, which drains first.
+        if os.getpgid(0) == os.getpgid(os.getppid()):
+            os.setpgid(0, 0)
         die_with_parent()

@@ -95,7 +95,7 @@ class TracedRequests(Requests):
             self.traced[data.req_id] = _Traced()
             try:
                 request.mediator = self.blocks.mediator(block, arguments.get(LIVE_ARG, b"\x80"))
-            except Exception as exception:
+            except BaseException as exception:  # what a module or a helper's definition raises, SystemExit included
                 request.error = failure_of(exception, None)
 
     def record(self, mediator: Any) -> None:
@@ -164,9 +164,14 @@ class TracewireRunner(NNsightGPUModelRunner):
                 marks.prune(request.mediator)
         if not live or self.tracewire_link is None:
             return
-        host = HostCopy(saves for _, _, saves in live)
+        host = HostCopy()
         for request, traced, saves in live:
-            deltas = traced.tracker.step(saves, host)
+            try:
+                deltas = traced.tracker.step(saves, host)
+            except Exception as exception:  # a save of a hostile type: its trace fails, the engine does not
+                logger.exception("could not read the saves of %s", request.engine_id)
+                deltas = []
+                request.error = request.error or failure_of(exception, None, hint=" (while its saves were read)")
             ended = "" if traced.ended else self._ended(request)
             traced.ended = traced.ended or bool(ended)
             self.tracewire_report.steps.append(
@@ -204,7 +209,8 @@ class TracewireRunner(NNsightGPUModelRunner):
                 with warnings.catch_warnings():
                     # A loop that outran its request has ended as loops do here: nothing to warn an operator of.
                     warnings.simplefilter("ignore")
-                    requests.finish_dangling(mediator, taps)
+                    with watchdog.turn():
+                        requests.finish_dangling(mediator, taps)
                 requests.record(mediator)
             if self.tracewire_link is not None:
                 self.tracewire_report.finishes.append(self._finish_record(request, traced))
@@ -226,14 +232,16 @@ class TracewireRunner(NNsightGPUModelRunner):
         saves = request.saves()
         deltas: list[Any] = []
         manifest: list[Manifest] = []
-        error: Failure | None = request.error
+        error: Any = request.error
+        if isinstance(error, dict):  # nnsight's own form
+            error = Failure(type=error["type_name"], message=error["message"], field="block")
         stopped = False
         try:
-            deltas, manifest = traced.tracker.finish(saves, 0, request.index, HostCopy([saves]))
+            deltas, manifest = traced.tracker.finish(saves, 0, request.index, HostCopy())
             if self.tracewire_check_collect:
                 collected = self._collected(request)
                 for entry in manifest:
-                    entry.digest = digest(HostCopy([collected])(collected[entry.name]))
+                    entry.digest = digest(HostCopy()(collected[entry.name]))
         except Exception as exception:  # a save of a hostile type: the trace fails, the engine does not
             logger.exception("could not report the saves of %s", request.engine_id)
             error = error or Failure(type=type(exception).__name__, message=f"its saves could not be read: {exception}")

@@ -37,6 +37,9 @@ from .link import FinishRecord, StepRecord
 
 __all__ = ["Half", "TraceRun"]
 
+#: How long a request's finish record may take after its last output, in seconds: it comes with the engine's next step.
+FINISH_S = 60.0
+
 _NO_DELTAS = msgspec.Raw(msgspec.msgpack.encode([]))
 
 
@@ -96,11 +99,10 @@ class Half:
             await self._changed.wait()
         return [half.steps.pop(index, _NO_DELTAS) for index in wanted]
 
-    async def finished(self) -> list[_ChoiceHalf]:
-        """All choices, once the workers have reported the end of each."""
+    async def finished(self) -> None:
+        """Wait until the workers have reported the end of every choice."""
         while any(choice.finish is None for choice in self.choices):
             await self._changed.wait()
-        return self.choices
 
 
 class _Request:
@@ -149,6 +151,11 @@ class TraceRun:
         self._seq = -1
         self.attempt = attempt
         self.requests: list[_Request] = []
+        #: Whether a final event was queued for the stream, by this attempt; whether the stream refused this attempt.
+        self.ended = False
+        self.fenced = False
+        #: What vLLM itself ended a request with, where it was neither done nor asked to.
+        self._broken: Failure | None = None
 
     def _next(self) -> dict[str, Any]:
         self._seq += 1
@@ -156,6 +163,7 @@ class TraceRun:
 
     async def _append(self, event: Event, *, final: bool = False) -> None:
         # No await between numbering an event and queueing it: ids must go up in the stream.
+        self.ended = self.ended or final
         await self._writer.append(
             self._submission.trace,
             event.attempt,
@@ -177,7 +185,7 @@ class TraceRun:
             try:
                 await self._start()
             except Rejection as rejection:
-                await self._abort_all()
+                await self.abort_all()
                 await self.fail(rejection.failure, status="rejected")
                 return
             async with anyio.create_task_group() as group:
@@ -186,7 +194,8 @@ class TraceRun:
             await self._conclude()
         except* Fenced:
             # Another attempt, or somebody else's final, is on the stream: this one has nothing to say any more.
-            await self._abort_all()
+            self.fenced = True
+            await self.abort_all()
         except* EngineLost as errors:
             lost = _first(errors)
             await self.fail(Failure(type="EngineLost", message=f"the engine died while it ran this trace: {lost}"))
@@ -254,12 +263,18 @@ class TraceRun:
             if half.ended_at is not None and first + len(token_ids) > half.ended_at:
                 # The block ended its request at that token: what vLLM sampled since is not part of the trace.
                 keep = half.ended_at + 1 - first
-                if keep < len(token_ids):
-                    token_ids, steps = token_ids[:keep], steps[:keep]
-                    logprobs = logprobs[:keep] if logprobs else logprobs
-                    text = self._engine.decode(published + token_ids)[len(request.text[choice.index]) :]
+                token_ids, steps = token_ids[:keep], steps[:keep]
+                logprobs = logprobs[:keep] if logprobs else logprobs
+                # vLLM's text goes on to its own last token, or holds back what might begin a stop string.
+                whole = self._engine.decode(published + token_ids, request.prepared)
+                if whole.startswith(request.text[choice.index]):
+                    text = whole[len(request.text[choice.index]) :]
                 finish_reason, stop_reason = ("stop", "tracer.stop()") if half.ended == "stop" else ("error", None)
                 request.done[choice.index] = True
+        if finish_reason in ("abort", "error") and not request.done[choice.index]:
+            # Not by us: vLLM gave it up (its processes were told to stop, a grammar that does not compile, ...).
+            reason = f"vLLM ended the request with {finish_reason!r} after {first + len(token_ids)} tokens"
+            self._broken = Failure(type="EngineError", message=reason)
         if finish_reason is not None:
             request.done[choice.index] = True
         published.extend(token_ids)
@@ -287,14 +302,18 @@ class TraceRun:
         deltas: list[tuple[int, int, msgspec.Raw]] = []
         manifest: list[Manifest] = []
         save_errors: dict[str, str] = {}
-        error: Failure | None = None
+        error = self._broken
         stopped = False
         for request in self.requests:
             if request.half is None:
                 continue
-            for index, choice in enumerate(await request.half.finished()):
+            with anyio.move_on_after(1 if self._broken else FINISH_S):
+                await request.half.finished()
+            for index, choice in enumerate(request.half.choices):
                 record = choice.finish
-                assert record is not None
+                if record is None:
+                    error = error or Failure(type="EngineError", message="the workers did not report the request's end")
+                    continue
                 # Steps whose token never became part of an output: sampled past the end, and trimmed.
                 trimmed = [choice.steps[step] for step in sorted(choice.steps)]
                 deltas.extend((request.invoke, index, raw) for raw in (*trimmed, record.deltas) if raw != _NO_DELTAS)
@@ -335,7 +354,8 @@ class TraceRun:
         except Fenced:
             return
 
-    async def _abort_all(self) -> None:
+    async def abort_all(self) -> None:
+        """End all of the trace's requests in the engine."""
         for request in self.requests:
             await self._engine.abort(request.name)
 

@@ -7,6 +7,8 @@ import re
 from collections.abc import AsyncIterator
 from typing import Any
 
+import anyio
+import anyio.to_thread
 import msgspec
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
@@ -68,12 +70,15 @@ class VllmEngine:
         self.llm: Any = model.vllm_entrypoint
         self._link = link
         self._tokenizer: Any = model.tokenizer
+        self._longest_token = max((len(token) for token in self._tokenizer.get_vocab()), default=1)
+        # One thread at a time: a tokenizer is not made to be shared.
+        self._tokenizing = anyio.CapacityLimiter(1)
         self._fields = [name for name in SamplingParams.__struct_fields__ if not name.startswith("_")]
 
     async def prepare(self, submission: Submission, index: int, block: bytes | None) -> Prepared:
         invoke = submission.invokes[index]
         where = f"invokes[{index}]." if len(submission.invokes) > 1 else ""
-        token_ids = self._token_ids(invoke, where)
+        token_ids = await self._token_ids(invoke, where)
         limit = self.llm.model_config.max_model_len
         if len(token_ids) >= limit:
             raise Rejection(
@@ -97,7 +102,7 @@ class VllmEngine:
             prompt=prompt, prompt_tokens=len(token_ids), params=params, choices=params.n or 1, sampling=sampling
         )
 
-    def _token_ids(self, invoke: Invoke, where: str) -> list[int]:
+    async def _token_ids(self, invoke: Invoke, where: str) -> list[int]:
         given = [name for name in ("prompt", "token_ids", "messages") if getattr(invoke, name) is not None]
         if len(given) != 1:
             raise Rejection(
@@ -111,18 +116,31 @@ class VllmEngine:
                 raise Rejection(f"{where}token_ids", f"token id {wrong} is outside the vocabulary of {vocabulary}")
         elif invoke.messages is not None:
             try:
-                token_ids = self._tokenizer.apply_chat_template(
-                    invoke.messages, add_generation_prompt=True, tokenize=True, return_dict=False
-                )
+                text = self._tokenizer.apply_chat_template(invoke.messages, add_generation_prompt=True, tokenize=False)
             except Exception as error:
                 raise Rejection(
                     f"{where}messages", f"the model's chat template refused the messages: {error}"
                 ) from error
+            token_ids = await self._encode(text, where, add_special_tokens=False)
         else:
-            token_ids = self._tokenizer.encode(invoke.prompt)
+            token_ids = await self._encode(invoke.prompt or "", where, add_special_tokens=True)
         if not token_ids:
             raise Rejection(f"{where}prompt", "the prompt is empty")
         return list(token_ids)
+
+    async def _encode(self, text: str, where: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of a text, made on a thread: a long one takes seconds, in which the loop must serve the others."""
+        limit = self.llm.model_config.max_model_len
+        if len(text) > limit * self._longest_token:
+            raise Rejection(
+                f"{where}prompt",
+                f"a prompt of {len(text)} characters is more than this model's {limit} tokens can hold",
+            )
+
+        def encode() -> list[int]:
+            return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+        return await anyio.to_thread.run_sync(encode, limiter=self._tokenizing)
 
     def _sampling(self, invoke: Invoke, where: str) -> SamplingParams:
         given = dict(invoke.sampling)
@@ -158,8 +176,9 @@ class VllmEngine:
     async def abort(self, request: str) -> None:
         await self.llm.abort(request)
 
-    def decode(self, token_ids: list[int]) -> str:
-        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+    def decode(self, token_ids: list[int], prepared: Prepared) -> str:
+        skip = prepared.params.skip_special_tokens
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=skip)
         return text
 
     def reports(self) -> AsyncIterator[Report]:

@@ -24,6 +24,7 @@ __all__ = ["BlockTimeout", "limit_turns", "turn"]
 logger = logging.getLogger("vllm.tracewire")
 
 _limit_s = 0.0
+_building = False
 
 
 class BlockTimeout(Exception):
@@ -32,7 +33,7 @@ class BlockTimeout(Exception):
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
     # The timer may ring just after the block has parked: the model must not be hit then.
-    if getattr(getcurrent(), "mediator", None) is not None:
+    if _building or getattr(getcurrent(), "mediator", None) is not None:
         raise BlockTimeout(
             f"the block ran for {_limit_s:g} s without asking the model for anything; every request waits while it does"
         )
@@ -51,14 +52,17 @@ def limit_turns(seconds: float) -> None:
 
 
 @contextmanager
-def turn() -> Iterator[None]:
-    """Run one turn of a block under the limit."""
+def turn(*, building: bool = False) -> Iterator[None]:
+    """Run one turn of a block under the limit; `building` for what is run to build it, outside its own greenlet."""
+    global _building
     if not _limit_s:
         yield
         return
+    _building = building
     # Rings again each second, for a block that swallowed the first.
     signal.setitimer(signal.ITIMER_REAL, _limit_s, 1.0)
     try:
         yield
     finally:
+        _building = False
         signal.setitimer(signal.ITIMER_REAL, 0.0)

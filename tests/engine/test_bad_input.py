@@ -14,7 +14,7 @@ import tracewire
 from tests.engine import blocks_for_tests as blocks
 from tracewire import Client, InterventionError, Model, TraceRejected
 from tracewire_bus.codec import decode_event, encode, schema_text
-from tracewire_bus.messages import Block, Final, Invoke, Submission
+from tracewire_bus.messages import Block, Final, Helper, Invoke, Submission
 from tracewire_bus.streams import Bus
 from tracewire_bus.values import pack
 
@@ -267,6 +267,52 @@ async def test_live_parameters_that_were_not_declared(client: Client, model: Mod
     with pytest.raises(InterventionError):
         async with client.trace(model, PROMPT, block, live={"beta": 1.0}, max_tokens=2) as trace:
             await trace.result()
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "x = " + "+".join(["1.5"] * 1200),
+        "raise ValueError('\\udcff')",
+        "class Odd(Exception):\n    def __str__(self):\n        return [][0]\nraise Odd()",
+        "try:\n    model.lm_head.output\nfinally:\n    while True: pass",
+        "x = model.model.layers[0].output[0].to('meta').save()",
+        "x = type('Odd', (list,), {'__iter__': lambda self: 1 / 0})([1]).save()\nmodel.residual(0).output",
+    ],
+    ids=["deep", "surrogate", "odd-message", "endless-finally", "meta", "odd-list"],
+)
+async def test_hostile_blocks_end_themselves_only(bus: Bus, source: str, request: pytest.FixtureRequest) -> None:
+    name = request.node.callspec.id
+    final = await final_of(bus, submission(f"hostile-{name}", source_block(source), sampling={"max_tokens": 3}))
+    assert isinstance(final, Final)
+
+
+async def test_a_helper_that_exits_when_it_is_defined(bus: Bus) -> None:
+    block = source_block("x = 1", helpers=[Helper(name="h", source="def h(a=exit()): pass")])
+    final = await final_of(bus, submission("helper-exits", block))
+    assert final.status == "failed"
+
+
+async def test_a_grammar_that_is_none(bus: Bus) -> None:
+    sampling = {"max_tokens": 5, "structured_outputs": {"grammar": "this is ::= no ( grammar"}}
+    final = await final_of(bus, submission("no-grammar", source_block("model.residual(0).output"), sampling=sampling))
+    assert final.status in ("rejected", "failed")
+
+
+async def test_a_prompt_of_megabytes_is_refused_without_reading_it(client: Client, model: Model) -> None:
+    with pytest.raises(TraceRejected, match="characters") as refused:
+        async with client.trace(model, "x" * 3_000_000, None, max_tokens=3) as trace:
+            await trace.accepted()
+    assert refused.value.field == "prompt"
+
+
+async def test_a_deadline_ends_what_still_runs(client: Client, model: Model) -> None:
+    with pytest.raises(tracewire.TraceFailed, match="deadline") as late:
+        async with client.trace(
+            model, PROMPT, blocks.two_names, max_tokens=2000, ignore_eos=True, deadline=0.5
+        ) as trace:
+            await trace.result()
+    assert late.value.status == "expired"
 
 
 async def test_nothing_is_left_in_the_workers(client: Client, bus: Bus) -> None:

@@ -1,0 +1,37 @@
+"""Marks of saved objects: each block's own, and held no longer than they can matter."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from types import SimpleNamespace
+
+import torch
+
+import tracewire_engine  # noqa: F401 (before nnsight)
+from tracewire_engine import marks
+
+
+def test_an_object_that_nobody_else_holds_is_let_go_at_the_end_of_the_step() -> None:
+    kept, dropped = torch.zeros(3), torch.ones(3)
+    mediator = SimpleNamespace(marked={id(kept): kept, id(dropped): dropped})
+    gone = weakref.ref(dropped)
+    del dropped
+    marks.prune(mediator)
+    gc.collect()
+    assert gone() is None
+    assert list(mediator.marked.values()) == [kept] or mediator.marked[id(kept)] is kept
+    assert len(mediator.marked) == 1
+
+
+def test_only_this_block_s_marks_name_its_saves() -> None:
+    one, other = SimpleNamespace(lcls={"count": 1, "x": 2}), SimpleNamespace(lcls={"count": 1})
+    one.marked = {id(1): 1}
+    assert marks.saved_names(one) == {"count"}
+    assert marks.saved_names(other) == set()
+
+
+def test_release_forgets_all() -> None:
+    mediator = SimpleNamespace(marked={id(5): 5})
+    marks.release(mediator)
+    assert not hasattr(mediator, "marked")
