@@ -19,6 +19,8 @@ import hashlib
 import math
 import struct
 import sys
+from collections.abc import Iterable
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias
 
 import msgspec
@@ -31,14 +33,19 @@ __all__ = [
     "MAX_DEPTH",
     "Unsavable",
     "array_of",
+    "array_payload",
+    "dict_digest",
     "digest",
+    "encoded_array",
     "equal",
     "ext_hook",
     "is_array",
     "kind",
     "length",
+    "list_digest",
     "pack",
     "path_key",
+    "payload_digest",
     "unpack",
     "wire",
 ]
@@ -498,3 +505,37 @@ def _equal(a: Any, b: Any, path: Path) -> bool:
     if found == "complex":
         return _complex.pack(a.real, a.imag) == _complex.pack(b.real, b.imag)
     return bool(a == b)
+
+
+# --- for those who encode many arrays, and keep digests as they go --------------------------------------------------
+
+
+def array_payload(dtype: str, shape: tuple[int, ...], raw: bytes | memoryview) -> bytes:
+    """The payload of an array from its raw little-endian elements: what `encoded_array` and `payload_digest` take."""
+    return b"".join((_payload_head(dtype, shape), raw))
+
+
+@lru_cache(maxsize=4096)
+def _payload_head(dtype: str, shape: tuple[int, ...]) -> bytes:
+    header = msgspec.msgpack.encode((dtype, shape))
+    return _header_length.pack(len(header)) + header
+
+
+def encoded_array(payload: bytes) -> Any:
+    """An array as `wire` would have it, from its payload."""
+    return msgspec.msgpack.Ext(_ARRAY, payload)
+
+
+def payload_digest(payload: bytes) -> bytes:
+    """The digest of an array, from its payload."""
+    return _hash(b"a", memoryview(payload)[2:])
+
+
+def list_digest(items: Iterable[bytes]) -> bytes:
+    """The digest of a list, from those of its items."""
+    return _hash(b"l", *items)
+
+
+def dict_digest(items: Iterable[tuple[Any, bytes]]) -> bytes:
+    """The digest of a dict, from its keys and the digests of its values."""
+    return _hash(b"d", *sorted(_key_digest(path_key(key)) + value for key, value in items))

@@ -165,6 +165,7 @@ class TracewireRunner(NNsightGPUModelRunner):
         if not live or self.tracewire_link is None:
             return
         host = HostCopy()
+        host.prime(value for _, traced, saves in live for value in traced.tracker.fresh(saves))
         for request, traced, saves in live:
             try:
                 deltas = traced.tracker.step(saves, host)
