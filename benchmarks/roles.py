@@ -60,8 +60,6 @@ async def plain_round(llm: Any, workload: dict[str, Any]) -> int:
 
 async def nnsight_round(model: Any, workload: dict[str, Any], *, each: bool) -> int:
     """The workload by nnsight's async backend; with `each`, a collect RPC on every output as well."""
-    from nnsight.modeling.vllm.engines.engine import acollect
-
     layers = workload["layers"]
 
     async def one(prompt: list[int]) -> int:
@@ -87,15 +85,11 @@ async def nnsight_round(model: Any, workload: dict[str, Any], *, each: bool) -> 
         async for output in backend:
             if each and not output.finished:
                 # The way of a per-output collect: ask the workers after each output what has been saved so far.
-                from vllm.outputs import RequestOutput
-
-                assert isinstance(output, RequestOutput)
                 ids = [backend._request_id]
                 await model.vllm_entrypoint.collective_rpc("collect_nnsight", args=(ids, None))
             tokens = len(output.outputs[0].token_ids)
         return tokens
 
-    assert acollect is not None
     return sum(await asyncio.gather(*(one(prompt) for prompt in prompts(workload))))
 
 

@@ -52,6 +52,14 @@ class BlockMediator(Mediator):
         self.raised: BaseException | None = None
         self.compiled: _Compiled | None = None
 
+    def dispose(self) -> None:
+        """Let go of all that the block held. Its scope, frames and traceback refer to each other, and to tensors."""
+        self.worker = None
+        self.raised = self.exception = self.pending = self.transform = None
+        self.caches: list[Any] = []
+        self.lcls.shared.clear()
+        self.lcls.clear()
+
     def switch(self, *args: Any) -> Any:
         with watchdog.turn():
             return super().switch(*args)

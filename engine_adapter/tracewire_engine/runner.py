@@ -217,6 +217,8 @@ class TracewireRunner(NNsightGPUModelRunner):
                 self.tracewire_report.finishes.append(self._finish_record(request, traced))
             if mediator is not None:
                 marks.release(mediator)
+                if isinstance(mediator, BlockMediator):
+                    mediator.dispose()
             del requests.requests[request_id]
 
     def _collected(self, request: Request) -> dict[str, Any]:
