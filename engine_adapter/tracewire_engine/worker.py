@@ -1,4 +1,4 @@
-"""The worker classes that vLLM starts in its own processes; `WORKER` names the one for the platform at hand.
+"""The worker class that vLLM starts in its own processes, over the worker of the platform at hand.
 
 vLLM's worker builds its model runner in `init_device`; the runner's class is then swapped for one that also interleaves
 and reports. The swap adds behaviour and no constructor state, so nothing of vLLM's own start is patched.
@@ -11,7 +11,7 @@ from vllm.platforms import current_platform
 
 from .runner import TracewireRunner
 
-__all__ = ["WORKER", "TracewireWorker"]
+__all__ = ["TracewireWorker"]
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner as _PlatformRunner
@@ -50,7 +50,3 @@ class TracewireWorker(_PlatformWorker):
 
     #: nnsight's own collect, for comparison with what was streamed.
     collect_nnsight = NNsightGPUWorker.collect_nnsight
-
-
-#: What to pass to vLLM as `worker_cls`.
-WORKER = "tracewire_engine.worker.TracewireWorker"

@@ -21,6 +21,18 @@ from tracewire_bus.embedded import EmbeddedServer
 ENVIRONMENT = {"VLLM_CPU_ATTN_SPLIT_KV": "0"}
 
 
+#: Test files of this folder that start no engine.
+ENGINELESS = {"test_saves.py", "test_marks.py"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what starts an engine, so that `make test-engineless` can leave it out."""
+    here = Path(__file__).parent
+    for item in items:
+        if item.path.parent == here and item.path.name not in ENGINELESS:
+            item.add_marker(pytest.mark.engine)
+
+
 class EngineProcess:
     """A running `tracewire engine demo` and its log."""
 
