@@ -13,7 +13,7 @@ Four ways to run the same requests take turns, each engine in processes of its o
 
 Every figure is the median over the rounds. Tokens per second of Tracewire are counted at the subscriber, from the first
 submission to the last fold verified. `latency_ms` is from the end of the step that sampled a token to the subscriber's
-hands. `wire_ratio` is bytes of stream entries over bytes of the new values themselves.
+hands. `wire_ratio` is bytes of all stream entries, tokens and text included, over bytes of the new values themselves.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ import psutil
 
 import tracewire
 from tracewire_bus.embedded import EmbeddedServer
+from tracewire_bus.streams import Bus
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -147,6 +148,7 @@ async def tracewire_round(url: str, workload: dict[str, Any]) -> dict[str, Any]:
 
     latencies: list[float] = []
     totals = {"tokens": 0, "wire": 0, "raw": 0}
+    traces: list[str] = []
     block = block_of(workload)
     async with tracewire.connect(url) as client:
         model = await client.model("bench", wait_for_engine=60)
@@ -160,11 +162,15 @@ async def tracewire_round(url: str, workload: dict[str, Any]) -> dict[str, Any]:
                         totals["tokens"] += len(output.token_ids)
                 result = await trace.result()
             totals["raw"] += sum(raw_bytes(value) for value in result.saves.values())
+            traces.append(trace.id)
 
         async with anyio.create_task_group() as group:
             for token_ids in prompts(workload):
                 group.start_soon(one, token_ids)
         seconds = time.perf_counter() - began
+    async with Bus.open(url) as bus:
+        for trace_id in traces:
+            totals["wire"] += sum([len(entry.data) async for entry in bus.read(trace_id)])
     return {**totals, "seconds": seconds, "latencies": latencies}
 
 
@@ -276,6 +282,7 @@ def summary(rounds: dict[str, list[dict[str, Any]]], options: argparse.Namespace
         "ratio_to_plain_eager": round(speed["tracewire"] / speed["plain_eager"], 3),
         "bystander_to_plain": round(speed["bystander"] / baseline, 3),
         "latency_ms": quantiles([latency for one in ours for latency in one["latencies"]]),
+        "wire_ratio": round(sum(one["wire"] for one in ours) / max(1, sum(one["raw"] for one in ours)), 3),
         "raw_bytes_a_token": round(sum(one["raw"] for one in ours) / max(1, sum(one["tokens"] for one in ours)), 1),
         "cpu_s": {name: found[-1]["cpu_s"] for name, found in kept.items()},
     }
