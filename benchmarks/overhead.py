@@ -31,9 +31,9 @@ from typing import Any
 
 import anyio
 import numpy as np
-import psutil
 
 import tracewire
+from benchmarks.roles import cpu_seconds, prompts, sampling
 from tracewire_bus.embedded import EmbeddedServer
 from tracewire_bus.streams import Bus
 
@@ -123,16 +123,6 @@ class Role:
         self._log.close()
 
 
-def tree_cpu(pid: int) -> dict[str, float]:
-    """CPU seconds of a process and those below it, by kind."""
-    used: dict[str, float] = {}
-    for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
-        kind = "worker" if "Worker" in process.name() else "core" if "EngineCore" in process.name() else "front"
-        times = process.cpu_times()
-        used[kind] = used.get(kind, 0.0) + times.user + times.system
-    return used
-
-
 def raw_bytes(value: Any) -> int:
     """Bytes of the values themselves."""
     if isinstance(value, np.ndarray):
@@ -144,8 +134,6 @@ def raw_bytes(value: Any) -> int:
 
 async def tracewire_round(url: str, workload: dict[str, Any]) -> dict[str, Any]:
     """The workload over the bus: submitted and folded here, in the subscriber's process."""
-    from benchmarks.roles import prompts, sampling
-
     latencies: list[float] = []
     totals = {"tokens": 0, "wire": 0, "raw": 0}
     traces: list[str] = []
@@ -249,9 +237,9 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
                     rounds.setdefault(name, []).append(answer)
                 for name, work in (("tracewire", workload), ("bystander", {**workload, "saves": "none"})):
                     await settle()
-                    before, own = tree_cpu(engine.pid), time.process_time()
+                    before, own = cpu_seconds(engine.pid), time.process_time()
                     answer = await tracewire_round(server.url, work)
-                    after = tree_cpu(engine.pid)
+                    after = cpu_seconds(engine.pid)
                     answer["cpu_s"] = {kind: round(used - before.get(kind, 0.0), 3) for kind, used in after.items()}
                     answer["cpu_s"]["subscriber"] = round(time.process_time() - own, 3)
                     rounds.setdefault(name, []).append(answer)

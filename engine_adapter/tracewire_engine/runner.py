@@ -165,7 +165,10 @@ class TracewireRunner(NNsightGPUModelRunner):
         if not live or self.tracewire_link is None:
             return
         host = HostCopy()
-        host.prime(value for _, traced, saves in live for value in traced.tracker.fresh(saves))
+        try:
+            host.prime(value for _, traced, saves in live for value in traced.tracker.fresh(saves))
+        except Exception:  # out of memory, say: each trace then copies its own, and fails on its own
+            logger.exception("the arrays of a step could not be copied together")
         for request, traced, saves in live:
             try:
                 deltas = traced.tracker.step(saves, host)
