@@ -20,9 +20,12 @@ import msgspec
 
 __all__ = [
     "SCHEMA",
+    "Ablate",
     "Accepted",
     "Append",
     "Block",
+    "Clamp",
+    "Declared",
     "Delete",
     "Delta",
     "EngineInfo",
@@ -32,16 +35,22 @@ __all__ = [
     "FinishReason",
     "Helper",
     "Invoke",
+    "Live",
+    "LogitLens",
     "Manifest",
     "Message",
     "ModuleInfo",
     "Output",
     "PathKey",
+    "Positions",
+    "Probe",
     "RawOutput",
     "Restarted",
     "SaveDelta",
     "Set",
     "Status",
+    "Steer",
+    "StopWhen",
     "Submission",
     "Usage",
     "Versions",
@@ -104,6 +113,125 @@ class Block(Message):
     imports: dict[str, tuple[str, str]] = {}
 
 
+# --- declared interventions -------------------------------------------------------------------------------------------
+
+
+class Live(Message):
+    """Stands for the value of one of the trace's live parameters: `Live("alpha")` in place of a number or an array."""
+
+    live: str
+
+
+Positions: TypeAlias = Literal["last", "all", "prompt", "generated"]
+"""Which positions of a sequence: `prompt` those of the prompt, `generated` those of sampled tokens, `all` both.
+
+`last` is, for a value that is read, the one position of each step that the next token is sampled at; for one that is
+edited, the prompt's last position and every generated one.
+"""
+
+
+class _Declared(Message, tag_field="do"):
+    """Base of the declared interventions.
+
+    What most blocks do, said without code: an engine runs it for all requests of a step at once, and can take it from
+    clients whose code it would not run. They apply in the order given; where they and a block touch one location, the
+    block is served after them.
+
+    `at` says where:
+
+    - `residual(3)`: the residual stream after decoder layer 3. `residual(-1)`, `residual(*)` and `residual(2:6)` count
+      as Python does.
+    - `model.layers.3.mlp`: the output of a module, or its first tensor if it returns several; `.output` may be added,
+      and `.input` is its first input. A `*` stands for any one step of the path.
+    """
+
+
+class Probe(_Declared, tag="probe"):
+    """Reads the values at a location, reduces them, and saves one item a step in the list `name`.
+
+    Without anything else, the value itself in the model's dtype: `[hidden]`. `weight` of shape `[hidden]` projects it
+    to a number; `[outputs, hidden]` to `[outputs]` numbers; `bias` (a number, or `[outputs]`) is added, and
+    `activation` applied. `reduce="norm"` gives its Euclidean norm instead; `reduce="mean"` the mean over the step's
+    positions. What is computed is float32; a single number is saved as a float.
+
+    With positions other than `last` an item has one row per position of the step, `[positions, ...]`, and a step
+    without such positions saves none. Where `at` has a `*` or a slice, the locations are a dimension of their own,
+    before the features: `[locations, ...]`.
+    """
+
+    name: str
+    at: str
+    weight: Any = None
+    bias: Any = None
+    activation: Literal["none", "sigmoid", "softmax"] = "none"
+    reduce: Literal["none", "mean", "norm"] = "none"
+    positions: Positions = "last"
+
+
+class LogitLens(_Declared, tag="logit_lens"):
+    """Reads the residual stream through the model's final norm and head, and saves the `top_k` likeliest tokens.
+
+    Each item of the list `name` is a dict of `token_ids`, int32 `[top_k]`, and `logits`, float32 `[top_k]`, best first;
+    with the dimensions of positions and locations of [`Probe`][tracewire_bus.messages.Probe].
+    """
+
+    name: str
+    at: str
+    top_k: int = 5
+    positions: Positions = "last"
+
+
+class Steer(_Declared, tag="steer"):
+    """Adds `scale * vector` to the values at a location. `vector` has shape `[hidden]`; computed in float32."""
+
+    at: str
+    vector: Any
+    scale: float | Live = 1.0
+    positions: Positions = "all"
+
+
+class Clamp(_Declared, tag="clamp"):
+    """Keeps the component along `direction` (`[hidden]`, of any length) between `min` and `max`."""
+
+    at: str
+    direction: Any
+    min: float | Live | None = None
+    max: float | Live | None = None
+    positions: Positions = "all"
+
+
+class Ablate(_Declared, tag="ablate"):
+    """Scales the component in the span of `direction` (`[hidden]` or `[directions, hidden]`) by `keep`.
+
+    0 projects it out, 2 doubles it. Without a direction, the whole value is scaled: 0 turns a module's output off.
+    """
+
+    at: str
+    direction: Any = None
+    keep: float | Live = 0.0
+    positions: Positions = "all"
+
+
+class StopWhen(_Declared, tag="stop_when"):
+    """Ends a choice at the token in whose step the probe `probe` is over `above` or under `below`.
+
+    The probe must save a single number a step, or several of which `output` says which. `steps` such steps in a row are
+    needed. The trace ends as `stopped`; tokens sampled after that one are not part of it.
+    """
+
+    probe: str
+    above: float | Live | None = None
+    below: float | Live | None = None
+    output: int = 0
+    steps: int = 1
+
+
+Declared: TypeAlias = Probe | LogitLens | Steer | Clamp | Ablate | StopWhen
+
+
+# --- submission, continued --------------------------------------------------------------------------------------------
+
+
 class Invoke(Message):
     """One prompt of a trace: text, token ids or chat messages (exactly one of the three), and its sampling params.
 
@@ -117,7 +245,7 @@ class Invoke(Message):
 
 
 class Submission(Message):
-    """What a client puts on a model's queue. The block runs once per invoke.
+    """What a client puts on a model's queue. The block and the declared interventions apply to each invoke.
 
     `live` is the packed dict of the live parameters' first values. `deadline_s` counts from the moment it was queued,
     by Redis's clock. `detach` keeps the trace running when its submitter goes away.
@@ -133,6 +261,7 @@ class Submission(Message):
     detach: bool = False
     client: str = ""
     context: dict[str, str] = {}
+    interventions: list[Declared] = []
 
 
 # --- save deltas ------------------------------------------------------------------------------------------------------
@@ -306,7 +435,8 @@ class EngineInfo(Message):
 
     `modules` lists the tree in definition order, the root (path `""`) first; `attributes` gives, for each class in it,
     the names that can be read on a module besides its children. `layers` is the path of the list of decoder layers,
-    which [`residual(i)`] counts in.
+    which [`residual(i)`] counts in. `taps`, on an engine that replays CUDA graphs, are the only locations that can be
+    read or edited, as `model.layers.3.output`; an engine without serves all.
     """
 
     engine: str
@@ -327,3 +457,4 @@ class EngineInfo(Message):
     running: int = 0
     state: str = "serving"
     started_at: float = 0.0
+    taps: list[str] = []

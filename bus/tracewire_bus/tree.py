@@ -28,6 +28,9 @@ MODULE_WORDS: Final = frozenset(
     }
 )
 
+#: Words that read or edit a value which only a tap serves, on an engine with CUDA graphs, and that value's name.
+_SERVED: Final = {"output": "output", "outputs": "output", "input": "input", "inputs": "input", "skip": "skip"}
+
 #: What a block can read or call on the model itself.
 ROOT_WORDS: Final = frozenset({"logits", "samples", "residual", "tokenizer", "config", "generator"})
 
@@ -50,6 +53,8 @@ class PathProblem:
     line: int
     column: int
     nearest: str | None
+    #: Set where the path exists, but the engine does not serve it: why.
+    reason: str = ""
 
 
 class ModuleTree:
@@ -61,6 +66,8 @@ class ModuleTree:
     def __init__(self, info: EngineInfo) -> None:
         self.layers = info.layers
         self.layer_count = info.layer_count
+        #: The only locations that an engine with CUDA graphs serves; empty if it serves all.
+        self.taps = frozenset(info.taps)
         self._classes = {module.path: module.cls for module in info.modules} or {"": "Module"}
         self._attributes = {cls: frozenset(names) for cls, names in info.attributes.items()}
         self._children: dict[str, dict[str, str]] = {path: {} for path in self._classes}
@@ -110,6 +117,16 @@ class ModuleTree:
             or (not path and name in ROOT_WORDS)
             or name in self._attributes.get(self._classes[path], ())
         )
+
+    def serves(self, location: str) -> bool:
+        """Whether the engine serves a location, as `model.layers.3.output`, to blocks and declared interventions."""
+        return not self.taps or location in self.taps
+
+    def not_tapped(self, location: str) -> str:
+        """Why a location is not served."""
+        taps = sorted(self.taps)
+        shown = ", ".join(taps[:8]) + (", ..." if len(taps) > 8 else "")
+        return f"{location!r} is not a tap of this engine, which replays CUDA graphs and serves only {shown}"
 
     def _words(self, path: str) -> list[str]:
         return sorted({*MODULE_WORDS, *(() if path else ROOT_WORDS), *self._attributes.get(self._classes[path], ())})
@@ -422,6 +439,9 @@ class _Checker(ast.NodeVisitor):
                 case ast.Attribute(attr="residual") if not path and isinstance(following, ast.Call):
                     self._residual(following)
                     return
+                case ast.Attribute(attr=word) if word in _SERVED and self._tree.child(path, word) is None:
+                    self._served(f"{path}.{_SERVED[word]}", link)
+                    return
                 case ast.Attribute(ctx=ast.Load()):
                     path_or_none = self._through(path, [(link.attr, link)])
                 case ast.Subscript(ctx=ast.Load()) if (key := _constant(link.slice)) is not None:
@@ -433,6 +453,12 @@ class _Checker(ast.NodeVisitor):
             if path_or_none is None:
                 return
             path = path_or_none
+
+    def _served(self, location: str, node: ast.AST) -> None:
+        if not self._tree.serves(location):
+            line, column = getattr(node, "end_lineno", 1), getattr(node, "end_col_offset", 0)
+            reason = self._tree.not_tapped(location)
+            self.problems.append(PathProblem(location, line, column - len(location.rpartition(".")[2]), None, reason))
 
     def _through(self, path: str, steps: list[_Step]) -> str | None:
         """The module that `steps` lead to from `path`; None, and perhaps a problem, if they do not end at a module."""
@@ -462,6 +488,8 @@ class _Checker(ast.NodeVisitor):
         if isinstance(layer, int) and not -count <= layer < count:
             nearest = f"residual({count - 1 if layer > 0 else -count})"
             self.problems.append(PathProblem(f"residual({layer})", call.lineno, call.col_offset, nearest))
+        elif isinstance(layer, int):
+            self._served(f"{self._tree.layers}.{layer % count}.output", call)
 
     def _problem(self, path: str, node: ast.expr) -> None:
         line, column = node.end_lineno or node.lineno, node.end_col_offset or node.col_offset

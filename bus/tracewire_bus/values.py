@@ -32,6 +32,8 @@ __all__ = [
     "DTYPES",
     "MAX_DEPTH",
     "Unsavable",
+    "array_digest",
+    "array_head",
     "array_of",
     "array_payload",
     "dict_digest",
@@ -529,6 +531,25 @@ def encoded_array(payload: bytes) -> Any:
 def payload_digest(payload: bytes) -> bytes:
     """The digest of an array, from its payload."""
     return _hash(b"a", memoryview(payload)[2:])
+
+
+@lru_cache(maxsize=4096)
+def array_head(dtype: str, shape: tuple[int, ...], size: int) -> tuple[bytes, bytes]:
+    """For an array of `size` bytes: what its raw elements follow on the wire, and what `array_digest` takes."""
+    head = _payload_head(dtype, shape)
+    length = len(head) + size
+    if length < 1 << 8:
+        start = struct.pack(">BBb", 0xC7, length, _ARRAY)
+    elif length < 1 << 16:
+        start = struct.pack(">BHb", 0xC8, length, _ARRAY)
+    else:
+        start = struct.pack(">BIb", 0xC9, length, _ARRAY)
+    return start + head, head[2:]
+
+
+def array_digest(head: bytes, raw: bytes | memoryview) -> bytes:
+    """The digest of an array, from the second of `array_head` and its raw little-endian elements."""
+    return _hash(b"a", head, raw)
 
 
 def list_digest(items: Iterable[bytes]) -> bytes:

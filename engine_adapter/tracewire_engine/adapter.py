@@ -17,11 +17,15 @@ import anyio
 import msgspec
 
 from tracewire_bus.codec import NewerSchema, check_schema, decode_submission, encode
+from tracewire_bus.declared import DeclarationError, check, normalized
 from tracewire_bus.messages import Block, EngineInfo, Failure, Final, Status, Submission
 from tracewire_bus.streams import Bus, BusError, Fenced, Taken, Writer
 from tracewire_bus.tree import ModuleTree, check_block
+from tracewire_bus.values import unpack
 
 from .engine import Engine, EngineLost, Rejection
+from .feed import Feed
+from .link import Placed
 from .trace import Half, TraceRun
 
 __all__ = ["Adapter", "Settings"]
@@ -118,9 +122,9 @@ class Adapter:
     async def _serve(self, writer: Writer, entry: Taken, scope: anyio.CancelScope) -> None:
         """Run one queue entry to its final event, whatever it holds. Raises nothing: the others run on."""
         try:
-            submission, block = await self._open(writer, entry)
-            if submission is not None:
-                await self._run_trace(writer, entry, scope, submission, block)
+            opened = await self._open(writer, entry)
+            if opened is not None:
+                await self._run_trace(writer, entry, scope, *opened)
         except Exception:  # a defect of ours, or a Redis that refuses: one entry's misfortune
             logger.exception("queue entry %s could not be served", entry.entry_id)
         finally:
@@ -128,7 +132,13 @@ class Adapter:
             self._notify()
 
     async def _run_trace(
-        self, writer: Writer, entry: Taken, scope: anyio.CancelScope, submission: Submission, block: bytes | None
+        self,
+        writer: Writer,
+        entry: Taken,
+        scope: anyio.CancelScope,
+        submission: Submission,
+        block: bytes | None,
+        declared: bytes | None,
     ) -> None:
         run = TraceRun(
             entry.entry_id,
@@ -138,6 +148,7 @@ class Adapter:
             self._halves,
             submission,
             block,
+            declared,
             attempt=1,
             queued_at=entry.queued_at,
             names=self._names,
@@ -175,8 +186,11 @@ class Adapter:
         if run.fenced:
             await self._bus.done(self._info.model, entry.entry_id)
 
-    async def _open(self, writer: Writer, entry: Taken) -> tuple[Submission | None, bytes | None]:
-        """Decode and check an entry; answer or dead-letter what cannot be run, and return `(None, None)` for it."""
+    async def _open(self, writer: Writer, entry: Taken) -> tuple[Submission, bytes | None, bytes | None] | None:
+        """Decode and check an entry: its submission, encoded block and encoded declared interventions.
+
+        What cannot be run is answered or dead-lettered, and is `None`.
+        """
         trace = entry.fields.get(b"t", b"").decode("utf-8", "replace")
         try:
             check_schema(entry.fields.get(b"v", b"").decode("ascii", "replace"))
@@ -184,6 +198,7 @@ class Adapter:
             if submission.trace != trace:
                 raise ValueError(f"its entry names trace {trace!r}, its body {submission.trace!r}")
             block = self._check(submission)
+            declared = self._place(submission)
         except Rejection as rejection:
             failure = rejection.failure
         except NewerSchema as error:
@@ -193,11 +208,11 @@ class Adapter:
                 type="TraceRejected", message=f"the submission could not be decoded: {error}", field="submission"
             )
         else:
-            return submission, block
+            return submission, block, declared
         if not 0 < len(trace) <= MAX_TRACE_ID or "\ufffd" in trace:
             logger.warning("dead-lettering entry %s: %s", entry.entry_id, failure.message)
             await self._bus.dead_letter(self._info.model, entry, failure.message)
-            return None, None
+            return None
         final = Final(attempt=1, seq=0, status="rejected", error=failure, time=time.time())
         try:
             settled = (self._info.model, entry.entry_id)
@@ -205,7 +220,7 @@ class Adapter:
         except Fenced:
             logger.warning("trace %s already has events; its rejection was dropped", trace)
             await self._bus.done(self._info.model, entry.entry_id)
-        return None, None
+        return None
 
     def _check(self, submission: Submission) -> bytes | None:
         """What can be told without the engine. Returns the encoded block.
@@ -222,6 +237,27 @@ class Adapter:
             return None
         self._check_source(block)
         return self._blocks.encode(block)
+
+    def _place(self, submission: Submission) -> bytes | None:
+        """The declared interventions with their locations, encoded for the workers.
+
+        Raises:
+            Rejection: one of them cannot be carried out on this model.
+        """
+        interventions = submission.interventions
+        if not interventions:
+            return None
+        try:
+            places = check(interventions, self._tree, hidden_size=self._info.hidden_size, live=unpack(submission.live))
+            plain = normalized(interventions)
+        except DeclarationError as error:
+            raise Rejection(error.field, error.message) from error
+        return self._blocks.encode(
+            [
+                Placed(one, [(f"model.{site.location}", site.value == "residual") for site in sites], pattern)
+                for one, (sites, pattern) in zip(plain, places, strict=True)
+            ]
+        )
 
     def _check_source(self, block: Block) -> None:
         for name, source, first_line in [
@@ -250,15 +286,24 @@ class Adapter:
             near = f"; the nearest that does is {problem.nearest!r}" if problem.nearest else ""
             raise Rejection(
                 "block",
-                f"module path {problem.path!r} does not exist in {self._info.model}{near}",
-                type="UnknownModulePath",
+                problem.reason or f"module path {problem.path!r} does not exist in {self._info.model}{near}",
+                type="UntappedLocation" if problem.reason else "UnknownModulePath",
                 line=problem.line + block.first_line - 1,
             )
 
     # --- the engine's side ------------------------------------------------------------------------------------------
 
     async def _read_link(self) -> None:
+        feed = Feed()
         async for report in self._engine.reports():
+            if report.layout is not None:
+                feed.layout(report.layout)
+            if report.batch is not None:
+                data = memoryview(report.batch.data)
+                for entry, index, items in feed.batch(report.batch):
+                    half = self._halves.get(entry.request)
+                    if half is not None:
+                        half.read(entry.choice, index, items, data, report.time)
             for step in report.steps:
                 half = self._halves.get(step.request)
                 if half is not None:

@@ -66,8 +66,10 @@ class Outputs(Protocol):
 class Engine(Protocol):
     """What an adapter drives."""
 
-    async def prepare(self, submission: Submission, index: int, block: bytes | None) -> Prepared:
-        """Validate invoke `index`.
+    async def prepare(
+        self, submission: Submission, index: int, block: bytes | None, declared: bytes | None
+    ) -> Prepared:
+        """Validate invoke `index`; `block` and `declared` are what the workers are to run with it, encoded.
 
         Raises:
             Rejection: naming the field.

@@ -14,9 +14,10 @@ import torch
 
 from tracewire_bus.values import DTYPES, MAX_DEPTH, Unsavable, array_payload
 
-__all__ = ["HostCopy"]
+__all__ = ["NAMES", "HostCopy"]
 
-_NAMES: dict[torch.dtype, str] = {
+#: The dtypes that travel, by their names on the wire.
+NAMES: dict[torch.dtype, str] = {
     dtype: name for name in sorted(DTYPES) if isinstance(dtype := getattr(torch, name, None), torch.dtype)
 }
 
@@ -26,7 +27,7 @@ def _plain(tensor: Any) -> bool:
     return (
         type(tensor) is torch.Tensor
         and tensor.layout is torch.strided
-        and tensor.dtype in _NAMES
+        and tensor.dtype in NAMES
         and not tensor.requires_grad
         and not tensor.is_meta
         and not tensor.is_conj()
@@ -58,7 +59,7 @@ class HostCopy:
             start = 0
             for key, tensor in group.items():
                 stop = start + tensor.nbytes
-                self._payloads[key] = array_payload(_NAMES[dtype], tuple(tensor.shape), raw[start:stop])
+                self._payloads[key] = array_payload(NAMES[dtype], tuple(tensor.shape), raw[start:stop])
                 start = stop
 
     def payload(self, tensor: torch.Tensor) -> bytes | None:

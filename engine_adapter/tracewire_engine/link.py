@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import logging
 import os
+import queue
 import tempfile
-from collections.abc import AsyncIterator
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -19,9 +22,21 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from tracewire_bus.messages import Failure, Manifest
+from tracewire_bus.messages import Declared, Failure, Manifest
 
-__all__ = ["FinishRecord", "LinkReceiver", "LinkSender", "Report", "StepRecord"]
+__all__ = [
+    "Batch",
+    "FinishRecord",
+    "Layout",
+    "LayoutEntry",
+    "LinkReceiver",
+    "LinkSender",
+    "Part",
+    "Placed",
+    "Report",
+    "Slot",
+    "StepRecord",
+]
 
 logger = logging.getLogger("tracewire")
 
@@ -56,12 +71,71 @@ class FinishRecord(msgspec.Struct, array_like=True):
     stopped: bool = False
 
 
+class Placed(msgspec.Struct, array_like=True):
+    """A declared intervention on its way to the workers, with its locations in the model.
+
+    Each site is a location (`"model.model.layers.3.output"`) and whether the residual stream is meant. `pattern` says
+    that the caller's words could name several.
+    """
+
+    intervention: Declared
+    sites: list[tuple[str, bool]] = []
+    pattern: bool = False
+
+
+class Part(msgspec.Struct, array_like=True):
+    """Where one array of one item lies in a batch's bytes. `key` is its key in the item, `""` if it is the item."""
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    size: int
+
+
+class Slot(msgspec.Struct, array_like=True):
+    """The item that one saved name gains in a step."""
+
+    name: str
+    parts: list[Part]
+
+
+class LayoutEntry(msgspec.Struct, array_like=True):
+    """What declared interventions save for one choice. `index` is that of the token sampled in the layout's first step.
+
+    In the step after it the index is one more, and so on.
+    """
+
+    request: str
+    choice: int
+    index: int
+    slots: list[Slot]
+
+
+class Layout(msgspec.Struct, array_like=True):
+    """Whose the bytes of a batch are, for as long as the composition of the steps stays the same."""
+
+    id: int
+    entries: list[LayoutEntry]
+
+
+class Batch(msgspec.Struct, array_like=True):
+    """What declared interventions read in one step, for all requests: bytes by the layout `layout`, its `step`-th."""
+
+    layout: int
+    step: int
+    data: bytes = b""
+
+
 class Report(msgspec.Struct, array_like=True):
     """All records of one step. `time` is when it ended, in seconds since the epoch by the worker's clock."""
 
     time: float = 0.0
     steps: list[StepRecord] = []
     finishes: list[FinishRecord] = []
+    #: Sent before the first batch that it describes.
+    layout: Layout | None = None
+    batch: Batch | None = None
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -69,17 +143,41 @@ _decoder = msgspec.msgpack.Decoder(Report)
 
 
 class LinkSender:
-    """The worker's end. Sending never blocks the model: the socket queues without a limit; the adapter drains it."""
+    """The worker's end. Sending never blocks the model: the socket queues without a limit; the adapter drains it.
+
+    On a GPU a step's values reach host memory after the step was handed to the device, and the model must not wait for
+    them: such a report is sent by a thread, as soon as they are there, and every later one after it.
+    """
 
     def __init__(self, address: str) -> None:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.connect(address)
+        self._waiting: queue.SimpleQueue[tuple[Report, Callable[[], bytes] | None]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
 
-    def send(self, report: Report) -> None:
-        """Queue one step's report."""
-        self._socket.send(_encoder.encode(report), copy=False)
+    def send(self, report: Report, arriving: Callable[[], bytes] | None = None) -> None:
+        """Queue one step's report. `arriving` waits for its batch's bytes and returns them, and runs on the thread."""
+        if arriving is not None and self._thread is None:
+            # From now on the thread alone uses the socket.
+            self._thread = threading.Thread(target=self._run, name="tracewire link", daemon=True)
+            self._thread.start()
+        if self._thread is not None:
+            self._waiting.put((report, arriving))
+        else:
+            self._socket.send(_encoder.encode(report), copy=False)
+
+    def _run(self) -> None:
+        while True:
+            report, arriving = self._waiting.get()
+            try:
+                if arriving is not None and report.batch is not None:
+                    report.batch.data = arriving()
+                    report.time = time.time()
+                self._socket.send(_encoder.encode(report), copy=False)
+            except Exception:
+                logger.exception("a report could not be sent")
 
 
 class LinkReceiver:

@@ -181,4 +181,6 @@ def describe(model: EngineModel, name: str, capacity: int) -> EngineInfo:
         schema=schema_text(),
         capacity=capacity,
         started_at=time.time(),
+        # Of the envoy tree, whose root is "model".
+        taps=[tap.removeprefix("model.") for tap in model.taps],
     )

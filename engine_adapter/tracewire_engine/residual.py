@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Residual", "find_layers"]
+__all__ = ["Residual", "find_layers", "find_norm"]
 
 _LAYER_LISTS = re.compile(r"(^|\.)(layers|h|blocks|decoder_layers|block)$")
 
@@ -26,6 +26,17 @@ def find_layers(paths: Iterable[tuple[str, torch.nn.Module]]) -> str:
         if isinstance(module, torch.nn.ModuleList) and _LAYER_LISTS.search(path) and len(module) > size:
             best, size = path, len(module)
     return best
+
+
+_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f", "final_norm")
+
+
+def find_norm(model: torch.nn.Module, layers: str) -> torch.nn.Module | None:
+    """The norm that the model applies after its decoder layers (which are at `layers`), by one of its usual names."""
+    if not layers:
+        return None
+    parent = model.get_submodule(layers.rpartition(".")[0])
+    return next((child for name in _NORMS if isinstance(child := getattr(parent, name, None), torch.nn.Module)), None)
 
 
 class Residual:

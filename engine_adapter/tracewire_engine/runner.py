@@ -16,9 +16,11 @@ import logging
 import pickle  # noqa: TID251 (nnsight's own collect, within this process)
 import time
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
+import torch
 from nnsight.intervention.envoy import Envoy
 from nnsight.modeling.vllm.model_runners.GPUModelRunner import NNsightGPUModelRunner, Request, Requests
 from nnsight.modeling.vllm.vllm import VLLM
@@ -29,11 +31,12 @@ from tracewire_bus.values import digest
 
 from . import marks, watchdog
 from .blocks import BlockCache, BlockMediator, failure_of, is_stop
+from .declared import Declaration, DeclaredInterleaver, DeclaredRequests
 from .hosting import HostCopy
 from .link import FinishRecord, LinkSender, Report, StepRecord
-from .residual import Residual, find_layers
+from .residual import Residual, find_layers, find_norm
 from .saves import SaveTracker
-from .wiring import BLOCK_ARG, BLOCK_TIMEOUT, CHECK_COLLECT, LINK_ADDRESS, LIVE_ARG
+from .wiring import BLOCK_ARG, BLOCK_TIMEOUT, CHECK_COLLECT, DECLARED_ARG, LINK_ADDRESS, LIVE_ARG
 
 __all__ = ["TracedModel", "TracedRequests", "TracewireRunner"]
 
@@ -77,11 +80,15 @@ class _Traced:
 
 
 class TracedRequests(Requests):
-    """nnsight's book of requests, which takes blocks as source and keeps what each has sent."""
+    """nnsight's book of requests, which takes blocks as source and keeps what each has sent.
 
-    def __init__(self, blocks: BlockCache) -> None:
+    A request without a block is not in it, so that it costs a step nothing; what it declares is in `declared`.
+    """
+
+    def __init__(self, blocks: BlockCache, declared: DeclaredRequests) -> None:
         super().__init__()
         self.blocks = blocks
+        self.declared = declared
         self.traced: dict[str, _Traced] = {}
 
     def add(self, new_requests: list[Any], persistent_objects: dict[str, Any]) -> None:
@@ -89,14 +96,35 @@ class TracedRequests(Requests):
         for data in new_requests:
             arguments = getattr(data.sampling_params, "extra_args", None) or {}
             block = arguments.get(BLOCK_ARG)
-            if block is None or data.req_id in self.traced:
-                continue
             request = self.requests[data.req_id]
-            self.traced[data.req_id] = _Traced()
+            names = self._declare(data.req_id, request, arguments)
+            if block is None and request.error is None and not request.workers():
+                del self.requests[data.req_id]
+            if (block is None and request.error is None) or data.req_id in self.traced:
+                continue
+            traced = self.traced[data.req_id] = _Traced()
+            traced.tracker.taken = frozenset(names)
+            if block is None:
+                continue
             try:
                 request.mediator = self.blocks.mediator(block, arguments.get(LIVE_ARG, b"\x80"))
             except BaseException as exception:  # what a module or a helper's definition raises, SystemExit included
                 request.error = failure_of(exception, None)
+
+    def _declare(self, request_id: str, request: Request, arguments: dict[str, Any]) -> list[str]:
+        """Take a request's declared interventions, and return the names under which they save."""
+        encoded = arguments.get(DECLARED_ARG)
+        if encoded is None or request_id in self.declared.live:
+            return []
+        try:
+            declaration = Declaration(
+                request.engine_id, request.index, encoded, arguments.get(LIVE_ARG, b"\x80"), self.declared.vectors
+            )
+        except Exception as exception:  # too large for the device, say
+            request.error = Failure(type=type(exception).__name__, message=str(exception), field="interventions")
+            return []
+        self.declared.add(request_id, declaration)
+        return declaration.names
 
     def record(self, mediator: Any) -> None:
         """Note the names that hold something saved. Errors are read off the mediator when its request is reported."""
@@ -116,7 +144,10 @@ class TracewireRunner(NNsightGPUModelRunner):
         model = self.nnsight_model
         model.__class__ = TracedModel
         model.__dict__["_tracewire_layers"] = find_layers(self.get_model().named_modules())
-        self.nnsight_requests = TracedRequests(BlockCache(model, self.device))
+        self.tracewire_declared = DeclaredRequests(self.device)
+        DeclaredInterleaver.install(model.interleaver, self.tracewire_declared, self.get_model())
+        self.nnsight_requests = TracedRequests(BlockCache(model, self.device), self.tracewire_declared)
+        self.tracewire_norm = find_norm(self.get_model(), model.__dict__["_tracewire_layers"])
         self.tracewire_report = Report()
         address = self.vllm_config.additional_config.get(LINK_ADDRESS)
         # Every rank runs every block, and gathers what it reads: one rank's values are all there are.
@@ -136,6 +167,13 @@ class TracewireRunner(NNsightGPUModelRunner):
                 traced.index = state.num_computed_tokens + scheduled[request_id] - state.num_prompt_tokens
             else:
                 traced.index = -1
+        declared = self.tracewire_declared
+        if declared.live:
+            ids = [request_id for request_id in self.input_batch.req_ids if request_id in scheduled]
+            declared.begin(ids, scheduled, scheduler_output.total_num_scheduled_tokens, self.requests)
+            self.nnsight_model.interleaver.arm(declared.stages)
+        elif declared.stages:
+            declared.begin([], {}, 0, {})
         self._send()
         return corrections
 
@@ -144,13 +182,50 @@ class TracewireRunner(NNsightGPUModelRunner):
         output = super().sample_tokens(*args, **kwargs)
         if stepped:
             self._report_step()
-            self._send()
+            self._send(self._report_declared())
         return output
 
     def _finish_erred(self, sampler_output: Any) -> None:
         """Nothing: a block that ended is reported, and the adapter aborts its request. No token is forced."""
 
     # --- reporting --------------------------------------------------------------------------------------------------
+
+    def _report_declared(self) -> Callable[[], bytes] | None:
+        """Add what declared interventions read to the report; on a GPU, return what waits for its bytes."""
+        declared = self.tracewire_declared
+        plan = declared.plan
+        if plan is None:
+            return None
+        with torch.inference_mode():
+            collected = declared.collect(self._lens)
+        for declaration, _, first in plan.declarations:
+            if declaration.failure is not None and not declaration.reported:
+                declaration.reported = True
+                record = StepRecord(declaration.request, declaration.choice, first + plan.steps, _NO_DELTAS, "error")
+                self.tracewire_report.steps.append(record)
+        if collected is None or self.tracewire_link is None:
+            return None
+        self.tracewire_report.layout, self.tracewire_report.batch, flat = collected
+        if not flat.is_cuda:
+            self.tracewire_report.batch.data = flat.numpy().tobytes()
+            return None
+        pinned = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
+        pinned.copy_(flat, non_blocking=True)
+        copied = torch.cuda.Event(blocking=True)
+        copied.record()
+
+        def arriving() -> bytes:
+            copied.synchronize()
+            return bytes(pinned.numpy())
+
+        return arriving
+
+    def _lens(self, values: torch.Tensor) -> torch.Tensor | None:
+        """Logits `[rows, vocabulary]` of residual streams `[rows, hidden]`; `None` on a rank that is not given them."""
+        if self.tracewire_norm is None:
+            raise ValueError("this model has no final norm that could be told")
+        logits: torch.Tensor | None = self.get_model().compute_logits(self.tracewire_norm(values))
+        return logits
 
     def _report_step(self) -> None:
         requests = self.nnsight_requests
@@ -205,9 +280,14 @@ class TracewireRunner(NNsightGPUModelRunner):
         for request_id in finished:
             traced = requests.traced.pop(request_id, None)
             request = requests.requests.get(request_id) or Request(request_id)
+            declaration = self.tracewire_declared.pop(request_id)
             if traced is None:
-                self.tracewire_report.finishes.append(FinishRecord(request.engine_id, request.index, _NO_DELTAS))
+                failure = None if declaration is None else declaration.failure
+                record = FinishRecord(request.engine_id, request.index, _NO_DELTAS, error=failure)
+                self.tracewire_report.finishes.append(record)
                 continue
+            if declaration is not None and declaration.failure is not None:
+                request.error = request.error or declaration.failure
             mediator: BlockMediator | None = request.mediator
             if mediator is not None:
                 with warnings.catch_warnings():
@@ -282,14 +362,15 @@ class TracewireRunner(NNsightGPUModelRunner):
         where = owner.path or "the model"
         return f" ({where} has no {exception.name!r}" + (f"; did you mean {near[0]!r}?)" if near else ")")
 
-    def _send(self) -> None:
+    def _send(self, arriving: Callable[[], bytes] | None = None) -> None:
         report = self.tracewire_report
-        if report.steps or report.finishes:
+        if report.steps or report.finishes or report.batch is not None:
             self.tracewire_report = Report()
             report.time = time.time()
             if self.tracewire_link is not None:
-                self.tracewire_link.send(report)
+                self.tracewire_link.send(report, arriving)
 
     def tracewire_request_count(self) -> int:
         """How many requests this worker still holds anything for: 0 when the engine is idle. A leak gauge, by RPC."""
-        return max(len(self.nnsight_requests.requests), len(self.nnsight_requests.traced))
+        book = self.nnsight_requests
+        return max(len(book.requests), len(book.traced), len(book.declared.live))

@@ -111,6 +111,8 @@ class SaveTracker:
         self._names: dict[str, _Shadow] = {}
         #: Saves that cannot travel, by name, with the reason.
         self.errors: dict[str, str] = {}
+        #: Names under which a declared intervention of the same request saves.
+        self.taken: frozenset[str] = frozenset()
 
     # --- one step ---------------------------------------------------------------------------------------------------
 
@@ -137,6 +139,9 @@ class SaveTracker:
             self._forget(name, deltas)
         for name, value in saves.items():
             if name in self.errors:
+                continue
+            if name in self.taken:
+                self.errors[name] = f"a declared intervention of this trace saves {name!r}"
                 continue
             mark = len(deltas)
             try:

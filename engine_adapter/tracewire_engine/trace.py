@@ -12,27 +12,34 @@ fewer, larger entries, and one that does not gets each output at once.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import anyio
 import msgspec
 
 from tracewire_bus.codec import encode
+from tracewire_bus.declared import resolved
 from tracewire_bus.messages import (
     Accepted,
     EngineInfo,
     Event,
     Failure,
     Final,
+    LogitLens,
     Manifest,
+    Probe,
     RawOutput,
     Status,
+    StopWhen,
     Submission,
     Usage,
 )
 from tracewire_bus.streams import Fenced, Writer
+from tracewire_bus.values import unpack
 
 from .engine import Choice, Engine, EngineLost, Outputs, Prepared, Rejection
+from .feed import ChoiceReads, Item, joined
 from .link import FinishRecord, StepRecord
 
 __all__ = ["Half", "TraceRun"]
@@ -50,11 +57,14 @@ class RawFinal(Final, tag="final"):
 
 
 class _ChoiceHalf:
-    __slots__ = ("ended", "ended_at", "finish", "steps", "time")
+    __slots__ = ("ended", "ended_at", "finish", "reads", "reason", "steps", "time")
 
-    def __init__(self) -> None:
+    def __init__(self, stops: Sequence[StopWhen]) -> None:
         self.steps: dict[int, msgspec.Raw] = {}
+        self.reads = ChoiceReads(stops)
         self.ended = ""
+        #: What vLLM's `stop_reason` would say.
+        self.reason = "tracer.stop()"
         self.ended_at: int | None = None
         #: When the last reported step ended.
         self.time = 0.0
@@ -62,11 +72,19 @@ class _ChoiceHalf:
 
 
 class Half:
-    """What the workers have reported of one request, by choice and token index."""
+    """What the workers have reported of one request, by choice and token index.
 
-    def __init__(self, choices: int) -> None:
-        self.choices = [_ChoiceHalf() for _ in range(choices)]
+    `block` and `reads` say what is reported of every step: what a block saved, what declared interventions read.
+    """
+
+    def __init__(
+        self, choices: int, *, block: bool = True, reads: bool = False, stops: Sequence[StopWhen] = ()
+    ) -> None:
+        self.choices = [_ChoiceHalf(stops) for _ in range(choices)]
+        self._block = block
+        self._reads = reads
         self._changed = anyio.Event()
+        self._waiting = 0
 
     def step(self, record: StepRecord, ended_at: float) -> None:
         """Take the record of a step that ended at `ended_at`."""
@@ -77,14 +95,37 @@ class Half:
             choice.ended, choice.ended_at = record.ended, record.index
         self._notify()
 
+    def read(self, choice_index: int, index: int, items: Sequence[Item], data: memoryview, ended_at: float) -> None:
+        """Take what declared interventions read in the step that sampled token `index`."""
+        choice = self.choices[choice_index]
+        choice.time = ended_at
+        reads = choice.reads
+        reads.take(index, items, data)
+        if reads.stopped is not None and choice.ended_at is None:
+            choice.ended, choice.ended_at, choice.reason = "stop", reads.stopped_at, f"StopWhen({reads.stopped.probe})"
+        self._notify()
+
     def finish(self, record: FinishRecord) -> None:
         """Take a choice's finish record."""
         self.choices[record.choice].finish = record
         self._notify()
 
     def _notify(self) -> None:
-        self._changed.set()
-        self._changed = anyio.Event()
+        if self._waiting:
+            self._changed.set()
+            self._changed = anyio.Event()
+
+    def _there(self, half: _ChoiceHalf, index: int) -> bool:
+        if half.ended == "error" and half.ended_at == index and index in half.steps:
+            return True
+        return (not self._block or index in half.steps) and (not self._reads or index in half.reads.steps)
+
+    async def _change(self) -> None:
+        self._waiting += 1
+        try:
+            await self._changed.wait()
+        finally:
+            self._waiting -= 1
 
     async def steps(self, choice: int, first: int, count: int) -> list[msgspec.Raw]:
         """The encoded deltas of token indices `first` to `first + count - 1`, when the workers have reported them.
@@ -93,16 +134,22 @@ class Half:
         """
         half = self.choices[choice]
         wanted = range(first, first + count)
-        while half.finish is None and not all(index in half.steps for index in wanted):
-            if half.ended_at is not None and half.ended_at in wanted and half.ended_at in half.steps:
+        while half.finish is None and not all(self._there(half, index) for index in wanted):
+            if half.ended_at is not None and half.ended_at in wanted and self._there(half, half.ended_at):
                 break
-            await self._changed.wait()
-        return [half.steps.pop(index, _NO_DELTAS) for index in wanted]
+            await self._change()
+        found = [half.steps.pop(index, _NO_DELTAS) for index in wanted]
+        if self._reads:
+            for place, index in enumerate(wanted):
+                more = half.reads.steps.pop(index, None)
+                if more:
+                    found[place] = joined(bytes(found[place]), more)
+        return found
 
     async def finished(self) -> None:
         """Wait until the workers have reported the end of every choice."""
         while any(choice.finish is None for choice in self.choices):
-            await self._changed.wait()
+            await self._change()
 
 
 class _Request:
@@ -134,6 +181,7 @@ class TraceRun:
         halves: dict[str, Half],
         submission: Submission,
         block: bytes | None,
+        declared: bytes | None = None,
         *,
         attempt: int,
         queued_at: float,
@@ -146,6 +194,9 @@ class TraceRun:
         self._halves = halves
         self._submission = submission
         self._block = block
+        self._declared = declared
+        self._reads = any(isinstance(one, (Probe, LogitLens)) for one in submission.interventions)
+        self._stops = _stops(submission)
         self._queued_at = queued_at
         self._names = names
         self._seq = -1
@@ -207,14 +258,16 @@ class TraceRun:
 
     async def _start(self) -> None:
         prepared = [
-            await self._engine.prepare(self._submission, index, self._block)
+            await self._engine.prepare(self._submission, index, self._block, self._declared)
             for index in range(len(self._submission.invokes))
         ]
         for invoke, ready in enumerate(prepared):
             name = f"t{next(self._names)}"
             half = None
-            if self._block is not None:
-                half = self._halves[name] = Half(ready.choices)
+            if self._block is not None or self._declared is not None:
+                half = self._halves[name] = Half(
+                    ready.choices, block=self._block is not None, reads=self._reads, stops=self._stops
+                )
             try:
                 outputs = await self._engine.start(name, ready, self._submission.priority)
             except BaseException:
@@ -269,7 +322,7 @@ class TraceRun:
                 whole = self._engine.decode(published + token_ids, request.prepared)
                 if whole.startswith(request.text[choice.index]):
                     text = whole[len(request.text[choice.index]) :]
-                finish_reason, stop_reason = ("stop", "tracer.stop()") if half.ended == "stop" else ("error", None)
+                finish_reason, stop_reason = ("stop", half.reason) if half.ended == "stop" else ("error", None)
                 request.done[choice.index] = True
         if finish_reason in ("abort", "error") and not request.done[choice.index]:
             # Not by us: vLLM gave it up (its processes were told to stop, a grammar that does not compile, ...).
@@ -317,14 +370,14 @@ class TraceRun:
                 # Steps whose token never became part of an output: sampled past the end, and trimmed.
                 trimmed = [choice.steps[step] for step in sorted(choice.steps)]
                 deltas.extend((request.invoke, index, raw) for raw in (*trimmed, record.deltas) if raw != _NO_DELTAS)
-                for entry in record.manifest:
+                for entry in [*record.manifest, *choice.reads.manifest(index, len(request.token_ids[index]))]:
                     entry.invoke = request.invoke
                     manifest.append(entry)
                 save_errors.update(
                     {f"{request.invoke}.{index}.{name}": reason for name, reason in record.save_errors.items()}
                 )
                 error = error or record.error
-                stopped = stopped or record.stopped
+                stopped = stopped or record.stopped or choice.reads.stopped is not None
         status: Status = "failed" if error else "stopped" if stopped else "finished"
         await self._append(
             RawFinal(
@@ -358,6 +411,15 @@ class TraceRun:
         """End all of the trace's requests in the engine."""
         for request in self.requests:
             await self._engine.abort(request.name)
+
+
+def _stops(submission: Submission) -> list[StopWhen]:
+    """The submission's stop conditions, live thresholds at their first values."""
+    stops = [one for one in submission.interventions if isinstance(one, StopWhen)]
+    if not stops:
+        return []
+    live = unpack(submission.live)
+    return [one for stop in stops if isinstance(one := resolved(stop, live), StopWhen)]
 
 
 def _first(group: BaseExceptionGroup[Any]) -> Any:

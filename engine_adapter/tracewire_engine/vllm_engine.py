@@ -21,7 +21,7 @@ from tracewire_bus.messages import Invoke, Submission
 from .engine import Choice, EngineLost, Outputs, Prepared, Rejection
 from .link import LinkReceiver, Report
 from .model import EngineModel
-from .wiring import BLOCK_ARG, LIVE_ARG
+from .wiring import BLOCK_ARG, DECLARED_ARG, LIVE_ARG
 
 __all__ = ["VllmEngine"]
 
@@ -75,7 +75,9 @@ class VllmEngine:
         self._tokenizing = anyio.CapacityLimiter(1)
         self._fields = [name for name in SamplingParams.__struct_fields__ if not name.startswith("_")]
 
-    async def prepare(self, submission: Submission, index: int, block: bytes | None) -> Prepared:
+    async def prepare(
+        self, submission: Submission, index: int, block: bytes | None, declared: bytes | None
+    ) -> Prepared:
         invoke = submission.invokes[index]
         where = f"invokes[{index}]." if len(submission.invokes) > 1 else ""
         token_ids = await self._token_ids(invoke, where)
@@ -89,14 +91,18 @@ class VllmEngine:
         sampling = _plain(params)
         extra: dict[str, Any] = {}
         if block is not None:
-            extra = {BLOCK_ARG: block, LIVE_ARG: submission.live}
+            extra[BLOCK_ARG] = block
+        if declared is not None:
+            extra[DECLARED_ARG] = declared
+        if extra:
+            extra[LIVE_ARG] = submission.live
             # A token served from the prefix cache runs no forward pass, and a block would not see it.
             params.skip_reading_prefix_cache = True
         params.extra_args = extra or None
         params.output_kind = RequestOutputKind.DELTA
         prompt = TokensPrompt(prompt_token_ids=token_ids)
-        if block is not None:
-            # What a block edits ends up in the KV cache, and must serve nobody else.
+        if extra:
+            # What is edited ends up in the KV cache, and must serve nobody else.
             prompt["cache_salt"] = submission.trace
         return Prepared(
             prompt=prompt, prompt_tokens=len(token_ids), params=params, choices=params.n or 1, sampling=sampling

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-__all__ = ["BLOCK_ARG", "BLOCK_TIMEOUT", "CHECK_COLLECT", "LINK_ADDRESS", "LIVE_ARG"]
+__all__ = ["BLOCK_ARG", "BLOCK_TIMEOUT", "CHECK_COLLECT", "DECLARED_ARG", "LINK_ADDRESS", "LIVE_ARG"]
 
-#: Keys of a request's `SamplingParams.extra_args`: an encoded `Block`, and its packed live parameters.
+#: Keys of a request's `SamplingParams.extra_args`: an encoded `Block`, its encoded declared interventions (a list of
+#: `Placed`), and their packed live parameters.
 BLOCK_ARG = "tracewire_block"
+DECLARED_ARG = "tracewire_declared"
 LIVE_ARG = "tracewire_live"
 
 #: Key of vLLM's `additional_config` under which the workers find the adapter's address.

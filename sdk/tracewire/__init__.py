@@ -20,6 +20,8 @@ This package needs neither torch, vLLM nor nnsight; the engine, which does, is `
 
 from __future__ import annotations
 
+from tracewire_bus.messages import Ablate, Clamp, Live, LogitLens, Probe, Steer, StopWhen
+
 from .blocks import Intervention, intervention
 from .client import Client, Prompt, connect
 from .errors import (
@@ -43,11 +45,13 @@ from .state import Choice, Invoke, Result, State
 from .trace import Subscription, Trace
 
 __all__ = [
+    "Ablate",
     "Accepted",
     "AmbiguousResult",
     "BlockError",
     "BrokenStream",
     "Choice",
+    "Clamp",
     "Client",
     "ConnectError",
     "Event",
@@ -55,14 +59,19 @@ __all__ = [
     "Intervention",
     "InterventionError",
     "Invoke",
+    "Live",
+    "LogitLens",
     "Model",
     "ModelInfo",
     "Output",
+    "Probe",
     "Prompt",
     "Restarted",
     "Result",
     "State",
     "StateMismatch",
+    "Steer",
+    "StopWhen",
     "Subscription",
     "Trace",
     "TraceFailed",

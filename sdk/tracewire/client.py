@@ -16,7 +16,7 @@ import anyio
 
 from tracewire_bus.fold import Fold
 from tracewire_bus.keys import parse_id
-from tracewire_bus.messages import Block, EngineInfo, Submission
+from tracewire_bus.messages import Block, Declared, EngineInfo, Submission
 from tracewire_bus.messages import Invoke as InvokeMessage
 from tracewire_bus.streams import Bus, BusError
 
@@ -171,6 +171,7 @@ class Client:
         block: Intervention | Block | None = None,
         *,
         prompts: Sequence[PromptInput] | None = None,
+        interventions: Sequence[Declared] = (),
         live: Mapping[str, Any] | None = None,
         deadline: float | timedelta | None = None,
         priority: int = 0,
@@ -180,7 +181,9 @@ class Client:
     ) -> Trace:
         """A trace of `block` over one prompt, or over each of `prompts`; submitted when it is entered or started.
 
-        `live` gives the first values of the live parameters that the block reads. `deadline` (seconds, or a timedelta)
+        `interventions` are declared ones ([`Probe`][tracewire.Probe], [`Steer`][tracewire.Steer], ...), alone or beside
+        a block, which is then served after them. `live` gives the first values of the live parameters that they and
+        the block read. `deadline` (seconds, or a timedelta)
         counts from the submission. `detach` keeps the generation when its submitter leaves. `trace_id` is made up
         unless given; submitting the same id twice runs it once. Everything else is sampling params, by vLLM's names:
         `max_tokens=64`, `temperature=0.0`.
@@ -201,6 +204,7 @@ class Client:
                 priority=_priority(priority),
                 detach=detach,
                 client=self._name,
+                interventions=_interventions(interventions),
             ),
         )
 
@@ -358,6 +362,17 @@ def _block(block: Any) -> Block | None:
         return block.block()
     advice = ": decorate it with @tracewire.intervention" if callable(block) else ""
     raise TraceRejected("block", f"expected an intervention, got {_shown(block)}{advice}")
+
+
+def _interventions(interventions: Any) -> list[Declared]:
+    from tracewire_bus.declared import DeclarationError, normalized
+
+    if isinstance(interventions, str | bytes | Mapping) or not isinstance(interventions, Iterable):
+        raise TraceRejected("interventions", f"expected a list of interventions, got {_shown(interventions)}")
+    try:
+        return normalized(list(interventions))
+    except DeclarationError as error:
+        raise TraceRejected(error.field, error.message) from None
 
 
 def _live(live: Any) -> bytes:

@@ -33,6 +33,7 @@ from .state import Result, State
 
 if TYPE_CHECKING:
     from .client import Client
+    from .model import Model
 
 __all__ = ["Subscription", "Trace"]
 
@@ -116,18 +117,35 @@ class Trace:
     async def _check_paths(self) -> None:
         from tracewire_bus.tree import check_block
 
-        tree = (await self._client._find(self.model, None)).tree
+        model = await self._client._find(self.model, None)
+        self._check_interventions(model)
         block = self._submission.block
         if block is None:
             return
-        for problem in check_block(tree, block.source, block.parameters[0]):
-            raise UnknownModulePath(
-                problem.path,
-                problem.nearest,
-                filename=block.filename,
-                line=block.first_line + problem.line - 1,
-                source=block.source.splitlines()[problem.line - 1].strip(),
+        for problem in check_block(model.tree, block.source, block.parameters[0]):
+            filename, line = block.filename, block.first_line + problem.line - 1
+            source = block.source.splitlines()[problem.line - 1].strip()
+            if problem.reason:
+                raise TraceRejected(
+                    "block", problem.reason, type="UntappedLocation", filename=filename, line=line, source=source
+                )
+            raise UnknownModulePath(problem.path, problem.nearest, filename=filename, line=line, source=source)
+
+    def _check_interventions(self, model: Model) -> None:
+        if not self._submission.interventions:
+            return
+        from tracewire_bus.declared import DeclarationError, check, decoded
+        from tracewire_bus.values import unpack
+
+        try:
+            check(
+                decoded(self._submission.interventions),
+                model.tree,
+                hidden_size=model.info.hidden_size,
+                live=unpack(self._submission.live),
             )
+        except DeclarationError as error:
+            raise TraceRejected(error.field, error.message) from None
 
     async def aclose(self) -> None:
         """Stop reading. Idempotent, and finishes even when cancelled. The trace itself goes on."""
