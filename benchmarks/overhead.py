@@ -3,13 +3,15 @@
     python -m benchmarks.overhead [--model FOLDER] [--concurrency 16] [--tokens 100] [--rounds 3] [--workload last]
     [--json]
 
-Four ways to run the same requests take turns, each engine in processes of its own:
+Several ways to run the same requests take turns, each engine in processes of its own:
 
 - *plain*: a stock `AsyncLLM`, no block; eager, and at vLLM's defaults (compiled, with CUDA graphs on a GPU);
 - *final only*: nnsight's async backend, whose saves come with the finished output;
 - *RPC per output*: the same, with a collect RPC on every output;
 - *tracewire*: the same block over the bus, a delta on every output, received and folded by a subscriber in another
-  process; and *bystander*: requests without a block on Tracewire's engine.
+  process; *declared*: the same values read by declared interventions, likewise; *steered*: a projection of each layer
+  saved and a vector added to it, likewise; and *bystander*: requests with neither, likewise;
+- *own*: plain requests on Tracewire's engine without the bus.
 
 Every figure is the median over the rounds. Tokens per second of Tracewire are counted at the subscriber, from the first
 submission to the last fold verified. `latency_ms` is from the end of the step that sampled a token to the subscriber's
@@ -77,8 +79,30 @@ def block_of(workload: dict[str, Any]) -> Any:
         "last": lambda: last(layers=workload["layers"]),
         "topk": lambda: topk,
         "prompt": lambda: prompt(layer=workload["layers"][0]),
-        "none": lambda: None,
-    }[workload["saves"]]()
+    }.get(workload["saves"], lambda: None)()
+
+
+def declared_of(workload: dict[str, Any]) -> list[Any]:
+    """The workload's interventions where its block is declared, or none."""
+    layers = workload["layers"]
+    vector = np.linspace(-1, 1, workload["hidden"], dtype=np.float32) / 100
+    match workload["saves"]:
+        case "declared:last":
+            return [tracewire.Probe(f"kept{layer}", f"model.layers.{layer}") for layer in layers]
+        case "declared:topk":
+            return [tracewire.LogitLens("kept", "residual(-1)")]
+        case "declared:prompt":
+            return [tracewire.Probe("kept", f"model.layers.{layers[0]}", positions="prompt")]
+        case "steered":
+            return [
+                one
+                for layer in layers
+                for one in (
+                    tracewire.Probe(f"kept{layer}", f"residual({layer})", weight=vector),
+                    tracewire.Steer(f"residual({layer})", vector, scale=0.1),
+                )
+            ]
+    return []
 
 
 class Role:
@@ -140,10 +164,11 @@ async def tracewire_round(url: str, workload: dict[str, Any]) -> dict[str, Any]:
     block = block_of(workload)
     async with tracewire.connect(url) as client:
         model = await client.model("bench", wait_for_engine=60)
+        declared = declared_of({**workload, "hidden": model.info.hidden_size})
         began = time.perf_counter()
 
         async def one(token_ids: list[int]) -> None:
-            async with client.trace(model, token_ids, block, **sampling(workload)) as trace:
+            async with client.trace(model, token_ids, block, interventions=declared, **sampling(workload)) as trace:
                 async for output in trace:
                     if isinstance(output, tracewire.Output):
                         latencies.append(time.time() - output.time)
@@ -217,9 +242,13 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         print("starting: tracewire", file=sys.stderr)
         engine = await anyio.to_thread.run_sync(start_engine, server.url, setup, folder)
         try:
-            wanted = [("plain_eager", "plain", {"eager": True})]
+            wanted: list[tuple[str, str, dict[str, Any]]] = []
+            if not options.no_eager:
+                wanted.append(("plain_eager", "plain", {"eager": True}))
             if not options.no_default:
                 wanted.append(("plain_default", "plain", {"eager": False}))
+            if not options.no_own:
+                wanted.append(("own", "own", {}))
             if not options.only_plain:
                 wanted.append(("nnsight", "nnsight", {}))
             for name, kind, more in wanted:
@@ -235,7 +264,13 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
                     await settle()
                     answer = await anyio.to_thread.run_sync(run, workload)
                     rounds.setdefault(name, []).append(answer)
-                for name, work in (("tracewire", workload), ("bystander", {**workload, "saves": "none"})):
+                over_the_bus = [
+                    ("tracewire", workload),
+                    ("declared", {**workload, "saves": f"declared:{workload['saves']}"}),
+                    ("steered", {**workload, "saves": "steered"}),
+                    ("bystander", {**workload, "saves": "none"}),
+                ]
+                for name, work in over_the_bus if workload["layers"] else over_the_bus[::3]:
                     await settle()
                     before, own = cpu_seconds(engine.pid), time.process_time()
                     answer = await tracewire_round(server.url, work)
@@ -253,11 +288,17 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     return summary(rounds, options)
 
 
+def speed_of(one: dict[str, Any]) -> float:
+    """Tokens per second of one round."""
+    return float(one["tokens"] / one["seconds"])
+
+
 def summary(rounds: dict[str, list[dict[str, Any]]], options: argparse.Namespace) -> dict[str, Any]:
     """Medians and ratios; the first round is a warm-up."""
     kept = {name: found[1:] for name, found in rounds.items()}
-    speed = {name: median(one["tokens"] / one["seconds"] for one in found) for name, found in kept.items()}
-    baseline = speed.get("plain_default", speed["plain_eager"]) if options.dummy else speed["plain_eager"]
+    speed = {name: median(speed_of(one) for one in found) for name, found in kept.items()}
+    base = "plain_default" if options.dummy and "plain_default" in kept else "plain_eager"
+    baseline, base_rounds = speed[base], kept[base]
     ours = kept["tracewire"]
     figures: dict[str, Any] = {
         "workload": options.workload,
@@ -267,9 +308,23 @@ def summary(rounds: dict[str, list[dict[str, Any]]], options: argparse.Namespace
         **{name: round(value, 1) for name, value in speed.items()},
         "plain": round(baseline, 1),
         "ratio_to_plain": round(speed["tracewire"] / baseline, 3),
-        "ratio_to_plain_eager": round(speed["tracewire"] / speed["plain_eager"], 3),
-        "bystander_to_plain": round(speed["bystander"] / baseline, 3),
+        "ratios_to_plain": {
+            name: [round(speed_of(one) / speed_of(base), 3) for one, base in zip(found, base_rounds, strict=True)]
+            for name, found in kept.items()
+        },
+        **{
+            f"{name}_to_plain": round(
+                median(speed_of(one) / speed_of(base) for one, base in zip(kept[name], base_rounds, strict=True)), 3
+            )
+            for name in ("declared", "steered", "bystander", "own")
+            if name in kept
+        },
         "latency_ms": quantiles([latency for one in ours for latency in one["latencies"]]),
+        "latency_ms_of": {
+            name: quantiles([latency for one in found for latency in one["latencies"]])
+            for name, found in kept.items()
+            if "latencies" in found[0]
+        },
         "wire_ratio": round(sum(one["wire"] for one in ours) / max(1, sum(one["raw"] for one in ours)), 3),
         "raw_bytes_a_token": round(sum(one["raw"] for one in ours) / max(1, sum(one["tokens"] for one in ours)), 1),
         "cpu_s": {name: found[-1]["cpu_s"] for name, found in kept.items()},
@@ -291,7 +346,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int, nargs="*", default=[])
     parser.add_argument("--tap", action="append", default=[], help="as of `tracewire engine`, for a GPU")
     parser.add_argument("--dummy", action="store_true", help="random weights; the baseline is vLLM at its defaults")
+    parser.add_argument("--no-eager", action="store_true", help="leave the eager baseline out, on a GPU")
     parser.add_argument("--no-default", action="store_true", help="leave vLLM at its defaults out")
+    parser.add_argument("--no-own", action="store_true", help="leave Tracewire's engine without the bus out")
     parser.add_argument("--only-plain", action="store_true", help="leave nnsight's own ways out")
     parser.add_argument("--logs", type=Path, default=None)
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")

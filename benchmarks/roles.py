@@ -152,8 +152,31 @@ def nnsight(options: dict[str, Any]) -> None:
         model.vllm_entrypoint = None
 
 
+def own(options: dict[str, Any]) -> None:
+    """Tracewire's engine without the bus: what requests pay that have nothing to do with it."""
+    from tracewire_engine.link import LinkReceiver
+    from tracewire_engine.model import build_engine
+
+    async def main() -> None:
+        async def drain() -> None:
+            async for _ in link.reports():
+                pass
+
+        draining = asyncio.ensure_future(drain())
+        await serve({}, lambda workload: plain_round(model.vllm_entrypoint, workload))
+        draining.cancel()
+
+    with LinkReceiver() as link:
+        model = build_engine(engine_arguments(options), link.address, options["taps"])
+        try:
+            asyncio.run(main())
+        finally:
+            model.vllm_entrypoint.shutdown()
+            model.vllm_entrypoint = None
+
+
 if __name__ == "__main__":
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
-    {"plain": plain, "nnsight": nnsight}[sys.argv[1]](json.loads(sys.argv[2]))
+    {"plain": plain, "nnsight": nnsight, "own": own}[sys.argv[1]](json.loads(sys.argv[2]))

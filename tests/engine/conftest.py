@@ -22,7 +22,7 @@ ENVIRONMENT = {"VLLM_CPU_ATTN_SPLIT_KV": "0"}
 
 
 #: Test files of this folder that start no engine.
-ENGINELESS = {"test_saves.py", "test_marks.py"}
+ENGINELESS = {"test_saves.py", "test_marks.py", "test_declared_plan.py"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,0 +1,296 @@
+"""The vectorised plans of declared interventions against the same thing done request by request, without an engine.
+
+A made-up model of three layers computes steps of random composition: requests come, generate, are preempted and
+computed again, and go, each with a random list of interventions. What the plans read, through the adapter's feed and a
+consumer's fold, and what they leave in the activations, must be what a plain loop over requests gives.
+"""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from tests.engine.conftest import ENGINELESS
+from tracewire_bus.declared import decoded, normalized
+from tracewire_bus.fold import apply_delta
+from tracewire_bus.messages import Ablate, Append, Clamp, Delta, LogitLens, Probe, Steer, StopWhen
+from tracewire_bus.values import digest, ext_hook, pack
+from tracewire_engine.declared import Declaration, DeclaredRequests
+from tracewire_engine.feed import ChoiceReads, Feed, joined
+from tracewire_engine.link import Placed
+
+HIDDEN, VOCABULARY, LAYERS = 16, 40, 3
+HEAD = torch.randn(VOCABULARY, HIDDEN, generator=torch.Generator().manual_seed(1))
+DELTAS = msgspec.msgpack.Decoder(list[Delta], ext_hook=ext_hook)
+
+assert "test_declared_plan.py" in ENGINELESS
+
+
+def interventions(rng: random.Random) -> list[tuple[Any, list[int]]]:
+    """A list of interventions, each with its layers."""
+    shared = np.random.default_rng(0).standard_normal(HIDDEN).astype(np.float32)
+    found = []
+    for number in range(rng.randint(1, 4)):
+        own = np.random.default_rng(rng.randint(0, 5)).standard_normal((2, HIDDEN)).astype(np.float32)
+        vector = shared if rng.random() < 0.5 else own[0]
+        layers = [0, 2] if rng.random() < 0.3 else [rng.randrange(LAYERS)]
+        positions = rng.choice(["last", "last", "all", "prompt", "generated"])
+        name = f"s{number}"
+        found.append(
+            (
+                rng.choice(
+                    [
+                        Probe(name, "", positions=positions),
+                        Probe(name, "", weight=vector, bias=rng.choice([None, 0.5]), positions=positions),
+                        Probe(name, "", weight=own, bias=own[:, 0], activation="softmax", positions=positions),
+                        Probe(name, "", reduce="norm", positions=positions),
+                        Probe(name, "", weight=own, reduce="mean", positions=positions),
+                        LogitLens(name, "", top_k=3, positions=positions),
+                        Steer("", vector, scale=rng.choice([0.5, 2.0]), positions=positions),
+                        Clamp("", vector, min=-0.5, max=rng.choice([0.25, None]), positions=positions),
+                        Ablate("", own, keep=rng.choice([0.0, 0.5]), positions=positions),
+                        Ablate("", None, keep=0.5, positions=positions),
+                    ]
+                ),
+                layers,
+            )
+        )
+    return found
+
+
+class Request:
+    def __init__(self, name: str, rng: random.Random) -> None:
+        self.name = name
+        self.declared = interventions(rng)
+        self.prompt = rng.randint(1, 5)
+        self.length = self.prompt + rng.randint(1, 8)
+        self.state = SimpleNamespace(num_computed_tokens=0, num_prompt_tokens=self.prompt)
+        self.tokens = 0
+        self.seen = 0
+        self.expected: dict[str, list[Any]] = {}
+        self.reads = ChoiceReads()
+        placed = [
+            Placed(one, [(f"layer.{layer}.output", True) for layer in layers], len(layers) > 1)
+            for one, layers in zip(
+                normalized([one for one, _ in self.declared]), [at for _, at in self.declared], strict=True
+            )
+        ]
+        self.encoded = msgspec.msgpack.encode(placed)
+
+
+def naive(request: Request, streams: list[torch.Tensor], first: int, count: int, start: int) -> None:
+    """What the request's interventions mean for its rows, in place, layer by layer."""
+    prompt, end = request.prompt, first + count
+    found: dict[str, dict[int, torch.Tensor]] = {}
+    for layer, stream in enumerate(streams):
+        rows = stream[start : start + count]
+        for one, layers in request.declared:
+            if layer not in layers:
+                continue
+            reading = isinstance(one, (Probe, LogitLens))
+            chosen = []
+            for position in range(first, end):
+                generated = position >= prompt
+                wanted = {
+                    "all": True,
+                    "prompt": not generated,
+                    "generated": generated,
+                    "last": position == end - 1 if reading else position >= prompt - 1,
+                }[one.positions]
+                if wanted and not (reading and one.positions != "last" and position < request.seen):
+                    chosen.append(position - first)
+            for row in chosen:
+                value = rows[row]
+                if isinstance(one, Steer):
+                    value += one.scale * torch.tensor(one.vector)
+                elif isinstance(one, Clamp):
+                    unit = torch.tensor(one.direction) / torch.tensor(one.direction).norm()
+                    along = value @ unit
+                    low, high = -np.inf if one.min is None else one.min, np.inf if one.max is None else one.max
+                    value += (along.clamp(low, high) - along) * unit
+                elif isinstance(one, Ablate):
+                    if one.direction is None:
+                        value *= one.keep
+                    else:
+                        basis = torch.linalg.qr(torch.tensor(one.direction).T)[0].T
+                        value += (one.keep - 1) * (basis @ value) @ basis
+            if reading and chosen:
+                values = rows[chosen].clone()
+                if isinstance(one, Probe):
+                    if one.weight is not None:
+                        values = values @ torch.tensor(np.atleast_2d(one.weight)).T
+                        if one.bias is not None:
+                            values = values + torch.tensor(one.bias)
+                        if one.activation == "softmax":
+                            values = values.softmax(-1)
+                        if one.weight.ndim == 1:
+                            values = values[:, 0]
+                    elif one.reduce == "norm":
+                        values = values.norm(dim=-1)
+                    if one.reduce == "mean":
+                        values = values.mean(0, keepdim=True)
+                found.setdefault(one.name, {})[layer] = values
+    for one, layers in request.declared:
+        by_layer = found.get(getattr(one, "name", ""))
+        if by_layer:
+            values = torch.stack([by_layer[layer] for layer in layers], 1)
+            values = values if len(layers) > 1 else values[:, 0]
+            if one.positions == "last" or getattr(one, "reduce", "") == "mean":
+                values = values[0]
+            if isinstance(one, LogitLens):
+                top = (values @ HEAD.T).topk(3)
+                request.expected.setdefault(one.name, []).append((top.indices.int().numpy(), top.values.numpy()))
+            else:
+                request.expected.setdefault(one.name, []).append(values.numpy() if values.dim() else float(values))
+    request.seen = max(request.seen, end)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_plans_are_what_a_loop_over_requests_gives(seed: int) -> None:
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    declared, feed = DeclaredRequests(torch.device("cpu")), Feed()
+    live: dict[str, Request] = {}
+    finished: list[Request] = []
+    built = 0
+    for step in range(40):
+        if step < 25 and (not live or rng.random() < 0.25):
+            request = Request(f"r{step}", rng)
+            live[request.name] = request
+            if rng.random() < 0.85:
+                declaration = Declaration(request.name, 0, request.encoded, pack({}), declared.vectors)
+                declared.add(request.name, declaration)
+            else:
+                request.declared = []  # another tenant's
+        if live and rng.random() < 0.1:
+            rng.choice(list(live.values())).state.num_computed_tokens = 0  # preempted
+        batch = [request for request in live.values() if rng.random() < 0.97]
+        if rng.random() < 0.1:
+            rng.shuffle(batch)
+        scheduled = {
+            request.name: request.prompt + request.tokens - request.state.num_computed_tokens for request in batch
+        }
+        total = sum(scheduled.values())
+        states = {request.name: request.state for request in batch}
+        before = declared.plan
+        declared.begin([request.name for request in batch], scheduled, total, states)
+        built += declared.plan is not before
+        # The residual stream is the sum of two halves; a graph's tensors are longer than the step.
+        halves = [(torch.randn(total + 3, HIDDEN), torch.randn(total + 3, HIDDEN)) for _ in range(LAYERS)]
+        streams = [(hidden + residual)[:total].clone() for hidden, residual in halves]
+        for layer, pair in enumerate(halves):
+            stage = declared.stages.get(f"layer.{layer}.output")
+            if stage is not None:
+                stage.run(pair)
+        collected = declared.collect(lambda values: values @ HEAD.T)
+        start = 0
+        for request in batch:
+            count = scheduled[request.name]
+            naive(request, streams, request.state.num_computed_tokens, count, start)
+            start += count
+        for (hidden, residual), stream in zip(halves, streams, strict=True):
+            torch.testing.assert_close((hidden + residual)[:total], stream, rtol=1e-4, atol=1e-4)
+        if collected is not None:
+            layout, piece, flat = collected
+            piece.data = flat.numpy().tobytes()
+            if layout is not None:
+                feed.layout(layout)
+            for entry, index, items in feed.batch(piece):
+                assert index == live[entry.request].tokens
+                live[entry.request].reads.take(index, items, memoryview(piece.data))
+        for request in batch:
+            request.state.num_computed_tokens += scheduled[request.name]
+            request.tokens += 1
+            if request.prompt + request.tokens > request.length:
+                finished.append(live.pop(request.name))
+                declared.pop(request.name)
+    assert len(finished) > 3
+    assert built < 40
+    for request in finished:
+        assert not request.declared or not any(d.failure for d in declared.live.values())
+        compare(request)
+
+
+def compare(request: Request) -> None:
+    saves: dict[str, Any] = {}
+    for index in sorted(request.reads.steps):
+        for delta in DELTAS.decode(bytes(joined(b"\x90", request.reads.steps[index]))):
+            apply_delta(saves, delta)
+    assert set(saves) == set(request.expected)
+    for name, items in request.expected.items():
+        assert len(saves[name]) == len(items)
+        for mine, other in zip(saves[name], items, strict=True):
+            if isinstance(other, tuple):
+                assert mine["token_ids"].tolist() == other[0].tolist()
+                mine, other = mine["logits"], other[1]
+            assert np.shape(mine) == np.shape(other)
+            np.testing.assert_allclose(mine, other, rtol=1e-3, atol=1e-3)
+    manifest = {entry.name: entry for entry in request.reads.manifest(0, request.tokens)}
+    assert {name: digest(value) for name, value in saves.items()} == {
+        name: entry.digest for name, entry in manifest.items()
+    }
+
+
+def test_the_same_batch_again_costs_no_new_plan() -> None:
+    rng = random.Random(5)
+    declared = DeclaredRequests(torch.device("cpu"))
+    requests = [Request(f"r{index}", rng) for index in range(4)]
+    for request in requests:
+        request.state.num_computed_tokens = request.prompt
+        declared.add(request.name, Declaration(request.name, 0, request.encoded, pack({}), declared.vectors))
+    plans = set()
+    for _ in range(5):
+        states = {request.name: request.state for request in requests}
+        declared.begin(list(states), dict.fromkeys(states, 1), 4, states)
+        plans.add(id(declared.plan))
+        for stage in declared.stages.values():
+            stage.run((torch.randn(4, HIDDEN), torch.randn(4, HIDDEN)))
+        collected = declared.collect(lambda values: values @ HEAD.T)
+        assert collected is None or (collected[0] is None) == (len(plans) == 1 and declared.plan.steps > 0)
+        for request in requests:
+            request.state.num_computed_tokens += 1
+    assert len(plans) == 1
+
+
+def test_one_vector_of_many_requests_is_on_the_device_once() -> None:
+    vectors = DeclaredRequests(torch.device("cpu")).vectors
+    one = Steer("residual(0)", np.arange(8, dtype=np.float32))
+    encoded = msgspec.msgpack.encode([Placed(declared, [("layer.0.output", True)]) for declared in normalized([one])])
+    first, second = (Declaration(f"r{index}", 0, encoded, pack({}), vectors).ops[0] for index in range(2))
+    assert first.matrix is second.matrix
+
+
+def test_a_stop_condition_counts_steps_in_a_row() -> None:
+    (one,) = decoded(normalized([StopWhen("p", above=1.0, steps=2)]))
+    reads = ChoiceReads([one])
+
+    class Number:
+        name = "p"
+        append = start = (b"", b"")
+
+        def __init__(self, value: float) -> None:
+            self.value = value
+
+        def take(self, data: memoryview) -> Any:
+            return b"", b"", (self.value,)
+
+    for index, value in enumerate([2.0, 0.0, 2.0, 2.0, 2.0]):
+        reads.take(index, [Number(value)], memoryview(b""))
+    assert reads.stopped is one
+    assert reads.stopped_at == 3
+    assert sorted(reads.steps) == [0, 1, 2, 3]
+
+
+def test_an_append_follows_a_set_and_lists_join() -> None:
+    encoded = msgspec.msgpack.encode([Append(path=("a",), items=[1])])
+    more = [msgspec.msgpack.encode(Append(path=(f"n{number}",), items=[number])) for number in range(20)]
+    found = DELTAS.decode(bytes(joined(encoded, more)))
+    assert [delta.path[0] for delta in found] == ["a", *(f"n{number}" for number in range(20))]
