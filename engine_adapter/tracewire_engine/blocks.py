@@ -41,6 +41,10 @@ class BlockExit(RuntimeError):
     """A block raised something that would end the process (`SystemExit`, `KeyboardInterrupt`): turned into an error."""
 
 
+class UntappedLocation(LookupError):
+    """A block asks for a location that an engine with CUDA graphs does not serve: it has no tap there."""
+
+
 class BlockMediator(Mediator):
     """nnsight's mediator, started from compiled source instead of a captured `with` block."""
 
@@ -63,6 +67,17 @@ class BlockMediator(Mediator):
     def switch(self, *args: Any) -> Any:
         with watchdog.turn():
             return super().switch(*args)
+
+    def wanted(self, location: str) -> int:
+        # Asked of every request that the block makes, in the block's own frame. nnsight would let it wait for ever.
+        taps = self.interleaver.taps
+        if taps and location not in taps and location.rpartition(".")[2] in ("input", "output", "skip"):
+            served = ", ".join(sorted(tap.removeprefix("model.") for tap in taps)[:8])
+            raise UntappedLocation(
+                f"{location.removeprefix('model.')!r} is not a tap of this engine, which replays CUDA graphs "
+                f"and serves only {served}"
+            )
+        return int(super().wanted(location))
 
     def _run(self) -> None:
         try:
