@@ -149,6 +149,9 @@ class TracewireRunner(NNsightGPUModelRunner):
         self.nnsight_requests = TracedRequests(BlockCache(model, self.device), self.tracewire_declared)
         self.tracewire_norm = find_norm(self.get_model(), model.__dict__["_tracewire_layers"])
         self.tracewire_report = Report()
+        self.tracewire_unwatched = False
+        kind: Any = type(model)
+        self.tracewire_phases = frozenset(value._location(model) for value in (kind.logits, kind.samples))
         address = self.vllm_config.additional_config.get(LINK_ADDRESS)
         # Every rank runs every block, and gathers what it reads: one rank's values are all there are.
         reporting = get_tp_group().rank_in_group == 0 and get_pp_group().rank_in_group == 0
@@ -179,11 +182,31 @@ class TracewireRunner(NNsightGPUModelRunner):
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         stepped = self.execute_model_state is not None
-        output = super().sample_tokens(*args, **kwargs)
+        self.tracewire_unwatched = stepped and self._skip_sampling_phases()
+        if self.tracewire_unwatched:
+            # vLLM's own; nnsight's would scope every block anew and copy the logits, for nobody.
+            output = super(NNsightGPUModelRunner, self).sample_tokens(*args, **kwargs)
+            self.nnsight_requests.record_saves()
+        else:
+            output = super().sample_tokens(*args, **kwargs)
         if stepped:
             self._report_step()
             self._send(self._report_declared())
         return output
+
+    def _skip_sampling_phases(self) -> bool:
+        """Whether no block of this step waits for the logits or the samples; they then count as having come by."""
+        interleaver = self.nnsight_model.interleaver
+        phases = self.tracewire_phases
+        if not interleaver.parked.isdisjoint(phases):
+            return False
+        for location in phases:
+            interleaver.counts[location] = interleaver.counts.get(location, 0) + 1
+        return True
+
+    def _sample(self, *args: Any, **kwargs: Any) -> Any:
+        owner: Any = super(NNsightGPUModelRunner, self) if self.tracewire_unwatched else super()
+        return owner._sample(*args, **kwargs)
 
     def _finish_erred(self, sampler_output: Any) -> None:
         """Nothing: a block that ended is reported, and the adapter aborts its request. No token is forced."""
