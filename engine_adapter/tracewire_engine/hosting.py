@@ -3,6 +3,9 @@
 What is encoded must be in host memory, as bytes. One copy a tensor would make a GPU's step wait many times, and on
 any device several calls a tensor cost more than its bytes do. A `HostCopy` therefore joins all tensors of one dtype
 that it is told of in advance, copies them at once, and hands out slices.
+
+On a GPU the copy of a step is not waited for: it is under way while the next step is prepared, and what is made of its
+bytes, a `Late` array, is made one step later.
 """
 
 from __future__ import annotations
@@ -12,9 +15,16 @@ from typing import Any
 
 import torch
 
-from tracewire_bus.values import DTYPES, MAX_DEPTH, Unsavable, array_payload
+from tracewire_bus.values import (
+    DTYPES,
+    MAX_DEPTH,
+    Unsavable,
+    array_payload,
+    encoded_array,
+    payload_digest,
+)
 
-__all__ = ["NAMES", "HostCopy"]
+__all__ = ["NAMES", "HostCopy", "Late", "ToHost", "encoded_late"]
 
 #: The dtypes that travel, by their names on the wire.
 NAMES: dict[torch.dtype, str] = {
@@ -36,14 +46,85 @@ def _plain(tensor: Any) -> bool:
     )
 
 
+class ToHost:
+    """A copy of a tensor of bytes to host memory, perhaps under way."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._copied: torch.cuda.Event | None = None
+        if tensor.is_cuda:
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+        else:
+            self._host = tensor
+
+    @property
+    def there(self) -> bool:
+        """Whether the bytes can be read without waiting."""
+        return self._copied is None or self._copied.query()
+
+    def bytes(self) -> memoryview:
+        """The bytes; waits for them."""
+        if self._copied is not None:
+            self._copied.synchronize()
+            self._copied = None
+        return memoryview(self._host.numpy())
+
+
+class Late:
+    """An array whose bytes are on their way to the host: stands in a delta until the delta is encoded."""
+
+    __slots__ = ("_copy", "_digest", "_dtype", "_payload", "_shape", "_start", "_stop")
+
+    def __init__(self, copy: ToHost, dtype: str, shape: tuple[int, ...], start: int, stop: int) -> None:
+        self._copy: ToHost | None = copy
+        self._dtype, self._shape, self._start, self._stop = dtype, shape, start, stop
+        self._payload: bytes | None = None
+        self._digest = b""
+
+    @property
+    def size(self) -> int:
+        """Bytes of its elements."""
+        return self._stop - self._start
+
+    def payload(self) -> bytes:
+        """Its payload; waits for the copy."""
+        if self._payload is None:
+            assert self._copy is not None
+            raw = self._copy.bytes()[self._start : self._stop]
+            self._payload, self._copy = array_payload(self._dtype, self._shape, raw), None
+        return self._payload
+
+    def digest(self) -> bytes:
+        """Its digest; waits for the copy."""
+        if not self._digest:
+            self._digest = payload_digest(self.payload())
+        return self._digest
+
+
+def encoded_late(value: Any) -> Any:
+    """For an encoder of deltas: a `Late` array as it stands on the wire.
+
+    Raises:
+        NotImplementedError: it is something else.
+    """
+    if isinstance(value, Late):
+        return encoded_array(value.payload())
+    raise NotImplementedError(f"{type(value).__name__} cannot be encoded")
+
+
 class HostCopy:
     """Saved values in host memory: payloads of the tensors it was primed with, and anything else on demand.
 
     It knows tensors by identity, so it is good for as long as they are held, and for one moment of their contents.
+    With `late`, what is primed on a GPU comes as `Late` arrays, and `under_way` names the last copy.
     """
 
-    def __init__(self) -> None:
-        self._payloads: dict[int, bytes] = {}
+    def __init__(self, *, late: bool = False) -> None:
+        self._late = late
+        self.under_way: ToHost | None = None
+        self._payloads: dict[int, bytes | Late] = {}
         self._copies: dict[int, torch.Tensor] = {}
 
     def prime(self, tensors: Iterable[Any]) -> None:
@@ -52,17 +133,25 @@ class HostCopy:
         for tensor in tensors:
             if _plain(tensor):
                 groups.setdefault((tensor.dtype, tensor.device), {})[id(tensor)] = tensor
-        for (dtype, _), group in groups.items():
+        for (dtype, device), group in groups.items():
             flat = [tensor.reshape(-1) for tensor in group.values()]
-            joined = (torch.cat(flat) if len(flat) > 1 else flat[0].contiguous()).cpu()
-            raw = memoryview(joined.view(torch.uint8).numpy())
+            joined = torch.cat(flat) if len(flat) > 1 else flat[0].contiguous()
+            copy = ToHost(joined.view(torch.uint8))
+            late = self._late and device.type == "cuda"
+            raw = None if late else copy.bytes()
+            if late:
+                self.under_way = copy
             start = 0
             for key, tensor in group.items():
-                stop = start + tensor.nbytes
-                self._payloads[key] = array_payload(NAMES[dtype], tuple(tensor.shape), raw[start:stop])
+                stop, shape = start + tensor.nbytes, tuple(tensor.shape)
+                self._payloads[key] = (
+                    Late(copy, NAMES[dtype], shape, start, stop)
+                    if raw is None
+                    else array_payload(NAMES[dtype], shape, raw[start:stop])
+                )
                 start = stop
 
-    def payload(self, tensor: torch.Tensor) -> bytes | None:
+    def payload(self, tensor: torch.Tensor) -> bytes | Late | None:
         """The payload of a tensor that the copy was primed with."""
         return self._payloads.get(id(tensor))
 

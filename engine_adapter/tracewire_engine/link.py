@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import logging
 import os
-import queue
 import tempfile
-import threading
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -143,41 +140,17 @@ _decoder = msgspec.msgpack.Decoder(Report)
 
 
 class LinkSender:
-    """The worker's end. Sending never blocks the model: the socket queues without a limit; the adapter drains it.
-
-    On a GPU a step's values reach host memory after the step was handed to the device, and the model must not wait for
-    them: such a report is sent by a thread, as soon as they are there, and every later one after it.
-    """
+    """The worker's end. Sending never blocks the model: the socket queues without a limit; the adapter drains it."""
 
     def __init__(self, address: str) -> None:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.connect(address)
-        self._waiting: queue.SimpleQueue[tuple[Report, Callable[[], bytes] | None]] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
 
-    def send(self, report: Report, arriving: Callable[[], bytes] | None = None) -> None:
-        """Queue one step's report. `arriving` waits for its batch's bytes and returns them, and runs on the thread."""
-        if arriving is not None and self._thread is None:
-            # From now on the thread alone uses the socket.
-            self._thread = threading.Thread(target=self._run, name="tracewire link", daemon=True)
-            self._thread.start()
-        if self._thread is not None:
-            self._waiting.put((report, arriving))
-        else:
-            self._socket.send(_encoder.encode(report), copy=False)
-
-    def _run(self) -> None:
-        while True:
-            report, arriving = self._waiting.get()
-            try:
-                if arriving is not None and report.batch is not None:
-                    report.batch.data = arriving()
-                    report.time = time.time()
-                self._socket.send(_encoder.encode(report), copy=False)
-            except Exception:
-                logger.exception("a report could not be sent")
+    def send(self, report: Report) -> None:
+        """Queue one step's report."""
+        self._socket.send(_encoder.encode(report), copy=False)
 
 
 class LinkReceiver:

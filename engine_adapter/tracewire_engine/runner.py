@@ -16,7 +16,7 @@ import logging
 import pickle  # noqa: TID251 (nnsight's own collect, within this process)
 import time
 import warnings
-from collections.abc import Callable
+from collections import deque
 from typing import Any
 
 import msgspec
@@ -32,7 +32,7 @@ from tracewire_bus.values import digest
 from . import marks, watchdog
 from .blocks import BlockCache, BlockMediator, failure_of, is_stop
 from .declared import Declaration, DeclaredInterleaver, DeclaredRequests
-from .hosting import HostCopy
+from .hosting import HostCopy, ToHost, encoded_late
 from .link import FinishRecord, LinkSender, Report, StepRecord
 from .residual import Residual, find_layers, find_norm
 from .saves import SaveTracker
@@ -42,7 +42,7 @@ __all__ = ["TracedModel", "TracedRequests", "TracewireRunner"]
 
 logger = logging.getLogger("vllm.tracewire")
 
-_encoder = msgspec.msgpack.Encoder()
+_encoder = msgspec.msgpack.Encoder(enc_hook=encoded_late)
 _NO_DELTAS = msgspec.Raw(_encoder.encode([]))
 
 
@@ -134,6 +134,30 @@ class TracedRequests(Requests):
             super().record(mediator)
 
 
+class _Unsent:
+    """A step's report, and what must still be made of bytes that are on their way to the host."""
+
+    def __init__(self, report: Report) -> None:
+        self.report = report
+        self.steps: list[tuple[StepRecord, list[Any]]] = []
+        self.batch: ToHost | None = None
+        #: The copy that was begun last.
+        self.copy: ToHost | None = None
+
+    def complete(self) -> Report:
+        """The report, when all bytes are there; waits for them."""
+        for record, deltas in self.steps:
+            record.deltas = msgspec.Raw(_encoder.encode(deltas))
+        if self.batch is not None and self.report.batch is not None:
+            self.report.batch.data = bytes(self.batch.bytes())
+        self.report.time = time.time()
+        return self.report
+
+
+#: How many steps may wait for their bytes before the model waits for them.
+BEHIND = 2
+
+
 class TracewireRunner(NNsightGPUModelRunner):
     """A vLLM model runner that runs blocks and reports what they save, step by step."""
 
@@ -148,7 +172,8 @@ class TracewireRunner(NNsightGPUModelRunner):
         DeclaredInterleaver.install(model.interleaver, self.tracewire_declared, self.get_model())
         self.nnsight_requests = TracedRequests(BlockCache(model, self.device), self.tracewire_declared)
         self.tracewire_norm = find_norm(self.get_model(), model.__dict__["_tracewire_layers"])
-        self.tracewire_report = Report()
+        self.tracewire_unsent = _Unsent(Report())
+        self.tracewire_behind: deque[_Unsent] = deque()
         self.tracewire_unwatched = False
         kind: Any = type(model)
         self.tracewire_phases = frozenset(value._location(model) for value in (kind.logits, kind.samples))
@@ -177,7 +202,8 @@ class TracewireRunner(NNsightGPUModelRunner):
             self.nnsight_model.interleaver.arm(declared.stages)
         elif declared.stages:
             declared.begin([], {}, 0, {})
-        self._send()
+        # A step without tokens is the last one for now.
+        self._send(wait=not scheduler_output.total_num_scheduled_tokens)
         return corrections
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
@@ -191,7 +217,8 @@ class TracewireRunner(NNsightGPUModelRunner):
             output = super().sample_tokens(*args, **kwargs)
         if stepped:
             self._report_step()
-            self._send(self._report_declared())
+            self._report_declared()
+            self._send()
         return output
 
     def _skip_sampling_phases(self) -> bool:
@@ -213,35 +240,23 @@ class TracewireRunner(NNsightGPUModelRunner):
 
     # --- reporting --------------------------------------------------------------------------------------------------
 
-    def _report_declared(self) -> Callable[[], bytes] | None:
-        """Add what declared interventions read to the report; on a GPU, return what waits for its bytes."""
+    def _report_declared(self) -> None:
+        """Add what declared interventions read to the report."""
         declared = self.tracewire_declared
         plan = declared.plan
         if plan is None:
-            return None
+            return
         with torch.inference_mode():
             collected = declared.collect(self._lens)
+        unsent = self.tracewire_unsent
         for declaration, _, first in plan.declarations:
             if declaration.failure is not None and not declaration.reported:
                 declaration.reported = True
                 record = StepRecord(declaration.request, declaration.choice, first + plan.steps, _NO_DELTAS, "error")
-                self.tracewire_report.steps.append(record)
-        if collected is None or self.tracewire_link is None:
-            return None
-        self.tracewire_report.layout, self.tracewire_report.batch, flat = collected
-        if not flat.is_cuda:
-            self.tracewire_report.batch.data = flat.numpy().tobytes()
-            return None
-        pinned = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
-        pinned.copy_(flat, non_blocking=True)
-        copied = torch.cuda.Event(blocking=True)
-        copied.record()
-
-        def arriving() -> bytes:
-            copied.synchronize()
-            return bytes(pinned.numpy())
-
-        return arriving
+                unsent.report.steps.append(record)
+        if collected is not None and self.tracewire_link is not None:
+            unsent.report.layout, unsent.report.batch, flat = collected
+            unsent.batch = unsent.copy = ToHost(flat)
 
     def _lens(self, values: torch.Tensor) -> torch.Tensor | None:
         """Logits `[rows, vocabulary]` of residual streams `[rows, hidden]`; `None` on a rank that is not given them."""
@@ -262,7 +277,8 @@ class TracewireRunner(NNsightGPUModelRunner):
                 marks.prune(request.mediator)
         if not live or self.tracewire_link is None:
             return
-        host = HostCopy()
+        unsent = self.tracewire_unsent
+        host = HostCopy(late=True)
         try:
             host.prime(value for _, traced, saves in live for value in traced.tracker.fresh(saves))
         except Exception:  # out of memory, say: each trace then copies its own, and fails on its own
@@ -276,15 +292,13 @@ class TracewireRunner(NNsightGPUModelRunner):
                 request.error = request.error or failure_of(exception, None, hint=" (while its saves were read)")
             ended = "" if traced.ended else self._ended(request)
             traced.ended = traced.ended or bool(ended)
-            self.tracewire_report.steps.append(
-                StepRecord(
-                    request=request.engine_id,
-                    choice=request.index,
-                    index=traced.index,
-                    deltas=msgspec.Raw(_encoder.encode(deltas)) if deltas else _NO_DELTAS,
-                    ended=ended,
-                )
-            )
+            record = StepRecord(request.engine_id, request.index, traced.index, _NO_DELTAS, ended)
+            unsent.report.steps.append(record)
+            if deltas and host.under_way is not None:
+                unsent.steps.append((record, deltas))
+            elif deltas:
+                record.deltas = msgspec.Raw(_encoder.encode(deltas))
+        unsent.copy = host.under_way
 
     @staticmethod
     def _ended(request: Request) -> str:
@@ -307,7 +321,7 @@ class TracewireRunner(NNsightGPUModelRunner):
             if traced is None:
                 failure = None if declaration is None else declaration.failure
                 record = FinishRecord(request.engine_id, request.index, _NO_DELTAS, error=failure)
-                self.tracewire_report.finishes.append(record)
+                self.tracewire_unsent.report.finishes.append(record)
                 continue
             if declaration is not None and declaration.failure is not None:
                 request.error = request.error or declaration.failure
@@ -320,7 +334,7 @@ class TracewireRunner(NNsightGPUModelRunner):
                         requests.finish_dangling(mediator, taps)
                 requests.record(mediator)
             if self.tracewire_link is not None:
-                self.tracewire_report.finishes.append(self._finish_record(request, traced))
+                self.tracewire_unsent.report.finishes.append(self._finish_record(request, traced))
             if mediator is not None:
                 marks.release(mediator)
                 if isinstance(mediator, BlockMediator):
@@ -385,13 +399,17 @@ class TracewireRunner(NNsightGPUModelRunner):
         where = owner.path or "the model"
         return f" ({where} has no {exception.name!r}" + (f"; did you mean {near[0]!r}?)" if near else ")")
 
-    def _send(self, arriving: Callable[[], bytes] | None = None) -> None:
-        report = self.tracewire_report
+    def _send(self, *, wait: bool = False) -> None:
+        """Send what there is to report, in order, as far as its bytes are there; or all of it."""
+        unsent, behind = self.tracewire_unsent, self.tracewire_behind
+        report = unsent.report
         if report.steps or report.finishes or report.batch is not None:
-            self.tracewire_report = Report()
-            report.time = time.time()
+            self.tracewire_unsent = _Unsent(Report())
             if self.tracewire_link is not None:
-                self.tracewire_link.send(report, arriving)
+                behind.append(unsent)
+        while behind and (wait or len(behind) > BEHIND or (copy := behind[0].copy) is None or copy.there):
+            assert self.tracewire_link is not None
+            self.tracewire_link.send(behind.popleft().complete())
 
     def tracewire_request_count(self) -> int:
         """How many requests this worker still holds anything for: 0 when the engine is idle. A leak gauge, by RPC."""

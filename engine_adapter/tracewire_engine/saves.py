@@ -33,7 +33,7 @@ from tracewire_bus.values import (
     wire,
 )
 
-from .hosting import HostCopy
+from .hosting import HostCopy, Late
 
 __all__ = ["SaveTracker"]
 
@@ -54,12 +54,26 @@ _FIXED = (int, float, bool, str, bytes, type(None), complex)
 class _Leaf:
     """A value without items of its own, as the consumer has it."""
 
-    __slots__ = ("digest", "payload", "value")
+    __slots__ = ("_digest", "_late", "payload", "value")
 
-    def __init__(self, value: Any, digest: bytes, payload: bytes | None) -> None:
+    def __init__(self, value: Any, digest: bytes, payload: bytes | None, late: Late | None = None) -> None:
         self.value = value
-        self.digest = digest
+        self._digest = digest
         self.payload = payload
+        self._late = late
+
+    @property
+    def digest(self) -> bytes:
+        """Of the value as it was sent."""
+        return self._digest
+
+    def settle(self) -> None:
+        """Take over what was still on its way when the value was sent."""
+        late, self._late = self._late, None
+        if late is not None:
+            self._digest = late.digest()
+            if late.size <= KEPT_BYTES:
+                self.payload = late.payload()
 
 
 class _Box:
@@ -206,6 +220,8 @@ def _adopt(value: Any, path: _Path, host: HostCopy) -> tuple[Any, _Shadow]:
     cls = type(value)
     if cls is torch.Tensor:
         payload = host.payload(value)
+        if isinstance(payload, Late):
+            return payload, _Leaf(value, b"", None, payload)
         if payload is not None:
             kept = payload if len(payload) <= KEPT_BYTES else None
             return encoded_array(payload), _Leaf(value, payload_digest(payload), kept)
@@ -297,7 +313,9 @@ def _correct(shadow: _Shadow, path: _Path, now: HostCopy, deltas: list[Delta]) -
     if isinstance(shadow, _Leaf):
         if type(shadow.value) in _FIXED:
             return shadow.digest
+        shadow.settle()
         payload = now.payload(shadow.value) if type(shadow.value) is torch.Tensor else None
+        assert not isinstance(payload, Late)
         if payload is not None and payload == shadow.payload:
             return shadow.digest
         local = None if payload is not None else now(shadow.value)
