@@ -18,7 +18,7 @@ from .messages import (
     Failure,
     Final,
     Manifest,
-    Output,
+    OutputBase,
     Restarted,
     Set,
     Status,
@@ -58,7 +58,7 @@ class ChoiceState:
             self._text = ["".join(self._text)]
         return self._text[0] if self._text else ""
 
-    def put_out(self, output: Output) -> None:
+    def put_out(self, output: OutputBase) -> None:
         """Add what an output brings but for its saves."""
         self.token_ids.extend(output.token_ids)
         if output.text:
@@ -124,7 +124,7 @@ class Fold:
             FoldError: it does not follow what was folded before, or has a delta that leads nowhere.
         """
         self._follow(event)
-        if isinstance(event, Output):
+        if isinstance(event, OutputBase):
             self._output(event)
         elif isinstance(event, Accepted):
             self.accepted = event
@@ -150,7 +150,7 @@ class Fold:
         self.choices = {}
         self.accepted = None
 
-    def _output(self, output: Output) -> None:
+    def _output(self, output: OutputBase) -> None:
         state = self.choices.setdefault((output.invoke, output.choice), ChoiceState())
         where = f"output {output.attempt}-{output.seq} of invoke {output.invoke}, choice {output.choice},"
         if output.index != len(state.token_ids):
