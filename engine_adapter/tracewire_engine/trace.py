@@ -18,6 +18,7 @@ import anyio
 import msgspec
 
 from tracewire_bus.codec import encode
+from tracewire_bus.connection import Wakeup
 from tracewire_bus.messages import (
     Accepted,
     EngineInfo,
@@ -66,7 +67,8 @@ class Half:
 
     def __init__(self, choices: int) -> None:
         self.choices = [_ChoiceHalf() for _ in range(choices)]
-        self._changed = anyio.Event()
+        #: For the one task that publishes the request's outputs.
+        self._changed = Wakeup()
 
     def step(self, record: StepRecord, ended_at: float) -> None:
         """Take the record of a step that ended at `ended_at`."""
@@ -75,16 +77,12 @@ class Half:
         choice.steps[record.index] = record.deltas
         if record.ended:
             choice.ended, choice.ended_at = record.ended, record.index
-        self._notify()
+        self._changed.notify()
 
     def finish(self, record: FinishRecord) -> None:
         """Take a choice's finish record."""
         self.choices[record.choice].finish = record
-        self._notify()
-
-    def _notify(self) -> None:
-        self._changed.set()
-        self._changed = anyio.Event()
+        self._changed.notify()
 
     async def steps(self, choice: int, first: int, count: int) -> list[msgspec.Raw]:
         """The encoded deltas of token indices `first` to `first + count - 1`, when the workers have reported them.
@@ -115,7 +113,7 @@ class _Request:
         self.outputs = outputs
         self.half = half
         self.token_ids: list[list[int]] = [[] for _ in range(prepared.choices)]
-        self.text: list[str] = [""] * prepared.choices
+        self.text: list[list[str]] = [[] for _ in range(prepared.choices)]
         self.done = [False] * prepared.choices
 
 
@@ -267,8 +265,9 @@ class TraceRun:
                 logprobs = logprobs[:keep] if logprobs else logprobs
                 # vLLM's text goes on to its own last token, or holds back what might begin a stop string.
                 whole = self._engine.decode(published + token_ids, request.prepared)
-                if whole.startswith(request.text[choice.index]):
-                    text = whole[len(request.text[choice.index]) :]
+                before = "".join(request.text[choice.index])
+                if whole.startswith(before):
+                    text = whole[len(before) :]
                 finish_reason, stop_reason = ("stop", "tracer.stop()") if half.ended == "stop" else ("error", None)
                 request.done[choice.index] = True
         if finish_reason in ("abort", "error") and not request.done[choice.index]:
@@ -278,7 +277,7 @@ class TraceRun:
         if finish_reason is not None:
             request.done[choice.index] = True
         published.extend(token_ids)
-        request.text[choice.index] += text
+        request.text[choice.index].append(text)
         if not token_ids and not text and finish_reason is None:
             return
         await self._append(
