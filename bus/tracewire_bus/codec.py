@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from functools import cache
-from typing import Any, TypeAlias, TypeVar, Union, cast
+from typing import Any, TypeAlias, TypeVar, Union, cast, overload
 
 import msgspec
 
@@ -34,7 +34,6 @@ __all__ = [
 AnyEvent: TypeAlias = Accepted | Output | Restarted | Final
 
 _SCHEMA_TEXT = f"{SCHEMA[0]}.{SCHEMA[1]}"
-_DELTAS = list[list[Delta]]
 _O = TypeVar("_O", bound=OutputBase)
 #: The tags of what this version knows.
 _KINDS = frozenset(kind.__struct_config__.tag for kind in (Accepted, Output, Restarted, Final))
@@ -64,13 +63,17 @@ def _encoder() -> msgspec.msgpack.Encoder:
 
 
 @cache
-def _event(output: type[OutputBase]) -> Any:
-    return Union[Accepted, output, Restarted, Final]  # noqa: UP007  (of a variable)
+def _decode(type_: Any) -> Callable[[bytes | memoryview], Any]:
+    if isinstance(type_, type) and issubclass(type_, OutputBase):
+        # An event whose outputs are of this form.
+        type_ = Union[Accepted, type_, Restarted, Final]  # noqa: UP007  (of a variable)
+    return msgspec.msgpack.Decoder(type_, ext_hook=ext_hook).decode
 
 
 @cache
-def _decode(type_: Any) -> Callable[[bytes | memoryview], Any]:
-    return msgspec.msgpack.Decoder(type_, ext_hook=ext_hook).decode
+def _deltas() -> Callable[[bytes | memoryview], Any]:
+    # Apart: the type takes long to hash.
+    return _decode(list[list[Delta]])
 
 
 def encode(message: Message) -> bytes:
@@ -78,9 +81,9 @@ def encode(message: Message) -> bytes:
     return _encoder().encode(message)
 
 
-def _checked(type_: Any, data: bytes | memoryview) -> Any:
+def _checked(decode: Callable[[bytes | memoryview], Any], data: bytes | memoryview) -> Any:
     try:
-        return _decode(type_)(data)
+        return decode(data)
     except msgspec.MsgspecError:
         raise
     except RecursionError:
@@ -90,7 +93,15 @@ def _checked(type_: Any, data: bytes | memoryview) -> Any:
         raise msgspec.DecodeError(f"the message holds a malformed value: {error}") from error
 
 
-def decode_event(data: bytes | memoryview, output: type[_O] = Output) -> Accepted | _O | Restarted | Final:  # type: ignore[assignment]
+@overload
+def decode_event(data: bytes | memoryview) -> AnyEvent: ...
+
+
+@overload
+def decode_event(data: bytes | memoryview, output: type[_O]) -> Accepted | _O | Restarted | Final: ...
+
+
+def decode_event(data: bytes | memoryview, output: type[OutputBase] = Output) -> Any:
     """One event of a trace; an output as an `output`. Arrays in it share memory with `data`.
 
     Raises:
@@ -99,10 +110,10 @@ def decode_event(data: bytes | memoryview, output: type[_O] = Output) -> Accepte
         msgspec.DecodeError: it is no msgpack, or holds a malformed value.
     """
     try:
-        return cast(_O, _checked(_event(output), data))
+        return _checked(_decode(output), data)
     except msgspec.ValidationError:
         try:
-            kind = _checked(_Peek, data).kind
+            kind = _checked(_decode(_Peek), data).kind
         except msgspec.MsgspecError:
             kind = None
         if kind is None or kind in _KINDS:
@@ -117,7 +128,7 @@ def decode_deltas(data: bytes | memoryview | msgspec.Raw) -> list[list[Delta]]:
         msgspec.ValidationError: they are none.
         msgspec.DecodeError: they hold a malformed value.
     """
-    return cast(list[list[Delta]], _checked(_DELTAS, data))
+    return cast(list[list[Delta]], _checked(_deltas(), data))
 
 
 def decode_submission(data: bytes | memoryview) -> Submission:
@@ -127,7 +138,7 @@ def decode_submission(data: bytes | memoryview) -> Submission:
         msgspec.ValidationError: its fields have other types than they should.
         msgspec.DecodeError: it is no msgpack, or holds a malformed value.
     """
-    return cast(Submission, _checked(Submission, data))
+    return cast(Submission, _checked(_decode(Submission), data))
 
 
 def decode_engine(data: bytes | memoryview) -> EngineInfo:
@@ -137,7 +148,7 @@ def decode_engine(data: bytes | memoryview) -> EngineInfo:
         msgspec.ValidationError: its fields have other types than they should.
         msgspec.DecodeError: it is no msgpack, or holds a malformed value.
     """
-    return cast(EngineInfo, _checked(EngineInfo, data))
+    return cast(EngineInfo, _checked(_decode(EngineInfo), data))
 
 
 def schema_text() -> str:

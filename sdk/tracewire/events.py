@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import anyio
@@ -47,13 +46,19 @@ class Output(OutputBase, tag="o", dict=True):
         """The event's id, `<attempt>-<seq>`: `subscribe(trace, since=output.id)` goes on after it."""
         return f"{self.attempt}-{self.seq}"
 
-    @cached_property
+    @property
     def deltas(self) -> list[list[Delta]]:
         """What was saved, by step.
 
         Raises:
             BrokenStream: it cannot be read.
         """
+        held: list[list[Delta]] | None = self.__dict__.get("_deltas")
+        if held is None:
+            held = self.__dict__["_deltas"] = self._decoded()
+        return held
+
+    def _decoded(self) -> list[list[Delta]]:
         names: frozenset[str] | None = self.__dict__.get("_names")
         if names is not None and not names:
             return [[] for _ in self.token_ids]
