@@ -11,6 +11,7 @@ check it against the manifest. Pacer, adapter, Redis and subscribers are process
 to XREAD BLOCK of the same size between two processes through the same Redis: `bare_ms`, in turns with the rounds, when
 nothing else runs, and `bare_loaded_ms` during the rounds. All of it by the same clock.
 
+`wire_ratio` is bytes of all entries of a trace, text and times included, over bytes of the new values themselves.
 `keeps_up` says whether nothing queued: at least 0.95 entries an output (the adapter merges what it cannot send at
 once), and the p95 of the latency under the time between two outputs. `--sweep` looks for the highest rate that does.
 """
@@ -36,12 +37,13 @@ import numpy as np
 import zmq
 
 import tracewire
-from benchmarks.scripted import Command, Pacer, ScriptedEngine, scripted_info
+from benchmarks.scripted import ELEMENTS, Command, Pacer, ScriptedEngine, scripted_info
 from tracewire_bus.embedded import EmbeddedServer
 from tracewire_bus.fold import Fold
 from tracewire_bus.messages import Block
 from tracewire_bus.streams import Bus
 from tracewire_engine.adapter import Adapter
+from tracewire_engine.cli import LOOP
 from tracewire_engine.link import LinkReceiver
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -81,7 +83,7 @@ def adapter(folder: Path, url: str) -> None:
                 await anyio.to_thread.run_sync(sys.stdin.read, abandon_on_cancel=True)
                 group.cancel_scope.cancel()
 
-    anyio.run(main)
+    anyio.run(main, backend_options=LOOP)
 
 
 def subscriber(folder: Path, url: str) -> None:
@@ -265,8 +267,11 @@ class Bench:
         after = self.cpu_s()
         quiet = await anyio.to_thread.run_sync(self.bare_trip, min(seconds, 2), 100)
         everyone = copies * options.processes
+        async with Bus.open(self._server.url) as bus:
+            wire = sum([len(entry.data) async for entry in bus.read(traces[0])])
         return {
             "sent": tokens * len(traces),
+            "wire": wire / (tokens * ELEMENTS * 8),
             "received": sum(one["received"] for one in found) / everyone,
             "entries": sum(one["entries"] for one in found) / everyone,
             "verified": sum(one["verified"] for one in found),
@@ -308,6 +313,7 @@ def summary(rounds: list[dict[str, Any]], options: argparse.Namespace, rate: flo
         "folds": len(rounds) * options.traces * copies,
         "lost": sent - received,
         "entries_per_output": round(entries, 3),
+        "wire_ratio": round(max(one["wire"] for one in rounds), 3),
         "latency_ms": latency,
         "bare_ms": quantiles(np.concatenate([one["bare"] for one in rounds])),
         "bare_loaded_ms": quantiles(np.concatenate([one["bare_loaded"] for one in rounds])),
