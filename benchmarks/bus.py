@@ -1,6 +1,7 @@
 """The bus alone: what a delta on every output costs when no model stands behind it.
 
-    python -m benchmarks.bus [--traces 32] [--rate 100] [--subscribers 8] [--seconds 10] [--spread] [--sweep] [--json]
+    python -m benchmarks.bus [--traces 32] [--rate 100] [--subscribers 8] [--seconds 10] [--spread] [--text-only]
+        [--sweep] [--json]
 
 A *scripted engine* (`benchmarks/scripted.py`) puts out a token of each trace `--rate` times a second, with a delta of
 one array of 512 bytes, at times that its own clock sets: it waits for nobody. The real adapter takes it from there;
@@ -89,7 +90,20 @@ def adapter(folder: Path, url: str) -> None:
 def subscriber(folder: Path, url: str) -> None:
     """One client with many subscriptions. A line on standard input is a round: its traces, and how often each."""
 
-    async def one(trace: str, client: tracewire.Client, ready: Callable[[], None], found: dict[str, Any]) -> None:
+    async def read_text(trace: str, client: tracewire.Client, ready: Callable[[], None], found: dict[str, Any]) -> None:
+        text = ""
+        ages: list[float] = found["ages"]
+        async with client.subscribe(trace) as events:
+            ready()
+            async for event in events:
+                now = time.time()
+                if isinstance(event, tracewire.Output):
+                    found["entries"] += 1
+                    text += event.text
+                    ages.extend([now - event.time] * len(event.token_ids))
+        found["verified"] += isinstance(event, tracewire.Final)
+
+    async def fold_all(trace: str, client: tracewire.Client, ready: Callable[[], None], found: dict[str, Any]) -> None:
         fold = Fold()
         ages: list[float] = found["ages"]
         async with client.subscribe(trace) as events:
@@ -119,6 +133,7 @@ def subscriber(folder: Path, url: str) -> None:
                     if not left:
                         say(subscribed=True)
 
+                one = read_text if asked["text_only"] else fold_all
                 async with anyio.create_task_group() as group:
                     for trace in wanted:
                         group.start_soon(one, trace, client, ready, found)
@@ -257,7 +272,7 @@ class Bench:
         copies = options.subscribers // options.processes
         files = [self._folder / f"ages-{number}.npy" for number in range(len(self._subscribers))]
         for role, file in zip(self._subscribers, files, strict=True):
-            role.send(traces=traces, copies=copies, file=str(file))
+            role.send(traces=traces, copies=copies, file=str(file), text_only=options.text_only)
         for role in self._subscribers:
             await anyio.to_thread.run_sync(role.next, "subscribed")
         before = self.cpu_s()
@@ -360,6 +375,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10, help="of outputs, over all rounds")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--spread", action="store_true", help="traces put out one after another, not together")
+    parser.add_argument("--text-only", action="store_true", help="subscribers read the text and fold nothing")
     parser.add_argument("--sweep", action="store_true", help="go down from --rate until nothing queues")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     parser.add_argument("--role", choices=ROLES, help=argparse.SUPPRESS)

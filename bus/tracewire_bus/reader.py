@@ -21,6 +21,7 @@ from typing import Any, Final, Self
 
 import anyio
 import msgspec
+from anyio.lowlevel import checkpoint
 
 from .connection import Background, Backoff, BusUnavailable, Connections, Wakeup, is_transient
 from .keys import FINAL_ID, parse_id
@@ -326,6 +327,8 @@ class Reader:
                 for key, entries in reply:
                     name = key.decode()
                     self._deliver(name, asked[name], _entries(entries))
+                # Those who got something have it before more is asked for.
+                await checkpoint()
             except Exception as error:
                 await self._failed(error, backoff)
 
