@@ -70,6 +70,11 @@ class Output(OutputBase, tag="o", dict=True):
             return deltas
         return [[change for change in step if change.path[0] in names] for step in deltas]
 
+    def __repr__(self) -> str:
+        size = memoryview(self.encoded_deltas).nbytes
+        where = f"invoke {self.invoke}, choice {self.choice}, from token {self.index}"
+        return f"<Output {self.id} of {where}: {self.token_ids}, {self.text!r}, saves of {size} bytes>"
+
     def only(self, names: frozenset[str]) -> Output:
         """This output with only what concerns these saved names."""
         copy = msgspec.structs.replace(self)

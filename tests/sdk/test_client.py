@@ -542,6 +542,7 @@ async def test_what_was_saved_is_decoded_when_it_is_asked_for(client: Client, en
     async with engine(script), client.trace("tiny", "hello") as trace:
         outputs = [event async for event in client.subscribe(trace.id) if isinstance(event, tracewire.Output)]
         assert [output.text for output in outputs] == ["a", "b"]
+        assert "<Output 1-1 of invoke 0, choice 0, from token 0: [1], 'a'" in repr(outputs[0])
         assert outputs[0].delta == {"x": 1, "y": 2}
         assert outputs[0].only(frozenset({"y"})).delta == {"y": 2}
         with pytest.raises(BrokenStream, match="1-2"):
