@@ -9,11 +9,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from functools import cache
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, Union, cast, overload
 
 import msgspec
 
-from .messages import SCHEMA, Accepted, EngineInfo, Final, Message, Output, Restarted, Submission
+from .messages import SCHEMA, Accepted, Delta, EngineInfo, Final, Message, Output, OutputBase, Restarted, Submission
 from .values import ext_hook
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "NewerSchema",
     "UnknownKind",
     "check_schema",
+    "decode_deltas",
     "decode_engine",
     "decode_event",
     "decode_submission",
@@ -32,7 +33,10 @@ __all__ = [
 #: What stands on a trace's stream.
 AnyEvent: TypeAlias = Accepted | Output | Restarted | Final
 
-_M = TypeVar("_M")
+_SCHEMA_TEXT = f"{SCHEMA[0]}.{SCHEMA[1]}"
+_O = TypeVar("_O", bound=OutputBase)
+#: The tags of what this version knows.
+_KINDS = frozenset(kind.__struct_config__.tag for kind in (Accepted, Output, Restarted, Final))
 
 
 class UnknownKind(ValueError):
@@ -47,7 +51,7 @@ class NewerSchema(ValueError):
     """A message of a schema that this version cannot read."""
 
 
-class _Peek(msgspec.Struct):
+class _Peek(msgspec.Struct, array_like=True):
     """Just enough of an event to see what kind it is."""
 
     kind: str
@@ -60,7 +64,16 @@ def _encoder() -> msgspec.msgpack.Encoder:
 
 @cache
 def _decode(type_: Any) -> Callable[[bytes | memoryview], Any]:
+    if isinstance(type_, type) and issubclass(type_, OutputBase):
+        # An event whose outputs are of this form.
+        type_ = Union[Accepted, type_, Restarted, Final]  # noqa: UP007  (of a variable)
     return msgspec.msgpack.Decoder(type_, ext_hook=ext_hook).decode
+
+
+@cache
+def _deltas() -> Callable[[bytes | memoryview], Any]:
+    # Apart: the type takes long to hash.
+    return _decode(list[list[Delta]])
 
 
 def encode(message: Message) -> bytes:
@@ -68,9 +81,9 @@ def encode(message: Message) -> bytes:
     return _encoder().encode(message)
 
 
-def _checked(type_: Any, data: bytes | memoryview) -> Any:
+def _checked(decode: Callable[[bytes | memoryview], Any], data: bytes | memoryview) -> Any:
     try:
-        return _decode(type_)(data)
+        return decode(data)
     except msgspec.MsgspecError:
         raise
     except RecursionError:
@@ -80,8 +93,16 @@ def _checked(type_: Any, data: bytes | memoryview) -> Any:
         raise msgspec.DecodeError(f"the message holds a malformed value: {error}") from error
 
 
-def decode_event(data: bytes | memoryview) -> AnyEvent:
-    """One event of a trace. Arrays in it share memory with `data`.
+@overload
+def decode_event(data: bytes | memoryview) -> AnyEvent: ...
+
+
+@overload
+def decode_event(data: bytes | memoryview, output: type[_O]) -> Accepted | _O | Restarted | Final: ...
+
+
+def decode_event(data: bytes | memoryview, output: type[OutputBase] = Output) -> Any:
+    """One event of a trace; an output as an `output`. Arrays in it share memory with `data`.
 
     Raises:
         UnknownKind: a well-formed event of a kind that a newer version wrote.
@@ -89,15 +110,25 @@ def decode_event(data: bytes | memoryview) -> AnyEvent:
         msgspec.DecodeError: it is no msgpack, or holds a malformed value.
     """
     try:
-        return cast(AnyEvent, _checked(AnyEvent, data))
+        return _checked(_decode(output), data)
     except msgspec.ValidationError:
         try:
-            kind = cast(_Peek, _checked(_Peek, data)).kind
+            kind = _checked(_decode(_Peek), data).kind
         except msgspec.MsgspecError:
             kind = None
-        if kind is None or kind in ("accepted", "output", "restarted", "final"):
+        if kind is None or kind in _KINDS:
             raise
         raise UnknownKind(kind) from None
+
+
+def decode_deltas(data: bytes | memoryview | msgspec.Raw) -> list[list[Delta]]:
+    """The deltas of an output by step, from their place in its encoded form. Arrays in them share memory with `data`.
+
+    Raises:
+        msgspec.ValidationError: they are none.
+        msgspec.DecodeError: they hold a malformed value.
+    """
+    return cast(list[list[Delta]], _checked(_deltas(), data))
 
 
 def decode_submission(data: bytes | memoryview) -> Submission:
@@ -107,7 +138,7 @@ def decode_submission(data: bytes | memoryview) -> Submission:
         msgspec.ValidationError: its fields have other types than they should.
         msgspec.DecodeError: it is no msgpack, or holds a malformed value.
     """
-    return cast(Submission, _checked(Submission, data))
+    return cast(Submission, _checked(_decode(Submission), data))
 
 
 def decode_engine(data: bytes | memoryview) -> EngineInfo:
@@ -117,12 +148,12 @@ def decode_engine(data: bytes | memoryview) -> EngineInfo:
         msgspec.ValidationError: its fields have other types than they should.
         msgspec.DecodeError: it is no msgpack, or holds a malformed value.
     """
-    return cast(EngineInfo, _checked(EngineInfo, data))
+    return cast(EngineInfo, _checked(_decode(EngineInfo), data))
 
 
 def schema_text() -> str:
     """The schema this version writes, as it stands on an entry: `"major.minor"`."""
-    return f"{SCHEMA[0]}.{SCHEMA[1]}"
+    return _SCHEMA_TEXT
 
 
 def check_schema(text: str) -> None:
@@ -131,6 +162,8 @@ def check_schema(text: str) -> None:
     Raises:
         NewerSchema: its major version is newer, or `text` is no version.
     """
+    if text == _SCHEMA_TEXT:
+        return
     major, dot, minor = text.partition(".")
     if not (dot and major.isascii() and major.isdigit() and minor.isascii() and minor.isdigit()) or len(text) > 20:
         raise NewerSchema(f"a message of schema {text[:40]!r}; this version reads {schema_text()}")

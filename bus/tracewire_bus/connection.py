@@ -30,6 +30,7 @@ __all__ = [
     "BusUnavailable",
     "Connections",
     "Link",
+    "Wakeup",
     "as_bus_error",
     "is_transient",
     "redacted",
@@ -98,6 +99,32 @@ class Background:
             self._task.result()
 
 
+class Wakeup:
+    """Wakes the task that waits, if one does. Costs nothing while none does, as an event that is renewed would."""
+
+    __slots__ = ("_loop", "_waiter")
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    async def wait(self) -> None:
+        """Wait for the next `notify`. One task at a time."""
+        if self._loop is None:
+            # Asked once: up to Python 3.11 each time is a system call.
+            self._loop = asyncio.get_running_loop()
+        self._waiter = self._loop.create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def notify(self) -> None:
+        """Wake it."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
 def redacted(url: str) -> str:
     """`url` without its password, for messages."""
     parts = urlsplit(url)
@@ -137,14 +164,17 @@ class Link:
             redis.exceptions.RedisError: the connection failed: some of them may have been carried out.
             TimeoutError: no reply came; likewise.
         """
+        from hiredis import pack_command
         from redis.exceptions import ConnectionError, ResponseError
+
+        pack: Callable[[Any], bytes] = pack_command
 
         await self.connect()
         connection = self._connection
         replies: list[Any] = []
         try:
             with anyio.fail_after(timeout_s):
-                await connection.send_packed_command(connection.pack_commands(commands))
+                await connection.send_packed_command(b"".join(map(pack, commands)))
                 for _ in commands:
                     try:
                         replies.append(await connection.read_response())

@@ -18,7 +18,7 @@ from .messages import (
     Failure,
     Final,
     Manifest,
-    Output,
+    OutputBase,
     Restarted,
     Set,
     Status,
@@ -27,6 +27,8 @@ from .messages import (
 from .values import digest
 
 __all__ = ["ChoiceState", "DigestMismatch", "Fold", "FoldError", "apply_delta"]
+
+_CONTAINERS = frozenset({list, dict, tuple})
 
 
 class FoldError(ValueError):
@@ -58,7 +60,7 @@ class ChoiceState:
             self._text = ["".join(self._text)]
         return self._text[0] if self._text else ""
 
-    def put_out(self, output: Output) -> None:
+    def put_out(self, output: OutputBase) -> None:
         """Add what an output brings but for its saves."""
         self.token_ids.extend(output.token_ids)
         if output.text:
@@ -77,6 +79,8 @@ class ChoiceState:
 
 
 def _copy(value: Any) -> Any:
+    if type(value) not in _CONTAINERS:
+        return value
     if isinstance(value, list):
         return [_copy(item) for item in value]
     if isinstance(value, dict):
@@ -124,7 +128,7 @@ class Fold:
             FoldError: it does not follow what was folded before, or has a delta that leads nowhere.
         """
         self._follow(event)
-        if isinstance(event, Output):
+        if isinstance(event, OutputBase):
             self._output(event)
         elif isinstance(event, Accepted):
             self.accepted = event
@@ -150,16 +154,20 @@ class Fold:
         self.choices = {}
         self.accepted = None
 
-    def _output(self, output: Output) -> None:
-        state = self.choices.setdefault((output.invoke, output.choice), ChoiceState())
-        where = f"output {output.attempt}-{output.seq} of invoke {output.invoke}, choice {output.choice},"
+    def _output(self, output: OutputBase) -> None:
+        state = self.choices.get((output.invoke, output.choice))
+        if state is None:
+            state = self.choices[output.invoke, output.choice] = ChoiceState()
+        deltas = output.deltas
         if output.index != len(state.token_ids):
-            raise FoldError(f"{where} begins at token {output.index}, and {len(state.token_ids)} came before it")
-        if output.deltas and len(output.deltas) != len(output.token_ids):
-            raise FoldError(f"{where} has deltas of {len(output.deltas)} steps for {len(output.token_ids)} tokens")
+            raise FoldError(
+                f"{_where(output)} begins at token {output.index}, and {len(state.token_ids)} came before it"
+            )
+        if deltas and len(deltas) != len(output.token_ids):
+            raise FoldError(f"{_where(output)} has deltas of {len(deltas)} steps for {len(output.token_ids)} tokens")
         state.put_out(output)
-        for deltas in output.deltas:
-            self._deltas(state, deltas)
+        for step in deltas:
+            self._deltas(state, step)
 
     def _final(self, final: Final) -> None:
         for invoke, choice, deltas in final.deltas:
@@ -228,6 +236,10 @@ class Fold:
         other.choices = {key: state.copy() for key, state in self.choices.items()}
         other.save_errors, other.manifest = dict(self.save_errors), list(self.manifest)
         return other
+
+
+def _where(output: OutputBase) -> str:
+    return f"output {output.attempt}-{output.seq} of invoke {output.invoke}, choice {output.choice},"
 
 
 def apply_delta(saves: dict[str, Any], delta: Delta) -> None:

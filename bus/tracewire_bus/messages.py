@@ -5,6 +5,10 @@ entry which cannot be decoded can still be answered: the trace id and the schema
 ignored and unknown kinds are skipped by readers, so that two versions can share a bus; a newer *major* version is
 refused.
 
+Most messages are maps by field name. What travels with every token (events, and the deltas in them) is an array
+instead: its tag, then its fields in the order below. A field that is added there goes to the end, where older readers
+ignore it; none is ever moved or removed, and nothing is added to a base of several.
+
 Values (variables of a block, saved values) are not structs but trees: see [`tracewire_bus.values`][]. Wherever a
 field below is typed `bytes` and said to be *packed*, it holds such a tree as
 [`pack`][tracewire_bus.values.pack] made it. Nothing here is ever unpickled.
@@ -41,6 +45,7 @@ __all__ = [
     "Message",
     "ModuleInfo",
     "Output",
+    "OutputBase",
     "PathKey",
     "Positions",
     "Probe",
@@ -267,25 +272,25 @@ class Submission(Message):
 # --- save deltas ------------------------------------------------------------------------------------------------------
 
 
-class SaveDelta(Message, tag_field="op"):
+class SaveDelta(Message, array_like=True):
     """One change of the saves of one choice. `path` begins with the saved name."""
 
 
-class Append(SaveDelta, tag="append"):
+class Append(SaveDelta, tag="a"):
     """Extend the list at `path` with `items`. The list exists: a new one comes by `Set`."""
 
     path: tuple[PathKey, ...]
     items: list[Any]
 
 
-class Set(SaveDelta, tag="set"):
+class Set(SaveDelta, tag="s"):
     """Bind `value` at `path`: a saved name, a dict's key (new or old), or a list's existing index."""
 
     path: tuple[PathKey, ...]
     value: Any
 
 
-class Delete(SaveDelta, tag="delete"):
+class Delete(SaveDelta, tag="d"):
     """Remove a dict's key, or a name that is no longer saved."""
 
     path: tuple[PathKey, ...]
@@ -294,7 +299,7 @@ class Delete(SaveDelta, tag="delete"):
 Delta: TypeAlias = Append | Set | Delete
 
 
-class Manifest(Message):
+class Manifest(Message, array_like=True):
     """What one saved name holds in the end, for a consumer to check its fold against.
 
     `kind` is one of the kinds of [`tracewire_bus.values`][]; `length` counts a container's items, an array's elements
@@ -313,7 +318,7 @@ class Manifest(Message):
 # --- events of a trace ------------------------------------------------------------------------------------------------
 
 
-class Event(Message, tag_field="kind"):
+class Event(Message, array_like=True):
     """Base of what stands on a trace's stream, under the id `<attempt>-<seq>`; a final's is the greatest id."""
 
     attempt: int
@@ -347,13 +352,12 @@ class Accepted(Event, tag="accepted"):
     prompt_tokens: list[int] = []
 
 
-class Output(Event, tag="output"):
-    """What one vLLM output adds to one choice.
+class OutputBase(Event):
+    """What all forms of an output share: everything but its deltas, which stand last.
 
-    `token_ids[k]` has index `index + k`; every index of a choice belongs to exactly one `Output`. `deltas[k]` is what
-    the block newly saved in the step that sampled `token_ids[k]`, and is as long as `token_ids`. `logprobs`, if asked
-    for, holds one dict per token: token id to `(logprob, rank, text)`. `time` is when the step of the last token
-    ended, by the worker's clock (the adapter's for a trace without a block).
+    `token_ids[k]` has index `index + k`; every index of a choice belongs to exactly one output. `time` is when the step
+    of the last token ended, by the worker's clock (the adapter's for a trace without a block). `logprobs`, if asked
+    for, holds one dict per token: token id to `(logprob, rank, text)`.
     """
 
     invoke: int = 0
@@ -361,14 +365,24 @@ class Output(Event, tag="output"):
     index: int = 0
     token_ids: list[int] = []
     text: str = ""
-    deltas: list[list[Delta]] = []
-    logprobs: list[dict[int, tuple[float, int | None, str | None]]] | None = None
+    time: float = 0.0
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    time: float = 0.0
+    logprobs: list[dict[int, tuple[float, int | None, str | None]]] | None = None
+
+    @property
+    def deltas(self) -> list[list[Delta]]:
+        """`deltas[k]` is what the block newly saved in the step that sampled `token_ids[k]`."""
+        raise NotImplementedError
 
 
-class RawOutput(Output, tag="output"):
+class Output(OutputBase, tag="o"):
+    """What one vLLM output adds to one choice. `deltas` is as long as `token_ids`, or empty."""
+
+    deltas: list[list[Delta]] = []
+
+
+class RawOutput(OutputBase, tag="o"):
     """An `Output` whose steps are already encoded: what the adapter writes, so that it re-encodes nothing."""
 
     deltas: list[msgspec.Raw] = []  # type: ignore[assignment]

@@ -16,13 +16,14 @@ import logging
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Final, Self
 
 import anyio
+import msgspec
+from anyio.lowlevel import checkpoint
 
-from .connection import Background, Backoff, BusUnavailable, Connections, is_transient
+from .connection import Background, Backoff, BusUnavailable, Connections, Wakeup, is_transient
 from .keys import FINAL_ID, parse_id
 
 __all__ = ["Entry", "Reader", "Subscription", "tail_id"]
@@ -40,8 +41,7 @@ _BLOCK_S: Final = 5.0
 _FINAL: Final = parse_id(FINAL_ID)
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(msgspec.Struct, frozen=True, gc=False):
     """One entry of a trace's stream: its id, the encoded event, and the schema it was written in."""
 
     id: str
@@ -58,10 +58,14 @@ def _entries(reply: Sequence[Any]) -> list[tuple[_Id, Entry]]:
     """Entries as Redis replies them: `[id, [name, value, ...]]`. Foreign fields are ignored, missing ones empty."""
     parsed = []
     for id_, flat in reply:
-        fields = dict(zip(flat[::2], flat[1::2], strict=True)) if flat else {}
+        if flat and len(flat) == 4 and flat[0] == b"v" and flat[2] == b"d":
+            schema, data = flat[1], flat[3]
+        else:
+            fields = dict(zip(flat[::2], flat[1::2], strict=True)) if flat else {}
+            schema, data = fields.get(b"v", b""), fields.get(b"d", b"")
         text = id_.decode()
-        entry = Entry(text, fields.get(b"d", b""), fields.get(b"v", b"").decode("ascii", "replace"))
-        parsed.append((parse_id(text), entry))
+        attempt, _, seq = text.partition("-")
+        parsed.append(((int(attempt), int(seq)), Entry(text, data, schema.decode("ascii", "replace"))))
     return parsed
 
 
@@ -81,7 +85,7 @@ class Subscription:
         self._bytes = 0
         self._page = _PAGE
         self._handed_out = "" if since in ("start", "now") else since
-        self._arrived = anyio.Event()
+        self._arrived = Wakeup()
         self._guard = anyio.ResourceGuard("reading from")
         self._attached = False
         self._over = False
@@ -146,11 +150,7 @@ class Subscription:
         self._closed = True
         self._reader.detach(self)
         self._buffer.clear()
-        self._notify()
-
-    def _notify(self) -> None:
-        self._arrived.set()
-        self._arrived = anyio.Event()
+        self._arrived.notify()
 
     def _pop(self) -> Entry:
         _, entry = self._buffer.popleft()
@@ -199,7 +199,7 @@ class Subscription:
         """The reader has taken it up, or let it go; then it pulls when asked for more than its buffer holds."""
         if self._attached != yes:
             self._attached = yes
-            self._notify()
+            self._arrived.notify()
 
     def take(self, entries: list[tuple[_Id, Entry]], *, bounded: bool = True) -> bool:
         """Buffer what comes after its last entry, as far as there is room. Returns whether it wants more."""
@@ -207,24 +207,38 @@ class Subscription:
             if id_ <= self.last:
                 continue
             if bounded and (len(self._buffer) >= _BUFFER_ENTRIES or self._bytes >= _BUFFER_BYTES):
-                self._notify()
+                self._arrived.notify()
                 return False
             self._buffer.append((id_, entry))
             self._bytes += len(entry.data)
             self._last = id_
             self._over = id_ >= _FINAL
-        self._notify()
+        self._arrived.notify()
         return not self._over and len(self._buffer) < _BUFFER_ENTRIES and self._bytes < _BUFFER_BYTES
 
 
 class _Stream:
-    """One stream that the reader reads: how far it is, and for whom."""
+    """One stream that the reader reads: how far it is, and for whom. It keeps no subscription alive."""
 
-    __slots__ = ("position", "subscriptions")
+    __slots__ = ("_references", "position")
 
     def __init__(self, position: _Id) -> None:
         self.position = position
-        self.subscriptions: weakref.WeakSet[Subscription] = weakref.WeakSet()
+        self._references: dict[int, weakref.ref[Subscription]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._references)
+
+    def add(self, subscription: Subscription) -> None:
+        key, references = id(subscription), self._references
+        references[key] = weakref.ref(subscription, lambda _: references.pop(key, None))
+
+    def discard(self, subscription: Subscription) -> None:
+        self._references.pop(id(subscription), None)
+
+    def subscriptions(self) -> list[Subscription]:
+        """Those that are still there."""
+        return [one for reference in list(self._references.values()) if (one := reference()) is not None]
 
 
 class Reader:
@@ -285,15 +299,15 @@ class Reader:
             self._poked.set()
         elif stream.position > subscription.last:
             return
-        stream.subscriptions.add(subscription)
+        stream.add(subscription)
         subscription.attached(True)
 
     def detach(self, subscription: Subscription) -> None:
         """Let a subscription go. Harmless if it is not attached."""
         stream = self._streams.get(subscription.key)
         if stream is not None:
-            stream.subscriptions.discard(subscription)
-            if not stream.subscriptions:
+            stream.discard(subscription)
+            if not stream:
                 del self._streams[subscription.key]
         subscription.attached(False)
 
@@ -313,12 +327,14 @@ class Reader:
                 for key, entries in reply:
                     name = key.decode()
                     self._deliver(name, asked[name], _entries(entries))
+                # Those who got something have it before more is asked for.
+                await checkpoint()
             except Exception as error:
                 await self._failed(error, backoff)
 
     async def _block(self) -> tuple[Any, dict[str, _Id]]:
         """Wait for entries of any stream taken up. Returns the reply and the positions it begins after."""
-        for key in [key for key, stream in self._streams.items() if not stream.subscriptions]:
+        for key in [key for key, stream in self._streams.items() if not stream]:
             # Its last subscription was dropped without being closed.
             del self._streams[key]
         if not self._streams:
@@ -358,7 +374,7 @@ class Reader:
             # Perhaps one stream is no stream. Each subscription finds out by itself whether it is its own.
             logger.warning("the reader lets go of %d streams: %r", len(self._streams), error)
             for stream in list(self._streams.values()):
-                for subscription in list(stream.subscriptions):
+                for subscription in stream.subscriptions():
                     self.detach(subscription)
         await anyio.sleep(pause)
 
@@ -368,7 +384,7 @@ class Reader:
             # Let go meanwhile; or taken up again from further back, where this reply would leave a gap.
             return
         stream.position = max(stream.position, entries[-1][0])
-        for subscription in list(stream.subscriptions):
+        for subscription in stream.subscriptions():
             if not subscription.take(entries):
                 self.detach(subscription)
 

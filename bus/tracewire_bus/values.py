@@ -19,8 +19,8 @@ import hashlib
 import math
 import struct
 import sys
-from collections.abc import Iterable
-from functools import lru_cache
+from collections.abc import Callable, Iterable
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias
 
 import msgspec
@@ -299,22 +299,31 @@ def _array_payload(array: np.ndarray[Any, Any]) -> bytes:
 _array_header = msgspec.msgpack.Decoder(tuple[str, tuple[int, ...]])
 
 
-def _array_from(payload: memoryview) -> np.ndarray[Any, Any]:
+@lru_cache(maxsize=4096)
+def _form(header: bytes) -> tuple[int, Callable[..., np.ndarray[Any, Any]]]:
+    """What an array's header says: how many bytes it takes, and what makes it of a buffer and an offset."""
     import numpy as np
 
+    name, shape = _array_header.decode(header)
+    if name not in DTYPES:
+        raise ValueError(f"an array of unknown dtype {name!r}")
+    if len(shape) > 32 or any(size < 0 for size in shape):
+        raise ValueError(f"an array of impossible shape {shape}")
+    dtype = _extra_dtypes().get(name) or np.dtype(name).newbyteorder("<")
+    make: Any = np.ndarray
+    return math.prod(shape) * dtype.itemsize, partial(make, shape, dtype)
+
+
+def _array_from(payload: memoryview) -> np.ndarray[Any, Any]:
     if len(payload) < 2:
         raise ValueError("an array's payload is cut short")
     start = 2 + _header_length.unpack_from(payload)[0]
-    name, shape = _array_header.decode(payload[2:start])
-    if name not in DTYPES:
-        raise ValueError(f"an array of unknown dtype {name!r}")
-    dtype = _extra_dtypes().get(name) or np.dtype(name).newbyteorder("<")
-    if len(shape) > 32 or any(size < 0 for size in shape):
-        raise ValueError(f"an array of impossible shape {shape}")
-    count = math.prod(shape)
-    if len(payload) - start != count * dtype.itemsize:
-        raise ValueError(f"an array of {name} {shape} takes {count * dtype.itemsize} bytes, got {len(payload) - start}")
-    array = np.frombuffer(payload, dtype, count, start).reshape(shape) if count else np.empty(shape, dtype)
+    header = payload[2:start].tobytes()
+    size, make = _form(header)
+    if len(payload) - start != size:
+        name, shape = _array_header.decode(header)
+        raise ValueError(f"an array of {name} {shape} takes {size} bytes, got {len(payload) - start}")
+    array = make(payload, start) if size else make()
     array.flags.writeable = False
     return array
 

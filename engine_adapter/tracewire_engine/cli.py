@@ -14,13 +14,17 @@ import os
 import signal
 import sys
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import anyio
 
-__all__ = ["demo_model", "main"]
+__all__ = ["LOOP", "demo_model", "main"]
 
 logger = logging.getLogger("tracewire")
+
+#: The event loop that an adapter runs on: uvloop where it is installed, as it is with vLLM's server.
+LOOP = {"use_uvloop": find_spec("uvloop") is not None}
 
 
 def demo_model() -> Path:
@@ -117,7 +121,7 @@ def _serve(vllm_arguments: object, name: str, options: argparse.Namespace) -> in
         )
         try:
             info = describe(model, name, options.capacity)
-            return anyio.run(partial(_run, model, link, info, options))
+            return anyio.run(partial(_run, model, link, info, options), backend_options=LOOP)
         finally:
             model.vllm_entrypoint.shutdown()
             model.vllm_entrypoint = None

@@ -19,6 +19,7 @@ import anyio
 import msgspec
 
 from tracewire_bus.codec import encode
+from tracewire_bus.connection import Wakeup
 from tracewire_bus.declared import resolved
 from tracewire_bus.messages import (
     Accepted,
@@ -83,8 +84,8 @@ class Half:
         self.choices = [_ChoiceHalf(stops) for _ in range(choices)]
         self._block = block
         self._reads = reads
-        self._changed = anyio.Event()
-        self._waiting = 0
+        #: For the one task that publishes the request's outputs.
+        self._changed = Wakeup()
 
     def step(self, record: StepRecord, ended_at: float) -> None:
         """Take the record of a step that ended at `ended_at`."""
@@ -93,7 +94,7 @@ class Half:
         choice.steps[record.index] = record.deltas
         if record.ended:
             choice.ended, choice.ended_at = record.ended, record.index
-        self._notify()
+        self._changed.notify()
 
     def read(self, choice_index: int, index: int, items: Sequence[Item], data: memoryview, ended_at: float) -> None:
         """Take what declared interventions read in the step that sampled token `index`."""
@@ -103,29 +104,17 @@ class Half:
         reads.take(index, items, data)
         if reads.stopped is not None and choice.ended_at is None:
             choice.ended, choice.ended_at, choice.reason = "stop", reads.stopped_at, f"StopWhen({reads.stopped.probe})"
-        self._notify()
+        self._changed.notify()
 
     def finish(self, record: FinishRecord) -> None:
         """Take a choice's finish record."""
         self.choices[record.choice].finish = record
-        self._notify()
-
-    def _notify(self) -> None:
-        if self._waiting:
-            self._changed.set()
-            self._changed = anyio.Event()
+        self._changed.notify()
 
     def _there(self, half: _ChoiceHalf, index: int) -> bool:
         if half.ended == "error" and half.ended_at == index and index in half.steps:
             return True
         return (not self._block or index in half.steps) and (not self._reads or index in half.reads.steps)
-
-    async def _change(self) -> None:
-        self._waiting += 1
-        try:
-            await self._changed.wait()
-        finally:
-            self._waiting -= 1
 
     async def steps(self, choice: int, first: int, count: int) -> list[msgspec.Raw]:
         """The encoded deltas of token indices `first` to `first + count - 1`, when the workers have reported them.
@@ -137,7 +126,7 @@ class Half:
         while half.finish is None and not all(self._there(half, index) for index in wanted):
             if half.ended_at is not None and half.ended_at in wanted and self._there(half, half.ended_at):
                 break
-            await self._change()
+            await self._changed.wait()
         found = [half.steps.pop(index, _NO_DELTAS) for index in wanted]
         if self._reads:
             for place, index in enumerate(wanted):
@@ -149,7 +138,7 @@ class Half:
     async def finished(self) -> None:
         """Wait until the workers have reported the end of every choice."""
         while any(choice.finish is None for choice in self.choices):
-            await self._change()
+            await self._changed.wait()
 
 
 class _Request:
@@ -162,7 +151,7 @@ class _Request:
         self.outputs = outputs
         self.half = half
         self.token_ids: list[list[int]] = [[] for _ in range(prepared.choices)]
-        self.text: list[str] = [""] * prepared.choices
+        self.text: list[list[str]] = [[] for _ in range(prepared.choices)]
         self.done = [False] * prepared.choices
 
 
@@ -320,8 +309,9 @@ class TraceRun:
                 logprobs = logprobs[:keep] if logprobs else logprobs
                 # vLLM's text goes on to its own last token, or holds back what might begin a stop string.
                 whole = self._engine.decode(published + token_ids, request.prepared)
-                if whole.startswith(request.text[choice.index]):
-                    text = whole[len(request.text[choice.index]) :]
+                before = "".join(request.text[choice.index])
+                if whole.startswith(before):
+                    text = whole[len(before) :]
                 finish_reason, stop_reason = ("stop", half.reason) if half.ended == "stop" else ("error", None)
                 request.done[choice.index] = True
         if finish_reason in ("abort", "error") and not request.done[choice.index]:
@@ -331,7 +321,7 @@ class TraceRun:
         if finish_reason is not None:
             request.done[choice.index] = True
         published.extend(token_ids)
-        request.text[choice.index] += text
+        request.text[choice.index].append(text)
         if not token_ids and not text and finish_reason is None:
             return
         await self._append(

@@ -1,8 +1,9 @@
 """Events of a trace as a consumer gets them.
 
-They are the messages of the bus; an [`Output`][tracewire.Output] adds what is convenient to read. `EventReader` is the
-one place where entries of a stream become events: what cannot be decoded, or is of a newer schema, is an error there,
-and what a newer version of the same schema added is passed over.
+They are the messages of the bus; an [`Output`][tracewire.Output] adds what is convenient to read, and decodes what was
+saved when it is first asked for: a consumer of the text alone does not pay for arrays. `EventReader` is the one place
+where entries of a stream become events: what cannot be decoded, or is of a newer schema, is an error there, and what a
+newer version of the same schema added is passed over.
 """
 
 from __future__ import annotations
@@ -15,9 +16,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import anyio
 import msgspec
 
-from tracewire_bus import messages
-from tracewire_bus.codec import NewerSchema, UnknownKind, check_schema, decode_event
-from tracewire_bus.messages import Accepted, Append, Delta, Final, Restarted, Set
+from tracewire_bus.codec import NewerSchema, UnknownKind, check_schema, decode_deltas, decode_event
+from tracewire_bus.messages import Accepted, Append, Delta, Final, OutputBase, Restarted, Set
 from tracewire_bus.streams import BusError
 
 from .errors import BrokenStream, ConnectError
@@ -32,16 +32,54 @@ __all__ = ["Accepted", "Event", "EventReader", "Final", "Output", "Restarted", "
 logger = logging.getLogger("tracewire")
 
 
-class Output(messages.Output, tag="output"):
+class Output(OutputBase, tag="o", dict=True):
     """What one vLLM output adds to one choice: usually one token, its text, and what the block newly saved.
 
     `token_ids[k]` has index `index + k` in its choice, and `deltas[k]` is what was saved in the step that sampled it.
     """
 
+    #: `deltas` as they arrived, of all names.
+    encoded_deltas: msgspec.Raw = msgspec.Raw(b"\x90")
+
     @property
     def id(self) -> str:
         """The event's id, `<attempt>-<seq>`: `subscribe(trace, since=output.id)` goes on after it."""
         return f"{self.attempt}-{self.seq}"
+
+    @property
+    def deltas(self) -> list[list[Delta]]:
+        """What was saved, by step.
+
+        Raises:
+            BrokenStream: it cannot be read.
+        """
+        held: list[list[Delta]] | None = self.__dict__.get("_deltas")
+        if held is None:
+            held = self.__dict__["_deltas"] = self._decoded()
+        return held
+
+    def _decoded(self) -> list[list[Delta]]:
+        names: frozenset[str] | None = self.__dict__.get("_names")
+        if names is not None and not names:
+            return [[] for _ in self.token_ids]
+        try:
+            deltas = decode_deltas(self.encoded_deltas)
+        except msgspec.MsgspecError as error:
+            raise BrokenStream(f"what event {self.id} saved cannot be read: {error}") from error
+        if names is None:
+            return deltas
+        return [[change for change in step if change.path[0] in names] for step in deltas]
+
+    def __repr__(self) -> str:
+        size = memoryview(self.encoded_deltas).nbytes
+        where = f"invoke {self.invoke}, choice {self.choice}, from token {self.index}"
+        return f"<Output {self.id} of {where}: {self.token_ids}, {self.text!r}, saves of {size} bytes>"
+
+    def only(self, names: frozenset[str]) -> Output:
+        """This output with only what concerns these saved names."""
+        copy = msgspec.structs.replace(self)
+        copy.__dict__["_names"] = names
+        return copy
 
     @property
     def delta(self) -> dict[str, Any]:
@@ -94,8 +132,7 @@ def _own(value: Any) -> Any:
 def only(event: Event, names: frozenset[str]) -> Event:
     """`event` with only what concerns these saved names."""
     if isinstance(event, Output):
-        deltas = [[change for change in step if change.path[0] in names] for step in event.deltas]
-        return msgspec.structs.replace(event, deltas=deltas)
+        return event.only(names)
     if isinstance(event, Final):
         return msgspec.structs.replace(
             event,
@@ -138,14 +175,13 @@ class EventReader:
         """
         while True:
             try:
-                with bus_errors():
-                    entry = await anext(self._entries)
+                entry = await anext(self._entries)
             except StopAsyncIteration:
                 return None
-            except ConnectError:
+            except (anyio.ClosedResourceError, BusError) as error:
                 if self._closed:
                     return None
-                raise
+                raise _connect_error(error) from error
             self.position = entry.id
             event = self._decode(entry)
             if event is None:
@@ -162,7 +198,7 @@ class EventReader:
     def _decode(self, entry: Entry) -> Event | None:
         try:
             check_schema(entry.schema)
-            event = decode_event(entry.data)
+            return decode_event(entry.data, Output)
         except NewerSchema as error:
             raise BrokenStream(f"trace {self.trace}, event {entry.id}: {error}") from error
         except UnknownKind as error:
@@ -170,9 +206,6 @@ class EventReader:
             return None
         except msgspec.MsgspecError as error:
             raise BrokenStream(f"trace {self.trace}: event {entry.id} cannot be read: {error}") from error
-        if isinstance(event, messages.Output):
-            return Output(**{name: getattr(event, name) for name in event.__struct_fields__})
-        return event
 
     async def aclose(self) -> None:
         """Stop reading. Idempotent."""
@@ -192,7 +225,9 @@ def bus_errors() -> Iterator[None]:
     """Turn what the bus raises into a `ConnectError`."""
     try:
         yield
-    except anyio.ClosedResourceError as error:
-        raise ConnectError("the client is closed") from error
-    except BusError as error:
-        raise ConnectError(str(error)) from error
+    except (anyio.ClosedResourceError, BusError) as error:
+        raise _connect_error(error) from error
+
+
+def _connect_error(error: anyio.ClosedResourceError | BusError) -> ConnectError:
+    return ConnectError("the client is closed" if isinstance(error, anyio.ClosedResourceError) else str(error))

@@ -342,7 +342,8 @@ class Subscription:
     async def __anext__(self) -> Event:
         if self._ended:
             raise StopAsyncIteration
-        await self.start()
+        if not self._started:
+            await self.start()
         event = await self._reader.next()
         if event is None:
             self._ended = True

@@ -14,9 +14,9 @@ import pytest
 
 import tracewire
 from tests.engine import blocks_for_tests as blocks
-from tracewire import Client, Model
+from tracewire import Client, Model, Output
 from tracewire_bus.fold import Fold
-from tracewire_bus.messages import Append, Final, Output, Set
+from tracewire_bus.messages import Append, Final, Set
 from tracewire_bus.values import digest, equal
 
 PROMPT = "def add(a, b):\n    return"

@@ -12,6 +12,7 @@ from datetime import timedelta
 from typing import Any
 
 import anyio
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -39,6 +40,7 @@ from tracewire import (
     intervention,
 )
 from tracewire_bus import messages
+from tracewire_bus.codec import encode
 from tracewire_bus.fold import Fold
 from tracewire_bus.messages import Append, Delete, Failure, Final, Manifest, Set
 from tracewire_bus.streams import Bus
@@ -64,7 +66,7 @@ async def collected(source: Any) -> list[Any]:
 
 
 def texts(items: list[Any]) -> list[str]:
-    return [item.text for item in items if isinstance(item, messages.Output)]
+    return [item.text for item in items if isinstance(item, tracewire.Output)]
 
 
 @intervention
@@ -519,6 +521,38 @@ async def test_the_delta_of_an_output_by_name(client: Client, engine: Callable[.
     assert items[0].delta["xs"] == [1, 2, 3]
 
 
+async def test_what_was_saved_is_decoded_when_it_is_asked_for(client: Client, engine: Callable[..., Any]) -> None:
+    """Whoever reads only the text of an output does not see what it saved, be it malformed."""
+    good, bad = [["s", ["x"], 1], ["s", ["y"], 2]], [["s", ["x"], msgspec.msgpack.Ext(99, b"")]]
+
+    async def script(stage: Stage) -> None:
+        await stage.accept()
+        for index, step in enumerate((good, bad)):
+            raw = messages.RawOutput(
+                attempt=1,
+                seq=stage.seq,
+                index=index,
+                token_ids=[1],
+                text="ab"[index],
+                deltas=[msgspec.Raw(msgspec.msgpack.encode(step))],
+            )
+            await stage.append(encode(raw))
+        await stage.final(manifest=[])
+
+    async with engine(script), client.trace("tiny", "hello") as trace:
+        outputs = [event async for event in client.subscribe(trace.id) if isinstance(event, tracewire.Output)]
+        assert [output.text for output in outputs] == ["a", "b"]
+        assert "<Output 1-1 of invoke 0, choice 0, from token 0: [1], 'a'" in repr(outputs[0])
+        assert outputs[0].delta == {"x": 1, "y": 2}
+        assert outputs[0].only(frozenset({"y"})).delta == {"y": 2}
+        with pytest.raises(BrokenStream, match="1-2"):
+            _ = outputs[1].delta
+        nothing = [event async for event in client.subscribe(trace.id, names=()) if isinstance(event, tracewire.Output)]
+        assert [output.deltas for output in nothing] == [[[]], [[]]]
+        with pytest.raises(BrokenStream, match="1-2"):
+            await trace.result()
+
+
 async def test_arrays_arrive_as_arrays(client: Client, engine: Callable[..., Any]) -> None:
     vector = torch.linspace(-1, 1, 7, dtype=torch.bfloat16)
 
@@ -693,17 +727,15 @@ async def test_a_gap_in_the_events_is_an_error(client: Client, engine: Callable[
 
 
 def tracewire_output(stage: Stage) -> bytes:
-    from tracewire_bus.codec import encode
 
     return encode(messages.Output(attempt=stage.attempt, seq=stage.seq, token_ids=[1], text="x", deltas=[[]]))
 
 
 async def test_events_of_a_newer_version(client: Client, engine: Callable[..., Any], redis_url: str) -> None:
-    import msgspec
 
     async def unknown(stage: Stage) -> None:
         await stage.accept()
-        await stage.append(msgspec.msgpack.encode({"kind": "weather", "attempt": 1, "seq": 1, "sunny": True}))
+        await stage.append(msgspec.msgpack.encode(["weather", 1, 1, True]))
         stage.fold.seq += 1
         await stage.save("one", {"x": 1})
         await stage.final()

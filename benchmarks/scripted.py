@@ -1,0 +1,223 @@
+"""A scripted engine behind the adapter's own seam: no model, only outputs, at times that its own clock sets.
+
+It is two halves in two processes, as the real one is. [`Pacer`][benchmarks.scripted.Pacer] stands where EngineCore and
+the worker do: it puts out a token of every request at absolute deadlines, whether anybody keeps up or not, and reports
+each token's delta (one array appended to the list `acts`) over the workers' own link. `ScriptedEngine` stands where
+`VllmEngine` does, in the adapter's process.
+
+The first eight bytes of every array are when it was handed over, in seconds since the epoch, so that a consumer knows
+the age of each token, also of one that came merged with later ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import struct
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from tracewire_bus.messages import Append, EngineInfo, Manifest, ModuleInfo, Set, Submission
+from tracewire_bus.values import array_payload, encoded_array, list_digest, payload_digest
+from tracewire_engine.engine import Choice, Prepared
+from tracewire_engine.link import FinishRecord, LinkReceiver, LinkSender, Report, StepRecord
+
+__all__ = ["ELEMENTS", "Pacer", "ScriptedEngine", "scripted_info"]
+
+#: Each token's array: this many float64.
+ELEMENTS = 64
+
+_TEXT = " word"
+
+
+class Command(msgspec.Struct, array_like=True):
+    """To the pacer: `link` (where to report), `start` (a request and its number of tokens), or `go`.
+
+    `go` begins a round of `count` requests at `rate` outputs a second each, as soon as all have started. They put out
+    together, as a batch does, or one after another if `spread`. `quit` ends it.
+    """
+
+    name: str
+    text: str = ""
+    count: int = 0
+    rate: float = 0.0
+    spread: bool = False
+
+
+class Token(msgspec.Struct, array_like=True):
+    """One token of one request."""
+
+    request: str
+    token_id: int
+    text: str
+    finish_reason: str | None = None
+
+
+_commands = msgspec.msgpack.Decoder(Command)
+_tokens = msgspec.msgpack.Decoder(list[Token])
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def scripted_info(model: str, capacity: int) -> EngineInfo:
+    """What it registers."""
+    return EngineInfo(
+        engine=f"scripted-{os.getpid()}", model=model, modules=[ModuleInfo("", "None")], capacity=capacity
+    )
+
+
+class _Request:
+    """A request at the pacer: how much of it is out, and what its saves' digest is made of."""
+
+    def __init__(self, name: str, tokens: int) -> None:
+        self.name = name
+        self.tokens = tokens
+        self.index = 0
+        self.digests: list[bytes] = []
+        self._filler = os.urandom(ELEMENTS * 8 - 16)
+
+    def step(self, now: float) -> tuple[Token, StepRecord]:
+        """Its next token, and what the block saved with it."""
+        payload = array_payload("float64", (ELEMENTS,), struct.pack("<dd", now, self.index) + self._filler)
+        self.digests.append(payload_digest(payload))
+        item = encoded_array(payload)
+        delta = Append(path=("acts",), items=[item]) if self.index else Set(path=("acts",), value=[item])
+        index, self.index = self.index, self.index + 1
+        reason = "length" if self.index == self.tokens else None
+        record = StepRecord(self.name, 0, index, msgspec.Raw(_encode([delta])))
+        return Token(self.name, 1000 + index, _TEXT, reason), record
+
+    def finish(self) -> FinishRecord:
+        """Its end."""
+        manifest = Manifest(
+            invoke=0, choice=0, name="acts", kind="list", length=self.index, digest=list_digest(self.digests)
+        )
+        return FinishRecord(self.name, 0, msgspec.Raw(_encode([])), [manifest])
+
+
+class Pacer:
+    """The engine's own process, run by `run`. `folder` is where its sockets are."""
+
+    def __init__(self, folder: Path) -> None:
+        context = zmq.Context.instance()
+        self._commands = context.socket(zmq.PULL)
+        self._commands.bind(f"ipc://{folder}/commands")
+        self._outputs = context.socket(zmq.PUSH)
+        self._outputs.setsockopt(zmq.SNDHWM, 0)
+        self._outputs.bind(f"ipc://{folder}/outputs")
+        self._link: LinkSender | None = None
+
+    def run(self) -> None:
+        """Play one round after another, until told to quit."""
+        requests: list[_Request] = []
+        go: Command | None = None
+        while True:
+            command = _commands.decode(self._commands.recv())
+            if command.name == "quit":
+                return
+            if command.name == "link":
+                self._link = LinkSender(command.text)
+            elif command.name == "start":
+                requests.append(_Request(command.text, command.count))
+            elif command.name == "go":
+                go = command
+            if go is not None and len(requests) == go.count:
+                self._play(requests, go)
+                requests, go = [], None
+
+    def _play(self, requests: list[_Request], go: Command) -> None:
+        groups = [[request] for request in requests] if go.spread else [requests]
+        interval = 1 / (go.rate * len(groups))
+        began = time.monotonic()
+        for number in range(requests[0].tokens * len(groups)):
+            left = began + number * interval - time.monotonic()
+            if left > 0:
+                time.sleep(left)
+            self._step(groups[number % len(groups)])
+
+    def _step(self, requests: list[_Request]) -> None:
+        assert self._link is not None
+        now = time.time()
+        tokens, records = zip(*(request.step(now) for request in requests), strict=True)
+        self._link.send(Report(now, list(records)))
+        self._outputs.send(_encode(tokens))
+        if finishes := [request.finish() for request in requests if request.index == request.tokens]:
+            self._link.send(Report(now, finishes=finishes))
+
+
+class _Outputs:
+    """A request's outputs at the adapter: those that nobody has taken yet are merged, as vLLM's collector does."""
+
+    def __init__(self) -> None:
+        self._waiting: Choice | None = None
+        self._ready = asyncio.Event()
+
+    def put(self, token: Token) -> None:
+        """Take a token."""
+        if self._waiting is None:
+            self._waiting = Choice(0, [token.token_id], token.text, finish_reason=token.finish_reason)
+            self._ready.set()
+        else:
+            self._waiting.token_ids.append(token.token_id)
+            self._waiting.text += token.text
+            self._waiting.finish_reason = token.finish_reason
+
+    async def get(self) -> tuple[list[Choice], bool]:
+        """As the seam has it."""
+        while self._waiting is None:
+            await self._ready.wait()
+        choice, self._waiting = self._waiting, None
+        self._ready.clear()
+        return [choice], choice.finish_reason is not None
+
+
+class ScriptedEngine:
+    """The adapter's half: an `Engine` whose outputs come from a pacer."""
+
+    lost = False
+
+    def __init__(self, folder: Path, link: LinkReceiver) -> None:
+        context = zmq.asyncio.Context.instance()
+        self._link = link
+        self._commands = zmq.Context.instance().socket(zmq.PUSH)
+        self._commands.connect(f"ipc://{folder}/commands")
+        self._commands.send(_encode(Command("link", link.address)))
+        self._incoming = context.socket(zmq.PULL)
+        self._incoming.setsockopt(zmq.RCVHWM, 0)
+        self._incoming.connect(f"ipc://{folder}/outputs")
+        self._outputs: dict[str, _Outputs] = {}
+
+    async def receive(self) -> None:
+        """Hand tokens to their requests, for as long as the adapter runs."""
+        while True:
+            for token in _tokens.decode(await self._incoming.recv()):
+                outputs = self._outputs[token.request]
+                outputs.put(token)
+                if token.finish_reason is not None:
+                    del self._outputs[token.request]
+
+    async def prepare(self, submission: Submission, index: int, block: bytes | None) -> Prepared:
+        """Every submission is as good as another; `max_tokens` counts."""
+        sampling = submission.invokes[index].sampling
+        return Prepared(prompt=None, prompt_tokens=1, params=sampling["max_tokens"], choices=1, sampling=sampling)
+
+    async def start(self, request: str, prepared: Prepared, priority: int) -> _Outputs:
+        """Tell the pacer."""
+        outputs = self._outputs[request] = _Outputs()
+        self._commands.send(_encode(Command("start", request, prepared.params)))
+        return outputs
+
+    async def abort(self, request: str) -> None:
+        """Scripted requests run to their end."""
+
+    def decode(self, token_ids: list[int], prepared: Prepared) -> str:
+        """The text of these tokens."""
+        return _TEXT * len(token_ids)
+
+    def reports(self) -> AsyncIterator[Report]:
+        """What the pacer reports over the link."""
+        return self._link.reports()
