@@ -161,6 +161,8 @@ async def tracewire_round(url: str, workload: dict[str, Any]) -> dict[str, Any]:
     latencies: list[float] = []
     totals = {"tokens": 0, "wire": 0, "raw": 0}
     traces: list[str] = []
+    #: When the last trace was submitted, the first and the last output came, and the last fold was verified.
+    marks = dict.fromkeys(("submitted", "first_output", "last_output", "verified"), 0.0)
     block = block_of(workload)
     async with tracewire.connect(url) as client:
         model = await client.model("bench", wait_for_engine=60)
@@ -169,7 +171,10 @@ async def tracewire_round(url: str, workload: dict[str, Any]) -> dict[str, Any]:
 
         async def one(token_ids: list[int]) -> None:
             async with client.trace(model, token_ids, block, interventions=declared, **sampling(workload)) as trace:
+                marks["submitted"] = time.perf_counter() - began
                 async for output in trace:
+                    marks["last_output"] = time.perf_counter() - began
+                    marks["first_output"] = marks["first_output"] or marks["last_output"]
                     if isinstance(output, tracewire.Output):
                         latencies.append(time.time() - output.time)
                         totals["tokens"] += len(output.token_ids)
@@ -180,11 +185,12 @@ async def tracewire_round(url: str, workload: dict[str, Any]) -> dict[str, Any]:
         async with anyio.create_task_group() as group:
             for token_ids in prompts(workload):
                 group.start_soon(one, token_ids)
-        seconds = time.perf_counter() - began
+        seconds = marks["verified"] = time.perf_counter() - began
     async with Bus.open(url) as bus:
         for trace_id in traces:
             totals["wire"] += sum([len(entry.data) async for entry in bus.read(trace_id)])
-    return {**totals, "seconds": seconds, "latencies": latencies}
+    marks_ms = {name: round(1000 * seconds, 1) for name, seconds in marks.items()}
+    return {**totals, "seconds": seconds, "latencies": latencies, "marks_ms": marks_ms}
 
 
 def quantiles(values: list[float]) -> dict[str, float]:
@@ -327,6 +333,7 @@ def summary(rounds: dict[str, list[dict[str, Any]]], options: argparse.Namespace
         },
         "wire_ratio": round(sum(one["wire"] for one in ours) / max(1, sum(one["raw"] for one in ours)), 3),
         "raw_bytes_a_token": round(sum(one["raw"] for one in ours) / max(1, sum(one["tokens"] for one in ours)), 1),
+        "marks_ms": {name: found[-1]["marks_ms"] for name, found in kept.items() if "marks_ms" in found[-1]},
         "cpu_s": {name: found[-1]["cpu_s"] for name, found in kept.items()},
     }
     for other in ("final_only", "rpc_per_output"):

@@ -234,6 +234,8 @@ def _array(value: Any, path: Path) -> np.ndarray[Any, Any]:
         raise Unsavable(
             path, f"a {type(value).__qualname__} would lose what makes it more than an array; pass np.asarray(it)"
         )
+    if type(value) is np.ndarray and value.dtype in _names and value.flags.c_contiguous:
+        return value
     array = np.asarray(value)
     if array.dtype.name not in DTYPES or array.dtype.metadata:
         raise Unsavable(path, f"an array of dtype {array.dtype} cannot travel; what can: {', '.join(sorted(DTYPES))}")
@@ -449,6 +451,10 @@ def _hash(tag: bytes, *parts: bytes | memoryview) -> bytes:
     return state.digest()
 
 
+#: Names of dtypes: NumPy makes one up each time it is asked.
+_names: dict[Any, str] = {}
+
+
 def _digest(value: Any, path: Path) -> bytes:
     found = _kind(value)
     if found in ("list", "tuple", "dict") and len(path) >= MAX_DEPTH:
@@ -470,7 +476,8 @@ def _digest(value: Any, path: Path) -> bytes:
             return _hash(b"y", value)
         case "array":
             array = _array(value, path)
-            return _hash(b"a", msgspec.msgpack.encode((array.dtype.name, array.shape)), _raw(array))
+            name = _names.get(array.dtype) or _names.setdefault(array.dtype, array.dtype.name)
+            return _hash(b"a", _payload_head(name, array.shape)[2:], _raw(array))
         case "list" | "tuple":
             items = (_digest(item, (*path, index)) for index, item in enumerate(value))
             return _hash(b"l" if found == "list" else b"t", *items)

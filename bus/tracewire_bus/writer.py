@@ -35,8 +35,8 @@ ENTRY_BYTES: Final = 256 * 1024 * 1024
 UNFINISHED_S: Final = 7 * 24 * 3600
 
 _FLUSH_ENTRIES, _FLUSH_BYTES = 512, 8 * 1024 * 1024
-#: The next flush begins no sooner than this after the last one began, in seconds: for each entry that it carried, and at
-#: most. A publisher that keeps this pace leaves its loop half free, and what a trace puts out meanwhile shares an entry.
+#: The next flush begins no sooner than this after the last one began, in seconds: for each entry that it carried, and
+#: at most. It leaves a busy publisher's loop half free, and what a trace puts out meanwhile shares an entry.
 _PACE_S, _PAUSE_S = 100e-6, 8e-3
 #: A pause that is not worth the timer.
 _SHORT_S = 1e-3

@@ -156,7 +156,7 @@ class _Rows:
         rows = [row for start, count in spans for row in range(start, start + count)]
         self.size = len(rows)
         if rows != list(range(total)):
-            self.index = torch.tensor(rows, dtype=torch.int64, device=device)
+            self.index = _to_device(torch.tensor(rows, dtype=torch.int64), device)
 
     def take(self, tensor: torch.Tensor) -> torch.Tensor:
         """These rows of `tensor`; a view of it if they are all there is."""
@@ -222,7 +222,12 @@ def _spread(numbers: Sequence[float], counts: Sequence[int], device: torch.devic
     if all(number == numbers[0] for number in numbers):
         return numbers[0]
     repeated = [number for number, count in zip(numbers, counts, strict=True) for _ in range(count)]
-    return torch.tensor(repeated, dtype=torch.float32, device=device)
+    return _to_device(torch.tensor(repeated, dtype=torch.float32), device)
+
+
+def _to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A small tensor on the device, without waiting for what the device is doing."""
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def _project(values: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
