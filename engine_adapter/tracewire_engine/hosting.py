@@ -11,7 +11,7 @@ bytes, a `Late` array, is made one step later.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -47,17 +47,36 @@ def _plain(tensor: Any) -> bool:
 
 
 class ToHost:
-    """A copy of a tensor of bytes to host memory, perhaps under way."""
+    """A copy of a tensor of bytes to host memory, perhaps under way.
+
+    Its memory is given back by `release`, for a later copy of the same size: making it anew costs more than copying.
+    """
+
+    _free: ClassVar[dict[int, list[tuple[torch.Tensor, torch.cuda.Event]]]] = {}
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._copied: torch.cuda.Event | None = None
+        self._lent: torch.cuda.Event | None = None
         if tensor.is_cuda:
-            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            free = self._free.get(tensor.nbytes)
+            if free:
+                self._host, self._lent = free.pop()
+            else:
+                self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+                self._lent = torch.cuda.Event()
             self._host.copy_(tensor, non_blocking=True)
-            self._copied = torch.cuda.Event()
-            self._copied.record()
+            self._lent.record()
+            self._copied = self._lent
         else:
             self._host = tensor
+
+    def release(self) -> None:
+        """Give the memory back. Nothing of `bytes` may be used any more."""
+        if self._lent is not None:
+            if len(self._free) > 64:
+                self._free.clear()
+            self._free.setdefault(self._host.nbytes, []).append((self._host, self._lent))
+            self._lent = None
 
     @property
     def there(self) -> bool:

@@ -121,7 +121,7 @@ class Batch(msgspec.Struct, array_like=True):
 
     layout: int
     step: int
-    data: bytes = b""
+    data: bytes | memoryview = b""
 
 
 class Report(msgspec.Struct, array_like=True):
@@ -147,10 +147,13 @@ class LinkSender:
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.connect(address)
+        self._buffer = bytearray()
 
     def send(self, report: Report) -> None:
-        """Queue one step's report."""
-        self._socket.send(_encoder.encode(report), copy=False)
+        """Queue one step's report. What it refers to may change as soon as this returns."""
+        _encoder.encode_into(report, self._buffer)
+        # Copied: sending without one wakes a Python thread for each message, which the model would wait for.
+        self._socket.send(self._buffer)
 
 
 class LinkReceiver:

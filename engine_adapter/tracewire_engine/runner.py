@@ -144,14 +144,16 @@ class _Unsent:
         #: The copy that was begun last.
         self.copy: ToHost | None = None
 
-    def complete(self) -> Report:
-        """The report, when all bytes are there; waits for them."""
+    def send(self, link: LinkSender) -> None:
+        """Complete the report and send it; waits for its bytes."""
         for record, deltas in self.steps:
             record.deltas = msgspec.Raw(_encoder.encode(deltas))
         if self.batch is not None and self.report.batch is not None:
-            self.report.batch.data = bytes(self.batch.bytes())
+            self.report.batch.data = self.batch.bytes()
         self.report.time = time.time()
-        return self.report
+        link.send(self.report)
+        if self.batch is not None:
+            self.batch.release()
 
 
 #: How many steps may wait for their bytes before the model waits for them.
@@ -409,7 +411,7 @@ class TracewireRunner(NNsightGPUModelRunner):
                 behind.append(unsent)
         while behind and (wait or len(behind) > BEHIND or (copy := behind[0].copy) is None or copy.there):
             assert self.tracewire_link is not None
-            self.tracewire_link.send(behind.popleft().complete())
+            behind.popleft().send(self.tracewire_link)
 
     def tracewire_request_count(self) -> int:
         """How many requests this worker still holds anything for: 0 when the engine is idle. A leak gauge, by RPC."""
