@@ -161,6 +161,7 @@ async def tracewire_round(url: str, workload: dict[str, Any]) -> dict[str, Any]:
     latencies: list[float] = []
     totals = {"tokens": 0, "wire": 0, "raw": 0}
     traces: list[str] = []
+    steps: list[float] = []
     #: When the last trace was submitted, the first and the last output came, and the last fold was verified.
     marks = dict.fromkeys(("submitted", "first_output", "last_output", "verified"), 0.0)
     block = block_of(workload)
@@ -176,6 +177,7 @@ async def tracewire_round(url: str, workload: dict[str, Any]) -> dict[str, Any]:
                     marks["last_output"] = time.perf_counter() - began
                     marks["first_output"] = marks["first_output"] or marks["last_output"]
                     if isinstance(output, tracewire.Output):
+                        steps.append(output.time)
                         latencies.append(time.time() - output.time)
                         totals["tokens"] += len(output.token_ids)
                 result = await trace.result()
@@ -189,6 +191,8 @@ async def tracewire_round(url: str, workload: dict[str, Any]) -> dict[str, Any]:
     async with Bus.open(url) as bus:
         for trace_id in traces:
             totals["wire"] += sum([len(entry.data) async for entry in bus.read(trace_id)])
+    # From the first step's end to the last one's, by the worker's clock.
+    marks["generating"] = max(steps) - min(steps)
     marks_ms = {name: round(1000 * seconds, 1) for name, seconds in marks.items()}
     return {**totals, "seconds": seconds, "latencies": latencies, "marks_ms": marks_ms}
 

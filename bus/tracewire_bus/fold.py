@@ -24,7 +24,7 @@ from .messages import (
     Status,
     Usage,
 )
-from .values import digest
+from .values import digest, list_digest
 
 __all__ = ["ChoiceState", "DigestMismatch", "Fold", "FoldError", "apply_delta"]
 
@@ -48,6 +48,8 @@ class ChoiceState:
 
     def __init__(self) -> None:
         self.saves: dict[str, Any] = {}
+        #: Of the first items of saved lists, where they are taken as they come.
+        self.digests: dict[str, list[bytes]] = {}
         self.token_ids: list[int] = []
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
@@ -59,6 +61,32 @@ class ChoiceState:
         if len(self._text) > 1:
             self._text = ["".join(self._text)]
         return self._text[0] if self._text else ""
+
+    def changed(self, delta: Delta) -> None:
+        """Keep `digests` up with a delta that was applied: those of the items of lists, as far as they are settled."""
+        name = delta.path[0]
+        if len(delta.path) > 1:
+            # Somewhere inside: what comes from there on is digested in the end.
+            place = delta.path[1]
+            known = self.digests.get(name)
+            if known is not None:
+                del known[place if type(place) is int else 0 :]
+        elif isinstance(delta, Append):
+            known, held = self.digests.setdefault(name, []), self.saves[name]
+            if len(known) + len(delta.items) == len(held):
+                known.extend(digest(item) for item in delta.items)
+        else:
+            self.digests.pop(name, None)
+            value = self.saves.get(name)
+            if type(value) is list:
+                self.digests[name] = [digest(item) for item in value]
+
+    def digest_of(self, name: str) -> bytes:
+        """The digest of a save."""
+        value, known = self.saves[name], self.digests.get(name)
+        if known is None or type(value) is not list:
+            return digest(value)
+        return list_digest([*known, *(digest(item) for item in value[len(known) :])])
 
     def put_out(self, output: OutputBase) -> None:
         """Add what an output brings but for its saves."""
@@ -72,6 +100,7 @@ class ChoiceState:
         """A copy whose containers are its own; arrays are shared, and read-only."""
         other = ChoiceState()
         other.saves = _copy(self.saves)
+        other.digests = {name: list(known) for name, known in self.digests.items()}
         other.token_ids = list(self.token_ids)
         other.finish_reason, other.stop_reason = self.finish_reason, self.stop_reason
         other._text = list(self._text)
@@ -94,14 +123,16 @@ class Fold:
     """The folded state of one trace.
 
     `names` limits which saved names are folded. `choices` maps `(invoke, choice)` to its state. Events must come from a
-    stream's beginning, each once and in order; after a `FoldError` the fold is good for nothing.
+    stream's beginning, each once and in order; after a `FoldError` the fold is good for nothing. With `verifying`,
+    digests of lists' items are taken as they come, so that `verify` has little left to do.
 
     Its containers are its own: an event that was applied may be changed, and the fold's are not to be. To hand them
     out, `copy` it or take its `state`.
     """
 
-    def __init__(self, names: Iterable[str] | None = None) -> None:
+    def __init__(self, names: Iterable[str] | None = None, *, verifying: bool = False) -> None:
         self.names = None if names is None else frozenset(names)
+        self.verifying = verifying
         self.attempt = 0
         self.seq = -1
         self.choices: dict[tuple[int, int], ChoiceState] = {}
@@ -184,6 +215,8 @@ class Fold:
                 raise FoldError(f"{type(delta).__name__} without a path")
             if self.names is None or delta.path[0] in self.names:
                 apply_delta(state.saves, delta)
+                if self.verifying:
+                    state.changed(delta)
 
     # --- what it holds ------------------------------------------------------------------------------------------------
 
@@ -206,9 +239,9 @@ class Fold:
             if self.names is None or entry.name in self.names
         }
         held = {
-            (invoke, choice, name): digest(value)
+            (invoke, choice, name): state.digest_of(name)
             for (invoke, choice), state in self.choices.items()
-            for name, value in state.saves.items()
+            for name in state.saves
         }
         wrong = sorted(key for key in wanted.keys() | held.keys() if wanted.get(key) != held.get(key))
         if wrong:

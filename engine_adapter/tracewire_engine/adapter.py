@@ -299,7 +299,7 @@ class Adapter:
             if report.layout is not None:
                 feed.layout(report.layout)
             if report.batch is not None:
-                data = memoryview(report.batch.data)
+                data = report.batch.data
                 for entry, index, items in feed.batch(report.batch):
                     half = self._halves.get(entry.request)
                     if half is not None:

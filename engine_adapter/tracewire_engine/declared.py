@@ -435,6 +435,8 @@ class _Plan:
         self.declarations: list[tuple[Declaration, int, int]] = []
         self.req_ids: list[str] = []
         self.computed: list[int] = []
+        #: Whether any request of the step saves something.
+        self.reads = False
         #: Whether the next step may be the same again: every request generates.
         self.steady = False
         self.steps = 0
@@ -455,18 +457,19 @@ class DeclaredRequests:
         self.plan: _Plan | None = None
         self._device = device
         self._layouts = 0
-        self._stale = False
+        #: Whether the plan no longer holds: a request came or went, or failed.
+        self.stale = False
 
     def add(self, request_id: str, declaration: Declaration) -> None:
         """Take a new request's."""
         self.live[request_id] = declaration
-        self._stale = True
+        self.stale = True
 
     def pop(self, request_id: str) -> Declaration | None:
         """Forget a request's, which is over."""
         found = self.live.pop(request_id, None)
         if found is not None:
-            self._stale = True
+            self.stale = True
         return found
 
     def fail(self, members: Iterable[_Member], error: Exception) -> None:
@@ -481,7 +484,7 @@ class DeclaredRequests:
                     message=f"{name} at {getattr(one, 'at', '')}: {error}",
                     field="interventions",
                 )
-        self._stale = True
+        self.stale = True
 
     # --- a step -----------------------------------------------------------------------------------------------------
 
@@ -495,14 +498,14 @@ class DeclaredRequests:
         computed = [states[request_id].num_computed_tokens for request_id in req_ids]
         if (
             plan is None
-            or self._stale
+            or self.stale
             or not plan.steady
             or total != len(req_ids)
             or plan.req_ids != req_ids
             or [count + 1 for count in plan.computed] != computed
         ):
             plan = self.plan = self._build(req_ids, scheduled, total, states, computed)
-            self._stale = False
+            self.stale = False
         else:
             plan.computed = computed
             plan.steps += 1
@@ -525,6 +528,7 @@ class DeclaredRequests:
                 prompt = states[request_id].num_prompt_tokens
                 plan.steady &= first >= prompt
                 plan.declarations.append((declaration, first + count, first + count - prompt))
+                plan.reads |= declaration.reads
                 for order, op in enumerate(declaration.ops):
                     span = _span(op, declaration.seen, start, first, count, prompt)
                     if span[1]:
@@ -569,7 +573,7 @@ class DeclaredRequests:
                 if not stage.reached:
                     for group in stage.groups:
                         self.fail(group.members, ValueError("the model's forward pass does not come by there"))
-        if plan is None or not any(declaration.reads for declaration, *_ in plan.declarations):
+        if plan is None or not plan.reads:
             return None
         pieces: list[torch.Tensor] = []
         found: list[tuple[_Collector, dict[str, torch.Tensor]]] = []
@@ -585,7 +589,7 @@ class DeclaredRequests:
             pieces.extend(values.contiguous().view(-1).view(torch.uint8) for values in results.values())
             collector.found = [None] * len(collector.found)
         fresh = None
-        if plan.layout is None or self._stale:
+        if plan.layout is None or self.stale:
             fresh = plan.layout = self._layout(plan, found)
             plan.laid_out = plan.steps
         flat = torch.cat(pieces) if len(pieces) > 1 else pieces[0] if pieces else torch.empty(0, dtype=torch.uint8)
@@ -689,15 +693,21 @@ class DeclaredInterleaver(VLLMInterleaver):
         return super().handle(provider, value)
 
     def replay(self, location: str, live: Any) -> None:
-        # Most steps of most engines have nobody at most taps.
-        if self.busy or location in self.declared.stages:
+        # Most steps of most engines have nobody at most taps, and few need what nnsight does for a block.
+        stage = self.declared.stages.get(location)
+        if self.busy or (stage is not None and self._fragmented(location)):
             super().replay(location, live)
+        elif stage is not None and self.interleaving:
+            stage.run(live)
+
+    def _fragmented(self, location: str) -> bool:
+        fragments = self.fragments
+        return fragments is not None and fragments.enabled and bool(fragments.fragmented(location))
 
     def _serve(self, stage: Stage, value: Any) -> Any:
-        fragments = self.fragments
-        if fragments is None or not fragments.enabled or not fragments.fragmented(stage.location):
+        if not self._fragmented(stage.location):
             stage.run(value)
             return value
-        whole, undo = fragments.whole(stage.location, value)
+        whole, undo = self.fragments.whole(stage.location, value)
         stage.run(whole)
         return undo(whole) if stage.edits else value

@@ -121,7 +121,7 @@ class Batch(msgspec.Struct, array_like=True):
 
     layout: int
     step: int
-    data: bytes | memoryview = b""
+    data: memoryview = memoryview(b"")
 
 
 class Report(msgspec.Struct, array_like=True):

@@ -246,12 +246,12 @@ class TracewireRunner(NNsightGPUModelRunner):
         """Add what declared interventions read to the report."""
         declared = self.tracewire_declared
         plan = declared.plan
-        if plan is None:
+        if plan is None or not (plan.reads or declared.stale or not plan.steps):
             return
         with torch.inference_mode():
             collected = declared.collect(self._lens)
         unsent = self.tracewire_unsent
-        for declaration, _, first in plan.declarations:
+        for declaration, _, first in plan.declarations if declared.stale else ():
             if declaration.failure is not None and not declaration.reported:
                 declaration.reported = True
                 record = StepRecord(declaration.request, declaration.choice, first + plan.steps, _NO_DELTAS, "error")

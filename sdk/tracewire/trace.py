@@ -53,7 +53,7 @@ class Trace:
     def __init__(self, client: Client, submission: Submission) -> None:
         self._client = client
         self._submission = submission
-        self._fold = Fold()
+        self._fold = Fold(verifying=True)
         self._reader: EventReader | None = None
         self._closed = False
         #: Whether some task reads the next event; the others wait for its progress.

@@ -46,9 +46,14 @@ def output(seq: int, *deltas: Delta, attempt: int = 1, **fields: Any) -> Output:
 
 
 def folded(*events: Event, names: set[str] | None = None) -> Fold:
-    fold = Fold(names)
+    fold = Fold(names, verifying=True)
     for event in events:
         fold.apply(decode_event(encode(event)))
+        # Digests taken as values come are those of what is held.
+        for state in fold.choices.values():
+            assert {name: state.digest_of(name) for name in state.saves} == {
+                name: digest(value) for name, value in state.saves.items()
+            }
     return fold
 
 

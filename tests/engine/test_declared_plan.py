@@ -200,12 +200,12 @@ def test_plans_are_what_a_loop_over_requests_gives(seed: int) -> None:
             torch.testing.assert_close((hidden + residual)[:total], stream, rtol=1e-4, atol=1e-4)
         if collected is not None:
             layout, piece, flat = collected
-            piece.data = flat.numpy().tobytes()
+            piece.data = memoryview(flat.numpy().tobytes())
             if layout is not None:
                 feed.layout(layout)
             for entry, index, items in feed.batch(piece):
                 assert index == live[entry.request].tokens
-                live[entry.request].reads.take(index, items, memoryview(piece.data))
+                live[entry.request].reads.take(index, items, piece.data)
         for request in batch:
             request.state.num_computed_tokens += scheduled[request.name]
             request.tokens += 1
