@@ -28,6 +28,9 @@ MODULE_WORDS: Final = frozenset(
     }
 )
 
+#: How many blocks' problems a tree remembers.
+_REMEMBERED: Final = 256
+
 #: Words that read or edit a value which only a tap serves, on an engine with CUDA graphs, and that value's name.
 _SERVED: Final = {"output": "output", "outputs": "output", "input": "input", "inputs": "input", "skip": "skip"}
 
@@ -68,6 +71,8 @@ class ModuleTree:
         self.layer_count = info.layer_count
         #: The only locations that an engine with CUDA graphs serves; empty if it serves all.
         self.taps = frozenset(info.taps)
+        #: What `check_block` found in the blocks that it has seen: services send the same ones again and again.
+        self.checked: dict[tuple[str, str], list[PathProblem]] = {}
         self._classes = {module.path: module.cls for module in info.modules} or {"": "Module"}
         self._attributes = {cls: frozenset(names) for cls, names in info.attributes.items()}
         self._children: dict[str, dict[str, str]] = {path: {} for path in self._classes}
@@ -327,6 +332,15 @@ def check_block(tree: ModuleTree, source: str, model_name: str) -> list[PathProb
     out. Nor is anything where `model_name` is bound anew. A source that does not parse, or nests
     too deep to be walked, has no problems here.
     """
+    known = tree.checked.get((source, model_name))
+    if known is None:
+        if len(tree.checked) >= _REMEMBERED:
+            tree.checked.clear()
+        known = tree.checked[source, model_name] = _check_block(tree, source, model_name)
+    return known
+
+
+def _check_block(tree: ModuleTree, source: str, model_name: str) -> list[PathProblem]:
     try:
         module = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):

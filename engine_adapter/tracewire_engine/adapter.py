@@ -12,6 +12,7 @@ import itertools
 import logging
 import time
 from dataclasses import dataclass
+from functools import lru_cache
 
 import anyio
 import msgspec
@@ -268,18 +269,12 @@ class Adapter:
                 raise Rejection(
                     "block", f"{name} is longer than {MAX_SOURCE} characters, or starts past line {MAX_LINE}"
                 )
-            try:
-                compile(source, name, "exec", dont_inherit=True)
-            except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
-                number = getattr(error, "lineno", None)
+            error = _compile_error(source)
+            if error is not None:
+                kind, number, message = error
                 line = None if number is None else number + first_line - 1
                 where = "" if line is None else f" at line {line} of {block.filename}"
-                raise Rejection(
-                    "block",
-                    f"{name} does not compile{where}: {getattr(error, 'msg', error)}",
-                    type=type(error).__name__,
-                    line=line,
-                ) from error
+                raise Rejection("block", f"{name} does not compile{where}: {message}", type=kind, line=line)
         problems = check_block(self._tree, block.source, block.parameters[0])
         if problems:
             problem = problems[0]
@@ -328,3 +323,13 @@ class Adapter:
             except BusError as error:
                 # The engine goes on: what it writes waits for Redis, and its entry comes back with it.
                 logger.warning("the registry could not be renewed: %s", error)
+
+
+@lru_cache(maxsize=256)
+def _compile_error(source: str) -> tuple[str, int | None, str] | None:
+    """Why a source does not compile: an exception's class, line and message. Remembered: the same blocks come often."""
+    try:
+        compile(source, "<block>", "exec", dont_inherit=True)
+    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
+        return type(error).__name__, getattr(error, "lineno", None), str(getattr(error, "msg", error))
+    return None
