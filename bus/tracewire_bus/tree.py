@@ -28,8 +28,9 @@ MODULE_WORDS: Final = frozenset(
     }
 )
 
-#: How many blocks' problems a tree remembers.
+#: How many blocks' problems a tree remembers, and of how many characters at most.
 _REMEMBERED: Final = 256
+_LONG: Final = 20_000
 
 #: Words that read or edit a value which only a tap serves, on an engine with CUDA graphs, and that value's name.
 _SERVED: Final = {"output": "output", "outputs": "output", "input": "input", "inputs": "input", "skip": "skip"}
@@ -332,6 +333,8 @@ def check_block(tree: ModuleTree, source: str, model_name: str) -> list[PathProb
     out. Nor is anything where `model_name` is bound anew. A source that does not parse, or nests
     too deep to be walked, has no problems here.
     """
+    if len(source) > _LONG:
+        return _check_block(tree, source, model_name)
     known = tree.checked.get((source, model_name))
     if known is None:
         if len(tree.checked) >= _REMEMBERED:

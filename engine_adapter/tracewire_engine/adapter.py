@@ -325,7 +325,7 @@ class Adapter:
                 logger.warning("the registry could not be renewed: %s", error)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)
 def _compile_error(source: str) -> tuple[str, int | None, str] | None:
     """Why a source does not compile: an exception's class, line and message. Remembered: the same blocks come often."""
     try:
