@@ -20,6 +20,8 @@ This package needs neither torch, vLLM nor nnsight; the engine, which does, is `
 
 from __future__ import annotations
 
+from tracewire_bus.values import ArrayRef
+
 from .blocks import Intervention, intervention
 from .client import Client, Prompt, connect
 from .errors import (
@@ -36,6 +38,7 @@ from .errors import (
     UnknownModulePath,
     UnknownTrace,
     UntransportableVariable,
+    ValueMissing,
 )
 from .events import Accepted, Event, Final, Output, Restarted
 from .model import Model, ModelInfo
@@ -45,6 +48,7 @@ from .trace import Subscription, Trace
 __all__ = [
     "Accepted",
     "AmbiguousResult",
+    "ArrayRef",
     "BlockError",
     "BrokenStream",
     "Choice",
@@ -72,6 +76,7 @@ __all__ = [
     "UnknownModulePath",
     "UnknownTrace",
     "UntransportableVariable",
+    "ValueMissing",
     "connect",
     "intervention",
 ]

@@ -8,26 +8,23 @@ and what a newer version of the same schema added is passed over.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import anyio
 import msgspec
 
 from tracewire_bus import messages
 from tracewire_bus.codec import NewerSchema, UnknownKind, check_schema, decode_event
 from tracewire_bus.messages import Accepted, Append, Delta, Final, Restarted, Set
-from tracewire_bus.streams import BusError
+from tracewire_bus.values import loading_by
 
-from .errors import BrokenStream, ConnectError
+from .errors import BrokenStream, ConnectError, bus_errors
+from .large import LargeValues
 
 if TYPE_CHECKING:
     from tracewire_bus.fold import Fold
-    from tracewire_bus.streams import Entry
-    from tracewire_bus.streams import Subscription as Entries
+    from tracewire_bus.streams import Bus, Entry
 
-__all__ = ["Accepted", "Event", "EventReader", "Final", "Output", "Restarted", "bus_errors", "only"]
+__all__ = ["Accepted", "Event", "EventReader", "Final", "Output", "Restarted", "only"]
 
 logger = logging.getLogger("tracewire")
 
@@ -114,9 +111,10 @@ def only(event: Event, names: frozenset[str]) -> Event:
 class EventReader:
     """Events of one trace, in order, from the entries of its stream. Owns no task and no scope."""
 
-    def __init__(self, trace: str, entries: Entries, since: str) -> None:
+    def __init__(self, trace: str, bus: Bus, since: str) -> None:
         self.trace = trace
-        self._entries = entries
+        self._entries = bus.read(trace, since)
+        self._large = LargeValues(trace, bus)
         self._closed = False
         #: Id of the last entry read, or where reading began.
         self.position = since
@@ -162,7 +160,8 @@ class EventReader:
     def _decode(self, entry: Entry) -> Event | None:
         try:
             check_schema(entry.schema)
-            event = decode_event(entry.data)
+            with loading_by(self._large.load):
+                event = decode_event(entry.data)
         except NewerSchema as error:
             raise BrokenStream(f"trace {self.trace}, event {entry.id}: {error}") from error
         except UnknownKind as error:
@@ -185,14 +184,3 @@ def _skip(fold: Fold, entry: Entry) -> None:
     attempt, _, seq = entry.id.partition("-")
     if (int(attempt), int(seq)) == (fold.attempt, fold.seq + 1):
         fold.seq += 1
-
-
-@contextmanager
-def bus_errors() -> Iterator[None]:
-    """Turn what the bus raises into a `ConnectError`."""
-    try:
-        yield
-    except anyio.ClosedResourceError as error:
-        raise ConnectError("the client is closed") from error
-    except BusError as error:
-        raise ConnectError(str(error)) from error
