@@ -7,6 +7,7 @@ that it is told of in advance, copies them at once, and hands out slices.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,9 +15,10 @@ import torch
 
 from tracewire_bus.values import DTYPES, MAX_DEPTH, Unsavable, array_payload
 
-__all__ = ["HostCopy"]
+__all__ = ["TORCH_DTYPES", "HostCopy"]
 
-_NAMES: dict[torch.dtype, str] = {
+#: The names of torch's dtypes that can travel.
+TORCH_DTYPES: dict[torch.dtype, str] = {
     dtype: name for name in sorted(DTYPES) if isinstance(dtype := getattr(torch, name, None), torch.dtype)
 }
 
@@ -26,7 +28,7 @@ def _plain(tensor: Any) -> bool:
     return (
         type(tensor) is torch.Tensor
         and tensor.layout is torch.strided
-        and tensor.dtype in _NAMES
+        and tensor.dtype in TORCH_DTYPES
         and not tensor.requires_grad
         and not tensor.is_meta
         and not tensor.is_conj()
@@ -39,9 +41,11 @@ class HostCopy:
     """Saved values in host memory: payloads of the tensors it was primed with, and anything else on demand.
 
     It knows tensors by identity, so it is good for as long as they are held, and for one moment of their contents.
+    Tensors of more than `threshold` bytes (0: none) are not its business: see `large.py`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, threshold: int = 0) -> None:
+        self._most = threshold or math.inf
         self._payloads: dict[int, bytes] = {}
         self._copies: dict[int, torch.Tensor] = {}
 
@@ -49,7 +53,7 @@ class HostCopy:
         """Copy tensors to the host, all of one dtype and device in one go. Others are left for later."""
         groups: dict[tuple[torch.dtype, torch.device], dict[int, torch.Tensor]] = {}
         for tensor in tensors:
-            if _plain(tensor):
+            if _plain(tensor) and tensor.nbytes <= self._most:
                 groups.setdefault((tensor.dtype, tensor.device), {})[id(tensor)] = tensor
         for (dtype, _), group in groups.items():
             flat = [tensor.reshape(-1) for tensor in group.values()]
@@ -58,7 +62,7 @@ class HostCopy:
             start = 0
             for key, tensor in group.items():
                 stop = start + tensor.nbytes
-                self._payloads[key] = array_payload(_NAMES[dtype], tuple(tensor.shape), raw[start:stop])
+                self._payloads[key] = array_payload(TORCH_DTYPES[dtype], tuple(tensor.shape), raw[start:stop])
                 start = stop
 
     def payload(self, tensor: torch.Tensor) -> bytes | None:

@@ -4,7 +4,8 @@ nnsight's runner interleaves blocks with the forward pass, the logits and the sa
 comes in (source text on the request, see `blocks.py`, instead of a pickled mediator) and how what it saved gets out:
 at the end of `sample_tokens`, on the thread that the blocks run on, what each live request newly saved leaves by the
 link in one message a step, and a request's worker state goes when the scheduler says that the request is over. There
-is no RPC on either way.
+is no RPC on either way. What large arrays need besides being frozen, and the reports of requests that have any, is left
+to another thread (`large.py`, `blob_link.py`).
 
 `TracewireRunner` is mixed into vLLM's runner for the platform at hand; see `worker.py`.
 """
@@ -28,12 +29,22 @@ from tracewire_bus.messages import Failure, Manifest
 from tracewire_bus.values import digest
 
 from . import marks, watchdog
+from .blob_link import BlobSender
 from .blocks import BlockCache, BlockMediator, failure_of, is_stop
 from .hosting import HostCopy
+from .large import Hold
 from .link import FinishRecord, LinkSender, Report, StepRecord
 from .residual import Residual, find_layers
-from .saves import SaveTracker
-from .wiring import BLOCK_ARG, BLOCK_TIMEOUT, CHECK_COLLECT, LINK_ADDRESS, LIVE_ARG
+from .saves import Ending, SaveTracker
+from .wiring import (
+    BLOB_THRESHOLD,
+    BLOCK_ARG,
+    BLOCK_TIMEOUT,
+    CHECK_COLLECT,
+    LINK_ADDRESS,
+    LIVE_ARG,
+    inputs_folder,
+)
 
 __all__ = ["TracedModel", "TracedRequests", "TracewireRunner"]
 
@@ -70,8 +81,8 @@ class _Traced:
 
     __slots__ = ("ended", "index", "tracker")
 
-    def __init__(self) -> None:
-        self.tracker = SaveTracker()
+    def __init__(self, hold: Hold) -> None:
+        self.tracker = SaveTracker(hold)
         self.index = -1
         self.ended = False
 
@@ -79,9 +90,10 @@ class _Traced:
 class TracedRequests(Requests):
     """nnsight's book of requests, which takes blocks as source and keeps what each has sent."""
 
-    def __init__(self, blocks: BlockCache) -> None:
+    def __init__(self, blocks: BlockCache, hold: Hold) -> None:
         super().__init__()
         self.blocks = blocks
+        self.hold = hold
         self.traced: dict[str, _Traced] = {}
 
     def add(self, new_requests: list[Any], persistent_objects: dict[str, Any]) -> None:
@@ -92,7 +104,7 @@ class TracedRequests(Requests):
             if block is None or data.req_id in self.traced:
                 continue
             request = self.requests[data.req_id]
-            self.traced[data.req_id] = _Traced()
+            self.traced[data.req_id] = _Traced(self.hold)
             try:
                 request.mediator = self.blocks.mediator(block, arguments.get(LIVE_ARG, b"\x80"))
             except BaseException as exception:  # what a module or a helper's definition raises, SystemExit included
@@ -116,13 +128,17 @@ class TracewireRunner(NNsightGPUModelRunner):
         model = self.nnsight_model
         model.__class__ = TracedModel
         model.__dict__["_tracewire_layers"] = find_layers(self.get_model().named_modules())
-        self.nnsight_requests = TracedRequests(BlockCache(model, self.device))
-        self.tracewire_report = Report()
         address = self.vllm_config.additional_config.get(LINK_ADDRESS)
+        self.tracewire_hold = Hold(self.vllm_config.additional_config.get(BLOB_THRESHOLD, 0))
+        self.nnsight_requests = TracedRequests(
+            BlockCache(model, self.device, inputs_folder(address or "")), self.tracewire_hold
+        )
+        self.tracewire_report = Report()
         # Every rank runs every block, and gathers what it reads: one rank's values are all there are.
         reporting = get_tp_group().rank_in_group == 0 and get_pp_group().rank_in_group == 0
         self.tracewire_check_collect = bool(self.vllm_config.additional_config.get(CHECK_COLLECT))
         self.tracewire_link = LinkSender(address) if address and reporting else None
+        self.tracewire_blobs = BlobSender(address) if address and reporting else None
 
     def _update_states(self, scheduler_output: Any) -> Any:
         if scheduler_output.finished_req_ids:
@@ -164,7 +180,7 @@ class TracewireRunner(NNsightGPUModelRunner):
                 marks.prune(request.mediator)
         if not live or self.tracewire_link is None:
             return
-        host = HostCopy()
+        host = HostCopy(self.tracewire_hold.threshold)
         try:
             host.prime(value for _, traced, saves in live for value in traced.tracker.fresh(saves))
         except Exception:  # out of memory, say: each trace then copies its own, and fails on its own
@@ -178,15 +194,15 @@ class TracewireRunner(NNsightGPUModelRunner):
                 request.error = request.error or failure_of(exception, None, hint=" (while its saves were read)")
             ended = "" if traced.ended else self._ended(request)
             traced.ended = traced.ended or bool(ended)
-            self.tracewire_report.steps.append(
-                StepRecord(
-                    request=request.engine_id,
-                    choice=request.index,
-                    index=traced.index,
-                    deltas=msgspec.Raw(_encoder.encode(deltas)) if deltas else _NO_DELTAS,
-                    ended=ended,
-                )
+            record = StepRecord(
+                request=request.engine_id, choice=request.index, index=traced.index, deltas=_NO_DELTAS, ended=ended
             )
+            if traced.tracker.large and self.tracewire_blobs is not None:
+                self.tracewire_blobs.step(record, deltas, traced.tracker.taken)
+                continue
+            if deltas:
+                record.deltas = msgspec.Raw(_encoder.encode(deltas))
+            self.tracewire_report.steps.append(record)
 
     @staticmethod
     def _ended(request: Request) -> str:
@@ -217,7 +233,7 @@ class TracewireRunner(NNsightGPUModelRunner):
                         requests.finish_dangling(mediator, taps)
                 requests.record(mediator)
             if self.tracewire_link is not None:
-                self.tracewire_report.finishes.append(self._finish_record(request, traced))
+                self._report_finish(request, traced)
             if mediator is not None:
                 marks.release(mediator)
                 if isinstance(mediator, BlockMediator):
@@ -234,20 +250,28 @@ class TracewireRunner(NNsightGPUModelRunner):
         saves: dict[str, Any] = sequences[0]["saves"]
         return saves
 
-    def _finish_record(self, request: Request, traced: _Traced) -> FinishRecord:
+    def _report_finish(self, request: Request, traced: _Traced) -> None:
         saves = request.saves()
         deltas: list[Any] = []
         manifest: list[Manifest] = []
+        ending: Ending | None = None
+        collected: dict[str, Any] = {}
+
+        def check(manifest: list[Manifest]) -> None:
+            for entry in manifest if collected else ():
+                entry.digest = digest(HostCopy()(collected[entry.name]))
+
         error: Any = request.error
         if isinstance(error, dict):  # nnsight's own form
             error = Failure(type=error["type_name"], message=error["message"], field="block")
         stopped = False
         try:
-            deltas, manifest = traced.tracker.finish(saves, 0, request.index, HostCopy())
+            ending = traced.tracker.ending(saves, 0, request.index)
+            if not traced.tracker.large:
+                deltas, manifest, _ = ending.compare()
             if self.tracewire_check_collect:
                 collected = self._collected(request)
-                for entry in manifest:
-                    entry.digest = digest(HostCopy()(collected[entry.name]))
+                check(manifest)
         except Exception as exception:  # a save of a hostile type: the trace fails, the engine does not
             logger.exception("could not report the saves of %s", request.engine_id)
             error = error or Failure(type=type(exception).__name__, message=f"its saves could not be read: {exception}")
@@ -260,7 +284,7 @@ class TracewireRunner(NNsightGPUModelRunner):
             elif getattr(mediator, "nnsight_error", None) is not None and mediator.raised is not None:
                 # Still waiting, when its request ended, for something that the model had run past.
                 error = failure_of(mediator.raised, mediator.compiled)
-        return FinishRecord(
+        record = FinishRecord(
             request=request.engine_id,
             choice=request.index,
             deltas=msgspec.Raw(_encoder.encode(deltas)),
@@ -269,6 +293,10 @@ class TracewireRunner(NNsightGPUModelRunner):
             error=error,
             stopped=stopped,
         )
+        if traced.tracker.large and self.tracewire_blobs is not None:
+            self.tracewire_blobs.finish(record, ending, check)
+        else:
+            self.tracewire_report.finishes.append(record)
 
     def _hint(self, exception: BaseException) -> str:
         """For a module path that does not exist: the nearest one that does."""

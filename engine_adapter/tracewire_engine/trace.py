@@ -64,8 +64,11 @@ class _ChoiceHalf:
 class Half:
     """What the workers have reported of one request, by choice and token index."""
 
-    def __init__(self, choices: int) -> None:
+    def __init__(self, choices: int, trace: str = "") -> None:
+        self.trace = trace
         self.choices = [_ChoiceHalf() for _ in range(choices)]
+        #: Whether large arrays have come, behind which the finish record may wait for Redis.
+        self.large = False
         self._changed = anyio.Event()
 
     def step(self, record: StepRecord, ended_at: float) -> None:
@@ -94,7 +97,9 @@ class Half:
         half = self.choices[choice]
         wanted = range(first, first + count)
         while half.finish is None and not all(index in half.steps for index in wanted):
-            if half.ended_at is not None and half.ended_at in wanted and half.ended_at in half.steps:
+            ended_at = half.ended_at if half.ended_at in wanted else None
+            # All of them: records that come by two ways may overtake each other.
+            if ended_at is not None and all(index in half.steps for index in wanted if index <= ended_at):
                 break
             await self._changed.wait()
         return [half.steps.pop(index, _NO_DELTAS) for index in wanted]
@@ -214,7 +219,7 @@ class TraceRun:
             name = f"t{next(self._names)}"
             half = None
             if self._block is not None:
-                half = self._halves[name] = Half(ready.choices)
+                half = self._halves[name] = Half(ready.choices, self._submission.trace)
             try:
                 outputs = await self._engine.start(name, ready, self._submission.priority)
             except BaseException:
@@ -307,7 +312,7 @@ class TraceRun:
         for request in self.requests:
             if request.half is None:
                 continue
-            with anyio.move_on_after(1 if self._broken else FINISH_S):
+            with anyio.move_on_after(1 if self._broken else None if request.half.large else FINISH_S):
                 await request.half.finished()
             for index, choice in enumerate(request.half.choices):
                 record = choice.finish
