@@ -103,19 +103,15 @@ class LargeArray:
         self._held = 0
         self._digest: bytes | None = None
         self._arrived: Any = None
-        if isinstance(value, torch.Tensor):
-            self.dtype = TORCH_DTYPES[value.dtype]
-            self._frozen = value.detach()
-        else:
-            self.dtype = value.dtype.name
-            self._frozen = value
+        self.dtype = TORCH_DTYPES[value.dtype] if isinstance(value, torch.Tensor) else value.dtype.name
+        self._frozen: Any = value
         if still and _is_unshared(value):
             return
         hold.take(self.nbytes)
         self._held = self.nbytes
         try:
             if isinstance(value, torch.Tensor):
-                self._frozen = self._frozen.clone(memory_format=torch.contiguous_format)
+                self._frozen = value.detach().clone(memory_format=torch.contiguous_format)
                 if value.is_cuda:
                     self._arrived = torch.cuda.Event()
                     self._arrived.record()
