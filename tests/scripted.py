@@ -33,7 +33,7 @@ from tracewire_bus.messages import (
     Usage,
 )
 from tracewire_bus.streams import Bus, Writer
-from tracewire_bus.values import digest, kind, length, wire
+from tracewire_bus.values import ArrayRef, digest, kind, length, wire
 
 __all__ = ["Script", "ScriptedEngine", "Stage", "engine_info", "tiny"]
 
@@ -71,8 +71,9 @@ def engine_info(model: str = "tiny", engine: str | None = None, **fields: Any) -
 class Stage:
     """One trace as its engine sees it: the submission, and the events that a script publishes for it."""
 
-    def __init__(self, submission: Submission, writer: Writer, info: EngineInfo, queued_at: float) -> None:
+    def __init__(self, submission: Submission, writer: Writer, info: EngineInfo, queued_at: float, bus: Bus) -> None:
         self.submission = submission
+        self.bus = bus
         self.attempt = 1
         self.seq = 0
         self._writer = writer
@@ -145,6 +146,10 @@ class Stage:
             else:
                 deltas.append(Set(path=(name,), value=wire([value])))
         await self.output(text, deltas, **fields)
+
+    async def store(self, array: Any, name: str = "") -> ArrayRef:
+        """Put an array into a blob of the trace, and return what to save in its place."""
+        return await self.bus.blobs.store(self.trace, array, name)
 
     async def restart(self, reason: str = "") -> None:
         """Begin again as the next attempt."""
@@ -222,7 +227,9 @@ class ScriptedEngine:
             for entry in await self._bus.take(self.info.model, self.info.engine, 16, BLOCK_MS):
                 submission = decode_submission(entry.fields[b"d"])
                 self.taken.append(submission)
-                group.start_soon(self._play, Stage(submission, writer, self.info, entry.queued_at), entry.entry_id)
+                group.start_soon(
+                    self._play, Stage(submission, writer, self.info, entry.queued_at, self._bus), entry.entry_id
+                )
 
     async def _play(self, stage: Stage, entry_id: str) -> None:
         await self._script(stage)

@@ -45,6 +45,10 @@ class Keys:
         """Model that a trace was submitted to: says that the trace exists before it has events."""
         return f"{self.prefix}:{{{self.tag(trace)}}}:trace:{trace}"
 
+    def blobs(self, trace: str) -> str:
+        """Hash of a trace's blobs: every chunk of each, under `<blob>:<number>`."""
+        return f"{self.prefix}:{{{self.tag(trace)}}}:blobs:{trace}"
+
     def engines(self) -> str:
         """Set of the ids of engines that have registered; some may be gone."""
         return f"{self.prefix}:engines"

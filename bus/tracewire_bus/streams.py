@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 import anyio
 import msgspec
 
+from .blobs import Blobs
 from .codec import decode_engine, encode, schema_text
 from .connection import (
     Backoff,
@@ -103,6 +104,7 @@ class Bus:
         self._server: EmbeddedServer | None = None
         self._connections_: Connections | None = None
         self._reader: Reader | None = None
+        self._blobs: Blobs | None = None
         self._intakes: dict[tuple[str, str], _Intake] = {}
 
     @classmethod
@@ -134,6 +136,7 @@ class Bus:
             await _check(connections)
             self._reader = Reader(connections)
             self._reader.start()
+            self._blobs = Blobs(self.url, self.keys, patience_s=self._patience_s)
         except BaseException:
             await self.aclose()
             raise
@@ -151,6 +154,7 @@ class Bus:
         """
         reader, self._reader = self._reader, None
         connections, self._connections_ = self._connections_, None
+        blobs, self._blobs = self._blobs, None
         server, self._server = self._server, None
         intakes = list(self._intakes.values())
         self._intakes.clear()
@@ -159,6 +163,8 @@ class Bus:
                 await reader.aclose()
             for intake in intakes:
                 await intake.link.drop()
+            if blobs is not None:
+                await blobs.aclose()
             if connections is not None:
                 await connections.aclose()
             if server is not None:
@@ -238,6 +244,13 @@ class Bus:
     async def dead_count(self) -> int:
         """How many dead letters there are."""
         return int(await self._connections.command("XLEN", self.keys.dead()))
+
+    @property
+    def blobs(self) -> Blobs:
+        """The large arrays of traces, over connections of their own."""
+        if self._blobs is None:
+            raise anyio.ClosedResourceError
+        return self._blobs
 
     # --- traces -------------------------------------------------------------------------------------------------------
 

@@ -4,6 +4,10 @@ A *value* is a tree of plain Python data and arrays: None, bool, int, float, com
 tuples and dicts of these. It is packed in msgpack; what msgpack has no type for travels in extension types. Nothing is
 pickled, so that decoding a value from a stranger runs no code of theirs.
 
+A large array may travel as an [`ArrayRef`][tracewire_bus.values.ArrayRef] instead: its dtype, shape and digest, and
+where its bytes are (`blobs.py`). A reference is an array to everything here that does not need the bytes: it has the
+array's kind, length and digest, so that what is folded with references is verified without loading them.
+
 Arrays come from NumPy (`ml_dtypes` included) or torch, whatever their device, strides and byte order, and always
 arrive as read-only NumPy arrays that share memory with the buffer they were decoded from. Whoever keeps a small array
 of a large message keeps the message: copy it. The data need not be aligned in memory.
@@ -19,7 +23,9 @@ import hashlib
 import math
 import struct
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias
 
@@ -31,8 +37,11 @@ if TYPE_CHECKING:
 __all__ = [
     "DTYPES",
     "MAX_DEPTH",
+    "ArrayRef",
     "Unsavable",
     "array_digest",
+    "array_from_raw",
+    "array_hash",
     "array_head",
     "array_of",
     "array_payload",
@@ -45,11 +54,15 @@ __all__ = [
     "kind",
     "length",
     "list_digest",
+    "loading_by",
     "pack",
     "path_key",
     "payload_digest",
+    "raw_bytes",
+    "tuple_digest",
     "unpack",
     "wire",
+    "wired_tuple",
 ]
 
 #: How deep containers may nest in a value, its path included where one is given.
@@ -67,7 +80,7 @@ DTYPES: Final = frozenset(
 
 Path: TypeAlias = tuple[Any, ...]
 
-_ARRAY, _TUPLE, _INT, _COMPLEX = 1, 2, 3, 4
+_ARRAY, _TUPLE, _INT, _COMPLEX, _REF = 1, 2, 3, 4, 5
 _INT_MIN, _INT_MAX = -(2**63), 2**64 - 1
 _TRAVELS = (
     "None, bool, int, float, complex, str, bytes, NumPy arrays, torch tensors, and lists, tuples and dicts of these"
@@ -106,6 +119,96 @@ def _too_deep(path: Path) -> NoReturn:
     raise Unsavable(path[:1], f"containers nest deeper than {MAX_DEPTH} or refer to themselves")
 
 
+# --- references to large arrays ---------------------------------------------------------------------------------------
+
+
+class ArrayRef:
+    """An array that did not travel with the value it stands in, and can be fetched: `await ref.load()`.
+
+    Two references are equal if their arrays are: in dtype, shape and every bit.
+
+    Attributes:
+        dtype: the array's dtype, by its name in `DTYPES`.
+        shape: its shape.
+        digest: its digest, as of the array itself.
+        blob: name of the blob that holds its bytes, among those of its trace.
+        name: the saved name or the variable that it was sent for, for messages.
+    """
+
+    __slots__ = ("_load", "blob", "digest", "dtype", "name", "shape")
+
+    def __init__(
+        self, dtype: str, shape: tuple[int, ...], digest: bytes, blob: str, name: str = "", load: Loader | None = None
+    ) -> None:
+        if dtype not in DTYPES:
+            raise ValueError(f"a reference to an array of unknown dtype {dtype!r}")
+        if len(shape) > 32 or any(size < 0 for size in shape) or len(digest) != 16:
+            raise ValueError(f"a reference to an array of impossible shape {shape} or digest {digest.hex()!r}")
+        self.dtype = dtype
+        self.shape = tuple(shape)
+        self.digest = digest
+        self.blob = blob
+        self.name = name
+        self._load = load
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the array's elements: what loading it brings."""
+        return math.prod(self.shape) * _itemsize(self.dtype)
+
+    async def load(self) -> np.ndarray[Any, Any]:
+        """Fetch the array, read-only and checked against `digest`. Each call fetches it anew: keep what it returns.
+
+        Raises whatever the client that decoded the reference says: see `tracewire.ValueMissing`.
+        """
+        if self._load is None:
+            raise RuntimeError(f"{self!r} was decoded apart from a client, which alone knows where to load it from")
+        return await self._load(self)
+
+    def __eq__(self, other: object) -> bool:
+        return self.digest == other.digest if isinstance(other, ArrayRef) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __repr__(self) -> str:
+        return f"<ArrayRef {self.dtype}{list(self.shape)}, {self.nbytes} bytes, digest {self.digest.hex()[:12]}>"
+
+
+Loader: TypeAlias = "Callable[[ArrayRef], Awaitable[np.ndarray[Any, Any]]]"
+
+_loader: ContextVar[Loader | None] = ContextVar("tracewire_loader", default=None)
+
+
+@contextmanager
+def loading_by(loader: Loader | None) -> Iterator[None]:
+    """References decoded in this context load themselves by `loader`."""
+    token = _loader.set(loader)
+    try:
+        yield
+    finally:
+        _loader.reset(token)
+
+
+_ITEMSIZES: Final = {"bool": 1, "complex64": 8, "complex128": 16, "bfloat16": 2}
+
+
+def _itemsize(dtype: str) -> int:
+    """Bytes of one element."""
+    known = _ITEMSIZES.get(dtype)
+    if known is None:
+        known = 1 if dtype.startswith("float8") else int(dtype.lstrip("uintfloa")) // 8
+    return known
+
+
+_ref_fields = msgspec.msgpack.Decoder(tuple[str, tuple[int, ...], bytes, str, str])
+
+
+def _wired_ref(ref: ArrayRef) -> Any:
+    fields = (ref.dtype, ref.shape, ref.digest, ref.blob, ref.name)
+    return msgspec.msgpack.Ext(_REF, msgspec.msgpack.encode(fields))
+
+
 # --- what a value is --------------------------------------------------------------------------------------------------
 
 _NATIVE_KINDS: Final[dict[type, str]] = {
@@ -119,6 +222,7 @@ _NATIVE_KINDS: Final[dict[type, str]] = {
     list: "list",
     tuple: "tuple",
     dict: "dict",
+    ArrayRef: "array",
 }
 
 
@@ -218,7 +322,7 @@ def array_of(value: Any) -> np.ndarray[Any, Any]:
     conjugation and negation are carried out.
 
     Raises:
-        Unsavable: `value` is no array, or one that cannot travel (sparse, quantized, masked, of objects, ...).
+        Unsavable: `value` is no array, only refers to one, or cannot travel (sparse, quantized, of objects, ...).
     """
     return _array(value, ())
 
@@ -226,6 +330,8 @@ def array_of(value: Any) -> np.ndarray[Any, Any]:
 def _array(value: Any, path: Path) -> np.ndarray[Any, Any]:
     import numpy as np
 
+    if isinstance(value, ArrayRef):
+        raise Unsavable(path, f"{value!r} stands for an array that is elsewhere; load it first")
     if not is_array(value):
         _refuse(value, path)
     if not isinstance(value, (np.ndarray, np.generic)):
@@ -330,6 +436,20 @@ def _array_from(payload: memoryview) -> np.ndarray[Any, Any]:
     return array
 
 
+def array_from_raw(name: str, shape: tuple[int, ...], raw: memoryview | bytes | bytearray) -> np.ndarray[Any, Any]:
+    """The read-only array of these little-endian elements. Shares memory with `raw`.
+
+    Raises:
+        ValueError: there is no such array, or `raw` has another length than it.
+    """
+    size, make = _form(msgspec.msgpack.encode((name, shape)))
+    if len(raw) != size:
+        raise ValueError(f"an array of {name} {shape} takes {size} bytes, got {len(raw)}")
+    array = make(raw) if size else make()
+    array.flags.writeable = False
+    return array
+
+
 # --- packing ----------------------------------------------------------------------------------------------------------
 
 _encoder = msgspec.msgpack.Encoder()
@@ -359,6 +479,8 @@ def wire(value: Any, path: Path = ()) -> Any:
         return value
     match _kind(value):
         case "array":
+            if isinstance(value, ArrayRef):
+                return _wired_ref(value)
             return msgspec.msgpack.Ext(_ARRAY, _array_payload(_array(value, path)))
         case "str":
             return _text(value, path)
@@ -373,8 +495,7 @@ def wire(value: Any, path: Path = ()) -> Any:
         case "tuple":
             if len(path) >= MAX_DEPTH:
                 _too_deep(path)
-            items = [wire(item, (*path, index)) for index, item in enumerate(value)]
-            return msgspec.msgpack.Ext(_TUPLE, _encoder.encode(items))
+            return wired_tuple([wire(item, (*path, index)) for index, item in enumerate(value)])
         case "int":
             number = int.__index__(value)
             if _INT_MIN <= number <= _INT_MAX:
@@ -387,6 +508,11 @@ def wire(value: Any, path: Path = ()) -> Any:
         case "bytes":
             return bytes(memoryview(value))
     _refuse(value, path)
+
+
+def wired_tuple(items: list[Any]) -> Any:
+    """A tuple as `wire` would have it, from its items as `wire` has them."""
+    return msgspec.msgpack.Ext(_TUPLE, _encoder.encode(items))
 
 
 def _int_bytes(number: int) -> bytes:
@@ -409,6 +535,8 @@ def ext_hook(code: int, payload: memoryview) -> Any:
         if len(payload) != _complex.size:
             raise ValueError(f"a complex number takes {_complex.size} bytes, got {len(payload)}")
         return complex(*_complex.unpack(payload))
+    if code == _REF:
+        return ArrayRef(*_ref_fields.decode(payload), load=_loader.get())
     raise ValueError(f"unknown extension type {code}")
 
 
@@ -475,6 +603,8 @@ def _digest(value: Any, path: Path) -> bytes:
         case "bytes":
             return _hash(b"y", value)
         case "array":
+            if isinstance(value, ArrayRef):
+                return value.digest
             array = _array(value, path)
             name = _names.get(array.dtype) or _names.setdefault(array.dtype, array.dtype.name)
             return _hash(b"a", _payload_head(name, array.shape)[2:], _raw(array))
@@ -515,6 +645,8 @@ def _equal(a: Any, b: Any, path: Path) -> bool:
         if found == "dict":
             return all(key in b and _equal(item, b[key], (*path, key)) for key, item in dict.items(a))
         return all(_equal(x, y, (*path, index)) for index, (x, y) in enumerate(zip(a, b, strict=True)))
+    if found == "array" and (isinstance(a, ArrayRef) or isinstance(b, ArrayRef)):
+        return _digest(a, path) == _digest(b, path)
     if found == "array":
         x, y = _array(a, path), _array(b, path)
         return x.dtype.name == y.dtype.name and x.shape == y.shape and bytes(_raw(x)) == bytes(_raw(y))
@@ -568,9 +700,26 @@ def array_digest(head: bytes, raw: bytes | memoryview) -> bytes:
     return _hash(b"a", head, raw)
 
 
+def raw_bytes(array: np.ndarray[Any, Any]) -> memoryview:
+    """The elements of an array as `array_of` returns them, as bytes, without a copy."""
+    return _raw(array)
+
+
+def array_hash(dtype: str, shape: tuple[int, ...]) -> hashlib.blake2b:
+    """A hash to update with an array's elements, piece by piece: its digest is then the array's."""
+    state = hashlib.blake2b(b"a", digest_size=16)
+    state.update(msgspec.msgpack.encode((dtype, shape)))
+    return state
+
+
 def list_digest(items: Iterable[bytes]) -> bytes:
     """The digest of a list, from those of its items."""
     return _hash(b"l", *items)
+
+
+def tuple_digest(items: Iterable[bytes]) -> bytes:
+    """The digest of a tuple, from those of its items."""
+    return _hash(b"t", *items)
 
 
 def dict_digest(items: Iterable[tuple[Any, bytes]]) -> bytes:

@@ -126,8 +126,8 @@ class Writer:
         Events are numbered and queued in one order: call it for the next event of a trace before awaiting anything
         else. While Redis is away it waits. A cancelled append may still be carried out, so its number is spent.
 
-        `final` gives it the greatest id of all and lets the trace expire. `done`, a model and a queue entry's id,
-        settles that entry in the same round trip.
+        `final` gives it the greatest id of all and lets the trace expire, its blobs with it. `done`, a model and a
+        queue entry's id, settles that entry in the same round trip.
 
         Raises:
             Fenced: the stream holds this event or a later one.
@@ -140,12 +140,12 @@ class Writer:
         id_ = event_id(attempt, seq, final=final)
         if len(data) > ENTRY_BYTES:
             raise EntryTooLarge(f"event {attempt}-{seq} takes {len(data)} bytes, an entry holds {ENTRY_BYTES}")
-        key = self._keys.events(trace)
+        key, blobs = self._keys.events(trace), self._keys.blobs(trace)
         after: list[tuple[Any, ...]] = []
         if final:
-            after = [("EXPIRE", name, self._retention_s) for name in (key, self._keys.known(trace))]
+            after = [("EXPIRE", name, self._retention_s) for name in (key, self._keys.known(trace), blobs)]
         elif seq == 0:
-            after = [("EXPIRE", key, UNFINISHED_S)]
+            after = [("EXPIRE", name, UNFINISHED_S) for name in (key, blobs)]
         if done is not None:
             after += [("XACK", self._keys.queue(done[0]), GROUP, done[1]), ("XDEL", self._keys.queue(done[0]), done[1])]
         item = _Append(key, id_, data, after, self._loop.create_future())

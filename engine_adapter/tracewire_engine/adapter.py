@@ -1,7 +1,8 @@
 """The adapter: one task group that takes submissions, runs each as a trace, and answers for its engine.
 
 Tasks: *intake* takes submissions off the model's queue, up to the engine's capacity; one task a trace runs it
-(`trace.py`); the *link reader* hands what the workers report to the traces; the *heartbeat* renews the engine's entry
+(`trace.py`); the *link reader* hands what the workers report to the traces, and the *blob reader* brings their large
+arrays to the bus first; the *heartbeat* renews the engine's entry
 in the registry. When the adapter is told to stop it takes nothing new, lets what runs finish for a while, fails the
 rest with the reason on each trace's own stream, and leaves.
 """
@@ -24,9 +25,11 @@ from tracewire_bus.streams import Bus, BusError, Fenced, Taken, Writer
 from tracewire_bus.tree import ModuleTree, check_block
 from tracewire_bus.values import unpack
 
+from .blob_link import BlobChunk
 from .engine import Engine, EngineLost, Rejection
 from .feed import Feed
-from .link import Placed
+from .inputs import Inputs
+from .link import Placed, Report
 from .trace import Half, TraceRun
 
 __all__ = ["Adapter", "Settings"]
@@ -63,6 +66,7 @@ class Adapter:
         self._settings = settings or Settings()
         self._tree = ModuleTree(info)
         self._halves: dict[str, Half] = {}
+        self._inputs = Inputs(bus.blobs, engine.inputs)
         self._names = itertools.count()
         self._runs: set[anyio.CancelScope] = set()
         self._stopping = anyio.Event()
@@ -84,6 +88,7 @@ class Adapter:
         """Serve until `stop` is called or the engine is lost (see `lost`)."""
         async with self._bus.writer() as writer, anyio.create_task_group() as group:
             group.start_soon(self._read_link)
+            group.start_soon(self._read_large)
             await self._bus.register(self._info, self._settings.lease_s)
             group.start_soon(self._heartbeat)
             logger.info("serving %s as engine %s", self._info.model, self._info.engine)
@@ -163,7 +168,10 @@ class Adapter:
         status: Status = "failed"
         try:
             with scope, expired:
-                await run.run()
+                async with self._inputs.of(submission):
+                    await run.run()
+        except Rejection as rejection:
+            status, failure = "rejected", rejection.failure
         except EngineLost:
             self.lost = True
             self.stop()
@@ -299,14 +307,37 @@ class Adapter:
                     half = self._halves.get(entry.request)
                     if half is not None:
                         half.read(entry.choice, index, items, data, report.time)
-            for step in report.steps:
-                half = self._halves.get(step.request)
-                if half is not None:
-                    half.step(step, report.time)
-            for finish in report.finishes:
-                half = self._halves.get(finish.request)
-                if half is not None:
-                    half.finish(finish)
+            self._reported(report)
+
+    def _reported(self, report: Report) -> None:
+        for step in report.steps:
+            half = self._halves.get(step.request)
+            if half is not None:
+                half.step(step, report.time)
+        for finish in report.finishes:
+            half = self._halves.get(finish.request)
+            if half is not None:
+                half.finish(finish)
+
+    async def _read_large(self) -> None:
+        """Bring large arrays to the bus, and hand on what refers to them when they are there."""
+        async for item in self._engine.large():
+            if isinstance(item, BlobChunk):
+                await self._keep(item)
+            else:
+                self._reported(item)
+
+    async def _keep(self, chunk: BlobChunk) -> None:
+        half = self._halves.get(chunk.request)
+        if half is None:
+            # Its trace has ended without it.
+            return
+        half.large = True
+        try:
+            await self._bus.blobs.put(half.trace, chunk.blob, chunk.number, chunk.data)
+        except BusError:
+            # Whoever loads it will find it missing; the others go on.
+            logger.exception("a chunk of a large value of trace %s was refused", half.trace)
 
     async def _heartbeat(self) -> None:
         info = self._info

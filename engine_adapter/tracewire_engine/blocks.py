@@ -16,6 +16,7 @@ import linecache
 import traceback
 import types
 from collections import OrderedDict
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -27,9 +28,10 @@ from nnsight.modeling.vllm.tracer import VLLMTracer
 
 from tracewire_bus.codec import digest_bytes
 from tracewire_bus.messages import Block, Failure
-from tracewire_bus.values import unpack
+from tracewire_bus.values import ArrayRef, unpack
 
 from . import watchdog
+from .inputs import input_path
 
 __all__ = ["BlockCache", "BlockMediator", "BlockTracer", "LiveValues", "failure_of", "is_stop", "to_tensors"]
 
@@ -140,16 +142,28 @@ def _tensor(array: np.ndarray[Any, Any], device: torch.device) -> torch.Tensor:
     return torch.frombuffer(flat, dtype=dtype).reshape(array.shape).to(device)
 
 
-def to_tensors(value: Any, device: torch.device) -> Any:
-    """`value` with every array in it as a tensor on `device`; containers are new, so that a block may change them."""
+def _mapped(ref: ArrayRef, device: torch.device, folder: Path) -> torch.Tensor:
+    """A tensor of its own memory from the file of a large array. Pages are read, and copied, as they are needed."""
+    dtype = _TORCH_NAMES.get(ref.dtype) or getattr(torch, ref.dtype)
+    flat = torch.from_file(str(input_path(folder, ref)), shared=False, size=ref.nbytes, dtype=torch.uint8)
+    return flat.view(dtype).reshape(ref.shape).to(device)
+
+
+def to_tensors(value: Any, device: torch.device, folder: Path = Path()) -> Any:
+    """`value` with every array in it as a tensor on `device`; containers are new, so that a block may change them.
+
+    What only refers to an array is found in `folder` (see `inputs.py`).
+    """
     if isinstance(value, np.ndarray):
         return _tensor(value, device)
+    if isinstance(value, ArrayRef):
+        return _mapped(value, device, folder)
     if isinstance(value, list):
-        return [to_tensors(item, device) for item in value]
+        return [to_tensors(item, device, folder) for item in value]
     if isinstance(value, tuple):
-        return tuple(to_tensors(item, device) for item in value)
+        return tuple(to_tensors(item, device, folder) for item in value)
     if isinstance(value, dict):
-        return {key: to_tensors(item, device) for key, item in value.items()}
+        return {key: to_tensors(item, device, folder) for key, item in value.items()}
     return value
 
 
@@ -185,9 +199,10 @@ class _Compiled:
 class BlockCache:
     """Compiled blocks by the digest of their text, the least recently used dropped beyond `size`."""
 
-    def __init__(self, model: Any, device: torch.device, size: int = 256) -> None:
+    def __init__(self, model: Any, device: torch.device, folder: Path = Path(), size: int = 256) -> None:
         self._model = model
         self._device = device
+        self._folder = folder
         self._size = size
         self._compiled: OrderedDict[bytes, _Compiled] = OrderedDict()
 
@@ -222,9 +237,9 @@ class BlockCache:
         model, tracer, live_name = message.parameters
         scope[model] = self._model
         scope[tracer] = BlockTracer(self._model)
-        scope[live_name] = LiveValues(to_tensors(unpack(live), self._device))
+        scope[live_name] = LiveValues(to_tensors(unpack(live), self._device, self._folder))
 
-        variables: dict[str, Any] = to_tensors(unpack(message.variables), self._device)
+        variables: dict[str, Any] = to_tensors(unpack(message.variables), self._device, self._folder)
         if compiled.helpers:
             # Helpers see the block's variables as their globals; defined together, they see each other.
             shared = {**scope, **variables}

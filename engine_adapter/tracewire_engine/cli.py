@@ -19,6 +19,8 @@ from pathlib import Path
 
 import anyio
 
+from tracewire_bus.blobs import THRESHOLD_BYTES
+
 __all__ = ["LOOP", "demo_model", "main"]
 
 logger = logging.getLogger("tracewire")
@@ -77,6 +79,13 @@ def main(arguments: list[str] | None = None) -> int:
         help="how long a block may compute without asking the model for anything (0: any time)",
     )
     ours.add_argument(
+        "--blob-threshold",
+        type=int,
+        default=THRESHOLD_BYTES,
+        metavar="BYTES",
+        help="saved arrays of more bytes than this are fetched by those who want them (0: no array is)",
+    )
+    ours.add_argument(
         "--check-collect",
         action="store_true",
         help="check every trace's saves against what nnsight's own collect returns (costs throughput)",
@@ -107,10 +116,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _serve(vllm_arguments: object, name: str, options: argparse.Namespace) -> int:
+    from .blob_link import BlobReceiver
     from .link import LinkReceiver
     from .model import build_engine, describe
 
-    with LinkReceiver() as link:
+    with LinkReceiver() as link, BlobReceiver(link.address) as blobs:
         # Built on the main thread, which the kernel ties the engine's processes to.
         model = build_engine(
             vllm_arguments,
@@ -118,22 +128,23 @@ def _serve(vllm_arguments: object, name: str, options: argparse.Namespace) -> in
             options.tap,
             check_collect=options.check_collect,
             block_timeout_s=options.block_timeout,
+            blob_threshold=options.blob_threshold,
         )
         try:
             info = describe(model, name, options.capacity)
-            return anyio.run(partial(_run, model, link, info, options), backend_options=LOOP)
+            return anyio.run(partial(_run, model, link, blobs, info, options), backend_options=LOOP)
         finally:
             model.vllm_entrypoint.shutdown()
             model.vllm_entrypoint = None
 
 
-async def _run(model: object, link: object, info: object, options: argparse.Namespace) -> int:
+async def _run(model: object, link: object, blobs: object, info: object, options: argparse.Namespace) -> int:
     from tracewire_bus.streams import Bus
 
     from .adapter import Adapter, Settings
     from .vllm_engine import VllmEngine
 
-    engine = VllmEngine(model, link)  # type: ignore[arg-type]
+    engine = VllmEngine(model, link, blobs)  # type: ignore[arg-type]
     async with Bus.open(options.url, prefix=options.prefix) as bus:
         adapter = Adapter(engine, info, bus, Settings(drain_s=options.drain))  # type: ignore[arg-type]
 

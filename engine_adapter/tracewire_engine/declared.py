@@ -27,7 +27,7 @@ from tracewire_bus.messages import Ablate, Clamp, Failure, LogitLens, Probe, Ste
 from tracewire_bus.values import ext_hook, unpack
 
 from .blocks import to_tensors
-from .hosting import NAMES
+from .hosting import TORCH_DTYPES
 from .link import Batch, Layout, LayoutEntry, Part, Placed, Slot
 
 __all__ = ["Declaration", "DeclaredInterleaver", "DeclaredRequests"]
@@ -602,7 +602,7 @@ class DeclaredRequests:
             parts: list[list[Part]] = [[] for _ in collector.members]
             for name, values in results.items():
                 size = values.nbytes // max(1, values.shape[0])
-                dtype = NAMES[values.dtype]
+                dtype = TORCH_DTYPES[values.dtype]
                 row = 0
                 mean = isinstance(collector.one, Probe) and collector.one.reduce == "mean"
                 for index, count in enumerate(collector.counts):

@@ -7,12 +7,14 @@ load and fault tests of the bus put a scripted engine behind the same seam.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 
 from tracewire_bus.messages import Failure, Submission
 
+from .blob_link import BlobChunk
 from .link import Report
 
 __all__ = ["Choice", "Engine", "EngineLost", "Outputs", "Prepared", "Rejection"]
@@ -95,6 +97,15 @@ class Engine(Protocol):
 
     def reports(self) -> AsyncIterator[Report]:
         """What the workers report, step by step."""
+        ...
+
+    def large(self) -> AsyncIterator[BlobChunk | Report]:
+        """Large arrays that the workers send, in chunks, and the reports that come behind them."""
+        ...
+
+    @property
+    def inputs(self) -> Path:
+        """Folder in which the workers look for submissions' large variables."""
         ...
 
     @property

@@ -10,6 +10,7 @@ bytes, a `Late` array, is made one step later.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
@@ -24,10 +25,10 @@ from tracewire_bus.values import (
     payload_digest,
 )
 
-__all__ = ["NAMES", "HostCopy", "Late", "ToHost", "encoded_late"]
+__all__ = ["TORCH_DTYPES", "HostCopy", "Late", "ToHost", "encoded_late"]
 
-#: The dtypes that travel, by their names on the wire.
-NAMES: dict[torch.dtype, str] = {
+#: The names of torch's dtypes that can travel.
+TORCH_DTYPES: dict[torch.dtype, str] = {
     dtype: name for name in sorted(DTYPES) if isinstance(dtype := getattr(torch, name, None), torch.dtype)
 }
 
@@ -37,7 +38,7 @@ def _plain(tensor: Any) -> bool:
     return (
         type(tensor) is torch.Tensor
         and tensor.layout is torch.strided
-        and tensor.dtype in NAMES
+        and tensor.dtype in TORCH_DTYPES
         and not tensor.requires_grad
         and not tensor.is_meta
         and not tensor.is_conj()
@@ -81,12 +82,14 @@ class ToHost:
     @property
     def there(self) -> bool:
         """Whether the bytes can be read without waiting."""
-        return self._copied is None or self._copied.query()
+        copied = self._copied
+        return copied is None or copied.query()
 
     def bytes(self) -> memoryview:
         """The bytes; waits for them."""
-        if self._copied is not None:
-            self._copied.synchronize()
+        copied = self._copied
+        if copied is not None:
+            copied.synchronize()
             self._copied = None
         return memoryview(self._host.numpy())
 
@@ -109,11 +112,15 @@ class Late:
 
     def payload(self) -> bytes:
         """Its payload; waits for the copy."""
-        if self._payload is None:
-            assert self._copy is not None
-            raw = self._copy.bytes()[self._start : self._stop]
-            self._payload, self._copy = array_payload(self._dtype, self._shape, raw), None
-        return self._payload
+        # Two threads may ask at once. The copy is let go of after the payload is there.
+        copy, payload = self._copy, self._payload
+        if payload is None and copy is not None:
+            raw = copy.bytes()[self._start : self._stop]
+            payload = self._payload = array_payload(self._dtype, self._shape, raw)
+            self._copy = None
+        found = payload or self._payload
+        assert found is not None
+        return found
 
     def digest(self) -> bytes:
         """Its digest; waits for the copy."""
@@ -137,10 +144,12 @@ class HostCopy:
     """Saved values in host memory: payloads of the tensors it was primed with, and anything else on demand.
 
     It knows tensors by identity, so it is good for as long as they are held, and for one moment of their contents.
-    With `late`, what is primed on a GPU comes as `Late` arrays, and `under_way` names the last copy.
+    Tensors of more than `threshold` bytes (0: none) are not its business: see `large.py`. With `late`, what is primed
+    on a GPU comes as `Late` arrays, and `under_way` names the last copy.
     """
 
-    def __init__(self, *, late: bool = False) -> None:
+    def __init__(self, threshold: int = 0, *, late: bool = False) -> None:
+        self._most = threshold or math.inf
         self._late = late
         self.under_way: ToHost | None = None
         self._payloads: dict[int, bytes | Late] = {}
@@ -150,7 +159,7 @@ class HostCopy:
         """Copy tensors to the host, all of one dtype and device in one go. Others are left for later."""
         groups: dict[tuple[torch.dtype, torch.device], dict[int, torch.Tensor]] = {}
         for tensor in tensors:
-            if _plain(tensor):
+            if _plain(tensor) and tensor.nbytes <= self._most:
                 groups.setdefault((tensor.dtype, tensor.device), {})[id(tensor)] = tensor
         for (dtype, device), group in groups.items():
             flat = [tensor.reshape(-1) for tensor in group.values()]
@@ -164,9 +173,9 @@ class HostCopy:
             for key, tensor in group.items():
                 stop, shape = start + tensor.nbytes, tuple(tensor.shape)
                 self._payloads[key] = (
-                    Late(copy, NAMES[dtype], shape, start, stop)
+                    Late(copy, TORCH_DTYPES[dtype], shape, start, stop)
                     if raw is None
-                    else array_payload(NAMES[dtype], shape, raw[start:stop])
+                    else array_payload(TORCH_DTYPES[dtype], shape, raw[start:stop])
                 )
                 start = stop
 

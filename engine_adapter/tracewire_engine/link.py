@@ -66,6 +66,8 @@ class FinishRecord(msgspec.Struct, array_like=True):
     save_errors: dict[str, str] = {}
     error: Failure | None = None
     stopped: bool = False
+    #: How many step records there are of this choice: those with large arrays come by another way than the rest.
+    steps: int = 0
 
 
 class Placed(msgspec.Struct, array_like=True):

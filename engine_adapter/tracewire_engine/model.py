@@ -26,7 +26,7 @@ from tracewire_bus.messages import EngineInfo, ModuleInfo, Versions
 
 from .orphans import ADAPTER_PID
 from .residual import find_layers
-from .wiring import BLOCK_TIMEOUT, CHECK_COLLECT, LINK_ADDRESS
+from .wiring import BLOB_THRESHOLD, BLOCK_TIMEOUT, CHECK_COLLECT, LINK_ADDRESS
 
 __all__ = ["EngineModel", "UnsupportedSetting", "build_engine", "describe", "refuse_unsupported", "versions"]
 
@@ -95,12 +95,14 @@ def build_engine(
     *,
     check_collect: bool = False,
     block_timeout_s: float = 10.0,
+    blob_threshold: int = 0,
 ) -> EngineModel:
     """Start `AsyncLLM` (its processes included) and return nnsight's model around it.
 
     Blocks until the engine is ready. `vllm_entrypoint` of the result is the `AsyncLLM`. With `check_collect`, every
     trace's manifest is made from what nnsight's own collect returns, at the cost of that collect. `block_timeout_s`
-    limits each turn of a block (see `watchdog.py`); 0 for no limit.
+    limits each turn of a block (see `watchdog.py`); 0 for no limit. Saved arrays of more than `blob_threshold` bytes
+    travel in blobs; with 0, none does.
     """
     refuse_unsupported(arguments)
     os.environ[ADAPTER_PID] = str(os.getpid())
@@ -123,6 +125,7 @@ def build_engine(
         LINK_ADDRESS: link_address,
         CHECK_COLLECT: check_collect,
         BLOCK_TIMEOUT: block_timeout_s,
+        BLOB_THRESHOLD: blob_threshold,
     }
     return EngineModel(arguments.model, mode="async", dispatch=True, taps=taps, **options)
 

@@ -4,7 +4,8 @@ nnsight's runner interleaves blocks with the forward pass, the logits and the sa
 comes in (source text on the request, see `blocks.py`, instead of a pickled mediator) and how what it saved gets out:
 at the end of `sample_tokens`, on the thread that the blocks run on, what each live request newly saved leaves by the
 link in one message a step, and a request's worker state goes when the scheduler says that the request is over. There
-is no RPC on either way.
+is no RPC on either way. What large arrays need besides being frozen, and the reports of requests that have any, is left
+to another thread (`large.py`, `blob_link.py`).
 
 `TracewireRunner` is mixed into vLLM's runner for the platform at hand; see `worker.py`.
 """
@@ -30,13 +31,24 @@ from tracewire_bus.messages import Failure, Manifest
 from tracewire_bus.values import digest
 
 from . import marks, watchdog
+from .blob_link import BlobSender
 from .blocks import BlockCache, BlockMediator, failure_of, is_stop
 from .declared import Declaration, DeclaredInterleaver, DeclaredRequests
 from .hosting import HostCopy, ToHost, encoded_late
+from .large import Hold
 from .link import FinishRecord, LinkSender, Report, StepRecord
 from .residual import Residual, find_layers, find_norm
-from .saves import SaveTracker
-from .wiring import BLOCK_ARG, BLOCK_TIMEOUT, CHECK_COLLECT, DECLARED_ARG, LINK_ADDRESS, LIVE_ARG
+from .saves import Ending, SaveTracker
+from .wiring import (
+    BLOB_THRESHOLD,
+    BLOCK_ARG,
+    BLOCK_TIMEOUT,
+    CHECK_COLLECT,
+    DECLARED_ARG,
+    LINK_ADDRESS,
+    LIVE_ARG,
+    inputs_folder,
+)
 
 __all__ = ["TracedModel", "TracedRequests", "TracewireRunner"]
 
@@ -71,12 +83,14 @@ class TracedModel(VLLM):
 class _Traced:
     """What the runner keeps for one live request beside nnsight's own record."""
 
-    __slots__ = ("ended", "index", "tracker")
+    __slots__ = ("ended", "index", "steps", "tracker")
 
-    def __init__(self) -> None:
-        self.tracker = SaveTracker()
+    def __init__(self, hold: Hold) -> None:
+        self.tracker = SaveTracker(hold)
         self.index = -1
         self.ended = False
+        #: How many steps have been reported.
+        self.steps = 0
 
 
 class TracedRequests(Requests):
@@ -85,10 +99,11 @@ class TracedRequests(Requests):
     A request without a block is not in it, so that it costs a step nothing; what it declares is in `declared`.
     """
 
-    def __init__(self, blocks: BlockCache, declared: DeclaredRequests) -> None:
+    def __init__(self, blocks: BlockCache, declared: DeclaredRequests, hold: Hold) -> None:
         super().__init__()
         self.blocks = blocks
         self.declared = declared
+        self.hold = hold
         self.traced: dict[str, _Traced] = {}
 
     def add(self, new_requests: list[Any], persistent_objects: dict[str, Any]) -> None:
@@ -102,8 +117,8 @@ class TracedRequests(Requests):
                 del self.requests[data.req_id]
             if (block is None and request.error is None) or data.req_id in self.traced:
                 continue
-            traced = self.traced[data.req_id] = _Traced()
-            traced.tracker.taken = frozenset(names)
+            traced = self.traced[data.req_id] = _Traced(self.hold)
+            traced.tracker.reserved = frozenset(names)
             if block is None:
                 continue
             try:
@@ -170,20 +185,24 @@ class TracewireRunner(NNsightGPUModelRunner):
         model = self.nnsight_model
         model.__class__ = TracedModel
         model.__dict__["_tracewire_layers"] = find_layers(self.get_model().named_modules())
+        address = self.vllm_config.additional_config.get(LINK_ADDRESS)
+        self.tracewire_hold = Hold(self.vllm_config.additional_config.get(BLOB_THRESHOLD, 0))
         self.tracewire_declared = DeclaredRequests(self.device)
         DeclaredInterleaver.install(model.interleaver, self.tracewire_declared, self.get_model())
-        self.nnsight_requests = TracedRequests(BlockCache(model, self.device), self.tracewire_declared)
+        self.nnsight_requests = TracedRequests(
+            BlockCache(model, self.device, inputs_folder(address or "")), self.tracewire_declared, self.tracewire_hold
+        )
         self.tracewire_norm = find_norm(self.get_model(), model.__dict__["_tracewire_layers"])
         self.tracewire_unsent = _Unsent(Report())
         self.tracewire_behind: deque[_Unsent] = deque()
         self.tracewire_unwatched = False
         kind: Any = type(model)
         self.tracewire_phases = frozenset(value._location(model) for value in (kind.logits, kind.samples))
-        address = self.vllm_config.additional_config.get(LINK_ADDRESS)
         # Every rank runs every block, and gathers what it reads: one rank's values are all there are.
         reporting = get_tp_group().rank_in_group == 0 and get_pp_group().rank_in_group == 0
         self.tracewire_check_collect = bool(self.vllm_config.additional_config.get(CHECK_COLLECT))
         self.tracewire_link = LinkSender(address) if address and reporting else None
+        self.tracewire_blobs = BlobSender(address) if address and reporting else None
 
     def _update_states(self, scheduler_output: Any) -> Any:
         if scheduler_output.finished_req_ids:
@@ -280,7 +299,7 @@ class TracewireRunner(NNsightGPUModelRunner):
         if not live or self.tracewire_link is None:
             return
         unsent = self.tracewire_unsent
-        host = HostCopy(late=True)
+        host = HostCopy(self.tracewire_hold.threshold, late=True)
         try:
             host.prime(value for _, traced, saves in live for value in traced.tracker.fresh(saves))
         except Exception:  # out of memory, say: each trace then copies its own, and fails on its own
@@ -295,6 +314,10 @@ class TracewireRunner(NNsightGPUModelRunner):
             ended = "" if traced.ended else self._ended(request)
             traced.ended = traced.ended or bool(ended)
             record = StepRecord(request.engine_id, request.index, traced.index, _NO_DELTAS, ended)
+            traced.steps += 1
+            if traced.tracker.large and self.tracewire_blobs is not None:
+                self.tracewire_blobs.step(record, deltas, traced.tracker.taken)
+                continue
             unsent.report.steps.append(record)
             if deltas and host.under_way is not None:
                 unsent.steps.append((record, deltas))
@@ -336,7 +359,7 @@ class TracewireRunner(NNsightGPUModelRunner):
                         requests.finish_dangling(mediator, taps)
                 requests.record(mediator)
             if self.tracewire_link is not None:
-                self.tracewire_unsent.report.finishes.append(self._finish_record(request, traced))
+                self._report_finish(request, traced)
             if mediator is not None:
                 marks.release(mediator)
                 if isinstance(mediator, BlockMediator):
@@ -353,20 +376,28 @@ class TracewireRunner(NNsightGPUModelRunner):
         saves: dict[str, Any] = sequences[0]["saves"]
         return saves
 
-    def _finish_record(self, request: Request, traced: _Traced) -> FinishRecord:
+    def _report_finish(self, request: Request, traced: _Traced) -> None:
         saves = request.saves()
         deltas: list[Any] = []
         manifest: list[Manifest] = []
+        ending: Ending | None = None
+        collected: dict[str, Any] = {}
+
+        def check(manifest: list[Manifest]) -> None:
+            for entry in manifest if collected else ():
+                entry.digest = digest(HostCopy()(collected[entry.name]))
+
         error: Any = request.error
         if isinstance(error, dict):  # nnsight's own form
             error = Failure(type=error["type_name"], message=error["message"], field="block")
         stopped = False
         try:
-            deltas, manifest = traced.tracker.finish(saves, 0, request.index, HostCopy())
+            ending = traced.tracker.ending(saves, 0, request.index)
+            if not traced.tracker.large:
+                deltas, manifest, _ = ending.compare()
             if self.tracewire_check_collect:
                 collected = self._collected(request)
-                for entry in manifest:
-                    entry.digest = digest(HostCopy()(collected[entry.name]))
+                check(manifest)
         except Exception as exception:  # a save of a hostile type: the trace fails, the engine does not
             logger.exception("could not report the saves of %s", request.engine_id)
             error = error or Failure(type=type(exception).__name__, message=f"its saves could not be read: {exception}")
@@ -379,7 +410,7 @@ class TracewireRunner(NNsightGPUModelRunner):
             elif getattr(mediator, "nnsight_error", None) is not None and mediator.raised is not None:
                 # Still waiting, when its request ended, for something that the model had run past.
                 error = failure_of(mediator.raised, mediator.compiled)
-        return FinishRecord(
+        record = FinishRecord(
             request=request.engine_id,
             choice=request.index,
             deltas=msgspec.Raw(_encoder.encode(deltas)),
@@ -387,7 +418,12 @@ class TracewireRunner(NNsightGPUModelRunner):
             save_errors=traced.tracker.errors,
             error=error,
             stopped=stopped,
+            steps=traced.steps,
         )
+        if traced.tracker.large and self.tracewire_blobs is not None:
+            self.tracewire_blobs.finish(record, ending, check)
+        else:
+            self.tracewire_unsent.report.finishes.append(record)
 
     def _hint(self, exception: BaseException) -> str:
         """For a module path that does not exist: the nearest one that does."""

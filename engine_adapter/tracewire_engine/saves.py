@@ -7,6 +7,9 @@ replaced items. `finish` compares contents, which sees values changed in place a
 what the block holds in the end.
 
 Identity is only meaningful while the object lives, so the shadow holds what it has sent.
+
+Arrays above a threshold are frozen instead of encoded (`large.py`). A tracker that has any is `large`: its deltas are
+for the thread that sends blobs to encode, and its end is in two parts, of which that thread does the comparing.
 """
 
 from __future__ import annotations
@@ -34,8 +37,9 @@ from tracewire_bus.values import (
 )
 
 from .hosting import HostCopy, Late
+from .large import Copies, Frozen, Hold, LargeArray
 
-__all__ = ["SaveTracker"]
+__all__ = ["Ending", "SaveTracker"]
 
 #: Items of one list looked at again in one step, besides its new ones; longer lists are gone through in turns.
 WINDOW = 256
@@ -54,26 +58,13 @@ _FIXED = (int, float, bool, str, bytes, type(None), complex)
 class _Leaf:
     """A value without items of its own, as the consumer has it."""
 
-    __slots__ = ("_digest", "_late", "payload", "value")
+    __slots__ = ("digest", "payload", "value")
 
-    def __init__(self, value: Any, digest: bytes, payload: bytes | None, late: Late | None = None) -> None:
+    def __init__(self, value: Any, digest: bytes | Frozen | Late, payload: bytes | None) -> None:
         self.value = value
-        self._digest = digest
+        #: Of what was sent; or that itself, if its digest may not be known yet: large, or still on its way to the host.
+        self.digest = digest
         self.payload = payload
-        self._late = late
-
-    @property
-    def digest(self) -> bytes:
-        """Of the value as it was sent."""
-        return self._digest
-
-    def settle(self) -> None:
-        """Take over what was still on its way when the value was sent."""
-        late, self._late = self._late, None
-        if late is not None:
-            self._digest = late.digest()
-            if late.size <= KEPT_BYTES:
-                self.payload = late.payload()
 
 
 class _Box:
@@ -119,14 +110,19 @@ _Shadow = _Leaf | _Box
 
 
 class SaveTracker:
-    """The shadow of one choice's saves."""
+    """The shadow of one choice's saves. What counts as large in them, `hold` says; without one, nothing does."""
 
-    def __init__(self) -> None:
+    def __init__(self, hold: Hold | None = None) -> None:
+        self._hold = hold or Hold(0)
+        #: Large arrays that the last `step` froze: they are to be sent before its deltas.
+        self.taken: list[LargeArray] = []
+        #: Whether there have been any so far.
+        self.large = False
         self._names: dict[str, _Shadow] = {}
         #: Saves that cannot travel, by name, with the reason.
         self.errors: dict[str, str] = {}
         #: Names under which a declared intervention of the same request saves.
-        self.taken: frozenset[str] = frozenset()
+        self.reserved: frozenset[str] = frozenset()
 
     # --- one step ---------------------------------------------------------------------------------------------------
 
@@ -145,28 +141,33 @@ class SaveTracker:
                 for item in items:
                     yield from _flat(item, 0)
 
-    def step(self, saves: Mapping[str, Any], host: HostCopy | None = None) -> list[Delta]:
-        """The deltas from the last call to now. A save that cannot travel goes to `errors` and leaves the fold."""
-        host = host or HostCopy()
+    def step(self, saves: Mapping[str, Any], host: HostCopy | None = None, *, whole: bool = False) -> list[Delta]:
+        """The deltas from the last call to now. A save that cannot travel goes to `errors` and leaves the fold.
+
+        With `whole`, every item of a long list is looked at, and not a window of it.
+        """
+        copies = Copies(host or HostCopy(self._hold.threshold), self._hold)
         deltas: list[Delta] = []
         for name in [name for name in self._names if name not in saves]:
             self._forget(name, deltas)
         for name, value in saves.items():
             if name in self.errors:
                 continue
-            if name in self.taken:
+            if name in self.reserved:
                 self.errors[name] = f"a declared intervention of this trace saves {name!r}"
                 continue
             mark = len(deltas)
             try:
                 shadow = self._names.get(name)
                 if shadow is None or shadow.value is not value:
-                    wired, self._names[name] = _adopt(value, (name,), host)
+                    wired, self._names[name] = _adopt(value, (name,), copies)
                     deltas.append(Set(path=(name,), value=wired))
                 elif isinstance(shadow, _Box):
-                    _walk(shadow, (name,), host, deltas)
+                    _walk(shadow, (name,), copies, deltas, whole)
             except Unsavable as error:
                 self._refuse(name, error, deltas, mark)
+        self.taken = copies.taken
+        self.large = self.large or bool(copies.taken)
         return deltas
 
     def _forget(self, name: str, deltas: list[Delta]) -> None:
@@ -184,25 +185,75 @@ class SaveTracker:
         self, saves: Mapping[str, Any], invoke: int, choice: int, host: HostCopy | None = None
     ) -> tuple[list[Delta], list[Manifest]]:
         """The deltas that bring the fold to exactly `saves` as they are now, and a manifest of them."""
-        deltas = self.step(saves, host)
+        deltas, manifest, _ = self.ending(saves, invoke, choice, host).compare()
+        return deltas, manifest
+
+    def ending(self, saves: Mapping[str, Any], invoke: int, choice: int, host: HostCopy | None = None) -> Ending:
+        """The first part of `finish`: contents as they are now. The block that saved them has ended."""
+        deltas = self.step(saves, host, whole=True)
         # Contents of now: what was copied for a step is of then.
-        now = HostCopy()
-        now.prime(tensor for shadow in self._names.values() for tensor in _tensors(shadow))
+        local = HostCopy(self._hold.threshold)
+        local.prime(leaf.value for shadow in self._names.values() for leaf in _tensors(shadow))
+        now = Copies(local, self._hold, still=True)
+        if self.large:
+            for name, shadow in list(self._names.items()):
+                try:
+                    for leaf in _large(shadow):
+                        now.freeze(leaf.value, (name,))
+                except Unsavable as error:
+                    self._refuse(name, error, deltas, len(deltas))
+        return Ending(self, saves, invoke, choice, deltas, now)
+
+
+class Ending:
+    """The end of one choice's saves: what is left to send, and to compare with what was sent."""
+
+    def __init__(
+        self,
+        tracker: SaveTracker,
+        saves: Mapping[str, Any],
+        invoke: int,
+        choice: int,
+        deltas: list[Delta],
+        now: Copies,
+    ) -> None:
+        self._tracker = tracker
+        self._saves = saves
+        self._invoke = invoke
+        self._choice = choice
+        self._deltas = deltas
+        self._now = now
+        #: Large arrays that are new, to be sent; and those known, as they are now, to be digested.
+        self.taken = tracker.taken
+        self.again = now.taken
+
+    def compare(self) -> tuple[list[Delta], list[Manifest], list[LargeArray]]:
+        """The last deltas, the manifest, and the large arrays of `again` that differ from what was sent.
+
+        The digests of `taken` and `again` are known by now. For any thread, as long as it is one.
+        """
+        tracker, deltas, now = self._tracker, self._deltas, self._now
         manifest: list[Manifest] = []
-        for name, value in saves.items():
-            if name in self.errors:
+        changed: list[LargeArray] = []
+        for name, value in self._saves.items():
+            if name in tracker.errors:
                 continue
             mark = len(deltas)
             try:
-                final = _correct(self._names[name], (name,), now, deltas)
+                final = _correct(tracker._names[name], (name,), now, deltas, changed)
                 manifest.append(
                     Manifest(
-                        invoke=invoke, choice=choice, name=name, kind=kind(value), length=length(value), digest=final
+                        invoke=self._invoke,
+                        choice=self._choice,
+                        name=name,
+                        kind=kind(value),
+                        length=length(value),
+                        digest=final,
                     )
                 )
             except Unsavable as error:
-                self._refuse(name, error, deltas, mark)
-        return deltas, manifest
+                tracker._refuse(name, error, deltas, mark)
+        return deltas, manifest, changed
 
 
 def _flat(value: Any, depth: int) -> Iterator[Any]:
@@ -215,16 +266,19 @@ def _flat(value: Any, depth: int) -> Iterator[Any]:
             yield from _flat(item, depth + 1)
 
 
-def _adopt(value: Any, path: _Path, host: HostCopy) -> tuple[Any, _Shadow]:
+def _adopt(value: Any, path: _Path, copies: Copies) -> tuple[Any, _Shadow]:
     """A value that is sent whole: as it goes on the wire, and its shadow."""
     cls = type(value)
     if cls is torch.Tensor:
-        payload = host.payload(value)
+        payload = copies.payload(value)
         if isinstance(payload, Late):
-            return payload, _Leaf(value, b"", None, payload)
+            return payload, _Leaf(value, payload, None)
         if payload is not None:
             kept = payload if len(payload) <= KEPT_BYTES else None
             return encoded_array(payload), _Leaf(value, payload_digest(payload), kept)
+        frozen = copies.freeze(value, path)
+        if frozen is not None:
+            return frozen, _Leaf(value, frozen, None)
     elif cls is list or cls in _DICTS:
         if len(path) > MAX_DEPTH:
             raise Unsavable(path[:3], f"containers nest deeper than {MAX_DEPTH} or refer to themselves")
@@ -232,39 +286,43 @@ def _adopt(value: Any, path: _Path, host: HostCopy) -> tuple[Any, _Shadow]:
         if cls is list:
             sent: Any = []
             for index, item in enumerate(value):
-                wired, shadow = _adopt(item, (*path, index), host)
+                wired, shadow = _adopt(item, (*path, index), copies)
                 sent.append(wired)
                 box.append(item, shadow)
         else:
             sent = {}
             for key, item in value.items():
                 plain = path_key(key, path)
-                sent[plain], shadow = _adopt(item, (*path, plain), host)
+                sent[plain], shadow = _adopt(item, (*path, plain), copies)
                 box.put(key, item, shadow)
         return sent, box
-    local = host(value)
+    elif cls not in _FIXED:
+        frozen = copies.freeze(value, path)
+        if frozen is not None:
+            return frozen, _Leaf(value, frozen, None)
+    local = copies.local(value)
     return wire(local, path), _Leaf(value, digest(local), None)
 
 
-def _walk(box: _Box, path: _Path, host: HostCopy, deltas: list[Delta]) -> None:
+def _walk(box: _Box, path: _Path, copies: Copies, deltas: list[Delta], whole: bool) -> None:
     """Find what changed in a container that is the same object as before."""
     value = box.value
     start = stop = 0
     if type(value) is list:
         known = len(box.items)
         if len(value) < known:
-            wired, fresh = _adopt(value, path, host)
+            wired, fresh = _adopt(value, path, copies)
             assert isinstance(fresh, _Box)
             deltas.append(Set(path=path, value=wired))
             box.items, box.shadows, box.boxes, box.cursor = fresh.items, fresh.shadows, fresh.boxes, 0
             return
-        start, stop = box.window()
+        start, stop = (0, known) if whole else box.window()
         for index in _replaced(box.items, value, start, stop):
-            _put(box, index, value[index], (*path, index), host, deltas)
+            _put(box, index, value[index], (*path, index), copies, deltas)
         if len(value) > known:
             sent = []
             for index in range(known, len(value)):
-                wired, shadow = _adopt(value[index], (*path, index), host)
+                wired, shadow = _adopt(value[index], (*path, index), copies)
                 sent.append(wired)
                 box.append(value[index], shadow)
             deltas.append(Append(path=path, items=sent))
@@ -275,17 +333,17 @@ def _walk(box: _Box, path: _Path, host: HostCopy, deltas: list[Delta]) -> None:
             box.boxes.pop(key, None)
         for key, item in value.items():
             if box.items.get(key, _MISSING) is not item:
-                _put(box, key, item, (*path, path_key(key, path)), host, deltas)
+                _put(box, key, item, (*path, path_key(key, path)), copies, deltas)
     if not box.boxes:
         return
     for key, child in list(box.boxes.items()):
         # What was put just now has nothing new; walking it again costs little and finds nothing.
         if len(box.boxes) <= WINDOW or type(value) is not list or start <= key < stop:
-            _walk(child, (*path, path_key(key, path)), host, deltas)
+            _walk(child, (*path, path_key(key, path)), copies, deltas, whole)
 
 
-def _put(box: _Box, key: Any, item: Any, path: _Path, host: HostCopy, deltas: list[Delta]) -> None:
-    wired, shadow = _adopt(item, path, host)
+def _put(box: _Box, key: Any, item: Any, path: _Path, copies: Copies, deltas: list[Delta]) -> None:
+    wired, shadow = _adopt(item, path, copies)
     deltas.append(Set(path=path, value=wired))
     box.put(key, item, shadow)
 
@@ -298,43 +356,63 @@ def _replaced(known: list[Any], value: list[Any], start: int, stop: int) -> list
     return [start + offset for offset, (a, b) in enumerate(zip(old, new, strict=True)) if a is not b]
 
 
-def _tensors(shadow: _Shadow) -> Iterator[Any]:
-    """The tensors among a shadow's values whose contents must be looked at again."""
+def _leaves(shadow: _Shadow) -> Iterator[_Leaf]:
     if isinstance(shadow, _Leaf):
-        if type(shadow.value) is torch.Tensor:
-            yield shadow.value
+        yield shadow
     else:
         for child in shadow.shadows if type(shadow.value) is list else shadow.shadows.values():
-            yield from _tensors(child)
+            yield from _leaves(child)
 
 
-def _correct(shadow: _Shadow, path: _Path, now: HostCopy, deltas: list[Delta]) -> bytes:
+def _tensors(shadow: _Shadow) -> Iterator[_Leaf]:
+    """The tensors among a shadow's values: their contents must be looked at again."""
+    return (leaf for leaf in _leaves(shadow) if type(leaf.value) is torch.Tensor)
+
+
+def _large(shadow: _Shadow) -> Iterator[_Leaf]:
+    """The values among a shadow's that are large, or hold what is."""
+    return (leaf for leaf in _leaves(shadow) if type(leaf.digest) not in (bytes, Late))
+
+
+def _correct(shadow: _Shadow, path: _Path, now: Copies, deltas: list[Delta], changed: list[LargeArray]) -> bytes:
     """Send what differs in content from what was sent, and return the digest of the value as it is now."""
     if isinstance(shadow, _Leaf):
-        if type(shadow.value) in _FIXED:
-            return shadow.digest
-        shadow.settle()
-        payload = now.payload(shadow.value) if type(shadow.value) is torch.Tensor else None
-        assert not isinstance(payload, Late)
-        if payload is not None and payload == shadow.payload:
-            return shadow.digest
-        local = None if payload is not None else now(shadow.value)
-        found = payload_digest(payload) if payload is not None else digest(local)
-        if found != shadow.digest:
-            deltas.append(Set(path=path, value=encoded_array(payload) if payload is not None else wire(local, path)))
-        return found
-    value = shadow.value
-    if type(value) is list:
-        digests = []
-        for index, item in enumerate(value):
-            if shadow.items[index] is not item:
-                # Replaced in a part of a long list that was not looked at again.
-                _put(shadow, index, item, (*path, index), now, deltas)
-            digests.append(_correct(shadow.shadows[index], (*path, index), now, deltas))
-        return list_digest(digests)
+        return _corrected(shadow, path, now, deltas, changed)
+    if type(shadow.value) is list:
+        return list_digest(
+            [_correct(child, (*path, index), now, deltas, changed) for index, child in enumerate(shadow.shadows)]
+        )
     return dict_digest(
-        [(key, _correct(child, (*path, path_key(key, path)), now, deltas)) for key, child in shadow.shadows.items()]
+        [
+            (key, _correct(child, (*path, path_key(key, path)), now, deltas, changed))
+            for key, child in shadow.shadows.items()
+        ]
     )
+
+
+def _corrected(leaf: _Leaf, path: _Path, now: Copies, deltas: list[Delta], changed: list[LargeArray]) -> bytes:
+    value, sent = leaf.value, leaf.digest
+    if isinstance(sent, Late):
+        leaf.payload = sent.payload() if sent.size <= KEPT_BYTES else None
+        sent = leaf.digest = sent.digest()
+    if not isinstance(sent, bytes):
+        frozen = now.frozen(value)
+        assert frozen is not None
+        if frozen.digest != sent.digest:
+            deltas.append(Set(path=path, value=frozen))
+            changed.extend([frozen] if isinstance(frozen, LargeArray) else frozen.arrays)
+        return frozen.digest
+    if type(value) in _FIXED:
+        return sent
+    payload = now.payload(value) if type(value) is torch.Tensor else None
+    assert not isinstance(payload, Late)
+    if payload is not None and payload == leaf.payload:
+        return sent
+    local = None if payload is not None else now.local(value)
+    found = payload_digest(payload) if payload is not None else digest(local)
+    if found != sent:
+        deltas.append(Set(path=path, value=encoded_array(payload) if payload is not None else wire(local, path)))
+    return found
 
 
 _MISSING: Any = object()

@@ -58,7 +58,7 @@ class RawFinal(Final, tag="final"):
 
 
 class _ChoiceHalf:
-    __slots__ = ("ended", "ended_at", "finish", "reads", "reason", "steps", "time")
+    __slots__ = ("ended", "ended_at", "finish", "read", "reads", "reason", "stepped", "steps", "time")
 
     def __init__(self, stops: Sequence[StopWhen]) -> None:
         self.steps: dict[int, msgspec.Raw] = {}
@@ -70,6 +70,15 @@ class _ChoiceHalf:
         #: When the last reported step ended.
         self.time = 0.0
         self.finish: FinishRecord | None = None
+        #: How many records of steps have come, and how many steps' reads.
+        self.stepped = self.read = 0
+
+    def over(self, reads: bool) -> bool:
+        """Whether nothing more will come: its end may overtake what takes another way."""
+        finish = self.finish
+        if finish is None or self.stepped < finish.steps:
+            return False
+        return not reads or finish.error is not None or self.read >= finish.steps
 
 
 class Half:
@@ -79,9 +88,18 @@ class Half:
     """
 
     def __init__(
-        self, choices: int, *, block: bool = True, reads: bool = False, stops: Sequence[StopWhen] = ()
+        self,
+        choices: int,
+        trace: str = "",
+        *,
+        block: bool = True,
+        reads: bool = False,
+        stops: Sequence[StopWhen] = (),
     ) -> None:
+        self.trace = trace
         self.choices = [_ChoiceHalf(stops) for _ in range(choices)]
+        #: Whether large arrays have come, behind which the finish record may wait for Redis.
+        self.large = False
         self._block = block
         self._reads = reads
         #: For the one task that publishes the request's outputs.
@@ -92,6 +110,7 @@ class Half:
         choice = self.choices[record.choice]
         choice.time = ended_at
         choice.steps[record.index] = record.deltas
+        choice.stepped += 1
         if record.ended:
             choice.ended, choice.ended_at = record.ended, record.index
         self._changed.notify()
@@ -100,6 +119,7 @@ class Half:
         """Take what declared interventions read in the step that sampled token `index`."""
         choice = self.choices[choice_index]
         choice.time = ended_at
+        choice.read += 1
         reads = choice.reads
         reads.take(index, items, data)
         if reads.stopped is not None and choice.ended_at is None:
@@ -123,8 +143,10 @@ class Half:
         """
         half = self.choices[choice]
         wanted = range(first, first + count)
-        while half.finish is None and not all(self._there(half, index) for index in wanted):
-            if half.ended_at is not None and half.ended_at in wanted and self._there(half, half.ended_at):
+        while not half.over(self._reads) and not all(self._there(half, index) for index in wanted):
+            ended_at = half.ended_at if half.ended_at in wanted else None
+            # All of them: records that come by two ways may overtake each other.
+            if ended_at is not None and all(self._there(half, index) for index in wanted if index <= ended_at):
                 break
             await self._changed.wait()
         found = [half.steps.pop(index, _NO_DELTAS) for index in wanted]
@@ -137,7 +159,7 @@ class Half:
 
     async def finished(self) -> None:
         """Wait until the workers have reported the end of every choice."""
-        while any(choice.finish is None for choice in self.choices):
+        while not all(choice.over(self._reads) for choice in self.choices):
             await self._changed.wait()
 
 
@@ -255,7 +277,11 @@ class TraceRun:
             half = None
             if self._block is not None or self._declared is not None:
                 half = self._halves[name] = Half(
-                    ready.choices, block=self._block is not None, reads=self._reads, stops=self._stops
+                    ready.choices,
+                    self._submission.trace,
+                    block=self._block is not None,
+                    reads=self._reads,
+                    stops=self._stops,
                 )
             try:
                 outputs = await self._engine.start(name, ready, self._submission.priority)
@@ -350,7 +376,7 @@ class TraceRun:
         for request in self.requests:
             if request.half is None:
                 continue
-            with anyio.move_on_after(1 if self._broken else FINISH_S):
+            with anyio.move_on_after(1 if self._broken else None if request.half.large else FINISH_S):
                 await request.half.finished()
             for index, choice in enumerate(request.half.choices):
                 record = choice.finish

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -18,10 +19,11 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from tracewire_bus.messages import Invoke, Submission
 
+from .blob_link import BlobChunk, BlobReceiver
 from .engine import Choice, EngineLost, Outputs, Prepared, Rejection
 from .link import LinkReceiver, Report
 from .model import EngineModel
-from .wiring import BLOCK_ARG, DECLARED_ARG, LIVE_ARG
+from .wiring import BLOCK_ARG, DECLARED_ARG, LIVE_ARG, inputs_folder
 
 __all__ = ["VllmEngine"]
 
@@ -65,10 +67,11 @@ _RESERVED = frozenset({"extra_args", "output_kind", "skip_reading_prefix_cache",
 class VllmEngine:
     """vLLM's `AsyncLLM`, its tokenizer and the link from its workers."""
 
-    def __init__(self, model: EngineModel, link: LinkReceiver) -> None:
+    def __init__(self, model: EngineModel, link: LinkReceiver, blobs: BlobReceiver) -> None:
         self.model = model
         self.llm: Any = model.vllm_entrypoint
         self._link = link
+        self._blobs = blobs
         self._tokenizer: Any = model.tokenizer
         self._longest_token = max((len(token) for token in self._tokenizer.get_vocab()), default=1)
         # One thread at a time: a tokenizer is not made to be shared.
@@ -189,6 +192,13 @@ class VllmEngine:
 
     def reports(self) -> AsyncIterator[Report]:
         return self._link.reports()
+
+    def large(self) -> AsyncIterator[BlobChunk | Report]:
+        return self._blobs.items()
+
+    @property
+    def inputs(self) -> Path:
+        return inputs_folder(self._link.address)
 
     @property
     def lost(self) -> bool:

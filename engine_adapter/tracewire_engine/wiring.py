@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-__all__ = ["BLOCK_ARG", "BLOCK_TIMEOUT", "CHECK_COLLECT", "DECLARED_ARG", "LINK_ADDRESS", "LIVE_ARG"]
+from pathlib import Path
+
+__all__ = [
+    "BLOB_THRESHOLD",
+    "BLOCK_ARG",
+    "BLOCK_TIMEOUT",
+    "CHECK_COLLECT",
+    "DECLARED_ARG",
+    "LINK_ADDRESS",
+    "LIVE_ARG",
+    "blob_address",
+    "inputs_folder",
+]
 
 #: Keys of a request's `SamplingParams.extra_args`: an encoded `Block`, its encoded declared interventions (a list of
 #: `Placed`), and their packed live parameters.
@@ -18,3 +30,16 @@ CHECK_COLLECT = "tracewire_check_collect"
 
 #: Key of `additional_config`: how long one turn of a block may take, in seconds.
 BLOCK_TIMEOUT = "tracewire_block_timeout"
+
+#: Key of `additional_config`: arrays of more bytes than this travel in blobs; 0 for none.
+BLOB_THRESHOLD = "tracewire_blob_threshold"
+
+
+def blob_address(link_address: str) -> str:
+    """Where large arrays go, beside the link at `link_address` (`ipc://PATH`)."""
+    return f"{link_address}-blobs"
+
+
+def inputs_folder(link_address: str) -> Path:
+    """Folder of the files that hold submissions' large variables: the link's."""
+    return Path(link_address.removeprefix("ipc://")).parent

@@ -21,6 +21,7 @@ This package needs neither torch, vLLM nor nnsight; the engine, which does, is `
 from __future__ import annotations
 
 from tracewire_bus.messages import Ablate, Clamp, Live, LogitLens, Probe, Steer, StopWhen
+from tracewire_bus.values import ArrayRef
 
 from .blocks import Intervention, intervention
 from .client import Client, Prompt, connect
@@ -38,6 +39,7 @@ from .errors import (
     UnknownModulePath,
     UnknownTrace,
     UntransportableVariable,
+    ValueMissing,
 )
 from .events import Accepted, Event, Final, Output, Restarted
 from .model import Model, ModelInfo
@@ -48,6 +50,7 @@ __all__ = [
     "Ablate",
     "Accepted",
     "AmbiguousResult",
+    "ArrayRef",
     "BlockError",
     "BrokenStream",
     "Choice",
@@ -81,6 +84,7 @@ __all__ = [
     "UnknownModulePath",
     "UnknownTrace",
     "UntransportableVariable",
+    "ValueMissing",
     "connect",
     "intervention",
 ]

@@ -21,8 +21,16 @@ from tracewire_bus.messages import Invoke as InvokeMessage
 from tracewire_bus.streams import Bus, BusError
 
 from .blocks import Intervention
-from .errors import ConnectError, TraceRejected, UnknownModel, UnknownTrace, UntransportableVariable, type_name
-from .events import EventReader, bus_errors
+from .errors import (
+    ConnectError,
+    TraceRejected,
+    UnknownModel,
+    UnknownTrace,
+    UntransportableVariable,
+    bus_errors,
+    type_name,
+)
+from .events import EventReader
 from .model import Model, ModelInfo
 from .state import State
 from .trace import Subscription, Trace
@@ -222,10 +230,10 @@ class Client:
             raise TypeError(f"expected a trace's id, got {_shown(trace_id)}")
         bus = self._open_bus()
         try:
-            entries = bus.read(trace_id, since)
+            reader = EventReader(trace_id, bus, since)
         except ValueError:
             raise ValueError(f"since is 'start', 'now' or an event's id '<attempt>-<seq>', not {since!r}") from None
-        return Subscription(self, trace_id, EventReader(trace_id, entries, since), names)
+        return Subscription(self, trace_id, reader, names)
 
     async def state(self, trace_id: str) -> State:
         """A trace's folded state now: replayed up to its present last event.
@@ -238,7 +246,7 @@ class Client:
             tail = await bus.tail_id(trace_id)
             if parse_id(tail) == (0, 0) and not await bus.exists(trace_id):
                 raise UnknownTrace(trace_id)
-            reader = EventReader(trace_id, bus.read(trace_id), "0-0")
+            reader = EventReader(trace_id, bus, "0-0")
         fold = Fold()
         try:
             while parse_id(reader.position) < parse_id(tail) and await reader.next(fold) is not None:

@@ -7,8 +7,13 @@ user's own file and line. All of them are [`TracewireError`][]s.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
+
+import anyio
+
+from tracewire_bus.connection import BusError
 
 if TYPE_CHECKING:
     from tracewire_bus.messages import Failure
@@ -29,6 +34,9 @@ __all__ = [
     "UnknownModulePath",
     "UnknownTrace",
     "UntransportableVariable",
+    "ValueMissing",
+    "bus_errors",
+    "connect_error",
     "rejection",
 ]
 
@@ -237,6 +245,20 @@ class BrokenStream(TracewireError):
     """A trace's events do not fit together, or are of a newer schema than this client reads."""
 
 
+class ValueMissing(TracewireError, LookupError):
+    """A large value that a trace refers to cannot be loaded: it has expired with its trace, or is not whole any more.
+
+    Attributes:
+        trace: the trace's id.
+        name: the saved name that the value was first saved under.
+    """
+
+    def __init__(self, trace: str, name: str, reason: str) -> None:
+        self.trace = trace
+        self.name = name
+        super().__init__(f"the value saved as {name!r} by trace {trace} cannot be loaded: {reason}")
+
+
 class AmbiguousResult(TracewireError, LookupError):
     """`text`, `token_ids` or `saves` was asked of a trace with several choices."""
 
@@ -265,6 +287,20 @@ def rejection(failure: Failure, trace: str) -> TraceRejected:
         )
     error.trace = trace
     return error
+
+
+@contextmanager
+def bus_errors() -> Iterator[None]:
+    """Turn what the bus raises into a `ConnectError`."""
+    try:
+        yield
+    except (anyio.ClosedResourceError, BusError) as error:
+        raise connect_error(error) from error
+
+
+def connect_error(error: anyio.ClosedResourceError | BusError) -> ConnectError:
+    """What the bus raised, in the caller's terms."""
+    return ConnectError("the client is closed" if isinstance(error, anyio.ClosedResourceError) else str(error))
 
 
 def type_name(kind: type) -> str:

@@ -9,8 +9,6 @@ newer version of the same schema added is passed over.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import anyio
@@ -19,15 +17,16 @@ import msgspec
 from tracewire_bus.codec import NewerSchema, UnknownKind, check_schema, decode_deltas, decode_event
 from tracewire_bus.messages import Accepted, Append, Delta, Final, OutputBase, Restarted, Set
 from tracewire_bus.streams import BusError
+from tracewire_bus.values import loading_by
 
-from .errors import BrokenStream, ConnectError
+from .errors import BrokenStream, bus_errors, connect_error
+from .large import LargeValues
 
 if TYPE_CHECKING:
     from tracewire_bus.fold import Fold
-    from tracewire_bus.streams import Entry
-    from tracewire_bus.streams import Subscription as Entries
+    from tracewire_bus.streams import Bus, Entry
 
-__all__ = ["Accepted", "Event", "EventReader", "Final", "Output", "Restarted", "bus_errors", "only"]
+__all__ = ["Accepted", "Event", "EventReader", "Final", "Output", "Restarted", "only"]
 
 logger = logging.getLogger("tracewire")
 
@@ -62,8 +61,10 @@ class Output(OutputBase, tag="o", dict=True):
         names: frozenset[str] | None = self.__dict__.get("_names")
         if names is not None and not names:
             return [[] for _ in self.token_ids]
+        loader = self.__dict__.get("_loader")
         try:
-            deltas = decode_deltas(self.encoded_deltas)
+            with loading_by(loader):
+                deltas = decode_deltas(self.encoded_deltas)
         except msgspec.MsgspecError as error:
             raise BrokenStream(f"what event {self.id} saved cannot be read: {error}") from error
         if names is None:
@@ -78,7 +79,7 @@ class Output(OutputBase, tag="o", dict=True):
     def only(self, names: frozenset[str]) -> Output:
         """This output with only what concerns these saved names."""
         copy = msgspec.structs.replace(self)
-        copy.__dict__["_names"] = names
+        copy.__dict__.update(_names=names, _loader=self.__dict__.get("_loader"))
         return copy
 
     @property
@@ -151,9 +152,10 @@ def only(event: Event, names: frozenset[str]) -> Event:
 class EventReader:
     """Events of one trace, in order, from the entries of its stream. Owns no task and no scope."""
 
-    def __init__(self, trace: str, entries: Entries, since: str) -> None:
+    def __init__(self, trace: str, bus: Bus, since: str) -> None:
         self.trace = trace
-        self._entries = entries
+        self._entries = bus.read(trace, since)
+        self._large = LargeValues(trace, bus)
         self._closed = False
         #: Id of the last entry read, or where reading began.
         self.position = since
@@ -181,7 +183,7 @@ class EventReader:
             except (anyio.ClosedResourceError, BusError) as error:
                 if self._closed:
                     return None
-                raise _connect_error(error) from error
+                raise connect_error(error) from error
             self.position = entry.id
             event = self._decode(entry)
             if event is None:
@@ -198,7 +200,8 @@ class EventReader:
     def _decode(self, entry: Entry) -> Event | None:
         try:
             check_schema(entry.schema)
-            return decode_event(entry.data, Output)
+            with loading_by(self._large.load):
+                event = decode_event(entry.data, Output)
         except NewerSchema as error:
             raise BrokenStream(f"trace {self.trace}, event {entry.id}: {error}") from error
         except UnknownKind as error:
@@ -206,6 +209,10 @@ class EventReader:
             return None
         except msgspec.MsgspecError as error:
             raise BrokenStream(f"trace {self.trace}: event {entry.id} cannot be read: {error}") from error
+        if isinstance(event, Output):
+            # What was saved is decoded later.
+            event.__dict__["_loader"] = self._large.load
+        return event
 
     async def aclose(self) -> None:
         """Stop reading. Idempotent."""
@@ -218,16 +225,3 @@ def _skip(fold: Fold, entry: Entry) -> None:
     attempt, _, seq = entry.id.partition("-")
     if (int(attempt), int(seq)) == (fold.attempt, fold.seq + 1):
         fold.seq += 1
-
-
-@contextmanager
-def bus_errors() -> Iterator[None]:
-    """Turn what the bus raises into a `ConnectError`."""
-    try:
-        yield
-    except (anyio.ClosedResourceError, BusError) as error:
-        raise _connect_error(error) from error
-
-
-def _connect_error(error: anyio.ClosedResourceError | BusError) -> ConnectError:
-    return ConnectError("the client is closed" if isinstance(error, anyio.ClosedResourceError) else str(error))

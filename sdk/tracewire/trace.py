@@ -26,9 +26,11 @@ from .errors import (
     TracewireError,
     UnknownModulePath,
     UnknownTrace,
+    bus_errors,
     rejection,
 )
-from .events import Accepted, Event, EventReader, Output, Restarted, bus_errors, only
+from .events import Accepted, Event, EventReader, Output, Restarted, only
+from .large import without_large
 from .state import Result, State
 
 if TYPE_CHECKING:
@@ -108,11 +110,12 @@ class Trace:
         await self._check_paths()
         with bus_errors():
             try:
+                self._submission = await without_large(self._submission, bus)
                 await bus.submit(self._submission)
             except EntryTooLarge as error:
-                hint = "make the block's variables or the prompts smaller"
+                hint = "arrays of any size can be submitted; make the block's other variables or the prompts smaller"
                 raise TraceRejected("submission", f"{error}: {hint}") from None
-            self._reader = EventReader(self.id, bus.read(self.id), "start")
+            self._reader = EventReader(self.id, bus, "start")
 
     async def _check_paths(self) -> None:
         from tracewire_bus.tree import check_block

@@ -18,6 +18,8 @@ class Proxy:
         self.path = path
         self.url = f"unix://{path}"
         self._streams: set[SocketStream] = set()
+        #: Bytes of the replies that were forwarded.
+        self.delivered = 0
         #: Cut a connection instead of forwarding a reply to a request that held this.
         self.swallow: bytes | None = None
         self.swallowed = anyio.Event()
@@ -52,6 +54,7 @@ class Proxy:
                     if cut:
                         self.swallowed.set()
                         break
+                    self.delivered += len(data)
                     await client.send(data)
                 group.cancel_scope.cancel()
         except* (OSError, anyio.BrokenResourceError, anyio.ClosedResourceError, anyio.EndOfStream):

@@ -28,7 +28,7 @@ from tracewire_bus.messages import (
     Set,
     Usage,
 )
-from tracewire_bus.values import digest, equal, kind, length, wire
+from tracewire_bus.values import ArrayRef, digest, equal, kind, length, wire
 
 
 def manifest_of(saves: dict[str, Any], invoke: int = 0, choice: int = 0) -> list[Manifest]:
@@ -304,3 +304,28 @@ def test_equal_saves_have_one_digest_whoever_folded_them() -> None:
     assert one.digest() == other.digest()
     assert one.digest(["x"]) == other.digest(["x"]) != one.digest()
     assert Fold().digest() == folded(output(0)).digest()
+
+
+def test_references_are_verified_without_what_they_stand_for() -> None:
+    arrays = [np.full((3, 2), number, dtype=np.float32) for number in range(3)]
+    refs = [ArrayRef("float32", (3, 2), digest(array), f"blob{array[0, 0]:g}", "acts") for array in arrays]
+    saves = {"acts": arrays[:2], "last": {"pair": (arrays[2], 1)}}
+    final = Final(attempt=1, seq=2, status="finished", manifest=manifest_of(saves))
+    events = [
+        output(0, Set(path=("acts",), value=wire(refs[:1]))),
+        output(
+            1, Append(path=("acts",), items=[wire(refs[1])]), Set(path=("last",), value=wire({"pair": (refs[2], 1)}))
+        ),
+        final,
+    ]
+    fold = folded(*events)
+    fold.verify()
+    held = saves_of(fold)
+    assert held == {"acts": refs[:2], "last": {"pair": (refs[2], 1)}}
+    assert fold.digest() == digest({"0.0": saves})
+    assert [(kind(value), length(value)) for value in held["acts"]] == [("array", 6)] * 2
+    assert equal(held["acts"][0], arrays[0])
+    assert not equal(held["acts"][0], arrays[1])
+    events[0] = output(0, Set(path=("acts",), value=wire([refs[2]])))
+    with pytest.raises(DigestMismatch, match="acts"):
+        folded(*events).verify()

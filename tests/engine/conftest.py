@@ -20,9 +20,11 @@ from tracewire_bus.embedded import EmbeddedServer
 #: The engine under test runs as bit-stable as a CPU allows.
 ENVIRONMENT = {"VLLM_CPU_ATTN_SPLIT_KV": "0"}
 
+#: Saved arrays of more bytes than this are references, on the shared engine.
+BLOB_THRESHOLD = 65536
 
 #: Test files of this folder that start no engine.
-ENGINELESS = {"test_saves.py", "test_marks.py", "test_declared_plan.py"}
+ENGINELESS = {"test_declared_plan.py", "test_large.py", "test_marks.py", "test_saves.py"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -102,9 +104,8 @@ async def engine_bus() -> AsyncIterator[str]:
 @pytest.fixture(scope="session")
 def engine(engine_bus: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
     """The shared engine. Every trace's saves are also collected by nnsight's own collect and compared by digest."""
-    with running_engine(
-        engine_bus, tmp_path_factory.mktemp("engine"), "--check-collect", "--block-timeout", "3"
-    ) as engine:
+    options = ("--check-collect", "--block-timeout", "3", "--blob-threshold", str(BLOB_THRESHOLD))
+    with running_engine(engine_bus, tmp_path_factory.mktemp("engine"), *options) as engine:
         yield engine
 
 

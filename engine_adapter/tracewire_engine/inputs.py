@@ -1,0 +1,114 @@
+"""Large variables of a submission, brought from the bus to where the workers find them.
+
+What a client put into blobs does not pass through the engine's queues: the adapter writes it to a file in the link's
+folder, chunk by chunk, and the workers map the file. Files are named by the digest of the array that they hold, and it
+is checked, so that traces which share a variable share its file; the last of them removes it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+
+from tracewire_bus.blobs import BlobMissing, Blobs
+from tracewire_bus.messages import Submission
+from tracewire_bus.values import ArrayRef, unpack
+
+from .engine import Rejection
+
+__all__ = ["Inputs", "input_path"]
+
+
+def input_path(folder: Path, ref: ArrayRef) -> Path:
+    """The file that holds an array's elements."""
+    return folder / f"input-{ref.digest.hex()}"
+
+
+class _File:
+    """One file, and how many traces use it."""
+
+    def __init__(self) -> None:
+        self.users = 0
+        self.whole = False
+        self.turn = anyio.Lock()
+
+
+class Inputs:
+    """The files of all running traces, in `folder`."""
+
+    def __init__(self, blobs: Blobs, folder: Path) -> None:
+        self._blobs = blobs
+        self._folder = folder
+        self._files: dict[Path, _File] = {}
+
+    @asynccontextmanager
+    async def of(self, submission: Submission) -> AsyncIterator[None]:
+        """The large variables and live parameters of `submission` are in their files for as long as the context lasts.
+
+        Raises:
+            Rejection: one cannot be had, naming it.
+            BusUnavailable: Redis stayed away.
+        """
+        async with AsyncExitStack() as held:
+            for field, ref in _references(submission):
+                await held.enter_async_context(self._file(submission.trace, field, ref))
+            yield
+
+    @asynccontextmanager
+    async def _file(self, trace: str, field: str, ref: ArrayRef) -> AsyncIterator[None]:
+        path = input_path(self._folder, ref)
+        file = self._files.setdefault(path, _File())
+        file.users += 1
+        try:
+            async with file.turn:
+                if not file.whole:
+                    await self._fetch(trace, field, ref, path)
+                    file.whole = True
+            yield
+        finally:
+            file.users -= 1
+            if not file.users:
+                del self._files[path]
+                # What the workers have mapped stays with them.
+                path.unlink(missing_ok=True)
+
+    async def _fetch(self, trace: str, field: str, ref: ArrayRef, path: Path) -> None:
+        def owned(name: str, flags: int) -> int:
+            return os.open(name, flags, 0o600)
+
+        try:
+            async with await anyio.open_file(path, "wb", opener=owned) as out:
+                async for chunk in self._blobs.chunks(trace, ref):
+                    await out.write(chunk)
+        except BlobMissing as error:
+            raise Rejection(field, f"its value, {ref!r}, cannot be fetched: {error}") from error
+        except OSError as error:
+            raise Rejection(field, f"its value, {ref!r}, cannot be kept by this engine: {error}") from error
+
+
+def _references(submission: Submission) -> Iterator[tuple[str, ArrayRef]]:
+    """Every reference in a submission, with the field that it stands in. Malformed values are the workers' to name."""
+    packed = [("live", submission.live)]
+    if submission.block is not None:
+        packed.append(("variables", submission.block.variables))
+    for part, data in packed:
+        try:
+            values = unpack(data)
+        except ValueError:
+            continue
+        for name, value in values.items() if isinstance(values, dict) else ():
+            for ref in _inside(value):
+                yield f"{part}.{name}", ref
+
+
+def _inside(value: Any) -> Iterator[ArrayRef]:
+    if isinstance(value, ArrayRef):
+        yield value
+    elif isinstance(value, list | tuple | dict):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _inside(item)

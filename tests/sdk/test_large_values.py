@@ -1,0 +1,144 @@
+"""Large values at the client's end, with a scripted engine: loaded by those who want them, free for the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import tracewire
+from tests.bus.proxy import proxy
+from tests.scripted import Script, ScriptedEngine, Stage, engine_info, tiny
+from tracewire import ArrayRef, Client, ConnectError, ValueMissing
+from tracewire_bus.blobs import CHUNK_BYTES, THRESHOLD_BYTES
+from tracewire_bus.messages import Final
+from tracewire_bus.streams import Bus
+from tracewire_bus.values import digest, unpack
+
+LARGE = np.random.default_rng(7).random((700, 500), dtype=np.float32)
+assert LARGE.nbytes > CHUNK_BYTES
+
+
+@pytest.fixture
+def engine(redis_url: str, prefix: str) -> Callable[..., Any]:
+    """Runs a scripted engine: `async with engine(script):`."""
+
+    def running(script: Script) -> Any:
+        return ScriptedEngine.running(redis_url, prefix, script, engine_info())
+
+    return running
+
+
+async def saves_large(stage: Stage) -> None:
+    """Three items of a list, each a large array in a blob, and a small value."""
+    await stage.accept()
+    for number in range(3):
+        await stage.save("x", {"acts": await stage.store(LARGE + number, "acts"), "small": number})
+    await stage.final()
+
+
+async def test_references_fold_verify_and_load(client: Client, engine: Any) -> None:
+    async with engine(saves_large):
+        async with client.trace("tiny", "hello") as trace:
+            seen = [output.delta["acts"][0] async for output in trace]
+            result = await trace.result()
+        state = await client.state(trace.id)
+    refs = result.saves["acts"]
+    assert refs == seen == state.saves["acts"]
+    assert result.saves["small"] == [0, 1, 2]
+    assert result.digest() == digest({"0.0": {"acts": [LARGE, LARGE + 1, LARGE + 2], "small": [0, 1, 2]}})
+    for number, ref in enumerate(refs):
+        assert isinstance(ref, ArrayRef)
+        assert (ref.dtype, ref.shape, ref.nbytes) == ("float32", LARGE.shape, LARGE.nbytes)
+        loaded = await ref.load()
+        assert np.array_equal(loaded, LARGE + number)
+        assert not loaded.flags.writeable
+    assert np.array_equal(await state.saves["acts"][2].load(), LARGE + 2)
+
+
+async def test_another_client_loads_from_what_it_reads(
+    client: Client, engine: Any, redis_url: str, prefix: str
+) -> None:
+    async with engine(saves_large):
+        async with client.trace("tiny", "hello") as trace:
+            await trace.result()
+        async with tracewire.connect(redis_url, prefix=prefix) as onlooker:
+            async with onlooker.subscribe(trace.id, names={"acts"}) as subscription:
+                refs = [event.delta["acts"][0] async for event in subscription if isinstance(event, tracewire.Output)]
+            assert np.array_equal(await refs[1].load(), LARGE + 1)
+        with pytest.raises(ConnectError, match="closed"):
+            await refs[1].load()
+
+
+async def test_who_does_not_load_pays_nothing(
+    client: Client, engine: Any, redis_url: str, prefix: str, tmp_path: Path
+) -> None:
+    async with engine(saves_large):
+        async with client.trace("tiny", "hello") as trace:
+            await trace.result()
+        async with proxy(redis_url, tmp_path) as way, tracewire.connect(way.url, prefix=prefix) as onlooker:
+            async with onlooker.subscribe(trace.id) as subscription:
+                events = [event async for event in subscription]
+            assert isinstance(events[-1], Final)
+            state = await onlooker.state(trace.id)
+            assert way.delivered < 10_000
+            await state.saves["acts"][0].load()
+            assert LARGE.nbytes < way.delivered < LARGE.nbytes + 20_000
+
+
+async def test_a_value_that_expired_names_the_trace_and_the_save(client: Client, bus: Bus, engine: Any) -> None:
+    async with engine(saves_large), client.trace("tiny", "hello") as trace:
+        result = await trace.result()
+    await bus.command("DEL", bus.keys.blobs(trace.id))
+    with pytest.raises(ValueMissing, match=f"'acts' by trace {trace.id} cannot be loaded: .* expired") as caught:
+        await result.saves["acts"][0].load()
+    assert (caught.value.trace, caught.value.name) == (trace.id, "acts")
+
+
+async def test_a_value_that_was_changed_is_not_handed_out(client: Client, bus: Bus, engine: Any) -> None:
+    async with engine(saves_large), client.trace("tiny", "hello") as trace:
+        ref = (await trace.result()).saves["acts"][0]
+    await bus.command("HSET", bus.keys.blobs(trace.id), f"{ref.blob}:0", bytes(CHUNK_BYTES))
+    with pytest.raises(ValueMissing, match="not those"):
+        await ref.load()
+
+
+@tracewire.intervention
+def uses(model, tracer, live, table, nested, few):
+    print(table, nested, few)
+
+
+async def test_large_variables_go_ahead_of_the_submission(client: Client, bus: Bus, engine: Any) -> None:
+    tensor = torch.arange(THRESHOLD_BYTES, dtype=torch.bfloat16).reshape(2, -1)
+    few = np.arange(10)
+    async with engine(tiny) as serving:
+        block = uses(table=LARGE, nested={"a": [tensor, 1]}, few=few)
+        async with client.trace("tiny", "hello", block, live={"bias": LARGE + 1}) as trace:
+            await trace.result()
+    (submission,) = serving.taken
+    variables, live = unpack(submission.block.variables), unpack(submission.live)
+    assert len(submission.block.variables) + len(submission.live) < 2000
+    assert np.array_equal(variables["few"], few)
+    table, nested = variables["table"], variables["nested"]["a"]
+    assert [ref.name for ref in (table, nested[0], live["bias"])] == ["table", "nested", "bias"]
+    assert nested[1] == 1
+    assert np.array_equal(await bus.blobs.load(trace.id, table), LARGE)
+    assert np.array_equal(await bus.blobs.load(trace.id, live["bias"]), LARGE + 1)
+    loaded = await bus.blobs.load(trace.id, nested[0])
+    assert digest(loaded) == digest(tensor)
+
+
+async def test_blobs_of_a_trace_that_nobody_takes_expire(client: Client, bus: Bus) -> None:
+    await bus.register(engine_info(), ttl_s=600)
+    async with client.trace("tiny", "hello", uses(table=LARGE, nested=1, few=2)) as trace:
+        assert 0 < await bus.command("TTL", bus.keys.blobs(trace.id)) <= 24 * 3600
+
+
+async def test_small_submissions_bring_no_blobs(client: Client, bus: Bus, engine: Any) -> None:
+    async with engine(tiny), client.trace("tiny", "hello", uses(table=LARGE[:1], nested=1, few=2)) as trace:
+        await trace.result()
+    assert not await bus.command("EXISTS", bus.keys.blobs(trace.id))
