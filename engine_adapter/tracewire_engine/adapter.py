@@ -18,6 +18,7 @@ from functools import lru_cache
 import anyio
 import msgspec
 
+from tracewire_bus.blobs import THRESHOLD_BYTES
 from tracewire_bus.codec import NewerSchema, check_schema, decode_submission, encode
 from tracewire_bus.declared import DeclarationError, check, normalized
 from tracewire_bus.messages import Block, EngineInfo, Failure, Final, Status, Submission
@@ -54,6 +55,8 @@ class Settings:
     poll_s: float = 0.5
     #: How long a stopping adapter waits for Redis to take the last events.
     last_words_s: float = 5.0
+    #: Arrays of more bytes than this, read by declared interventions, go into blobs (0: none does).
+    blob_threshold: int = THRESHOLD_BYTES
 
 
 class Adapter:
@@ -158,6 +161,7 @@ class Adapter:
             attempt=1,
             queued_at=entry.queued_at,
             names=self._names,
+            blobs=self._bus.blobs,
         )
         expired = anyio.CancelScope()
         if submission.deadline_s is not None:
@@ -297,7 +301,7 @@ class Adapter:
     # --- the engine's side ------------------------------------------------------------------------------------------
 
     async def _read_link(self) -> None:
-        feed = Feed()
+        feed = Feed(self._settings.blob_threshold)
         async for report in self._engine.reports():
             if report.layout is not None:
                 feed.layout(report.layout)

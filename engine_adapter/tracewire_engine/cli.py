@@ -146,7 +146,7 @@ async def _run(model: object, link: object, blobs: object, info: object, options
 
     engine = VllmEngine(model, link, blobs)  # type: ignore[arg-type]
     async with Bus.open(options.url, prefix=options.prefix) as bus:
-        adapter = Adapter(engine, info, bus, Settings(drain_s=options.drain))  # type: ignore[arg-type]
+        adapter = Adapter(engine, info, bus, Settings(drain_s=options.drain, blob_threshold=options.blob_threshold))  # type: ignore[arg-type]
 
         async def watch_signals() -> None:
             with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:

@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from tracewire_bus.blobs import new_blob
 from tracewire_bus.messages import Append, Manifest, Set, StopWhen
-from tracewire_bus.values import array_digest, array_head, dict_digest, digest, list_digest
+from tracewire_bus.values import ArrayRef, array_digest, array_head, dict_digest, digest, list_digest, wire
 
 from .link import Batch, Layout, LayoutEntry, Part, Slot
 
@@ -34,10 +35,12 @@ def _around(delta: Append | Set) -> tuple[bytes, bytes]:
 class Item:
     """How one saved name's item of a step is made of a batch's bytes."""
 
-    __slots__ = ("append", "name", "parts", "shell", "slot", "start")
+    __slots__ = ("append", "name", "parts", "shell", "slot", "start", "threshold")
 
-    def __init__(self, slot: Slot) -> None:
+    def __init__(self, slot: Slot, threshold: int = 0) -> None:
         self.slot = slot
+        #: Arrays of more bytes become blobs; 0: none does.
+        self.threshold = threshold
         self.name = slot.name
         self.append = _around(Append(path=(slot.name,), items=[msgspec.Raw(_HOLE)]))
         self.start = _around(Set(path=(slot.name,), value=[msgspec.Raw(_HOLE)]))
@@ -48,8 +51,11 @@ class Item:
             keys[0] = bytes([0x80 | len(keys)]) + keys[0]
         self.shell = keys
 
-    def take(self, data: memoryview) -> tuple[bytes, bytes, Sequence[float]]:
-        """The encoded item, its digest, and its number or numbers if they are what a stop condition may look at."""
+    def take(self, data: memoryview, blobs: list[tuple[str, bytes]]) -> tuple[bytes, bytes, Sequence[float]]:
+        """The encoded item, its digest, and its number or numbers if they are what a stop condition may look at.
+
+        Large arrays in it are referred to, and added to `blobs`.
+        """
         pieces: list[bytes | memoryview] = []
         digests: list[bytes] = []
         numbers: Sequence[float] = ()
@@ -62,6 +68,11 @@ class Item:
                 pieces.append(_wire_number.pack(0xCA, value))
                 digests.append(digest(value))
                 numbers = (value,)
+            elif self.threshold and part.size > self.threshold:
+                taken = ArrayRef(part.dtype, part.shape, array_digest(digest_head, raw), new_blob(), self.name)
+                pieces.append(_encoder.encode(wire(taken)))
+                digests.append(taken.digest)
+                blobs.append((taken.blob, bytes(raw)))
             else:
                 pieces += (head, raw)
                 digests.append(array_digest(digest_head, raw))
@@ -86,6 +97,8 @@ class ChoiceReads:
 
     def __init__(self, stops: Sequence[StopWhen] = ()) -> None:
         self.steps: dict[int, list[bytes]] = {}
+        #: Large arrays, by the name of their blob, that must be on the bus before what refers to them.
+        self.blobs: list[tuple[str, bytes]] = []
         self._started: set[str] = set()
         self._digests: dict[int, list[tuple[str, bytes]]] = {}
         self._stops = list(stops)
@@ -102,7 +115,7 @@ class ChoiceReads:
         digests: list[tuple[str, bytes]] = []
         numbers: dict[str, Sequence[float]] = {}
         for item in items:
-            encoded, found, values = item.take(data)
+            encoded, found, values = item.take(data, self.blobs)
             if item.name in self._started:
                 before, after = item.append
             else:
@@ -145,14 +158,17 @@ class ChoiceReads:
 class Feed:
     """Knows what each batch's bytes are, by the layout that came last."""
 
-    def __init__(self) -> None:
+    def __init__(self, threshold: int = 0) -> None:
+        self._threshold = threshold
         self._layout = 0
         self._entries: list[tuple[LayoutEntry, list[Item]]] = []
 
     def layout(self, layout: Layout) -> None:
         """Take the layout of the batches that follow."""
         self._layout = layout.id
-        self._entries = [(entry, [Item(slot) for slot in entry.slots if slot.parts]) for entry in layout.entries]
+        self._entries = [
+            (entry, [Item(slot, self._threshold) for slot in entry.slots if slot.parts]) for entry in layout.entries
+        ]
 
     def batch(self, batch: Batch) -> list[tuple[LayoutEntry, int, list[Item]]]:
         """Each choice of the batch's layout, with the index of the token of this step and the items that it gains."""

@@ -18,6 +18,7 @@ from typing import Any
 import anyio
 import msgspec
 
+from tracewire_bus.blobs import CHUNK_BYTES, Blobs
 from tracewire_bus.codec import encode
 from tracewire_bus.connection import Wakeup
 from tracewire_bus.declared import resolved
@@ -197,6 +198,7 @@ class TraceRun:
         attempt: int,
         queued_at: float,
         names: Any,
+        blobs: Blobs | None = None,
     ) -> None:
         self._entry_id = entry_id
         self._engine = engine
@@ -210,6 +212,7 @@ class TraceRun:
         self._stops = _stops(submission)
         self._queued_at = queued_at
         self._names = names
+        self._blobs = blobs
         self._seq = -1
         self.attempt = attempt
         self.requests: list[_Request] = []
@@ -346,6 +349,8 @@ class TraceRun:
             self._broken = Failure(type="EngineError", message=reason)
         if finish_reason is not None:
             request.done[choice.index] = True
+        if request.half is not None and request.half.choices[choice.index].reads.blobs:
+            await self._keep(request.half.choices[choice.index].reads)
         published.extend(token_ids)
         request.text[choice.index].append(text)
         if not token_ids and not text and finish_reason is None:
@@ -365,6 +370,16 @@ class TraceRun:
                 time=sampled_at,
             )
         )
+
+    async def _keep(self, reads: ChoiceReads) -> None:
+        """Bring large arrays to the bus before what refers to them."""
+        taken, reads.blobs = reads.blobs, []
+        if self._blobs is None:
+            return
+        for blob, raw in taken:
+            for number, start in enumerate(range(0, len(raw), CHUNK_BYTES)):
+                chunk = raw[start : start + CHUNK_BYTES]
+                await self._blobs.put(self._submission.trace, blob, number, chunk)
 
     async def _conclude(self) -> None:
         """Gather the finish records and publish the final."""

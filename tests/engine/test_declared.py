@@ -302,6 +302,20 @@ async def test_many_at_once_each_with_its_own(client: Client, model: Model) -> N
         assert result.saves["score"][0] == pytest.approx(alone.saves["score"][0], rel=0.05, abs=0.5)
 
 
+async def test_a_large_read_is_a_reference(client: Client, model: Model) -> None:
+    prompt = [1 + index % 200 for index in range(400)]
+    inline = await run(client, model, prompt=prompt, interventions=[Probe("last", "residual(3)")], max_tokens=2)
+    result = await run(
+        client, model, prompt=prompt, interventions=[Probe("whole", "residual(3)", positions="all")], max_tokens=2
+    )
+    whole, one = result.saves["whole"]
+    assert isinstance(whole, tracewire.ArrayRef)
+    assert whole.shape == (400, HIDDEN)
+    loaded = await whole.load()
+    assert loaded[-1].tobytes() == inline.saves["last"][0].tobytes()
+    assert one.shape == (1, HIDDEN)
+
+
 async def test_choices_have_saves_of_their_own(client: Client, model: Model) -> None:
     result = await run(
         client, model, interventions=[Probe("p", "residual(5)")], n=3, temperature=1.0, seed=3, max_tokens=5

@@ -279,7 +279,7 @@ def test_a_stop_condition_counts_steps_in_a_row() -> None:
         def __init__(self, value: float) -> None:
             self.value = value
 
-        def take(self, data: memoryview) -> Any:
+        def take(self, data: memoryview, blobs: Any) -> Any:
             return b"", b"", (self.value,)
 
     for index, value in enumerate([2.0, 0.0, 2.0, 2.0, 2.0]):
