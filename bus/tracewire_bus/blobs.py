@@ -40,11 +40,9 @@ THRESHOLD_BYTES: Final = 256 * 1024
 UNACCEPTED_S: Final = 24 * 3600
 
 # `EXPIRE ... NX` would do, and needs Redis 7.
-_PUT = """
-redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
-if redis.call('TTL', KEYS[1]) < 0 then redis.call('EXPIRE', KEYS[1], ARGV[3]) end
-return 1
-"""
+_BOUND = "if redis.call('TTL', KEYS[1]) == -1 then redis.call('EXPIRE', KEYS[1], ARGV[1]) end return 1"
+# A chunk costs Redis twice as much by a script: only what may make the key takes it, so that none is left unbounded.
+_FIRST = f"redis.call('HSET', KEYS[1], ARGV[2], ARGV[3]) {_BOUND}"
 
 
 class BlobMissing(BusError, LookupError):
@@ -84,13 +82,15 @@ class Blobs:
         Raises:
             BusError: Redis refused it.
         """
+        key, field = self._keys.blobs(trace), f"{blob}:{number}"
+        commands: list[tuple[Any, ...]] = [("EVAL", _FIRST, 1, key, UNACCEPTED_S, field, chunk)]
+        if number:
+            commands = [("HSET", key, field, chunk), ("EVAL", _BOUND, 1, key, UNACCEPTED_S)]
         backoff = Backoff()
         while True:
             try:
                 # Twice is once: it is the same field.
-                await self._connections.command(
-                    *("EVAL", _PUT, 1, self._keys.blobs(trace), f"{blob}:{number}", chunk, UNACCEPTED_S)
-                )
+                await self._connections.commands(*commands)
             except BusUnavailable as error:
                 logger.log(backoff.level, "a blob of trace %s waits for Redis: %s", trace, error)
                 await anyio.sleep(backoff.next())

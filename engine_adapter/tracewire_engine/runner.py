@@ -20,6 +20,7 @@ import warnings
 from typing import Any
 
 import msgspec
+import torch
 from nnsight.intervention.envoy import Envoy
 from nnsight.modeling.vllm.model_runners.GPUModelRunner import NNsightGPUModelRunner, Request, Requests
 from nnsight.modeling.vllm.vllm import VLLM
@@ -130,6 +131,7 @@ class TracewireRunner(NNsightGPUModelRunner):
         model.__dict__["_tracewire_layers"] = find_layers(self.get_model().named_modules())
         address = self.vllm_config.additional_config.get(LINK_ADDRESS)
         self.tracewire_hold = Hold(self.vllm_config.additional_config.get(BLOB_THRESHOLD, 0))
+        self.tracewire_hold.changes = self._changes
         self.nnsight_requests = TracedRequests(
             BlockCache(model, self.device, inputs_folder(address or "")), self.tracewire_hold
         )
@@ -187,7 +189,7 @@ class TracewireRunner(NNsightGPUModelRunner):
             logger.exception("the arrays of a step could not be copied together")
         for request, traced, saves in live:
             try:
-                deltas = traced.tracker.step(saves, host)
+                deltas = traced.tracker.step(saves, host, still=self._is_over(request))
             except Exception as exception:  # a save of a hostile type: its trace fails, the engine does not
                 logger.exception("could not read the saves of %s", request.engine_id)
                 deltas = []
@@ -203,6 +205,21 @@ class TracewireRunner(NNsightGPUModelRunner):
             if deltas:
                 record.deltas = msgspec.Raw(_encoder.encode(deltas))
             self.tracewire_report.steps.append(record)
+
+    @staticmethod
+    def _is_over(request: Request) -> bool:
+        """Whether this request's block has run to its end, whatever that was."""
+        mediator = request.mediator
+        return mediator is None or mediator.worker is None or mediator.worker.dead
+
+    def _changes(self, tensor: Any) -> bool:
+        """Whether a tensor is KV cache, which a block can reach and later steps write to."""
+        address = tensor.untyped_storage().data_ptr()
+        return any(
+            cache.untyped_storage().data_ptr() == address
+            for cache in getattr(self, "kv_caches", ())
+            if isinstance(cache, torch.Tensor)
+        )
 
     @staticmethod
     def _ended(request: Request) -> str:
