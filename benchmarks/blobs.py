@@ -13,8 +13,8 @@ is submitted once a round, in four ways that take turns:
 `latency_ms` is from the end of a step to the measuring subscriber's hands; `gap_ms` the time from one step of a trace
 to the next, by the worker's clock: a model that stalls shows there (of outputs of one token: where the bus lags, vLLM
 merges). `ping_ms` is Redis's answer to a PING every few milliseconds, from the measuring process. `to_alone` has the
-ratios. Each quantile is taken of every round by itself, and its median over the rounds is what counts: a machine that is
-shared with others stands still now and then. The first round is a warm-up.
+ratios. Each quantile is taken of every round by itself, and its median over the rounds is what counts: a machine shared
+with others stands still now and then. The first round is a warm-up.
 """
 
 from __future__ import annotations

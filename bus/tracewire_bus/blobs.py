@@ -75,12 +75,12 @@ class Blobs:
 
     # --- writing ------------------------------------------------------------------------------------------------------
 
-    async def put(self, trace: str, blob: str, number: int, chunk: Any) -> None:
-        """Write chunk `number` of a blob (bytes or a buffer of them). While Redis is away it waits, for as long as it
-        takes.
+    async def put(self, trace: str, blob: str, number: int, chunk: Any, *, wait: bool = False) -> None:
+        """Write chunk `number` of a blob (bytes or a buffer of them). With `wait`, for as long as Redis is away.
 
         Raises:
             BusError: Redis refused it.
+            BusUnavailable: it stayed away, and nobody said to `wait`.
         """
         key, field = self._keys.blobs(trace), f"{blob}:{number}"
         commands: list[tuple[Any, ...]] = [("EVAL", _FIRST, 1, key, UNACCEPTED_S, field, chunk)]
@@ -92,17 +92,20 @@ class Blobs:
                 # Twice is once: it is the same field.
                 await self._connections.commands(*commands)
             except BusUnavailable as error:
+                if not wait:
+                    raise
                 logger.log(backoff.level, "a blob of trace %s waits for Redis: %s", trace, error)
                 await anyio.sleep(backoff.next())
             else:
                 return
 
     async def store(self, trace: str, array: Any, name: str = "") -> ArrayRef:
-        """Write an array, chunk by chunk, and return the reference to it. While Redis is away it waits.
+        """Write an array, chunk by chunk, and return the reference to it.
 
         Raises:
             Unsavable: `array` cannot travel.
             BusError: Redis refused it.
+            BusUnavailable: it stayed away.
         """
         plain = array_of(array)
         state = array_hash(plain.dtype.name, plain.shape)

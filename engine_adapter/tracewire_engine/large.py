@@ -1,8 +1,8 @@
 """Large arrays among the saves: frozen at their step, and digested and sent when the model does not wait for it.
 
 Encoding and digesting 100 MB takes a tenth of a second, in which every request would wait. The model's thread therefore
-only *freezes* an array above the threshold: it copies it, on its own device, or not even that if its block has ended and
-nobody shares its memory. All else is a background thread's (`blob_link.py`): bringing it to the host, digesting it,
+only *freezes* an array above the threshold: it copies it, on its own device, or not even that if its block has ended
+and nobody shares its memory. All else is a background thread's (`blob_link.py`): bringing it to the host, digesting it,
 sending it in chunks. Until then a [`LargeArray`][tracewire_engine.large.LargeArray] stands in the deltas;
 [`encode`][tracewire_engine.large.encode] turns it into the reference that travels.
 """
