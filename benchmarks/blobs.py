@@ -10,10 +10,11 @@ is submitted once a round, in four ways that take turns:
 - *saved*: it saves the array, which nobody loads;
 - *loaded*: and its subscriber, that other process, loads it.
 
-`latency_ms` is from the end of a step to the measuring subscriber's hands; `gap_ms` the time between two steps of one
-trace, by the worker's clock: a model that stalls shows there. `ping_ms` is Redis's answer to a PING every few
-milliseconds, from the measuring process. `to_alone` has the ratios. All values of the rounds are taken together; the
-first round is a warm-up.
+`latency_ms` is from the end of a step to the measuring subscriber's hands; `gap_ms` the time from one step of a trace
+to the next, by the worker's clock: a model that stalls shows there (of outputs of one token: where the bus lags, vLLM
+merges). `ping_ms` is Redis's answer to a PING every few milliseconds, from the measuring process. `to_alone` has the
+ratios. Each quantile is taken of every round by itself, and its median over the rounds is what counts: a machine shared
+with others stands still now and then. The first round is a warm-up.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from typing import Any
 import anyio
 
 import tracewire
-from benchmarks.overhead import ROOT, quantiles, settle, start_engine
+from benchmarks.overhead import ROOT, quantiles, start_engine
 from tracewire_bus.embedded import EmbeddedServer
 from tracewire_bus.streams import Bus
 
@@ -116,7 +117,7 @@ async def observed(
             async for output in trace:
                 assert isinstance(output, tracewire.Output)
                 latencies.append(time.time() - output.time)
-                if before:
+                if before and len(output.token_ids) == 1:
                     gaps.append(output.time - before)
                 before = output.time
                 count += len(output.token_ids)
@@ -174,7 +175,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 for number in range(options.rounds + 1):
                     # Each way comes first in turn.
                     for way in WAYS[number % 4 :] + WAYS[: number % 4]:
-                        await settle()
+                        await anyio.sleep(1)
                         rounds[way].append(await observed(client, bus, other, way, options))
                     said = {way: round(found[-1]["speed"]) for way, found in rounds.items()}
                     print(f"round {number}{' (warm-up)' if not number else ''}: {said}", file=sys.stderr)
@@ -187,17 +188,16 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def summary(rounds: dict[str, list[dict[str, Any]]], options: argparse.Namespace, nbytes: int) -> dict[str, Any]:
-    """Quantiles of all rounds but the first, and their ratios to the way without a large trace."""
+    """Medians of all rounds but the first, and their ratios to the way without a large trace."""
     figures: dict[str, Any] = {"bytes": nbytes, "traces": options.traces, "tokens": options.tokens}
     figures["rounds"] = options.rounds
     for way, found in rounds.items():
         kept = found[1:]
-        together = {name: [value for one in kept for value in one[name]] for name in ("latencies", "gaps", "pings")}
         figures[way] = {
             "tokens_per_s": round(median(one["speed"] for one in kept), 1),
-            "latency_ms": quantiles(together["latencies"]),
-            "gap_ms": {**quantiles(together["gaps"]), "max": worst([one["gaps"] for one in kept])},
-            "ping_ms": {**quantiles(together["pings"]), "max": worst([one["pings"] for one in kept])},
+            "latency_ms": medians([one["latencies"] for one in kept]),
+            "gap_ms": medians([one["gaps"] for one in kept]),
+            "ping_ms": medians([one["pings"] for one in kept]),
         }
         if way != "alone":
             figures[way]["large_trace_s"] = round(median(one["seconds"][0] for one in kept), 3)
@@ -208,7 +208,7 @@ def summary(rounds: dict[str, list[dict[str, Any]]], options: argparse.Namespace
             **{
                 f"{name}_{share}": round(figures[way][name][share] / max(alone[name][share], 1e-9), 2)
                 for name in ("latency_ms", "gap_ms", "ping_ms")
-                for share in ("p50", "p99")
+                for share in ("p50", "p99", "max")
             },
         }
         for way in WAYS[1:]
@@ -216,9 +216,10 @@ def summary(rounds: dict[str, list[dict[str, Any]]], options: argparse.Namespace
     return figures
 
 
-def worst(rounds: list[list[float]]) -> float:
-    """The median over the rounds of a round's greatest value, in milliseconds."""
-    return round(1000 * median(max(one) for one in rounds), 2)
+def medians(rounds: list[list[float]]) -> dict[str, float]:
+    """The median over the rounds of each quantile, and of the greatest value, in milliseconds."""
+    found = [{**quantiles(one), "max": round(1000 * max(one), 2)} for one in rounds]
+    return {share: round(median(one[share] for one in found), 2) for share in found[0]}
 
 
 def main() -> None:

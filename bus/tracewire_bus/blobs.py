@@ -40,11 +40,9 @@ THRESHOLD_BYTES: Final = 256 * 1024
 UNACCEPTED_S: Final = 24 * 3600
 
 # `EXPIRE ... NX` would do, and needs Redis 7.
-_PUT = """
-redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
-if redis.call('TTL', KEYS[1]) < 0 then redis.call('EXPIRE', KEYS[1], ARGV[3]) end
-return 1
-"""
+_BOUND = "if redis.call('TTL', KEYS[1]) == -1 then redis.call('EXPIRE', KEYS[1], ARGV[1]) end return 1"
+# A chunk costs Redis twice as much by a script: only what may make the key takes it, so that none is left unbounded.
+_FIRST = f"redis.call('HSET', KEYS[1], ARGV[2], ARGV[3]) {_BOUND}"
 
 
 class BlobMissing(BusError, LookupError):
@@ -77,32 +75,37 @@ class Blobs:
 
     # --- writing ------------------------------------------------------------------------------------------------------
 
-    async def put(self, trace: str, blob: str, number: int, chunk: Any) -> None:
-        """Write chunk `number` of a blob (bytes or a buffer of them). While Redis is away it waits, for as long as it
-        takes.
+    async def put(self, trace: str, blob: str, number: int, chunk: Any, *, wait: bool = False) -> None:
+        """Write chunk `number` of a blob (bytes or a buffer of them). With `wait`, for as long as Redis is away.
 
         Raises:
             BusError: Redis refused it.
+            BusUnavailable: it stayed away, and nobody said to `wait`.
         """
+        key, field = self._keys.blobs(trace), f"{blob}:{number}"
+        commands: list[tuple[Any, ...]] = [("EVAL", _FIRST, 1, key, UNACCEPTED_S, field, chunk)]
+        if number:
+            commands = [("HSET", key, field, chunk), ("EVAL", _BOUND, 1, key, UNACCEPTED_S)]
         backoff = Backoff()
         while True:
             try:
                 # Twice is once: it is the same field.
-                await self._connections.command(
-                    *("EVAL", _PUT, 1, self._keys.blobs(trace), f"{blob}:{number}", chunk, UNACCEPTED_S)
-                )
+                await self._connections.commands(*commands)
             except BusUnavailable as error:
+                if not wait:
+                    raise
                 logger.log(backoff.level, "a blob of trace %s waits for Redis: %s", trace, error)
                 await anyio.sleep(backoff.next())
             else:
                 return
 
     async def store(self, trace: str, array: Any, name: str = "") -> ArrayRef:
-        """Write an array, chunk by chunk, and return the reference to it. While Redis is away it waits.
+        """Write an array, chunk by chunk, and return the reference to it.
 
         Raises:
             Unsavable: `array` cannot travel.
             BusError: Redis refused it.
+            BusUnavailable: it stayed away.
         """
         plain = array_of(array)
         state = array_hash(plain.dtype.name, plain.shape)

@@ -338,7 +338,7 @@ class Adapter:
             return
         half.large = True
         try:
-            await self._bus.blobs.put(half.trace, chunk.blob, chunk.number, chunk.data)
+            await self._bus.blobs.put(half.trace, chunk.blob, chunk.number, chunk.data, wait=True)
         except BusError:
             # Whoever loads it will find it missing; the others go on.
             logger.exception("a chunk of a large value of trace %s was refused", half.trace)

@@ -94,6 +94,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", stream=sys.stderr)
+    if options.blob_threshold < 0:
+        parser.error(f"--blob-threshold takes a number of bytes, or 0; got {options.blob_threshold}")
     if not options.url:
         parser.error("--url is required (or set TRACEWIRE_URL): the Redis that clients use")
     folder, name = options.model_folder, options.name

@@ -1,16 +1,16 @@
 """Large arrays among the saves: frozen at their step, and digested and sent when the model does not wait for it.
 
 Encoding and digesting 100 MB takes a tenth of a second, in which every request would wait. The model's thread therefore
-only *freezes* an array above the threshold: it copies it, on its own device. Everything else is a background thread's
-(`blob_link.py`): bringing it to the host, digesting it, sending it in chunks. Until then a
-[`LargeArray`][tracewire_engine.large.LargeArray] stands in the deltas; [`encode`][tracewire_engine.large.encode] turns
-it into the reference that travels.
+only *freezes* an array above the threshold: it copies it, on its own device, or not even that if its block has ended
+and nobody shares its memory. All else is a background thread's (`blob_link.py`): bringing it to the host, digesting it,
+sending it in chunks. Until then a [`LargeArray`][tracewire_engine.large.LargeArray] stands in the deltas;
+[`encode`][tracewire_engine.large.encode] turns it into the reference that travels.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias
 
 import msgspec
@@ -45,6 +45,8 @@ class Hold:
         self.threshold = threshold
         self.limit = limit
         self.held = 0
+        #: Whether a tensor is the engine's own and changes from step to step, whoever holds it.
+        self.changes: Callable[[torch.Tensor], bool] = lambda tensor: False
         self._lock = threading.Lock()
 
     def take(self, nbytes: int) -> None:
@@ -87,10 +89,22 @@ class LargeArray:
     `name` is the saved name that it was found under; `blob` the name of the blob that it becomes.
     """
 
-    __slots__ = ("_arrived", "_digest", "_frozen", "_held", "_hold", "blob", "dtype", "name", "nbytes", "shape")
+    __slots__ = (
+        "_arrived",
+        "_digest",
+        "_frozen",
+        "_held",
+        "_hold",
+        "blob",
+        "borrowed",
+        "dtype",
+        "name",
+        "nbytes",
+        "shape",
+    )
 
     def __init__(self, value: Any, name: str, hold: Hold, *, still: bool = False) -> None:
-        """Freeze `value`. With `still`, nothing will change it any more but who shares its memory.
+        """Freeze `value`. With `still`, its block has ended: nothing changes it any more but who shares its memory.
 
         Raises:
             Unsavable: too much is held already.
@@ -105,7 +119,9 @@ class LargeArray:
         self._arrived: Any = None
         self.dtype = TORCH_DTYPES[value.dtype] if isinstance(value, torch.Tensor) else value.dtype.name
         self._frozen: Any = value
-        if still and _is_unshared(value):
+        #: Whether it is the value itself, which nothing will change.
+        self.borrowed = still and _is_unshared(value) and not hold.changes(value)
+        if self.borrowed:
             return
         hold.take(self.nbytes)
         self._held = self.nbytes

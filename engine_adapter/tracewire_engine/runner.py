@@ -109,7 +109,7 @@ class TracedRequests(Requests):
     def add(self, new_requests: list[Any], persistent_objects: dict[str, Any]) -> None:
         super().add(new_requests, persistent_objects)
         for data in new_requests:
-            arguments = getattr(data.sampling_params, "extra_args", None) or {}
+            arguments = _arguments(data)
             block = arguments.get(BLOCK_ARG)
             request = self.requests[data.req_id]
             names = self._declare(data.req_id, request, arguments)
@@ -147,6 +147,15 @@ class TracedRequests(Requests):
             mediator.nnsight_saved = marks.saved_names(mediator)
         else:
             super().record(mediator)
+
+
+#: What a request with a block brings: ours, or nnsight's own.
+_BLOCKS = {BLOCK_ARG, "nnsight_mediator", "nnsight_edits"}
+
+
+def _arguments(data: Any) -> dict[str, Any]:
+    """What a new request brings for us."""
+    return getattr(data.sampling_params, "extra_args", None) or {}
 
 
 class _Unsent:
@@ -189,6 +198,7 @@ class TracewireRunner(NNsightGPUModelRunner):
         self.tracewire_hold = Hold(self.vllm_config.additional_config.get(BLOB_THRESHOLD, 0))
         self.tracewire_declared = DeclaredRequests(self.device)
         DeclaredInterleaver.install(model.interleaver, self.tracewire_declared, self.get_model())
+        self.tracewire_hold.changes = self._changes
         self.nnsight_requests = TracedRequests(
             BlockCache(model, self.device, inputs_folder(address or "")), self.tracewire_declared, self.tracewire_hold
         )
@@ -207,7 +217,7 @@ class TracewireRunner(NNsightGPUModelRunner):
     def _update_states(self, scheduler_output: Any) -> Any:
         if scheduler_output.finished_req_ids:
             self._finish_requests(scheduler_output.finished_req_ids)
-        corrections = super()._update_states(scheduler_output)
+        corrections = self._scope_step(scheduler_output)
         scheduled = scheduler_output.num_scheduled_tokens
         for request_id, traced in self.nnsight_requests.traced.items():
             state = self.requests.get(request_id)
@@ -225,6 +235,22 @@ class TracewireRunner(NNsightGPUModelRunner):
             declared.begin([], {}, 0, {})
         # A step without tokens is the last one for now.
         self._send(wait=not scheduler_output.total_num_scheduled_tokens)
+        return corrections
+
+    def _scope_step(self, scheduler_output: Any) -> Any:
+        """vLLM's update of its states, then nnsight's part: nothing, in a step that has no block and gets none."""
+        book = self.nnsight_requests
+        fresh = scheduler_output.scheduled_new_reqs
+        if book.requests or book.templates or any(_BLOCKS & _arguments(data).keys() for data in fresh):
+            return super()._update_states(scheduler_output)
+        corrections = super(NNsightGPUModelRunner, self)._update_states(scheduler_output)
+        if fresh:
+            book.add(fresh, self.nnsight_persistent_objects)
+            if book.requests:
+                # One that could not be taken: it is there to be reported.
+                tokens = scheduler_output.num_scheduled_tokens
+                book.scope(self.nnsight_model, [(name, tokens[name]) for name in self.input_batch.req_ids])
+        self.nnsight_model.interleaver.batcher.total = scheduler_output.total_num_scheduled_tokens
         return corrections
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
@@ -306,7 +332,7 @@ class TracewireRunner(NNsightGPUModelRunner):
             logger.exception("the arrays of a step could not be copied together")
         for request, traced, saves in live:
             try:
-                deltas = traced.tracker.step(saves, host)
+                deltas = traced.tracker.step(saves, host, still=self._is_over(request))
             except Exception as exception:  # a save of a hostile type: its trace fails, the engine does not
                 logger.exception("could not read the saves of %s", request.engine_id)
                 deltas = []
@@ -324,6 +350,21 @@ class TracewireRunner(NNsightGPUModelRunner):
             elif deltas:
                 record.deltas = msgspec.Raw(_encoder.encode(deltas))
         unsent.copy = host.under_way
+
+    @staticmethod
+    def _is_over(request: Request) -> bool:
+        """Whether this request's block has run to its end, whatever that was."""
+        mediator = request.mediator
+        return mediator is None or mediator.worker is None or mediator.worker.dead
+
+    def _changes(self, tensor: Any) -> bool:
+        """Whether a tensor is KV cache, which a block can reach and later steps write to."""
+        address = tensor.untyped_storage().data_ptr()
+        return any(
+            cache.untyped_storage().data_ptr() == address
+            for cache in getattr(self, "kv_caches", ())
+            if isinstance(cache, torch.Tensor)
+        )
 
     @staticmethod
     def _ended(request: Request) -> str:
@@ -381,6 +422,7 @@ class TracewireRunner(NNsightGPUModelRunner):
         deltas: list[Any] = []
         manifest: list[Manifest] = []
         ending: Ending | None = None
+        later = False
         collected: dict[str, Any] = {}
 
         def check(manifest: list[Manifest]) -> None:
@@ -393,7 +435,9 @@ class TracewireRunner(NNsightGPUModelRunner):
         stopped = False
         try:
             ending = traced.tracker.ending(saves, 0, request.index)
-            if not traced.tracker.large:
+            # On a GPU, arrays that were sent late have not been digested yet: not on the model's time.
+            later = traced.tracker.large or (traced.tracker.late and not self.tracewire_check_collect)
+            if not later:
                 deltas, manifest, _ = ending.compare()
             if self.tracewire_check_collect:
                 collected = self._collected(request)
@@ -420,7 +464,7 @@ class TracewireRunner(NNsightGPUModelRunner):
             stopped=stopped,
             steps=traced.steps,
         )
-        if traced.tracker.large and self.tracewire_blobs is not None:
+        if later and self.tracewire_blobs is not None:
             self.tracewire_blobs.finish(record, ending, check)
         else:
             self.tracewire_unsent.report.finishes.append(record)

@@ -37,7 +37,7 @@ from tracewire_bus.values import (
 )
 
 from .hosting import HostCopy, Late
-from .large import Copies, Frozen, Hold, LargeArray
+from .large import Copies, Frozen, Hold, LargeArray, LargeTuple
 
 __all__ = ["Ending", "SaveTracker"]
 
@@ -118,6 +118,8 @@ class SaveTracker:
         self.taken: list[LargeArray] = []
         #: Whether there have been any so far.
         self.large = False
+        #: Whether arrays were sent before they were on the host: their digests are not taken yet.
+        self.late = False
         self._names: dict[str, _Shadow] = {}
         #: Saves that cannot travel, by name, with the reason.
         self.errors: dict[str, str] = {}
@@ -141,12 +143,15 @@ class SaveTracker:
                 for item in items:
                     yield from _flat(item, 0)
 
-    def step(self, saves: Mapping[str, Any], host: HostCopy | None = None, *, whole: bool = False) -> list[Delta]:
+    def step(
+        self, saves: Mapping[str, Any], host: HostCopy | None = None, *, whole: bool = False, still: bool = False
+    ) -> list[Delta]:
         """The deltas from the last call to now. A save that cannot travel goes to `errors` and leaves the fold.
 
-        With `whole`, every item of a long list is looked at, and not a window of it.
+        With `whole`, every item of a long list is looked at, and not a window of it. With `still`, the block that saved
+        them has ended.
         """
-        copies = Copies(host or HostCopy(self._hold.threshold), self._hold)
+        copies = Copies(host or HostCopy(self._hold.threshold), self._hold, still=still)
         deltas: list[Delta] = []
         for name in [name for name in self._names if name not in saves]:
             self._forget(name, deltas)
@@ -168,6 +173,7 @@ class SaveTracker:
                 self._refuse(name, error, deltas, mark)
         self.taken = copies.taken
         self.large = self.large or bool(copies.taken)
+        self.late = self.late or (host is not None and host.under_way is not None)
         return deltas
 
     def _forget(self, name: str, deltas: list[Delta]) -> None:
@@ -190,9 +196,9 @@ class SaveTracker:
 
     def ending(self, saves: Mapping[str, Any], invoke: int, choice: int, host: HostCopy | None = None) -> Ending:
         """The first part of `finish`: contents as they are now. The block that saved them has ended."""
-        deltas = self.step(saves, host, whole=True)
+        deltas = self.step(saves, host, whole=True, still=True)
         # Contents of now: what was copied for a step is of then.
-        local = HostCopy(self._hold.threshold)
+        local = HostCopy(self._hold.threshold, late=True)
         local.prime(leaf.value for shadow in self._names.values() for leaf in _tensors(shadow))
         now = Copies(local, self._hold, still=True)
         if self.large:
@@ -370,8 +376,12 @@ def _tensors(shadow: _Shadow) -> Iterator[_Leaf]:
 
 
 def _large(shadow: _Shadow) -> Iterator[_Leaf]:
-    """The values among a shadow's that are large, or hold what is."""
-    return (leaf for leaf in _leaves(shadow) if type(leaf.digest) not in (bytes, Late))
+    """The values among a shadow's that are large, or hold what is, and that may have changed."""
+    return (leaf for leaf in _leaves(shadow) if isinstance(leaf.digest, LargeTuple) or _was_copied(leaf.digest))
+
+
+def _was_copied(sent: bytes | Frozen | Late) -> bool:
+    return isinstance(sent, LargeArray) and not sent.borrowed
 
 
 def _correct(shadow: _Shadow, path: _Path, now: Copies, deltas: list[Delta], changed: list[LargeArray]) -> bytes:
@@ -396,8 +406,7 @@ def _corrected(leaf: _Leaf, path: _Path, now: Copies, deltas: list[Delta], chang
         leaf.payload = sent.payload() if sent.size <= KEPT_BYTES else None
         sent = leaf.digest = sent.digest()
     if not isinstance(sent, bytes):
-        frozen = now.frozen(value)
-        assert frozen is not None
+        frozen = now.frozen(value) or sent
         if frozen.digest != sent.digest:
             deltas.append(Set(path=path, value=frozen))
             changed.extend([frozen] if isinstance(frozen, LargeArray) else frozen.arrays)
@@ -405,7 +414,8 @@ def _corrected(leaf: _Leaf, path: _Path, now: Copies, deltas: list[Delta], chang
     if type(value) in _FIXED:
         return sent
     payload = now.payload(value) if type(value) is torch.Tensor else None
-    assert not isinstance(payload, Late)
+    if isinstance(payload, Late):
+        payload = payload.payload()
     if payload is not None and payload == leaf.payload:
         return sent
     local = None if payload is not None else now.local(value)

@@ -396,8 +396,11 @@ class _Capture:
         self.names_of(function, definition)
 
     def _bind_value(self, name: str, value: Any, source: FunctionSource, line: int) -> None:
-        from tracewire_bus.values import Unsavable, pack
+        from tracewire_bus.values import ArrayRef, Unsavable, pack
 
+        if isinstance(value, ArrayRef):
+            reason = f"{name!r} is {value!r} of another trace: pass what its load() returns"
+            raise self._untransportable(name, reason, source, line)
         try:
             self._values[name] = pack(value)
         except Unsavable as error:

@@ -384,7 +384,7 @@ def _interventions(interventions: Any) -> list[Declared]:
 
 
 def _live(live: Any) -> bytes:
-    from tracewire_bus.values import Unsavable, pack
+    from tracewire_bus.values import ArrayRef, Unsavable, pack
 
     if live is not None and not isinstance(live, Mapping):
         raise TraceRejected("live", f"expected a dict of live parameters' first values, got {_shown(live)}")
@@ -394,6 +394,9 @@ def _live(live: Any) -> bytes:
             raise TraceRejected(
                 "live", f"expected names that a block can read as live.NAME, without a leading '_', got {name!r}"
             )
+        if isinstance(value, ArrayRef):
+            reason = f"live parameter {name!r} is {value!r} of another trace: pass what its load() returns"
+            raise UntransportableVariable(name, reason, field=f"live.{name}")
         try:
             pack(value)
         except Unsavable as error:

@@ -177,6 +177,24 @@ def test_the_end_copies_nothing_that_nobody_shares() -> None:
     assert replay.hold.held == 0
 
 
+def test_what_an_ended_block_saved_is_neither_copied_nor_looked_at_again() -> None:
+    replay = Replay()
+    own, shared, kept = large(), large(), large()
+    replay.hold.changes = lambda tensor: tensor is kept
+    replay.saves = {"own": own, "view": shared[:600], "kept": kept, "pair": (large(1), 1)}
+    deltas = replay.tracker.step(replay.saves, still=True)
+    assert [array.borrowed for array in replay.tracker.taken] == [True, False, False, True]
+    replay.ship(replay.tracker.taken)
+    replay.apply(RawOutput(attempt=1, seq=0, token_ids=[7], deltas=[raw(deltas)]))
+    kept += 1
+    ending = replay.tracker.ending(replay.saves, 0, 0)
+    assert [array.name for array in ending.again] == ["view", "kept", "pair"]
+    for array in ending.again:
+        array.release()
+    assert replay.finish() == 1
+    assert equal(replay.loaded(), replay.saves)
+
+
 def test_more_than_a_worker_holds_is_refused_by_name() -> None:
     replay = Replay()
     replay.hold.limit = 10_000

@@ -13,7 +13,7 @@ import torch
 import tracewire
 from tests.bus.proxy import proxy
 from tests.scripted import Script, ScriptedEngine, Stage, engine_info, tiny
-from tracewire import ArrayRef, Client, ConnectError, ValueMissing
+from tracewire import ArrayRef, Client, ConnectError, UntransportableVariable, ValueMissing
 from tracewire_bus.blobs import CHUNK_BYTES, THRESHOLD_BYTES
 from tracewire_bus.messages import Final
 from tracewire_bus.streams import Bus
@@ -136,6 +136,15 @@ async def test_blobs_of_a_trace_that_nobody_takes_expire(client: Client, bus: Bu
     await bus.register(engine_info(), ttl_s=600)
     async with client.trace("tiny", "hello", uses(table=LARGE, nested=1, few=2)) as trace:
         assert 0 < await bus.command("TTL", bus.keys.blobs(trace.id)) <= 24 * 3600
+
+
+def test_a_reference_is_no_variable(client: Client) -> None:
+    ref = ArrayRef("float32", (2,), bytes(16), "blob", "acts")
+    with pytest.raises(UntransportableVariable, match="pass what its load"):
+        uses(table=ref, nested=1, few=2).block()
+    with pytest.raises(UntransportableVariable, match="pass what its load") as caught:
+        client.trace("tiny", "hello", live={"bias": ref})
+    assert caught.value.field == "live.bias"
 
 
 async def test_small_submissions_bring_no_blobs(client: Client, bus: Bus, engine: Any) -> None:
