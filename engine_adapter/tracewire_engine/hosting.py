@@ -5,12 +5,13 @@ any device several calls a tensor cost more than its bytes do. A `HostCopy` ther
 that it is told of in advance, copies them at once, and hands out slices.
 
 On a GPU the copy of a step is not waited for: it is under way while the next step is prepared, and what is made of its
-bytes, a `Late` array, is made one step later.
+bytes is made one step later.
 """
 
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
@@ -20,12 +21,13 @@ from tracewire_bus.values import (
     DTYPES,
     MAX_DEPTH,
     Unsavable,
+    array_digest,
+    array_head,
     array_payload,
     encoded_array,
-    payload_digest,
 )
 
-__all__ = ["TORCH_DTYPES", "HostCopy", "Late", "ToHost", "encoded_late"]
+__all__ = ["TORCH_DTYPES", "HostArray", "HostCopy", "ToHost", "encoded_late"]
 
 #: The names of torch's dtypes that can travel.
 TORCH_DTYPES: dict[torch.dtype, str] = {
@@ -50,109 +52,126 @@ def _plain(tensor: Any) -> bool:
 class ToHost:
     """A copy of a tensor of bytes to host memory, perhaps under way.
 
-    Its memory is given back by `release`, for a later copy of the same size: making it anew costs more than copying.
+    On a GPU it arrives in pinned memory, which is lent: making it anew costs more than copying.
     """
 
     _free: ClassVar[dict[int, list[tuple[torch.Tensor, torch.cuda.Event]]]] = {}
+    _lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._copied: torch.cuda.Event | None = None
-        self._lent: torch.cuda.Event | None = None
-        if tensor.is_cuda:
+        self._settled: memoryview | None = None
+        if not tensor.is_cuda:
+            self._settled = memoryview(tensor.numpy())
+            return
+        with self._lock:
             free = self._free.get(tensor.nbytes)
-            if free:
-                self._host, self._lent = free.pop()
-            else:
-                self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-                self._lent = torch.cuda.Event()
-            self._host.copy_(tensor, non_blocking=True)
-            self._lent.record()
-            self._copied = self._lent
-        else:
-            self._host = tensor
-
-    def release(self) -> None:
-        """Give the memory back. Nothing of `bytes` may be used any more."""
-        if self._lent is not None:
-            if len(self._free) > 64:
-                self._free.clear()
-            self._free.setdefault(self._host.nbytes, []).append((self._host, self._lent))
-            self._lent = None
+            lent = free.pop() if free else None
+        if lent is None:
+            lent = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True), torch.cuda.Event()
+        self._pinned, self._copied = lent
+        self._pinned.copy_(tensor, non_blocking=True)
+        self._copied.record()
 
     @property
     def there(self) -> bool:
         """Whether the bytes can be read without waiting."""
-        copied = self._copied
-        return copied is None or copied.query()
+        return self._settled is not None or self._copied.query()
+
+    @property
+    def settled(self) -> bool:
+        """Whether they have been read before, or never were anywhere else."""
+        return self._settled is not None
+
+    def lend(self) -> memoryview:
+        """The bytes, good until `release`; waits for them."""
+        if self._settled is not None:
+            return self._settled
+        self._copied.synchronize()
+        return memoryview(self._pinned.numpy())
+
+    def release(self) -> None:
+        """End what `lend` gave."""
+        if self._settled is None:
+            self._settled = memoryview(b"")
+            self._give_back()
+
+    def _give_back(self) -> None:
+        with self._lock:
+            if len(self._free) > 64:
+                self._free.clear()
+            self._free.setdefault(self._pinned.nbytes, []).append((self._pinned, self._copied))
 
     def bytes(self) -> memoryview:
-        """The bytes; waits for them."""
-        copied = self._copied
-        if copied is not None:
-            copied.synchronize()
-            self._copied = None
-        return memoryview(self._host.numpy())
+        """The bytes, to keep; waits for them. For any thread."""
+        if self._settled is None:
+            self._copied.synchronize()
+            with self._lock:
+                first = self._settled is None
+                if first:
+                    self._settled = memoryview(bytes(self._pinned.numpy()))
+            if first:
+                self._give_back()
+        assert self._settled is not None
+        return self._settled
 
 
-class Late:
-    """An array whose bytes are on their way to the host: stands in a delta until the delta is encoded."""
+class HostArray:
+    """An array in host memory, or on its way there: then it stands in a delta until the delta is encoded."""
 
-    __slots__ = ("_copy", "_digest", "_dtype", "_payload", "_shape", "_start", "_stop")
+    __slots__ = ("_copy", "_digest", "_dtype", "_shape", "_start", "_stop")
 
     def __init__(self, copy: ToHost, dtype: str, shape: tuple[int, ...], start: int, stop: int) -> None:
-        self._copy: ToHost | None = copy
+        self._copy = copy
         self._dtype, self._shape, self._start, self._stop = dtype, shape, start, stop
-        self._payload: bytes | None = None
         self._digest = b""
 
     @property
-    def size(self) -> int:
-        """Bytes of its elements."""
-        return self._stop - self._start
+    def late(self) -> bool:
+        """Whether it may be on its way."""
+        return not self._copy.settled
+
+    def raw(self) -> memoryview:
+        """Its elements; waits for them."""
+        return self._copy.bytes()[self._start : self._stop]
 
     def payload(self) -> bytes:
-        """Its payload; waits for the copy."""
-        # Two threads may ask at once. The copy is let go of after the payload is there.
-        copy, payload = self._copy, self._payload
-        if payload is None and copy is not None:
-            raw = copy.bytes()[self._start : self._stop]
-            payload = self._payload = array_payload(self._dtype, self._shape, raw)
-            self._copy = None
-        found = payload or self._payload
-        assert found is not None
-        return found
+        """Its payload, made anew."""
+        return array_payload(self._dtype, self._shape, self.raw())
 
     def digest(self) -> bytes:
-        """Its digest; waits for the copy."""
+        """Its digest, taken when it is first asked for."""
         if not self._digest:
-            self._digest = payload_digest(self.payload())
+            self._digest = array_digest(array_head(self._dtype, self._shape, self._stop - self._start)[1], self.raw())
         return self._digest
+
+    def same(self, other: HostArray) -> bool:
+        """Whether the other, of the same tensor, has the same elements."""
+        return self.raw().tobytes() == other.raw().tobytes()
 
 
 def encoded_late(value: Any) -> Any:
-    """For an encoder of deltas: a `Late` array as it stands on the wire.
+    """For an encoder of deltas: a `HostArray` as it stands on the wire.
 
     Raises:
         NotImplementedError: it is something else.
     """
-    if isinstance(value, Late):
+    if isinstance(value, HostArray):
         return encoded_array(value.payload())
     raise NotImplementedError(f"{type(value).__name__} cannot be encoded")
 
 
 class HostCopy:
-    """Saved values in host memory: payloads of the tensors it was primed with, and anything else on demand.
+    """Saved values in host memory: arrays of the tensors it was primed with, and anything else on demand.
 
     It knows tensors by identity, so it is good for as long as they are held, and for one moment of their contents.
-    Tensors of more than `threshold` bytes (0: none) are not its business: see `large.py`. With `late`, what is primed
-    on a GPU comes as `Late` arrays, and `under_way` names the last copy.
+    Tensors of more than `threshold` bytes (0: none) are not its business: see `large.py`. On a GPU nothing is waited
+    for until it is asked for, and `under_way` names the last copy that was begun.
     """
 
-    def __init__(self, threshold: int = 0, *, late: bool = False) -> None:
+    def __init__(self, threshold: int = 0) -> None:
         self._most = threshold or math.inf
-        self._late = late
         self.under_way: ToHost | None = None
-        self._payloads: dict[int, bytes | Late] = {}
+        self._arrays: dict[int, HostArray] = {}
         self._copies: dict[int, torch.Tensor] = {}
 
     def prime(self, tensors: Iterable[Any]) -> None:
@@ -162,26 +181,19 @@ class HostCopy:
             if _plain(tensor) and tensor.nbytes <= self._most:
                 groups.setdefault((tensor.dtype, tensor.device), {})[id(tensor)] = tensor
         for (dtype, device), group in groups.items():
-            flat = [tensor.reshape(-1) for tensor in group.values()]
-            joined = torch.cat(flat) if len(flat) > 1 else flat[0].contiguous()
-            copy = ToHost(joined.view(torch.uint8))
-            late = self._late and device.type == "cuda"
-            raw = None if late else copy.bytes()
-            if late:
+            # A copy even of one: what is kept is how it is now.
+            copy = ToHost(torch.cat([tensor.reshape(-1) for tensor in group.values()]).view(torch.uint8))
+            if device.type == "cuda":
                 self.under_way = copy
-            start = 0
+            start, name = 0, TORCH_DTYPES[dtype]
             for key, tensor in group.items():
-                stop, shape = start + tensor.nbytes, tuple(tensor.shape)
-                self._payloads[key] = (
-                    Late(copy, TORCH_DTYPES[dtype], shape, start, stop)
-                    if raw is None
-                    else array_payload(TORCH_DTYPES[dtype], shape, raw[start:stop])
-                )
+                stop = start + tensor.nbytes
+                self._arrays[key] = HostArray(copy, name, tuple(tensor.shape), start, stop)
                 start = stop
 
-    def payload(self, tensor: torch.Tensor) -> bytes | Late | None:
-        """The payload of a tensor that the copy was primed with."""
-        return self._payloads.get(id(tensor))
+    def array(self, tensor: torch.Tensor) -> HostArray | None:
+        """A tensor that the copy was primed with."""
+        return self._arrays.get(id(tensor))
 
     def __call__(self, value: Any) -> Any:
         """`value` with every tensor in it in host memory."""

@@ -230,8 +230,8 @@ class Copies:
     """
 
     def __init__(self, host: HostCopy, hold: Hold, *, still: bool = False) -> None:
-        #: The payload of a small tensor that the host copy was primed with.
-        self.payload = host.payload
+        #: A small tensor that the host copy was primed with.
+        self.array = host.array
         #: A value with every tensor in host memory.
         self.local = host
         self._hold = hold

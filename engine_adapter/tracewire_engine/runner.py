@@ -173,7 +173,7 @@ class _Unsent:
         for record, deltas in self.steps:
             record.deltas = msgspec.Raw(_encoder.encode(deltas))
         if self.batch is not None and self.report.batch is not None:
-            self.report.batch.data = self.batch.bytes()
+            self.report.batch.data = self.batch.lend()
         self.report.time = time.time()
         link.send(self.report)
         if self.batch is not None:
@@ -325,7 +325,7 @@ class TracewireRunner(NNsightGPUModelRunner):
         if not live or self.tracewire_link is None:
             return
         unsent = self.tracewire_unsent
-        host = HostCopy(self.tracewire_hold.threshold, late=True)
+        host = HostCopy(self.tracewire_hold.threshold)
         try:
             host.prime(value for _, traced, saves in live for value in traced.tracker.fresh(saves))
         except Exception:  # out of memory, say: each trace then copies its own, and fails on its own

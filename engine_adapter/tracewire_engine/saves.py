@@ -32,11 +32,10 @@ from tracewire_bus.values import (
     length,
     list_digest,
     path_key,
-    payload_digest,
     wire,
 )
 
-from .hosting import HostCopy, Late
+from .hosting import HostArray, HostCopy
 from .large import Copies, Frozen, Hold, LargeArray, LargeTuple
 
 __all__ = ["Ending", "SaveTracker"]
@@ -44,8 +43,6 @@ __all__ = ["Ending", "SaveTracker"]
 #: Items of one list looked at again in one step, besides its new ones; longer lists are gone through in turns.
 WINDOW = 256
 
-#: Arrays up to this many bytes are kept as sent, so that the end need not digest them again; beyond, their digest is.
-KEPT_BYTES = 64 * 1024
 
 #: How deep a glance for new tensors goes into what is new.
 _GLANCE = 4
@@ -58,13 +55,12 @@ _FIXED = (int, float, bool, str, bytes, type(None), complex)
 class _Leaf:
     """A value without items of its own, as the consumer has it."""
 
-    __slots__ = ("digest", "payload", "value")
+    __slots__ = ("digest", "value")
 
-    def __init__(self, value: Any, digest: bytes | Frozen | Late, payload: bytes | None) -> None:
+    def __init__(self, value: Any, digest: bytes | Frozen | HostArray) -> None:
         self.value = value
         #: Of what was sent; or that itself, if its digest may not be known yet: large, or still on its way to the host.
         self.digest = digest
-        self.payload = payload
 
 
 class _Box:
@@ -198,7 +194,7 @@ class SaveTracker:
         """The first part of `finish`: contents as they are now. The block that saved them has ended."""
         deltas = self.step(saves, host, whole=True, still=True)
         # Contents of now: what was copied for a step is of then.
-        local = HostCopy(self._hold.threshold, late=True)
+        local = HostCopy(self._hold.threshold)
         local.prime(leaf.value for shadow in self._names.values() for leaf in _tensors(shadow))
         now = Copies(local, self._hold, still=True)
         if self.large:
@@ -276,15 +272,12 @@ def _adopt(value: Any, path: _Path, copies: Copies) -> tuple[Any, _Shadow]:
     """A value that is sent whole: as it goes on the wire, and its shadow."""
     cls = type(value)
     if cls is torch.Tensor:
-        payload = copies.payload(value)
-        if isinstance(payload, Late):
-            return payload, _Leaf(value, payload, None)
-        if payload is not None:
-            kept = payload if len(payload) <= KEPT_BYTES else None
-            return encoded_array(payload), _Leaf(value, payload_digest(payload), kept)
+        held = copies.array(value)
+        if held is not None:
+            return held if held.late else encoded_array(held.payload()), _Leaf(value, held)
         frozen = copies.freeze(value, path)
         if frozen is not None:
-            return frozen, _Leaf(value, frozen, None)
+            return frozen, _Leaf(value, frozen)
     elif cls is list or cls in _DICTS:
         if len(path) > MAX_DEPTH:
             raise Unsavable(path[:3], f"containers nest deeper than {MAX_DEPTH} or refer to themselves")
@@ -305,9 +298,9 @@ def _adopt(value: Any, path: _Path, copies: Copies) -> tuple[Any, _Shadow]:
     elif cls not in _FIXED:
         frozen = copies.freeze(value, path)
         if frozen is not None:
-            return frozen, _Leaf(value, frozen, None)
+            return frozen, _Leaf(value, frozen)
     local = copies.local(value)
-    return wire(local, path), _Leaf(value, digest(local), None)
+    return wire(local, path), _Leaf(value, digest(local))
 
 
 def _walk(box: _Box, path: _Path, copies: Copies, deltas: list[Delta], whole: bool) -> None:
@@ -380,7 +373,7 @@ def _large(shadow: _Shadow) -> Iterator[_Leaf]:
     return (leaf for leaf in _leaves(shadow) if isinstance(leaf.digest, LargeTuple) or _was_copied(leaf.digest))
 
 
-def _was_copied(sent: bytes | Frozen | Late) -> bool:
+def _was_copied(sent: bytes | Frozen | HostArray) -> bool:
     return isinstance(sent, LargeArray) and not sent.borrowed
 
 
@@ -402,8 +395,10 @@ def _correct(shadow: _Shadow, path: _Path, now: Copies, deltas: list[Delta], cha
 
 def _corrected(leaf: _Leaf, path: _Path, now: Copies, deltas: list[Delta], changed: list[LargeArray]) -> bytes:
     value, sent = leaf.value, leaf.digest
-    if isinstance(sent, Late):
-        leaf.payload = sent.payload() if sent.size <= KEPT_BYTES else None
+    held = now.array(value) if type(value) is torch.Tensor else None
+    if isinstance(sent, HostArray):
+        if held is not None and held.same(sent):
+            return sent.digest()
         sent = leaf.digest = sent.digest()
     if not isinstance(sent, bytes):
         frozen = now.frozen(value) or sent
@@ -413,15 +408,10 @@ def _corrected(leaf: _Leaf, path: _Path, now: Copies, deltas: list[Delta], chang
         return frozen.digest
     if type(value) in _FIXED:
         return sent
-    payload = now.payload(value) if type(value) is torch.Tensor else None
-    if isinstance(payload, Late):
-        payload = payload.payload()
-    if payload is not None and payload == leaf.payload:
-        return sent
-    local = None if payload is not None else now.local(value)
-    found = payload_digest(payload) if payload is not None else digest(local)
+    local = None if held is not None else now.local(value)
+    found = held.digest() if held is not None else digest(local)
     if found != sent:
-        deltas.append(Set(path=path, value=encoded_array(payload) if payload is not None else wire(local, path)))
+        deltas.append(Set(path=path, value=encoded_array(held.payload()) if held is not None else wire(local, path)))
     return found
 
 
