@@ -51,17 +51,17 @@ class HostCopy:
 
     def prime(self, tensors: Iterable[Any]) -> None:
         """Copy tensors to the host, all of one dtype and device in one go. Others are left for later."""
-        groups: dict[tuple[torch.dtype, torch.device], dict[int, torch.Tensor]] = {}
+        groups: dict[tuple[torch.dtype, torch.device], dict[int, tuple[torch.Tensor, int]]] = {}
         for tensor in tensors:
-            if _plain(tensor) and tensor.nbytes <= self._most:
-                groups.setdefault((tensor.dtype, tensor.device), {})[id(tensor)] = tensor
+            if _plain(tensor) and (size := tensor.nbytes) <= self._most:
+                groups.setdefault((tensor.dtype, tensor.device), {})[id(tensor)] = tensor, size
         for (dtype, _), group in groups.items():
-            flat = [tensor.reshape(-1) for tensor in group.values()]
+            flat = [tensor.reshape(-1) for tensor, _ in group.values()]
             joined = (torch.cat(flat) if len(flat) > 1 else flat[0].contiguous()).cpu()
             raw = memoryview(joined.view(torch.uint8).numpy())
             start = 0
-            for key, tensor in group.items():
-                stop = start + tensor.nbytes
+            for key, (tensor, size) in group.items():
+                stop = start + size
                 self._payloads[key] = array_payload(TORCH_DTYPES[dtype], tuple(tensor.shape), raw[start:stop])
                 start = stop
 
