@@ -107,12 +107,12 @@ async def by_tracewire(url):
     return results
 
 
-async def compare(model, link, info):
+async def compare(model, link, blobs, info):
     """Run both ways on one engine."""
     from tracewire_engine.adapter import Adapter
     from tracewire_engine.vllm_engine import VllmEngine
 
-    engine = VllmEngine(model, link)
+    engine = VllmEngine(model, link, blobs)
     async with Bus.open("embedded://") as bus:
         adapter = Adapter(engine, info, bus)
         async with anyio.create_task_group() as group:
@@ -128,15 +128,17 @@ def main():
     """Start the engine in this process."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
+    from tracewire_engine.blob_link import BlobReceiver
     from tracewire_engine.cli import demo_model
     from tracewire_engine.link import LinkReceiver
     from tracewire_engine.model import build_engine, describe
 
     arguments = AsyncEngineArgs(model=str(Path(demo_model())), kv_cache_memory_bytes=512 << 20)
-    with LinkReceiver() as link:
-        model = build_engine(arguments, link.address)
+    with LinkReceiver() as link, BlobReceiver(link.address) as blobs:
+        # Low, so that some saves travel as references: their digests are the arrays'.
+        model = build_engine(arguments, link.address, blob_threshold=1024)
         try:
-            figures = anyio.run(compare, model, link, describe(model, "demo", 16))
+            figures = anyio.run(compare, model, link, blobs, describe(model, "demo", 16))
         finally:
             model.vllm_entrypoint.shutdown()
             model.vllm_entrypoint = None
