@@ -176,18 +176,18 @@ class HostCopy:
 
     def prime(self, tensors: Iterable[Any]) -> None:
         """Copy tensors to the host, all of one dtype and device in one go. Others are left for later."""
-        groups: dict[tuple[torch.dtype, torch.device], dict[int, torch.Tensor]] = {}
+        groups: dict[tuple[torch.dtype, torch.device], dict[int, tuple[torch.Tensor, int]]] = {}
         for tensor in tensors:
-            if _plain(tensor) and tensor.nbytes <= self._most:
-                groups.setdefault((tensor.dtype, tensor.device), {})[id(tensor)] = tensor
+            if _plain(tensor) and (size := tensor.nbytes) <= self._most:
+                groups.setdefault((tensor.dtype, tensor.device), {})[id(tensor)] = tensor, size
         for (dtype, device), group in groups.items():
             # A copy even of one: what is kept is how it is now.
-            copy = ToHost(torch.cat([tensor.reshape(-1) for tensor in group.values()]).view(torch.uint8))
+            copy = ToHost(torch.cat([tensor.reshape(-1) for tensor, _ in group.values()]).view(torch.uint8))
             if device.type == "cuda":
                 self.under_way = copy
             start, name = 0, TORCH_DTYPES[dtype]
-            for key, tensor in group.items():
-                stop = start + tensor.nbytes
+            for key, (tensor, size) in group.items():
+                stop = start + size
                 self._arrays[key] = HostArray(copy, name, tuple(tensor.shape), start, stop)
                 start = stop
 
