@@ -229,7 +229,7 @@ class Copies:
     Values are known by identity, so that one array saved under two names is frozen once.
     """
 
-    __slots__ = ("_frozen", "_hold", "_still", "local", "payload", "taken")
+    __slots__ = ("_frozen", "_hold", "_still", "array", "local", "taken")
 
     def __init__(self, host: HostCopy, hold: Hold, *, still: bool = False) -> None:
         #: A small tensor that the host copy was primed with.
