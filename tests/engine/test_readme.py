@@ -6,6 +6,7 @@ import importlib.util
 import re
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -35,3 +36,13 @@ async def test_the_trace_in_the_readme_runs(client: Client, model: Model, engine
     spec.loader.exec_module(module)
     direction = np.load(ROOT / "examples" / "demo_model" / "direction.npy")
     assert await module.main(direction) > 2
+
+
+async def test_the_declared_interventions_in_the_readme_run(client: Client, model: Model) -> None:
+    third = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[2]
+    body = third.replace("    ...", "    return await trace.result()")
+    scope: dict[str, Any] = {}
+    exec("async def main(client, model, direction):\n" + textwrap.indent(body, "    "), scope)
+    result = await scope["main"](client, model, np.load(ROOT / "examples" / "demo_model" / "direction.npy"))
+    assert len(result.saves["projection"]) == len(result.saves["lens"]) == len(result.token_ids)
+    assert result.saves["lens"][0]["token_ids"].shape == (model.info.layer_count, 3)
