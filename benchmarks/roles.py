@@ -159,8 +159,9 @@ def own(options: dict[str, Any]) -> None:
 
     async def main() -> None:
         async def drain() -> None:
-            async for _ in link.reports():
-                pass
+            while True:
+                await link.arrived()
+                link.ready()
 
         draining = asyncio.ensure_future(drain())
         await serve({}, lambda workload: plain_round(model.vllm_entrypoint, workload))

@@ -17,7 +17,9 @@ import struct
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
+import anyio
 import msgspec
 import zmq
 import zmq.asyncio
@@ -200,7 +202,9 @@ class ScriptedEngine:
                 if token.finish_reason is not None:
                     del self._outputs[token.request]
 
-    async def prepare(self, submission: Submission, index: int, block: bytes | None) -> Prepared:
+    async def prepare(
+        self, submission: Submission, index: int, block: bytes | None, declared: bytes | None
+    ) -> Prepared:
         """Every submission is as good as another; `max_tokens` counts."""
         sampling = submission.invokes[index].sampling
         return Prepared(prompt=None, prompt_tokens=1, params=sampling["max_tokens"], choices=1, sampling=sampling)
@@ -218,6 +222,20 @@ class ScriptedEngine:
         """The text of these tokens."""
         return _TEXT * len(token_ids)
 
-    def reports(self) -> AsyncIterator[Report]:
-        """What the pacer reports over the link."""
-        return self._link.reports()
+    def ready(self) -> list[Report]:
+        """What the pacer has reported over the link."""
+        return self._link.ready()
+
+    async def arrived(self) -> None:
+        """Wait for it."""
+        await self._link.arrived()
+
+    async def large(self) -> AsyncIterator[Any]:
+        """No large arrays."""
+        await anyio.sleep_forever()
+        yield
+
+    @property
+    def inputs(self) -> Path:
+        """No large variables either."""
+        return Path("/nonexistent")

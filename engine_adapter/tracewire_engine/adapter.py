@@ -28,9 +28,9 @@ from tracewire_bus.values import unpack
 
 from .blob_link import BlobChunk
 from .engine import Engine, EngineLost, Rejection
-from .feed import Feed
 from .inputs import Inputs
-from .link import Placed, Report
+from .link import Placed
+from .reports import Reports
 from .trace import Half, TraceRun
 
 __all__ = ["Adapter", "Settings"]
@@ -70,6 +70,7 @@ class Adapter:
         self._tree = ModuleTree(info)
         self._halves: dict[str, Half] = {}
         self._inputs = Inputs(bus.blobs, engine.inputs)
+        self._reports = Reports(engine, self._halves, (settings or Settings()).blob_threshold)
         self._names = itertools.count()
         self._runs: set[anyio.CancelScope] = set()
         self._stopping = anyio.Event()
@@ -90,7 +91,7 @@ class Adapter:
     async def run(self) -> None:
         """Serve until `stop` is called or the engine is lost (see `lost`)."""
         async with self._bus.writer() as writer, anyio.create_task_group() as group:
-            group.start_soon(self._read_link)
+            group.start_soon(self._reports.run)
             group.start_soon(self._read_large)
             await self._bus.register(self._info, self._settings.lease_s)
             group.start_soon(self._heartbeat)
@@ -162,6 +163,7 @@ class Adapter:
             queued_at=entry.queued_at,
             names=self._names,
             blobs=self._bus.blobs,
+            reports=self._reports,
         )
         expired = anyio.CancelScope()
         if submission.deadline_s is not None:
@@ -300,36 +302,13 @@ class Adapter:
 
     # --- the engine's side ------------------------------------------------------------------------------------------
 
-    async def _read_link(self) -> None:
-        feed = Feed(self._settings.blob_threshold)
-        async for report in self._engine.reports():
-            if report.layout is not None:
-                feed.layout(report.layout)
-            if report.batch is not None:
-                data = report.batch.data
-                for entry, index, items in feed.batch(report.batch):
-                    half = self._halves.get(entry.request)
-                    if half is not None:
-                        half.read(entry.choice, index, items, data, report.time)
-            self._reported(report)
-
-    def _reported(self, report: Report) -> None:
-        for step in report.steps:
-            half = self._halves.get(step.request)
-            if half is not None:
-                half.step(step, report.time)
-        for finish in report.finishes:
-            half = self._halves.get(finish.request)
-            if half is not None:
-                half.finish(finish)
-
     async def _read_large(self) -> None:
         """Bring large arrays to the bus, and hand on what refers to them when they are there."""
         async for item in self._engine.large():
             if isinstance(item, BlobChunk):
                 await self._keep(item)
             else:
-                self._reported(item)
+                self._reports.take(item)
 
     async def _keep(self, chunk: BlobChunk) -> None:
         half = self._halves.get(chunk.request)
@@ -351,6 +330,8 @@ class Adapter:
                 logger.error("the engine of %s has died", info.engine)
                 self.lost = True
                 self.stop()
+            # Of requests that nobody follows: plain ones.
+            self._reports.pull()
             info.running = len(self._runs)
             info.state = "lost" if self.lost else "draining" if self._stopping.is_set() else "serving"
             try:

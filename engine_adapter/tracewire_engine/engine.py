@@ -95,8 +95,12 @@ class Engine(Protocol):
         """The text of an invoke's output, special tokens as its sampling params have them."""
         ...
 
-    def reports(self) -> AsyncIterator[Report]:
-        """What the workers report, step by step."""
+    def ready(self) -> list[Report]:
+        """What the workers have reported since the last call, step by step."""
+        ...
+
+    async def arrived(self) -> None:
+        """Wait until `ready` has something."""
         ...
 
     def large(self) -> AsyncIterator[BlobChunk | Report]:

@@ -7,17 +7,16 @@ the same request, choice and token index. Values inside are already encoded for 
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import tempfile
-from collections.abc import AsyncIterator
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import msgspec
 import zmq
-import zmq.asyncio
 
 from tracewire_bus.messages import Declared, Failure, Manifest
 
@@ -159,7 +158,7 @@ class LinkSender:
 
 
 class LinkReceiver:
-    """The adapter's end: binds a socket in a private folder and yields reports.
+    """The adapter's end: binds a socket in a private folder and hands out reports.
 
     The address must be known before the engine starts, so the folder is made on construction; `close` removes it.
     """
@@ -168,7 +167,7 @@ class LinkReceiver:
         self._folder = tempfile.TemporaryDirectory(prefix="tracewire-link-")
         os.chmod(self._folder.name, 0o700)
         self.address = f"ipc://{Path(self._folder.name) / 'link'}"
-        self._context = zmq.asyncio.Context()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.PULL)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -187,14 +186,34 @@ class LinkReceiver:
         self._context.destroy(linger=0)
         self._folder.cleanup()
 
-    async def reports(self) -> AsyncIterator[Report]:
-        """Yield every report, in the order in which the worker sent them. Never ends by itself."""
+    def ready(self) -> list[Report]:
+        """The reports that have come since the last call, in the order in which the worker sent them."""
+        found: list[Report] = []
         while True:
-            message = await self._socket.recv()
             try:
-                report = _decoder.decode(message)
+                message = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return found
+            try:
+                found.append(_decoder.decode(message))
             except msgspec.MsgspecError:
                 # A defect, but one step's: the traces that it leaves waiting end with an error, the others go on.
                 logger.exception("a report of the workers could not be read")
-                continue
-            yield report
+
+    async def arrived(self) -> None:
+        """Wait until `ready` has something."""
+        loop = asyncio.get_running_loop()
+        descriptor = int(self._socket.getsockopt(zmq.FD))
+        # The descriptor tells of changes only, so the state is asked for before each wait.
+        while not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            changed = loop.create_future()
+            loop.add_reader(descriptor, _wake, changed)
+            try:
+                await changed
+            finally:
+                loop.remove_reader(descriptor)
+
+
+def _wake(changed: asyncio.Future[None]) -> None:
+    if not changed.done():
+        changed.set_result(None)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import msgspec
@@ -43,6 +43,9 @@ from tracewire_bus.values import unpack
 from .engine import Choice, Engine, EngineLost, Outputs, Prepared, Rejection
 from .feed import ChoiceReads, Item, joined
 from .link import FinishRecord, StepRecord
+
+if TYPE_CHECKING:
+    from .reports import Reports
 
 __all__ = ["Half", "TraceRun"]
 
@@ -96,8 +99,10 @@ class Half:
         block: bool = True,
         reads: bool = False,
         stops: Sequence[StopWhen] = (),
+        reports: Reports | None = None,
     ) -> None:
         self.trace = trace
+        self._reports = reports
         self.choices = [_ChoiceHalf(stops) for _ in range(choices)]
         #: Whether large arrays have come, behind which the finish record may wait for Redis.
         self.large = False
@@ -149,7 +154,7 @@ class Half:
             # All of them: records that come by two ways may overtake each other.
             if ended_at is not None and all(self._there(half, index) for index in wanted if index <= ended_at):
                 break
-            await self._changed.wait()
+            await self._more()
         found = [half.steps.pop(index, _NO_DELTAS) for index in wanted]
         if self._reads:
             for place, index in enumerate(wanted):
@@ -161,7 +166,18 @@ class Half:
     async def finished(self) -> None:
         """Wait until the workers have reported the end of every choice."""
         while not all(choice.over(self._reads) for choice in self.choices):
+            await self._more()
+
+    async def _more(self) -> None:
+        """Wait until something has come for this request, perhaps."""
+        if self._reports is None:
             await self._changed.wait()
+        elif not self._reports.pull():
+            self._reports.expect()
+            try:
+                await self._changed.wait()
+            finally:
+                self._reports.content()
 
 
 class _Request:
@@ -199,6 +215,7 @@ class TraceRun:
         queued_at: float,
         names: Any,
         blobs: Blobs | None = None,
+        reports: Reports | None = None,
     ) -> None:
         self._entry_id = entry_id
         self._engine = engine
@@ -213,6 +230,7 @@ class TraceRun:
         self._queued_at = queued_at
         self._names = names
         self._blobs = blobs
+        self._reports = reports
         self._seq = -1
         self.attempt = attempt
         self.requests: list[_Request] = []
@@ -285,6 +303,7 @@ class TraceRun:
                     block=self._block is not None,
                     reads=self._reads,
                     stops=self._stops,
+                    reports=self._reports,
                 )
             try:
                 outputs = await self._engine.start(name, ready, self._submission.priority)

@@ -190,8 +190,11 @@ class VllmEngine:
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=skip)
         return text
 
-    def reports(self) -> AsyncIterator[Report]:
-        return self._link.reports()
+    def ready(self) -> list[Report]:
+        return self._link.ready()
+
+    async def arrived(self) -> None:
+        await self._link.arrived()
 
     def large(self) -> AsyncIterator[BlobChunk | Report]:
         return self._blobs.items()

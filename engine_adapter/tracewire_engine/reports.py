@@ -1,0 +1,75 @@
+"""What the workers report, handed to the traces that it belongs to.
+
+A step's report is sent before vLLM's output of the same step, so it lies ready when the output comes: whoever needs one
+looks first, and the event loop is not woken for each. Only when it is not there yet (on a GPU it comes a step later) is
+it waited for.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tracewire_bus.connection import Wakeup
+
+from .feed import Feed
+from .link import Report
+
+if TYPE_CHECKING:
+    from .engine import Engine
+    from .trace import Half
+
+__all__ = ["Reports"]
+
+
+class Reports:
+    """Takes the engine's reports to `halves`, which it shares with the adapter."""
+
+    def __init__(self, engine: Engine, halves: dict[str, Half], blob_threshold: int) -> None:
+        self._engine = engine
+        self._halves = halves
+        self._feed = Feed(blob_threshold)
+        self._waiting = 0
+        self._wanted = Wakeup()
+
+    def pull(self) -> bool:
+        """Take what is ready; whether there was anything."""
+        reports = self._engine.ready()
+        for report in reports:
+            self.take(report)
+        return bool(reports)
+
+    def expect(self) -> None:
+        """Somebody waits for a report, until `content`."""
+        self._waiting += 1
+        self._wanted.notify()
+
+    def content(self) -> None:
+        """It waits no longer."""
+        self._waiting -= 1
+
+    async def run(self) -> None:
+        """Take reports as they come, while somebody waits for one. Never ends by itself."""
+        while True:
+            while not self._waiting:
+                await self._wanted.wait()
+            await self._engine.arrived()
+            self.pull()
+
+    def take(self, report: Report) -> None:
+        """Hand one report on."""
+        if report.layout is not None:
+            self._feed.layout(report.layout)
+        if report.batch is not None:
+            data = report.batch.data
+            for entry, index, items in self._feed.batch(report.batch):
+                half = self._halves.get(entry.request)
+                if half is not None:
+                    half.read(entry.choice, index, items, data, report.time)
+        for step in report.steps:
+            half = self._halves.get(step.request)
+            if half is not None:
+                half.step(step, report.time)
+        for finish in report.finishes:
+            half = self._halves.get(finish.request)
+            if half is not None:
+                half.finish(finish)
