@@ -8,6 +8,7 @@ what runs has ended, and exits with 0 then, 1 when its engine died, and 2 on set
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import math
 import os
@@ -134,6 +135,9 @@ def _serve(vllm_arguments: object, name: str, options: argparse.Namespace) -> in
         )
         try:
             info = describe(model, name, options.capacity)
+            # What has been built by now stays: a collection that walks it all would hold every trace up.
+            gc.collect()
+            gc.freeze()
             return anyio.run(partial(_run, model, link, blobs, info, options), backend_options=LOOP)
         finally:
             model.vllm_entrypoint.shutdown()

@@ -6,6 +6,9 @@ and reports. The swap adds behaviour and no constructor state, so nothing of vLL
 
 from __future__ import annotations
 
+import gc
+from typing import Any
+
 from nnsight.modeling.vllm.workers.GPUWorker import NNsightGPUWorker
 from vllm.platforms import current_platform
 
@@ -42,6 +45,16 @@ class TracewireWorker(_PlatformWorker):
                 f"{type(runner).__module__}.{type(runner).__name__}. Unset VLLM_USE_V2_MODEL_RUNNER."
             )
         runner.__class__ = _Runner
+
+    def compile_or_warm_up_model(self) -> Any:
+        """Warm up, and leave what is there by then out of garbage collections, in which all requests would wait.
+
+        vLLM does so for EngineCore, and not for a worker in a process of its own.
+        """
+        result = super().compile_or_warm_up_model()
+        gc.collect()
+        gc.freeze()
+        return result
 
     def tracewire_request_count(self) -> int:
         """How many requests the runner holds anything for, by `collective_rpc`."""
