@@ -69,6 +69,8 @@ format: $(READY)  ## let ruff format and mend what it can
 
 bench: $(READY)  ## the benchmarks, each beside its baseline
 	@$(BIN)/python -m benchmarks.overhead $(ARGS)
+	@$(BIN)/python -m benchmarks.bus
+	@$(BIN)/python -m benchmarks.blobs
 
 wheel: $(READY)  ## build the wheel into dist/
 	@$(PIP) wheel --no-deps --no-build-isolation -w dist .
