@@ -197,7 +197,7 @@ class _Request:
 class TraceRun:
     """Runs one attempt of a submission and publishes its events.
 
-    `halves` is the adapter's table from request name to `Half`, which its link reader fills.
+    `halves` is the adapter's table from request name to `Half`, which `Reports` fills.
     """
 
     def __init__(
