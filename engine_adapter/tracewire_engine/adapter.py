@@ -1,9 +1,9 @@
 """The adapter: one task group that takes submissions, runs each as a trace, and answers for its engine.
 
 Tasks: *intake* takes submissions off the model's queue, up to the engine's capacity; one task a trace runs it
-(`trace.py`), which gets what the workers report by `reports.py`; the *blob reader* brings their large arrays to the bus
-first; the *heartbeat* renews the engine's entry in the registry. When the adapter is told to stop it takes nothing new, lets what runs finish for a while, fails the
-rest with the reason on each trace's own stream, and leaves.
+(`trace.py`), which gets what the workers report by `reports.py`; the *blob reader* brings their large arrays to the
+bus first; the *heartbeat* renews the engine's entry in the registry. When the adapter is told to stop it takes nothing
+new, lets what runs finish for a while, fails the rest with the reason on each trace's own stream, and leaves.
 """
 
 from __future__ import annotations
