@@ -24,7 +24,7 @@ ENVIRONMENT = {"VLLM_CPU_ATTN_SPLIT_KV": "0"}
 BLOB_THRESHOLD = 65536
 
 #: Test files of this folder that start no engine.
-ENGINELESS = {"test_declared_plan.py", "test_large.py", "test_marks.py", "test_saves.py"}
+ENGINELESS = {"test_declared_plan.py", "test_large.py", "test_marks.py", "test_saves.py", "test_taps.py"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
