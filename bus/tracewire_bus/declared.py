@@ -247,7 +247,7 @@ def check(
         raise DeclarationError("interventions", f"at most {MAX_SITES} locations to a trace")
     for field, name, vector in _live_names(interventions):
         if name not in live:
-            declared = ", ".join(sorted(live)) or "none"
+            declared = ", ".join(sorted(map(str, live))) or "none"
             raise DeclarationError(field, f"live parameter {name!r} was not declared at submission ({declared})")
         value = live[name]
         if vector != is_array(value) or (

@@ -261,8 +261,11 @@ class Adapter:
         interventions = submission.interventions
         if not interventions:
             return None
+        live = unpack(submission.live)
+        if not isinstance(live, dict):
+            raise Rejection("live", f"expected live parameters by name, got a {type(live).__name__}")
         try:
-            places = check(interventions, self._tree, hidden_size=self._info.hidden_size, live=unpack(submission.live))
+            places = check(interventions, self._tree, hidden_size=self._info.hidden_size, live=live)
             plain = normalized(interventions)
         except DeclarationError as error:
             raise Rejection(error.field, error.message) from error

@@ -17,8 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 import zmq
@@ -27,7 +26,7 @@ import zmq.asyncio
 from tracewire_bus.messages import Delta, Failure, Manifest
 
 from .large import LargeArray, encode
-from .link import FinishRecord, Report, StepRecord
+from .link import FinishRecord, Receiver, Report, StepRecord
 from .saves import Ending
 from .wiring import blob_address
 
@@ -160,7 +159,7 @@ class BlobSender:
         )
 
 
-class BlobReceiver:
+class BlobReceiver(Receiver):
     """The adapter's end: yields chunks and reports, in the order in which the worker sent each request's."""
 
     def __init__(self, link_address: str) -> None:
@@ -169,14 +168,6 @@ class BlobReceiver:
         self._socket.setsockopt(zmq.RCVHWM, QUEUED_CHUNKS)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(blob_address(link_address))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Close the socket. Idempotent."""

@@ -11,7 +11,6 @@ in that order. They run before a block is served at the same location.
 
 from __future__ import annotations
 
-import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -31,8 +30,6 @@ from .hosting import TORCH_DTYPES
 from .link import Batch, Layout, LayoutEntry, Part, Placed, Slot
 
 __all__ = ["Declaration", "DeclaredInterleaver", "DeclaredRequests"]
-
-logger = logging.getLogger("vllm.tracewire")
 
 _placed = msgspec.msgpack.Decoder(list[Placed], ext_hook=ext_hook)
 
@@ -154,7 +151,6 @@ class _Rows:
         self.index: torch.Tensor | None = None
         self.total = total
         rows = [row for start, count in spans for row in range(start, start + count)]
-        self.size = len(rows)
         if rows != list(range(total)):
             self.index = _to_device(torch.tensor(rows, dtype=torch.int64), device)
 
@@ -427,8 +423,7 @@ class Stage:
 class _Plan:
     """What runs where for one composition of the batch."""
 
-    def __init__(self, owner: DeclaredRequests) -> None:
-        self.owner = owner
+    def __init__(self) -> None:
         self.stages: dict[str, Stage] = {}
         self.collectors: list[_Collector] = []
         #: With the position after the first step's last one, and the index of the token that it samples.
@@ -514,7 +509,7 @@ class DeclaredRequests:
     def _build(
         self, req_ids: list[str], scheduled: dict[str, int], total: int, states: dict[str, Any], computed: list[int]
     ) -> _Plan:
-        plan = _Plan(self)
+        plan = _Plan()
         plan.req_ids, plan.computed, plan.steady = list(req_ids), computed, True
         if self.plan is not None:
             for earlier, position, _ in self.plan.declarations:

@@ -157,7 +157,23 @@ class LinkSender:
         self._socket.send(self._buffer)
 
 
-class LinkReceiver:
+class Receiver:
+    """What is closed when its context is left."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the socket. Idempotent."""
+        raise NotImplementedError
+
+
+class LinkReceiver(Receiver):
     """The adapter's end: binds a socket in a private folder and hands out reports.
 
     The address must be known before the engine starts, so the folder is made on construction; `close` removes it.
@@ -172,14 +188,6 @@ class LinkReceiver:
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(self.address)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Close the socket and remove its folder. Idempotent."""

@@ -125,6 +125,11 @@ def test_a_name_is_saved_once_and_lists_are_bounded() -> None:
         checked(*[Ablate("residual(0)")] * 65)
 
 
+def test_live_parameters_of_any_names_are_answered() -> None:
+    with pytest.raises(DeclarationError, match="not declared"):
+        checked(Steer("residual(0)", V, scale=Live("alpha")), live={1: 2.0, "beta": 1.0})  # type: ignore[dict-item]
+
+
 def test_an_untapped_location_is_refused() -> None:
     taps = ["model.layers.2.output"]
     checked(Probe("p", "residual(2)"), Probe("q", "model.layers.2"), taps=taps)
