@@ -1,8 +1,9 @@
 """A scripted engine: plays an engine on the bus, where the real one stands, and publishes what a test's script says.
 
-It takes submissions and appends events through the same bus API as the engine adapter does. No model stands behind it.
-A script is an async function of a [`Stage`][], which numbers the events and, like the real engine, ends with a manifest
-of what it published.
+It takes submissions, opens traces, reads orders and appends events through the same bus API as the engine adapter does.
+No model stands behind it. A script is an async function of a [`Stage`][], which numbers the events, tells of changes
+of live parameters before the next output, and, like the real engine, ends with a manifest of what it published. A trace
+that is cancelled ends where its script waits.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
+import msgspec
 
-from tracewire_bus.codec import decode_event, decode_submission, encode
+from tracewire_bus.codec import decode_change, decode_event, decode_submission, encode
 from tracewire_bus.fold import Fold
 from tracewire_bus.messages import (
     Accepted,
@@ -29,11 +31,13 @@ from tracewire_bus.messages import (
     Output,
     Restarted,
     Set,
+    Steered,
     Submission,
     Usage,
 )
+from tracewire_bus.records import Opened, cancellation
 from tracewire_bus.streams import Bus, Writer
-from tracewire_bus.values import ArrayRef, digest, kind, length, wire
+from tracewire_bus.values import ArrayRef, digest, kind, length, unpack, wire
 
 __all__ = ["Script", "ScriptedEngine", "Stage", "engine_info", "tiny"]
 
@@ -71,10 +75,21 @@ def engine_info(model: str = "tiny", engine: str | None = None, **fields: Any) -
 class Stage:
     """One trace as its engine sees it: the submission, and the events that a script publishes for it."""
 
-    def __init__(self, submission: Submission, writer: Writer, info: EngineInfo, queued_at: float, bus: Bus) -> None:
+    def __init__(
+        self, submission: Submission, writer: Writer, info: EngineInfo, queued_at: float, bus: Bus, opened: Opened
+    ) -> None:
         self.submission = submission
         self.bus = bus
-        self.attempt = 1
+        self.attempt = opened.attempt
+        #: The live parameters as the last change left them.
+        self.live = unpack(opened.live)
+        self.live_version = opened.version
+        self.scope = anyio.CancelScope()
+        self.cancelled: Failure | None = None
+        #: Whether its final was queued for the stream.
+        self.ended = False
+        self._changes = [decode_change(data) for data in opened.changes]
+        self._changed = anyio.Event()
         self.seq = 0
         self._writer = writer
         self._info = info
@@ -87,8 +102,47 @@ class Stage:
         """The trace's id."""
         return self.submission.trace
 
+    def change(self, data: bytes) -> None:
+        """Take an order to steer."""
+        change = decode_change(data)
+        self.live.update(change.values)
+        self.live_version = change.version
+        self._changes.append(change)
+        self._changed.set()
+
+    async def steered(self) -> None:
+        """Wait for a change, unless one has come that no event tells of."""
+        if not self._changes:
+            self._changed = anyio.Event()
+            await self._changed.wait()
+
+    async def tell(self) -> None:
+        """Publish what has changed: it holds from the next output on."""
+        changes, self._changes = self._changes, []
+        if not changes:
+            return
+        version = changes[-1].version
+        held = self.fold.choices
+        first = [
+            (invoke, choice, len(held[invoke, choice].token_ids) if (invoke, choice) in held else 0)
+            for invoke in range(len(self.submission.invokes))
+            for choice in range(self.submission.invokes[invoke].sampling.get("n", 1))
+        ]
+        wired = [
+            msgspec.structs.replace(one, values={name: wire(value) for name, value in one.values.items()})
+            for one in changes
+        ]
+        event = Steered(attempt=self.attempt, seq=self.seq, version=version, first=first, changes=wired)
+        data = encode(event)
+        self.fold.apply(decode_event(data))
+        seq, self.seq = self.seq, self.seq + 1
+        await self._writer.append(self.trace, self.attempt, seq, data, told=version)
+
     async def publish(self, event: Event, *, fold: bool = True) -> None:
         """Append an event as it is."""
+        if isinstance(event, (Output, Final)):
+            await self.tell()
+            event.seq = self.seq
         data = encode(event)
         if fold:
             # As a consumer will, from the bytes.
@@ -98,6 +152,7 @@ class Stage:
     async def append(self, data: bytes, *, final: bool = False) -> None:
         """Append bytes as the next event, whatever they are."""
         seq, self.seq = self.seq, self.seq + 1
+        self.ended = self.ended or final
         await self._writer.append(self.trace, self.attempt, seq, data, final=final)
 
     async def accept(self, **fields: Any) -> None:
@@ -106,6 +161,7 @@ class Stage:
             "engine": self._info.engine,
             "model": self._info.model,
             "queued_at": self._queued_at,
+            "live_version": self.live_version,
             "sampling": [invoke.sampling for invoke in self.submission.invokes],
             "prompt_tokens": [len(invoke.token_ids or invoke.prompt or "x") for invoke in self.submission.invokes],
         }
@@ -201,6 +257,7 @@ class ScriptedEngine:
     def __init__(self, bus: Bus, script: Script, info: EngineInfo) -> None:
         self.info = info
         self.taken: list[Submission] = []
+        self.stages: dict[str, Stage] = {}
         self._bus = bus
         self._script = script
 
@@ -215,6 +272,7 @@ class ScriptedEngine:
             await bus.register(engine.info, ttl_s=600)
             async with bus.writer() as writer, anyio.create_task_group() as group:
                 group.start_soon(engine._serve, writer, group)
+                group.start_soon(engine._obey)
                 try:
                     yield engine
                 finally:
@@ -227,12 +285,35 @@ class ScriptedEngine:
             for entry in await self._bus.take(self.info.model, self.info.engine, 16, BLOCK_MS):
                 submission = decode_submission(entry.fields[b"d"])
                 self.taken.append(submission)
-                group.start_soon(
-                    self._play, Stage(submission, writer, self.info, entry.queued_at, self._bus), entry.entry_id
-                )
+                opened = await self._bus.records.open(submission.trace, self.info.engine)
+                if opened is None:
+                    await self._bus.done(self.info.model, entry.entry_id)
+                    continue
+                stage = Stage(submission, writer, self.info, entry.queued_at, self._bus, opened)
+                self.stages[stage.trace] = stage
+                group.start_soon(self._play, stage, entry.entry_id)
+
+    async def _obey(self) -> None:
+        reader = self._bus.control(self.info.engine)
+        try:
+            while True:
+                for order in await reader.read(BLOCK_MS):
+                    stage = self.stages.get(order.trace)
+                    if stage is not None and order.kind == "steer":
+                        stage.change(order.change)
+                    elif stage is not None:
+                        stage.cancelled = cancellation(order.by, order.reason)
+                        stage.scope.cancel()
+        finally:
+            with anyio.CancelScope(shield=True):
+                await reader.aclose()
 
     async def _play(self, stage: Stage, entry_id: str) -> None:
-        await self._script(stage)
+        with stage.scope:
+            await self._script(stage)
+        if stage.scope.cancelled_caught and not stage.ended:
+            await stage.final("cancelled", stage.cancelled)
+        del self.stages[stage.trace]
         await self._bus.done(self.info.model, entry_id)
 
 

@@ -13,7 +13,20 @@ from typing import Any, TypeAlias, TypeVar, Union, cast, overload
 
 import msgspec
 
-from .messages import SCHEMA, Accepted, Delta, EngineInfo, Final, Message, Output, OutputBase, Restarted, Submission
+from .messages import (
+    SCHEMA,
+    Accepted,
+    Change,
+    Delta,
+    EngineInfo,
+    Final,
+    Message,
+    Output,
+    OutputBase,
+    Restarted,
+    Steered,
+    Submission,
+)
 from .values import ext_hook
 
 __all__ = [
@@ -21,6 +34,7 @@ __all__ = [
     "NewerSchema",
     "UnknownKind",
     "check_schema",
+    "decode_change",
     "decode_deltas",
     "decode_engine",
     "decode_event",
@@ -31,12 +45,12 @@ __all__ = [
 ]
 
 #: What stands on a trace's stream.
-AnyEvent: TypeAlias = Accepted | Output | Restarted | Final
+AnyEvent: TypeAlias = Accepted | Output | Steered | Restarted | Final
 
 _SCHEMA_TEXT = f"{SCHEMA[0]}.{SCHEMA[1]}"
 _O = TypeVar("_O", bound=OutputBase)
 #: The tags of what this version knows.
-_KINDS = frozenset(kind.__struct_config__.tag for kind in (Accepted, Output, Restarted, Final))
+_KINDS = frozenset(kind.__struct_config__.tag for kind in (Accepted, Output, Steered, Restarted, Final))
 
 
 class UnknownKind(ValueError):
@@ -66,7 +80,7 @@ def _encoder() -> msgspec.msgpack.Encoder:
 def _decode(type_: Any) -> Callable[[bytes | memoryview], Any]:
     if isinstance(type_, type) and issubclass(type_, OutputBase):
         # An event whose outputs are of this form.
-        type_ = Union[Accepted, type_, Restarted, Final]  # noqa: UP007  (of a variable)
+        type_ = Union[Accepted, type_, Steered, Restarted, Final]  # noqa: UP007  (of a variable)
     return msgspec.msgpack.Decoder(type_, ext_hook=ext_hook).decode
 
 
@@ -98,7 +112,7 @@ def decode_event(data: bytes | memoryview) -> AnyEvent: ...
 
 
 @overload
-def decode_event(data: bytes | memoryview, output: type[_O]) -> Accepted | _O | Restarted | Final: ...
+def decode_event(data: bytes | memoryview, output: type[_O]) -> Accepted | _O | Steered | Restarted | Final: ...
 
 
 def decode_event(data: bytes | memoryview, output: type[OutputBase] = Output) -> Any:
@@ -129,6 +143,16 @@ def decode_deltas(data: bytes | memoryview | msgspec.Raw) -> list[list[Delta]]:
         msgspec.DecodeError: they hold a malformed value.
     """
     return cast(list[list[Delta]], _checked(_deltas(), data))
+
+
+def decode_change(data: bytes | memoryview) -> Change:
+    """A change of live parameters. Arrays in it share memory with `data`.
+
+    Raises:
+        msgspec.ValidationError: its fields have other types than they should.
+        msgspec.DecodeError: it is no msgpack, or holds a malformed value.
+    """
+    return cast(Change, _checked(_decode(Change), data))
 
 
 def decode_submission(data: bytes | memoryview) -> Submission:

@@ -22,6 +22,7 @@ from .messages import (
     Restarted,
     Set,
     Status,
+    SteeredBase,
     Usage,
 )
 from .values import digest, list_digest
@@ -137,6 +138,8 @@ class Fold:
         self.seq = -1
         self.choices: dict[tuple[int, int], ChoiceState] = {}
         self.accepted: Accepted | None = None
+        #: Version of the live parameters that the events so far tell of.
+        self.live_version = 0
         self.status: Status | None = None
         self.error: Failure | None = None
         self.usage = Usage()
@@ -163,6 +166,9 @@ class Fold:
             self._output(event)
         elif isinstance(event, Accepted):
             self.accepted = event
+            self.live_version = event.live_version
+        elif isinstance(event, SteeredBase):
+            self.live_version = event.version
         elif isinstance(event, Final):
             self._final(event)
         elif isinstance(event, Restarted):
@@ -184,6 +190,7 @@ class Fold:
     def _start_over(self) -> None:
         self.choices = {}
         self.accepted = None
+        self.live_version = 0
 
     def _output(self, output: OutputBase) -> None:
         state = self.choices.get((output.invoke, output.choice))

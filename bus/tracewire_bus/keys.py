@@ -37,17 +37,42 @@ class Keys:
         """The hash tag of a trace."""
         return f"t{crc32(trace.encode('utf-8', 'surrogatepass')) % TAGS}"
 
+    @property
+    def tags(self) -> list[str]:
+        """All hash tags of traces."""
+        return [f"t{number}" for number in range(TAGS)]
+
     def events(self, trace: str) -> str:
         """Stream of a trace's events."""
         return f"{self.prefix}:{{{self.tag(trace)}}}:events:{trace}"
 
-    def known(self, trace: str) -> str:
-        """Model that a trace was submitted to: says that the trace exists before it has events."""
+    def record(self, trace: str) -> str:
+        """Hash of what the bus knows of a trace from its submission on: see `records.py`."""
         return f"{self.prefix}:{{{self.tag(trace)}}}:trace:{trace}"
+
+    def changes(self, trace: str) -> str:
+        """Changes of a trace's live parameters that no event tells of yet, by version."""
+        return f"{self.prefix}:{{{self.tag(trace)}}}:changes:{trace}"
+
+    def operations(self, trace: str) -> str:
+        """The last changes of a trace's live parameters by the id that their controller gave each."""
+        return f"{self.prefix}:{{{self.tag(trace)}}}:operations:{trace}"
+
+    def deadlines(self, tag: str) -> str:
+        """Traces of one hash tag by their deadline, in milliseconds since the epoch."""
+        return f"{self.prefix}:{{{tag}}}:deadlines"
+
+    def control(self, tag: str, engine: str) -> str:
+        """Stream of what an engine is to do for its traces of one hash tag."""
+        return f"{self.prefix}:{{{tag}}}:control:{engine}"
 
     def blobs(self, trace: str) -> str:
         """Hash of a trace's blobs: every chunk of each, under `<blob>:<number>`."""
         return f"{self.prefix}:{{{self.tag(trace)}}}:blobs:{trace}"
+
+    def lease(self, lease: str) -> str:
+        """There as long as a client lives."""
+        return f"{self.prefix}:lease:{lease}"
 
     def engines(self) -> str:
         """Set of the ids of engines that have registered; some may be gone."""

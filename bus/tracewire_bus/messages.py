@@ -28,6 +28,7 @@ __all__ = [
     "Accepted",
     "Append",
     "Block",
+    "Change",
     "Clamp",
     "Declared",
     "Delete",
@@ -55,6 +56,7 @@ __all__ = [
     "Set",
     "Status",
     "Steer",
+    "Steered",
     "StopWhen",
     "Submission",
     "Usage",
@@ -253,7 +255,8 @@ class Submission(Message):
     """What a client puts on a model's queue. The block and the declared interventions apply to each invoke.
 
     `live` is the packed dict of the live parameters' first values. `deadline_s` counts from the moment it was queued,
-    by Redis's clock. `detach` keeps the trace running when its submitter goes away.
+    by Redis's clock. `detach` keeps the trace running when its submitter goes away; otherwise `lease` is the lease that
+    its submitter holds while it lives (`""`: none). `client` is the name under which submissions take turns.
     """
 
     trace: str
@@ -267,6 +270,7 @@ class Submission(Message):
     client: str = ""
     context: dict[str, str] = {}
     interventions: list[Declared] = []
+    lease: str = ""
 
 
 # --- save deltas ------------------------------------------------------------------------------------------------------
@@ -338,7 +342,8 @@ class Accepted(Event, tag="accepted"):
     """An engine has taken the trace and vLLM has taken its requests.
 
     `queued_at` is when it was queued (Redis's clock), `sampling` the params of each invoke as vLLM resolved them,
-    `prompt_tokens` the length of each invoke's prompt.
+    `prompt_tokens` the length of each invoke's prompt. `live_version` is the version of the live parameters that it
+    starts with: 0, or that of the last change made while it was queued.
     """
 
     engine: str
@@ -350,6 +355,7 @@ class Accepted(Event, tag="accepted"):
     versions: Versions = msgspec.field(default_factory=Versions)
     sampling: list[dict[str, Any]] = []
     prompt_tokens: list[int] = []
+    live_version: int = 0
 
 
 class OutputBase(Event):
@@ -386,6 +392,47 @@ class RawOutput(OutputBase, tag="o"):
     """An `Output` whose steps are already encoded: what the adapter writes, so that it re-encodes nothing."""
 
     deltas: list[msgspec.Raw] = []  # type: ignore[assignment]
+
+
+class Change(Message, array_like=True):
+    """One accepted change of a trace's live parameters: those that were given, at once.
+
+    `version` counts a trace's changes from 1. `by` is the client that made it; `time` when Redis took it, in
+    milliseconds since the epoch. `values` holds the new values by name.
+    """
+
+    version: int
+    by: str
+    time: int
+    values: dict[str, Any] = {}
+
+
+class SteeredBase(Event):
+    """What both forms of a `Steered` share: everything but its changes, which stand last.
+
+    `version` is that of the live parameters from now on. `first` says from where: `(invoke, choice, index)` for each
+    choice that still runs, where the step that sampled token `index` was the first with these values. Outputs with
+    such a token come after this event, all others of that choice before it.
+    """
+
+    version: int
+    first: list[tuple[int, int, int]] = []
+    time: float = 0.0
+
+
+class Steered(SteeredBase, tag="steered"):
+    """Live parameters have changed: all changes since the last such event, in the order in which they were accepted.
+
+    Several that came within one step share an event; only what the last of them left holds for any token.
+    """
+
+    changes: list[Change] = []
+
+
+class RawSteered(SteeredBase, tag="steered"):
+    """A `Steered` whose changes are encoded already, as an adapter passes them on."""
+
+    changes: list[msgspec.Raw] = []
 
 
 class Restarted(Event, tag="restarted"):

@@ -31,9 +31,12 @@ from .connection import (
     is_transient,
     redacted,
 )
+from .control import ControlReader
 from .keys import FINAL_ID, Keys
+from .live import parted
 from .messages import EngineInfo, Submission
 from .reader import Entry, Reader, Subscription, tail_id
+from .records import REMEMBER_S, Records
 from .writer import ENTRY_BYTES, GROUP, EntryTooLarge, Fenced, Writer
 
 if TYPE_CHECKING:
@@ -56,8 +59,6 @@ __all__ = [
 logger = logging.getLogger("tracewire")
 
 _SCHEMES = ("redis", "rediss", "unix", "embedded")
-#: How long a trace that was submitted is remembered, in seconds, so that it is not queued again and is known to exist.
-_REMEMBER_S: Final = 7 * 24 * 3600
 #: How many dead letters are kept, about.
 _DEAD_LETTERS: Final = 10_000
 
@@ -105,6 +106,7 @@ class Bus:
         self._connections_: Connections | None = None
         self._reader: Reader | None = None
         self._blobs: Blobs | None = None
+        self._records: Records | None = None
         self._intakes: dict[tuple[str, str], _Intake] = {}
 
     @classmethod
@@ -137,6 +139,7 @@ class Bus:
             self._reader = Reader(connections)
             self._reader.start()
             self._blobs = Blobs(self.url, self.keys, patience_s=self._patience_s)
+            self._records = Records(connections, self.keys, self._retention_s)
         except BaseException:
             await self.aclose()
             raise
@@ -155,6 +158,7 @@ class Bus:
         reader, self._reader = self._reader, None
         connections, self._connections_ = self._connections_, None
         blobs, self._blobs = self._blobs, None
+        self._records = None
         server, self._server = self._server, None
         intakes = list(self._intakes.values())
         self._intakes.clear()
@@ -183,6 +187,7 @@ class Bus:
 
         Raises:
             EntryTooLarge: it is larger than an entry may be.
+            LiveError: its live parameters are none.
             BusError: Redis refused it.
             BusUnavailable: Redis stayed away; it may have been queued, and can be submitted again.
         """
@@ -190,12 +195,11 @@ class Bus:
         if len(data) > ENTRY_BYTES:
             raise EntryTooLarge(f"the submission takes {len(data)} bytes, an entry holds {ENTRY_BYTES}")
         model, trace = submission.model, submission.trace
-        _, entry_id = await self._connections.commands(
-            ("SET", self.keys.known(trace), model, "EX", _REMEMBER_S, "NX"),
-            (
-                *("EVAL", _SUBMIT, 2, self.keys.queue(model), self.keys.submitted(model, trace)),
-                *(schema_text(), trace, data, _REMEMBER_S),
-            ),
+        # Its record first: what is queued can be steered and cancelled.
+        await self.records.create(submission, parted(submission.live))
+        entry_id = await self._connections.command(
+            *("EVAL", _SUBMIT, 2, self.keys.queue(model), self.keys.submitted(model, trace)),
+            *(schema_text(), trace, data, REMEMBER_S),
         )
         return str(entry_id.decode())
 
@@ -254,6 +258,17 @@ class Bus:
 
     # --- traces -------------------------------------------------------------------------------------------------------
 
+    @property
+    def records(self) -> Records:
+        """What the bus knows of each trace, and what can be asked of one: steering, cancelling, deadlines, leases."""
+        if self._records is None:
+            raise anyio.ClosedResourceError
+        return self._records
+
+    def control(self, engine: str) -> ControlReader:
+        """Reads what is asked of an engine's traces. Whoever asks closes it."""
+        return ControlReader(self._connections.link(), self.keys, engine)
+
     def writer(self) -> Writer:
         """A writer of events, with a connection of its own: `async with bus.writer() as writer`.
 
@@ -278,9 +293,13 @@ class Bus:
         """Id of a trace's last entry, `"0-0"` if there is none."""
         return await tail_id(self._connections, self.keys.events(trace))
 
+    async def alive(self, engine: str) -> bool:
+        """Whether an engine has renewed its entry in the registry of late."""
+        return bool(await self._connections.command("EXISTS", self.keys.engine(engine)))
+
     async def exists(self, trace: str) -> bool:
         """Whether a trace has been submitted or has events, and is not yet forgotten."""
-        return bool(await self._connections.command("EXISTS", self.keys.known(trace), self.keys.events(trace)))
+        return bool(await self._connections.command("EXISTS", self.keys.record(trace), self.keys.events(trace)))
 
     # --- anything else ------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -111,7 +111,7 @@ class Writer:
         while self._queue:
             self._queue.popleft().end(anyio.ClosedResourceError())
 
-    async def append(
+    def queue(
         self,
         trace: str,
         attempt: int,
@@ -120,14 +120,16 @@ class Writer:
         final: bool = False,
         *,
         done: tuple[str, str] | None = None,
-    ) -> str:
-        """Append an encoded event and return its id when Redis has it.
+        told: int | None = None,
+    ) -> Coroutine[Any, Any, str]:
+        """Queue an encoded event at once. Await what it returns for the event's id, when Redis has it.
 
         Events are numbered and queued in one order: call it for the next event of a trace before awaiting anything
         else. While Redis is away it waits. A cancelled append may still be carried out, so its number is spent.
 
         `final` gives it the greatest id of all and lets the trace expire, its blobs with it. `done`, a model and a
-        queue entry's id, settles that entry in the same round trip.
+        queue entry's id, settles that entry in the same round trip. `told` says that the event tells of all changes of
+        live parameters up to that version.
 
         Raises:
             Fenced: the stream holds this event or a later one.
@@ -143,20 +145,30 @@ class Writer:
         key, blobs = self._keys.events(trace), self._keys.blobs(trace)
         after: list[tuple[Any, ...]] = []
         if final:
-            after = [("EXPIRE", name, self._retention_s) for name in (key, self._keys.known(trace), blobs)]
+            after = [("EXPIRE", name, self._retention_s) for name in (key, self._keys.record(trace), blobs)]
+            after.append(("DEL", self._keys.changes(trace), self._keys.operations(trace)))
         elif seq == 0:
             after = [("EXPIRE", name, UNFINISHED_S) for name in (key, blobs)]
+        if told is not None:
+            after.append(("ZREMRANGEBYSCORE", self._keys.changes(trace), "-inf", told))
         if done is not None:
             after += [("XACK", self._keys.queue(done[0]), GROUP, done[1]), ("XDEL", self._keys.queue(done[0]), done[1])]
         item = _Append(key, id_, data, after, self._loop.create_future())
         self._queue.append(item)
         self._wanted.notify()
+        return self._outcome(item, done)
+
+    async def _outcome(self, item: _Append, done: tuple[str, str] | None) -> str:
         error = await item.outcome
         if error is not None:
             raise error
         if done is not None:
             self._settled(*done)
-        return id_
+        return item.id
+
+    async def append(self, trace: str, attempt: int, seq: int, data: bytes, final: bool = False, **more: Any) -> str:
+        """`queue`, and wait until Redis has it."""
+        return await self.queue(trace, attempt, seq, data, final, **more)
 
     async def _run(self) -> None:
         while True:

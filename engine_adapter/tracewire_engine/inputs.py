@@ -48,7 +48,7 @@ class Inputs:
 
     @asynccontextmanager
     async def of(self, submission: Submission) -> AsyncIterator[None]:
-        """The large variables and live parameters of `submission` are in their files for as long as the context lasts.
+        """The large variables of `submission` are in their files for as long as the context lasts.
 
         Raises:
             Rejection: one cannot be had, naming it.
@@ -93,17 +93,13 @@ class Inputs:
 
 def _references(submission: Submission) -> Iterator[tuple[str, ArrayRef]]:
     """Every reference in a submission, with the field that it stands in. Malformed values are the workers' to name."""
-    packed = [("live", submission.live)]
-    if submission.block is not None:
-        packed.append(("variables", submission.block.variables))
-    for part, data in packed:
-        try:
-            values = unpack(data)
-        except ValueError:
-            continue
-        for name, value in values.items() if isinstance(values, dict) else ():
-            for ref in _inside(value):
-                yield f"{part}.{name}", ref
+    try:
+        values = unpack(submission.block.variables) if submission.block is not None else {}
+    except ValueError:
+        return
+    for name, value in values.items() if isinstance(values, dict) else ():
+        for ref in _inside(value):
+            yield f"variables.{name}", ref
 
 
 def _inside(value: Any) -> Iterator[ArrayRef]:

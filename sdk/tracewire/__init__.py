@@ -21,6 +21,7 @@ This package needs neither torch, vLLM nor nnsight; the engine, which does, is `
 from __future__ import annotations
 
 from tracewire_bus.messages import Ablate, Clamp, Live, LogitLens, Probe, Steer, StopWhen
+from tracewire_bus.records import LiveState
 from tracewire_bus.values import ArrayRef
 
 from .blocks import Intervention, intervention
@@ -32,6 +33,8 @@ from .errors import (
     ConnectError,
     InterventionError,
     StateMismatch,
+    SteerRejected,
+    TraceEnded,
     TraceFailed,
     TraceRejected,
     TracewireError,
@@ -40,8 +43,9 @@ from .errors import (
     UnknownTrace,
     UntransportableVariable,
     ValueMissing,
+    VersionConflict,
 )
-from .events import Accepted, Event, Final, Output, Restarted
+from .events import Accepted, Change, Event, Final, Output, Restarted, Steered
 from .model import Model, ModelInfo
 from .state import Choice, Invoke, Result, State
 from .trace import Subscription, Trace
@@ -53,6 +57,7 @@ __all__ = [
     "ArrayRef",
     "BlockError",
     "BrokenStream",
+    "Change",
     "Choice",
     "Clamp",
     "Client",
@@ -63,6 +68,7 @@ __all__ = [
     "InterventionError",
     "Invoke",
     "Live",
+    "LiveState",
     "LogitLens",
     "Model",
     "ModelInfo",
@@ -74,9 +80,12 @@ __all__ = [
     "State",
     "StateMismatch",
     "Steer",
+    "SteerRejected",
+    "Steered",
     "StopWhen",
     "Subscription",
     "Trace",
+    "TraceEnded",
     "TraceFailed",
     "TraceRejected",
     "TracewireError",
@@ -85,6 +94,7 @@ __all__ = [
     "UnknownTrace",
     "UntransportableVariable",
     "ValueMissing",
+    "VersionConflict",
     "connect",
     "intervention",
 ]

@@ -20,7 +20,7 @@ import anyio.abc
 
 from .client import Client, connect
 from .errors import TracewireError
-from .events import Accepted, Final, Output, Restarted
+from .events import Accepted, Final, Output, Restarted, Steered
 
 __all__ = ["main"]
 
@@ -115,11 +115,16 @@ async def _follow(client: Client, options: argparse.Namespace) -> int:
     return 0
 
 
-def _line(event: Accepted | Output | Restarted | Final) -> str:
+def _line(event: Accepted | Output | Steered | Restarted | Final) -> str:
     if isinstance(event, Accepted):
         return f"accepted by {event.engine}"
     if isinstance(event, Restarted):
         return f"restarted: {event.reason}" if event.reason else "restarted"
+    if isinstance(event, Steered):
+        values = {name: value for change in event.changes for name, value in change.values.items()}
+        shown = "  ".join(f"{name}={_short(value)}" for name, value in values.items())
+        where = ", ".join(f"{invoke}.{choice} {index}" for invoke, choice, index in event.first)
+        return f"steered to version {event.version} from {where or 'no token'} on: {shown}"
     if isinstance(event, Final):
         error = f": {event.error.type}: {event.error.message}" if event.error else ""
         return f"{event.status}, {event.usage.completion_tokens} tokens{error}"

@@ -18,20 +18,26 @@ from tracewire_bus.fold import Fold
 from tracewire_bus.keys import parse_id
 from tracewire_bus.messages import Block, Declared, EngineInfo, Submission
 from tracewire_bus.messages import Invoke as InvokeMessage
+from tracewire_bus.records import LiveState, SteerRefused, TraceMissing
+from tracewire_bus.records import TraceEnded as RecordEnded
 from tracewire_bus.streams import Bus, BusError
 
 from .blocks import Intervention
 from .errors import (
     ConnectError,
+    SteerRejected,
+    TraceEnded,
     TraceRejected,
     UnknownModel,
     UnknownTrace,
     UntransportableVariable,
+    VersionConflict,
     bus_errors,
     type_name,
 )
 from .events import EventReader
 from .model import Model, ModelInfo
+from .presence import Presence
 from .state import State
 from .trace import Subscription, Trace
 
@@ -62,18 +68,25 @@ class Prompt:
 
 
 @asynccontextmanager
-async def connect(url: str | None = None, *, prefix: str = "tw", client: str | None = None) -> AsyncIterator[Client]:
+async def connect(
+    url: str | None = None, *, prefix: str = "tw", client: str | None = None, lease: float = 10.0
+) -> AsyncIterator[Client]:
     """A client of the bus at `url`, for as long as the context lasts.
 
     `url` is that of a Redis (`redis://`, `rediss://`, `unix://`), or `embedded://` for a private one that is started
     here and ends with the context (`client.url` tells other processes where it is); without one, `TRACEWIRE_URL`
-    counts. `prefix` stands before every key. `client` names this client to the engines.
+    counts. `prefix` stands before every key. `client` names this client to the engines, which serve clients in turns.
 
-    This alone owns tasks and connections: when the context is left, none is left.
+    This alone owns tasks and connections: when the context is left, none is left, and the traces that it submitted and
+    that still run are cancelled, unless they were detached. So they are when it dies, or its event loop stands still,
+    for `lease` seconds.
 
     Raises:
         ConnectError: no URL is given, or nothing answers there.
+        ValueError: `lease` is not at least 1 second.
     """
+    if not lease >= 1:
+        raise ValueError(f"a client's lease is at least 1 second, got {lease}")
     address = url or os.environ.get("TRACEWIRE_URL")
     if not address:
         raise ConnectError(
@@ -87,21 +100,25 @@ async def connect(url: str | None = None, *, prefix: str = "tw", client: str | N
         await bus.__aenter__()
     except (BusError, EmbeddedServerError, ValueError) as error:
         raise ConnectError(f"cannot connect: {error}") from error
-    connected = Client(bus, client if client is not None else f"{socket.gethostname()}:{os.getpid()}")
+    presence = Presence(bus, lease)
+    connected = Client(bus, client if client is not None else f"{socket.gethostname()}:{os.getpid()}", presence)
     try:
         yield connected
     finally:
         connected._bus = None
+        with anyio.CancelScope(shield=True):
+            await presence.aclose()
         await bus.aclose()
 
 
 class Client:
     """Made by [`connect`][tracewire.connect]. Any task may use it."""
 
-    def __init__(self, bus: Bus, name: str) -> None:
+    def __init__(self, bus: Bus, name: str, presence: Presence) -> None:
         self._bus: Bus | None = bus
         self._url = bus.url
         self._name = name
+        self._presence = presence
         self._registry: dict[str, list[EngineInfo]] = {}
         #: Built once for each engine that published one.
         self._trees: dict[str, tuple[str, ModuleTree]] = {}
@@ -190,11 +207,13 @@ class Client:
         """A trace of `block` over one prompt, or over each of `prompts`; submitted when it is entered or started.
 
         `interventions` are declared ones ([`Probe`][tracewire.Probe], [`Steer`][tracewire.Steer], ...), alone or beside
-        a block, which is then served after them. `live` gives the first values of the live parameters that they and
-        the block read. `deadline` (seconds, or a timedelta)
-        counts from the submission. `detach` keeps the generation when its submitter leaves. `trace_id` is made up
-        unless given; submitting the same id twice runs it once. Everything else is sampling params, by vLLM's names:
-        `max_tokens=64`, `temperature=0.0`.
+        a block, which is then served after them. `live` declares the live parameters that they and the block read, by
+        their first values: numbers, booleans, strings, bytes and arrays of up to 1 MiB, which anybody who knows the
+        trace's id may change while it runs ([`steer`][tracewire.Client.steer]), each to a value of the same type, and
+        of the same dtype and shape. `deadline` (seconds, or a timedelta) counts from the submission; a trace that has
+        not ended by then ends as `expired`. `detach` lets it run on when the trace is left or the client goes away;
+        otherwise it is cancelled then. `trace_id` is made up unless given; submitting the same id twice runs it once.
+        Everything else is sampling params, by vLLM's names: `max_tokens=64`, `temperature=0.0`.
 
         Raises:
             TraceRejected: something in it cannot be submitted; `field` names what.
@@ -234,6 +253,88 @@ class Client:
         except ValueError:
             raise ValueError(f"since is 'start', 'now' or an event's id '<attempt>-<seq>', not {since!r}") from None
         return Subscription(self, trace_id, reader, names)
+
+    async def live(self, trace_id: str) -> LiveState:
+        """A trace's live parameters as they are now: their version (0: as declared) and their values.
+
+        Raises:
+            UnknownTrace: no such trace was submitted, or it has expired.
+        """
+        with bus_errors():
+            try:
+                return await self._open_bus().records.live(trace_id)
+            except TraceMissing:
+                raise UnknownTrace(trace_id) from None
+
+    async def steer(
+        self, trace_id: str, values: Mapping[str, Any] | None = None, /, *, if_version: int | None = None, **more: Any
+    ) -> int:
+        """Change live parameters of a trace, all that are given at once, and return the version that this makes.
+
+        Any client may, whoever submitted the trace; changes count in the order in which the bus took them. It is
+        accepted on return. A [`Steered`][tracewire.Steered] event then says from which token on it holds: the first
+        that is sampled in a step which begins after the engine has heard of it. `if_version` makes it conditional: it
+        is accepted only if the live parameters are still at that version. Floating-point arrays of another precision
+        are converted to the declared one.
+
+        Raises:
+            SteerRejected: a name was not declared, or a value is not finite or not of the declared type and shape.
+            VersionConflict: the version is another.
+            TraceEnded: the trace has ended, or is about to.
+            UnknownTrace: no such trace was submitted, or it has expired.
+            ConnectError: Redis does not answer; the change may have been accepted.
+        """
+        from tracewire_bus.live import LiveError, cast_to, live_values
+
+        given = {**(values or {}), **more}
+        if not given:
+            raise SteerRejected(trace_id, "live", "expected at least one live parameter to change, got none")
+        if if_version is not None and (isinstance(if_version, bool) or not isinstance(if_version, int)):
+            raise SteerRejected(trace_id, "if_version", f"expected a version's number, got {_shown(if_version)}")
+        try:
+            prepared = live_values(given)
+        except LiveError as error:
+            raise SteerRejected(trace_id, f"live.{error.name}" if error.name else "live", error.message) from None
+        with bus_errors():
+            while True:
+                try:
+                    return await self._open_bus().records.steer(
+                        trace_id, prepared, by=self._name, if_version=if_version
+                    )
+                except SteerRefused as error:
+                    fitting = cast_to(prepared[error.name], error.declared) if error.reason == "form" else None
+                    if fitting is not None:
+                        prepared[error.name] = fitting
+                        continue
+                    if error.reason == "version":
+                        raise VersionConflict(trace_id, str(error), error.version) from None
+                    field = f"live.{error.name}" if error.name else "live"
+                    raise SteerRejected(trace_id, field, str(error)) from None
+                except RecordEnded:
+                    raise TraceEnded(trace_id) from None
+                except TraceMissing:
+                    raise UnknownTrace(trace_id) from None
+
+    async def cancel(self, trace_id: str, reason: str = "") -> bool:
+        """Have a trace end now, as `cancelled`, queued or running; `reason` stands in its error. Any client may.
+
+        Returns whether it will: `False` if it had ended already. Its engine stops within two steps; what was generated
+        and saved until then stays readable.
+
+        Raises:
+            UnknownTrace: no such trace was submitted, or it has expired.
+        """
+        bus = self._open_bus()
+        with bus_errors():
+            try:
+                engine = await bus.records.cancel(trace_id, by=self._name, reason=reason)
+                if engine is not None and not await bus.alive(engine):
+                    await bus.records.cancel(trace_id, by=self._name, reason=reason, force=True)
+            except RecordEnded:
+                return False
+            except TraceMissing:
+                raise UnknownTrace(trace_id) from None
+        return True
 
     async def state(self, trace_id: str) -> State:
         """A trace's folded state now: replayed up to its present last event.
@@ -384,24 +485,17 @@ def _interventions(interventions: Any) -> list[Declared]:
 
 
 def _live(live: Any) -> bytes:
-    from tracewire_bus.values import ArrayRef, Unsavable, pack
+    from tracewire_bus.live import LiveError, joined, live_values
 
     if live is not None and not isinstance(live, Mapping):
         raise TraceRejected("live", f"expected a dict of live parameters' first values, got {_shown(live)}")
-    values = dict(live or {})
-    for name, value in values.items():
-        if not isinstance(name, str) or not name.isidentifier() or name.startswith("_"):
-            raise TraceRejected(
-                "live", f"expected names that a block can read as live.NAME, without a leading '_', got {name!r}"
-            )
-        if isinstance(value, ArrayRef):
-            reason = f"live parameter {name!r} is {value!r} of another trace: pass what its load() returns"
-            raise UntransportableVariable(name, reason, field=f"live.{name}")
-        try:
-            pack(value)
-        except Unsavable as error:
-            raise UntransportableVariable(name, f"live parameter {name!r}: {error}", field=f"live.{name}") from None
-    return pack(values)
+    try:
+        prepared = live_values(live or {})
+    except LiveError as error:
+        if error.name:
+            raise UntransportableVariable(error.name, error.message, field=f"live.{error.name}") from None
+        raise TraceRejected("live", error.message) from None
+    return joined({name: value.packed for name, value in prepared.items()})
 
 
 def _deadline(deadline: Any) -> float | None:

@@ -27,6 +27,8 @@ __all__ = [
     "ConnectError",
     "InterventionError",
     "StateMismatch",
+    "SteerRejected",
+    "TraceEnded",
     "TraceFailed",
     "TraceRejected",
     "TracewireError",
@@ -35,6 +37,7 @@ __all__ = [
     "UnknownTrace",
     "UntransportableVariable",
     "ValueMissing",
+    "VersionConflict",
     "bus_errors",
     "connect_error",
     "rejection",
@@ -180,6 +183,38 @@ class UntransportableVariable(TraceRejected):
             filename=filename,
             line=line,
         )
+
+
+class TraceEnded(TracewireError):
+    """The trace has ended, or is about to: it cannot be steered any more."""
+
+    def __init__(self, trace: str) -> None:
+        self.trace = trace
+        super().__init__(f"trace {trace} has ended: its live parameters cannot be changed any more")
+
+
+class SteerRejected(TracewireError):
+    """A change of live parameters was not accepted; none of its values holds.
+
+    Attributes:
+        trace: the trace's id.
+        field: the parameter at fault as the caller wrote it (`"live.alpha"`), or `"live"`.
+        message: what was observed, and what was expected.
+    """
+
+    def __init__(self, trace: str, field: str, message: str) -> None:
+        self.trace = trace
+        self.field = field
+        self.message = message
+        super().__init__(f"{field}: {message}")
+
+
+class VersionConflict(SteerRejected):
+    """The live parameters have another version than the change was meant for. `version` is the one they have."""
+
+    def __init__(self, trace: str, message: str, version: int) -> None:
+        super().__init__(trace, "if_version", message)
+        self.version = version
 
 
 class TraceFailed(TracewireError):

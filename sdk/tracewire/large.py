@@ -46,17 +46,15 @@ class LargeValues:
 
 
 async def without_large(submission: Submission, bus: Bus) -> Submission:
-    """`submission` with the large arrays among its variables and live parameters in blobs, and referred to.
+    """`submission` with the large arrays among its variables in blobs, and referred to.
 
     Blobs of a trace that no engine accepts expire by themselves.
     """
-    block, live = submission.block, submission.live
+    block = submission.block
     if block is not None and len(block.variables) > THRESHOLD_BYTES:
         variables = await _referring(submission.trace, block.variables, bus)
         block = msgspec.structs.replace(block, variables=variables)
-    if len(live) > THRESHOLD_BYTES:
-        live = await _referring(submission.trace, live, bus)
-    return msgspec.structs.replace(submission, block=block, live=live)
+    return msgspec.structs.replace(submission, block=block)
 
 
 async def _referring(trace: str, packed: bytes, bus: Bus) -> bytes:

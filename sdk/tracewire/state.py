@@ -66,6 +66,8 @@ class State:
         self.status: Status | None = copy.status
         self.error: Failure | None = copy.error
         self.usage: Usage = copy.usage
+        #: Version of the live parameters that hold for the last output.
+        self.live_version: int = copy.live_version
         self.accepted: Accepted | None = copy.accepted
         self.save_errors: dict[str, str] = dict(copy.save_errors)
         self.manifest: list[Manifest] = list(copy.manifest)

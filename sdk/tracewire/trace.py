@@ -7,12 +7,14 @@ buffer of the client's one reader, and a consumer that does not read holds up no
 
 from __future__ import annotations
 
+import logging
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import anyio
+import msgspec
 
 from tracewire_bus.fold import DigestMismatch, Fold
 from tracewire_bus.messages import Submission
@@ -29,7 +31,7 @@ from .errors import (
     bus_errors,
     rejection,
 )
-from .events import Accepted, Event, EventReader, Output, Restarted, only
+from .events import Accepted, Event, EventReader, Output, Restarted, Steered, only
 from .large import without_large
 from .state import Result, State
 
@@ -39,17 +41,22 @@ if TYPE_CHECKING:
 
 __all__ = ["Subscription", "Trace"]
 
+logger = logging.getLogger("tracewire")
+
+#: How long leaving a trace waits for Redis to hear of it, in seconds.
+_LEAVE_S = 2.0
+
 
 class Trace:
     """One submission, and its outputs as they come.
 
     An async context manager: entering it returns once the submission is durable, and leaving it stops reading.
-    `start()` and `aclose()` do the same by hand. Leaving early stops only this reader: the generation itself goes on to
-    its end on the engine, and other consumers of it are not disturbed.
+    `start()` and `aclose()` do the same by hand. Leaving before the end was read cancels the trace, for all its
+    consumers, unless it was submitted with `detach=True`; then it goes on to its end.
 
-    An async iterator of [`Output`][tracewire.Output] and [`Restarted`][tracewire.Restarted] items, over when the trace
-    is. A rejected trace raises `TraceRejected` in place of its first item; one whose block failed raises
-    `InterventionError` after its last output.
+    An async iterator of [`Output`][tracewire.Output] items, and of [`Steered`][tracewire.Steered] and
+    [`Restarted`][tracewire.Restarted] ones when that happens; over when the trace is. A rejected trace raises
+    `TraceRejected` in place of its first item; one whose block failed raises `InterventionError` after its last output.
     """
 
     def __init__(self, client: Client, submission: Submission) -> None:
@@ -62,7 +69,7 @@ class Trace:
         self._reading = False
         self._progress = anyio.Event()
         #: Read by `result()` or `accepted()` while an iteration is under way, and kept for it.
-        self._items: deque[Output | Restarted] = deque()
+        self._items: deque[Output | Steered | Restarted] = deque()
         self._keep = True
         self._iterated = False
         self._dropped = False
@@ -108,10 +115,15 @@ class Trace:
             raise TracewireError(f"trace {self.id} is closed")
         bus = self._client._open_bus()
         await self._check_paths()
+        submission, presence = self._submission, self._client._presence
         with bus_errors():
             try:
-                self._submission = await without_large(self._submission, bus)
-                await bus.submit(self._submission)
+                if not submission.detach:
+                    submission = msgspec.structs.replace(submission, lease=await presence.lease())
+                submission = self._submission = await without_large(submission, bus)
+                await bus.submit(submission)
+                if submission.deadline_s is not None:
+                    presence.watch(self.id, submission.deadline_s)
             except EntryTooLarge as error:
                 hint = "arrays of any size can be submitted; make the block's other variables or the prompts smaller"
                 raise TraceRejected("submission", f"{error}: {hint}") from None
@@ -151,11 +163,23 @@ class Trace:
             raise TraceRejected(error.field, error.message) from None
 
     async def aclose(self) -> None:
-        """Stop reading. Idempotent, and finishes even when cancelled. The trace itself goes on."""
+        """Stop reading, and cancel the trace if its end was not read and it is not detached.
+
+        Idempotent, and finishes even when cancelled.
+        """
+        leaving = self._reader is not None and not self._closed
         self._closed = True
-        if self._reader is not None:
-            with anyio.CancelScope(shield=True):
-                await self._reader.aclose()
+        if self._reader is None:
+            return
+        with anyio.CancelScope(shield=True):
+            await self._reader.aclose()
+        if leaving and not self._submission.detach and not self._fold.finished:
+            # Where Redis is away, the lease ends it.
+            with anyio.move_on_after(_LEAVE_S, shield=True):
+                try:
+                    await self.cancel("its submitter has left it")
+                except TracewireError as error:
+                    logger.debug("trace %s could not be cancelled: %s", self.id, error)
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -165,6 +189,18 @@ class Trace:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         await self.aclose()
+
+    # --- control ------------------------------------------------------------------------------------------------------
+
+    async def steer(
+        self, values: Mapping[str, Any] | None = None, /, *, if_version: int | None = None, **more: Any
+    ) -> int:
+        """Change its live parameters: [`Client.steer`][tracewire.Client.steer]."""
+        return await self._client.steer(self.id, values, if_version=if_version, **more)
+
+    async def cancel(self, reason: str = "") -> bool:
+        """Have it end now, as `cancelled`: [`Client.cancel`][tracewire.Client.cancel]."""
+        return await self._client.cancel(self.id, reason)
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
@@ -190,7 +226,7 @@ class Trace:
         self._iterated = True
         return self
 
-    async def __anext__(self) -> Output | Restarted:
+    async def __anext__(self) -> Output | Steered | Restarted:
         self._iterated = True
         await self._read_until(lambda: bool(self._items) or self._fold.finished)
         if self._items:
@@ -262,7 +298,7 @@ class Trace:
     def _take(self, event: Event) -> None:
         if isinstance(event, Accepted):
             self._accepted = event
-        elif isinstance(event, Output | Restarted):
+        elif isinstance(event, Output | Steered | Restarted):
             if self._iterated or self._keep:
                 self._items.append(event)
             else:
@@ -319,8 +355,11 @@ class Subscription:
             return
         bus = self._client._open_bus()
         with bus_errors():
-            if not await bus.exists(self.trace):
+            known, left = await bus.records.left(self.trace)
+            if not known and not await bus.exists(self.trace):
                 raise UnknownTrace(self.trace)
+        if left is not None:
+            self._client._presence.watch(self.trace, max(0.0, left))
         await self._reader.start()
         self._started = True
 

@@ -412,7 +412,7 @@ async def test_the_final_lets_the_trace_expire(embedded: str, prefix: str) -> No
         await writer.append("t", 1, 0, b"")
         assert await bus.command("TTL", bus.keys.events("t")) > 6 * 24 * 3600
         await writer.append("t", 1, 1, b"", final=True)
-        for key in (bus.keys.events("t"), bus.keys.known("t")):
+        for key in (bus.keys.events("t"), bus.keys.record("t")):
             assert 0 < await bus.command("TTL", key) <= 100
 
 
@@ -789,7 +789,7 @@ def test_keys_of_a_trace_share_a_tag_and_so_do_those_of_a_queue() -> None:
         return key[key.index("{") : key.index("}")]
 
     for trace in ("a", "b", "täxt", "{x}"):
-        assert tag(keys.events(trace)) == tag(keys.known(trace))
+        assert tag(keys.events(trace)) == tag(keys.record(trace))
     assert len({tag(keys.events(str(number))) for number in range(2000)}) == 64
     assert tag(keys.queue("m")) == tag(keys.submitted("m", "t"))
     assert all(key.startswith("p:") for key in (keys.queue("m"), keys.events("t"), keys.engines(), keys.dead()))

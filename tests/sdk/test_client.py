@@ -398,7 +398,7 @@ async def test_a_trace_must_be_started(client: Client, engine: Callable[..., Any
         assert (await trace.result()).text == "one two three"
 
 
-async def test_a_trace_that_was_closed_early_says_so(client: Client, engine: Callable[..., Any]) -> None:
+async def test_a_detached_trace_that_was_closed_early_says_so(client: Client, engine: Callable[..., Any]) -> None:
     gate = anyio.Event()
 
     async def script(stage: Stage) -> None:
@@ -408,7 +408,7 @@ async def test_a_trace_that_was_closed_early_says_so(client: Client, engine: Cal
         await stage.final()
 
     async with engine(script):
-        async with client.trace("tiny", "hello") as trace:
+        async with client.trace("tiny", "hello", detach=True) as trace:
             await trace.accepted()
         with pytest.raises(TracewireError, match=r"closed before its end was read.*subscribe"):
             await trace.result()

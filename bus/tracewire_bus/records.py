@@ -1,0 +1,478 @@
+"""Records of traces: what the bus knows of each from its submission on, and what may be asked of one that runs.
+
+A trace's record is a hash beside its stream: who submitted it, which engine runs it in which attempt, its deadline, and
+its live parameters with their version and forms. It is changed by scripts only, each of which sees the record and the
+stream at one moment, so that a change is accepted or refused as a whole, cancelled traces never start, and a trace ends
+once:
+
+- *steering* checks names, forms and version, numbers the change, keeps it until an event has told of it, and puts it
+  on the control stream of the engine that runs the trace, if one does;
+- *cancelling* asks that engine, or ends the trace at once where none runs it;
+- *sweeping* ends what is past its deadline and runs nowhere.
+
+Whoever ends a trace from outside writes its final event as one of an attempt that follows the last: readers take it as
+the end of what came before, and Redis refuses whatever an engine would still append.
+
+Everything that a script touches has the trace's hash tag.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import msgspec
+
+from .codec import encode, schema_text
+from .connection import BusError, Connections
+from .keys import FINAL_ID, Keys
+from .live import LiveValue, joined
+from .messages import Failure, Status, Submission
+from .messages import Final as FinalEvent
+from .scripts import Script
+from .values import unpack
+
+__all__ = [
+    "REMEMBER_S",
+    "LiveState",
+    "Opened",
+    "Records",
+    "SteerRefused",
+    "TraceEnded",
+    "TraceMissing",
+]
+
+#: How long a trace that was submitted is remembered, in seconds, so that it is not queued again and is known to exist.
+REMEMBER_S: Final = 7 * 24 * 3600
+#: How many changes of one trace may wait for their engine.
+MAX_CHANGES: Final = 10_000
+#: How many changes are remembered by the id of their operation, for a controller that asks again.
+OPERATIONS: Final = 1000
+#: How long the engine that runs a trace has from its deadline on to end it itself, in milliseconds.
+GRACE_MS: Final = 5000
+#: How long a control stream is kept after its last entry, in seconds.
+CONTROL_S: Final = 24 * 3600
+
+#: Stands in an encoded final for the attempt that the script puts there.
+_ATTEMPT: Final = 2**32 - 1
+_MARK: Final = b"\xce\xff\xff\xff\xff"
+
+# Fields of a record: m model, c client, p lease, t deadline (ms), e engine, a attempts, s state, v version of the live
+# parameters, x why it was cancelled and xb by whom, l:NAME a live value packed, f:NAME its form.
+
+_NOW = """
+local function now()
+  local time = redis.call('TIME')
+  return time[1] * 1000 + math.floor(time[2] / 1000)
+end
+"""
+
+_ENDING = (
+    _NOW
+    + f"""
+local FINAL = '{FINAL_ID}'
+local function ended(events)
+  return #redis.call('XRANGE', events, FINAL, FINAL) > 0
+end
+local function finish(base, trace, schema, head, tail, retention)
+  local record, events = base .. 'trace:' .. trace, base .. 'events:' .. trace
+  local attempt = tonumber(redis.call('HGET', record, 'a') or 0) + 1
+  redis.call('XADD', events, FINAL, 'v', schema, 'd', head .. struct.pack('>I4', attempt) .. tail)
+  for _, key in ipairs({{events, record, base .. 'blobs:' .. trace}}) do redis.call('EXPIRE', key, retention) end
+  redis.call('DEL', base .. 'changes:' .. trace, base .. 'operations:' .. trace)
+end
+"""
+)
+
+# KEYS: record, deadlines. ARGV: trace, model, client, lease, deadline in ms or '', how long to remember, then name,
+# form and value of each live parameter.
+_CREATE = Script(
+    _NOW
+    + """
+if redis.call('HSETNX', KEYS[1], 'm', ARGV[2]) == 0 then return 0 end
+redis.call('HSET', KEYS[1], 'c', ARGV[3], 'p', ARGV[4], 'v', 0)
+for i = 7, #ARGV, 3 do
+  redis.call('HSET', KEYS[1], 'f:' .. ARGV[i], ARGV[i + 1], 'l:' .. ARGV[i], ARGV[i + 2])
+end
+redis.call('EXPIRE', KEYS[1], ARGV[6])
+if ARGV[5] ~= '' then
+  local at = now() + ARGV[5]
+  redis.call('HSET', KEYS[1], 't', at)
+  redis.call('ZADD', KEYS[2], at, ARGV[1])
+end
+return 1
+"""
+)
+
+# KEYS: record, events, changes. ARGV: engine, how long to remember.
+_OPEN = Script(
+    _ENDING
+    + """
+if ended(KEYS[2]) then return false end
+redis.call('HINCRBY', KEYS[1], 'a', 1)
+redis.call('HSET', KEYS[1], 'e', ARGV[1], 's', 'running')
+if redis.call('TTL', KEYS[1]) == -1 then redis.call('EXPIRE', KEYS[1], ARGV[2]) end
+return {now(), redis.call('HGETALL', KEYS[1]), redis.call('ZRANGE', KEYS[3], 0, -1)}
+"""
+)
+
+# KEYS: record. Nothing is accepted from then on.
+_CLOSE = Script(
+    """
+redis.call('HSET', KEYS[1], 's', 'closed')
+return redis.call('HGET', KEYS[1], 'v')
+"""
+)
+
+# KEYS: record, events, changes, operations. ARGV: trace, what precedes an engine in its control stream's name,
+# operation, by (packed), expected version or '', values (packed), most changes, operations remembered, how long to
+# remember, how long to keep the control stream, then name, form and value of each.
+_STEER = Script(
+    _ENDING
+    + """
+local known = redis.call('HMGET', KEYS[1], 'm', 's', 'e', 'v')
+if not known[1] then return {'unknown'} end
+local before = redis.call('ZSCORE', KEYS[4], ARGV[3])
+if before then return {'accepted', tonumber(before)} end
+if known[2] == 'closed' or ended(KEYS[2]) then return {'ended'} end
+if ARGV[5] ~= '' and ARGV[5] ~= known[4] then return {'version', tonumber(known[4])} end
+for i = 11, #ARGV, 3 do
+  local form = redis.call('HGET', KEYS[1], 'f:' .. ARGV[i])
+  if not form then
+    local names = {}
+    for _, name in ipairs(redis.call('HKEYS', KEYS[1])) do
+      if string.sub(name, 1, 2) == 'f:' then names[#names + 1] = string.sub(name, 3) end
+    end
+    table.sort(names)
+    return {'undeclared', ARGV[i], table.concat(names, ', ')}
+  end
+  if form ~= ARGV[i + 1] then return {'form', ARGV[i], form} end
+end
+if redis.call('ZCARD', KEYS[3]) >= tonumber(ARGV[7]) then return {'busy'} end
+local version = redis.call('HINCRBY', KEYS[1], 'v', 1)
+for i = 11, #ARGV, 3 do redis.call('HSET', KEYS[1], 'l:' .. ARGV[i], ARGV[i + 2]) end
+local change = '\\148' .. cmsgpack.pack(version) .. ARGV[4] .. cmsgpack.pack(now()) .. ARGV[6]
+redis.call('ZADD', KEYS[3], version, change)
+redis.call('ZADD', KEYS[4], version, ARGV[3])
+redis.call('ZREMRANGEBYRANK', KEYS[4], 0, -1 - ARGV[8])
+for i = 3, 4 do redis.call('EXPIRE', KEYS[i], ARGV[9]) end
+if known[3] then
+  redis.call('XADD', ARGV[2] .. known[3], '*', 'k', 'steer', 't', ARGV[1], 'd', change)
+  redis.call('EXPIRE', ARGV[2] .. known[3], ARGV[10])
+end
+return {'accepted', version}
+"""
+)
+
+# KEYS: record, events. ARGV: trace, what precedes every key of its tag, what precedes an engine in its control
+# stream's name, by, reason, schema, the final before and after its attempt, retention, force ('1': whoever runs it),
+# how long to keep the control stream.
+_CANCEL = Script(
+    _ENDING
+    + """
+local known = redis.call('HMGET', KEYS[1], 'm', 'e', 'x')
+if not known[1] then return {'unknown'} end
+if ended(KEYS[2]) then return {'ended'} end
+if not known[3] then redis.call('HSET', KEYS[1], 'x', ARGV[5], 'xb', ARGV[4]) end
+if known[2] and ARGV[10] ~= '1' then
+  if not known[3] then
+    redis.call('XADD', ARGV[3] .. known[2], '*', 'k', 'cancel', 't', ARGV[1], 'b', ARGV[4], 'r', ARGV[5])
+    redis.call('EXPIRE', ARGV[3] .. known[2], ARGV[11])
+  end
+  return {'asked', known[2]}
+end
+finish(ARGV[2], ARGV[1], ARGV[6], ARGV[7], ARGV[8], ARGV[9])
+return {'cancelled'}
+"""
+)
+
+# KEYS: deadlines. ARGV: what precedes every key of its tag, schema, the final before and after its attempt, retention,
+# grace in ms.
+_SWEEP = Script(
+    _ENDING
+    + """
+local time, count = now(), 0
+local due = redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', time, 'WITHSCORES', 'LIMIT', 0, 100)
+for i = 1, #due, 2 do
+  local trace, at = due[i], tonumber(due[i + 1])
+  local known = redis.call('HMGET', ARGV[1] .. 'trace:' .. trace, 'm', 'e')
+  if not known[1] or ended(ARGV[1] .. 'events:' .. trace) then
+    redis.call('ZREM', KEYS[1], trace)
+  elseif not known[2] or time >= at + ARGV[6] then
+    finish(ARGV[1], trace, ARGV[2], ARGV[3], ARGV[4], ARGV[5])
+    redis.call('ZREM', KEYS[1], trace)
+    count = count + 1
+  end
+end
+return count
+"""
+)
+
+
+class SteerRefused(BusError, ValueError):
+    """A change that was not accepted. `reason` is `undeclared`, `form`, `version` or `busy`; `name` the parameter.
+
+    `declared` is the form that it was declared with, for `form`; all declared names, for `undeclared`. `version` is
+    the present one, for `version`.
+    """
+
+    def __init__(self, reason: str, message: str, *, name: str = "", declared: str = "", version: int = 0) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.name = name
+        self.declared = declared
+        self.version = version
+
+
+class TraceMissing(BusError, LookupError):
+    """No such trace was submitted, or it has been forgotten."""
+
+
+class TraceEnded(BusError):
+    """The trace has ended: nothing about it can change any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class LiveState:
+    """A trace's live parameters: their version, and their values by name."""
+
+    version: int
+    values: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A trace that an engine begins to run. `left_s` is what is left of its time, `None` if it has no deadline.
+
+    `live` holds its live parameters as they are now, packed, of version `version`; `changes` those that no event tells
+    of yet, encoded, in order. `cancelled` says by whom and why, if it was.
+    """
+
+    attempt: int
+    left_s: float | None
+    version: int
+    live: bytes
+    changes: list[bytes] = field(default_factory=list)
+    cancelled: tuple[str, str] | None = None
+
+
+class Records:
+    """The records of all traces on one bus."""
+
+    def __init__(self, connections: Connections, keys: Keys, retention_s: float) -> None:
+        self._connections = connections
+        self._keys = keys
+        self._retention_s = max(1, round(retention_s))
+
+    def _base(self, tag: str) -> str:
+        """What precedes every key of a hash tag."""
+        return f"{self._keys.prefix}:{{{tag}}}:"
+
+    # --- a trace's life -----------------------------------------------------------------------------------------------
+
+    async def create(self, submission: Submission, live: Mapping[str, LiveValue]) -> None:
+        """Make the record of a trace that is about to be queued, with its live parameters. It is made once."""
+        trace = submission.trace
+        deadline = submission.deadline_s
+        await _CREATE(
+            self._connections,
+            (self._keys.record(trace), self._keys.deadlines(self._keys.tag(trace))),
+            (
+                *(trace, submission.model, submission.client, "" if submission.detach else submission.lease),
+                *("" if deadline is None else round(deadline * 1000), REMEMBER_S),
+                *_flat(live),
+            ),
+        )
+
+    async def open(self, trace: str, engine: str) -> Opened | None:
+        """Begin to run a trace on `engine`, to which orders for it go from now on. `None`: it has ended already."""
+        keys = self._keys
+        reply = await _OPEN(
+            self._connections, (keys.record(trace), keys.events(trace), keys.changes(trace)), (engine, REMEMBER_S)
+        )
+        if reply is None:
+            return None
+        now, flat, changes = reply
+        record: dict[bytes, bytes] = dict(zip(flat[::2], flat[1::2], strict=True))
+        due = record.get(b"t")
+        cancelled = record.get(b"x")
+        return Opened(
+            attempt=int(record[b"a"]),
+            left_s=None if due is None else (int(due) - int(now)) / 1000,
+            version=int(record.get(b"v", 0)),
+            live=joined(_live(record)),
+            changes=list(changes),
+            cancelled=None if cancelled is None else (_text(record.get(b"xb", b"")), _text(cancelled)),
+        )
+
+    async def close(self, trace: str) -> int:
+        """Accept no more changes of a trace, whose end is near. Returns the version of its live parameters."""
+        return int(await _CLOSE(self._connections, (self._keys.record(trace),), ()) or 0)
+
+    async def left(self, trace: str) -> tuple[bool, float | None]:
+        """Whether a trace is known, and how many seconds are left of its time (`None`: it has no deadline)."""
+        (model, due), (seconds, micros) = await self._connections.commands(
+            ("HMGET", self._keys.record(trace), "m", "t"), ("TIME",)
+        )
+        now = int(seconds) + int(micros) / 1e6
+        return model is not None, None if due is None else int(due) / 1000 - now
+
+    # --- asked of it from outside -------------------------------------------------------------------------------------
+
+    async def live(self, trace: str) -> LiveState:
+        """A trace's live parameters as the bus has them now.
+
+        Raises:
+            TraceMissing: there is no such trace.
+        """
+        flat = await self._connections.command("HGETALL", self._keys.record(trace))
+        record: dict[bytes, bytes] = dict(zip(flat[::2], flat[1::2], strict=True))
+        if b"m" not in record:
+            raise TraceMissing(f"no trace {trace!r}")
+        values = {name: unpack(packed) for name, packed in _live(record).items()}
+        return LiveState(int(record.get(b"v", 0)), values)
+
+    async def steer(
+        self,
+        trace: str,
+        values: Mapping[str, LiveValue],
+        *,
+        by: str,
+        if_version: int | None = None,
+    ) -> int:
+        """Change live parameters, all of `values` at once, and return the version that this makes.
+
+        It is sent again if the connection breaks under it, and carried out once. `if_version` is the version that they
+        must have.
+
+        Raises:
+            SteerRefused: it does not fit what was declared, or the version is another.
+            TraceEnded: the trace has ended, or is about to.
+            TraceMissing: there is no such trace.
+            BusUnavailable: Redis stayed away; it may have been accepted.
+        """
+        keys = self._keys
+        reply = await _STEER(
+            self._connections,
+            (keys.record(trace), keys.events(trace), keys.changes(trace), keys.operations(trace)),
+            (
+                *(trace, keys.control(keys.tag(trace), ""), secrets.token_hex(8), msgspec.msgpack.encode(by)),
+                *("" if if_version is None else if_version, joined({name: one.packed for name, one in values.items()})),
+                *(MAX_CHANGES, OPERATIONS, REMEMBER_S, CONTROL_S),
+                *_flat(values),
+            ),
+        )
+        match _text(reply[0]):
+            case "accepted":
+                return int(reply[1])
+            case "unknown":
+                raise TraceMissing(f"no trace {trace!r}")
+            case "ended":
+                raise TraceEnded(f"trace {trace} has ended")
+            case "version":
+                version = int(reply[1])
+                raise SteerRefused(
+                    "version", f"the live parameters are at version {version}, not {if_version}", version=version
+                )
+            case "undeclared":
+                name, declared = _text(reply[1]), _text(reply[2])
+                message = f"no live parameter {name!r} was declared at submission (declared: {declared or 'none'})"
+                raise SteerRefused("undeclared", message, name=name, declared=declared)
+            case "form":
+                name, declared = _text(reply[1]), _text(reply[2])
+                message = f"it was declared as {declared}, got {values[name].form}"
+                raise SteerRefused("form", message, name=name, declared=declared)
+            case _:
+                raise SteerRefused("busy", f"{MAX_CHANGES} changes of this trace wait for its engine")
+
+    async def cancel(self, trace: str, *, by: str, reason: str, force: bool = False) -> str | None:
+        """End a trace as `cancelled`. Returns the engine that was asked to, or `None` if none runs it: it has ended.
+
+        With `force` it is ended here and now, whoever runs it. A second call asks for nothing more.
+
+        Raises:
+            TraceEnded: it had ended before.
+            TraceMissing: there is no such trace.
+        """
+        keys = self._keys
+        tag = keys.tag(trace)
+        head, tail = _final("cancelled", cancellation(by, reason))
+        reply = await _CANCEL(
+            self._connections,
+            (keys.record(trace), keys.events(trace)),
+            (
+                *(trace, self._base(tag), keys.control(tag, ""), by, reason, schema_text(), head, tail),
+                *(self._retention_s, "1" if force else "", CONTROL_S),
+            ),
+        )
+        match _text(reply[0]):
+            case "unknown":
+                raise TraceMissing(f"no trace {trace!r}")
+            case "ended":
+                raise TraceEnded(f"trace {trace} has ended")
+            case "asked":
+                return _text(reply[1])
+            case _:
+                return None
+
+    async def sweep(self, tags: Sequence[str]) -> int:
+        """End what is past its deadline and runs nowhere, among the traces of these hash tags. Returns how many."""
+        failure = Failure(type="DeadlineExceeded", message="its deadline passed before it had ended", field="deadline")
+        head, tail = _final("expired", failure)
+        replies = await _SWEEP.many(
+            self._connections,
+            [
+                (
+                    (self._keys.deadlines(tag),),
+                    (self._base(tag), schema_text(), head, tail, self._retention_s, GRACE_MS),
+                )
+                for tag in tags
+            ],
+        )
+        return sum(int(reply) for reply in replies)
+
+    # --- leases -------------------------------------------------------------------------------------------------------
+
+    async def hold(self, lease: str, seconds: float) -> None:
+        """Say that the client of this lease lives, for `seconds` from now."""
+        await self._connections.command("SET", self._keys.lease(lease), "", "PX", max(1, round(seconds * 1000)))
+
+    async def release(self, lease: str) -> None:
+        """Say that the client of this lease has gone."""
+        await self._connections.command("DEL", self._keys.lease(lease))
+
+    async def held(self, leases: Sequence[str]) -> set[str]:
+        """Which of these leases are held."""
+        if not leases:
+            return set()
+        replies = await self._connections.commands(*(("EXISTS", self._keys.lease(lease)) for lease in leases))
+        return {lease for lease, reply in zip(leases, replies, strict=True) if reply}
+
+
+def cancellation(by: str, reason: str) -> Failure:
+    """What a cancelled trace ends with."""
+    return Failure(type="Cancelled", message=f"cancelled by {by or 'somebody'}" + (f": {reason}" if reason else ""))
+
+
+def _final(status: Status, failure: Failure) -> tuple[bytes, bytes]:
+    """An encoded final event, before and after the number of its attempt."""
+    event = FinalEvent(attempt=_ATTEMPT, seq=0, status=status, error=failure, time=time.time())
+    head, mark, tail = encode(event).partition(_MARK)
+    assert mark
+    return head + mark[:1], tail
+
+
+def _flat(values: Mapping[str, LiveValue]) -> list[Any]:
+    return [part for name, value in values.items() for part in (name, value.form, value.packed)]
+
+
+def _live(record: Mapping[bytes, bytes]) -> dict[str, bytes]:
+    """The live parameters in a record, packed, by name."""
+    return {_text(field[2:]): packed for field, packed in record.items() if field.startswith(b"l:")}
+
+
+def _text(data: bytes | str) -> str:
+    return data if isinstance(data, str) else data.decode("utf-8", "replace")

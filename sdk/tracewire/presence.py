@@ -1,0 +1,107 @@
+"""What a client keeps up while it lives: the lease that its traces hang on, and the deadlines of the traces it knows.
+
+A trace that was not detached is cancelled when its submitter's lease is gone, so a client renews it, from its first
+such trace until it closes. A trace past its deadline is ended by the engine that runs it; where none does, any client
+that waits for it has the bus do it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import secrets
+from typing import TYPE_CHECKING
+
+import anyio
+
+from tracewire_bus.connection import Background, BusError
+
+if TYPE_CHECKING:
+    from tracewire_bus.streams import Bus
+
+__all__ = ["Presence"]
+
+logger = logging.getLogger("tracewire")
+
+#: How long after its deadline a trace is looked at again, in seconds: engines have had their time by then.
+_AGAIN_S = 5.5
+_SOON_S = 0.05
+
+
+class Presence:
+    """One client's lease and deadlines. Its task runs from the first of either on.
+
+    `lease_s` is how long engines wait before they take the client for gone. They see its absence after two thirds of
+    that, and give it the last third to come back.
+    """
+
+    def __init__(self, bus: Bus, lease_s: float) -> None:
+        self._bus = bus
+        self._lease_s = lease_s
+        self._held = ""
+        self._due: list[tuple[float, str, bool]] = []
+        self._changed = anyio.Event()
+        self._task: Background | None = None
+
+    async def lease(self) -> str:
+        """The client's lease, held from now on."""
+        if not self._held:
+            lease = secrets.token_hex(12)
+            await self._bus.records.hold(lease, self._lease_s * 2 / 3)
+            if not self._held:
+                self._held = lease
+            self._run()
+        return self._held
+
+    def watch(self, trace: str, seconds: float) -> None:
+        """See to it that a trace ends, `seconds` from now."""
+        heapq.heappush(self._due, (anyio.current_time() + seconds + _SOON_S, trace, True))
+        self._run()
+        self._changed.set()
+
+    async def aclose(self) -> None:
+        """Give the lease up."""
+        task, self._task = self._task, None
+        if task is not None:
+            await task.aclose()
+        if self._held:
+            with anyio.move_on_after(2, shield=True):
+                try:
+                    await self._bus.records.release(self._held)
+                except BusError as error:
+                    logger.debug("the lease could not be given up, and ends by itself: %s", error)
+
+    def _run(self) -> None:
+        if self._task is None:
+            self._task = Background(self._keep, "tracewire presence")
+
+    async def _keep(self) -> None:
+        renewed = anyio.current_time()
+        every = self._lease_s / 6
+        while True:
+            wake = renewed + every
+            if self._due:
+                wake = min(wake, self._due[0][0])
+            self._changed = anyio.Event()
+            with anyio.move_on_after(max(0.0, wake - anyio.current_time())):
+                await self._changed.wait()
+            now = anyio.current_time()
+            try:
+                if now >= renewed + every:
+                    # Late is better than never: it counts from when it was begun.
+                    renewed = now
+                    if self._held:
+                        await self._bus.records.hold(self._held, self._lease_s * 2 / 3)
+                await self._sweep(now)
+            except BusError as error:
+                logger.warning("a client's lease could not be renewed: %s", error)
+
+    async def _sweep(self, now: float) -> None:
+        tags: set[str] = set()
+        while self._due and self._due[0][0] <= now:
+            _, trace, again = heapq.heappop(self._due)
+            tags.add(self._bus.keys.tag(trace))
+            if again:
+                heapq.heappush(self._due, (now + _AGAIN_S, trace, False))
+        if tags:
+            await self._bus.records.sweep(sorted(tags))
