@@ -203,7 +203,7 @@ class ScriptedEngine:
                     del self._outputs[token.request]
 
     async def prepare(
-        self, submission: Submission, index: int, block: bytes | None, declared: bytes | None
+        self, submission: Submission, index: int, block: bytes | None, declared: bytes | None, run: str
     ) -> Prepared:
         """Every submission is as good as another; `max_tokens` counts."""
         sampling = submission.invokes[index].sampling
@@ -217,6 +217,9 @@ class ScriptedEngine:
 
     async def abort(self, request: str) -> None:
         """Scripted requests run to their end."""
+
+    async def steer(self, changes: dict[str, tuple[int, dict[str, msgspec.Raw]]], over: list[str]) -> None:
+        """Scripted requests have nothing to steer."""
 
     def decode(self, token_ids: list[int], prepared: Prepared) -> str:
         """The text of these tokens."""

@@ -1,12 +1,13 @@
-"""A private Redis for every test that asks for one."""
+"""A private Redis for every test that asks for one, and one real engine, on a Redis of its own, for the session."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from itertools import count
 
 import pytest
 
+from tests.engine_process import BLOB_THRESHOLD, EngineProcess, running_engine
 from tracewire_bus.embedded import EmbeddedServer
 from tracewire_bus.streams import Bus
 
@@ -31,3 +32,18 @@ async def bus(embedded: str, prefix: str) -> AsyncIterator[Bus]:
     """A bus of this test's own, on the shared Redis."""
     async with Bus.open(embedded, prefix=prefix) as bus:
         yield bus
+
+
+@pytest.fixture(scope="session")
+async def engine_bus() -> AsyncIterator[str]:
+    """URL of the Redis that the shared engine serves."""
+    async with EmbeddedServer.start() as server:
+        yield server.url
+
+
+@pytest.fixture(scope="session")
+def engine(engine_bus: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
+    """The shared engine. Every trace's saves are also collected by nnsight's own collect and compared by digest."""
+    options = ("--check-collect", "--block-timeout", "3", "--blob-threshold", str(BLOB_THRESHOLD))
+    with running_engine(engine_bus, tmp_path_factory.mktemp("engine"), *options) as engine:
+        yield engine

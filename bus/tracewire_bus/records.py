@@ -119,11 +119,11 @@ return {now(), redis.call('HGETALL', KEYS[1]), redis.call('ZRANGE', KEYS[3], 0, 
 """
 )
 
-# KEYS: record. Nothing is accepted from then on.
+# KEYS: record, changes. Nothing is accepted from then on.
 _CLOSE = Script(
     """
 redis.call('HSET', KEYS[1], 's', 'closed')
-return redis.call('HGET', KEYS[1], 'v')
+return redis.call('ZRANGE', KEYS[2], 0, -1)
 """
 )
 
@@ -308,9 +308,9 @@ class Records:
             cancelled=None if cancelled is None else (_text(record.get(b"xb", b"")), _text(cancelled)),
         )
 
-    async def close(self, trace: str) -> int:
-        """Accept no more changes of a trace, whose end is near. Returns the version of its live parameters."""
-        return int(await _CLOSE(self._connections, (self._keys.record(trace),), ()) or 0)
+    async def close(self, trace: str) -> list[bytes]:
+        """Accept no more changes of a trace, whose end is near. Returns those that no event tells of, in order."""
+        return list(await _CLOSE(self._connections, (self._keys.record(trace), self._keys.changes(trace)), ()))
 
     async def left(self, trace: str) -> tuple[bool, float | None]:
         """Whether a trace is known, and how many seconds are left of its time (`None`: it has no deadline)."""

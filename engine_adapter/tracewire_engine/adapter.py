@@ -2,34 +2,45 @@
 
 Tasks: *intake* takes submissions off the model's queue, up to the engine's capacity; one task a trace runs it
 (`trace.py`), which gets what the workers report by `reports.py`; the *blob reader* brings their large arrays to the
-bus first; the *heartbeat* renews the engine's entry in the registry. When the adapter is told to stop it takes nothing
+bus first; *control* reads what is asked of running traces, *steering* brings changes of live parameters to the workers,
+the *reaper* aborts what is to end early; the *heartbeat* renews the engine's entry in the registry, and looks after
+clients that have gone and deadlines that have passed. When the adapter is told to stop it takes nothing
 new, lets what runs finish for a while, fails the rest with the reason on each trace's own stream, and leaves.
 """
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
+import math
+import os
 import time
+from collections import deque
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import anyio
 import msgspec
 
 from tracewire_bus.blobs import THRESHOLD_BYTES
 from tracewire_bus.codec import NewerSchema, check_schema, decode_submission, encode
+from tracewire_bus.connection import Backoff, Wakeup, is_transient
+from tracewire_bus.control import Order
 from tracewire_bus.declared import DeclarationError, check, normalized
-from tracewire_bus.messages import Block, EngineInfo, Failure, Final, Status, Submission
+from tracewire_bus.keys import TAGS
+from tracewire_bus.live import LiveError, parted
+from tracewire_bus.messages import Block, EngineInfo, Failure, Final, Status, StopWhen, Submission
+from tracewire_bus.records import Opened, cancellation
 from tracewire_bus.streams import Bus, BusError, Fenced, Taken, Writer
 from tracewire_bus.tree import ModuleTree, check_block
-from tracewire_bus.values import unpack
 
 from .blob_link import BlobChunk
 from .engine import Engine, EngineLost, Rejection
 from .inputs import Inputs
 from .link import Placed
 from .reports import Reports
+from .steering import LiveTrace, Steering
 from .trace import Half, TraceRun
 
 __all__ = ["Adapter", "Settings"]
@@ -40,6 +51,11 @@ logger = logging.getLogger("tracewire")
 MAX_TRACE_ID = 256
 MAX_SOURCE = 1_000_000
 MAX_LINE = 1_000_000
+#: Of how many of the traces' hash tags each heartbeat ends what is past its deadline and runs nowhere.
+SWEPT = TAGS // 8
+#: How long one wait for orders lasts, in milliseconds.
+_CONTROL_MS = 2000
+_NO_LIVE = msgspec.msgpack.encode({})
 
 
 @dataclass(frozen=True)
@@ -71,6 +87,14 @@ class Adapter:
         self._inputs = Inputs(bus.blobs, engine.inputs)
         self._reports = Reports(engine, self._halves, (settings or Settings()).blob_threshold)
         self._names = itertools.count()
+        self._steering = Steering(engine)
+        #: The runs that orders may come for; a list of orders for a trace that is about to have one.
+        self._by_trace: dict[str, TraceRun | list[Order]] = {}
+        self._reaping: deque[TraceRun] = deque()
+        self._reap = Wakeup()
+        #: Since when the lease of a client with running traces has been missing.
+        self._missing: dict[str, float] = {}
+        self._tags = itertools.cycle(bus.keys.tags[os.getpid() % TAGS :] + bus.keys.tags[: os.getpid() % TAGS])
         self._runs: set[anyio.CancelScope] = set()
         self._stopping = anyio.Event()
         self._changed = anyio.Event()
@@ -92,6 +116,9 @@ class Adapter:
         async with self._bus.writer() as writer, anyio.create_task_group() as group:
             group.start_soon(self._reports.run)
             group.start_soon(self._read_large)
+            group.start_soon(self._control)
+            group.start_soon(self._steering.run)
+            group.start_soon(self._reaper)
             await self._bus.register(self._info, self._settings.lease_s)
             group.start_soon(self._heartbeat)
             logger.info("serving %s as engine %s", self._info.model, self._info.engine)
@@ -149,6 +176,40 @@ class Adapter:
         block: bytes | None,
         declared: bytes | None,
     ) -> None:
+        trace = submission.trace
+        early: list[Order] = []
+        self._by_trace[trace] = early
+        try:
+            opened = await self._bus.records.open(trace, self._info.engine)
+            if opened is None:
+                # It was cancelled, or expired, before anybody took it.
+                await self._bus.done(self._info.model, entry.entry_id)
+                return
+            run = self._run_of(writer, entry, submission, block, declared, opened)
+            self._by_trace[trace] = run
+            for order in early:
+                self._obey(order)
+            await self._run_to_its_end(entry, scope, submission, run, opened)
+            if run.live is not None:
+                self._steering.over(run.live)
+        finally:
+            del self._by_trace[trace]
+
+    def _run_of(
+        self,
+        writer: Writer,
+        entry: Taken,
+        submission: Submission,
+        block: bytes | None,
+        declared: bytes | None,
+        opened: Opened,
+    ) -> TraceRun:
+        live: LiveTrace | None = None
+        if submission.live != _NO_LIVE:
+            if opened.version:
+                submission = msgspec.structs.replace(submission, live=opened.live)
+            stops = [one for one in submission.interventions if isinstance(one, StopWhen)]
+            live = LiveTrace(f"r{next(self._names)}", submission.live, opened.version, opened.changes, stops)
         run = TraceRun(
             entry.entry_id,
             self._engine,
@@ -158,25 +219,37 @@ class Adapter:
             submission,
             block,
             declared,
-            attempt=1,
+            attempt=opened.attempt,
             queued_at=entry.queued_at,
             names=self._names,
             blobs=self._bus.blobs,
             reports=self._reports,
+            live=live,
+            close=partial(self._bus.records.close, submission.trace),
         )
-        expired = anyio.CancelScope()
-        if submission.deadline_s is not None:
-            seconds, micros = await self._bus.command("TIME")
-            waited = int(seconds) + int(micros) / 1e6 - entry.queued_at
-            expired.deadline = anyio.current_time() + submission.deadline_s - waited
-        failure: Failure | None = None
+        if opened.cancelled is not None:
+            run.end("cancelled", cancellation(*opened.cancelled))
+        return run
+
+    async def _run_to_its_end(
+        self, entry: Taken, scope: anyio.CancelScope, submission: Submission, run: TraceRun, opened: Opened
+    ) -> None:
+        timer: asyncio.TimerHandle | None = None
+        if opened.left_s is not None:
+            message = f"its deadline of {submission.deadline_s or 0:g} s from when it was queued has passed"
+            failure = Failure(type="DeadlineExceeded", message=message, field="deadline")
+            if opened.left_s <= 0:
+                run.end("expired", failure)
+            else:
+                timer = asyncio.get_running_loop().call_later(opened.left_s, self._end, run, "expired", failure)
+        problem: Failure | None = None
         status: Status = "failed"
         try:
-            with scope, expired:
+            with scope:
                 async with self._inputs.of(submission):
                     await run.run()
         except Rejection as rejection:
-            status, failure = "rejected", rejection.failure
+            status, problem = "rejected", rejection.failure
         except EngineLost:
             self.lost = True
             self.stop()
@@ -184,21 +257,88 @@ class Adapter:
             raise
         except Exception as error:
             logger.exception("trace %s failed in the adapter", submission.trace)
-            failure = Failure(type=type(error).__name__, message=f"the adapter failed: {error}")
+            problem = Failure(type=type(error).__name__, message=f"the adapter failed: {error}")
+        finally:
+            if timer is not None:
+                timer.cancel()
         if scope.cancelled_caught:
             kind, verb = ("EngineLost", "died") if self.lost else ("EngineShutdown", "was shut down")
-            failure = Failure(type=kind, message=f"engine {self._info.engine} {verb} while it ran this trace")
-        elif expired.cancelled_caught and not run.ended:
-            status = "expired"
-            message = f"its deadline of {submission.deadline_s:g} s from when it was queued has passed"
-            failure = Failure(type="DeadlineExceeded", message=message, field="deadline")
-        if failure is not None and not run.ended:
+            problem = Failure(type=kind, message=f"engine {self._info.engine} {verb} while it ran this trace")
+        if problem is not None and not run.ended:
             # A Redis that is away must not keep a stopping engine from leaving.
             with anyio.move_on_after(self._settings.last_words_s if self._stopping.is_set() else None, shield=True):
                 await run.abort_all()
-                await run.fail(failure, status=status)
+                await run.fail(problem, status=status)
         if run.fenced:
             await self._bus.done(self._info.model, entry.entry_id)
+
+    # --- control ----------------------------------------------------------------------------------------------------
+
+    async def _control(self) -> None:
+        """Read what is asked of running traces, and see to it."""
+        reader = self._bus.control(self._info.engine)
+        backoff = Backoff()
+        try:
+            while True:
+                try:
+                    orders = await reader.read(_CONTROL_MS)
+                    backoff.reset()
+                except Exception as error:
+                    if not is_transient(error):
+                        logger.error("what is asked of traces cannot be read: %s", error)
+                    pause = backoff.next()
+                    logger.log(backoff.level, "control waits for Redis: %s", error)
+                    await anyio.sleep(pause)
+                    continue
+                for order in orders:
+                    self._obey(order)
+        finally:
+            with anyio.CancelScope(shield=True):
+                await reader.aclose()
+
+    def _obey(self, order: Order) -> None:
+        run = self._by_trace.get(order.trace)
+        if isinstance(run, list):
+            run.append(order)
+        elif run is None:
+            # It has ended.
+            return
+        elif order.kind == "cancel":
+            self._end(run, "cancelled", cancellation(order.by, order.reason))
+        elif run.live is not None:
+            try:
+                values = run.live.take(order.change)
+            except (ValueError, msgspec.MsgspecError):
+                logger.exception("a change of live parameters of trace %s could not be read", order.trace)
+                return
+            self._steering.send(run.live, values)
+
+    def _end(self, run: TraceRun, status: Status, failure: Failure) -> None:
+        """Have a run end before its own end."""
+        if run.end(status, failure):
+            self._reaping.append(run)
+            self._reap.notify()
+
+    async def _reaper(self) -> None:
+        """Abort the requests of what is to end early; its run then ends as it was told."""
+        while True:
+            while not self._reaping:
+                await self._reap.wait()
+            await self._reaping.popleft().abort_all()
+
+    async def _look_after_clients(self) -> None:
+        """End the traces of clients whose leases are gone, and stay so while a client that lives could have renewed."""
+        running: dict[str, list[TraceRun]] = {}
+        for run in self._by_trace.values():
+            if isinstance(run, TraceRun) and run.lease:
+                running.setdefault(run.lease, []).append(run)
+        held = await self._bus.records.held(list(running))
+        now = anyio.current_time()
+        self._missing = {lease: self._missing.get(lease, now) for lease in running if lease not in held}
+        for lease, since in self._missing.items():
+            if now - since >= _patience_of(lease):
+                for run in running[lease]:
+                    self._end(run, "cancelled", cancellation("the bus", "its submitter has gone"))
 
     async def _open(self, writer: Writer, entry: Taken) -> tuple[Submission, bytes | None, bytes | None] | None:
         """Decode and check an entry: its submission, encoded block and encoded declared interventions.
@@ -246,6 +386,10 @@ class Adapter:
             raise Rejection("model", f"this engine serves {self._info.model!r}, not {submission.model!r}")
         if not submission.invokes:
             raise Rejection("prompt", "a trace takes at least one prompt")
+        try:
+            parted(submission.live)
+        except LiveError as error:
+            raise Rejection(f"live.{error.name}" if error.name else "live", error.message) from error
         block = submission.block
         if block is None:
             return None
@@ -261,9 +405,7 @@ class Adapter:
         interventions = submission.interventions
         if not interventions:
             return None
-        live = unpack(submission.live)
-        if not isinstance(live, dict):
-            raise Rejection("live", f"expected live parameters by name, got a {type(live).__name__}")
+        live = {name: value.value for name, value in parted(submission.live).items()}
         try:
             places = check(interventions, self._tree, hidden_size=self._info.hidden_size, live=live)
             plain = normalized(interventions)
@@ -338,9 +480,21 @@ class Adapter:
             info.state = "lost" if self.lost else "draining" if self._stopping.is_set() else "serving"
             try:
                 await self._bus.register(info, self._settings.lease_s)
+                await self._look_after_clients()
+                await self._bus.records.sweep([next(self._tags) for _ in range(SWEPT)])
             except BusError as error:
+                self._missing.clear()
                 # The engine goes on: what it writes waits for Redis, and its entry comes back with it.
                 logger.warning("the registry could not be renewed: %s", error)
+
+
+def _patience_of(lease: str) -> float:
+    """For how long a lease may be missing before its client is gone, in seconds: a third of what stands in its name."""
+    try:
+        seconds = float(lease.rpartition(".")[2])
+    except ValueError:
+        seconds = math.nan
+    return min(max(seconds, 1.0), 60.0) / 3 if seconds == seconds else 3.0
 
 
 @lru_cache(maxsize=64)

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import torch
 from greenlet import GreenletExit
 from nnsight.intervention.interleaver import EarlyStopException, Mediator
@@ -28,12 +27,13 @@ from nnsight.modeling.vllm.tracer import VLLMTracer
 
 from tracewire_bus.codec import digest_bytes
 from tracewire_bus.messages import Block, Failure
-from tracewire_bus.values import ArrayRef, unpack
+from tracewire_bus.values import unpack
 
 from . import watchdog
-from .inputs import input_path
+from .live import LiveRun, LiveValues
+from .tensors import to_tensors
 
-__all__ = ["BlockCache", "BlockMediator", "BlockTracer", "LiveValues", "failure_of", "is_stop", "to_tensors"]
+__all__ = ["BlockCache", "BlockMediator", "BlockTracer", "failure_of", "is_stop"]
 
 _blocks = msgspec.msgpack.Decoder(Block)
 _encoder = msgspec.msgpack.Encoder()
@@ -104,69 +104,6 @@ class BlockTracer(VLLMTracer):
         return "<tracer>"
 
 
-class LiveValues:
-    """The live parameters that a block reads by name: `live.alpha`."""
-
-    def __init__(self, values: dict[str, Any]) -> None:
-        self.__dict__["_values"] = values
-
-    def __getattr__(self, name: str) -> Any:
-        values: dict[str, Any] = self.__dict__["_values"]
-        try:
-            return values[name]
-        except KeyError:
-            declared = ", ".join(sorted(values)) or "none"
-            raise AttributeError(
-                f"no live parameter {name!r} was declared at submission (declared: {declared})"
-            ) from None
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        raise AttributeError(
-            f"live parameters are changed by a controller, not by the block: live.{name} cannot be set"
-        )
-
-    def __repr__(self) -> str:
-        return f"live({', '.join(f'{name}={value!r}' for name, value in self._values.items())})"
-
-
-_TORCH_NAMES = {"bool": torch.bool}
-
-
-def _tensor(array: np.ndarray[Any, Any], device: torch.device) -> torch.Tensor:
-    """A tensor of its own memory from a decoded array, of the same dtype (bfloat16 and the float8s included)."""
-    name = array.dtype.name
-    dtype = _TORCH_NAMES.get(name) or getattr(torch, name)
-    flat = bytearray(array.tobytes())
-    if not flat:
-        return torch.empty(array.shape, dtype=dtype, device=device)
-    return torch.frombuffer(flat, dtype=dtype).reshape(array.shape).to(device)
-
-
-def _mapped(ref: ArrayRef, device: torch.device, folder: Path) -> torch.Tensor:
-    """A tensor of its own memory from the file of a large array. Pages are read, and copied, as they are needed."""
-    dtype = _TORCH_NAMES.get(ref.dtype) or getattr(torch, ref.dtype)
-    flat = torch.from_file(str(input_path(folder, ref)), shared=False, size=ref.nbytes, dtype=torch.uint8)
-    return flat.view(dtype).reshape(ref.shape).to(device)
-
-
-def to_tensors(value: Any, device: torch.device, folder: Path = Path()) -> Any:
-    """`value` with every array in it as a tensor on `device`; containers are new, so that a block may change them.
-
-    What only refers to an array is found in `folder` (see `inputs.py`).
-    """
-    if isinstance(value, np.ndarray):
-        return _tensor(value, device)
-    if isinstance(value, ArrayRef):
-        return _mapped(value, device, folder)
-    if isinstance(value, list):
-        return [to_tensors(item, device, folder) for item in value]
-    if isinstance(value, tuple):
-        return tuple(to_tensors(item, device, folder) for item in value)
-    if isinstance(value, dict):
-        return {key: to_tensors(item, device, folder) for key, item in value.items()}
-    return value
-
-
 #: Annotations in a block are not evaluated, so that the names in them need not travel.
 _FLAGS = __future__.annotations.compiler_flag
 
@@ -206,8 +143,8 @@ class BlockCache:
         self._size = size
         self._compiled: OrderedDict[bytes, _Compiled] = OrderedDict()
 
-    def mediator(self, block: bytes, live: bytes) -> BlockMediator:
-        """A worker for one request from an encoded `Block` and its packed live parameters.
+    def mediator(self, block: bytes, live: LiveRun) -> BlockMediator:
+        """A worker for one request from an encoded `Block` and the live parameters of its run.
 
         Raises whatever compiling, importing a module or decoding a value raises; the caller makes it the request's
         error.
@@ -227,7 +164,7 @@ class BlockCache:
         with watchdog.turn(building=True):
             return self._bind(message, compiled, live)
 
-    def _bind(self, message: Block, compiled: _Compiled, live: bytes) -> BlockMediator:
+    def _bind(self, message: Block, compiled: _Compiled, live: LiveRun) -> BlockMediator:
         """A mediator over the compiled code, with this request's own values."""
         scope: dict[str, Any] = {"__builtins__": __builtins__, "__name__": f"tracewire.block.{message.name}"}
         for name, module in message.modules.items():
@@ -237,7 +174,7 @@ class BlockCache:
         model, tracer, live_name = message.parameters
         scope[model] = self._model
         scope[tracer] = BlockTracer(self._model)
-        scope[live_name] = LiveValues(to_tensors(unpack(live), self._device, self._folder))
+        scope[live_name] = LiveValues(live, self._device)
 
         variables: dict[str, Any] = to_tensors(unpack(message.variables), self._device, self._folder)
         if compiled.helpers:

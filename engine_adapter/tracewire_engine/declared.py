@@ -21,13 +21,14 @@ import torch
 from nnsight.modeling.vllm.interleaver import VLLMInterleaver
 
 from tracewire_bus.codec import digest_bytes
-from tracewire_bus.declared import resolved
+from tracewire_bus.declared import live_name, resolved
 from tracewire_bus.messages import Ablate, Clamp, Failure, LogitLens, Probe, Steer, StopWhen
-from tracewire_bus.values import ext_hook, unpack
+from tracewire_bus.values import ext_hook
 
-from .blocks import to_tensors
 from .hosting import TORCH_DTYPES
 from .link import Batch, Layout, LayoutEntry, Part, Placed, Slot
+from .live import LiveRun
+from .tensors import to_tensors
 
 __all__ = ["Declaration", "DeclaredInterleaver", "DeclaredRequests"]
 
@@ -123,15 +124,12 @@ class _Op:
 class Declaration:
     """The declared interventions of one live request, by the name that the adapter gave it."""
 
-    def __init__(self, request: str, choice: int, encoded: bytes, live: bytes, vectors: VectorCache) -> None:
+    def __init__(self, request: str, choice: int, encoded: bytes, live: LiveRun, vectors: VectorCache) -> None:
         self.request = request
         self.choice = choice
-        values = unpack(live)
-        self.ops = [
-            _Op(placed, values, vectors)
-            for placed in _placed.decode(encoded)
-            if not isinstance(placed.intervention, StopWhen)
-        ]
+        self.live = live
+        self._placed = [placed for placed in _placed.decode(encoded) if not isinstance(placed.intervention, StopWhen)]
+        self.ops = [_Op(placed, live.values, vectors) for placed in self._placed]
         self.reads = any(op.reads for op in self.ops)
         self.names = [str(getattr(op.one, "name", "")) for op in self.ops if op.reads]
         #: Positions up to here have been read, and are not read again when a preempted request is recomputed.
@@ -139,6 +137,15 @@ class Declaration:
         self.failure: Failure | None = None
         #: Whether the failure has been reported with a step.
         self.reported = False
+
+    def renew(self, vectors: VectorCache) -> bool:
+        """Take the live parameters as they are now. Returns whether any intervention has one."""
+        found = False
+        for place, placed in enumerate(self._placed):
+            if any(live_name(getattr(placed.intervention, name)) for name in placed.intervention.__struct_fields__):
+                self.ops[place] = _Op(placed, self.live.values, vectors)
+                found = True
+        return found
 
 
 class _Rows:
@@ -459,6 +466,19 @@ class DeclaredRequests:
         """Take a new request's."""
         self.live[request_id] = declaration
         self.stale = True
+
+    def renew(self, run: LiveRun) -> None:
+        """Live parameters of `run` have changed: from the next step on they hold."""
+        for request_id in run.requests:
+            declaration = self.live.get(request_id)
+            if declaration is None:
+                continue
+            try:
+                self.stale |= declaration.renew(self.vectors)
+            except Exception as error:  # too large for the device, say
+                if declaration.failure is None:
+                    declaration.failure = Failure(type=type(error).__name__, message=str(error), field="live")
+                self.stale = True
 
     def pop(self, request_id: str) -> Declaration | None:
         """Forget a request's, which is over."""

@@ -69,9 +69,11 @@ class Engine(Protocol):
     """What an adapter drives."""
 
     async def prepare(
-        self, submission: Submission, index: int, block: bytes | None, declared: bytes | None
+        self, submission: Submission, index: int, block: bytes | None, declared: bytes | None, run: str
     ) -> Prepared:
         """Validate invoke `index`; `block` and `declared` are what the workers are to run with it, encoded.
+
+        `run` names what shares the submission's live parameters, for `steer`.
 
         Raises:
             Rejection: naming the field.
@@ -89,6 +91,13 @@ class Engine(Protocol):
 
     async def abort(self, request: str) -> None:
         """End a request now. Its finish record still arrives."""
+        ...
+
+    async def steer(self, changes: dict[str, tuple[int, dict[str, msgspec.Raw]]], over: list[str]) -> None:
+        """Change live parameters of runs, each to a version, on all workers before the same step.
+
+        The workers report an `Applied` for each. The runs `over` can be forgotten.
+        """
         ...
 
     def decode(self, token_ids: list[int], prepared: Prepared) -> str:

@@ -130,6 +130,10 @@ class ChoiceReads:
         if self._stops:
             self._look(index, numbers)
 
+    def renew(self, stops: Sequence[StopWhen]) -> None:
+        """Take the same stop conditions with other thresholds, for what is read from now on."""
+        self._stops = list(stops)
+
     def _look(self, index: int, numbers: Mapping[str, Sequence[float]]) -> None:
         for place, stop in enumerate(self._stops):
             values = numbers.get(stop.probe, ())

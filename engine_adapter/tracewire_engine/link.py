@@ -11,6 +11,7 @@ import asyncio
 import logging
 import os
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -21,6 +22,7 @@ import zmq
 from tracewire_bus.messages import Declared, Failure, Manifest
 
 __all__ = [
+    "Applied",
     "Batch",
     "FinishRecord",
     "Layout",
@@ -32,6 +34,7 @@ __all__ = [
     "Report",
     "Slot",
     "StepRecord",
+    "encode_changes",
 ]
 
 logger = logging.getLogger("tracewire")
@@ -125,6 +128,18 @@ class Batch(msgspec.Struct, array_like=True):
     data: memoryview = memoryview(b"")
 
 
+class Applied(msgspec.Struct, array_like=True):
+    """Live parameters of a run are at this version from the step on that is about to run.
+
+    `first` has, for each of its choices in the workers, the request, the choice and the index of the next token that it
+    samples, which is the first with these values.
+    """
+
+    run: str
+    version: int
+    first: list[tuple[str, int, int]] = []
+
+
 class Report(msgspec.Struct, array_like=True):
     """All records of one step. `time` is when it ended, in seconds since the epoch by the worker's clock."""
 
@@ -134,6 +149,8 @@ class Report(msgspec.Struct, array_like=True):
     #: Sent before the first batch that it describes.
     layout: Layout | None = None
     batch: Batch | None = None
+    #: Of what this step's records, and those of all later ones, were made with.
+    applied: list[Applied] = []
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -225,3 +242,8 @@ class LinkReceiver(Receiver):
 def _wake(changed: asyncio.Future[None]) -> None:
     if not changed.done():
         changed.set_result(None)
+
+
+def encode_changes(changes: dict[str, tuple[int, dict[str, msgspec.Raw]]], over: Iterable[str] = ()) -> bytes:
+    """For the workers' `LiveRuns.steer`: by run, a version and the values that changed; and the runs that are over."""
+    return msgspec.msgpack.encode((changes, list(over)))

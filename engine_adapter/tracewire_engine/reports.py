@@ -16,6 +16,7 @@ from .link import Report
 
 if TYPE_CHECKING:
     from .engine import Engine
+    from .steering import LiveTrace
     from .trace import Half
 
 __all__ = ["Reports"]
@@ -27,6 +28,8 @@ class Reports:
     def __init__(self, engine: Engine, halves: dict[str, Half], blob_threshold: int) -> None:
         self._engine = engine
         self._halves = halves
+        #: The live parameters of the runs that have any, by run.
+        self.live: dict[str, LiveTrace] = {}
         self._feed = Feed(blob_threshold)
         self._waiting = 0
         self._wanted = Wakeup()
@@ -57,6 +60,10 @@ class Reports:
 
     def take(self, report: Report) -> None:
         """Hand one report on."""
+        for applied in report.applied:
+            live = self.live.get(applied.run)
+            if live is not None:
+                live.report(applied)
         if report.layout is not None:
             self._feed.layout(report.layout)
         if report.batch is not None:

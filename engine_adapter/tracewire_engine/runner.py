@@ -36,7 +36,8 @@ from .blocks import BlockCache, BlockMediator, failure_of, is_stop
 from .declared import Declaration, DeclaredInterleaver, DeclaredRequests
 from .hosting import HostCopy, ToHost, encoded_late
 from .large import Hold
-from .link import FinishRecord, LinkSender, Report, StepRecord
+from .link import Applied, FinishRecord, LinkSender, Report, StepRecord
+from .live import LIVE, LiveRun, LiveRuns
 from .residual import Residual, find_layers, find_norm
 from .saves import Ending, SaveTracker
 from .wiring import (
@@ -47,6 +48,7 @@ from .wiring import (
     DECLARED_ARG,
     LINK_ADDRESS,
     LIVE_ARG,
+    RUN_ARG,
     inputs_folder,
 )
 
@@ -99,10 +101,13 @@ class TracedRequests(Requests):
     A request without a block is not in it, so that it costs a step nothing; what it declares is in `declared`.
     """
 
-    def __init__(self, blocks: BlockCache, declared: DeclaredRequests, hold: Hold) -> None:
+    def __init__(self, blocks: BlockCache, declared: DeclaredRequests, live: LiveRuns, hold: Hold) -> None:
         super().__init__()
         self.blocks = blocks
         self.declared = declared
+        self.live = live
+        #: By the scheduler's name, the run of each request that has live parameters.
+        self.runs: dict[str, str] = {}
         self.hold = hold
         self.traced: dict[str, _Traced] = {}
 
@@ -112,7 +117,11 @@ class TracedRequests(Requests):
             arguments = _arguments(data)
             block = arguments.get(BLOCK_ARG)
             request = self.requests[data.req_id]
-            names = self._declare(data.req_id, request, arguments)
+            try:
+                live = self._join(data.req_id, request, arguments)
+            except Exception as exception:  # values that are none
+                live, request.error = LiveRun(""), failure_of(exception, None)
+            names = self._declare(data.req_id, request, arguments, live)
             if block is None and request.error is None and not request.workers():
                 del self.requests[data.req_id]
             if (block is None and request.error is None) or data.req_id in self.traced:
@@ -122,19 +131,31 @@ class TracedRequests(Requests):
             if block is None:
                 continue
             try:
-                request.mediator = self.blocks.mediator(block, arguments.get(LIVE_ARG, b"\x80"))
+                request.mediator = self.blocks.mediator(block, live)
             except BaseException as exception:  # what a module or a helper's definition raises, SystemExit included
                 request.error = failure_of(exception, None)
 
-    def _declare(self, request_id: str, request: Request, arguments: dict[str, Any]) -> list[str]:
+    def _join(self, request_id: str, request: Request, arguments: dict[str, Any]) -> LiveRun:
+        """The live parameters of the run that a request belongs to."""
+        run, packed = arguments.get(RUN_ARG), arguments.get(LIVE_ARG)
+        if run is None or packed is None:
+            return LiveRun("")
+        self.runs[request_id] = run
+        return self.live.join(run, packed, request_id, request.engine_id, request.index)
+
+    def leave(self, request_id: str) -> None:
+        """A request is over: forget what it had to do with live parameters."""
+        run = self.runs.pop(request_id, None)
+        if run is not None:
+            self.live.leave(run, request_id)
+
+    def _declare(self, request_id: str, request: Request, arguments: dict[str, Any], live: LiveRun) -> list[str]:
         """Take a request's declared interventions, and return the names under which they save."""
         encoded = arguments.get(DECLARED_ARG)
         if encoded is None or request_id in self.declared.live:
             return []
         try:
-            declaration = Declaration(
-                request.engine_id, request.index, encoded, arguments.get(LIVE_ARG, b"\x80"), self.declared.vectors
-            )
+            declaration = Declaration(request.engine_id, request.index, encoded, live, self.declared.vectors)
         except Exception as exception:  # too large for the device, say
             request.error = Failure(type=type(exception).__name__, message=str(exception), field="interventions")
             return []
@@ -200,7 +221,10 @@ class TracewireRunner(NNsightGPUModelRunner):
         DeclaredInterleaver.install(model.interleaver, self.tracewire_declared, self.get_model())
         self.tracewire_hold.changes = self._changes
         self.nnsight_requests = TracedRequests(
-            BlockCache(model, self.device, inputs_folder(address or "")), self.tracewire_declared, self.tracewire_hold
+            BlockCache(model, self.device, inputs_folder(address or "")),
+            self.tracewire_declared,
+            LiveRuns(),
+            self.tracewire_hold,
         )
         self.tracewire_norm = find_norm(self.get_model(), model.__dict__["_tracewire_layers"])
         self.tracewire_unsent = _Unsent(Report())
@@ -217,6 +241,9 @@ class TracewireRunner(NNsightGPUModelRunner):
     def _update_states(self, scheduler_output: Any) -> Any:
         if scheduler_output.finished_req_ids:
             self._finish_requests(scheduler_output.finished_req_ids)
+        changed = self.nnsight_requests.live.apply()
+        for run in changed:
+            self.tracewire_declared.renew(run)
         corrections = self._scope_step(scheduler_output)
         scheduled = scheduler_output.num_scheduled_tokens
         for request_id, traced in self.nnsight_requests.traced.items():
@@ -226,6 +253,7 @@ class TracewireRunner(NNsightGPUModelRunner):
                 traced.index = state.num_computed_tokens + scheduled[request_id] - state.num_prompt_tokens
             else:
                 traced.index = -1
+        self.tracewire_unsent.report.applied.extend(self._applied(run, scheduled) for run in changed)
         declared = self.tracewire_declared
         if declared.live:
             ids = [request_id for request_id in self.input_batch.req_ids if request_id in scheduled]
@@ -237,12 +265,30 @@ class TracewireRunner(NNsightGPUModelRunner):
         self._send(wait=not scheduler_output.total_num_scheduled_tokens)
         return corrections
 
+    def _applied(self, run: LiveRun, scheduled: dict[str, int]) -> Applied:
+        """From which token of each of its choices on a run's live parameters hold, if they do from this step on."""
+        first = []
+        for request_id, (request, choice) in run.requests.items():
+            state = self.requests.get(request_id)
+            if state is None:
+                continue
+            if request_id in scheduled:
+                index = state.num_computed_tokens + scheduled[request_id] - state.num_prompt_tokens
+            else:
+                # Preempted, say: it samples its next token in some later step.
+                index = len(state.output_token_ids)
+            first.append((request, choice, max(0, index)))
+        return Applied(run.name, run.version, first)
+
     def _scope_step(self, scheduler_output: Any) -> Any:
         """vLLM's update of its states, then nnsight's part: nothing, in a step that has no block and gets none."""
         book = self.nnsight_requests
         fresh = scheduler_output.scheduled_new_reqs
         if book.requests or book.templates or any(_BLOCKS & _arguments(data).keys() for data in fresh):
-            return super()._update_states(scheduler_output)
+            corrections = super()._update_states(scheduler_output)
+            # The step begins, for blocks that wait for its live parameters.
+            self.nnsight_model.interleaver.handle(LIVE, None)
+            return corrections
         corrections = super(NNsightGPUModelRunner, self)._update_states(scheduler_output)
         if fresh:
             book.add(fresh, self.nnsight_persistent_objects)
@@ -384,6 +430,7 @@ class TracewireRunner(NNsightGPUModelRunner):
             traced = requests.traced.pop(request_id, None)
             request = requests.requests.get(request_id) or Request(request_id)
             declaration = self.tracewire_declared.pop(request_id)
+            requests.leave(request_id)
             if traced is None:
                 failure = None if declaration is None else declaration.failure
                 record = FinishRecord(request.engine_id, request.index, _NO_DELTAS, error=failure)
@@ -485,7 +532,7 @@ class TracewireRunner(NNsightGPUModelRunner):
         """Send what there is to report, in order, as far as its bytes are there; or all of it."""
         unsent, behind = self.tracewire_unsent, self.tracewire_behind
         report = unsent.report
-        if report.steps or report.finishes or report.batch is not None:
+        if report.steps or report.finishes or report.applied or report.batch is not None:
             self.tracewire_unsent = _Unsent(Report())
             if self.tracewire_link is not None:
                 behind.append(unsent)
@@ -493,7 +540,11 @@ class TracewireRunner(NNsightGPUModelRunner):
             assert self.tracewire_link is not None
             behind.popleft().send(self.tracewire_link)
 
+    def tracewire_steer(self, changes: bytes) -> None:
+        """Take changes of live parameters, which hold from the next step on; by RPC, between two steps."""
+        self.nnsight_requests.live.steer(changes)
+
     def tracewire_request_count(self) -> int:
         """How many requests this worker still holds anything for: 0 when the engine is idle. A leak gauge, by RPC."""
         book = self.nnsight_requests
-        return max(len(book.requests), len(book.traced), len(book.declared.live))
+        return max(len(book.requests), len(book.traced), len(book.declared.live), len(book.live.runs), len(book.runs))

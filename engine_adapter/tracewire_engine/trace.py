@@ -11,8 +11,10 @@ fewer, larger entries, and one that does not gets each output at once.
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -32,27 +34,33 @@ from tracewire_bus.messages import (
     Manifest,
     Probe,
     RawOutput,
+    RawSteered,
     Status,
     StopWhen,
     Submission,
     Usage,
 )
-from tracewire_bus.streams import Fenced, Writer
+from tracewire_bus.streams import BusError, Fenced, Writer
 from tracewire_bus.values import unpack
 
 from .engine import Choice, Engine, EngineLost, Outputs, Prepared, Rejection
 from .feed import ChoiceReads, Item, joined
-from .link import FinishRecord, StepRecord
+from .link import Applied, FinishRecord, StepRecord
+from .steering import LiveTrace
 
 if TYPE_CHECKING:
     from .reports import Reports
 
 __all__ = ["Half", "TraceRun"]
 
+logger = logging.getLogger("tracewire")
+
 #: How long a request's finish record may take after its last output, in seconds: it comes with the engine's next step.
 FINISH_S = 60.0
 
 _NO_DELTAS = msgspec.Raw(msgspec.msgpack.encode([]))
+#: What an event is made with: it is numbered as it is queued.
+_UNNUMBERED: dict[str, Any] = {"attempt": 0, "seq": 0}
 
 
 class RawFinal(Final, tag="final"):
@@ -100,9 +108,11 @@ class Half:
         reads: bool = False,
         stops: Sequence[StopWhen] = (),
         reports: Reports | None = None,
+        live: LiveTrace | None = None,
     ) -> None:
         self.trace = trace
         self._reports = reports
+        self._live = live
         self.choices = [_ChoiceHalf(stops) for _ in range(choices)]
         #: Whether large arrays have come, behind which the finish record may wait for Redis.
         self.large = False
@@ -137,7 +147,17 @@ class Half:
         self.choices[record.choice].finish = record
         self._changed.notify()
 
+    def renew(self, stops: Sequence[StopWhen]) -> None:
+        """Live parameters have changed: the stop conditions of the steps that follow, if there are any."""
+        if stops:
+            for choice in self.choices:
+                choice.reads.renew(stops)
+        self._changed.notify()
+
     def _there(self, half: _ChoiceHalf, index: int) -> bool:
+        if not self._block and not self._reads:
+            # Nothing is reported of each step: only the next word on a change says where it belongs.
+            return self._live is None or not self._live.outstanding
         if half.ended == "error" and half.ended_at == index and index in half.steps:
             return True
         return (not self._block or index in half.steps) and (not self._reads or index in half.reads.steps)
@@ -214,6 +234,8 @@ class TraceRun:
         attempt: int,
         queued_at: float,
         names: Any,
+        live: LiveTrace | None = None,
+        close: Callable[[], Awaitable[list[bytes]]] | None = None,
         blobs: Blobs | None = None,
         reports: Reports | None = None,
     ) -> None:
@@ -227,6 +249,12 @@ class TraceRun:
         self._declared = declared
         self._reads = any(isinstance(one, (Probe, LogitLens)) for one in submission.interventions)
         self._stops = _stops(submission)
+        self.live = live
+        #: The lease that it hangs on, if any.
+        self.lease = "" if submission.detach else submission.lease
+        self._close = close
+        if live is not None:
+            live.on_applied = self._applied
         self._queued_at = queued_at
         self._names = names
         self._blobs = blobs
@@ -239,15 +267,25 @@ class TraceRun:
         self.fenced = False
         #: What vLLM itself ended a request with, where it was neither done nor asked to.
         self._broken: Failure | None = None
-
-    def _next(self) -> dict[str, Any]:
-        self._seq += 1
-        return {"attempt": self.attempt, "seq": self._seq}
+        #: How it is to end, when it was told to before its own end; and whether `Accepted` is out.
+        self._ending: tuple[Status, Failure] | None = None
+        self._accepted = False
 
     async def _append(self, event: Event, *, final: bool = False) -> None:
-        # No await between numbering an event and queueing it: ids must go up in the stream.
+        # No await between numbering events and queueing them: ids must go up in the stream.
+        waiting = [self._queue(steered) for steered in self._steered(final)]
         self.ended = self.ended or final
-        await self._writer.append(
+        waiting.append(self._queue(event, final=final))
+        if len(waiting) == 1:
+            await waiting[0]
+            return
+        for outcome in await asyncio.gather(*waiting, return_exceptions=True):
+            if isinstance(outcome, BaseException):
+                raise outcome
+
+    def _queue(self, event: Event, *, final: bool = False) -> Coroutine[Any, Any, str]:
+        event.attempt, event.seq = self.attempt, self._seq + 1
+        queued = self._writer.queue(
             self._submission.trace,
             event.attempt,
             event.seq,
@@ -255,7 +293,46 @@ class TraceRun:
             final=final,
             # With its final a trace leaves the queue, in one go.
             done=(self._info.model, self._entry_id) if final else None,
+            told=event.version if isinstance(event, RawSteered) else None,
         )
+        self._seq += 1
+        return queued
+
+    def _steered(self, final: bool) -> list[RawSteered]:
+        """What is to be told of live parameters before the next event."""
+        live = self.live
+        if live is None or not self._accepted:
+            return []
+        told = live.told(self._places)
+        return [*told, *live.rest()] if final else told
+
+    def _places(self, first: list[tuple[str, int, int]]) -> list[tuple[int, int, int]]:
+        """From which token of each choice on a change holds: where a request has not begun, from its first."""
+        known = {(request, choice): index for request, choice, index in first}
+        places = []
+        for request in self.requests:
+            for choice in range(request.prepared.choices):
+                index = known.get((request.name, choice))
+                if index is None and not request.token_ids[choice] and not request.done[choice]:
+                    index = 0
+                if index is not None:
+                    places.append((request.invoke, choice, index))
+        return places
+
+    def _applied(self, applied: Applied) -> None:
+        """The workers have begun a step with other live parameters."""
+        assert self.live is not None
+        stops = self.live.stops_at(applied.version)
+        for request in self.requests:
+            if request.half is not None:
+                request.half.renew(stops)
+
+    def end(self, status: Status, failure: Failure) -> bool:
+        """Have it end as `status`, as soon as it can: `abort_all` is the caller's. Returns whether that is news."""
+        if self._ending is not None or self.ended:
+            return False
+        self._ending = status, failure
+        return True
 
     async def run(self) -> None:
         """Run to the end. Publishes exactly one final event, unless the stream is fenced against this attempt.
@@ -266,11 +343,18 @@ class TraceRun:
         lost: EngineLost | None = None
         try:
             try:
-                await self._start()
+                if self._ending is None:
+                    await self._start()
             except Rejection as rejection:
                 await self.abort_all()
                 await self.fail(rejection.failure, status="rejected")
                 return
+            if self._ending is not None:
+                await self.abort_all()
+                if not self._accepted:
+                    status, failure = self._ending
+                    await self.fail(failure, status=status)
+                    return
             async with anyio.create_task_group() as group:
                 for request in self.requests:
                     group.start_soon(self._pump, request)
@@ -285,15 +369,22 @@ class TraceRun:
         finally:
             for request in self.requests:
                 self._halves.pop(request.name, None)
+            if self.live is not None and self._reports is not None:
+                self._reports.live.pop(self.live.run, None)
         if lost is not None:
             raise lost
 
     async def _start(self) -> None:
+        run = self.live.run if self.live is not None else ""
+        if self.live is not None and self._reports is not None:
+            self._reports.live[run] = self.live
         prepared = [
-            await self._engine.prepare(self._submission, index, self._block, self._declared)
+            await self._engine.prepare(self._submission, index, self._block, self._declared, run)
             for index in range(len(self._submission.invokes))
         ]
         for invoke, ready in enumerate(prepared):
+            if self._ending is not None:
+                return
             name = f"t{next(self._names)}"
             half = None
             if self._block is not None or self._declared is not None:
@@ -304,6 +395,7 @@ class TraceRun:
                     reads=self._reads,
                     stops=self._stops,
                     reports=self._reports,
+                    live=self.live,
                 )
             try:
                 outputs = await self._engine.start(name, ready, self._submission.priority)
@@ -314,7 +406,7 @@ class TraceRun:
         info = self._info
         await self._append(
             Accepted(
-                **self._next(),
+                **_UNNUMBERED,
                 engine=info.engine,
                 model=info.model,
                 queued_at=self._queued_at,
@@ -324,8 +416,12 @@ class TraceRun:
                 versions=info.versions,
                 sampling=[request.prepared.sampling for request in self.requests],
                 prompt_tokens=[request.prepared.prompt_tokens for request in self.requests],
+                live_version=self.live.first_version if self.live is not None else 0,
             )
         )
+        self._accepted = True
+        for steered in self.live.begun(self._places([])) if self.live is not None else ():
+            await self._queue(steered)
 
     async def _pump(self, request: _Request) -> None:
         """Publish one request's outputs as they come, until it or all its blocks have ended."""
@@ -362,7 +458,7 @@ class TraceRun:
                     text = whole[len(before) :]
                 finish_reason, stop_reason = ("stop", half.reason) if half.ended == "stop" else ("error", None)
                 request.done[choice.index] = True
-        if finish_reason in ("abort", "error") and not request.done[choice.index]:
+        if finish_reason in ("abort", "error") and not request.done[choice.index] and self._ending is None:
             # Not by us: vLLM gave it up (its processes were told to stop, a grammar that does not compile, ...).
             reason = f"vLLM ended the request with {finish_reason!r} after {first + len(token_ids)} tokens"
             self._broken = Failure(type="EngineError", message=reason)
@@ -376,7 +472,7 @@ class TraceRun:
             return
         await self._append(
             RawOutput(
-                **self._next(),
+                **_UNNUMBERED,
                 invoke=request.invoke,
                 choice=choice.index,
                 index=first,
@@ -429,9 +525,12 @@ class TraceRun:
                 error = error or record.error
                 stopped = stopped or record.stopped or choice.reads.stopped is not None
         status: Status = "failed" if error else "stopped" if stopped else "finished"
+        if self._ending is not None:
+            status, error = self._ending
+        await self._closed()
         await self._append(
             RawFinal(
-                **self._next(),
+                **_UNNUMBERED,
                 status=status,
                 error=error,
                 usage=self._usage(),
@@ -443,6 +542,17 @@ class TraceRun:
             final=True,
         )
 
+    async def _closed(self) -> None:
+        """Accept no more changes, and have all that were accepted, so that the stream tells of each."""
+        live, close = self.live, self._close
+        if live is None or close is None:
+            return
+        try:
+            for change in await close():
+                live.take(change)
+        except BusError as problem:
+            logger.warning("trace %s ends without a last look at its record: %s", self._submission.trace, problem)
+
     def _usage(self) -> Usage:
         return Usage(
             prompt_tokens=sum(request.prepared.prompt_tokens for request in self.requests),
@@ -451,7 +561,8 @@ class TraceRun:
 
     async def fail(self, failure: Failure, *, status: Status = "failed") -> None:
         """End the trace with an error instead. What was published so far stands."""
-        final = Final(**self._next(), status=status, error=failure, usage=self._usage(), time=time.time())
+        await self._closed()
+        final = Final(**_UNNUMBERED, status=status, error=failure, usage=self._usage(), time=time.time())
         try:
             await self._append(final, final=True)
         except Fenced:

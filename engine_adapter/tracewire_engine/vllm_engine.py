@@ -21,9 +21,9 @@ from tracewire_bus.messages import Invoke, Submission
 
 from .blob_link import BlobChunk, BlobReceiver
 from .engine import Choice, EngineLost, Outputs, Prepared, Rejection
-from .link import LinkReceiver, Report
+from .link import LinkReceiver, Report, encode_changes
 from .model import EngineModel
-from .wiring import BLOCK_ARG, DECLARED_ARG, LIVE_ARG, inputs_folder
+from .wiring import BLOCK_ARG, DECLARED_ARG, LIVE_ARG, RUN_ARG, inputs_folder
 
 __all__ = ["VllmEngine"]
 
@@ -60,6 +60,9 @@ def _logprobs(entries: Any) -> list[dict[int, tuple[float, int | None, str | Non
     ]
 
 
+#: No live parameters, packed.
+_NONE_LIVE = msgspec.msgpack.encode({})
+
 #: Sampling params that are the engine's own business.
 _RESERVED = frozenset({"extra_args", "output_kind", "skip_reading_prefix_cache", "skip_clone"})
 
@@ -79,7 +82,7 @@ class VllmEngine:
         self._fields = [name for name in SamplingParams.__struct_fields__ if not name.startswith("_")]
 
     async def prepare(
-        self, submission: Submission, index: int, block: bytes | None, declared: bytes | None
+        self, submission: Submission, index: int, block: bytes | None, declared: bytes | None, run: str
     ) -> Prepared:
         invoke = submission.invokes[index]
         where = f"invokes[{index}]." if len(submission.invokes) > 1 else ""
@@ -98,7 +101,8 @@ class VllmEngine:
         if declared is not None:
             extra[DECLARED_ARG] = declared
         if extra:
-            extra[LIVE_ARG] = submission.live
+            if submission.live != _NONE_LIVE:
+                extra[LIVE_ARG], extra[RUN_ARG] = submission.live, run
             # A token served from the prefix cache runs no forward pass, and a block would not see it.
             params.skip_reading_prefix_cache = True
         params.extra_args = extra or None
@@ -184,6 +188,10 @@ class VllmEngine:
 
     async def abort(self, request: str) -> None:
         await self.llm.abort(request)
+
+    async def steer(self, changes: dict[str, tuple[int, dict[str, msgspec.Raw]]], over: list[str]) -> None:
+        # Between two steps: EngineCore hands it to all workers behind the steps that it has handed them already.
+        await self.llm.collective_rpc("tracewire_steer", args=(encode_changes(changes, over),))
 
     def decode(self, token_ids: list[int], prepared: Prepared) -> str:
         skip = prepared.params.skip_special_tokens

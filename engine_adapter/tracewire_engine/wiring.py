@@ -12,15 +12,17 @@ __all__ = [
     "DECLARED_ARG",
     "LINK_ADDRESS",
     "LIVE_ARG",
+    "RUN_ARG",
     "blob_address",
     "inputs_folder",
 ]
 
 #: Keys of a request's `SamplingParams.extra_args`: an encoded `Block`, its encoded declared interventions (a list of
-#: `Placed`), and their packed live parameters.
+#: `Placed`), their packed live parameters, and the run that these belong to.
 BLOCK_ARG = "tracewire_block"
 DECLARED_ARG = "tracewire_declared"
 LIVE_ARG = "tracewire_live"
+RUN_ARG = "tracewire_run"
 
 #: Key of vLLM's `additional_config` under which the workers find the adapter's address.
 LINK_ADDRESS = "tracewire_link"

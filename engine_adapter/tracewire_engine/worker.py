@@ -56,6 +56,10 @@ class TracewireWorker(_PlatformWorker):
         gc.freeze()
         return result
 
+    def tracewire_steer(self, changes: bytes) -> None:
+        """Change live parameters from the next step on, by `collective_rpc`."""
+        self.model_runner.tracewire_steer(changes)
+
     def tracewire_request_count(self) -> int:
         """How many requests the runner holds anything for, by `collective_rpc`."""
         count: int = self.model_runner.tracewire_request_count()

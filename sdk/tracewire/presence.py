@@ -46,7 +46,8 @@ class Presence:
     async def lease(self) -> str:
         """The client's lease, held from now on."""
         if not self._held:
-            lease = secrets.token_hex(12)
+            # How long it is stands in its name, for engines to know when to give its client up.
+            lease = f"{secrets.token_hex(12)}.{self._lease_s:g}"
             await self._bus.records.hold(lease, self._lease_s * 2 / 3)
             if not self._held:
                 self._held = lease

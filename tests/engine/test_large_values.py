@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 import tracewire
+from tests.engine_process import BLOB_THRESHOLD
 from tracewire import Client, Model
 from tracewire_bus.values import digest
-
-from .conftest import BLOB_THRESHOLD
 
 
 @tracewire.intervention

@@ -15,7 +15,7 @@ import pytest
 
 import tracewire
 from tests.engine import blocks_for_tests as blocks
-from tests.engine.conftest import ENVIRONMENT, EngineProcess, running_engine
+from tests.engine_process import ENVIRONMENT, EngineProcess, running_engine
 from tracewire_bus.embedded import EmbeddedServer
 from tracewire_bus.streams import Bus
 
