@@ -1,8 +1,9 @@
 """The vectorised plans of declared interventions against the same thing done request by request, without an engine.
 
 A made-up model of three layers computes steps of random composition: requests come, generate, are preempted and
-computed again, and go, each with a random list of interventions. What the plans read, through the adapter's feed and a
-consumer's fold, and what they leave in the activations, must be what a plain loop over requests gives.
+computed again, and go, each with a random list of interventions, whose live parameters change now and then. What the
+plans read, through the adapter's feed and a consumer's fold, and what they leave in the activations, must be what a
+plain loop over requests gives.
 """
 
 # mypy: ignore-errors
@@ -10,6 +11,7 @@ consumer's fold, and what they leave in the activations, must be what a plain lo
 from __future__ import annotations
 
 import random
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,13 +21,14 @@ import pytest
 import torch
 
 from tests.engine.conftest import ENGINELESS
-from tracewire_bus.declared import decoded, normalized
+from tracewire_bus.declared import decoded, normalized, resolved
 from tracewire_bus.fold import apply_delta
-from tracewire_bus.messages import Ablate, Append, Clamp, Delta, LogitLens, Probe, Steer, StopWhen
+from tracewire_bus.messages import Ablate, Append, Clamp, Delta, Live, LogitLens, Probe, Steer, StopWhen
 from tracewire_bus.values import digest, ext_hook, pack
 from tracewire_engine.declared import Declaration, DeclaredRequests
 from tracewire_engine.feed import ChoiceReads, Feed, joined
-from tracewire_engine.link import Placed
+from tracewire_engine.link import Placed, encode_changes
+from tracewire_engine.live import LiveRun, LiveRuns
 
 HIDDEN, VOCABULARY, LAYERS = 16, 40, 3
 HEAD = torch.randn(VOCABULARY, HIDDEN, generator=torch.Generator().manual_seed(1))
@@ -55,6 +58,9 @@ def interventions(rng: random.Random) -> list[tuple[Any, list[int]]]:
                         Probe(name, "", weight=own, reduce="mean", positions=positions),
                         LogitLens(name, "", top_k=3, positions=positions),
                         Steer("", vector, scale=rng.choice([0.5, 2.0]), positions=positions),
+                        Steer("", Live("vector"), scale=Live("scale"), positions=positions),
+                        Ablate("", Live("vector"), keep=Live("scale"), positions=positions),
+                        Clamp("", Live("vector"), min=-0.5, max=Live("scale"), positions=positions),
                         Clamp("", vector, min=-0.5, max=rng.choice([0.25, None]), positions=positions),
                         Ablate("", own, keep=rng.choice([0.0, 0.5]), positions=positions),
                         Ablate("", None, keep=0.5, positions=positions),
@@ -83,7 +89,18 @@ class Request:
                 normalized([one for one, _ in self.declared]), [at for _, at in self.declared], strict=True
             )
         ]
+        self.live: dict[str, Any] = {}
+        self.change(rng)
         self.encoded = msgspec.msgpack.encode(placed)
+
+    def change(self, rng: random.Random) -> dict[str, Any]:
+        """Other live parameters, one of them or both."""
+        vector = np.random.default_rng(rng.randrange(100)).standard_normal(HIDDEN).astype(np.float32)
+        changed = {"scale": rng.choice([0.0, 0.25, 1.5]), "vector": vector}
+        if self.live and rng.random() < 0.5:
+            del changed[rng.choice(["scale", "vector"])]
+        self.live |= changed
+        return changed
 
 
 def naive(request: Request, streams: list[torch.Tensor], first: int, count: int, start: int) -> None:
@@ -92,9 +109,10 @@ def naive(request: Request, streams: list[torch.Tensor], first: int, count: int,
     found: dict[str, dict[int, torch.Tensor]] = {}
     for layer, stream in enumerate(streams):
         rows = stream[start : start + count]
-        for one, layers in request.declared:
+        for intended, layers in request.declared:
             if layer not in layers:
                 continue
+            one = resolved(intended, request.live)
             reading = isinstance(one, (Probe, LogitLens))
             chosen = []
             for position in range(first, end):
@@ -120,7 +138,7 @@ def naive(request: Request, streams: list[torch.Tensor], first: int, count: int,
                     if one.direction is None:
                         value *= one.keep
                     else:
-                        basis = torch.linalg.qr(torch.tensor(one.direction).T)[0].T
+                        basis = torch.linalg.qr(torch.tensor(np.atleast_2d(one.direction)).T)[0].T
                         value += (one.keep - 1) * (basis @ value) @ basis
             if reading and chosen:
                 values = rows[chosen].clone()
@@ -157,7 +175,8 @@ def naive(request: Request, streams: list[torch.Tensor], first: int, count: int,
 def test_plans_are_what_a_loop_over_requests_gives(seed: int) -> None:
     rng = random.Random(seed)
     torch.manual_seed(seed)
-    declared, feed = DeclaredRequests(torch.device("cpu")), Feed()
+    declared, feed, runs = DeclaredRequests(torch.device("cpu")), Feed(), LiveRuns()
+    versions = count(1)
     live: dict[str, Request] = {}
     finished: list[Request] = []
     built = 0
@@ -166,12 +185,19 @@ def test_plans_are_what_a_loop_over_requests_gives(seed: int) -> None:
             request = Request(f"r{step}", rng)
             live[request.name] = request
             if rng.random() < 0.85:
-                declaration = Declaration(request.name, 0, request.encoded, pack({}), declared.vectors)
+                run = runs.join(f"run of {request.name}", pack(request.live), request.name, request.name, 0)
+                declaration = Declaration(request.name, 0, request.encoded, run, declared.vectors)
                 declared.add(request.name, declaration)
             else:
                 request.declared = []  # another tenant's
         if live and rng.random() < 0.1:
             rng.choice(list(live.values())).state.num_computed_tokens = 0  # preempted
+        while live and rng.random() < 0.4:
+            steered = rng.choice(list(live.values()))
+            values = {name: msgspec.Raw(pack(value)) for name, value in steered.change(rng).items()}
+            runs.steer(encode_changes({f"run of {steered.name}": (next(versions), values)}))
+        for run in runs.apply():
+            declared.renew(run)
         batch = [request for request in live.values() if rng.random() < 0.97]
         if rng.random() < 0.1:
             rng.shuffle(batch)
@@ -193,9 +219,9 @@ def test_plans_are_what_a_loop_over_requests_gives(seed: int) -> None:
         collected = declared.collect(lambda values: values @ HEAD.T)
         start = 0
         for request in batch:
-            count = scheduled[request.name]
-            naive(request, streams, request.state.num_computed_tokens, count, start)
-            start += count
+            tokens = scheduled[request.name]
+            naive(request, streams, request.state.num_computed_tokens, tokens, start)
+            start += tokens
         for (hidden, residual), stream in zip(halves, streams, strict=True):
             torch.testing.assert_close((hidden + residual)[:total], stream, rtol=1e-4, atol=1e-4)
         if collected is not None:
@@ -212,8 +238,11 @@ def test_plans_are_what_a_loop_over_requests_gives(seed: int) -> None:
             if request.prompt + request.tokens > request.length:
                 finished.append(live.pop(request.name))
                 declared.pop(request.name)
+                runs.leave(f"run of {request.name}", request.name)
+                runs.steer(encode_changes({}, [f"run of {request.name}"]))
     assert len(finished) > 3
     assert built < 40
+    assert len(runs.runs) == len([request for request in live.values() if request.declared])
     for request in finished:
         assert not request.declared or not any(d.failure for d in declared.live.values())
         compare(request)
@@ -245,7 +274,8 @@ def test_the_same_batch_again_costs_no_new_plan() -> None:
     requests = [Request(f"r{index}", rng) for index in range(4)]
     for request in requests:
         request.state.num_computed_tokens = request.prompt
-        declared.add(request.name, Declaration(request.name, 0, request.encoded, pack({}), declared.vectors))
+        run = LiveRuns().join("run", pack(request.live), request.name, request.name, 0)
+        declared.add(request.name, Declaration(request.name, 0, request.encoded, run, declared.vectors))
     plans = set()
     for _ in range(5):
         states = {request.name: request.state for request in requests}
@@ -264,7 +294,7 @@ def test_one_vector_of_many_requests_is_on_the_device_once() -> None:
     vectors = DeclaredRequests(torch.device("cpu")).vectors
     one = Steer("residual(0)", np.arange(8, dtype=np.float32))
     encoded = msgspec.msgpack.encode([Placed(declared, [("layer.0.output", True)]) for declared in normalized([one])])
-    first, second = (Declaration(f"r{index}", 0, encoded, pack({}), vectors).ops[0] for index in range(2))
+    first, second = (Declaration(f"r{index}", 0, encoded, LiveRun(""), vectors).ops[0] for index in range(2))
     assert first.matrix is second.matrix
 
 
