@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -24,14 +24,14 @@ BLOB_THRESHOLD = 65536
 class EngineProcess:
     """A running `tracewire engine demo` and its log."""
 
-    def __init__(self, url: str, folder: Path, *options: str) -> None:
+    def __init__(self, url: str, folder: Path, *options: str, environment: Mapping[str, str] | None = None) -> None:
         self.log = folder / "engine.log"
         self._errors = self.log.open("wb")
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tracewire.cli", "engine", "demo", "--url", url, *options],
             stdout=subprocess.PIPE,
             stderr=self._errors,
-            env={**os.environ, **ENVIRONMENT},
+            env={**os.environ, **ENVIRONMENT, **(environment or {})},
             text=True,
         )
 
@@ -66,9 +66,11 @@ class EngineProcess:
 
 
 @contextmanager
-def running_engine(url: str, folder: Path, *options: str) -> Iterator[EngineProcess]:
+def running_engine(
+    url: str, folder: Path, *options: str, environment: Mapping[str, str] | None = None
+) -> Iterator[EngineProcess]:
     """An engine that serves, stopped on the way out whatever happened; nothing of it may be left."""
-    engine = EngineProcess(url, folder, *options)
+    engine = EngineProcess(url, folder, *options, environment=environment)
     try:
         engine.wait_ready()
         below = engine.descendants()

@@ -12,7 +12,7 @@ import pytest
 
 import tracewire
 from tests.control.blocks import stops
-from tests.control.lifecycle import LONG, held_up
+from tests.control.common import LONG, held_up
 from tests.engine.blocks_for_tests import list_each_step
 from tracewire import Client, Final, Model
 

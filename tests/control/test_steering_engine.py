@@ -11,55 +11,8 @@ import pytest
 
 import tracewire
 from tests.control.blocks import added, reads, scheduled, steered
-from tests.control.lifecycle import held_up
+from tests.control.common import PROMPT, check_order, direction, held_up, schedule_of, steer_along
 from tracewire import Client, Live, Model, Output, Probe, Steer, Steered, StopWhen
-
-PROMPT = "def add(a, b):"
-
-
-def direction(model: Model) -> np.ndarray[Any, Any]:
-    """A direction of some length in the residual stream."""
-    vector = np.random.default_rng(5).standard_normal(model.info.hidden_size).astype(np.float32)
-    return vector / np.linalg.norm(vector) * 2
-
-
-def schedule_of(events: list[Any], first: float, tokens: int, where: tuple[int, int] = (0, 0)) -> list[float]:
-    """Which `alpha` held for each token of a choice, by what the events say."""
-    values = [first] * tokens
-    for event in events:
-        if isinstance(event, Steered):
-            starts = {(invoke, choice): index for invoke, choice, index in event.first}
-            new = [change.values["alpha"] for change in event.changes if "alpha" in change.values]
-            if new and where in starts:
-                values[starts[where] :] = [new[-1]] * (tokens - starts[where])
-    return values
-
-
-def check_order(events: list[Any]) -> None:
-    """Outputs with a token that a change holds for come after its event, all others before it; versions go up."""
-    seen: dict[tuple[int, int], int] = {}
-    version = 0
-    for event in events:
-        if isinstance(event, Output):
-            seen[event.invoke, event.choice] = event.index + len(event.token_ids)
-        elif isinstance(event, Steered):
-            assert event.version > version
-            assert [change.version for change in event.changes] == list(range(version + 1, event.version + 1))
-            version = event.version
-            for invoke, choice, index in event.first:
-                assert seen.get((invoke, choice), 0) <= index
-
-
-async def steer_along(trace: Any, values: list[float], every: int) -> list[Any]:
-    """All items of a trace, steering it with each of `values` after every so many tokens."""
-    items, tokens, left = [], 0, list(values)
-    async for item in trace:
-        items.append(item)
-        if isinstance(item, Output):
-            tokens += len(item.token_ids)
-            while left and tokens >= every * (len(values) - len(left) + 1):
-                await trace.steer(alpha=left.pop(0))
-    return items
 
 
 async def test_a_change_holds_from_the_token_that_its_event_names(live_client: Client, model: Model) -> None:
