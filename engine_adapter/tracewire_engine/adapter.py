@@ -102,6 +102,11 @@ class Adapter:
         #: Set when the engine died under the adapter.
         self.lost = False
 
+    @property
+    def busy(self) -> bool:
+        """Whether it runs any trace, or has something left to say to its engine about one."""
+        return bool(self._runs or self._reaping or self._steering.busy)
+
     def stop(self) -> None:
         """Take nothing new; `run` returns when what runs has ended, or `drain_s` later."""
         self._stopping.set()

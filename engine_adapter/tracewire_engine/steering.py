@@ -129,6 +129,12 @@ class Steering:
         self._waiting: dict[str, tuple[LiveTrace, dict[str, msgspec.Raw]]] = {}
         self._over: list[str] = []
         self._wanted = Wakeup()
+        self._calling = False
+
+    @property
+    def busy(self) -> bool:
+        """Whether the workers have something to hear yet."""
+        return bool(self._calling or self._waiting or self._over)
 
     def send(self, live: LiveTrace, values: dict[str, msgspec.Raw]) -> None:
         """Have the workers change values of a run."""
@@ -154,6 +160,7 @@ class Steering:
             waiting, self._waiting = self._waiting, {}
             over, self._over = self._over, []
             changes = {run: (live.sent, values) for run, (live, values) in waiting.items()}
+            self._calling = True
             try:
                 await self._engine.steer(changes, over)
             except Exception:
@@ -163,3 +170,5 @@ class Steering:
                 logger.exception("changes of %d traces did not reach the workers", len(changes))
                 for live, _ in waiting.values():
                     live.report(Applied(live.run, live.sent))
+            finally:
+                self._calling = False
