@@ -20,6 +20,8 @@ from urllib.parse import urlsplit
 
 import anyio
 
+from .scripts import Call
+
 if TYPE_CHECKING:
     from redis.asyncio.connection import ConnectionPool
 
@@ -160,10 +162,24 @@ class Link:
     async def ask(self, *commands: Sequence[Any], timeout_s: float = COMMAND_S) -> list[Any]:
         """Send `commands` together and return their raw replies; a refused one's is its `ResponseError`.
 
+        They are carried out in this order, but for scripts that Redis does not know yet: those come after the others.
+
         Raises:
             redis.exceptions.RedisError: the connection failed: some of them may have been carried out.
             TimeoutError: no reply came; likewise.
         """
+        from redis.exceptions import NoScriptError
+
+        replies = await self._ask(commands, timeout_s)
+        unknown = [place for place, reply in enumerate(replies) if isinstance(reply, NoScriptError)]
+        calls = {place: command for place in unknown if isinstance(command := commands[place], Call)}
+        if calls:
+            again = await self._ask([call.with_text() for call in calls.values()], timeout_s)
+            for place, reply in zip(calls, again, strict=True):
+                replies[place] = reply
+        return replies
+
+    async def _ask(self, commands: Sequence[Sequence[Any]], timeout_s: float) -> list[Any]:
         from hiredis import pack_command
         from redis.exceptions import ConnectionError, ResponseError
 
