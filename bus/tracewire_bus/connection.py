@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 import anyio
 
-from .scripts import Call
+from .scripts import with_text
 
 if TYPE_CHECKING:
     from redis.asyncio.connection import ConnectionPool
@@ -172,10 +172,9 @@ class Link:
 
         replies = await self._ask(commands, timeout_s)
         unknown = [place for place, reply in enumerate(replies) if isinstance(reply, NoScriptError)]
-        calls = {place: command for place in unknown if isinstance(command := commands[place], Call)}
-        if calls:
-            again = await self._ask([call.with_text() for call in calls.values()], timeout_s)
-            for place, reply in zip(calls, again, strict=True):
+        texts = {place: command for place in unknown if (command := with_text(commands[place]))}
+        if texts:
+            for place, reply in zip(texts, await self._ask([*texts.values()], timeout_s), strict=True):
                 replies[place] = reply
         return replies
 

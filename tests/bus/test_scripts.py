@@ -23,12 +23,12 @@ async def test_a_script_is_loaded_when_it_is_not_known(bus: Bus) -> None:
     script = unknown("return {KEYS[1], ARGV[1], ARGV[2]}")
     assert not await known(bus, script)
     for _ in range(2):
-        assert await bus._connections.commands(script(["{k}"], b"\xff", 3)) == [[b"{k}", b"\xff", b"3"]]
+        assert await bus.command(*script(["{k}"], b"\xff", 3)) == [b"{k}", b"\xff", b"3"]
         assert await known(bus, script)
 
 
 async def test_scripts_stand_between_other_commands(bus: Bus) -> None:
-    key = bus.keys.queue("demo")
+    key = bus.keys.dead()
     first, second = (unknown(f"return redis.call('RPUSH', KEYS[1], {number})") for number in (1, 2))
     replies = await bus._connections.commands(
         ("RPUSH", key, 0), first([key]), ("ECHO", "between"), second([key]), ("ECHO", "last")
@@ -40,7 +40,7 @@ async def test_scripts_stand_between_other_commands(bus: Bus) -> None:
 async def test_what_a_script_raises_is_said(bus: Bus) -> None:
     for _ in range(2):
         with pytest.raises(BusError, match="so it is"):
-            await bus._connections.commands(unknown("return redis.error_reply('so it is')")([]))
+            await bus.command(*unknown("return redis.error_reply('so it is')")([]))
 
 
 async def test_a_digest_that_is_nobodys_is_an_error(bus: Bus) -> None:
