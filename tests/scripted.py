@@ -224,16 +224,14 @@ class ScriptedEngine:
 
     async def _serve(self, writer: Writer, group: anyio.abc.TaskGroup) -> None:
         while True:
-            for entry in await self._bus.take(self.info.model, self.info.engine, 16, BLOCK_MS):
+            for entry in await self._bus.queue.take(self.info.model, self.info.engine, 16, BLOCK_MS):
                 submission = decode_submission(entry.fields[b"d"])
                 self.taken.append(submission)
-                group.start_soon(
-                    self._play, Stage(submission, writer, self.info, entry.queued_at, self._bus), entry.entry_id
-                )
+                group.start_soon(self._play, Stage(submission, writer, self.info, entry.queued_at, self._bus))
 
-    async def _play(self, stage: Stage, entry_id: str) -> None:
+    async def _play(self, stage: Stage) -> None:
         await self._script(stage)
-        await self._bus.done(self.info.model, entry_id)
+        await self._bus.queue.done(self.info.model, stage.trace)
 
 
 async def tiny(stage: Stage) -> None:

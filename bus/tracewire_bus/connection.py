@@ -294,6 +294,10 @@ class _Turn:
         self._limiter.release_on_behalf_of(self)
 
 
+#: What Redis says of a script that it stopped at a command which it does not take for now.
+_OF_A_SCRIPT: Final = re.compile(r"@user_script: ?\d+: -(READONLY|OOM|MISCONF) ")
+
+
 def is_transient(error: Exception) -> bool:
     """Whether the same command may well be taken in a moment: the connection broke, or the server is not itself."""
     from redis import exceptions as redis
@@ -304,7 +308,10 @@ def is_transient(error: Exception) -> bool:
         return True
     return isinstance(error, (redis.ReadOnlyError, redis.OutOfMemoryError, redis.TryAgainError)) or (
         isinstance(error, redis.ResponseError)
-        and str(error).startswith(("MISCONF", "BUSY ", "CLUSTERDOWN", "MASTERDOWN"))
+        and (
+            str(error).startswith(("MISCONF", "BUSY ", "CLUSTERDOWN", "MASTERDOWN"))
+            or bool(_OF_A_SCRIPT.search(str(error)))
+        )
     )
 
 

@@ -112,7 +112,7 @@ class Adapter:
             if room <= 0:
                 await self._changed.wait()
                 continue
-            taken = await self._bus.take(
+            taken = await self._bus.queue.take(
                 self._info.model, self._info.engine, min(room, 64), int(self._settings.poll_s * 1000)
             )
             for entry in taken:
@@ -135,7 +135,7 @@ class Adapter:
             if opened is not None:
                 await self._run_trace(writer, entry, scope, *opened)
         except Exception:  # a defect of ours, or a Redis that refuses: one entry's misfortune
-            logger.exception("queue entry %s could not be served", entry.entry_id)
+            logger.exception("queue entry %s could not be served", entry.trace)
         finally:
             self._runs.discard(scope)
             self._notify()
@@ -150,7 +150,6 @@ class Adapter:
         declared: bytes | None,
     ) -> None:
         run = TraceRun(
-            entry.entry_id,
             self._engine,
             self._info,
             writer,
@@ -198,7 +197,7 @@ class Adapter:
                 await run.abort_all()
                 await run.fail(failure, status=status)
         if run.fenced:
-            await self._bus.done(self._info.model, entry.entry_id)
+            await self._bus.queue.done(self._info.model, entry.trace)
 
     async def _open(self, writer: Writer, entry: Taken) -> tuple[Submission, bytes | None, bytes | None] | None:
         """Decode and check an entry: its submission, encoded block and encoded declared interventions.
@@ -224,16 +223,16 @@ class Adapter:
         else:
             return submission, block, declared
         if not 0 < len(trace) <= MAX_TRACE_ID or "\ufffd" in trace:
-            logger.warning("dead-lettering entry %s: %s", entry.entry_id, failure.message)
-            await self._bus.dead_letter(self._info.model, entry, failure.message)
+            logger.warning("dead-lettering entry %s: %s", entry.trace, failure.message)
+            await self._bus.queue.dead_letter(self._info.model, entry, failure.message)
             return None
         final = Final(attempt=1, seq=0, status="rejected", error=failure, time=time.time())
         try:
-            settled = (self._info.model, entry.entry_id)
+            settled = (self._info.model, entry.trace)
             await writer.append(trace, 1, 0, encode(final), final=True, done=settled)
         except Fenced:
             logger.warning("trace %s already has events; its rejection was dropped", trace)
-            await self._bus.done(self._info.model, entry.entry_id)
+            await self._bus.queue.done(self._info.model, entry.trace)
         return None
 
     def _check(self, submission: Submission) -> bytes | None:

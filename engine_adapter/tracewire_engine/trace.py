@@ -202,7 +202,6 @@ class TraceRun:
 
     def __init__(
         self,
-        entry_id: str,
         engine: Engine,
         info: EngineInfo,
         writer: Writer,
@@ -217,7 +216,6 @@ class TraceRun:
         blobs: Blobs | None = None,
         reports: Reports | None = None,
     ) -> None:
-        self._entry_id = entry_id
         self._engine = engine
         self._info = info
         self._writer = writer
@@ -254,7 +252,7 @@ class TraceRun:
             encode(event),
             final=final,
             # With its final a trace leaves the queue, in one go.
-            done=(self._info.model, self._entry_id) if final else None,
+            done=(self._info.model, self._submission.trace) if final else None,
         )
 
     async def run(self) -> None:
