@@ -192,9 +192,10 @@ class Client:
         `interventions` are declared ones ([`Probe`][tracewire.Probe], [`Steer`][tracewire.Steer], ...), alone or beside
         a block, which is then served after them. `live` gives the first values of the live parameters that they and
         the block read. `deadline` (seconds, or a timedelta)
-        counts from the submission. `detach` keeps the generation when its submitter leaves. `trace_id` is made up
-        unless given; submitting the same id twice runs it once. Everything else is sampling params, by vLLM's names:
-        `max_tokens=64`, `temperature=0.0`.
+        counts from the submission. `priority`: lower first, on the queue among this client's own traces (clients take
+        turns), in vLLM's scheduler among all that run. `detach` keeps the generation when its submitter leaves.
+        `trace_id` is made up unless given; submitting the same id twice runs it once. Everything else is sampling
+        params, by vLLM's names: `max_tokens=64`, `temperature=0.0`.
 
         Raises:
             TraceRejected: something in it cannot be submitted; `field` names what.
