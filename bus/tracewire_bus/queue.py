@@ -52,7 +52,8 @@ _MOST_PRIORITY: Final = 2**53
 
 _PARTS: Final = ("entries", "data", "taken", "state", "turns", "bell", "leases", "client:", "lease:")
 
-# What all scripts begin with. An entry is {schema, micros, client, priority, lease, number}.
+# What all scripts begin with. An entry is {schema, micros, client, priority, lease, number, bytes}. A Redis that is
+# full refuses a script only before it has written anything: those that make room begin with what it never refuses.
 _COMMON: Final = """
 local call = redis.call
 local entries, data, taken, state, turns, bell, leases = unpack(KEYS, 1, 7)
@@ -68,25 +69,30 @@ local function place_of(trace, number)
 end
 
 local function ring()
-  if call('LLEN', bell) < 64 then call('RPUSH', bell, 1) end
+  if call('RPUSH', bell, 1) > 64 then call('LPOP', bell) end
 end
 
--- What waited leaves the order. Begins with a ZREM: a full Redis refuses a script only before it has written.
-local function leave(client, place, trace, lease)
+local function leave_lease(trace, lease)
+  if lease == '' then return end
+  local leased = KEYS[9] .. lease
+  call('SREM', leased, trace)
+  if call('EXISTS', leased) == 0 then call('SREM', leases, lease) end
+end
+
+local function leave_nothing()
+  call('DEL', bell)
+  call('HDEL', state, 'since')
+end
+
+local function remove(trace, entry)
+  local client, lease = entry[3], entry[5]
   local own = KEYS[8] .. client
-  call('ZREM', own, place)
+  call('ZREM', own, place_of(trace, entry[6]))
   if call('EXISTS', own) == 0 then call('ZREM', turns, client) end
-  if lease ~= '' then
-    local leased = KEYS[9] .. lease
-    call('SREM', leased, trace)
-    if call('EXISTS', leased) == 0 then call('SREM', leases, lease) end
-  end
-  local left = call('HINCRBY', state, 'waiting', -1)
-  if left <= 0 then
-    call('DEL', bell)
-    call('HDEL', state, 'since')
-  end
-  return left
+  leave_lease(trace, lease)
+  if call('HINCRBY', state, 'waiting', -1) <= 0 then leave_nothing() end
+  call('HDEL', entries, trace)
+  call('HDEL', data, trace)
 end
 
 local function shown(trace, entry, whole)
@@ -99,16 +105,18 @@ _PUT: Final = Script(
     + """
 local submitted = KEYS[10]
 local trace, schema, client, priority, lease, limit, remember = unpack(ARGV, 1, 7)
-if call('EXISTS', submitted) == 1 then return false end
+if not call('SET', submitted, 1, 'EX', remember, 'NX') then return false end
 
 local own = KEYS[8] .. client
 local mine = call('ZCARD', own)
+local was = call('HMGET', state, 'waiting', 'number', 'turn')
+local waiting, number, turn = tonumber(was[1] or 0), tonumber(was[2] or 0) + 1, tonumber(was[3] or 0)
 limit = tonumber(limit)
-if limit > 0 then
-  local waiting = tonumber(call('HGET', state, 'waiting') or 0)
+if limit > 0 and waiting >= limit then
   local clients = call('ZCARD', turns) + (mine == 0 and 1 or 0)
   local room = mine * clients < limit and 2 * limit or limit
   if waiting >= room then
+    call('DEL', submitted)
     local took = call('HMGET', state, 'span', 'count')
     local retry = 1e6
     if took[1] then retry = took[1] / took[2] * (waiting - room + 1) end
@@ -117,19 +125,20 @@ if limit > 0 then
 end
 
 local time = call('TIME')
-local number = call('HINCRBY', state, 'number', 1)
 call('HSET', entries, trace, cmsgpack.pack({
-  schema, time[1] .. string.format('%06d', time[2]), client, priority, lease, number
+  schema, time[1] .. string.format('%06d', time[2]), client, priority, lease, number, #ARGV[8]
 }))
 call('HSET', data, trace, ARGV[8])
 call('ZADD', own, priority, place_of(trace, number))
-if mine == 0 then call('ZADD', turns, call('HINCRBY', state, 'turn', 1), client) end
+if mine == 0 then
+  turn = turn + 1
+  call('ZADD', turns, turn, client)
+end
 if lease ~= '' then
   call('SADD', KEYS[9] .. lease, trace)
   call('SADD', leases, lease)
 end
-call('HINCRBY', state, 'waiting', 1)
-call('SET', submitted, 1, 'EX', remember)
+call('HSET', state, 'waiting', waiting + 1, 'number', number, 'turn', turn)
 ring()
 return false
 """
@@ -140,8 +149,8 @@ _TAKE: Final = Script(
     _COMMON
     + """
 local token, engine, count, most, inline = unpack(ARGV)
-local was = call('HMGET', state, 'waiting', 'since', 'span', 'count', 'turn')
-local waiting, since, turn = tonumber(was[1] or 0), was[2], tonumber(was[5] or 0)
+local was = call('HMGET', state, 'waiting', 'turn', 'since', 'span', 'count')
+local waiting, turn, since = tonumber(was[1] or 0), tonumber(was[2] or 0), was[3]
 if call('GET', KEYS[10]) ~= token then
   -- The bell that it came by is somebody else's.
   if waiting > 0 then ring() end
@@ -149,41 +158,47 @@ if call('GET', KEYS[10]) ~= token then
 end
 count, most, inline = tonumber(count), tonumber(most), tonumber(inline)
 
-local found, size = {}, 0
+local found, size, before = {}, 0, waiting
 while #found < count do
-  local client = call('ZRANGE', turns, 0, 0)[1]
+  local client, at = unpack(call('ZPOPMIN', turns))
   if not client then break end
-  local place = call('ZRANGE', KEYS[8] .. client, 0, 0)[1]
+  local own = KEYS[8] .. client
+  local place, priority = unpack(call('ZPOPMIN', own))
   local trace = place and string.sub(place, 17)
   local entry = place and entry_of(trace)
   if entry then
-    local bytes = call('HSTRLEN', data, trace)
+    local bytes = entry[7]
     size = size + bytes
-    if #found > 0 and size > most then break end
-    waiting = leave(client, place, trace, entry[5])
+    if #found > 0 and size > most then
+      call('ZADD', own, priority, place)
+      call('ZADD', turns, at, client)
+      break
+    end
+    waiting = waiting - 1
+    leave_lease(trace, entry[5])
     call('HSET', taken, trace, engine)
-    turn = turn + 1
-    call('ZADD', turns, 'XX', turn, client)
     found[#found + 1] = shown(trace, entry, bytes <= inline)
+    turn = turn + 1
+    at = turn
   elseif place then
     -- Settled by somebody who had not taken it.
-    waiting = leave(client, place, trace, '')
-  else
-    call('ZREM', turns, client)
+    waiting = waiting - 1
   end
+  if call('EXISTS', own) == 1 then call('ZADD', turns, at, client) end
 end
 
-if #found > 0 then
-  call('HSET', state, 'turn', turn)
+if waiting ~= before then
   local time = call('TIME')
   local now = time[1] * 1e6 + time[2]
+  call('HSET', state, 'waiting', waiting, 'turn', turn, 'since', now)
   if since then
-    call('HSET', state, 'span', (was[3] or 0) * 0.9 + now - since, 'count', (was[4] or 0) * 0.9 + #found)
+    call('HSET', state, 'span', (was[4] or 0) * 0.9 + now - since, 'count', (was[5] or 0) * 0.9 + #found)
   end
-  if waiting > 0 then
-    call('HSET', state, 'since', now)
+  if waiting <= 0 then
+    leave_nothing()
+  elseif call('EXISTS', bell) == 0 then
     -- For the next engine, should a token have been lost.
-    if call('EXISTS', bell) == 0 then ring() end
+    ring()
   end
 end
 return found
@@ -219,7 +234,7 @@ table.sort(lost, function(one, other) return one[2][6] < other[2][6] end)
 
 local found, size = {}, 0
 for _, one in ipairs(lost) do
-  local bytes = call('HSTRLEN', data, one[1])
+  local bytes = one[2][7]
   size = size + bytes
   if #found == count or #found > 0 and size > most then break end
   found[#found + 1] = shown(one[1], one[2], bytes <= inline)
@@ -234,9 +249,7 @@ _WITHDRAW: Final = Script(
 local trace = ARGV[1]
 local entry = entry_of(trace)
 if not entry or call('HEXISTS', taken, trace) == 1 then return 0 end
-leave(entry[3], place_of(trace, entry[6]), trace, entry[5])
-call('HDEL', entries, trace)
-call('HDEL', data, trace)
+remove(trace, entry)
 return 1
 """
 )
@@ -257,13 +270,11 @@ table.sort(leased, function(one, other) return one[2][6] < other[2][6] end)
 local found, size = {}, 0
 for _, one in ipairs(leased) do
   local trace, entry = one[1], one[2]
-  leave(entry[3], place_of(trace, entry[6]), trace, lease)
-  local bytes = call('HSTRLEN', data, trace)
+  local bytes = entry[7]
   local whole = bytes <= inline and size + bytes <= most
   if whole then size = size + bytes end
   found[#found + 1] = shown(trace, entry, whole)
-  call('HDEL', entries, trace)
-  call('HDEL', data, trace)
+  remove(trace, entry)
 end
 -- What was settled by somebody who had not taken it.
 call('DEL', KEYS[9] .. lease)
@@ -522,9 +533,9 @@ class _Intake:
             return None
         large = [one for one in reply if one[3] is None]
         if large:
-            # One by one: each may be an entry's utmost.
-            for one in large:
-                (one[3],) = await self._replies(("HGET", self._data, one[0]), timeout_s=30)
+            (bodies,) = await self._replies(("HMGET", self._data, *(one[0] for one in large)), timeout_s=30)
+            for one, body in zip(large, bodies, strict=True):
+                one[3] = body
         taken = [_taken(*one) for one in reply]
         self.claimed.update(one.trace for one in taken)
         return taken

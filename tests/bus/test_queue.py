@@ -456,7 +456,7 @@ async def test_large_entries_that_were_lost_come_too(bus: Bus, prefix: str, tmp_
         for trace in ("one", "two"):
             await far.queue.put("demo", trace, trace.encode() * 100_000)
         # The data is asked for by itself.
-        way.swallow = b"HGET"
+        way.swallow = b"HMGET"
         found = await far.queue.take("demo", "e", 5, 5000)
         assert way.swallowed.is_set()
         assert {one.trace: one.fields[b"d"] for one in found} == {
