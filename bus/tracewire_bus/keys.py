@@ -26,10 +26,10 @@ class Keys:
     prefix: str = "tw"
 
     def queue(self, model: str, part: str) -> str:
-        """One of the keys of a model's queue, which are, with those of `queue.py`'s scripts in mind:
+        """One of the keys of a model's queue:
 
         - `entries`, hash: of each entry, by its trace, all but its data; `data`, hash: its data.
-        - `taken`, hash: the engine that holds it, of each entry that is taken.
+        - `taken`, hash: who holds it, of each entry that is taken or withdrawn with its lease.
         - `turns`, sorted set: the clients with waiting entries, by when their turn is.
         - `client:<client>`, sorted set: a client's waiting entries, by priority.
         - `leases`, set: the leases of waiting entries; `lease:<lease>`, set: the waiting entries of one.

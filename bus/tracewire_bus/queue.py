@@ -84,15 +84,33 @@ local function leave_nothing()
   call('HDEL', state, 'since')
 end
 
-local function remove(trace, entry)
-  local client, lease = entry[3], entry[5]
+-- What waited leaves the order.
+local function leave(trace, entry)
+  local client = entry[3]
   local own = KEYS[8] .. client
   call('ZREM', own, place_of(trace, entry[6]))
   if call('EXISTS', own) == 0 then call('ZREM', turns, client) end
-  leave_lease(trace, lease)
+  leave_lease(trace, entry[5])
   if call('HINCRBY', state, 'waiting', -1) <= 0 then leave_nothing() end
-  call('HDEL', entries, trace)
-  call('HDEL', data, trace)
+end
+
+-- Entries that somebody holds, but for some, in the order they came.
+local function held_by(holder, but)
+  local held, all = {}, call('HGETALL', taken)
+  for index = 1, #all, 2 do
+    local trace = all[index]
+    if all[index + 1] == holder and not but[trace] then
+      local entry = entry_of(trace)
+      if entry then
+        held[#held + 1] = {trace, entry}
+      else
+        -- Half settled.
+        call('HDEL', taken, trace)
+      end
+    end
+  end
+  table.sort(held, function(one, other) return one[2][6] < other[2][6] end)
+  return held
 end
 
 local function shown(trace, entry, whole)
@@ -216,24 +234,8 @@ count, most, inline = tonumber(count), tonumber(most), tonumber(inline)
 local known = {}
 for index = 7, #ARGV do known[ARGV[index]] = true end
 
-local lost = {}
-local held = call('HGETALL', taken)
-for index = 1, #held, 2 do
-  local trace = held[index]
-  if held[index + 1] == engine and not known[trace] then
-    local entry = entry_of(trace)
-    if entry then
-      lost[#lost + 1] = {trace, entry}
-    else
-      -- Half settled.
-      call('HDEL', taken, trace)
-    end
-  end
-end
-table.sort(lost, function(one, other) return one[2][6] < other[2][6] end)
-
 local found, size = {}, 0
-for _, one in ipairs(lost) do
+for _, one in ipairs(held_by(engine, known)) do
   local bytes = one[2][7]
   size = size + bytes
   if #found == count or #found > 0 and size > most then break end
@@ -243,13 +245,18 @@ return found
 """
 )
 
+# Told again to whoever asks again: an answer may be lost.
 _WITHDRAW: Final = Script(
     _COMMON
     + """
-local trace = ARGV[1]
+local submitted, trace, remember = KEYS[10], ARGV[1], ARGV[2]
 local entry = entry_of(trace)
-if not entry or call('HEXISTS', taken, trace) == 1 then return 0 end
-remove(trace, entry)
+if not entry then return call('GET', submitted) == 'withdrawn' and 1 or 0 end
+if call('HEXISTS', taken, trace) == 1 then return 0 end
+leave(trace, entry)
+call('HDEL', data, trace)
+call('HDEL', entries, trace)
+call('SET', submitted, 'withdrawn', 'EX', remember)
 return 1
 """
 )
@@ -257,28 +264,26 @@ return 1
 _WITHDRAW_LEASE: Final = Script(
     _COMMON
     + """
-local lease, most, inline = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
-local leased = {}
+local lease, holder, most, inline = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 for _, trace in ipairs(call('SMEMBERS', KEYS[9] .. lease)) do
   local entry = entry_of(trace)
   if entry then
-    leased[#leased + 1] = {trace, entry}
+    leave(trace, entry)
+    call('HSET', taken, trace, holder)
+  else
+    -- Settled by somebody who had not taken it.
+    leave_lease(trace, lease)
   end
 end
-table.sort(leased, function(one, other) return one[2][6] < other[2][6] end)
 
 local found, size = {}, 0
-for _, one in ipairs(leased) do
+for _, one in ipairs(held_by(holder, {})) do
   local trace, entry = one[1], one[2]
   local bytes = entry[7]
   local whole = bytes <= inline and size + bytes <= most
   if whole then size = size + bytes end
   found[#found + 1] = shown(trace, entry, whole)
-  remove(trace, entry)
 end
--- What was settled by somebody who had not taken it.
-call('DEL', KEYS[9] .. lease)
-call('SREM', leases, lease)
 return found
 """
 )
@@ -417,32 +422,41 @@ class Queue:
         return int(await self._connections.command("XLEN", self._keys.dead()))
 
     async def withdraw(self, model: str, trace: str) -> bool:
-        """Remove an entry that waits. False where there is none, or it is taken.
+        """Remove an entry that waits. False where it is taken, or was never put.
+
+        Idempotent: it stays true of a trace that was withdrawn.
 
         Raises:
             BusUnavailable: Redis stayed away; it may have been removed.
         """
-        return bool(await self._connections.command(*self._call(_WITHDRAW, model, _bytes(trace))))
+        submitted = _bytes(self._keys.submitted(model, trace))
+        call = _WITHDRAW([*self._names(model), submitted], _bytes(trace), REMEMBER_S)
+        return bool(await self._connections.command(*call))
 
     async def leases(self, model: str) -> list[str]:
-        """The leases that entries wait under, in no order.
+        """The leases that entries wait under, or were withdrawn under and are not settled, in no order.
 
         Raises:
             BusUnavailable: Redis stayed away.
         """
-        return [
-            _text(lease) for lease in await self._connections.command("SMEMBERS", self._keys.queue(model, "leases"))
-        ]
+        waiting, holders = await self._connections.commands(
+            ("SMEMBERS", self._keys.queue(model, "leases")), ("HVALS", self._keys.queue(model, "taken"))
+        )
+        mark = _holder("")
+        withdrawn = {holder.removeprefix(mark) for holder in holders if holder.startswith(mark)}
+        return [_text(lease) for lease in {*waiting, *withdrawn}]
 
     async def withdraw_lease(self, model: str, lease: str) -> list[Taken]:
-        """Remove all entries that wait under a lease and return them, in the order they came.
+        """Withdraw all entries that wait under a lease, and return them in the order they came.
 
-        Large ones come without their data `d`: more than 64 KiB each, or what goes beyond 8 MiB in all.
+        No engine takes them any more. They come again with the next call until they are settled, by `done` or with
+        their final, so that none is forgotten whose answer was lost. Large ones come without their data `d`: more than
+        64 KiB each, or what goes beyond 8 MiB in all.
 
         Raises:
-            BusUnavailable: Redis stayed away; they may have been removed.
+            BusUnavailable: Redis stayed away; they may have been withdrawn.
         """
-        call = self._call(_WITHDRAW_LEASE, model, _bytes(lease), _TAKE_BYTES, _INLINE_BYTES)
+        call = _WITHDRAW_LEASE(self._names(model), _bytes(lease), _holder(lease), _TAKE_BYTES, _INLINE_BYTES)
         return [_taken(*one) for one in await self._connections.command(*call)]
 
     async def waiting(self, model: str) -> int:
@@ -466,9 +480,6 @@ class Queue:
 
     def _names(self, model: str) -> list[str]:
         return [self._keys.queue(model, part) for part in _PARTS]
-
-    def _call(self, script: Script, model: str, *arguments: Any) -> tuple[Any, ...]:
-        return script(self._names(model), *arguments)
 
 
 class _Intake:
@@ -551,6 +562,11 @@ class _Intake:
 def _taken(trace: bytes, schema: bytes, micros: bytes, data: bytes | None) -> Taken:
     fields = {b"v": schema, b"t": trace} | ({} if data is None else {b"d": data})
     return Taken(_text(trace), fields, int(micros) / 1e6)
+
+
+def _holder(lease: str) -> bytes:
+    """Who holds what was withdrawn under a lease: no engine is called so."""
+    return b"\0" + _bytes(lease)
 
 
 def _text(raw: bytes) -> str:

@@ -147,7 +147,10 @@ async def test_names_may_be_anything(bus: Bus) -> None:
     assert await bus.queue.clients("demo") == dict.fromkeys(HOSTILE, len(HOSTILE))
     assert set(await bus.queue.leases("demo")) == {lease for lease in HOSTILE if lease}
     assert await bus.queue.withdraw("demo", f"{HOSTILE[3]}/{HOSTILE[4]}")
-    assert len(await bus.queue.withdraw_lease("demo", HOSTILE[5])) == len(HOSTILE)
+    withdrawn = await bus.queue.withdraw_lease("demo", HOSTILE[5])
+    assert len(withdrawn) == len(HOSTILE)
+    for one in withdrawn:
+        await bus.queue.done("demo", one.trace)
     found = await bus.queue.take("demo", "e", 1000, 0)
     assert len({one.trace for one in found}) == len(found) == len(HOSTILE) ** 2 - len(HOSTILE) - 1
     for one in found:
@@ -580,7 +583,7 @@ async def test_what_waits_can_be_withdrawn(bus: Bus) -> None:
     await put(bus, "B", range(1), lease="l")
     assert await take(bus) == ["A-0"]
     assert await bus.queue.withdraw("demo", "A-1")
-    assert not await bus.queue.withdraw("demo", "A-1")
+    assert await bus.queue.withdraw("demo", "A-1")
     assert not await bus.queue.withdraw("demo", "A-0")
     assert not await bus.queue.withdraw("demo", "never")
     assert await bus.queue.withdraw("demo", "B-0")
@@ -605,13 +608,32 @@ async def test_a_lease_takes_what_waits_under_it_along(bus: Bus) -> None:
     assert traces(found) == ["A-1", "A-2", "B-1", "B-2"]
     assert found[0].fields == {b"v": b"1.0", b"t": b"A-1", b"d": b"d"}
     assert found[0].queued_at > 0
-    assert await bus.queue.withdraw_lease("demo", "one") == []
     assert await bus.queue.withdraw_lease("demo", "") == []
-    assert await bus.queue.leases("demo") == ["two"]
     assert await bus.queue.clients("demo") == {"A": 3}
     assert await bus.queue.waiting("demo") == 3
+    # Until they are settled they are not forgotten.
+    await bus.queue.done("demo", "A-1")
+    assert not await bus.queue.withdraw("demo", "A-2")
+    assert set(await bus.queue.leases("demo")) == {"one", "two"}
+    assert traces(await bus.queue.withdraw_lease("demo", "one")) == ["A-2", "B-1", "B-2"]
     assert await take(bus, 10) == ["A-3", "A-4", "A-5"]
+    for trace in ("A-2", "B-1", "B-2"):
+        await bus.queue.done("demo", trace)
+    assert await bus.queue.withdraw_lease("demo", "one") == []
     assert await bus.queue.leases("demo") == []
+
+
+@pytest.mark.parametrize("how", ["withdraw", "withdraw_lease"])
+async def test_a_withdrawal_whose_answer_was_lost_is_told(bus: Bus, prefix: str, tmp_path: Path, how: str) -> None:
+    await put(bus, "A", range(1), lease="l")
+    async with proxy(bus.url, tmp_path) as way, Bus.open(way.url, prefix=prefix) as far:
+        way.swallow = b"EVALSHA"
+        if how == "withdraw":
+            assert await far.queue.withdraw("demo", "A-0")
+        else:
+            assert traces(await far.queue.withdraw_lease("demo", "l")) == ["A-0"]
+        assert way.swallowed.is_set()
+    assert await take(bus) == []
 
 
 async def test_large_entries_of_a_lease_are_not_returned(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -621,6 +643,8 @@ async def test_large_entries_of_a_lease_are_not_returned(bus: Bus, monkeypatch: 
     found = await bus.queue.withdraw_lease("demo", "l")
     assert traces(found) == [f"t{number}" for number in range(5)]
     assert [one.trace for one in found if b"d" in one.fields] == ["t0", "t1", "t4"]
+    for one in found:
+        await bus.queue.done("demo", one.trace)
     assert await left_behind(bus) == {"state"}
 
 
