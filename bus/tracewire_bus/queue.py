@@ -22,6 +22,7 @@ import logging
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Final
 
 import anyio
@@ -366,7 +367,7 @@ class Queue:
             BusUnavailable: Redis stayed away; it may have been queued, and can be put again.
         """
         call = _PUT(
-            [*self._names(model), self._keys.submitted(model, trace)],
+            [*_names(self._keys, model), self._keys.submitted(model, trace)],
             *(trace, schema or schema_text(), client, max(-_MOST_PRIORITY, min(priority, _MOST_PRIORITY)), lease),
             *(limit or 0, REMEMBER_S, data),
         )
@@ -385,7 +386,7 @@ class Queue:
         """
         intake = self._intakes.get((model, engine))
         if intake is None:
-            names = [*self._names(model), self._keys.queue(model, f"engine:{engine}")]
+            names = [*_names(self._keys, model), self._keys.queue(model, f"engine:{engine}")]
             intake = self._intakes[model, engine] = _Intake(self._connections.link(), names, engine)
         return await intake.take(count, block_ms)
 
@@ -430,7 +431,7 @@ class Queue:
             BusUnavailable: Redis stayed away; it may have been removed.
         """
         submitted = _bytes(self._keys.submitted(model, trace))
-        call = _WITHDRAW([*self._names(model), submitted], _bytes(trace), REMEMBER_S)
+        call = _WITHDRAW([*_names(self._keys, model), submitted], _bytes(trace), REMEMBER_S)
         return bool(await self._connections.command(*call))
 
     async def leases(self, model: str) -> list[str]:
@@ -456,7 +457,7 @@ class Queue:
         Raises:
             BusUnavailable: Redis stayed away; they may have been withdrawn.
         """
-        call = _WITHDRAW_LEASE(self._names(model), _bytes(lease), _holder(lease), _TAKE_BYTES, _INLINE_BYTES)
+        call = _WITHDRAW_LEASE(_names(self._keys, model), _bytes(lease), _holder(lease), _TAKE_BYTES, _INLINE_BYTES)
         return [_taken(*one) for one in await self._connections.command(*call)]
 
     async def waiting(self, model: str) -> int:
@@ -478,14 +479,17 @@ class Queue:
         counts = await self._connections.commands(*(("ZCARD", own + client) for client in clients)) if clients else []
         return {_text(client): count for client, count in zip(clients, counts, strict=True) if count}
 
-    def _names(self, model: str) -> list[str]:
-        return [self._keys.queue(model, part) for part in _PARTS]
+
+@lru_cache(maxsize=256)
+def _names(keys: Keys, model: str) -> tuple[str, ...]:
+    """What every script is given first."""
+    return tuple(keys.queue(model, part) for part in _PARTS)
 
 
 class _Intake:
     """One engine's claims on one queue."""
 
-    def __init__(self, link: Link, names: list[str], engine: str) -> None:
+    def __init__(self, link: Link, names: Sequence[str], engine: str) -> None:
         self.link = link
         self._names = names
         self._data, self._bell = (names[_PARTS.index(part)] for part in ("data", "bell"))

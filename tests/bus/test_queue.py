@@ -161,7 +161,7 @@ async def test_names_may_be_anything(bus: Bus) -> None:
 
 async def test_names_that_are_no_text_are_taken_and_settled(bus: Bus) -> None:
     # Of a client that is not ours.
-    names = bus.queue._names("demo")
+    names = queue._names(bus.keys, "demo")
     await bus.command(
         *_PUT([*names, bus.keys.submitted("demo", "?")], b"\xff\xc3", "1.0", b"\xfe", 0, b"\xfd", 0, 60, b"d")
     )
@@ -379,7 +379,7 @@ async def test_one_token_wakes_as_many_engines_as_there_are_entries(bus: Bus, mo
 
 async def put_silently(bus: Bus, *some: str) -> None:
     """Entries whose tokens get lost."""
-    names = [name + ":elsewhere" if name.endswith(":bell") else name for name in bus.queue._names("demo")]
+    names = [name + ":elsewhere" if name.endswith(":bell") else name for name in queue._names(bus.keys, "demo")]
     for trace in some:
         await bus.command(*_PUT([*names, bus.keys.submitted("demo", trace)], trace, "1.0", "A", 0, "", 0, 60, b"d"))
 
