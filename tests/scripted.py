@@ -282,16 +282,16 @@ class ScriptedEngine:
 
     async def _serve(self, writer: Writer, group: anyio.abc.TaskGroup) -> None:
         while True:
-            for entry in await self._bus.take(self.info.model, self.info.engine, 16, BLOCK_MS):
+            for entry in await self._bus.queue.take(self.info.model, self.info.engine, 16, BLOCK_MS):
                 submission = decode_submission(entry.fields[b"d"])
                 self.taken.append(submission)
                 opened = await self._bus.records.open(submission.trace, self.info.engine)
                 if opened is None:
-                    await self._bus.done(self.info.model, entry.entry_id)
+                    await self._bus.queue.done(self.info.model, entry.trace)
                     continue
                 stage = Stage(submission, writer, self.info, entry.queued_at, self._bus, opened)
                 self.stages[stage.trace] = stage
-                group.start_soon(self._play, stage, entry.entry_id)
+                group.start_soon(self._play, stage)
 
     async def _obey(self) -> None:
         reader = self._bus.control(self.info.engine)
@@ -308,13 +308,13 @@ class ScriptedEngine:
             with anyio.CancelScope(shield=True):
                 await reader.aclose()
 
-    async def _play(self, stage: Stage, entry_id: str) -> None:
+    async def _play(self, stage: Stage) -> None:
         with stage.scope:
             await self._script(stage)
         if stage.scope.cancelled_caught and not stage.ended:
             await stage.final("cancelled", stage.cancelled)
         del self.stages[stage.trace]
-        await self._bus.done(self.info.model, entry_id)
+        await self._bus.queue.done(self.info.model, stage.trace)
 
 
 async def tiny(stage: Stage) -> None:

@@ -20,6 +20,8 @@ from urllib.parse import urlsplit
 
 import anyio
 
+from .scripts import with_text
+
 if TYPE_CHECKING:
     from redis.asyncio.connection import ConnectionPool
 
@@ -160,10 +162,23 @@ class Link:
     async def ask(self, *commands: Sequence[Any], timeout_s: float = COMMAND_S) -> list[Any]:
         """Send `commands` together and return their raw replies; a refused one's is its `ResponseError`.
 
+        They are carried out in this order, but for scripts that Redis does not know yet: those come after the others.
+
         Raises:
             redis.exceptions.RedisError: the connection failed: some of them may have been carried out.
             TimeoutError: no reply came; likewise.
         """
+        from redis.exceptions import NoScriptError
+
+        replies = await self._ask(commands, timeout_s)
+        unknown = [place for place, reply in enumerate(replies) if isinstance(reply, NoScriptError)]
+        texts = {place: command for place in unknown if (command := with_text(commands[place]))}
+        if texts:
+            for place, reply in zip(texts, await self._ask([*texts.values()], timeout_s), strict=True):
+                replies[place] = reply
+        return replies
+
+    async def _ask(self, commands: Sequence[Sequence[Any]], timeout_s: float) -> list[Any]:
         from hiredis import pack_command
         from redis.exceptions import ConnectionError, ResponseError
 
@@ -279,6 +294,10 @@ class _Turn:
         self._limiter.release_on_behalf_of(self)
 
 
+#: What Redis says of a script that it stopped at a command which it does not take for now.
+_OF_A_SCRIPT: Final = re.compile(r"@user_script: ?\d+: -(READONLY|OOM|MISCONF) ")
+
+
 def is_transient(error: Exception) -> bool:
     """Whether the same command may well be taken in a moment: the connection broke, or the server is not itself."""
     from redis import exceptions as redis
@@ -289,7 +308,10 @@ def is_transient(error: Exception) -> bool:
         return True
     return isinstance(error, (redis.ReadOnlyError, redis.OutOfMemoryError, redis.TryAgainError)) or (
         isinstance(error, redis.ResponseError)
-        and str(error).startswith(("MISCONF", "BUSY ", "CLUSTERDOWN", "MASTERDOWN"))
+        and (
+            str(error).startswith(("MISCONF", "BUSY ", "CLUSTERDOWN", "MASTERDOWN"))
+            or bool(_OF_A_SCRIPT.search(str(error)))
+        )
     )
 
 

@@ -25,12 +25,22 @@ class Keys:
 
     prefix: str = "tw"
 
-    def queue(self, model: str) -> str:
-        """Stream of a model's submissions."""
-        return f"{self.prefix}:{{{model}}}:queue"
+    def queue(self, model: str, part: str) -> str:
+        """One of the keys of a model's queue:
+
+        - `entries`, hash: of each entry, by its trace, all but its data; `data`, hash: its data.
+        - `taken`, hash: who holds it, of each entry that is taken or withdrawn with its lease.
+        - `turns`, sorted set: the clients with waiting entries, by when their turn is.
+        - `client:<client>`, sorted set: a client's waiting entries, by priority.
+        - `leases`, set: the leases of waiting entries; `lease:<lease>`, set: the waiting entries of one.
+        - `state`, hash: counters, and how fast entries are taken.
+        - `bell`, list: what engines without work block on.
+        - `engine:<engine>`, string: whose takes count as this engine's.
+        """
+        return f"{self.prefix}:{{{model}}}:queue:{part}"
 
     def submitted(self, model: str, trace: str) -> str:
-        """Queue entry id of a trace that was submitted, beside its queue."""
+        """Says that a trace was submitted, beside its queue."""
         return f"{self.prefix}:{{{model}}}:submitted:{trace}"
 
     def tag(self, trace: str) -> str:

@@ -255,8 +255,9 @@ class Submission(Message):
     """What a client puts on a model's queue. The block and the declared interventions apply to each invoke.
 
     `live` is the packed dict of the live parameters' first values. `deadline_s` counts from the moment it was queued,
-    by Redis's clock. `detach` keeps the trace running when its submitter goes away; otherwise `lease` is the lease that
-    its submitter holds while it lives (`""`: none). `client` is the name under which submissions take turns.
+    by Redis's clock. `priority` orders a client's own traces on the queue and all in vLLM's scheduler, lower first.
+    `client` is the name under which submissions take turns. `detach` keeps the trace running when its submitter goes
+    away; otherwise `lease` is the lease that its submitter holds while it lives (`""`: none).
     """
 
     trace: str
@@ -497,7 +498,8 @@ class EngineInfo(Message):
     `modules` lists the tree in definition order, the root (path `""`) first; `attributes` gives, for each class in it,
     the names that can be read on a module besides its children. `layers` is the path of the list of decoder layers,
     which [`residual(i)`] counts in. `taps`, on an engine that replays CUDA graphs, are the only locations that can be
-    read or edited, as `model.layers.3.output`; an engine without serves all.
+    read or edited, as `model.layers.3.output`; an engine without serves all. `queue_limit` is how many submissions may
+    wait for its model, 0 for any number.
     """
 
     engine: str
@@ -519,3 +521,4 @@ class EngineInfo(Message):
     state: str = "serving"
     started_at: float = 0.0
     taps: list[str] = []
+    queue_limit: int = 0

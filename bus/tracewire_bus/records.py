@@ -32,11 +32,11 @@ from .keys import FINAL_ID, Keys
 from .live import LiveValue, joined
 from .messages import Failure, Status, Submission
 from .messages import Final as FinalEvent
+from .queue import REMEMBER_S
 from .scripts import Script
 from .values import unpack
 
 __all__ = [
-    "REMEMBER_S",
     "LiveState",
     "Opened",
     "Records",
@@ -45,8 +45,6 @@ __all__ = [
     "TraceMissing",
 ]
 
-#: How long a trace that was submitted is remembered, in seconds, so that it is not queued again and is known to exist.
-REMEMBER_S: Final = 7 * 24 * 3600
 #: How many changes of one trace may wait for their engine.
 MAX_CHANGES: Final = 10_000
 #: How many changes are remembered by the id of their operation, for a controller that asks again.
@@ -185,7 +183,7 @@ if known[2] and ARGV[10] ~= '1' then
   return {'asked', known[2]}
 end
 finish(ARGV[2], ARGV[1], ARGV[6], ARGV[7], ARGV[8], ARGV[9])
-return {'cancelled'}
+return {'cancelled', known[1]}
 """
 )
 
@@ -194,7 +192,7 @@ return {'cancelled'}
 _SWEEP = Script(
     _ENDING
     + """
-local time, count = now(), 0
+local time, over = now(), {}
 local due = redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', time, 'WITHSCORES', 'LIMIT', 0, 100)
 for i = 1, #due, 2 do
   local trace, at = due[i], tonumber(due[i + 1])
@@ -204,10 +202,11 @@ for i = 1, #due, 2 do
   elseif not known[2] or time >= at + ARGV[6] then
     finish(ARGV[1], trace, ARGV[2], ARGV[3], ARGV[4], ARGV[5])
     redis.call('ZREM', KEYS[1], trace)
-    count = count + 1
+    over[#over + 1] = trace
+    over[#over + 1] = known[1]
   end
 end
-return count
+return over
 """
 )
 
@@ -273,25 +272,27 @@ class Records:
 
     # --- a trace's life -----------------------------------------------------------------------------------------------
 
-    async def create(self, submission: Submission, live: Mapping[str, LiveValue]) -> None:
-        """Make the record of a trace that is about to be queued, with its live parameters. It is made once."""
+    def creation(self, submission: Submission, live: Mapping[str, LiveValue]) -> tuple[Any, ...]:
+        """The command that makes the record of a trace about to be queued, with its live parameters; once."""
         trace = submission.trace
         deadline = submission.deadline_s
-        await _CREATE(
-            self._connections,
+        return _CREATE(
             (self._keys.record(trace), self._keys.deadlines(self._keys.tag(trace))),
-            (
-                *(trace, submission.model, submission.client, "" if submission.detach else submission.lease),
-                *("" if deadline is None else round(deadline * 1000), REMEMBER_S),
-                *_flat(live),
-            ),
+            *(trace, submission.model, submission.client, "" if submission.detach else submission.lease),
+            *("" if deadline is None else round(deadline * 1000), REMEMBER_S),
+            *_flat(live),
         )
+
+    async def forget(self, trace: str) -> None:
+        """Take back the record of a trace that was not queued after all."""
+        keys = self._keys
+        await self._connections.commands(("DEL", keys.record(trace)), ("ZREM", keys.deadlines(keys.tag(trace)), trace))
 
     async def open(self, trace: str, engine: str) -> Opened | None:
         """Begin to run a trace on `engine`, to which orders for it go from now on. `None`: it has ended already."""
         keys = self._keys
-        reply = await _OPEN(
-            self._connections, (keys.record(trace), keys.events(trace), keys.changes(trace)), (engine, REMEMBER_S)
+        reply = await self._connections.command(
+            *_OPEN((keys.record(trace), keys.events(trace), keys.changes(trace)), engine, REMEMBER_S)
         )
         if reply is None:
             return None
@@ -310,7 +311,7 @@ class Records:
 
     async def close(self, trace: str) -> list[bytes]:
         """Accept no more changes of a trace, whose end is near. Returns those that no event tells of, in order."""
-        return list(await _CLOSE(self._connections, (self._keys.record(trace), self._keys.changes(trace)), ()))
+        return list(await self._connections.command(*_CLOSE((self._keys.record(trace), self._keys.changes(trace)))))
 
     async def left(self, trace: str) -> tuple[bool, float | None]:
         """Whether a trace is known, and how many seconds are left of its time (`None`: it has no deadline)."""
@@ -355,15 +356,14 @@ class Records:
             BusUnavailable: Redis stayed away; it may have been accepted.
         """
         keys = self._keys
-        reply = await _STEER(
-            self._connections,
-            (keys.record(trace), keys.events(trace), keys.changes(trace), keys.operations(trace)),
-            (
+        reply = await self._connections.command(
+            *_STEER(
+                (keys.record(trace), keys.events(trace), keys.changes(trace), keys.operations(trace)),
                 *(trace, keys.control(keys.tag(trace), ""), secrets.token_hex(8), msgspec.msgpack.encode(by)),
                 *("" if if_version is None else if_version, joined({name: one.packed for name, one in values.items()})),
                 *(MAX_CHANGES, OPERATIONS, REMEMBER_S, CONTROL_S),
                 *_flat(values),
-            ),
+            )
         )
         match _text(reply[0]):
             case "accepted":
@@ -388,8 +388,9 @@ class Records:
             case _:
                 raise SteerRefused("busy", f"{MAX_CHANGES} changes of this trace wait for its engine")
 
-    async def cancel(self, trace: str, *, by: str, reason: str, force: bool = False) -> str | None:
-        """End a trace as `cancelled`. Returns the engine that was asked to, or `None` if none runs it: it has ended.
+    async def cancel(self, trace: str, *, by: str, reason: str, force: bool = False) -> tuple[str, str]:
+        """End a trace as `cancelled`. Returns the engine that was asked to and `""`, or `""` and the trace's model if
+        none runs it: then it has ended, and may wait on its queue still.
 
         With `force` it is ended here and now, whoever runs it. A second call asks for nothing more.
 
@@ -400,13 +401,12 @@ class Records:
         keys = self._keys
         tag = keys.tag(trace)
         head, tail = _final("cancelled", cancellation(by, reason))
-        reply = await _CANCEL(
-            self._connections,
-            (keys.record(trace), keys.events(trace)),
-            (
+        reply = await self._connections.command(
+            *_CANCEL(
+                (keys.record(trace), keys.events(trace)),
                 *(trace, self._base(tag), keys.control(tag, ""), by, reason, schema_text(), head, tail),
                 *(self._retention_s, "1" if force else "", CONTROL_S),
-            ),
+            )
         )
         match _text(reply[0]):
             case "unknown":
@@ -414,25 +414,31 @@ class Records:
             case "ended":
                 raise TraceEnded(f"trace {trace} has ended")
             case "asked":
-                return _text(reply[1])
+                return _text(reply[1]), ""
             case _:
-                return None
+                return "", _text(reply[1])
 
-    async def sweep(self, tags: Sequence[str]) -> int:
-        """End what is past its deadline and runs nowhere, among the traces of these hash tags. Returns how many."""
+    async def sweep(self, tags: Sequence[str]) -> list[tuple[str, str]]:
+        """End what is past its deadline and runs nowhere, among the traces of these hash tags.
+
+        Returns them, each with its model: they may wait on its queue still.
+        """
         failure = Failure(type="DeadlineExceeded", message="its deadline passed before it had ended", field="deadline")
         head, tail = _final("expired", failure)
-        replies = await _SWEEP.many(
-            self._connections,
-            [
-                (
+        replies = await self._connections.commands(
+            *(
+                _SWEEP(
                     (self._keys.deadlines(tag),),
-                    (self._base(tag), schema_text(), head, tail, self._retention_s, GRACE_MS),
+                    *(self._base(tag), schema_text(), head, tail, self._retention_s, GRACE_MS),
                 )
                 for tag in tags
-            ],
+            )
         )
-        return sum(int(reply) for reply in replies)
+        return [
+            (_text(trace), _text(model))
+            for reply in replies
+            for trace, model in zip(reply[::2], reply[1::2], strict=True)
+        ]
 
     # --- leases -------------------------------------------------------------------------------------------------------
 

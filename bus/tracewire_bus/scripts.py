@@ -1,39 +1,38 @@
-"""Lua scripts, sent by their digest: Redis keeps what it has run once."""
+"""Lua scripts, sent by their digests.
+
+A [`Script`][tracewire_bus.scripts.Script] makes commands, which stand alone or between others wherever commands do. A
+Redis that does not know a script yet is sent its text by the same call (see `Link.ask`).
+
+All keys that a script touches share one hash tag, so that it runs on Redis Cluster.
+"""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from hashlib import sha1
 from typing import Any
 
-from .connection import BusError, Connections
+__all__ = ["Script", "with_text"]
 
-__all__ = ["Script"]
+#: Texts by digest.
+_texts: dict[str, str] = {}
 
 
 class Script:
-    """A script that may be carried out twice: it is sent again when the connection breaks under it."""
+    """A script by its text, made once: `SCRIPT(keys, *arguments)` is the command that runs it."""
 
-    def __init__(self, source: str) -> None:
-        self._source = source
-        self._digest = hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
+    __slots__ = ("digest",)
 
-    async def __call__(self, connections: Connections, keys: Sequence[Any], arguments: Sequence[Any]) -> Any:
-        """Run it once and return its raw reply.
+    def __init__(self, text: str) -> None:
+        self.digest = sha1(text.encode(), usedforsecurity=False).hexdigest()
+        _texts[self.digest] = text
 
-        Raises:
-            BusError: Redis refused it.
-            BusUnavailable: Redis stayed away.
-        """
-        return (await self.many(connections, [(keys, arguments)]))[0]
+    def __call__(self, keys: Sequence[str | bytes], *arguments: Any) -> tuple[Any, ...]:
+        """The command. `arguments` are what a command takes: str, bytes, int or float."""
+        return ("EVALSHA", self.digest, len(keys), *keys, *arguments)
 
-    async def many(self, connections: Connections, calls: Iterable[tuple[Sequence[Any], Sequence[Any]]]) -> list[Any]:
-        """Run it for each pair of keys and arguments, sent together; their raw replies."""
-        commands = [("EVALSHA", self._digest, len(keys), *keys, *arguments) for keys, arguments in calls]
-        try:
-            return await connections.commands(*commands)
-        except BusError as error:
-            if type(error.__cause__).__name__ != "NoScriptError":
-                raise
-        # None of them ran.
-        return (await connections.commands(("SCRIPT", "LOAD", self._source), *commands))[1:]
+
+def with_text(command: Sequence[Any]) -> tuple[Any, ...] | None:
+    """A script's command with the text in place of the digest, which Redis then knows; None for any other command."""
+    text = _texts.get(command[1]) if command[0] == "EVALSHA" else None
+    return None if text is None else ("EVAL", text, *command[2:])

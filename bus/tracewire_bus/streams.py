@@ -1,8 +1,8 @@
 """The bus: queues, traces' streams and the engines' registry, in one Redis.
 
-[`Bus`][tracewire_bus.streams.Bus] is what clients and engines open. Submissions go through a model's queue, a stream
-that engines read as one consumer group; every trace has a stream of events that anyone reads from any position
-(`reader.py`) and the engine that runs it appends to (`writer.py`); engines say what they serve under keys that expire.
+[`Bus`][tracewire_bus.streams.Bus] is what clients and engines open. Submissions go through a model's queue
+(`queue.py`); every trace has a stream of events that anyone reads from any position (`reader.py`) and the engine that
+runs it appends to (`writer.py`); engines say what they serve under keys that expire.
 
 While Redis is away, what may be done twice is tried again: reading and appending for as long as it takes, everything
 else for as long as the bus is patient.
@@ -11,33 +11,25 @@ else for as long as the bus is patient.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import urlsplit
 
 import anyio
 import msgspec
 
 from .blobs import Blobs
-from .codec import decode_engine, encode, schema_text
-from .connection import (
-    Backoff,
-    BusError,
-    BusUnavailable,
-    Connections,
-    Link,
-    as_bus_error,
-    is_transient,
-    redacted,
-)
+from .codec import decode_engine, encode
+from .connection import BusError, BusUnavailable, Connections, as_bus_error, is_transient, redacted
 from .control import ControlReader
 from .keys import FINAL_ID, Keys
 from .live import parted
 from .messages import EngineInfo, Submission
+from .queue import Queue, QueueFull, Taken
 from .reader import Entry, Reader, Subscription, tail_id
-from .records import REMEMBER_S, Records
-from .writer import ENTRY_BYTES, GROUP, EntryTooLarge, Fenced, Writer
+from .records import Records, TraceEnded, TraceMissing
+from .writer import ENTRY_BYTES, EntryTooLarge, Fenced, Writer
 
 if TYPE_CHECKING:
     from .embedded import EmbeddedServer
@@ -51,6 +43,8 @@ __all__ = [
     "EntryTooLarge",
     "Fenced",
     "Keys",
+    "Queue",
+    "QueueFull",
     "Subscription",
     "Taken",
     "Writer",
@@ -59,30 +53,6 @@ __all__ = [
 logger = logging.getLogger("tracewire")
 
 _SCHEMES = ("redis", "rediss", "unix", "embedded")
-#: How many dead letters are kept, about.
-_DEAD_LETTERS: Final = 10_000
-
-# The marker stands beside the queue, so that both are written or neither.
-_SUBMIT = """
-local known = redis.call('GET', KEYS[2])
-if known then return known end
-local id = redis.call('XADD', KEYS[1], '*', 'v', ARGV[1], 't', ARGV[2], 'd', ARGV[3])
-redis.call('SET', KEYS[2], id, 'EX', ARGV[4])
-return id
-"""
-
-
-@dataclass(frozen=True, slots=True)
-class Taken:
-    """A queue entry as it stands there. It may be anything: whoever took it decodes it.
-
-    A submission's fields are `v` (its schema), `t` (its trace's id) and `d` (the encoded submission). `queued_at` is
-    when it was queued, in seconds since the epoch by Redis's clock.
-    """
-
-    entry_id: str
-    fields: dict[bytes, bytes]
-    queued_at: float
 
 
 class Bus:
@@ -107,7 +77,7 @@ class Bus:
         self._reader: Reader | None = None
         self._blobs: Blobs | None = None
         self._records: Records | None = None
-        self._intakes: dict[tuple[str, str], _Intake] = {}
+        self._queue: Queue | None = None
 
     @classmethod
     def open(cls, url: str, *, prefix: str = "tw", retention_s: float = 3600.0, patience_s: float = 20.0) -> Self:
@@ -140,6 +110,7 @@ class Bus:
             self._reader.start()
             self._blobs = Blobs(self.url, self.keys, patience_s=self._patience_s)
             self._records = Records(connections, self.keys, self._retention_s)
+            self._queue = Queue(connections, self.keys)
         except BaseException:
             await self.aclose()
             raise
@@ -160,13 +131,12 @@ class Bus:
         blobs, self._blobs = self._blobs, None
         self._records = None
         server, self._server = self._server, None
-        intakes = list(self._intakes.values())
-        self._intakes.clear()
+        queue, self._queue = self._queue, None
         with anyio.CancelScope(shield=True):
             if reader is not None:
                 await reader.aclose()
-            for intake in intakes:
-                await intake.link.drop()
+            if queue is not None:
+                await queue.aclose()
             if blobs is not None:
                 await blobs.aclose()
             if connections is not None:
@@ -182,12 +152,15 @@ class Bus:
 
     # --- submissions --------------------------------------------------------------------------------------------------
 
-    async def submit(self, submission: Submission) -> str:
-        """Queue a submission and return its entry's id. A trace that was submitted before is not queued again.
+    async def submit(self, submission: Submission, limit: int | None = None) -> None:
+        """Queue a submission. A trace that was submitted before is not queued again.
+
+        `limit` is how many may wait, as [`Queue.put`][tracewire_bus.queue.Queue.put] counts; 0 or None: any number.
 
         Raises:
             EntryTooLarge: it is larger than an entry may be.
             LiveError: its live parameters are none.
+            QueueFull: too many wait.
             BusError: Redis refused it.
             BusUnavailable: Redis stayed away; it may have been queued, and can be submitted again.
         """
@@ -195,59 +168,29 @@ class Bus:
         if len(data) > ENTRY_BYTES:
             raise EntryTooLarge(f"the submission takes {len(data)} bytes, an entry holds {ENTRY_BYTES}")
         model, trace = submission.model, submission.trace
-        # Its record first: what is queued can be steered and cancelled.
-        await self.records.create(submission, parted(submission.live))
-        entry_id = await self._connections.command(
-            *("EVAL", _SUBMIT, 2, self.keys.queue(model), self.keys.submitted(model, trace)),
-            *(schema_text(), trace, data, REMEMBER_S),
-        )
-        return str(entry_id.decode())
+        try:
+            await self.queue.put(
+                model,
+                trace,
+                data,
+                client=submission.client,
+                priority=submission.priority,
+                lease="" if submission.detach else submission.lease,
+                limit=limit,
+                # Its record first: what is queued can be steered and cancelled.
+                before=[self.records.creation(submission, parted(submission.live))],
+            )
+        except QueueFull:
+            # It does not exist.
+            await self.records.forget(trace)
+            raise
 
-    async def take(self, model: str, engine: str, count: int, block_ms: int) -> list[Taken]:
-        """Up to `count` entries of a model's queue that no other engine has taken, waiting up to `block_ms` for the
-        first.
-
-        They stay `engine`'s until it calls `done` or `dead_letter`. What was taken by a call that was cancelled or
-        lost its connection comes with a later one. While Redis is away it returns nothing. Not for concurrent use by
-        one engine.
-        """
-        intake = self._intakes.get((model, engine))
-        if intake is None:
-            intake = self._intakes[model, engine] = _Intake(self._connections.link(), self.keys.queue(model), engine)
-        return await intake.take(count, block_ms)
-
-    async def done(self, model: str, entry_id: str) -> None:
-        """Settle an entry: it leaves the queue.
-
-        Raises:
-            BusUnavailable: Redis stayed away.
-        """
-        queue = self.keys.queue(model)
-        await self._connections.commands(("XACK", queue, GROUP, entry_id), ("XDEL", queue, entry_id))
-        self._settled(model, entry_id)
-
-    def _settled(self, model: str, entry_id: str) -> None:
-        queue = self.keys.queue(model)
-        for intake in self._intakes.values():
-            if intake.queue == queue:
-                intake.claimed.discard(entry_id)
-
-    async def dead_letter(self, model: str, taken: Taken, reason: str) -> None:
-        """Move an entry that cannot be answered to the dead letters, with its fields, its model, its id and the reason.
-
-        Raises:
-            BusUnavailable: Redis stayed away.
-        """
-        fields = [part for field in taken.fields.items() for part in field]
-        await self._connections.command(
-            *("XADD", self.keys.dead(), "MAXLEN", "~", _DEAD_LETTERS, "*"),
-            *("model", model, "entry", taken.entry_id, "reason", reason[:1000], *fields),
-        )
-        await self.done(model, taken.entry_id)
-
-    async def dead_count(self) -> int:
-        """How many dead letters there are."""
-        return int(await self._connections.command("XLEN", self.keys.dead()))
+    @property
+    def queue(self) -> Queue:
+        """The models' queues."""
+        if self._queue is None:
+            raise anyio.ClosedResourceError
+        return self._queue
 
     @property
     def blobs(self) -> Blobs:
@@ -265,6 +208,42 @@ class Bus:
             raise anyio.ClosedResourceError
         return self._records
 
+    async def cancel(self, trace: str, *, by: str, reason: str = "") -> None:
+        """Have a trace end as `cancelled`: its engine is asked to, or, where none lives that runs it, it ends now.
+
+        Raises:
+            TraceEnded: it had ended before.
+            TraceMissing: there is no such trace.
+            BusUnavailable: Redis stayed away.
+        """
+        engine, model = await self.records.cancel(trace, by=by, reason=reason)
+        if engine and not await self.alive(engine):
+            _, model = await self.records.cancel(trace, by=by, reason=reason, force=True)
+        if model:
+            await self.queue.withdraw(model, trace)
+
+    async def sweep(self, tags: Sequence[str]) -> None:
+        """End what is past its deadline and runs nowhere, among the traces of these hash tags.
+
+        Raises:
+            BusUnavailable: Redis stayed away.
+        """
+        for trace, model in await self.records.sweep(tags):
+            await self.queue.withdraw(model, trace)
+
+    async def bury(self, model: str, lease: str, *, by: str) -> None:
+        """End what waits for `model` on a lease that is gone.
+
+        Raises:
+            BusUnavailable: Redis stayed away.
+        """
+        for taken in await self.queue.withdraw_lease(model, lease):
+            try:
+                await self.records.cancel(taken.trace, by=by, reason="its submitter has gone")
+            except (TraceEnded, TraceMissing):
+                pass
+            await self.queue.done(model, taken.trace)
+
     def control(self, engine: str) -> ControlReader:
         """Reads what is asked of an engine's traces. Whoever asks closes it."""
         return ControlReader(self._connections.link(), self.keys, engine)
@@ -274,7 +253,7 @@ class Bus:
 
         Close it before the bus.
         """
-        return Writer(self._connections, self.keys, self._retention_s, self._settled)
+        return Writer(self._connections, self.keys, self._retention_s, self.queue.settled)
 
     def read(self, trace: str, since: str = "start") -> Subscription:
         """Subscribe to a trace's entries: those after `since`, then what comes, up to the final one.
@@ -354,80 +333,6 @@ class Bus:
             except msgspec.MsgspecError as error:
                 logger.warning("engine %s has registered something else than an engine: %s", name, error)
         return sorted(infos, key=lambda info: (info.model, info.started_at, info.engine))
-
-
-class _Intake:
-    """One engine's claims on one queue."""
-
-    def __init__(self, link: Link, queue: str, engine: str) -> None:
-        self.link = link
-        self.queue = queue
-        self._engine = engine
-        #: Entries handed out and not settled yet.
-        self.claimed: set[str] = set()
-        #: Redis may hold claims of ours that were never handed out.
-        self._lost = False
-        self._backoff = Backoff()
-
-    async def take(self, count: int, block_ms: int) -> list[Taken]:
-        deadline = anyio.current_time() + block_ms / 1000
-        while True:
-            left_ms = max(0, round((deadline - anyio.current_time()) * 1000))
-            try:
-                if self._lost:
-                    found = await self._read(count, "0", 0)
-                    self._lost = len(found) == count
-                    if found:
-                        return found
-                # Settled only once its reply is here: a call that is cancelled leaves claims behind.
-                self._lost = True
-                found = await self._read(count, ">", left_ms)
-                self._lost = False
-                self._backoff.reset()
-                return found
-            except Exception as error:
-                if str(error).startswith("NOGROUP"):
-                    await self._create_group()
-                    continue
-                if not is_transient(error):
-                    raise as_bus_error(error) from error
-                pause = self._backoff.next()
-                logger.log(self._backoff.level, "the intake of %s waits for Redis: %s", self.queue, error)
-                await anyio.sleep(min(pause, max(0.05, deadline - anyio.current_time())))
-                if anyio.current_time() >= deadline:
-                    return []
-
-    async def _read(self, count: int, since: str, block_ms: int) -> list[Taken]:
-        # Settled entries of ours are gone from the claims, so this many must hold one that was never handed out.
-        limit = count if since == ">" else count + len(self.claimed)
-        block = ("BLOCK", block_ms) if block_ms > 0 else ()
-        (reply,) = await self.link.ask(
-            ("XREADGROUP", "GROUP", GROUP, self._engine, "COUNT", limit, *block, "STREAMS", self.queue, since),
-            timeout_s=block_ms / 1000 + 30,
-        )
-        if isinstance(reply, Exception):
-            raise reply
-        taken: list[Taken] = []
-        for id_, flat in reply[0][1] if reply else ():
-            entry_id = id_.decode()
-            # One without fields was deleted while it was ours.
-            if entry_id in self.claimed or len(taken) == count or flat is None:
-                continue
-            self.claimed.add(entry_id)
-            taken.append(
-                Taken(entry_id, dict(zip(flat[::2], flat[1::2], strict=True)), int(entry_id.partition("-")[0]) / 1000)
-            )
-        return taken
-
-    async def _create_group(self) -> None:
-        try:
-            (reply,) = await self.link.ask(("XGROUP", "CREATE", self.queue, GROUP, "0", "MKSTREAM"))
-        except Exception as error:
-            if not is_transient(error):
-                raise as_bus_error(error) from error
-            return
-        if isinstance(reply, Exception) and not str(reply).startswith("BUSYGROUP"):
-            raise as_bus_error(reply)
 
 
 async def _check(connections: Connections) -> None:

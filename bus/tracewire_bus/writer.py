@@ -22,13 +22,12 @@ import anyio
 from .codec import schema_text
 from .connection import Background, Backoff, BusError, Connections, Wakeup, as_bus_error, is_transient
 from .keys import Keys, event_id
+from .queue import settling
 
-__all__ = ["ENTRY_BYTES", "GROUP", "EntryTooLarge", "Fenced", "Writer"]
+__all__ = ["ENTRY_BYTES", "EntryTooLarge", "Fenced", "Writer"]
 
 logger = logging.getLogger("tracewire")
 
-#: The consumer group of engines on every queue.
-GROUP: Final = "engines"
 #: What one entry may hold. Redis closes the connection on a string over 512 MB, and one of 100 MB stalls it.
 ENTRY_BYTES: Final = 256 * 1024 * 1024
 #: How long a trace that never ends is kept, in seconds, from its first event.
@@ -127,9 +126,9 @@ class Writer:
         Events are numbered and queued in one order: call it for the next event of a trace before awaiting anything
         else. While Redis is away it waits. A cancelled append may still be carried out, so its number is spent.
 
-        `final` gives it the greatest id of all and lets the trace expire, its blobs with it. `done`, a model and a
-        queue entry's id, settles that entry in the same round trip. `told` says that the event tells of all changes of
-        live parameters up to that version.
+        `final` gives it the greatest id of all and lets the trace expire, its blobs with it. `done`, a model and the
+        trace of a queue entry, settles that entry in the same round trip. `told` says that the event tells of all
+        changes of live parameters up to that version.
 
         Raises:
             Fenced: the stream holds this event or a later one.
@@ -152,7 +151,7 @@ class Writer:
         if told is not None:
             after.append(("ZREMRANGEBYSCORE", self._keys.changes(trace), "-inf", told))
         if done is not None:
-            after += [("XACK", self._keys.queue(done[0]), GROUP, done[1]), ("XDEL", self._keys.queue(done[0]), done[1])]
+            after += settling(self._keys, *done)
         item = _Append(key, id_, data, after, self._loop.create_future())
         self._queue.append(item)
         self._wanted.notify()

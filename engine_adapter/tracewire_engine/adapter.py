@@ -92,7 +92,7 @@ class Adapter:
         self._by_trace: dict[str, TraceRun | list[Order]] = {}
         self._reaping: deque[TraceRun] = deque()
         self._reap = Wakeup()
-        #: Since when the lease of a client with running traces has been missing.
+        #: Since when the lease of a client with running or waiting traces has been missing.
         self._missing: dict[str, float] = {}
         self._tags = itertools.cycle(bus.keys.tags[os.getpid() % TAGS :] + bus.keys.tags[: os.getpid() % TAGS])
         self._runs: set[anyio.CancelScope] = set()
@@ -144,7 +144,7 @@ class Adapter:
             if room <= 0:
                 await self._changed.wait()
                 continue
-            taken = await self._bus.take(
+            taken = await self._bus.queue.take(
                 self._info.model, self._info.engine, min(room, 64), int(self._settings.poll_s * 1000)
             )
             for entry in taken:
@@ -167,7 +167,7 @@ class Adapter:
             if opened is not None:
                 await self._run_trace(writer, entry, scope, *opened)
         except Exception:  # a defect of ours, or a Redis that refuses: one entry's misfortune
-            logger.exception("queue entry %s could not be served", entry.entry_id)
+            logger.exception("queue entry %s could not be served", entry.trace)
         finally:
             self._runs.discard(scope)
             self._notify()
@@ -188,7 +188,7 @@ class Adapter:
             opened = await self._bus.records.open(trace, self._info.engine)
             if opened is None:
                 # It was cancelled, or expired, before anybody took it.
-                await self._bus.done(self._info.model, entry.entry_id)
+                await self._bus.queue.done(self._info.model, entry.trace)
                 return
             run = self._run_of(writer, entry, submission, block, declared, opened)
             self._by_trace[trace] = run
@@ -216,7 +216,6 @@ class Adapter:
             stops = [one for one in submission.interventions if isinstance(one, StopWhen)]
             live = LiveTrace(f"r{next(self._names)}", submission.live, opened.version, opened.changes, stops)
         run = TraceRun(
-            entry.entry_id,
             self._engine,
             self._info,
             writer,
@@ -275,7 +274,7 @@ class Adapter:
                 await run.abort_all()
                 await run.fail(problem, status=status)
         if run.fenced:
-            await self._bus.done(self._info.model, entry.entry_id)
+            await self._bus.queue.done(self._info.model, entry.trace)
 
     # --- control ----------------------------------------------------------------------------------------------------
 
@@ -337,13 +336,17 @@ class Adapter:
         for run in self._by_trace.values():
             if isinstance(run, TraceRun) and run.lease:
                 running.setdefault(run.lease, []).append(run)
-        held = await self._bus.records.held(list(running))
+        waiting = {lease for lease in await self._bus.queue.leases(self._info.model) if lease}
+        leases = [*running, *(waiting - running.keys())]
+        held = await self._bus.records.held(leases)
         now = anyio.current_time()
-        self._missing = {lease: self._missing.get(lease, now) for lease in running if lease not in held}
+        self._missing = {lease: self._missing.get(lease, now) for lease in leases if lease not in held}
         for lease, since in self._missing.items():
             if now - since >= _patience_of(lease):
-                for run in running[lease]:
+                for run in running.get(lease, ()):
                     self._end(run, "cancelled", cancellation("the bus", "its submitter has gone"))
+                if lease in waiting:
+                    await self._bus.bury(self._info.model, lease, by="the bus")
 
     async def _open(self, writer: Writer, entry: Taken) -> tuple[Submission, bytes | None, bytes | None] | None:
         """Decode and check an entry: its submission, encoded block and encoded declared interventions.
@@ -369,16 +372,16 @@ class Adapter:
         else:
             return submission, block, declared
         if not 0 < len(trace) <= MAX_TRACE_ID or "\ufffd" in trace:
-            logger.warning("dead-lettering entry %s: %s", entry.entry_id, failure.message)
-            await self._bus.dead_letter(self._info.model, entry, failure.message)
+            logger.warning("dead-lettering entry %s: %s", entry.trace, failure.message)
+            await self._bus.queue.dead_letter(self._info.model, entry, failure.message)
             return None
         final = Final(attempt=1, seq=0, status="rejected", error=failure, time=time.time())
         try:
-            settled = (self._info.model, entry.entry_id)
+            settled = (self._info.model, entry.trace)
             await writer.append(trace, 1, 0, encode(final), final=True, done=settled)
         except Fenced:
             logger.warning("trace %s already has events; its rejection was dropped", trace)
-            await self._bus.done(self._info.model, entry.entry_id)
+            await self._bus.queue.done(self._info.model, entry.trace)
         return None
 
     def _check(self, submission: Submission) -> bytes | None:
@@ -486,7 +489,7 @@ class Adapter:
             try:
                 await self._bus.register(info, self._settings.lease_s)
                 await self._look_after_clients()
-                await self._bus.records.sweep([next(self._tags) for _ in range(SWEPT)])
+                await self._bus.sweep([next(self._tags) for _ in range(SWEPT)])
             except BusError as error:
                 self._missing.clear()
                 # The engine goes on: what it writes waits for Redis, and its entry comes back with it.

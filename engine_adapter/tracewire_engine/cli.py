@@ -63,6 +63,13 @@ def main(arguments: list[str] | None = None) -> int:
     ours.add_argument("--prefix", default="tw", help="prefix of all keys on Redis")
     ours.add_argument("--capacity", type=int, default=256, help="traces taken at once")
     ours.add_argument(
+        "--queue-limit",
+        type=int,
+        default=4096,
+        metavar="SUBMISSIONS",
+        help="how many may wait for the model before clients are told to come later (0: any number)",
+    )
+    ours.add_argument(
         "--drain", type=float, default=10.0, metavar="SECONDS", help="how long traces may go on after SIGTERM"
     )
     ours.add_argument(
@@ -92,11 +99,15 @@ def main(arguments: list[str] | None = None) -> int:
         help="check every trace's saves against what nnsight's own collect returns (costs throughput)",
     )
     AsyncEngineArgs.add_cli_args(parser)
+    # A trace's priority is to reach vLLM's scheduler, unless the operator chooses otherwise.
+    parser.set_defaults(scheduling_policy="priority")
     options = parser.parse_args(arguments)
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", stream=sys.stderr)
     if options.blob_threshold < 0:
         parser.error(f"--blob-threshold takes a number of bytes, or 0; got {options.blob_threshold}")
+    if options.queue_limit < 0:
+        parser.error(f"--queue-limit takes a number of submissions, or 0; got {options.queue_limit}")
     if not options.url:
         parser.error("--url is required (or set TRACEWIRE_URL): the Redis that clients use")
     folder, name = options.model_folder, options.name
@@ -134,7 +145,7 @@ def _serve(vllm_arguments: object, name: str, options: argparse.Namespace) -> in
             blob_threshold=options.blob_threshold,
         )
         try:
-            info = describe(model, name, options.capacity)
+            info = describe(model, name, options.capacity, options.queue_limit)
             # What has been built by now stays: a collection that walks it all would hold every trace up.
             gc.collect()
             gc.freeze()

@@ -155,7 +155,7 @@ def versions() -> Versions:
     )
 
 
-def describe(model: EngineModel, name: str, capacity: int) -> EngineInfo:
+def describe(model: EngineModel, name: str, capacity: int, queue_limit: int = 0) -> EngineInfo:
     """What the registry says of this engine: its model's tree, sizes and versions."""
     config = model.vllm_entrypoint.model_config
     module: torch.nn.Module = model._module
@@ -183,6 +183,7 @@ def describe(model: EngineModel, name: str, capacity: int) -> EngineInfo:
         versions=versions(),
         schema=schema_text(),
         capacity=capacity,
+        queue_limit=queue_limit,
         started_at=time.time(),
         # Of the envoy tree, whose root is "model".
         taps=[tap.removeprefix("model.") for tap in model.taps],

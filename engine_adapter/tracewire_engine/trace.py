@@ -222,7 +222,6 @@ class TraceRun:
 
     def __init__(
         self,
-        entry_id: str,
         engine: Engine,
         info: EngineInfo,
         writer: Writer,
@@ -239,7 +238,6 @@ class TraceRun:
         blobs: Blobs | None = None,
         reports: Reports | None = None,
     ) -> None:
-        self._entry_id = entry_id
         self._engine = engine
         self._info = info
         self._writer = writer
@@ -292,7 +290,7 @@ class TraceRun:
             encode(event),
             final=final,
             # With its final a trace leaves the queue, in one go.
-            done=(self._info.model, self._entry_id) if final else None,
+            done=(self._info.model, self._submission.trace) if final else None,
             told=event.version if isinstance(event, RawSteered) else None,
         )
         self._seq += 1

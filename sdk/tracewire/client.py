@@ -211,9 +211,10 @@ class Client:
         their first values: numbers, booleans, strings, bytes and arrays of up to 1 MiB, which anybody who knows the
         trace's id may change while it runs ([`steer`][tracewire.Client.steer]), each to a value of the same type, and
         of the same dtype and shape. `deadline` (seconds, or a timedelta) counts from the submission; a trace that has
-        not ended by then ends as `expired`. `detach` lets it run on when the trace is left or the client goes away;
-        otherwise it is cancelled then. `trace_id` is made up unless given; submitting the same id twice runs it once.
-        Everything else is sampling params, by vLLM's names: `max_tokens=64`, `temperature=0.0`.
+        not ended by then ends as `expired`. `priority`: lower first, on the queue among this client's own traces
+        (clients take turns), in vLLM's scheduler among all that run. `detach` lets it run on when the trace is left or
+        the client goes away; otherwise it is cancelled then. `trace_id` is made up unless given; submitting the same id
+        twice runs it once. Everything else is sampling params, by vLLM's names: `max_tokens=64`, `temperature=0.0`.
 
         Raises:
             TraceRejected: something in it cannot be submitted; `field` names what.
@@ -327,9 +328,7 @@ class Client:
         bus = self._open_bus()
         with bus_errors():
             try:
-                engine = await bus.records.cancel(trace_id, by=self._name, reason=reason)
-                if engine is not None and not await bus.alive(engine):
-                    await bus.records.cancel(trace_id, by=self._name, reason=reason, force=True)
+                await bus.cancel(trace_id, by=self._name, reason=reason)
             except RecordEnded:
                 return False
             except TraceMissing:

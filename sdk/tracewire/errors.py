@@ -26,6 +26,7 @@ __all__ = [
     "BrokenStream",
     "ConnectError",
     "InterventionError",
+    "Overloaded",
     "StateMismatch",
     "SteerRejected",
     "TraceEnded",
@@ -77,6 +78,27 @@ class UnknownModel(TracewireError, LookupError):
         if waited is None:
             message += " (wait_for_engine= waits for one to start)"
         super().__init__(message)
+
+
+class Overloaded(TracewireError):
+    """Too many submissions wait for the model: this one was not queued, and may be started again.
+
+    Attributes:
+        model: its name.
+        waiting: how many wait.
+        limit: how many may. A client that has little waiting is refused only at twice as many.
+        retry_after: seconds until there is room again, as far as can be told (0.1 to 60).
+    """
+
+    def __init__(self, model: str, waiting: int, limit: int, retry_after: float) -> None:
+        self.model = model
+        self.waiting = waiting
+        self.limit = limit
+        self.retry_after = retry_after
+        super().__init__(
+            f"{waiting} submissions wait for the model {model!r}, the limit is {limit}; "
+            f"there may be room in {retry_after:.3g} s"
+        )
 
 
 class UnknownTrace(TracewireError, LookupError):

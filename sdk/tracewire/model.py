@@ -14,7 +14,11 @@ __all__ = ["Model", "ModelInfo"]
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """A model that is served now, and by how many engines. `capacity` and `running` count traces, on all of them."""
+    """A model that is served now, and by how many engines. `capacity` and `running` count traces, on all of them.
+
+    `queue_limit` is how many submissions may wait before more are refused, the most that any engine says; 0 for any
+    number.
+    """
 
     name: str
     engines: tuple[str, ...]
@@ -26,11 +30,13 @@ class ModelInfo:
     max_model_len: int
     capacity: int
     running: int
+    queue_limit: int
 
     @classmethod
     def of(cls, engines: list[EngineInfo]) -> ModelInfo:
         """What the engines of one model say together; what they should agree on is the first one's word."""
         first = engines[0]
+        limits = [engine.queue_limit for engine in engines]
         return cls(
             name=first.model,
             engines=tuple(engine.engine for engine in engines),
@@ -42,6 +48,7 @@ class ModelInfo:
             max_model_len=first.max_model_len,
             capacity=sum(engine.capacity for engine in engines),
             running=sum(engine.running for engine in engines),
+            queue_limit=max(limits) if all(limits) else 0,
         )
 
 

@@ -105,4 +105,4 @@ class Presence:
             if again:
                 heapq.heappush(self._due, (now + _AGAIN_S, trace, False))
         if tags:
-            await self._bus.records.sweep(sorted(tags))
+            await self._bus.sweep(sorted(tags))

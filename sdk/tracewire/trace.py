@@ -18,10 +18,11 @@ import msgspec
 
 from tracewire_bus.fold import DigestMismatch, Fold
 from tracewire_bus.messages import Submission
-from tracewire_bus.streams import EntryTooLarge
+from tracewire_bus.streams import EntryTooLarge, QueueFull
 
 from .errors import (
     InterventionError,
+    Overloaded,
     StateMismatch,
     TraceFailed,
     TraceRejected,
@@ -107,6 +108,7 @@ class Trace:
         Raises:
             UnknownModel: no live engine serves the model.
             UnknownModulePath: the block names a module that the model does not have.
+            Overloaded: too many submissions wait for the model. It can be started again.
             ConnectError: Redis does not answer.
         """
         if self._reader is not None:
@@ -114,29 +116,31 @@ class Trace:
         if self._closed:
             raise TracewireError(f"trace {self.id} is closed")
         bus = self._client._open_bus()
-        await self._check_paths()
+        model = await self._check_paths()
         submission, presence = self._submission, self._client._presence
         with bus_errors():
             try:
                 if not submission.detach:
                     submission = msgspec.structs.replace(submission, lease=await presence.lease())
                 submission = self._submission = await without_large(submission, bus)
-                await bus.submit(submission)
+                await bus.submit(submission, model.info.queue_limit)
                 if submission.deadline_s is not None:
                     presence.watch(self.id, submission.deadline_s)
+            except QueueFull as error:
+                raise Overloaded(self.model, error.waiting, error.limit, error.retry_after_s) from None
             except EntryTooLarge as error:
                 hint = "arrays of any size can be submitted; make the block's other variables or the prompts smaller"
                 raise TraceRejected("submission", f"{error}: {hint}") from None
             self._reader = EventReader(self.id, bus, "start")
 
-    async def _check_paths(self) -> None:
+    async def _check_paths(self) -> Model:
         from tracewire_bus.tree import check_block
 
         model = await self._client._find(self.model, None)
         self._check_interventions(model)
         block = self._submission.block
         if block is None:
-            return
+            return model
         for problem in check_block(model.tree, block.source, block.parameters[0]):
             filename, line = block.filename, block.first_line + problem.line - 1
             source = block.source.splitlines()[problem.line - 1].strip()
@@ -145,6 +149,7 @@ class Trace:
                     "block", problem.reason, type="UntappedLocation", filename=filename, line=line, source=source
                 )
             raise UnknownModulePath(problem.path, problem.nearest, filename=filename, line=line, source=source)
+        return model
 
     def _check_interventions(self, model: Model) -> None:
         if not self._submission.interventions:

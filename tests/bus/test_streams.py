@@ -12,7 +12,6 @@ from typing import Any
 import anyio
 import pytest
 
-from tracewire_bus.codec import decode_submission
 from tracewire_bus.connection import redacted
 from tracewire_bus.keys import parse_id
 from tracewire_bus.messages import EngineInfo, Invoke, Submission
@@ -511,7 +510,7 @@ async def test_while_redis_is_away_reading_and_appending_wait(bus: Bus, prefix: 
                 await far.exists("t")
             with pytest.raises(BusUnavailable):
                 await far.submit(submission())
-            assert await far.take("demo", "e", 1, 10) == []
+            assert await far.queue.take("demo", "e", 1, 10) == []
             group.start_soon(write, writer, "t", 5)
             late: list[list[Entry]] = []
 
@@ -580,7 +579,7 @@ async def test_no_task_and_no_connection_outlives_a_bus(bus: Bus, prefix: str) -
             await write(writer, "t0", 3)
             for subscription in waiting:
                 await anext_is_waited_for_or_over(bus, subscription)
-            await other.take("demo", "e", 1, 0)
+            await other.queue.take("demo", "e", 1, 0)
         assert len(asyncio.all_tasks()) > len(tasks)
     assert asyncio.all_tasks() == tasks
     await until(lambda: same_connections(bus, connections))
@@ -620,127 +619,6 @@ async def test_commands_cancelled_at_any_moment_break_nothing(bus: Bus) -> None:
             await bus.tail_id("t")
     assert await bus.tail_id("t") == FINAL_ID
     assert len(await clients(bus)) < 30
-
-
-# --- queues -----------------------------------------------------------------------------------------------------------
-
-
-async def test_a_submission_is_taken_by_one_engine_and_settled(bus: Bus) -> None:
-    before = time.time()
-    entry_id = await bus.submit(submission())
-    assert await bus.exists("t")
-    assert not await bus.exists("other")
-    (taken,) = await bus.take("demo", "e1", 5, 1000)
-    assert taken.entry_id == entry_id
-    assert taken.fields[b"v"] == b"1.0"
-    assert taken.fields[b"t"] == b"t"
-    assert decode_submission(taken.fields[b"d"]) == submission()
-    assert abs(taken.queued_at - before) < 60
-    assert await bus.take("demo", "e2", 5, 1) == []
-    assert await bus.take("demo", "e1", 5, 0) == []
-    await bus.done("demo", entry_id)
-    assert await bus.command("XLEN", bus.keys.queue("demo")) == 0
-    assert (await bus.command("XPENDING", bus.keys.queue("demo"), "engines"))[0] == 0
-
-
-async def test_a_trace_is_queued_once_however_often_it_is_submitted(bus: Bus) -> None:
-    ids: set[str] = set()
-
-    async def submit() -> None:
-        ids.add(await bus.submit(submission()))
-
-    async with anyio.create_task_group() as group:
-        for _ in range(20):
-            group.start_soon(submit)
-    assert len(ids) == 1
-    assert len(await bus.take("demo", "e", 50, 0)) == 1
-    await bus.done("demo", *ids)
-    assert await bus.submit(submission()) in ids
-    assert await bus.take("demo", "e", 50, 0) == []
-
-
-async def test_a_submission_whose_answer_was_lost_is_queued_once(bus: Bus, prefix: str, tmp_path: Path) -> None:
-    async with proxy(bus.url, tmp_path) as way, Bus.open(way.url, prefix=prefix) as far:
-        way.swallow = b"XADD"
-        entry_id = await far.submit(submission())
-        assert way.swallowed.is_set()
-    assert [taken.entry_id for taken in await bus.take("demo", "e", 50, 0)] == [entry_id]
-
-
-async def test_an_engine_that_waits_gets_what_comes(bus: Bus) -> None:
-    async with anyio.create_task_group() as group:
-        taken = []
-
-        async def take() -> None:
-            taken.extend(await bus.take("demo", "e", 5, 20_000))
-
-        group.start_soon(take)
-        await until(lambda: takes(bus))
-        await bus.submit(submission())
-    assert len(taken) == 1
-
-
-async def takes(bus: Bus) -> bool:
-    return any(client["cmd"] == "xreadgroup" and "b" in client["flags"] for client in await clients(bus))
-
-
-async def test_entries_go_to_one_engine_each(bus: Bus) -> None:
-    taken: list[str] = []
-
-    async def serve(engine: str) -> None:
-        while len(taken) < 200:
-            for entry in await bus.take("demo", engine, 3, 20):
-                taken.append(entry.entry_id)
-                await bus.done("demo", entry.entry_id)
-
-    async with anyio.create_task_group() as group:
-        for number in range(4):
-            group.start_soon(serve, f"e{number}")
-        for number in range(200):
-            await bus.submit(submission(f"t{number}"))
-    assert len(taken) == len(set(taken)) == 200
-
-
-async def test_what_a_cancelled_take_had_claimed_comes_with_the_next(bus: Bus, prefix: str, tmp_path: Path) -> None:
-    async with proxy(bus.url, tmp_path) as way, Bus.open(way.url, prefix=prefix) as far:
-        await far.submit(submission("first"))
-        (first,) = await far.take("demo", "e", 1, 0)
-        for trace in ("second", "third", "fourth"):
-            await far.submit(submission(trace))
-        # Redis gives it to us, and we never hear of it.
-        way.swallow = b"XREADGROUP"
-        found = await far.take("demo", "e", 2, 5000)
-        found += await far.take("demo", "e", 2, 0)
-        assert way.swallowed.is_set()
-        assert [entry.fields[b"t"] for entry in found] == [b"second", b"third", b"fourth"]
-        assert await far.take("demo", "e", 2, 0) == []
-        for entry in (first, *found):
-            await far.done("demo", entry.entry_id)
-        assert await bus.command("XLEN", bus.keys.queue("demo")) == 0
-
-
-async def test_anything_on_the_queue_is_handed_over_as_it_is(bus: Bus) -> None:
-    await bus.command("XADD", bus.keys.queue("demo"), "*", b"\xff", b"\x00garbage", "d", "")
-    (taken,) = await bus.take("demo", "e", 1, 0)
-    assert taken.fields == {b"\xff": b"\x00garbage", b"d": b""}
-    assert await bus.dead_count() == 0
-    await bus.dead_letter("demo", taken, "it names no trace")
-    assert await bus.dead_count() == 1
-    assert await bus.command("XLEN", bus.keys.queue("demo")) == 0
-    ((_, flat),) = await bus.command("XRANGE", bus.keys.dead(), "-", "+")
-    fields = dict(zip(flat[::2], flat[1::2], strict=True))
-    assert fields[b"\xff"] == b"\x00garbage"
-    assert fields[b"model"] == b"demo"
-    assert fields[b"entry"] == taken.entry_id.encode()
-    assert fields[b"reason"] == b"it names no trace"
-
-
-async def test_an_entry_may_be_settled_with_its_final(bus: Bus) -> None:
-    entry_id = await bus.submit(submission())
-    await bus.take("demo", "e", 1, 0)
-    async with bus.writer() as writer:
-        await writer.append("t", 1, 0, b"", final=True, done=("demo", entry_id))
-    assert await bus.command("XLEN", bus.keys.queue("demo")) == 0
 
 
 # --- registry ---------------------------------------------------------------------------------------------------------
@@ -791,5 +669,7 @@ def test_keys_of_a_trace_share_a_tag_and_so_do_those_of_a_queue() -> None:
     for trace in ("a", "b", "täxt", "{x}"):
         assert tag(keys.events(trace)) == tag(keys.record(trace))
     assert len({tag(keys.events(str(number))) for number in range(2000)}) == 64
-    assert tag(keys.queue("m")) == tag(keys.submitted("m", "t"))
-    assert all(key.startswith("p:") for key in (keys.queue("m"), keys.events("t"), keys.engines(), keys.dead()))
+    parts = ("entries", "data", "taken", "state", "turns", "bell", "leases", "client:c", "lease:l", "engine:e")
+    queue = [*(keys.queue("m", part) for part in parts), keys.submitted("m", "t")]
+    assert {tag(key) for key in queue} == {"{m"}
+    assert all(key.startswith("p:") for key in (*queue, keys.events("t"), keys.engines(), keys.dead()))

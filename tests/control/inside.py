@@ -103,7 +103,7 @@ async def run(model, link, blobs, info):
                 tokens[number] == undisturbed[number][: len(tokens[number])] for number in cancelled
             )
             # What was steered is forgotten by a call that nobody waits for.
-            while adapter.busy:
+            while adapter.busy:  # noqa: ASYNC110
                 await anyio.sleep(0.01)
             figures["tracked"] = await engine.tracked()
             # vLLM agrees to this only if no block is in use.

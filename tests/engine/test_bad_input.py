@@ -13,7 +13,7 @@ import pytest
 import tracewire
 from tests.engine import blocks_for_tests as blocks
 from tracewire import Client, InterventionError, Model, TraceRejected
-from tracewire_bus.codec import decode_event, encode, schema_text
+from tracewire_bus.codec import decode_event, encode
 from tracewire_bus.messages import Block, Final, Helper, Invoke, Submission
 from tracewire_bus.streams import Bus
 from tracewire_bus.values import pack
@@ -221,17 +221,15 @@ async def test_variables_that_are_garbage(bus: Bus) -> None:
 
 
 async def test_garbage_on_the_queue_is_dead_lettered(bus: Bus) -> None:
-    queue = bus.keys.queue("demo")
-    before = await bus.dead_count()
-    await bus.command("XADD", queue, "*", b"d", b"\x00garbage")
-    await bus.command("XADD", queue, "*", b"anything", b"else")
+    before = await bus.queue.dead_count()
+    await bus.queue.put("demo", "", b"\x00garbage")
+    await bus.queue.put("demo", "x" * 1000, b"else")
     await final_of(bus, submission("after-the-garbage"))
-    assert await bus.dead_count() == before + 2
+    assert await bus.queue.dead_count() == before + 2
 
 
 async def test_garbage_that_names_a_trace_is_answered_there(bus: Bus) -> None:
-    fields = (b"v", schema_text(), b"t", b"garbage-with-a-name", b"d", b"\xc1")
-    await bus.command("XADD", bus.keys.queue("demo"), "*", *fields)
+    await bus.queue.put("demo", "garbage-with-a-name", b"\xc1")
     events = [decode_event(entry.data) async for entry in bus.read("garbage-with-a-name")]
     assert isinstance(events[-1], Final)
     assert events[-1].status == "rejected"
@@ -241,7 +239,7 @@ async def test_garbage_that_names_a_trace_is_answered_there(bus: Bus) -> None:
 
 async def test_a_newer_major_schema_is_answered_on_its_stream(bus: Bus) -> None:
     body = encode(submission("from-the-future"))
-    await bus.command("XADD", bus.keys.queue("demo"), "*", b"v", b"2.0", b"t", b"from-the-future", b"d", body)
+    await bus.queue.put("demo", "from-the-future", body, schema="2.0")
     events = [decode_event(entry.data) async for entry in bus.read("from-the-future")]
     final = events[-1]
     assert isinstance(final, Final)
@@ -256,7 +254,7 @@ async def test_a_newer_minor_schema_with_fields_unknown_here_runs(bus: Bus) -> N
     body = msgspec.msgpack.decode(encode(submission("a-little-newer", sampling={"max_tokens": 2})))
     body["colour"] = "green"
     data = msgspec.msgpack.encode(body)
-    await bus.command("XADD", bus.keys.queue("demo"), "*", b"v", b"1.9", b"t", b"a-little-newer", b"d", data)
+    await bus.queue.put("demo", "a-little-newer", data, schema="1.9")
     events = [decode_event(entry.data) async for entry in bus.read("a-little-newer")]
     assert isinstance(events[-1], Final)
     assert events[-1].status == "finished"

@@ -26,6 +26,7 @@ from tracewire import (
     Client,
     ConnectError,
     InterventionError,
+    Overloaded,
     Prompt,
     StateMismatch,
     Subscription,
@@ -192,6 +193,40 @@ async def test_models_lists_what_live_engines_serve(client: Client, engine: Call
         assert found["tiny"].layer_count == 4
         assert found["other"].dtype == "float32"
     assert await client.models() == []
+
+
+async def test_a_models_queue_limit_is_the_most_that_an_engine_says(client: Client, engine: Callable[..., Any]) -> None:
+    async with engine(queue_limit=5), engine(queue_limit=7):
+        assert (await client.models())[0].queue_limit == 7
+        async with engine():
+            assert (await client.models())[0].queue_limit == 0
+
+
+async def test_an_overloaded_model_refuses_at_once_and_takes_more_later(
+    client: Client, redis_url: str, prefix: str
+) -> None:
+    info = engine_info(queue_limit=2)
+    async with Bus.open(redis_url, prefix=prefix) as bus:
+        # Serves, but has its hands full.
+        await bus.register(info, ttl_s=600)
+        for _ in range(2):
+            await client.trace("tiny", "hello").start()
+        refused = client.trace("tiny", "hello")
+        with pytest.raises(Overloaded, match="2 submissions wait for the model 'tiny', the limit is 2") as caught:
+            await refused.start()
+        assert isinstance(caught.value, TracewireError)
+        assert (caught.value.model, caught.value.waiting, caught.value.limit) == ("tiny", 2, 2)
+        assert 0.1 <= caught.value.retry_after <= 60
+        with pytest.raises(UnknownTrace):
+            await client.state(refused.id)
+        # Another service has not had its share.
+        async with tracewire.connect(redis_url, prefix=prefix, client="another") as other:
+            await other.trace("tiny", "hello").start()
+        assert len(await bus.queue.take("tiny", info.engine, 3, 0)) == 3
+        await refused.start()
+        (entry,) = await bus.queue.take("tiny", info.engine, 3, 0)
+        assert entry.trace == refused.id
+        await refused.aclose()
 
 
 async def test_an_unknown_model_is_refused_at_once_naming_those_that_exist(

@@ -1,0 +1,581 @@
+"""Queues of submissions, one a model: bounded, and fair between clients.
+
+Clients with waiting entries stand in a ring. A take serves the client whose turn it is, one entry, and puts it at the
+end of the ring; a client that comes, or comes back, joins there. So before an entry at the head of a client's own
+order, each other client is served at most once, however much it has waiting, and leaving and returning gains nothing.
+A client's own entries go by priority, the lower number first, then in the order they came.
+
+An entry that was taken stays its engine's until it is settled. What a take removed from the ring and never handed
+out, because it was cancelled or its connection broke, is found by the engine's next take. That one first puts a new
+token in Redis, and takes under an old one do nothing: a take that is still on its way then cannot take any more.
+
+Each put drops a token on a bell, a list, that engines without work block on, so that one submission wakes one engine.
+The bell is empty when nothing waits.
+
+All keys of a queue share the model's hash tag. Those of a client or lease are made up in the scripts from names,
+because only Redis knows whose turn it is.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Final
+
+import anyio
+
+from .codec import schema_text
+from .connection import Backoff, BusError, Connections, Link, as_bus_error, is_transient
+from .keys import Keys
+from .scripts import Script
+
+__all__ = ["Queue", "QueueFull", "Taken", "settling"]
+
+logger = logging.getLogger("tracewire")
+
+#: How long a trace that was submitted is remembered, in seconds, so that it is not queued again and is known to exist.
+REMEMBER_S: Final = 7 * 24 * 3600
+#: How many dead letters are kept, about.
+_DEAD_LETTERS: Final = 10_000
+#: What a take returns at most, in bytes of data, once it has an entry.
+_TAKE_BYTES: Final = 8 * 1024 * 1024
+#: Larger data does not pass through Lua, which would copy it twice.
+_INLINE_BYTES: Final = 64 * 1024
+#: An engine without work looks at least this often, in seconds, should a token of the bell be lost.
+_POLL_S: Final = 1.0
+#: How long a token of an engine's takes is valid, in seconds. A new one costs a round trip.
+_TOKEN_S: Final = 24 * 3600
+#: Greatest priority, either way, that a sorted set tells from its neighbour.
+_MOST_PRIORITY: Final = 2**53
+
+_PARTS: Final = ("entries", "data", "taken", "state", "turns", "bell", "leases", "client:", "lease:")
+
+# What all scripts begin with. An entry is {schema, micros, client, priority, lease, number, bytes}. A Redis that is
+# full refuses a script only before it has written anything: those that make room begin with what it never refuses.
+_COMMON: Final = """
+local call = redis.call
+local entries, data, taken, state, turns, bell, leases = unpack(KEYS, 1, 7)
+
+local function entry_of(trace)
+  local packed = call('HGET', entries, trace)
+  return packed and cmsgpack.unpack(packed)
+end
+
+-- Its member of its client's set, which orders equal priorities.
+local function place_of(trace, number)
+  return string.format('%016d', number) .. trace
+end
+
+local function ring()
+  if call('RPUSH', bell, 1) > 64 then call('LPOP', bell) end
+end
+
+local function leave_lease(trace, lease)
+  if lease == '' then return end
+  local leased = KEYS[9] .. lease
+  call('SREM', leased, trace)
+  if call('EXISTS', leased) == 0 then call('SREM', leases, lease) end
+end
+
+local function leave_nothing()
+  call('DEL', bell)
+  call('HDEL', state, 'since')
+end
+
+-- What waited leaves the order.
+local function leave(trace, entry)
+  local client = entry[3]
+  local own = KEYS[8] .. client
+  call('ZREM', own, place_of(trace, entry[6]))
+  if call('EXISTS', own) == 0 then call('ZREM', turns, client) end
+  leave_lease(trace, entry[5])
+  if call('HINCRBY', state, 'waiting', -1) <= 0 then leave_nothing() end
+end
+
+-- Entries that somebody holds, but for some, in the order they came.
+local function held_by(holder, but)
+  local held, all = {}, call('HGETALL', taken)
+  for index = 1, #all, 2 do
+    local trace = all[index]
+    if all[index + 1] == holder and not but[trace] then
+      local entry = entry_of(trace)
+      if entry then
+        held[#held + 1] = {trace, entry}
+      else
+        -- Half settled.
+        call('HDEL', taken, trace)
+      end
+    end
+  end
+  table.sort(held, function(one, other) return one[2][6] < other[2][6] end)
+  return held
+end
+
+local function shown(trace, entry, whole)
+  return {trace, entry[1], entry[2], whole and call('HGET', data, trace)}
+end
+"""
+
+_PUT: Final = Script(
+    _COMMON
+    + """
+local submitted = KEYS[10]
+local trace, schema, client, priority, lease, limit, remember = unpack(ARGV, 1, 7)
+if not call('SET', submitted, 1, 'EX', remember, 'NX') then return false end
+
+local own = KEYS[8] .. client
+local mine = call('ZCARD', own)
+local was = call('HMGET', state, 'waiting', 'number', 'turn')
+local waiting, number, turn = tonumber(was[1] or 0), tonumber(was[2] or 0) + 1, tonumber(was[3] or 0)
+limit = tonumber(limit)
+if limit > 0 and waiting >= limit then
+  local clients = call('ZCARD', turns) + (mine == 0 and 1 or 0)
+  local room = mine * clients < limit and 2 * limit or limit
+  if waiting >= room then
+    call('DEL', submitted)
+    local took = call('HMGET', state, 'span', 'count')
+    local retry = 1e6
+    if took[1] then retry = took[1] / took[2] * (waiting - room + 1) end
+    return {waiting, math.floor(math.min(math.max(retry / 1000, 100), 60000))}
+  end
+end
+
+local time = call('TIME')
+call('HSET', entries, trace, cmsgpack.pack({
+  schema, time[1] .. string.format('%06d', time[2]), client, priority, lease, number, #ARGV[8]
+}))
+call('HSET', data, trace, ARGV[8])
+call('ZADD', own, priority, place_of(trace, number))
+if mine == 0 then
+  turn = turn + 1
+  call('ZADD', turns, turn, client)
+end
+if lease ~= '' then
+  call('SADD', KEYS[9] .. lease, trace)
+  call('SADD', leases, lease)
+end
+call('HSET', state, 'waiting', waiting + 1, 'number', number, 'turn', turn)
+ring()
+return false
+"""
+)
+
+# `span` and `count`: time between takes while something waited, and entries taken, older ones counting ever less.
+_TAKE: Final = Script(
+    _COMMON
+    + """
+local token, engine, count, most, inline = unpack(ARGV)
+local was = call('HMGET', state, 'waiting', 'turn', 'since', 'span', 'count')
+local waiting, turn, since = tonumber(was[1] or 0), tonumber(was[2] or 0), was[3]
+if call('GET', KEYS[10]) ~= token then
+  -- The bell that it came by is somebody else's.
+  if waiting > 0 then ring() end
+  return false
+end
+count, most, inline = tonumber(count), tonumber(most), tonumber(inline)
+
+local found, size, before = {}, 0, waiting
+while #found < count do
+  local client, at = unpack(call('ZPOPMIN', turns))
+  if not client then break end
+  local own = KEYS[8] .. client
+  local place, priority = unpack(call('ZPOPMIN', own))
+  local trace = place and string.sub(place, 17)
+  local entry = place and entry_of(trace)
+  if entry then
+    local bytes = entry[7]
+    size = size + bytes
+    if #found > 0 and size > most then
+      call('ZADD', own, priority, place)
+      call('ZADD', turns, at, client)
+      break
+    end
+    waiting = waiting - 1
+    leave_lease(trace, entry[5])
+    call('HSET', taken, trace, engine)
+    found[#found + 1] = shown(trace, entry, bytes <= inline)
+    turn = turn + 1
+    at = turn
+  elseif place then
+    -- Settled by somebody who had not taken it.
+    waiting = waiting - 1
+  end
+  if call('EXISTS', own) == 1 then call('ZADD', turns, at, client) end
+end
+
+if waiting ~= before then
+  local time = call('TIME')
+  local now = time[1] * 1e6 + time[2]
+  call('HSET', state, 'waiting', waiting, 'turn', turn, 'since', now)
+  if since then
+    call('HSET', state, 'span', (was[4] or 0) * 0.9 + now - since, 'count', (was[5] or 0) * 0.9 + #found)
+  end
+  if waiting <= 0 then
+    leave_nothing()
+  elseif call('EXISTS', bell) == 0 then
+    -- For the next engine, should a token have been lost.
+    ring()
+  end
+end
+return found
+"""
+)
+
+# Entries that an engine took and that are none of those it knows: the arguments from the seventh on. Sets its token.
+_RECOVER: Final = Script(
+    _COMMON
+    + """
+local token, engine, count, most, inline, valid = unpack(ARGV, 1, 6)
+call('DEL', KEYS[10])
+call('SET', KEYS[10], token, 'EX', valid)
+count, most, inline = tonumber(count), tonumber(most), tonumber(inline)
+local known = {}
+for index = 7, #ARGV do known[ARGV[index]] = true end
+
+local found, size = {}, 0
+for _, one in ipairs(held_by(engine, known)) do
+  local bytes = one[2][7]
+  size = size + bytes
+  if #found == count or #found > 0 and size > most then break end
+  found[#found + 1] = shown(one[1], one[2], bytes <= inline)
+end
+return found
+"""
+)
+
+# Told again to whoever asks again: an answer may be lost.
+_WITHDRAW: Final = Script(
+    _COMMON
+    + """
+local submitted, trace, remember = KEYS[10], ARGV[1], ARGV[2]
+local entry = entry_of(trace)
+if not entry then return call('GET', submitted) == 'withdrawn' and 1 or 0 end
+if call('HEXISTS', taken, trace) == 1 then return 0 end
+leave(trace, entry)
+call('HDEL', data, trace)
+call('HDEL', entries, trace)
+call('SET', submitted, 'withdrawn', 'EX', remember)
+return 1
+"""
+)
+
+_WITHDRAW_LEASE: Final = Script(
+    _COMMON
+    + """
+local lease, holder, most, inline = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
+for _, trace in ipairs(call('SMEMBERS', KEYS[9] .. lease)) do
+  local entry = entry_of(trace)
+  if entry then
+    leave(trace, entry)
+    call('HSET', taken, trace, holder)
+  else
+    -- Settled by somebody who had not taken it.
+    leave_lease(trace, lease)
+  end
+end
+
+local found, size = {}, 0
+for _, one in ipairs(held_by(holder, {})) do
+  local trace, entry = one[1], one[2]
+  local bytes = entry[7]
+  local whole = bytes <= inline and size + bytes <= most
+  if whole then size = size + bytes end
+  found[#found + 1] = shown(trace, entry, whole)
+end
+return found
+"""
+)
+
+
+class QueueFull(BusError):
+    """The queue takes no more of this client's submissions now.
+
+    Attributes:
+        waiting: how many wait.
+        limit: how many may.
+        retry_after_s: seconds until there is room again, if entries go on being taken as they were of late.
+    """
+
+    def __init__(self, model: str, waiting: int, limit: int, retry_after_s: float) -> None:
+        self.waiting = waiting
+        self.limit = limit
+        self.retry_after_s = retry_after_s
+        super().__init__(f"{waiting} submissions wait for {model!r}, the limit is {limit}")
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """An entry as it was queued. It may be anything: whoever took it decodes it.
+
+    Its fields are `v` (the submission's schema), `t` (its trace's id) and `d` (the encoded submission). `trace` is the
+    id as text, in which bytes that are not UTF-8 are surrogates. `queued_at` is when it was queued, in seconds since
+    the epoch by Redis's clock.
+    """
+
+    trace: str
+    fields: dict[bytes, bytes]
+    queued_at: float
+
+
+def settling(keys: Keys, model: str, trace: str) -> list[tuple[Any, ...]]:
+    """The commands by which an entry that was taken leaves the queue. They may be carried out again."""
+    # Last where it is found again by: a crash between leaves nothing behind.
+    return [("HDEL", keys.queue(model, part), _bytes(trace)) for part in ("data", "entries", "taken")]
+
+
+class Queue:
+    """The queues on one Redis."""
+
+    def __init__(self, connections: Connections, keys: Keys) -> None:
+        self._connections = connections
+        self._keys = keys
+        self._intakes: dict[tuple[str, str], _Intake] = {}
+
+    async def aclose(self) -> None:
+        """Close the engines' connections. What is taken stays so."""
+        intakes = list(self._intakes.values())
+        self._intakes.clear()
+        for intake in intakes:
+            await intake.link.drop()
+
+    async def put(
+        self,
+        model: str,
+        trace: str,
+        data: bytes,
+        *,
+        schema: str | None = None,
+        client: str = "",
+        priority: int = 0,
+        lease: str = "",
+        limit: int | None = None,
+        before: Sequence[tuple[Any, ...]] = (),
+    ) -> None:
+        """Queue a trace's submission. A trace that was put before is not queued again, also when it has ended since.
+
+        With `limit` entries waiting it is refused, but for a client that has fewer waiting than its share, the limit
+        over the number of clients with waiting entries (itself included): that one is refused at twice the limit.
+
+        `before` are commands that go to Redis ahead of it, in one round trip; they may be carried out twice.
+
+        Raises:
+            QueueFull: it was refused.
+            BusError: Redis refused it.
+            BusUnavailable: Redis stayed away; it may have been queued, and can be put again.
+        """
+        call = _PUT(
+            [*_names(self._keys, model), self._keys.submitted(model, trace)],
+            *(trace, schema or schema_text(), client, max(-_MOST_PRIORITY, min(priority, _MOST_PRIORITY)), lease),
+            *(limit or 0, REMEMBER_S, data),
+        )
+        *_, refused = await self._connections.commands(*before, call)
+        if refused:
+            waiting, retry_ms = refused
+            raise QueueFull(model, waiting, limit or 0, retry_ms / 1000)
+
+    async def take(self, model: str, engine: str, count: int, block_ms: int) -> list[Taken]:
+        """Up to `count` entries that no engine has taken, clients in turns, waiting up to `block_ms` for the first.
+
+        They stay `engine`'s until it calls `done` or `dead_letter`. What was taken by a call that was cancelled or
+        lost its connection, or by an earlier process under this engine's name, comes with a later one. Fewer come
+        where their data is more than some 8 MiB. While Redis is away it returns nothing. Not for concurrent use by one
+        engine.
+        """
+        intake = self._intakes.get((model, engine))
+        if intake is None:
+            names = [*_names(self._keys, model), self._keys.queue(model, f"engine:{engine}")]
+            intake = self._intakes[model, engine] = _Intake(self._connections.link(), names, engine)
+        return await intake.take(count, block_ms)
+
+    async def done(self, model: str, trace: str) -> None:
+        """Settle an entry that was taken: it leaves the queue. Idempotent.
+
+        Raises:
+            BusUnavailable: Redis stayed away.
+        """
+        await self._connections.commands(*settling(self._keys, model, trace))
+        self.settled(model, trace)
+
+    def settled(self, model: str, trace: str) -> None:
+        """An entry has left the queue by the commands of `settling`."""
+        for (of, _), intake in self._intakes.items():
+            if of == model:
+                intake.claimed.discard(trace)
+
+    async def dead_letter(self, model: str, taken: Taken, reason: str) -> None:
+        """Move an entry that cannot be answered to the dead letters, with its fields, its model, its id and the reason.
+
+        Raises:
+            BusUnavailable: Redis stayed away.
+        """
+        fields = [part for field in taken.fields.items() for part in field]
+        await self._connections.command(
+            *("XADD", self._keys.dead(), "MAXLEN", "~", _DEAD_LETTERS, "*"),
+            *("model", model, "entry", _bytes(taken.trace), "reason", reason[:1000], *fields),
+        )
+        await self.done(model, taken.trace)
+
+    async def dead_count(self) -> int:
+        """How many dead letters there are."""
+        return int(await self._connections.command("XLEN", self._keys.dead()))
+
+    async def withdraw(self, model: str, trace: str) -> bool:
+        """Remove an entry that waits. False where it is taken, or was never put.
+
+        Idempotent: it stays true of a trace that was withdrawn.
+
+        Raises:
+            BusUnavailable: Redis stayed away; it may have been removed.
+        """
+        submitted = _bytes(self._keys.submitted(model, trace))
+        call = _WITHDRAW([*_names(self._keys, model), submitted], _bytes(trace), REMEMBER_S)
+        return bool(await self._connections.command(*call))
+
+    async def leases(self, model: str) -> list[str]:
+        """The leases that entries wait under, or were withdrawn under and are not settled, in no order.
+
+        Raises:
+            BusUnavailable: Redis stayed away.
+        """
+        waiting, holders = await self._connections.commands(
+            ("SMEMBERS", self._keys.queue(model, "leases")), ("HVALS", self._keys.queue(model, "taken"))
+        )
+        mark = _holder("")
+        withdrawn = {holder.removeprefix(mark) for holder in holders if holder.startswith(mark)}
+        return [_text(lease) for lease in {*waiting, *withdrawn}]
+
+    async def withdraw_lease(self, model: str, lease: str) -> list[Taken]:
+        """Withdraw all entries that wait under a lease, and return them in the order they came.
+
+        No engine takes them any more. They come again with the next call until they are settled, by `done` or with
+        their final, so that none is forgotten whose answer was lost. Large ones come without their data `d`: more than
+        64 KiB each, or what goes beyond 8 MiB in all.
+
+        Raises:
+            BusUnavailable: Redis stayed away; they may have been withdrawn.
+        """
+        call = _WITHDRAW_LEASE(_names(self._keys, model), _bytes(lease), _holder(lease), _TAKE_BYTES, _INLINE_BYTES)
+        return [_taken(*one) for one in await self._connections.command(*call)]
+
+    async def waiting(self, model: str) -> int:
+        """How many entries wait.
+
+        Raises:
+            BusUnavailable: Redis stayed away.
+        """
+        return int(await self._connections.command("HGET", self._keys.queue(model, "state"), "waiting") or 0)
+
+    async def clients(self, model: str) -> dict[str, int]:
+        """How many entries of each client wait, in the order of their turns.
+
+        Raises:
+            BusUnavailable: Redis stayed away.
+        """
+        clients = await self._connections.command("ZRANGE", self._keys.queue(model, "turns"), 0, -1)
+        own = self._keys.queue(model, "client:").encode()
+        counts = await self._connections.commands(*(("ZCARD", own + client) for client in clients)) if clients else []
+        return {_text(client): count for client, count in zip(clients, counts, strict=True) if count}
+
+
+@lru_cache(maxsize=256)
+def _names(keys: Keys, model: str) -> tuple[str, ...]:
+    """What every script is given first."""
+    return tuple(keys.queue(model, part) for part in _PARTS)
+
+
+class _Intake:
+    """One engine's claims on one queue."""
+
+    def __init__(self, link: Link, names: Sequence[str], engine: str) -> None:
+        self.link = link
+        self._names = names
+        self._data, self._bell = (names[_PARTS.index(part)] for part in ("data", "bell"))
+        self._engine = engine
+        #: Traces handed out and not settled yet.
+        self.claimed: set[str] = set()
+        #: Redis may hold entries of ours that were never handed out.
+        self._lost = True
+        self._token = ""
+        self._backoff = Backoff()
+
+    async def take(self, count: int, block_ms: int) -> list[Taken]:
+        deadline = anyio.current_time() + block_ms / 1000
+        wait_s = 0.0
+        while True:
+            try:
+                if self._lost:
+                    self._token = uuid.uuid4().hex
+                    found = await self._ask(self._recovery(count))
+                    # Lost still if there is any: there may be more.
+                    if found:
+                        return found
+                # Settled only once its reply is here: a call that is cancelled leaves claims behind.
+                self._lost = True
+                found = await self._ask(self._call(_TAKE, count), wait_s)
+                if found is None:
+                    continue
+                self._lost = False
+                self._backoff.reset()
+                # What is left of the last millisecond is no time to wait, and 0 would be for ever.
+                wait_s = min(deadline - anyio.current_time(), _POLL_S)
+                if found or wait_s < 0.001:
+                    return found
+            except Exception as error:
+                if not is_transient(error):
+                    raise as_bus_error(error) from error
+                pause = self._backoff.next()
+                logger.log(self._backoff.level, "the intake of %s waits for Redis: %s", self._bell, error)
+                await anyio.sleep(min(pause, max(0.05, deadline - anyio.current_time())))
+                if anyio.current_time() >= deadline:
+                    return []
+                wait_s = 0.0
+
+    def _call(self, script: Script, count: int, *more: Any) -> tuple[Any, ...]:
+        return script(self._names, self._token, self._engine, count, _TAKE_BYTES, _INLINE_BYTES, *more)
+
+    def _recovery(self, count: int) -> tuple[Any, ...]:
+        return self._call(_RECOVER, count, _TOKEN_S, *map(_bytes, self.claimed))
+
+    async def _ask(self, call: Sequence[Any], wait_s: float = 0.0) -> list[Taken] | None:
+        """Ask, after waiting for the bell; None where our token is not valid any more. What came is ours."""
+        # In one go, so that whoever hears the bell takes what it rang for.
+        wait = [("BLPOP", self._bell, wait_s)] if wait_s else []
+        *_, reply = await self._replies(*wait, call, timeout_s=wait_s + 30)
+        if reply is None:
+            return None
+        large = [one for one in reply if one[3] is None]
+        if large:
+            (bodies,) = await self._replies(("HMGET", self._data, *(one[0] for one in large)), timeout_s=30)
+            for one, body in zip(large, bodies, strict=True):
+                one[3] = body
+        taken = [_taken(*one) for one in reply]
+        self.claimed.update(one.trace for one in taken)
+        return taken
+
+    async def _replies(self, *commands: Sequence[Any], timeout_s: float) -> list[Any]:
+        replies = await self.link.ask(*commands, timeout_s=timeout_s)
+        for reply in replies:
+            if isinstance(reply, Exception):
+                raise reply
+        return replies
+
+
+def _taken(trace: bytes, schema: bytes, micros: bytes, data: bytes | None) -> Taken:
+    fields = {b"v": schema, b"t": trace} | ({} if data is None else {b"d": data})
+    return Taken(_text(trace), fields, int(micros) / 1e6)
+
+
+def _holder(lease: str) -> bytes:
+    """Who holds what was withdrawn under a lease: no engine is called so."""
+    return b"\0" + _bytes(lease)
+
+
+def _text(raw: bytes) -> str:
+    return raw.decode("utf-8", "surrogateescape")
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode("utf-8", "surrogateescape")
