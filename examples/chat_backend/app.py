@@ -6,6 +6,7 @@ read.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,7 +18,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse
 
 import tracewire
-from tracewire import Client, TracewireError
+from tracewire import Client, Subscription, TracewireError
 
 from .conversations import Conversations, Message, Opening, Steering, trace_id
 from .problems import Problem, of_bus, of_request, within
@@ -25,6 +26,8 @@ from .settings import Settings
 from .stream import EventStream
 
 __all__ = ["create_app"]
+
+logger = logging.getLogger(__name__)
 
 PAGE = Path(__file__).parent / "page.html"
 
@@ -40,6 +43,13 @@ class Chat:
         self.client = client
         self.settings = settings
         self.conversations = Conversations(client, settings)
+        #: What is being streamed now.
+        self.streams: set[Subscription] = set()
+
+    async def leave(self) -> None:
+        """End all streams, so that a server can stop: their readers come back, and find another process."""
+        for subscription in list(self.streams):
+            await subscription.aclose()
 
 
 def _chat(request: Request) -> Chat:
@@ -68,7 +78,10 @@ def create_app(settings: Settings | None = None) -> FastAPI:
 
     @app.exception_handler(TracewireError)
     async def bus_refused(_: Request, error: TracewireError) -> JSONResponse:
-        return of_bus(error).response()
+        problem = of_bus(error)
+        if problem.status == 500:
+            logger.error("a request failed", exc_info=error)
+        return problem.response()
 
     @app.exception_handler(RequestValidationError)
     async def not_understood(_: Request, error: RequestValidationError) -> JSONResponse:
@@ -124,7 +137,7 @@ def _routes(app: FastAPI) -> None:
             trace = await chat.conversations.newest(name) if answer is None else trace_id(name, answer)
             subscription = chat.client.subscribe(trace, since=since or "start")
             await subscription.start()
-        return EventStream(subscription, chat.settings)
+        return EventStream(subscription, chat.settings, chat.streams)
 
     @app.post("/conversations/{name}/steer")
     async def steer(name: str, steering: Steering, chat: ThisChat) -> dict[str, Any]:

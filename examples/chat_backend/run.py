@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import signal
+import socket
 import sys
 import tempfile
 from collections.abc import AsyncIterator
@@ -24,7 +25,7 @@ from tracewire_bus.embedded import EmbeddedServer
 from .app import create_app
 from .settings import Settings
 
-__all__ = ["main"]
+__all__ = ["Server", "main"]
 
 ENGINE = (sys.executable, "-m", "tracewire.cli", "engine", "demo", "--drain", "0")
 #: How long the engine may take to end, in seconds, before it is killed.
@@ -65,6 +66,15 @@ async def engine(url: str, log: Path) -> AsyncIterator[None]:
                 await process.aclose()
 
 
+class Server(uvicorn.Server):
+    """A server that ends its streams when it stops, instead of waiting for the answers' ends."""
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop."""
+        await self.config.app.state.chat.leave()
+        await super().shutdown(sockets)
+
+
 async def serve(url: str | None, host: str, port: int) -> None:
     """Serve until a signal."""
     async with AsyncExitStack() as stack:
@@ -75,9 +85,8 @@ async def serve(url: str | None, host: str, port: int) -> None:
             await stack.enter_async_context(engine(url, folder / "engine.log"))
         print(f"service: http://{host}:{port}   Ctrl-C ends it", flush=True)
         app = create_app(Settings(url=url))
-        # A stream is open for as long as its answer is written: those that are left are ended, and come back elsewhere.
-        config = uvicorn.Config(app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=1)
-        await uvicorn.Server(config).serve()
+        config = uvicorn.Config(app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=5)
+        await Server(config).serve()
 
 
 def main() -> int:

@@ -86,9 +86,12 @@ def encoded(name: str, data: dict[str, Any], event_id: str | None = None) -> byt
 
 
 class EventStream(StreamingResponse):
-    """Follows one answer to its end, for as long as its client reads. Leaving it ends nothing but the reading."""
+    """Follows one answer to its end, for as long as its client reads. Leaving it ends nothing but the reading.
 
-    def __init__(self, subscription: Subscription, settings: Settings) -> None:
+    It is among `streams` meanwhile: a subscription that is closed from elsewhere ends its stream as if it were over.
+    """
+
+    def __init__(self, subscription: Subscription, settings: Settings, streams: set[Subscription]) -> None:
         super().__init__(
             self._chunks(),
             media_type="text/event-stream",
@@ -97,6 +100,7 @@ class EventStream(StreamingResponse):
         )
         self._subscription = subscription
         self._settings = settings
+        self._streams = streams
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it. Who does not read for a while is let go, and comes back by its last event's id."""
@@ -107,10 +111,13 @@ class EventStream(StreamingResponse):
 
         # Here and not in the generator, which is left alone where a send is cancelled.
         async with self._subscription:
+            self._streams.add(self._subscription)
             try:
                 await super().__call__(scope, receive, send_in_time)
             except TimeoutError:
                 logger.info("a reader of %s has stalled and is let go", self._subscription.trace)
+            finally:
+                self._streams.discard(self._subscription)
 
     async def _chunks(self) -> AsyncIterator[bytes]:
         yield f"retry: {RETRY_MS}\n\n".encode()

@@ -8,6 +8,7 @@ import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -17,9 +18,11 @@ import pytest
 import uvicorn
 
 import tracewire
+from examples.chat_backend import run
 from examples.chat_backend.app import create_app
 from examples.chat_backend.problems import of_bus
 from examples.chat_backend.settings import Bend, Settings
+from tests.bus.proxy import proxy
 from tests.scripted import Script, ScriptedEngine, Stage, engine_info
 from tracewire_bus.embedded import EmbeddedServer
 from tracewire_bus.messages import Failure
@@ -41,8 +44,8 @@ async def until(condition: Callable[[], Any]) -> None:
 # --- the service ------------------------------------------------------------------------------------------------------
 
 
-class Server(uvicorn.Server):
-    """A server that leaves the signals to pytest."""
+class Server(run.Server):
+    """The service's server, which leaves the signals to pytest."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -50,23 +53,29 @@ class Server(uvicorn.Server):
 
 
 @asynccontextmanager
-async def serving(settings: Settings) -> AsyncIterator[httpx.AsyncClient]:
-    """The service as a process of its own would serve it, and an HTTP client of it."""
+async def server(settings: Settings) -> AsyncIterator[tuple[Server, str]]:
+    """The service as a process of its own would serve it, and its address."""
     # Named as TCP, or asyncio leaves Nagle's algorithm on, and each small answer waits 40 ms.
     listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listening.bind(("127.0.0.1", 0))
     port = listening.getsockname()[1]
     config = uvicorn.Config(create_app(settings), log_level="warning", timeout_graceful_shutdown=5)
-    server = Server(config)
-    serving = asyncio.create_task(server.serve(sockets=[listening]))
+    one = Server(config)
+    running = asyncio.create_task(one.serve(sockets=[listening]))
     try:
-        await until(lambda: server.started or serving.done())
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE) as http:
-            yield http
+        await until(lambda: one.started or running.done())
+        yield one, f"http://127.0.0.1:{port}"
     finally:
-        server.should_exit = True
+        one.should_exit = True
         with anyio.CancelScope(shield=True):
-            await serving
+            await running
+
+
+@asynccontextmanager
+async def serving(settings: Settings) -> AsyncIterator[httpx.AsyncClient]:
+    """The service, and an HTTP client of it."""
+    async with server(settings) as (_, address), httpx.AsyncClient(base_url=address, timeout=PATIENCE) as http:
+        yield http
 
 
 @pytest.fixture
@@ -367,6 +376,29 @@ async def test_a_dropped_connection_is_taken_up_where_it_broke(
             seen = await events.through("token")
         script.gate.set()
         seen += await all_of(http, told["stream"], seen[-1].id)
+        assert seen == await all_of(http, told["stream"])
+        assert text(seen) == " 0 1 2 3"
+
+
+async def test_a_stream_goes_on_when_redis_is_back(
+    settings: Settings, engine: Callable[..., Any], tmp_path: Path
+) -> None:
+    script = Gated()
+    async with (
+        proxy(str(settings.url), tmp_path) as way,
+        engine(script),
+        serving(replace(settings, url=way.url)) as http,
+        tracewire.connect(settings.url, prefix=settings.prefix) as client,
+    ):
+        told = await said(http, await opened(http), "This module")
+        async with following(http, told["stream"]) as events:
+            seen = await events.through("token")
+            way.away = True
+            await way.cut()
+            script.gate.set()
+            await until_ended(client, told["trace"])
+            way.away = False
+            seen += await events.rest()
         assert seen == await all_of(http, told["stream"])
         assert text(seen) == " 0 1 2 3"
 
@@ -690,14 +722,14 @@ async def test_without_an_engine_one_is_told_to_come_back(http: httpx.AsyncClien
 
 
 async def test_without_redis_one_is_told_to_come_back(settings: Settings) -> None:
-    async with EmbeddedServer.start() as server:
-        patient = replace(settings, url=server.url, patience_s=0.3)
+    async with EmbeddedServer.start() as redis:
+        patient = replace(settings, url=redis.url, patience_s=0.3)
         async with serving(patient) as http:
-            async with ScriptedEngine.running(server.url, settings.prefix, short, engine_info(max_model_len=1024)):
+            async with ScriptedEngine.running(redis.url, settings.prefix, short, engine_info(max_model_len=1024)):
                 conversation = await opened(http)
                 told = await said(http, conversation, "x")
                 await all_of(http, told["stream"])
-            await server.aclose()
+            await redis.aclose()
             for response in (
                 await steered(http, conversation, alpha=1),
                 await http.get(told["stream"]),
@@ -792,11 +824,18 @@ async def test_any_process_serves_any_conversation(settings: Settings, engine: C
 async def test_an_answer_outlives_the_process_that_asked_for_it(settings: Settings, engine: Callable[..., Any]) -> None:
     script = Gated()
     async with engine(script):
-        async with serving(settings) as http:
+        async with (
+            server(settings) as (stopping, address),
+            httpx.AsyncClient(base_url=address, timeout=PATIENCE) as http,
+        ):
             conversation = await opened(http)
             told = await said(http, conversation, "x")
             async with following(http, told["stream"]) as events:
                 seen = await events.through("token")
+                # It does not wait for the answer, and ends the stream as it should be ended.
+                stopping.should_exit = True
+                seen += await events.rest()
+                assert "final" not in names(seen)
         script.gate.set()
         async with serving(settings) as http:
             seen += await all_of(http, told["stream"], seen[-1].id)
