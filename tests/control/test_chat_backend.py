@@ -26,7 +26,7 @@ from tests.bus.proxy import proxy
 from tests.scripted import Script, ScriptedEngine, Stage, engine_info
 from tracewire_bus.embedded import EmbeddedServer
 from tracewire_bus.messages import Failure
-from tracewire_bus.streams import FINAL_ID
+from tracewire_bus.streams import FINAL_ID, Bus
 
 #: Nothing here takes longer; a test that would hang fails instead.
 PATIENCE = 20
@@ -176,6 +176,10 @@ class Events:
                     return seen
         raise AssertionError(f"the stream ended before a {name!r}")
 
+    async def tokens(self, count: int) -> list[Seen]:
+        """Everything up to and with so many more tokens."""
+        return [event for _ in range(count) for event in await self.through("token")]
+
     async def rest(self) -> list[Seen]:
         """Everything to the end."""
         with anyio.fail_after(PATIENCE):
@@ -222,7 +226,7 @@ async def short(stage: Stage) -> None:
 
 
 async def bends(stage: Stage) -> None:
-    """Three tokens, and, once it is steered, three more; each says the alpha that it was sampled with."""
+    """Three tokens, and, once it is steered after them, three more; each says the alpha that it was sampled with."""
     await stage.accept()
     for _ in range(3):
         await stage.save(f" {stage.live['alpha']:g}", {"meter": stage.live["alpha"]})
@@ -300,7 +304,7 @@ async def test_two_readers_see_the_same_at_their_own_pace(http: httpx.AsyncClien
             first = await early.through("token")
             async with following(http, f"/conversations/{conversation}/stream") as late:
                 # It has everything that there is before the answer goes on.
-                second = [*await late.through("token"), *await late.through("token")]
+                second = await late.tokens(2)
                 script.gate.set()
                 second += await late.rest()
             first += await early.rest()
@@ -491,9 +495,7 @@ async def test_an_answer_is_bent_while_it_is_written(http: httpx.AsyncClient, en
         conversation = await opened(http, alpha=0.5)
         told = await said(http, conversation, "This module")
         async with following(http, told["stream"]) as events:
-            seen = []
-            for _ in range(3):
-                seen += await events.through("token")
+            seen = await events.tokens(3)
             response = await steered(http, conversation, alpha=3, if_version=0)
             assert response.status_code == 200
             assert response.json() == {"version": 1, "alpha": 3.0}
@@ -507,28 +509,24 @@ async def test_an_answer_is_bent_while_it_is_written(http: httpx.AsyncClient, en
 
 
 async def test_an_answer_is_bent_before_an_engine_has_taken_it(
-    http: httpx.AsyncClient, engine: Callable[..., Any]
+    http: httpx.AsyncClient, engine: Callable[..., Any], bus: Bus
 ) -> None:
-    # The model is known from an engine that takes nothing any more.
-    async with engine(short, engine="first"):
-        conversation = await opened(http)
-        await said(http, conversation, "one")
-        assert names(await all_of(http, f"/conversations/{conversation}/stream"))[-1] == "final"
-        scripted_taken = anyio.Event()
-
     async def script(stage: Stage) -> None:
-        scripted_taken.set()
-        await bends(stage)
+        await stage.accept()
+        await stage.save(f" {stage.live['alpha']:g}", {"meter": 0.0})
+        await stage.final()
 
+    # One that is there, and takes nothing.
+    await bus.register(engine_info(engine="busy", max_model_len=1024), ttl_s=600)
+    conversation = await opened(http)
+    told = await said(http, conversation, "This module", alpha=1)
+    assert (await steered(http, conversation, alpha=2)).json()["version"] == 1
     async with engine(script):
-        told = await said(http, conversation, "two", alpha=1)
-        assert told["alpha"] == 1
-        with anyio.fail_after(PATIENCE):
-            await scripted_taken.wait()
-        assert (await steered(http, conversation, alpha=2)).json()["version"] == 1
         seen = await all_of(http, told["stream"])
-    assert [event.data["version"] for event in seen if event.name == "steered"] == [1]
-    assert text(seen).endswith(" 2 2 2")
+    assert names(seen) == ["accepted", "steered", "token", "final"]
+    assert seen[0].data["version"] == 1
+    assert (seen[1].data["first"], seen[1].data["values"]) == (0, {"alpha": 2.0})
+    assert text(seen) == " 2"
 
 
 async def test_the_next_answer_begins_where_the_slider_was_left(
@@ -537,8 +535,10 @@ async def test_the_next_answer_begins_where_the_slider_was_left(
     async with engine(bends) as scripted:
         conversation = await opened(http)
         told = await said(http, conversation, "one", alpha=1)
-        await steered(http, conversation, alpha=-2.5)
-        await all_of(http, told["stream"])
+        async with following(http, told["stream"]) as events:
+            await events.tokens(3)
+            await steered(http, conversation, alpha=-2.5)
+            await events.rest()
         told = await said(http, conversation, "two")
         assert told["alpha"] == -2.5
         await http.post(f"/conversations/{conversation}/cancel")
@@ -672,7 +672,7 @@ async def test_an_answer_is_cancelled_and_what_was_written_stays(
         conversation = await opened(http)
         told = await said(http, conversation, "x")
         async with following(http, told["stream"]) as events:
-            seen = [*await events.through("token"), *await events.through("token")]
+            seen = await events.tokens(2)
             assert (await http.post(f"/conversations/{conversation}/cancel")).json() == {"cancelled": True}
             seen += await events.rest()
         assert seen[-1].data["status"] == "cancelled"
@@ -802,7 +802,7 @@ async def test_any_process_serves_any_conversation(settings: Settings, engine: C
         conversation = await opened(here, system="Manual.", temperature=0.5)
         told = await said(here, conversation, "one")
         async with following(here, told["stream"]) as events:
-            seen = await events.through("token")
+            seen = await events.tokens(3)
             # The process that took the message is not the one that is asked from now on.
             assert (await steered(there, conversation, alpha=2)).json()["version"] == 1
             seen += await events.through("steered")
@@ -812,8 +812,10 @@ async def test_any_process_serves_any_conversation(settings: Settings, engine: C
         assert told["answer"] == 1
         assert told["alpha"] == 2.0
         # The first one learns of the second answer from the bus.
-        assert (await steered(here, conversation, alpha=-1)).json()["version"] == 1
-        assert text(await all_of(here, f"/conversations/{conversation}/stream")) == " 2 2 2 -1 -1 -1"
+        async with following(here, f"/conversations/{conversation}/stream") as events:
+            seen = await events.tokens(3)
+            assert (await steered(here, conversation, alpha=-1)).json()["version"] == 1
+            assert text(seen + await events.rest()) == " 2 2 2 -1 -1 -1"
         assert (await here.get(f"/conversations/{conversation}")).json() == (
             await there.get(f"/conversations/{conversation}")
         ).json()
