@@ -1,0 +1,1 @@
+"""A chat service on Tracewire: answers that outlive their connections, and bend while they are written."""

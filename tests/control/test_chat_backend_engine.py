@@ -1,0 +1,98 @@
+"""The chat service on a real engine: an answer is bent while it is written, and only from there on."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import anyio
+import httpx
+import pytest
+
+import tracewire
+from examples.chat_backend.settings import Settings
+from examples.demo_model.score import CodeScore
+
+from .test_chat_backend import Seen, following, opened, said, serving, steered, text
+
+pytestmark = pytest.mark.engine
+
+#: Prose, which greedy decoding never leaves by itself.
+PROMPT = "This module provides"
+#: Far enough that, whichever token it holds from, greedy decoding goes on with code.
+ALPHA = 3.0
+#: So many tokens that a change comes in time on any machine, and that enough come after it to be scored.
+TOKENS = 512
+#: How many tokens are read before the answer is bent.
+BEFORE = 12
+
+
+@pytest.fixture
+async def http(engine: Any, engine_bus: str) -> AsyncIterator[httpx.AsyncClient]:
+    """An HTTP client of the service on the shared engine's bus."""
+    async with tracewire.connect(engine_bus) as client:
+        await client.model("demo", wait_for_engine=60)
+    # Greedy decoding repeats itself, and must not end before it has been bent.
+    async with serving(Settings(url=engine_bus, sampling={"ignore_eos": True})) as http:
+        yield http
+
+
+def tokens(seen: list[Seen]) -> list[dict[str, Any]]:
+    """What the token events say, in order; every index once."""
+    found = [event.data for event in seen if event.name == "token"]
+    assert [one["index"] for one in found] == [sum(one["count"] for one in found[:n]) for n in range(len(found))]
+    assert all(len(one["meter"]) == one["count"] for one in found)
+    return found
+
+
+def parts(seen: list[Seen], first: int) -> tuple[str, str]:
+    """The text before token `first`, and from it on. An output never holds tokens of both."""
+    found = tokens(seen)
+    assert all(one["index"] >= first or one["index"] + one["count"] <= first for one in found)
+    before = "".join(one["text"] for one in found if one["index"] < first)
+    return before, "".join(one["text"] for one in found if one["index"] >= first)
+
+
+async def answer(http: httpx.AsyncClient, alpha: float | None = None) -> list[Seen]:
+    """All events of a greedy answer, bent to `alpha` once its first tokens are there."""
+    conversation = await opened(http, temperature=0.0, max_tokens=TOKENS)
+    told = await said(http, conversation, PROMPT)
+    seen: list[Seen] = []
+    async with following(http, told["stream"]) as events:
+        while alpha is not None and sum(one["count"] for one in tokens(seen)) < BEFORE:
+            seen += await events.through("token")
+        if alpha is not None:
+            response = await steered(http, conversation, alpha=alpha, if_version=0)
+            assert response.status_code == 200, response.text
+            assert response.json()["version"] == 1
+        seen += [event async for event in events]
+    assert seen[-1].name == "final"
+    assert seen[-1].data["status"] == "finished", seen[-1].data
+    assert sum(one["count"] for one in tokens(seen)) == TOKENS
+    return seen
+
+
+async def test_an_answer_is_bent_from_one_token_on(http: httpx.AsyncClient) -> None:
+    with anyio.fail_after(300):
+        straight = await answer(http)
+        again = await answer(http)
+        bent = await answer(http, ALPHA)
+    assert text(straight) == text(again), "greedy decoding of one request at a time repeats itself"
+    (change,) = (event.data for event in bent if event.name == "steered")
+    assert change["values"] == {"alpha": ALPHA}
+    assert change["by"] == "chat"
+    first = change["first"]
+    assert BEFORE <= first < TOKENS - 64, "too few tokens are left to see it by"
+    # The event stands where it holds: what was sampled before came before it.
+    at = next(number for number, event in enumerate(bent) if event.name == "steered")
+    assert all(one["index"] < first for one in tokens(bent[:at]))
+    before, after = parts(bent, first)
+    assert text(straight).startswith(before)
+    tail = text(straight).removeprefix(before)
+    assert after != tail
+    score = CodeScore.load()
+    assert score(after) > score(tail) + 0.3
+    meters = [value for one in tokens(bent) for value in one["meter"]]
+    # It is read behind what bends it: the first bent token lies further along by nearly all of it.
+    assert meters[first] > max(meters[:first])
+    assert sum(meters[first:]) / len(meters[first:]) > sum(meters[:first]) / first + ALPHA / 2
