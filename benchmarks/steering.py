@@ -1,7 +1,7 @@
 """How soon a change of a live parameter holds, in steps and milliseconds, beside what a step itself takes.
 
     python -m benchmarks.steering [--model FOLDER] [--concurrency 1 16 64] [--steers 12] [--form block|declared]
-    [--redis-first] [--json]
+    [--redis-first] [--json] [any option of `tracewire engine`]
 
 One engine serves N traces at once, each of which is steered again and again at random tokens by the service that reads
 it, all in one process. For each steer:
@@ -152,7 +152,7 @@ async def run(options: argparse.Namespace, log: Path, notes: Path) -> list[dict[
 def start_engine(url: str, options: argparse.Namespace, log: Path, notes: Path) -> subprocess.Popen[bytes]:
     """`engine`, in a process of its own."""
     arguments = ["--url", url, "--name", "model", options.model]
-    arguments += [part for tap in options.tap for part in ("--tap", tap)]
+    arguments += options.engine
     command = [sys.executable, "-m", "benchmarks.steering", "--engine", str(notes), *arguments]
     with log.open("wb") as out:
         return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=out)
@@ -200,10 +200,9 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--steers", type=int, default=12, help="of each trace")
     parser.add_argument("--form", choices=["block", "declared"], default="block")
-    parser.add_argument("--tap", action="append", default=[])
     parser.add_argument("--redis-first", action="store_true")
     parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
+    options, options.engine = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as folder:
         notes = Path(folder) / "notes"
         notes.write_text("")

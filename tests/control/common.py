@@ -18,9 +18,9 @@ LONG = {"max_tokens": 1500, "temperature": 0.0, "ignore_eos": True}
 
 
 @asynccontextmanager
-async def held_up(client: Client, model: Model) -> AsyncIterator[None]:
+async def held_up(client: Client, model: Model, prompt: Any = PROMPT) -> AsyncIterator[None]:
     """A slow engine: in every step it waits for somebody's block."""
-    async with client.trace(model, PROMPT, dawdles(seconds=0.02), **LONG) as trace:
+    async with client.trace(model, prompt, dawdles(seconds=0.02), **LONG) as trace:
         await trace.accepted()
         yield
 
