@@ -162,6 +162,7 @@ class Stage:
             "model": self._info.model,
             "queued_at": self._queued_at,
             "live_version": self.live_version,
+            "live": {name: wire(value) for name, value in self.live.items()},
             "sampling": [invoke.sampling for invoke in self.submission.invokes],
             "prompt_tokens": [len(invoke.token_ids or invoke.prompt or "x") for invoke in self.submission.invokes],
         }

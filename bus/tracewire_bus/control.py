@@ -6,13 +6,18 @@ put an order on it in the same breath. An engine reads all of its own in one cal
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
-from .connection import Link
+import anyio
+
+from .connection import Backoff, Link, as_bus_error, is_transient
 from .keys import Keys
 
 __all__ = ["ControlReader", "Order"]
+
+logger = logging.getLogger("tracewire")
 
 #: How many orders are read at once.
 _PAGE: Final = 512
@@ -34,24 +39,41 @@ class ControlReader:
 
     def __init__(self, link: Link, keys: Keys, engine: str) -> None:
         self._link = link
+        self._backoff = Backoff()
+        #: Streams with entries that were handed out and are there still.
+        self._read_up_to: dict[str, bytes] = {}
         self._positions = {keys.control(tag, engine): b"0-0" for tag in keys.tags}
 
     async def read(self, block_ms: int) -> list[Order]:
         """The next orders, in each trace's order; waits up to `block_ms` for the first.
 
-        What was read is removed with the next call.
+        While Redis is away it returns nothing, after a while, and goes on where it was.
 
         Raises:
-            redis.exceptions.RedisError: the connection broke; the next call goes on where this one would have.
+            BusError: Redis refuses.
         """
-        (reply,) = await self._link.ask(
+        try:
+            return await self._read(block_ms)
+        except Exception as error:
+            if not is_transient(error):
+                raise as_bus_error(error) from error
+            pause = self._backoff.next()
+            logger.log(self._backoff.level, "control waits for Redis: %s", error)
+            await anyio.sleep(pause)
+            return []
+
+    async def _read(self, block_ms: int) -> list[Order]:
+        # What the last call handed out goes with this one: handed out once, whatever happens to the connection.
+        *_, reply = await self._link.ask(
+            *(("XTRIM", key, "MINID", _after(last)) for key, last in self._read_up_to.items()),
             ("XREAD", "COUNT", _PAGE, "BLOCK", block_ms, "STREAMS", *self._positions, *self._positions.values()),
             timeout_s=block_ms / 1000 + 30,
         )
         if isinstance(reply, Exception):
             raise reply
+        self._backoff.reset()
+        self._read_up_to.clear()
         orders: list[Order] = []
-        done: list[tuple[Any, ...]] = []
         for key, entries in reply or ():
             for _, flat in entries:
                 fields = dict(zip(flat[::2], flat[1::2], strict=True))
@@ -67,9 +89,7 @@ class ControlReader:
                         )
                     )
             self._positions[_text(key)] = entries[-1][0]
-            done.append(("XTRIM", key, "MINID", _after(entries[-1][0])))
-        if done:
-            await self._link.ask(*done)
+            self._read_up_to[_text(key)] = entries[-1][0]
         return orders
 
     async def aclose(self) -> None:

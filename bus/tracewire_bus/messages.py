@@ -22,6 +22,8 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
+from .keys import FINAL_ID
+
 __all__ = [
     "SCHEMA",
     "Ablate",
@@ -329,6 +331,11 @@ class Event(Message, array_like=True):
     attempt: int
     seq: int
 
+    @property
+    def id(self) -> str:
+        """Its id in the stream, after which to go on reading."""
+        return f"{self.attempt}-{self.seq}"
+
 
 class Versions(Message):
     """Versions of what an engine runs."""
@@ -344,7 +351,7 @@ class Accepted(Event, tag="accepted"):
 
     `queued_at` is when it was queued (Redis's clock), `sampling` the params of each invoke as vLLM resolved them,
     `prompt_tokens` the length of each invoke's prompt. `live_version` is the version of the live parameters that it
-    starts with: 0, or that of the last change made while it was queued.
+    starts with (0, or that of the last change made before it started), `live` their values by name.
     """
 
     engine: str
@@ -357,6 +364,7 @@ class Accepted(Event, tag="accepted"):
     sampling: list[dict[str, Any]] = []
     prompt_tokens: list[int] = []
     live_version: int = 0
+    live: dict[str, Any] = {}
 
 
 class OutputBase(Event):
@@ -480,6 +488,11 @@ class Final(Event, tag="final"):
     manifest: list[Manifest] = []
     save_errors: dict[str, str] = {}
     time: float = 0.0
+
+    @property
+    def id(self) -> str:
+        """Its id in the stream: the greatest there is."""
+        return FINAL_ID
 
 
 # --- registry ---------------------------------------------------------------------------------------------------------

@@ -124,7 +124,7 @@ _PUT: Final = Script(
     + """
 local submitted = KEYS[10]
 local trace, schema, client, priority, lease, limit, remember = unpack(ARGV, 1, 7)
-if not call('SET', submitted, 1, 'EX', remember, 'NX') then return false end
+if not call('SET', submitted, 1, 'EX', remember, 'NX') then return 1 end
 
 local own = KEYS[8] .. client
 local mine = call('ZCARD', own)
@@ -353,13 +353,14 @@ class Queue:
         lease: str = "",
         limit: int | None = None,
         before: Sequence[tuple[Any, ...]] = (),
-    ) -> None:
+    ) -> list[Any]:
         """Queue a trace's submission. A trace that was put before is not queued again, also when it has ended since.
 
         With `limit` entries waiting it is refused, but for a client that has fewer waiting than its share, the limit
         over the number of clients with waiting entries (itself included): that one is refused at twice the limit.
 
-        `before` are commands that go to Redis ahead of it, in one round trip; they may be carried out twice.
+        `before` are commands that go to Redis ahead of it, in one round trip; they may be carried out twice. Returns
+        their replies, and whether the trace was put before.
 
         Raises:
             QueueFull: it was refused.
@@ -371,10 +372,11 @@ class Queue:
             *(trace, schema or schema_text(), client, max(-_MOST_PRIORITY, min(priority, _MOST_PRIORITY)), lease),
             *(limit or 0, REMEMBER_S, data),
         )
-        *_, refused = await self._connections.commands(*before, call)
-        if refused:
+        *replies, refused = await self._connections.commands(*before, call)
+        if isinstance(refused, list):
             waiting, retry_ms = refused
             raise QueueFull(model, waiting, limit or 0, retry_ms / 1000)
+        return [*replies, bool(refused)]
 
     async def take(self, model: str, engine: str, count: int, block_ms: int) -> list[Taken]:
         """Up to `count` entries that no engine has taken, clients in turns, waiting up to `block_ms` for the first.

@@ -161,6 +161,7 @@ class Bus:
             EntryTooLarge: it is larger than an entry may be.
             LiveError: its live parameters are none.
             QueueFull: too many wait.
+            TraceEnded: a trace of this id has ended, so long ago that its events are gone.
             BusError: Redis refused it.
             BusUnavailable: Redis stayed away; it may have been queued, and can be submitted again.
         """
@@ -169,7 +170,7 @@ class Bus:
             raise EntryTooLarge(f"the submission takes {len(data)} bytes, an entry holds {ENTRY_BYTES}")
         model, trace = submission.model, submission.trace
         try:
-            await self.queue.put(
+            created, before = await self.queue.put(
                 model,
                 trace,
                 data,
@@ -184,6 +185,10 @@ class Bus:
             # It does not exist.
             await self.records.forget(trace)
             raise
+        if created and before:
+            # It had a record once, and a queue entry: both went with what it left.
+            await self.records.forget(trace)
+            raise TraceEnded(f"trace {trace} has ended, and is forgotten but for its id")
 
     @property
     def queue(self) -> Queue:

@@ -25,7 +25,7 @@ import msgspec
 
 from tracewire_bus.blobs import THRESHOLD_BYTES
 from tracewire_bus.codec import NewerSchema, check_schema, decode_submission, encode
-from tracewire_bus.connection import Backoff, Wakeup, is_transient
+from tracewire_bus.connection import Wakeup
 from tracewire_bus.control import Order
 from tracewire_bus.declared import DeclarationError, check, normalized
 from tracewire_bus.keys import TAGS
@@ -281,18 +281,13 @@ class Adapter:
     async def _control(self) -> None:
         """Read what is asked of running traces, and see to it."""
         reader = self._bus.control(self._info.engine)
-        backoff = Backoff()
         try:
             while True:
                 try:
                     orders = await reader.read(_CONTROL_MS)
-                    backoff.reset()
-                except Exception as error:
-                    if not is_transient(error):
-                        logger.error("what is asked of traces cannot be read: %s", error)
-                    pause = backoff.next()
-                    logger.log(backoff.level, "control waits for Redis: %s", error)
-                    await anyio.sleep(pause)
+                except BusError as error:
+                    logger.error("what is asked of traces cannot be read: %s", error)
+                    await anyio.sleep(_CONTROL_MS / 1000)
                     continue
                 for order in orders:
                     self._obey(order)

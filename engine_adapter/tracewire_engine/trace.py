@@ -69,6 +69,12 @@ class RawFinal(Final, tag="final"):
     deltas: list[tuple[int, int, msgspec.Raw]] = []  # type: ignore[assignment]  # noqa: RUF012
 
 
+class RawAccepted(Accepted, tag="accepted"):
+    """An `Accepted` whose live parameters are already encoded."""
+
+    live: msgspec.Raw = msgspec.Raw(b"\x80")  # type: ignore[assignment]
+
+
 class _ChoiceHalf:
     __slots__ = ("ended", "ended_at", "finish", "read", "reads", "reason", "stepped", "steps", "time")
 
@@ -403,7 +409,7 @@ class TraceRun:
             self.requests.append(_Request(name, invoke, ready, outputs, half))
         info = self._info
         await self._append(
-            Accepted(
+            RawAccepted(
                 **_UNNUMBERED,
                 engine=info.engine,
                 model=info.model,
@@ -415,6 +421,7 @@ class TraceRun:
                 sampling=[request.prepared.sampling for request in self.requests],
                 prompt_tokens=[request.prepared.prompt_tokens for request in self.requests],
                 live_version=self.live.first_version if self.live is not None else 0,
+                live=msgspec.Raw(self._submission.live),
             )
         )
         self._accepted = True

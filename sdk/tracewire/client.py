@@ -69,7 +69,12 @@ class Prompt:
 
 @asynccontextmanager
 async def connect(
-    url: str | None = None, *, prefix: str = "tw", client: str | None = None, lease: float = 10.0
+    url: str | None = None,
+    *,
+    prefix: str = "tw",
+    client: str | None = None,
+    lease: float = 10.0,
+    patience: float = 20.0,
 ) -> AsyncIterator[Client]:
     """A client of the bus at `url`, for as long as the context lasts.
 
@@ -79,7 +84,8 @@ async def connect(
 
     This alone owns tasks and connections: when the context is left, none is left, and the traces that it submitted and
     that still run are cancelled, unless they were detached. So they are when it dies, or its event loop stands still,
-    for `lease` seconds.
+    for `lease` seconds. While Redis is away, what is asked of it waits for up to `patience` seconds; reading a trace
+    waits as long as the reader does.
 
     Raises:
         ConnectError: no URL is given, or nothing answers there.
@@ -96,7 +102,7 @@ async def connect(
     from tracewire_bus.embedded import EmbeddedServerError
 
     try:
-        bus = Bus.open(address, prefix=prefix)
+        bus = Bus.open(address, prefix=prefix, patience_s=patience)
         await bus.__aenter__()
     except (BusError, EmbeddedServerError, ValueError) as error:
         raise ConnectError(f"cannot connect: {error}") from error
@@ -268,15 +274,23 @@ class Client:
                 raise UnknownTrace(trace_id) from None
 
     async def steer(
-        self, trace_id: str, values: Mapping[str, Any] | None = None, /, *, if_version: int | None = None, **more: Any
+        self,
+        trace_id: str,
+        values: Mapping[str, Any] | None = None,
+        /,
+        *,
+        if_version: int | None = None,
+        by: str | None = None,
+        **more: Any,
     ) -> int:
         """Change live parameters of a trace, all that are given at once, and return the version that this makes.
 
         Any client may, whoever submitted the trace; changes count in the order in which the bus took them. It is
         accepted on return. A [`Steered`][tracewire.Steered] event then says from which token on it holds: the first
         that is sampled in a step which begins after the engine has heard of it. `if_version` makes it conditional: it
-        is accepted only if the live parameters are still at that version. Floating-point arrays of another precision
-        are converted to the declared one.
+        is accepted only if the live parameters are still at that version. `by` says who made it, if not this client.
+        Floating-point arrays of another precision are converted to the declared one. Parameters that are called as one
+        of these arguments go into `values`.
 
         Raises:
             SteerRejected: a name was not declared, or a value is not finite or not of the declared type and shape.
@@ -300,7 +314,7 @@ class Client:
             while True:
                 try:
                     return await self._open_bus().records.steer(
-                        trace_id, prepared, by=self._name, if_version=if_version
+                        trace_id, prepared, by=self._name if by is None else by, if_version=if_version
                     )
                 except SteerRefused as error:
                     fitting = cast_to(prepared[error.name], error.declared) if error.reason == "form" else None
@@ -310,14 +324,14 @@ class Client:
                     if error.reason == "version":
                         raise VersionConflict(trace_id, str(error), error.version) from None
                     field = f"live.{error.name}" if error.name else "live"
-                    raise SteerRejected(trace_id, field, str(error)) from None
+                    raise SteerRejected(trace_id, field, str(error), reason=error.reason) from None
                 except RecordEnded:
                     raise TraceEnded(trace_id) from None
                 except TraceMissing:
                     raise UnknownTrace(trace_id) from None
 
-    async def cancel(self, trace_id: str, reason: str = "") -> bool:
-        """Have a trace end now, as `cancelled`, queued or running; `reason` stands in its error. Any client may.
+    async def cancel(self, trace_id: str, reason: str = "", *, by: str | None = None) -> bool:
+        """Have a trace end now, as `cancelled`, queued or running. Any client may; `reason`, and by whom, is told.
 
         Returns whether it will: `False` if it had ended already. Its engine stops within two steps; what was generated
         and saved until then stays readable.
@@ -328,7 +342,7 @@ class Client:
         bus = self._open_bus()
         with bus_errors():
             try:
-                await bus.cancel(trace_id, by=self._name, reason=reason)
+                await bus.cancel(trace_id, by=self._name if by is None else by, reason=reason)
             except RecordEnded:
                 return False
             except TraceMissing:

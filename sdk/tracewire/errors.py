@@ -222,12 +222,15 @@ class SteerRejected(TracewireError):
         trace: the trace's id.
         field: the parameter at fault as the caller wrote it (`"live.alpha"`), or `"live"`.
         message: what was observed, and what was expected.
+        reason: `value` (no live parameter can have it), `form` (not of the declared type or shape), `undeclared`,
+            `version`, or `busy`: too many changes of the trace wait for its engine, and later there may be room.
     """
 
-    def __init__(self, trace: str, field: str, message: str) -> None:
+    def __init__(self, trace: str, field: str, message: str, *, reason: str = "value") -> None:
         self.trace = trace
         self.field = field
         self.message = message
+        self.reason = reason
         super().__init__(f"{field}: {message}")
 
 
@@ -235,7 +238,7 @@ class VersionConflict(SteerRejected):
     """The live parameters have another version than the change was meant for. `version` is the one they have."""
 
     def __init__(self, trace: str, message: str, version: int) -> None:
-        super().__init__(trace, "if_version", message)
+        super().__init__(trace, "if_version", message, reason="version")
         self.version = version
 
 

@@ -41,11 +41,6 @@ class Output(OutputBase, tag="o", dict=True):
     encoded_deltas: msgspec.Raw = msgspec.Raw(b"\x90")
 
     @property
-    def id(self) -> str:
-        """The event's id, `<attempt>-<seq>`: `subscribe(trace, since=output.id)` goes on after it."""
-        return f"{self.attempt}-{self.seq}"
-
-    @property
     def deltas(self) -> list[list[Delta]]:
         """What was saved, by step.
 

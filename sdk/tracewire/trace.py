@@ -18,6 +18,7 @@ import msgspec
 
 from tracewire_bus.fold import DigestMismatch, Fold
 from tracewire_bus.messages import Submission
+from tracewire_bus.records import TraceEnded
 from tracewire_bus.streams import EntryTooLarge, QueueFull
 
 from .errors import (
@@ -126,6 +127,8 @@ class Trace:
                 await bus.submit(submission, model.info.queue_limit)
                 if submission.deadline_s is not None:
                     presence.watch(self.id, submission.deadline_s)
+            except TraceEnded as error:
+                raise TraceRejected("trace_id", f"{error}: take another one") from None
             except QueueFull as error:
                 raise Overloaded(self.model, error.waiting, error.limit, error.retry_after_s) from None
             except EntryTooLarge as error:
@@ -198,14 +201,20 @@ class Trace:
     # --- control ------------------------------------------------------------------------------------------------------
 
     async def steer(
-        self, values: Mapping[str, Any] | None = None, /, *, if_version: int | None = None, **more: Any
+        self,
+        values: Mapping[str, Any] | None = None,
+        /,
+        *,
+        if_version: int | None = None,
+        by: str | None = None,
+        **more: Any,
     ) -> int:
         """Change its live parameters: [`Client.steer`][tracewire.Client.steer]."""
-        return await self._client.steer(self.id, values, if_version=if_version, **more)
+        return await self._client.steer(self.id, values, if_version=if_version, by=by, **more)
 
-    async def cancel(self, reason: str = "") -> bool:
+    async def cancel(self, reason: str = "", *, by: str | None = None) -> bool:
         """Have it end now, as `cancelled`: [`Client.cancel`][tracewire.Client.cancel]."""
-        return await self._client.cancel(self.id, reason)
+        return await self._client.cancel(self.id, reason, by=by)
 
     # --- reading ------------------------------------------------------------------------------------------------------
 

@@ -46,10 +46,9 @@ def tokens(seen: list[Seen]) -> list[dict[str, Any]]:
 
 
 def parts(seen: list[Seen], first: int) -> tuple[str, str]:
-    """The text before token `first`, and from it on. An output never holds tokens of both."""
+    """The text before token `first`, and from it on, but for that of an output which holds tokens of both."""
     found = tokens(seen)
-    assert all(one["index"] >= first or one["index"] + one["count"] <= first for one in found)
-    before = "".join(one["text"] for one in found if one["index"] < first)
+    before = "".join(one["text"] for one in found if one["index"] + one["count"] <= first)
     return before, "".join(one["text"] for one in found if one["index"] >= first)
 
 

@@ -1,0 +1,315 @@
+"""Steering, cancelling and deadlines on the bus: what holds with no engine, a dead one, or a scripted one."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+
+import tracewire
+from tests.bus.proxy import proxy
+from tests.scripted import ScriptedEngine, Stage, engine_info, tiny
+from tracewire import Client, Final, Output, Steered
+from tracewire_bus.codec import decode_submission
+from tracewire_bus.live import live_values
+from tracewire_bus.records import SteerRefused
+from tracewire_bus.streams import Bus, Fenced
+
+PATIENCE = 60
+
+
+@pytest.fixture
+async def client(embedded: str, prefix: str) -> AsyncIterator[Client]:
+    """A client on the session's Redis."""
+    async with tracewire.connect(embedded, prefix=prefix, client="one") as client:
+        yield client
+
+
+@pytest.fixture
+async def registered(bus: Bus) -> str:
+    """An engine that is in the registry and takes nothing."""
+    info = engine_info()
+    await bus.register(info, ttl_s=600)
+    return info.engine
+
+
+def running(embedded: str, prefix: str, script: Any = tiny) -> Any:
+    """A scripted engine."""
+    return ScriptedEngine.running(embedded, prefix, script, engine_info())
+
+
+async def events_of(client: Client, trace: str) -> list[Any]:
+    """All events of a trace, which ends."""
+    with anyio.fail_after(PATIENCE):
+        return [event async for event in client.subscribe(trace)]
+
+
+async def test_a_queued_trace_starts_with_what_it_was_steered_to(
+    client: Client, bus: Bus, embedded: str, prefix: str, registered: str
+) -> None:
+    vector = np.arange(4, dtype=np.float32)
+    async with client.trace("tiny", "hello", live={"alpha": 0.0, "vector": vector}, detach=True) as trace:
+        assert await trace.steer(alpha=2) == 1
+        assert await trace.steer({"vector": vector + 1}, by="somebody", if_version=1) == 2
+        assert (await client.live(trace.id)).version == 2
+        async with running(embedded, prefix):
+            events = await events_of(client, trace.id)
+    accepted, steered = events[0], events[1]
+    assert accepted.live_version == 2
+    assert accepted.live["alpha"] == 2
+    assert np.array_equal(accepted.live["vector"], vector + 1)
+    assert [(change.version, change.by) for change in steered.changes] == [(1, "one"), (2, "somebody")]
+    assert steered.first == [(0, 0, 0)]
+    assert steered.id == "1-1"
+    assert isinstance(events[-1], Final)
+
+
+async def test_a_queued_trace_is_cancelled_at_once(
+    client: Client, bus: Bus, embedded: str, prefix: str, registered: str
+) -> None:
+    async with client.trace("tiny", "hello", detach=True) as trace:
+        assert await bus.queue.waiting("tiny") == 1
+        assert await trace.cancel("not needed", by="me")
+        assert await bus.queue.waiting("tiny") == 0
+        with pytest.raises(tracewire.TraceFailed, match="cancelled by me: not needed") as caught:
+            await trace.result()
+        assert caught.value.status == "cancelled"
+        assert not await trace.cancel()
+        async with running(embedded, prefix) as engine, client.trace("tiny", "other") as other:
+            await other.result()
+            assert [submission.trace for submission in engine.taken] == [other.id]
+
+
+async def test_a_deadline_passes_with_no_engine(
+    client: Client, bus: Bus, embedded: str, prefix: str, registered: str
+) -> None:
+    """Its submitter sees to it; or, when that has gone, whoever follows the trace."""
+    with anyio.fail_after(PATIENCE):
+        async with client.trace("tiny", "hello", deadline=0.2) as trace:
+            with pytest.raises(tracewire.TraceFailed) as caught:
+                await trace.result()
+        assert caught.value.status == "expired"
+        async with (
+            tracewire.connect(embedded, prefix=prefix) as gone,
+            gone.trace("tiny", "hello", deadline=0.2, detach=True) as left,
+        ):
+            pass
+        (final,) = await events_of(client, left.id)
+        assert final.status == "expired"
+        assert final.error.field == "deadline"
+        # It leaves the queue right after it has ended.
+        while await bus.queue.waiting("tiny"):
+            pass
+    async with running(embedded, prefix), client.trace("tiny", "other") as other:
+        await other.result()
+
+
+async def test_a_trace_of_a_dead_engine_can_be_cancelled(client: Client, bus: Bus, registered: str) -> None:
+    """What it had put out stands, and nothing that it might still write is taken."""
+    with anyio.fail_after(PATIENCE):
+        async with client.trace("tiny", "hello", detach=True) as trace, bus.writer() as writer:
+            opened = await bus.records.open(trace.id, registered)
+            assert opened is not None
+            (entry,) = await bus.queue.take("tiny", registered, 1, 1000)
+            stage = Stage(decode_submission(entry.fields[b"d"]), writer, engine_info(), 0.0, bus, opened)
+            await stage.accept()
+            await stage.save("one", {"x": 1})
+            await bus.unregister(registered)
+            assert await trace.cancel()
+            with pytest.raises(tracewire.TraceFailed) as caught:
+                await trace.result()
+            assert caught.value.status == "cancelled"
+            assert caught.value.result.text == "one"
+            assert caught.value.result.saves == {"x": [1]}
+            with pytest.raises(Fenced):
+                await stage.save("two", {"x": 2})
+            with pytest.raises(Fenced):
+                await stage.final()
+            with pytest.raises(tracewire.TraceEnded):
+                await trace.steer(x=1)
+
+
+async def test_what_waits_on_a_lease_that_is_gone_is_buried(client: Client, bus: Bus, registered: str) -> None:
+    async with client.trace("tiny", "hello") as left, client.trace("tiny", "hello", detach=True) as kept:
+        (lease,) = [lease for lease in await bus.queue.leases("tiny") if lease]
+        assert await bus.records.held([lease]) == {lease}
+        assert await bus.queue.waiting("tiny") == 2
+        await bus.bury("tiny", lease, by="the bus")
+        assert [lease for lease in await bus.queue.leases("tiny") if lease] == []
+        assert await bus.queue.waiting("tiny") == 1
+        (final,) = await events_of(client, left.id)
+        assert final.status == "cancelled"
+        assert "submitter has gone" in final.error.message
+        await kept.cancel()
+
+
+async def test_a_closed_client_holds_no_lease(bus: Bus, embedded: str, prefix: str, registered: str) -> None:
+    async with tracewire.connect(embedded, prefix=prefix) as client, client.trace("tiny", "hello") as trace:
+        (lease,) = [lease for lease in await bus.queue.leases("tiny") if lease]
+        await trace.cancel()
+    assert await bus.records.held([lease]) == set()
+    with pytest.raises(ValueError, match="lease"):
+        async with tracewire.connect(embedded, lease=0.5):
+            pass
+
+
+async def test_a_change_whose_answer_was_lost_is_made_once(
+    client: Client, embedded: str, prefix: str, tmp_path: Path, registered: str
+) -> None:
+    async with client.trace("tiny", "hello", live={"alpha": 0.0}) as trace:
+        async with proxy(embedded, tmp_path) as way, tracewire.connect(way.url, prefix=prefix) as other:
+            assert await other.steer(trace.id, alpha=1.0) == 1
+            way.swallow = b"alpha"
+            assert await other.steer(trace.id, alpha=2.0) == 2
+            assert way.swallowed.is_set()
+            assert await other.steer(trace.id, alpha=3.0, if_version=2) == 3
+        assert (await client.live(trace.id)).values == {"alpha": 3.0}
+
+
+async def test_orders_come_once_and_in_order_over_a_broken_way(
+    client: Client, bus: Bus, embedded: str, prefix: str, tmp_path: Path, registered: str
+) -> None:
+    async with client.trace("tiny", "hello", live={"alpha": 0}) as trace:
+        assert await bus.records.open(trace.id, registered) is not None
+        found: list[int] = []
+        async with proxy(embedded, tmp_path) as way, Bus.open(way.url, prefix=prefix) as reading:
+            reader = reading.control(registered)
+            for turn in range(30):
+                for value in range(3):
+                    await trace.steer(alpha=turn * 3 + value)
+                if turn % 3 == 0:
+                    # The answer to the next read is lost.
+                    way.swallow = b"XREAD"
+                elif turn % 3 == 1:
+                    await way.cut()
+                while len(found) < turn * 3 + 3:
+                    with anyio.fail_after(PATIENCE):
+                        orders = await reader.read(200)
+                    found += [trace_order(order.change) for order in orders]
+            await reader.read(1)
+            await reader.aclose()
+        assert found == list(range(90))
+        tag = bus.keys.tag(trace.id)
+        assert await bus.command("XLEN", bus.keys.control(tag, registered)) == 0
+
+
+def trace_order(data: bytes) -> int:
+    """The value in a change."""
+    from tracewire_bus.codec import decode_change
+
+    return int(decode_change(data).values["alpha"])
+
+
+async def test_ten_thousand_changes_and_no_more(client: Client, bus: Bus, registered: str) -> None:
+    """A trace whose engine stands still takes so many; then controllers are told, and nothing is lost."""
+    async with client.trace("tiny", "hello", live={"alpha": 0.0}) as trace:
+        opened = await bus.records.open(trace.id, registered)
+        assert opened is not None
+        refused: list[str] = []
+
+        async def many(first: int) -> None:
+            for number in range(first, 10_040, 8):
+                try:
+                    await bus.records.steer(trace.id, live_values({"alpha": float(number)}), by="x")
+                except SteerRefused as error:
+                    refused.append(error.reason)
+
+        async with anyio.create_task_group() as group:
+            for first in range(8):
+                group.start_soon(many, first)
+        assert refused == ["busy"] * 40
+        with pytest.raises(tracewire.SteerRejected) as caught:
+            await trace.steer(alpha=1.0)
+        assert caught.value.reason == "busy"
+        assert (await client.live(trace.id)).version == 10_000
+        changes = await bus.records.close(trace.id)
+        assert len(changes) == 10_000
+        with pytest.raises(tracewire.TraceEnded):
+            await trace.steer(alpha=1.0)
+        async with bus.writer() as writer:
+            await writer.append(trace.id, opened.attempt, 0, b"", told=9_999)
+        assert len(await bus.records.close(trace.id)) == 1
+
+
+async def test_every_consumer_sees_one_order(client: Client, embedded: str, prefix: str) -> None:
+    enough = anyio.Event()
+
+    async def script(stage: Stage) -> None:
+        await stage.accept()
+        while not enough.is_set():
+            await stage.save("x", {"alpha": stage.live["alpha"]})
+        await stage.final()
+
+    async with (
+        running(embedded, prefix, script),
+        client.trace("tiny", "hello", live={"alpha": 0}) as trace,
+        tracewire.connect(embedded, prefix=prefix) as other,
+    ):
+        accepted: dict[int, int] = {}
+        seen: list[list[Any]] = [[], []]
+
+        async def control(number: int) -> None:
+            accepted[await (client, other)[number % 2].steer(trace.id, alpha=number)] = number
+
+        async def follow(events: list[Any]) -> None:
+            events.extend(await events_of(client, trace.id))
+
+        async with anyio.create_task_group() as consumers:
+            for events in seen:
+                consumers.start_soon(follow, events)
+            async with anyio.create_task_group() as controllers:
+                for number in range(1, 101):
+                    controllers.start_soon(control, number)
+            while (await client.state(trace.id)).live_version < 100:
+                pass
+            enough.set()
+        result = await trace.result()
+    assert sorted(accepted) == list(range(1, 101))
+    for events in seen:
+        changes = [change for event in events if isinstance(event, Steered) for change in event.changes]
+        assert {change.version: change.values["alpha"] for change in changes} == accepted
+        assert [change.version for change in changes] == list(range(1, 101))
+        alpha, used = 0, []
+        for event in events:
+            if isinstance(event, Steered):
+                alpha = event.changes[-1].values["alpha"]
+            elif isinstance(event, Output):
+                used.append(alpha)
+        assert used == result.saves["alpha"]
+
+
+async def test_an_id_is_not_used_again_when_its_trace_is_forgotten(
+    client: Client, bus: Bus, embedded: str, prefix: str
+) -> None:
+    async with running(embedded, prefix):
+        async with client.trace("tiny", "hello", trace_id="mine") as trace:
+            await trace.result()
+        async with client.trace("tiny", "hello", trace_id="mine") as again:
+            assert (await again.result()).text == "one two three"
+        await bus.command("DEL", bus.keys.events("mine"), bus.keys.record("mine"))
+        with pytest.raises(tracewire.TraceRejected, match="take another one") as caught:
+            await client.trace("tiny", "hello", trace_id="mine").start()
+        assert caught.value.field == "trace_id"
+        with pytest.raises(tracewire.UnknownTrace):
+            await client.state("mine")
+
+
+@pytest.mark.parametrize(
+    ("live", "said"),
+    [
+        ({"alpha": float("nan")}, "finite"),
+        ({"alpha": np.array([1.0, np.inf])}, "finite"),
+        ({"alpha": [1, 2]}, "expected a number"),
+        ({"alpha": None}, "expected a number"),
+        ({"alpha": np.zeros(300_000, np.float32)}, "may take 1048576"),
+        ({f"p{number}": 0 for number in range(65)}, "at most 64"),
+    ],
+)
+def test_what_no_live_parameter_can_be(client: Client, live: dict[str, Any], said: str) -> None:
+    with pytest.raises(tracewire.TraceRejected, match=said) as caught:
+        client.trace("tiny", "hello", live=live)
+    assert caught.value.field.startswith("live")
