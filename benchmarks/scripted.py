@@ -27,7 +27,7 @@ import zmq.asyncio
 from tracewire_bus.messages import Append, EngineInfo, Manifest, ModuleInfo, Set, Submission
 from tracewire_bus.values import array_payload, encoded_array, list_digest, payload_digest
 from tracewire_engine.engine import Choice, Prepared
-from tracewire_engine.link import FinishRecord, LinkReceiver, LinkSender, Report, StepRecord
+from tracewire_engine.link import Changes, FinishRecord, LinkReceiver, LinkSender, Report, StepRecord
 
 __all__ = ["ELEMENTS", "Pacer", "ScriptedEngine", "scripted_info"]
 
@@ -218,7 +218,7 @@ class ScriptedEngine:
     async def abort(self, request: str) -> None:
         """Scripted requests run to their end."""
 
-    async def steer(self, changes: dict[str, tuple[int, dict[str, msgspec.Raw]]], over: list[str]) -> None:
+    async def steer(self, changes: Changes, over: list[str], since: float) -> None:
         """Scripted requests have nothing to steer."""
 
     def decode(self, token_ids: list[int], prepared: Prepared) -> str:

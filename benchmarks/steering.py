@@ -9,8 +9,8 @@ it, all in one process. For each steer:
 - *steps* is the index of the first token that it holds for, less that of the newest token that the caller had seen: 1
   is the very next one;
 - *ms* is from the call of `steer()` until that token is in the caller's hands;
-- *engine steps* is that index less the number of tokens that the adapter had published when it read the change: 0 is
-  the next step to begin, 1 the one after the step under way.
+- *engine steps* counts the steps that the worker has begun since the adapter read the change, until it holds: 1 is
+  the very next step to begin.
 
 `step_ms` is the median time between two outputs of a trace in the same run: what a decode step takes there. On fewer
 cores than busy processes Redis may be left waiting for one; `--redis-first` is as good as a core of its own
@@ -165,29 +165,13 @@ def engine(arguments: list[str], notes: str) -> int:
     from tracewire_engine.trace import TraceRun
 
     class Watched(TraceRun):
-        """Notes, for each change, how much was published when it was read."""
-
-        def __init__(self, *positional: Any, **named: Any) -> None:
-            super().__init__(*positional, **named)
-            if self.live is None:
-                return
-            take, self._known = self.live.take, {}
-
-            def watched(data: bytes) -> Any:
-                values = take(data)
-                if self.requests:
-                    self._known[self.live.version] = len(self.requests[0].token_ids[0])
-                return values
-
-            self.live.take = watched
+        """Notes what the workers say of each change."""
 
         def _applied(self, applied: Applied) -> None:
             super()._applied(applied)
-            with Path(notes).open("a") as out:
-                for version in [version for version in self._known if version <= applied.version]:
-                    known = self._known.pop(version)
-                    if applied.first:
-                        out.write(f"{applied.first[0][2] - known}\n")
+            if applied.first:
+                with Path(notes).open("a") as out:
+                    out.write(f"{applied.steps}\n")
 
     adapter.TraceRun = Watched
     return cli.main(arguments)

@@ -15,7 +15,7 @@ import msgspec
 from tracewire_bus.messages import Failure, Submission
 
 from .blob_link import BlobChunk
-from .link import Report
+from .link import Changes, Report
 
 __all__ = ["Choice", "Engine", "EngineLost", "Outputs", "Prepared", "Rejection"]
 
@@ -93,10 +93,11 @@ class Engine(Protocol):
         """End a request now. Its finish record still arrives."""
         ...
 
-    async def steer(self, changes: dict[str, tuple[int, dict[str, msgspec.Raw]]], over: list[str]) -> None:
+    async def steer(self, changes: Changes, over: list[str], since: float) -> None:
         """Change live parameters of runs, each to a version, on all workers before the same step.
 
-        The workers report an `Applied` for each. The runs `over` can be forgotten.
+        The workers report an `Applied` for each. The runs `over` can be forgotten. `since` is when the first of the
+        changes was read, in seconds since the epoch.
         """
         ...
 

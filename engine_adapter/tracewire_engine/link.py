@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeAlias
 
 import msgspec
 import zmq
@@ -24,6 +24,7 @@ from tracewire_bus.messages import Declared, Failure, Manifest
 __all__ = [
     "Applied",
     "Batch",
+    "Changes",
     "FinishRecord",
     "Layout",
     "LayoutEntry",
@@ -132,12 +133,18 @@ class Applied(msgspec.Struct, array_like=True):
     """Live parameters of a run are at this version from the step on that is about to run.
 
     `first` has, for each of its choices in the workers, the request, the choice and the index of the next token that it
-    samples, which is the first with these values.
+    samples, which is the first with these values. `steps` counts the steps begun since the adapter
+    read the change, this one included.
     """
 
     run: str
     version: int
     first: list[tuple[str, int, int]] = []
+    steps: int = 1
+
+
+#: By run, a version of its live parameters, and the packed values that changed.
+Changes: TypeAlias = dict[str, tuple[int, dict[str, msgspec.Raw]]]
 
 
 class Report(msgspec.Struct, array_like=True):
@@ -244,6 +251,9 @@ def _wake(changed: asyncio.Future[None]) -> None:
         changed.set_result(None)
 
 
-def encode_changes(changes: dict[str, tuple[int, dict[str, msgspec.Raw]]], over: Iterable[str] = ()) -> bytes:
-    """For the workers' `LiveRuns.steer`: by run, a version and the values that changed; and the runs that are over."""
-    return msgspec.msgpack.encode((changes, list(over)))
+def encode_changes(changes: Changes, over: Iterable[str] = (), since: float = 0.0) -> bytes:
+    """For the workers' `LiveRuns.steer`: what has changed, and the runs that are over.
+
+    `since` is when the adapter read the first of the changes, in seconds since the epoch.
+    """
+    return msgspec.msgpack.encode((since, changes, list(over)))

@@ -11,6 +11,8 @@ The values belong to a *run*, one attempt of a trace, and are shared by all its 
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from typing import Any
 
 import msgspec
@@ -27,7 +29,7 @@ __all__ = ["LIVE", "LiveRun", "LiveRuns", "LiveValues"]
 #: The location that a step's beginning counts as, for blocks that wait for it.
 LIVE = "tracewire.live"
 
-_changes = msgspec.msgpack.Decoder(tuple[dict[str, tuple[int, dict[str, Any]]], list[str]], ext_hook=ext_hook)
+_changes = msgspec.msgpack.Decoder(tuple[float, dict[str, tuple[int, dict[str, Any]]], list[str]], ext_hook=ext_hook)
 
 
 class LiveRun:
@@ -49,10 +51,15 @@ class LiveRuns:
     def __init__(self) -> None:
         self.runs: dict[str, LiveRun] = {}
         self._pending: dict[str, tuple[int, dict[str, Any]]] = {}
+        #: When the oldest of what is pending was sent, and when the last steps began.
+        self._sent = 0.0
+        self._begun: deque[float] = deque(maxlen=32)
 
     def steer(self, encoded: bytes) -> None:
         """Take changes, for the next step on, and forget runs that are over: see `link.encode_changes`."""
-        changes, over = _changes.decode(encoded)
+        sent, changes, over = _changes.decode(encoded)
+        if changes and not self._pending:
+            self._sent = sent
         for name, (version, values) in changes.items():
             before = self._pending.get(name)
             self._pending[name] = version, {**before[1], **values} if before else values
@@ -60,8 +67,14 @@ class LiveRuns:
             self._pending.pop(name, None)
             self.runs.pop(name, None)
 
+    @property
+    def late(self) -> int:
+        """How many steps have begun since what was applied last was sent, the one that it was applied in included."""
+        return sum(began >= self._sent for began in self._begun)
+
     def apply(self) -> list[LiveRun]:
-        """Let what was taken hold from now on. Returns the runs that it changed."""
+        """Let what was taken hold from the step on that begins. Returns the runs that it changed."""
+        self._begun.append(time.time())
         if not self._pending:
             return []
         changed = []

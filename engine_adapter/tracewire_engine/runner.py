@@ -278,7 +278,7 @@ class TracewireRunner(NNsightGPUModelRunner):
                 # Preempted, say: it samples its next token in some later step.
                 index = len(state.output_token_ids)
             first.append((request, choice, max(0, index)))
-        return Applied(run.name, run.version, first)
+        return Applied(run.name, run.version, first, self.nnsight_requests.live.late)
 
     def _scope_step(self, scheduler_output: Any) -> Any:
         """vLLM's update of its states, then nnsight's part: nothing, in a step that has no block and gets none."""

@@ -128,6 +128,8 @@ class Steering:
         self._engine = engine
         self._waiting: dict[str, tuple[LiveTrace, dict[str, msgspec.Raw]]] = {}
         self._over: list[str] = []
+        #: When the first of what waits was read.
+        self._since = 0.0
         self._wanted = Wakeup()
         self._calling = False
 
@@ -140,6 +142,8 @@ class Steering:
         """Have the workers change values of a run."""
         if not values:
             return
+        if not self._waiting:
+            self._since = time.time()
         before = self._waiting.get(live.run)
         self._waiting[live.run] = live, {**before[1], **values} if before else values
         live.sent, live.steered = live.version, True
@@ -162,7 +166,7 @@ class Steering:
             changes = {run: (live.sent, values) for run, (live, values) in waiting.items()}
             self._calling = True
             try:
-                await self._engine.steer(changes, over)
+                await self._engine.steer(changes, over, self._since)
             except Exception:
                 if self._engine.lost:
                     # Whatever ran there is told so.

@@ -21,7 +21,7 @@ from tracewire_bus.messages import Invoke, Submission
 
 from .blob_link import BlobChunk, BlobReceiver
 from .engine import Choice, EngineLost, Outputs, Prepared, Rejection
-from .link import LinkReceiver, Report, encode_changes
+from .link import Changes, LinkReceiver, Report, encode_changes
 from .model import EngineModel
 from .wiring import BLOCK_ARG, DECLARED_ARG, LIVE_ARG, RUN_ARG, inputs_folder
 
@@ -189,9 +189,9 @@ class VllmEngine:
     async def abort(self, request: str) -> None:
         await self.llm.abort(request)
 
-    async def steer(self, changes: dict[str, tuple[int, dict[str, msgspec.Raw]]], over: list[str]) -> None:
+    async def steer(self, changes: Changes, over: list[str], since: float) -> None:
         # Between two steps: EngineCore hands it to all workers behind the steps that it has handed them already.
-        await self.llm.collective_rpc("tracewire_steer", args=(encode_changes(changes, over),))
+        await self.llm.collective_rpc("tracewire_steer", args=(encode_changes(changes, over, since),))
 
     def decode(self, token_ids: list[int], prepared: Prepared) -> str:
         skip = prepared.params.skip_special_tokens

@@ -1,19 +1,27 @@
-"""Two ranks: a change reaches both before the same step. Were it not so, their halves of the values would not match."""
+"""A small engine of two ranks: a change reaches both before the same step, and nobody gets more than there is room for.
+
+Were a change not in one step, the ranks' halves of the values would not match.
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack
 from typing import Any
 
+import anyio
 import numpy as np
 import pytest
 
 import tracewire
-from tests.control.blocks import added, scheduled, steered
-from tests.control.common import PROMPT, check_order, direction, held_up, schedule_of, steer_along
+from tests.control.blocks import added, dawdles, scheduled, steered
+from tests.control.common import LONG, PROMPT, check_order, direction, held_up, schedule_of, steer_along
 from tests.engine_process import EngineProcess, running_engine
 from tracewire import Client, Live, Model, Steer
 from tracewire_bus.embedded import EmbeddedServer
+
+CAPACITY = 6
 
 
 @pytest.fixture(scope="module")
@@ -25,10 +33,10 @@ async def ranks_bus() -> AsyncIterator[str]:
 
 @pytest.fixture(scope="module")
 def ranks(ranks_bus: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
-    """An engine of two ranks, on a core each."""
+    """An engine of two ranks, on a core each, which runs three requests at once and takes six traces."""
     folder = tmp_path_factory.mktemp("ranks")
-    environment = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
-    with running_engine(ranks_bus, folder, "--tensor-parallel-size", "2", environment=environment) as engine:
+    options = ("--tensor-parallel-size", "2", "--max-num-seqs", "3", "--capacity", str(CAPACITY))
+    with running_engine(ranks_bus, folder, *options, environment={"VLLM_CPU_OMP_THREADS_BIND": "0|1"}) as engine:
         yield engine
 
 
@@ -74,3 +82,58 @@ async def test_a_declared_intervention_steered_on_two_ranks(client: Client, two:
         async with client.trace(two, PROMPT, added(vectors=vectors), **sampling) as trace:
             known = await trace.result()
     assert result.token_ids == known.token_ids
+
+
+async def test_priorities_reach_the_scheduler(client: Client, two: Model) -> None:
+    """While the engine is full, what comes later and is more urgent begins first."""
+    async with AsyncExitStack() as stack:
+        # Their blocks make each step slow, so that they last.
+        full = [
+            await stack.enter_async_context(client.trace(two, PROMPT, dawdles(seconds=0.01), **LONG)) for _ in "abc"
+        ]
+        for trace in full:
+            await anext(aiter(trace))
+        begun: list[int] = []
+
+        async def one(priority: int) -> None:
+            async with client.trace(two, PROMPT, max_tokens=2, priority=priority) as trace:
+                await trace.accepted()
+                started.set()
+                await anext(aiter(trace))
+                begun.append(priority)
+
+        async with anyio.create_task_group() as group:
+            for priority in (5, 0, -5):
+                started = anyio.Event()
+                group.start_soon(one, priority)
+                await started.wait()
+            await full[0].cancel()
+        assert begun == [-5, 0, 5]
+
+
+async def test_an_engine_takes_no_more_than_its_capacity(client: Client, two: Model, ranks_bus: str) -> None:
+    """And what waits takes turns: a client with one submission need not wait for another's many."""
+    spans: dict[str, tuple[float, float]] = {}
+    under_way = anyio.Event()
+
+    async def one(owner: Client, name: str) -> None:
+        async with owner.trace(two, PROMPT, trace_id=name, max_tokens=12, ignore_eos=True) as trace:
+            accepted = await trace.accepted()
+            await trace.result()
+        (final,) = [event async for event in client.subscribe(name) if isinstance(event, tracewire.Final)]
+        spans[name] = accepted.accepted_at, final.time
+        under_way.set()
+
+    async with (
+        tracewire.connect(ranks_bus, client="many") as many,
+        tracewire.connect(ranks_bus, client="single") as single,
+        anyio.create_task_group() as group,
+    ):
+        for number in range(60):
+            group.start_soon(one, many, f"many-{number}")
+        await under_way.wait()
+        group.start_soon(one, single, "single")
+    marks = sorted([(begin, 1) for begin, _ in spans.values()] + [(end, -1) for _, end in spans.values()])
+    assert max(itertools.accumulate(change for _, change in marks)) <= CAPACITY
+    later = [name for name, (begin, _) in spans.items() if begin > spans["single"][0]]
+    assert len(later) > 30
