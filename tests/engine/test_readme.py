@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
+import tracewire
 from tracewire import Client, Model
 
 ROOT = Path(__file__).parents[2]
@@ -46,3 +48,15 @@ async def test_the_declared_interventions_in_the_readme_run(client: Client, mode
     result = await scope["main"](client, model, np.load(ROOT / "examples" / "demo_model" / "direction.npy"))
     assert len(result.saves["projection"]) == len(result.saves["lens"]) == len(result.token_ids)
     assert result.saves["lens"][0]["token_ids"].shape == (model.info.layer_count, 3)
+
+
+async def test_the_steering_in_the_readme_runs(
+    client: Client, model: Model, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fourth = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[3]
+    scope: dict[str, Any] = {"tracewire": tracewire, "Steer": tracewire.Steer, "Live": tracewire.Live}
+    source = "async def main(client, model, direction):\n" + textwrap.indent(fourth, "    ") + "    return trace"
+    exec(source, scope)
+    trace = await scope["main"](client, model, np.load(ROOT / "examples" / "demo_model" / "direction.npy"))
+    assert (await trace.result()).live_version == 1
+    assert "on: {'alpha': 8.0} by" in capsys.readouterr().out
