@@ -221,6 +221,14 @@ class ScriptedEngine:
     async def steer(self, changes: Changes, over: list[str], since: float) -> None:
         """Scripted requests have nothing to steer."""
 
+    async def pause(self, request: str) -> bool:
+        """Scripted requests know no pause."""
+        return False
+
+    async def resume(self, request: str) -> bool:
+        """Nor this."""
+        return False
+
     def decode(self, token_ids: list[int], prepared: Prepared) -> str:
         """The text of these tokens."""
         return _TEXT * len(token_ids)

@@ -23,7 +23,9 @@ from .messages import (
     Message,
     Output,
     OutputBase,
+    Paused,
     Restarted,
+    Resumed,
     Steered,
     Submission,
 )
@@ -45,12 +47,14 @@ __all__ = [
 ]
 
 #: What stands on a trace's stream.
-AnyEvent: TypeAlias = Accepted | Output | Steered | Restarted | Final
+AnyEvent: TypeAlias = Accepted | Output | Steered | Paused | Resumed | Restarted | Final
 
 _SCHEMA_TEXT = f"{SCHEMA[0]}.{SCHEMA[1]}"
 _O = TypeVar("_O", bound=OutputBase)
 #: The tags of what this version knows.
-_KINDS = frozenset(kind.__struct_config__.tag for kind in (Accepted, Output, Steered, Restarted, Final))
+_KINDS = frozenset(
+    kind.__struct_config__.tag for kind in (Accepted, Output, Steered, Paused, Resumed, Restarted, Final)
+)
 
 
 class UnknownKind(ValueError):
@@ -80,7 +84,7 @@ def _encoder() -> msgspec.msgpack.Encoder:
 def _decode(type_: Any) -> Callable[[bytes | memoryview], Any]:
     if isinstance(type_, type) and issubclass(type_, OutputBase):
         # An event whose outputs are of this form.
-        type_ = Union[Accepted, type_, Steered, Restarted, Final]  # noqa: UP007  (of a variable)
+        type_ = Union[Accepted, type_, Steered, Paused, Resumed, Restarted, Final]  # noqa: UP007  (of a variable)
     return msgspec.msgpack.Decoder(type_, ext_hook=ext_hook).decode
 
 
@@ -112,7 +116,9 @@ def decode_event(data: bytes | memoryview) -> AnyEvent: ...
 
 
 @overload
-def decode_event(data: bytes | memoryview, output: type[_O]) -> Accepted | _O | Steered | Restarted | Final: ...
+def decode_event(
+    data: bytes | memoryview, output: type[_O]
+) -> Accepted | _O | Steered | Paused | Resumed | Restarted | Final: ...
 
 
 def decode_event(data: bytes | memoryview, output: type[OutputBase] = Output) -> Any:

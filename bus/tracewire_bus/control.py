@@ -25,9 +25,9 @@ _PAGE: Final = 512
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What an engine is to do for one of its traces: apply `change` (encoded), or cancel it."""
+    """What an engine is to do for one of its traces: apply `change` (encoded), cancel, pause or resume it."""
 
-    kind: Literal["steer", "cancel"]
+    kind: Literal["steer", "cancel", "pause", "resume"]
     trace: str
     change: bytes = b""
     by: str = ""
@@ -78,7 +78,7 @@ class ControlReader:
             for _, flat in entries:
                 fields = dict(zip(flat[::2], flat[1::2], strict=True))
                 kind = _text(fields.get(b"k", b""))
-                if kind in ("steer", "cancel"):
+                if kind in ("steer", "cancel", "pause", "resume"):
                     orders.append(
                         Order(
                             kind,  # type: ignore[arg-type]

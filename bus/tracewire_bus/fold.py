@@ -19,7 +19,9 @@ from .messages import (
     Final,
     Manifest,
     OutputBase,
+    Paused,
     Restarted,
+    Resumed,
     Set,
     Status,
     SteeredBase,
@@ -140,6 +142,7 @@ class Fold:
         self.accepted: Accepted | None = None
         #: Version of the live parameters that the events so far tell of.
         self.live_version = 0
+        self.paused = False
         self.status: Status | None = None
         self.error: Failure | None = None
         self.usage = Usage()
@@ -169,6 +172,8 @@ class Fold:
             self.live_version = event.live_version
         elif isinstance(event, SteeredBase):
             self.live_version = event.version
+        elif isinstance(event, Paused | Resumed):
+            self.paused = isinstance(event, Paused)
         elif isinstance(event, Final):
             self._final(event)
         elif isinstance(event, Restarted):
@@ -191,6 +196,7 @@ class Fold:
         self.choices = {}
         self.accepted = None
         self.live_version = 0
+        self.paused = False
 
     def _output(self, output: OutputBase) -> None:
         state = self.choices.get((output.invoke, output.choice))

@@ -50,10 +50,12 @@ __all__ = [
     "Output",
     "OutputBase",
     "PathKey",
+    "Paused",
     "Positions",
     "Probe",
     "RawOutput",
     "Restarted",
+    "Resumed",
     "SaveDelta",
     "Set",
     "Status",
@@ -442,6 +444,20 @@ class RawSteered(SteeredBase, tag="steered"):
     """A `Steered` whose changes are encoded already, as an adapter passes them on."""
 
     changes: list[msgspec.Raw] = []
+
+
+class Paused(Event, tag="paused"):
+    """The trace is held where it is: outputs of at most two further steps follow, until `Resumed`."""
+
+    by: str = ""
+    time: float = 0.0
+
+
+class Resumed(Event, tag="resumed"):
+    """The trace goes on from where it was paused."""
+
+    by: str = ""
+    time: float = 0.0
 
 
 class Restarted(Event, tag="restarted"):

@@ -59,7 +59,8 @@ _ATTEMPT: Final = 2**32 - 1
 _MARK: Final = b"\xce\xff\xff\xff\xff"
 
 # Fields of a record: m model, c client, p lease, t deadline (ms), e engine, a attempts, s state, v version of the live
-# parameters, x why it was cancelled and xb by whom, l:NAME a live value packed, f:NAME its form.
+# parameters, x why it was cancelled and xb by whom, z by whom it was paused, l:NAME a live value packed, f:NAME its
+# form.
 
 _NOW = """
 local function now()
@@ -187,6 +188,29 @@ return {'cancelled', known[1]}
 """
 )
 
+# KEYS: record, events. ARGV: trace, what precedes an engine in its control stream's name, 'pause' or 'resume', by, how
+# long to keep the control stream.
+_PAUSE = Script(
+    _ENDING
+    + """
+local known = redis.call('HMGET', KEYS[1], 'm', 'e', 'z', 's')
+if not known[1] then return 'unknown' end
+if known[4] == 'closed' or ended(KEYS[2]) then return 'ended' end
+if ARGV[3] == 'pause' then
+  if known[3] then return 'so already' end
+  redis.call('HSET', KEYS[1], 'z', ARGV[4])
+else
+  if not known[3] then return 'so already' end
+  redis.call('HDEL', KEYS[1], 'z')
+end
+if known[2] then
+  redis.call('XADD', ARGV[2] .. known[2], '*', 'k', ARGV[3], 't', ARGV[1], 'b', ARGV[4])
+  redis.call('EXPIRE', ARGV[2] .. known[2], ARGV[5])
+end
+return 'asked'
+"""
+)
+
 # KEYS: deadlines. ARGV: what precedes every key of its tag, schema, the final before and after its attempt, retention,
 # grace in ms.
 _SWEEP = Script(
@@ -247,7 +271,7 @@ class Opened:
     """A trace that an engine begins to run. `left_s` is what is left of its time, `None` if it has no deadline.
 
     `live` holds its live parameters as they are now, packed, of version `version`; `changes` those that no event tells
-    of yet, encoded, in order. `cancelled` says by whom and why, if it was.
+    of yet, encoded, in order. `cancelled` says by whom and why, if it was; `paused` by whom, if it is to be held.
     """
 
     attempt: int
@@ -256,6 +280,7 @@ class Opened:
     live: bytes
     changes: list[bytes] = field(default_factory=list)
     cancelled: tuple[str, str] | None = None
+    paused: str | None = None
 
 
 class Records:
@@ -307,6 +332,7 @@ class Records:
             live=joined(_live(record)),
             changes=list(changes),
             cancelled=None if cancelled is None else (_text(record.get(b"xb", b"")), _text(cancelled)),
+            paused=None if b"z" not in record else _text(record[b"z"]),
         )
 
     async def close(self, trace: str) -> list[bytes]:
@@ -417,6 +443,28 @@ class Records:
                 return _text(reply[1]), ""
             case _:
                 return "", _text(reply[1])
+
+    async def pause(self, trace: str, *, by: str, resume: bool = False) -> bool:
+        """Have a trace held where it is, or, with `resume`, go on. Returns whether that changes anything.
+
+        Raises:
+            TraceEnded: it has ended, or is about to.
+            TraceMissing: there is no such trace.
+        """
+        keys = self._keys
+        reply = await self._connections.command(
+            *_PAUSE(
+                (keys.record(trace), keys.events(trace)),
+                *(trace, keys.control(keys.tag(trace), ""), "resume" if resume else "pause", by, CONTROL_S),
+            )
+        )
+        match _text(reply):
+            case "unknown":
+                raise TraceMissing(f"no trace {trace!r}")
+            case "ended":
+                raise TraceEnded(f"trace {trace} has ended")
+            case answer:
+                return answer == "asked"
 
     async def sweep(self, tags: Sequence[str]) -> list[tuple[str, str]]:
         """End what is past its deadline and runs nowhere, among the traces of these hash tags.

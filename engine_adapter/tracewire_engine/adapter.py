@@ -3,9 +3,10 @@
 Tasks: *intake* takes submissions off the model's queue, up to the engine's capacity; one task a trace runs it
 (`trace.py`), which gets what the workers report by `reports.py`; the *blob reader* brings their large arrays to the
 bus first; *control* reads what is asked of running traces, *steering* brings changes of live parameters to the workers,
-the *reaper* aborts what is to end early; the *heartbeat* renews the engine's entry in the registry, and looks after
-clients that have gone and deadlines that have passed. When the adapter is told to stop it takes nothing
-new, lets what runs finish for a while, fails the rest with the reason on each trace's own stream, and leaves.
+the *reaper* aborts what is to end early, and pauses and resumes; the *heartbeat* renews the engine's entry in the
+registry, and looks after clients that have gone and deadlines that have passed. When the adapter is told to stop it
+takes nothing new, lets what runs finish for a while, fails the rest with the reason on each trace's own stream, and
+leaves.
 """
 
 from __future__ import annotations
@@ -91,6 +92,7 @@ class Adapter:
         #: The runs that orders may come for; a list of orders for a trace that is about to have one.
         self._by_trace: dict[str, TraceRun | list[Order]] = {}
         self._reaping: deque[TraceRun] = deque()
+        self._settling: deque[TraceRun] = deque()
         self._reap = Wakeup()
         #: Since when the lease of a client with running or waiting traces has been missing.
         self._missing: dict[str, float] = {}
@@ -233,6 +235,8 @@ class Adapter:
         )
         if opened.cancelled is not None:
             run.end("cancelled", cancellation(*opened.cancelled))
+        if opened.paused is not None:
+            run.hold(opened.paused)
         return run
 
     async def _run_to_its_end(
@@ -302,6 +306,10 @@ class Adapter:
         elif run is None:
             # It has ended.
             return
+        elif order.kind in ("pause", "resume"):
+            run.hold(order.by, resume=order.kind == "resume")
+            self._settling.append(run)
+            self._reap.notify()
         elif order.kind == "cancel":
             self._end(run, "cancelled", cancellation(order.by, order.reason))
         elif run.live is not None:
@@ -319,11 +327,18 @@ class Adapter:
             self._reap.notify()
 
     async def _reaper(self) -> None:
-        """Abort the requests of what is to end early; its run then ends as it was told."""
+        """Abort the requests of what is to end early, whose run then ends as it was told; and pause and resume."""
         while True:
-            while not self._reaping:
+            while not self._reaping and not self._settling:
                 await self._reap.wait()
-            await self._reaping.popleft().abort_all()
+            if self._reaping:
+                await self._reaping.popleft().abort_all()
+                continue
+            try:
+                await self._settling.popleft().settle()
+            except (Fenced, EngineLost) as error:
+                # Its run finds out by itself.
+                logger.debug("a trace was neither paused nor resumed: %s", error)
 
     async def _look_after_clients(self) -> None:
         """End the traces of clients whose leases are gone, and stay so while a client that lives could have renewed."""

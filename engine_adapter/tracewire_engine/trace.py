@@ -32,9 +32,11 @@ from tracewire_bus.messages import (
     Final,
     LogitLens,
     Manifest,
+    Paused,
     Probe,
     RawOutput,
     RawSteered,
+    Resumed,
     Status,
     StopWhen,
     Submission,
@@ -274,6 +276,10 @@ class TraceRun:
         #: How it is to end, when it was told to before its own end; and whether `Accepted` is out.
         self._ending: tuple[Status, Failure] | None = None
         self._accepted = False
+        #: Who wants it paused, if somebody does; whether it is; and who asked last.
+        self._held: str | None = None
+        self._paused = False
+        self._holder = ""
 
     async def _append(self, event: Event, *, final: bool = False) -> None:
         # No await between numbering events and queueing them: ids must go up in the stream.
@@ -337,6 +343,22 @@ class TraceRun:
             return False
         self._ending = status, failure
         return True
+
+    def hold(self, by: str, *, resume: bool = False) -> None:
+        """Have it paused, or go on: `settle` sees to it."""
+        self._held = None if resume else by
+        self._holder = by
+
+    async def settle(self) -> None:
+        """Pause its requests in the engine, or let them go on, as was asked last, and tell of it."""
+        while self._accepted and not self.ended and (self._held is not None) != self._paused:
+            self._paused = not self._paused
+            paused, by = self._paused, self._holder
+            for request in self.requests:
+                await (self._engine.pause if paused else self._engine.resume)(request.name)
+            if not self.ended:
+                told = Paused if paused else Resumed
+                await self._append(told(**_UNNUMBERED, by=by, time=time.time()))
 
     async def run(self) -> None:
         """Run to the end. Publishes exactly one final event, unless the stream is fenced against this attempt.
@@ -427,6 +449,7 @@ class TraceRun:
         self._accepted = True
         for steered in self.live.begun(self._places([])) if self.live is not None else ():
             await self._queue(steered)
+        await self.settle()
 
     async def _pump(self, request: _Request) -> None:
         """Publish one request's outputs as they come, until it or all its blocks have ended."""

@@ -46,7 +46,7 @@ from .errors import (
     ValueMissing,
     VersionConflict,
 )
-from .events import Accepted, Change, Event, Final, Output, Restarted, Steered
+from .events import Accepted, Change, Event, Final, Output, Paused, Restarted, Resumed, Steered
 from .model import Model, ModelInfo
 from .state import Choice, Invoke, Result, State
 from .trace import Subscription, Trace
@@ -75,10 +75,12 @@ __all__ = [
     "ModelInfo",
     "Output",
     "Overloaded",
+    "Paused",
     "Probe",
     "Prompt",
     "Restarted",
     "Result",
+    "Resumed",
     "State",
     "StateMismatch",
     "Steer",

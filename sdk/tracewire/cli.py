@@ -20,7 +20,7 @@ import anyio.abc
 
 from .client import Client, connect
 from .errors import TracewireError
-from .events import Accepted, Final, Output, Restarted, Steered
+from .events import Accepted, Event, Final, Paused, Restarted, Resumed, Steered
 
 __all__ = ["main"]
 
@@ -115,7 +115,7 @@ async def _follow(client: Client, options: argparse.Namespace) -> int:
     return 0
 
 
-def _line(event: Accepted | Output | Steered | Restarted | Final) -> str:
+def _line(event: Event) -> str:
     if isinstance(event, Accepted):
         return f"accepted by {event.engine}"
     if isinstance(event, Restarted):
@@ -125,6 +125,8 @@ def _line(event: Accepted | Output | Steered | Restarted | Final) -> str:
         shown = "  ".join(f"{name}={_short(value)}" for name, value in values.items())
         where = ", ".join(f"{invoke}.{choice} {index}" for invoke, choice, index in event.first)
         return f"steered to version {event.version} from {where or 'no token'} on: {shown}"
+    if isinstance(event, Paused | Resumed):
+        return f"{'paused' if isinstance(event, Paused) else 'resumed'} by {event.by}"
     if isinstance(event, Final):
         error = f": {event.error.type}: {event.error.message}" if event.error else ""
         return f"{event.status}, {event.usage.completion_tokens} tokens{error}"

@@ -349,6 +349,39 @@ class Client:
                 raise UnknownTrace(trace_id) from None
         return True
 
+    async def pause(self, trace_id: str, *, by: str | None = None) -> bool:
+        """Hold a trace where it is, within two steps, until it is resumed; nobody else on its engine waits for it.
+
+        A [`Paused`][tracewire.Paused] event says so. Its deadline goes on to count, and it can be steered and cancelled
+        meanwhile. It keeps its place in the engine's memory as long as nobody else needs that; it is then computed anew
+        when it is resumed. One that is still queued is held right after its beginning. Returns whether it was not
+        paused already.
+
+        Raises:
+            TraceEnded: the trace has ended, or is about to.
+            UnknownTrace: no such trace was submitted, or it has expired.
+        """
+        return await self._pause(trace_id, by, resume=False)
+
+    async def resume(self, trace_id: str, *, by: str | None = None) -> bool:
+        """Let a paused trace go on; [`Resumed`][tracewire.Resumed] says so. Returns whether it was paused.
+
+        Raises:
+            TraceEnded: the trace has ended, or is about to.
+            UnknownTrace: no such trace was submitted, or it has expired.
+        """
+        return await self._pause(trace_id, by, resume=True)
+
+    async def _pause(self, trace_id: str, by: str | None, *, resume: bool) -> bool:
+        who = self._name if by is None else by
+        with bus_errors():
+            try:
+                return await self._open_bus().records.pause(trace_id, by=who, resume=resume)
+            except RecordEnded:
+                raise TraceEnded(trace_id) from None
+            except TraceMissing:
+                raise UnknownTrace(trace_id) from None
+
     async def state(self, trace_id: str) -> State:
         """A trace's folded state now: replayed up to its present last event.
 

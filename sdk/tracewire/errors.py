@@ -208,11 +208,11 @@ class UntransportableVariable(TraceRejected):
 
 
 class TraceEnded(TracewireError):
-    """The trace has ended, or is about to: it cannot be steered any more."""
+    """The trace has ended, or is about to: nothing about it can be changed any more."""
 
     def __init__(self, trace: str) -> None:
         self.trace = trace
-        super().__init__(f"trace {trace} has ended: its live parameters cannot be changed any more")
+        super().__init__(f"trace {trace} has ended: nothing about it can be changed any more")
 
 
 class SteerRejected(TracewireError):

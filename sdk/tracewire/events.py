@@ -15,7 +15,19 @@ import anyio
 import msgspec
 
 from tracewire_bus.codec import NewerSchema, UnknownKind, check_schema, decode_deltas, decode_event
-from tracewire_bus.messages import Accepted, Append, Change, Delta, Final, OutputBase, Restarted, Set, Steered
+from tracewire_bus.messages import (
+    Accepted,
+    Append,
+    Change,
+    Delta,
+    Final,
+    OutputBase,
+    Paused,
+    Restarted,
+    Resumed,
+    Set,
+    Steered,
+)
 from tracewire_bus.streams import BusError
 from tracewire_bus.values import loading_by
 
@@ -26,7 +38,19 @@ if TYPE_CHECKING:
     from tracewire_bus.fold import Fold
     from tracewire_bus.streams import Bus, Entry
 
-__all__ = ["Accepted", "Change", "Event", "EventReader", "Final", "Output", "Restarted", "Steered", "only"]
+__all__ = [
+    "Accepted",
+    "Change",
+    "Event",
+    "EventReader",
+    "Final",
+    "Output",
+    "Paused",
+    "Restarted",
+    "Resumed",
+    "Steered",
+    "only",
+]
 
 logger = logging.getLogger("tracewire")
 
@@ -92,7 +116,7 @@ class Output(OutputBase, tag="o", dict=True):
         return merged
 
 
-Event: TypeAlias = Accepted | Output | Steered | Restarted | Final
+Event: TypeAlias = Accepted | Output | Steered | Paused | Resumed | Restarted | Final
 """What stands on a trace's stream, as `subscribe` yields it."""
 
 

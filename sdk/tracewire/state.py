@@ -66,6 +66,7 @@ class State:
         self.status: Status | None = copy.status
         self.error: Failure | None = copy.error
         self.usage: Usage = copy.usage
+        self.paused: bool = copy.paused
         #: Version of the live parameters that hold for the last output.
         self.live_version: int = copy.live_version
         self.accepted: Accepted | None = copy.accepted

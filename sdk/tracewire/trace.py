@@ -11,7 +11,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 import anyio
 import msgspec
@@ -33,7 +33,7 @@ from .errors import (
     bus_errors,
     rejection,
 )
-from .events import Accepted, Event, EventReader, Output, Restarted, Steered, only
+from .events import Accepted, Event, EventReader, Final, Output, Paused, Restarted, Resumed, Steered, only
 from .large import without_large
 from .state import Result, State
 
@@ -44,6 +44,9 @@ if TYPE_CHECKING:
 __all__ = ["Subscription", "Trace"]
 
 logger = logging.getLogger("tracewire")
+
+Item: TypeAlias = Output | Steered | Paused | Resumed | Restarted
+"""What iterating a trace yields."""
 
 #: How long leaving a trace waits for Redis to hear of it, in seconds.
 _LEAVE_S = 2.0
@@ -56,8 +59,9 @@ class Trace:
     `start()` and `aclose()` do the same by hand. Leaving before the end was read cancels the trace, for all its
     consumers, unless it was submitted with `detach=True`; then it goes on to its end.
 
-    An async iterator of [`Output`][tracewire.Output] items, and of [`Steered`][tracewire.Steered] and
-    [`Restarted`][tracewire.Restarted] ones when that happens; over when the trace is. A rejected trace raises
+    An async iterator of [`Output`][tracewire.Output] items, and of [`Steered`][tracewire.Steered],
+    [`Paused`][tracewire.Paused], [`Resumed`][tracewire.Resumed] and [`Restarted`][tracewire.Restarted] ones when that
+    happens; over when the trace is. A rejected trace raises
     `TraceRejected` in place of its first item; one whose block failed raises `InterventionError` after its last output.
     """
 
@@ -71,7 +75,7 @@ class Trace:
         self._reading = False
         self._progress = anyio.Event()
         #: Read by `result()` or `accepted()` while an iteration is under way, and kept for it.
-        self._items: deque[Output | Steered | Restarted] = deque()
+        self._items: deque[Item] = deque()
         self._keep = True
         self._iterated = False
         self._dropped = False
@@ -216,6 +220,14 @@ class Trace:
         """Have it end now, as `cancelled`: [`Client.cancel`][tracewire.Client.cancel]."""
         return await self._client.cancel(self.id, reason, by=by)
 
+    async def pause(self, *, by: str | None = None) -> bool:
+        """Hold it where it is: [`Client.pause`][tracewire.Client.pause]."""
+        return await self._client.pause(self.id, by=by)
+
+    async def resume(self, *, by: str | None = None) -> bool:
+        """Let it go on: [`Client.resume`][tracewire.Client.resume]."""
+        return await self._client.resume(self.id, by=by)
+
     # --- reading ------------------------------------------------------------------------------------------------------
 
     async def accepted(self) -> Accepted:
@@ -240,7 +252,7 @@ class Trace:
         self._iterated = True
         return self
 
-    async def __anext__(self) -> Output | Steered | Restarted:
+    async def __anext__(self) -> Item:
         self._iterated = True
         await self._read_until(lambda: bool(self._items) or self._fold.finished)
         if self._items:
@@ -312,7 +324,7 @@ class Trace:
     def _take(self, event: Event) -> None:
         if isinstance(event, Accepted):
             self._accepted = event
-        elif isinstance(event, Output | Steered | Restarted):
+        elif not isinstance(event, Final):
             if self._iterated or self._keep:
                 self._items.append(event)
             else:
