@@ -185,6 +185,20 @@ class VllmEngine:
     async def abort(self, request: str) -> None:
         await self.llm.abort(request)
 
+    async def pause(self, request: str) -> bool:
+        return await self._call_scheduler("tracewire_pause", request)
+
+    async def resume(self, request: str) -> bool:
+        return await self._call_scheduler("tracewire_resume", request)
+
+    async def _call_scheduler(self, method: str, request: str) -> bool:
+        # vLLM's own names for what is left of it, one for each choice.
+        names = list(self.llm.output_processor.external_req_ids.get(request, ()))
+        try:
+            return bool(names) and bool(await self.llm.engine_core.call_utility_async(method, names))
+        except EngineDeadError as error:
+            raise EngineLost(str(error)) from error
+
     def decode(self, token_ids: list[int], prepared: Prepared) -> str:
         skip = prepared.params.skip_special_tokens
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=skip)
