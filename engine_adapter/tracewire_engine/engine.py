@@ -101,6 +101,24 @@ class Engine(Protocol):
         """
         ...
 
+    async def pause(self, request: str) -> bool:
+        """Hold a request, all its choices, where it is within two steps, and nobody else; `abort` still ends it.
+
+        Returns whether there was anything left of it to pause.
+
+        Raises:
+            EngineLost: the engine died.
+        """
+        ...
+
+    async def resume(self, request: str) -> bool:
+        """Let a paused request go on from where it is. Returns whether it was paused.
+
+        Raises:
+            EngineLost: the engine died.
+        """
+        ...
+
     def decode(self, token_ids: list[int], prepared: Prepared) -> str:
         """The text of an invoke's output, special tokens as its sampling params have them."""
         ...

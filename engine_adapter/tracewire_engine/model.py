@@ -30,6 +30,9 @@ from .wiring import BLOB_THRESHOLD, BLOCK_TIMEOUT, CHECK_COLLECT, LINK_ADDRESS
 
 __all__ = ["EngineModel", "UnsupportedSetting", "build_engine", "describe", "refuse_unsupported", "versions"]
 
+#: What EngineCore, a process of its own, builds its scheduler from.
+SCHEDULER = "tracewire_engine.scheduler.pausing_scheduler"
+
 
 class UnsupportedSetting(ValueError):
     """An engine setting under which blocks or deltas would not be right. The message names it and the reason."""
@@ -82,6 +85,11 @@ def refuse_unsupported(arguments: AsyncEngineArgs) -> None:
             (getattr(arguments, "long_prefill_token_threshold", 0) or 0) > 0,
             "a block would see a long prompt in pieces",
         ),
+        (
+            "--scheduler-cls",
+            getattr(arguments, "scheduler_cls", None) is not None,
+            "requests are paused and resumed by a scheduler of Tracewire's own",
+        ),
     ]
     for option, present, reason in refused:
         if present:
@@ -120,6 +128,7 @@ def build_engine(
         for field in dataclasses.fields(arguments)
         if field.init and field.name not in ("model", "worker_cls", "enforce_eager") and _changed(arguments, field)
     }
+    options["scheduler_cls"] = SCHEDULER
     options["additional_config"] = {
         **(options.get("additional_config") or {}),
         LINK_ADDRESS: link_address,

@@ -465,6 +465,9 @@ class TraceRun:
 
     async def _publish(self, request: _Request, choice: Choice) -> None:
         token_ids, text, logprobs = choice.token_ids, choice.text, choice.logprobs
+        if logprobs is not None:
+            # vLLM 0.25 repeats all of them behind an abort.
+            logprobs = logprobs[: len(token_ids)]
         finish_reason, stop_reason = choice.finish_reason, choice.stop_reason
         published = request.token_ids[choice.index]
         first = len(published)

@@ -187,11 +187,30 @@ class VllmEngine:
         return _VllmOutputs(collector)
 
     async def abort(self, request: str) -> None:
+        processor = self.llm.output_processor
+        names = list(processor.external_req_ids.get(request, ()))
         await self.llm.abort(request)
+        # Of several choices, vLLM keeps the parent that they share.
+        for parent in {name.partition("_")[2] for name in names}:
+            processor.parent_requests.pop(parent, None)
 
     async def steer(self, changes: Changes, over: list[str], since: float) -> None:
         # Between two steps: EngineCore hands it to all workers behind the steps that it has handed them already.
         await self.llm.collective_rpc("tracewire_steer", args=(encode_changes(changes, over, since),))
+
+    async def pause(self, request: str) -> bool:
+        return await self._call_scheduler("tracewire_pause", request)
+
+    async def resume(self, request: str) -> bool:
+        return await self._call_scheduler("tracewire_resume", request)
+
+    async def _call_scheduler(self, method: str, request: str) -> bool:
+        # vLLM's own names for what is left of it, one for each choice.
+        names = list(self.llm.output_processor.external_req_ids.get(request, ()))
+        try:
+            return bool(names) and bool(await self.llm.engine_core.call_utility_async(method, names))
+        except EngineDeadError as error:
+            raise EngineLost(str(error)) from error
 
     def decode(self, token_ids: list[int], prepared: Prepared) -> str:
         skip = prepared.params.skip_special_tokens

@@ -6,15 +6,16 @@ import random
 import signal
 import subprocess
 import sys
+from typing import Any
 
 import anyio
 import pytest
 
 import tracewire
-from tests.control.blocks import stops
-from tests.control.common import LONG, held_up
+from tests.control.blocks import steered, stops
+from tests.control.common import LONG, direction, held_up
 from tests.engine.blocks_for_tests import list_each_step
-from tracewire import Client, Final, Model
+from tracewire import Client, Final, Model, Output, Paused, Steered
 
 PROMPT = "def add(a, b):"
 
@@ -149,3 +150,67 @@ async def test_a_killed_client_takes_its_traces_along_but_for_detached_ones(
             assert "submitter has gone" in final.error.message
     for number in range(3):
         assert (await final_of(live_client, f"{name}-kept{number}")).status == "finished"
+
+
+async def test_a_paused_trace_rests_and_goes_on_as_if_nothing_had_been(live_client: Client, model: Model) -> None:
+    vector = direction(model)
+    sampling = {"max_tokens": 60, "temperature": 0.0, "ignore_eos": True}
+    block = steered(direction=vector)
+    async with live_client.trace(model, PROMPT, block, live={"alpha": 1.0}, **sampling) as trace:
+        undisturbed = await trace.result()
+    async with live_client.trace(model, PROMPT, block, live={"alpha": 1.0}, **sampling) as trace:
+        items: list[Any] = []
+        async for item in trace:
+            items.append(item)
+            if isinstance(item, Output) and item.index == 12:
+                assert await trace.pause(by="me")
+                assert not await trace.pause()
+            if isinstance(item, Paused):
+                break
+        at = []
+        for _ in range(2):
+            # Others run on, from their beginning to their end.
+            async with live_client.trace(model, "import os", max_tokens=40, ignore_eos=True) as other:
+                assert len((await other.result()).token_ids) == 40
+            state = await live_client.state(trace.id)
+            assert state.paused
+            at.append(state.token_ids)
+        assert at[0] == at[1]
+        assert len(at[0]) <= 20
+        assert await trace.resume()
+        items += [item async for item in trace]
+        result = await trace.result()
+        assert not result.paused
+    (paused,) = [item for item in items if isinstance(item, Paused)]
+    assert paused.by == "me"
+    assert [type(item).__name__ for item in items if not isinstance(item, Output)] == ["Paused", "Resumed"]
+    assert result.token_ids == undisturbed.token_ids
+    assert result.digest() == undisturbed.digest()
+
+
+async def test_a_paused_trace_can_be_steered_and_cancelled(live_client: Client, model: Model) -> None:
+    async with live_client.trace(
+        model, PROMPT, steered(direction=direction(model)), live={"alpha": 1.0}, **LONG
+    ) as trace:
+        async for item in trace:
+            if isinstance(item, Output) and item.index == 8:
+                await trace.pause()
+            if isinstance(item, Paused):
+                break
+        at = len(trace.state().token_ids)
+        assert await trace.steer(alpha=2.0) == 1
+        await trace.resume()
+        told = None
+        async for item in trace:
+            told = item if isinstance(item, Steered) else told
+            if isinstance(item, Output) and told is not None:
+                await trace.pause()
+            if isinstance(item, Paused):
+                break
+        assert told is not None
+        assert told.first[0][2] >= at
+        assert await trace.cancel("while it rests")
+        with pytest.raises(tracewire.TraceFailed, match="while it rests"):
+            await trace.result()
+        with pytest.raises(tracewire.TraceEnded):
+            await trace.resume()

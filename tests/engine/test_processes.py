@@ -33,6 +33,7 @@ async def own_bus() -> AsyncIterator[str]:
         (["--pipeline-parallel-size", "2"], {}, "--pipeline-parallel-size"),
         (["--data-parallel-size", "2"], {}, "--data-parallel-size"),
         (["--stream-interval", "4"], {}, "--stream-interval"),
+        (["--scheduler-cls", "vllm.v1.core.sched.scheduler.Scheduler"], {}, "--scheduler-cls"),
         (["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 2}'], {}, "--speculative-config"),
         ([], {"VLLM_USE_V2_MODEL_RUNNER": "1"}, "VLLM_USE_V2_MODEL_RUNNER"),
     ],

@@ -1,0 +1,341 @@
+"""Pausing in vLLM's own schedulers, without an engine: a made-up model stands behind them.
+
+Requests come, are paused, resumed and aborted at random, with few blocks and few places. The made-up worker keeps what
+vLLM's keeps, and checks what it is told: which tokens a request has, which are computed, and whose a block is. Whatever
+happens, each request's tokens are what they are on its own.
+"""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("vllm")
+
+from vllm import SamplingParams  # noqa: E402
+from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: E402
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler  # noqa: E402
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec  # noqa: E402
+from vllm.v1.outputs import ModelRunnerOutput  # noqa: E402
+from vllm.v1.request import Request, RequestStatus  # noqa: E402
+from vllm.v1.structured_output import StructuredOutputManager  # noqa: E402
+
+from tracewire_engine.scheduler import pausing_scheduler  # noqa: E402
+
+MODEL = Path(__file__).parents[2] / "examples" / "demo_model" / "model"
+BLOCK, PLACES, LENGTH = 4, 3, 48
+
+
+def following(tokens: list[int]) -> int:
+    """The made-up model: the token after these."""
+    return (sum(place * token for place, token in enumerate(tokens, 1)) * 2654435761 >> 7) % 1000 + 1
+
+
+def alone(prompt: list[int], count: int) -> list[int]:
+    """What a request of its own generates."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(following(tokens))
+    return tokens[len(prompt) :]
+
+
+@pytest.fixture(scope="module")
+def config() -> Any:
+    """vLLM's configuration of an engine with few places and short texts."""
+    arguments = AsyncEngineArgs(
+        model=str(MODEL), max_num_seqs=PLACES, max_model_len=LENGTH, max_num_batched_tokens=64, block_size=16
+    )
+    config = arguments.create_engine_config()
+    config.scheduler_config.enable_chunked_prefill = False
+    config.cache_config.enable_prefix_caching = False
+    config.cache_config.block_size = BLOCK
+    return config
+
+
+class Worker:
+    """What vLLM's worker keeps of requests, and a model that is right only if that is."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[str, list[int]] = {}
+        self.blocks: dict[str, list[int]] = {}
+        #: By block, who wrote which of its slots.
+        self.slots: dict[int, list[Any]] = {}
+        self.batch: set[str] = set()
+
+    def execute(self, output: Any) -> Any:
+        for name in output.finished_req_ids:
+            self.tokens.pop(name, None)
+            self.blocks.pop(name, None)
+        self.batch -= output.finished_req_ids
+        scheduled = output.num_scheduled_tokens
+        before, self.batch = self.batch, set(scheduled)
+        computed = {}
+        for data in output.scheduled_new_reqs:
+            self.tokens[data.req_id] = list(data.prompt_token_ids)
+            self.blocks[data.req_id] = list(data.block_ids[0])
+            computed[data.req_id] = data.num_computed_tokens
+        cached = output.scheduled_cached_reqs
+        for place, name in enumerate(cached.req_ids):
+            computed[name] = cached.num_computed_tokens[place]
+            known, new = cached.all_token_ids.get(name), cached.new_block_ids[place]
+            if name in cached.resumed_req_ids:
+                assert name not in before
+                self.blocks[name] = []
+            if name not in before:
+                # As vLLM's worker does with async scheduling: it takes the tokens that it is told.
+                assert list(known) == self.tokens[name], "a token was still on its way"
+            self.blocks[name].extend(new[0] if new else [])
+        sampled = []
+        for name, count in scheduled.items():
+            tokens, blocks, first = self.tokens[name], self.blocks[name], computed[name]
+            for position in range(first, first + count):
+                block = blocks[position // BLOCK]
+                self.slots.setdefault(block, [None] * BLOCK)[position % BLOCK] = (name, position)
+            for position in range(first + count):
+                assert self.slots[blocks[position // BLOCK]][position % BLOCK] == (name, position), "another's KV"
+            assert first + count == len(tokens)
+            tokens.append(following(tokens))
+            sampled.append([tokens[-1]])
+        names = list(scheduled)
+        return ModelRunnerOutput(
+            req_ids=names, req_id_to_index={name: place for place, name in enumerate(names)}, sampled_token_ids=sampled
+        )
+
+
+class Core:
+    """EngineCore's loop: one step at a time, or one decided on while the one before runs."""
+
+    def __init__(self, config: Any, blocks: int, depth: int, policy: str) -> None:
+        config.scheduler_config.async_scheduling = depth > 1
+        config.scheduler_config.policy = policy
+        config.cache_config.num_gpu_blocks = blocks
+        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
+        self.scheduler: Any = pausing_scheduler(
+            config,
+            kv_cache_config=KVCacheConfig(
+                num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)]
+            ),
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=BLOCK,
+            log_stats=False,
+        )
+        assert isinstance(self.scheduler, AsyncScheduler) == (depth > 1)
+        self.worker = Worker()
+        self.queue: deque[Any] = deque()
+        self.depth = depth
+        self.generated: dict[str, list[int]] = {}
+        self.finished: dict[str, str] = {}
+        #: Steps made, with whom.
+        self.steps: list[set[str]] = []
+
+    def add(self, name: str, prompt: list[int], count: int, priority: int = 0) -> None:
+        params = SamplingParams(max_tokens=count, ignore_eos=True)
+        params.skip_reading_prefix_cache = True
+        self.generated[name] = []
+        self.scheduler.add_request(Request(name, prompt, params, None, priority=priority))
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_requests() or bool(self.queue)
+
+    def step(self) -> None:
+        if self.scheduler.has_requests():
+            output = self.scheduler.schedule()
+            self.steps.append(set(output.num_scheduled_tokens))
+            self.queue.appendleft((output, self.worker.execute(output)))
+            if len(self.queue) < self.depth and (self.steps[-1] or self.scheduler.has_requests()):
+                return
+        if self.queue:
+            for outputs in self.scheduler.update_from_output(*self.queue.pop()).values():
+                for output in outputs.outputs:
+                    self.generated[output.request_id] += output.new_token_ids
+                    if output.finish_reason is not None:
+                        self.finished[output.request_id] = str(output.finish_reason)
+
+    def settle(self, limit: int = 200) -> None:
+        for _ in range(limit):
+            if not self.has_work:
+                return
+            self.step()
+        raise AssertionError("the engine does not come to rest")
+
+    def count(self, name: str) -> int:
+        """In how many steps a request has been."""
+        return sum(name in step for step in self.steps)
+
+
+@pytest.fixture(params=[1, 2], ids=["sync", "async"])
+def depth(request: pytest.FixtureRequest) -> int:
+    """How many steps are under way at once."""
+    return request.param
+
+
+def test_paused_requests_rest_and_the_others_go_on(config: Any, depth: int) -> None:
+    core = Core(config, 100, depth, "fcfs")
+    core.add("a", [1, 2, 3], 20)
+    core.add("b", [4, 5], 20)
+    for _ in range(6):
+        core.step()
+    before = core.count("a")
+    assert core.scheduler.pause_requests(["a", "nobody"]) == 1
+    core.settle()
+    assert core.count("a") == before
+    assert core.finished == {"b": "length"}
+    # What was sampled before it was paused has come out.
+    assert core.generated["a"] == alone([1, 2, 3], before)
+    assert core.scheduler.resume_requests(["a"]) == 1
+    assert core.scheduler.resume_requests(["a"]) == 0
+    core.settle()
+    assert core.generated == {"a": alone([1, 2, 3], 20), "b": alone([4, 5], 20)}
+    # Not computed anew: its blocks were there all the time.
+    assert core.count("a") == 20
+
+
+def test_an_engine_of_paused_requests_idles_after_one_step_without_tokens(config: Any, depth: int) -> None:
+    core = Core(config, 100, depth, "fcfs")
+    core.add("a", [1, 2, 3], 20)
+    for _ in range(5):
+        core.step()
+    core.scheduler.pause_requests(["a"])
+    core.settle()
+    assert core.steps[-1] == set()
+    assert core.steps[-2] == {"a"}
+    assert not core.has_work
+    core.scheduler.finish_requests(["a"], RequestStatus.FINISHED_ABORTED)
+    assert core.has_work
+    core.settle()
+    assert not core.worker.tokens
+    assert not core.scheduler.tracewire_paused
+    assert core.scheduler.kv_cache_manager.usage == 0
+    assert core.scheduler.get_request_counts() == (0, 0)
+
+
+def test_a_waiting_request_stays_waiting_and_keeps_its_turn(config: Any, depth: int) -> None:
+    core = Core(config, 100, depth, "fcfs")
+    for number in range(PLACES + 2):
+        core.add(f"r{number}", [number + 1], 6)
+    first, second = f"r{PLACES}", f"r{PLACES + 1}"
+    core.scheduler.pause_requests([first])
+    core.settle()
+    assert set(core.finished) == {f"r{number}" for number in range(PLACES + 2)} - {first}
+    core.add("later", [9, 9], 6)
+    core.scheduler.resume_requests([first])
+    core.step()
+    assert core.steps[-1] == {first, "later"}
+    core.settle()
+    assert core.generated[first] == alone([PLACES + 1], 6)
+    assert core.generated[second] == alone([PLACES + 2], 6)
+
+
+def test_a_paused_request_takes_no_place_and_waits_for_one(config: Any, depth: int) -> None:
+    core = Core(config, 100, depth, "fcfs")
+    for number in range(PLACES):
+        core.add(f"r{number}", [number + 1], 12)
+    for _ in range(3):
+        core.step()
+    core.scheduler.pause_requests(["r0", "r1"])
+    core.add("new0", [7], 12)
+    core.add("new1", [8], 12)
+    for _ in range(3):
+        core.step()
+    assert core.steps[-1] == {"r2", "new0", "new1"}
+    core.scheduler.resume_requests(["r0", "r1"])
+    core.step()
+    assert core.steps[-1] == {"r2", "new0", "new1"}
+    core.settle()
+    assert max(map(len, core.steps)) == PLACES
+    assert core.generated["r0"] == alone([1], 12)
+    assert core.generated["r1"] == alone([2], 12)
+
+
+def test_paused_requests_lose_their_blocks_first(config: Any, depth: int) -> None:
+    # 24 tokens of each: two fit in 13 blocks (one of them is vLLM's own), three do not.
+    core = Core(config, 13, depth, "fcfs")
+    core.add("first", [1] * 4, 20)
+    for _ in range(14):
+        core.step()
+    core.scheduler.pause_requests(["first"])
+    core.add("running", [2] * 4, 20)
+    core.add("waiting", [3] * 4, 20)
+    core.settle()
+    # Neither was held up: each was in as many steps as it has tokens, in one go.
+    assert core.count("running") == core.count("waiting") == 20
+    assert not [
+        request.request_id for request in core.scheduler.requests.values() if request.status == RequestStatus.RUNNING
+    ]
+    core.scheduler.resume_requests(["first"])
+    core.settle()
+    assert core.generated["first"] == alone([1] * 4, 20)
+
+
+def test_blocks_are_kept_while_nobody_needs_them(config: Any, depth: int) -> None:
+    core = Core(config, 13, depth, "fcfs")
+    core.add("first", [1] * 4, 20)
+    for _ in range(14):
+        core.step()
+    core.scheduler.pause_requests(["first"])
+    core.add("other", [2] * 4, 20)
+    core.settle()
+    assert core.scheduler.requests["first"].status == RequestStatus.RUNNING
+    assert core.scheduler.requests["first"].num_preemptions == 0
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize("seed", range(40))
+def test_whatever_happens_tokens_are_the_same(config: Any, depth: int, policy: str, seed: int) -> None:
+    rng = random.Random(seed)
+    core = Core(config, rng.choice([13, 16, 24]), depth, policy)
+    wanted: dict[str, SimpleNamespace] = {}
+    paused: set[str] = set()
+    aborted: set[str] = set()
+    for number in range(300):
+        alive = [name for name in wanted if name not in core.finished and name not in aborted]
+        chance = rng.random()
+        if chance < 0.12 and len(alive) < 8:
+            name = f"r{number}"
+            prompt = [rng.randrange(1, 99) for _ in range(rng.randrange(1, 16))]
+            wanted[name] = SimpleNamespace(prompt=prompt, count=rng.randrange(1, 30), steps=0)
+            core.add(name, prompt, wanted[name].count, priority=rng.randrange(3))
+        elif chance < 0.22 and alive:
+            some = rng.sample(alive, rng.randrange(1, len(alive) + 1))
+            assert core.scheduler.pause_requests(some) == len(some)
+            paused.update(some)
+        elif chance < 0.34 and alive:
+            some = rng.sample(alive, rng.randrange(1, len(alive) + 1))
+            core.scheduler.resume_requests(some)
+            paused.difference_update(some)
+        elif chance < 0.37 and alive:
+            name = rng.choice(alive)
+            core.scheduler.finish_requests([name], RequestStatus.FINISHED_ABORTED)
+            aborted.add(name)
+        made = len(core.steps)
+        if core.has_work:
+            core.step()
+        for step in core.steps[made:]:
+            assert not step & (paused - aborted)
+            assert len(step) <= PLACES
+        alive = {name for name in wanted if name not in core.finished and name not in aborted}
+        assert set(core.scheduler.requests) == alive
+        queues = [*core.scheduler.running, *core.scheduler.waiting]
+        for name in ("kv_holding_waiting", "skipped_waiting"):
+            queues += getattr(core.scheduler, name, ())
+        assert sorted(request.request_id for request in queues) == sorted(alive)
+    core.settle()
+    core.scheduler.resume_requests(list(wanted))
+    core.settle(2000)
+    for name, one in wanted.items():
+        whole = alone(one.prompt, one.count)
+        if name in aborted:
+            assert core.generated[name] == whole[: len(core.generated[name])]
+        else:
+            assert core.generated[name] == whole
+    assert not core.worker.tokens
+    assert core.scheduler.kv_cache_manager.usage == 0
