@@ -35,7 +35,7 @@ from tracewire_bus.messages import (
     Submission,
     Usage,
 )
-from tracewire_bus.records import Opened, cancellation
+from tracewire_bus.records import Opened, TraceEnded, cancellation
 from tracewire_bus.streams import Bus, Writer
 from tracewire_bus.values import ArrayRef, digest, kind, length, unpack, wire
 
@@ -286,8 +286,9 @@ class ScriptedEngine:
             for entry in await self._bus.queue.take(self.info.model, self.info.engine, 16, BLOCK_MS):
                 submission = decode_submission(entry.fields[b"d"])
                 self.taken.append(submission)
-                opened = await self._bus.records.open(submission.trace, self.info.engine)
-                if opened is None:
+                try:
+                    opened = await self._bus.records.open(submission.trace, self.info.engine, entry.attempt)
+                except TraceEnded:
                     await self._bus.queue.done(self.info.model, entry.trace)
                     continue
                 stage = Stage(submission, writer, self.info, entry.queued_at, self._bus, opened)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import re
 from collections.abc import Awaitable, Callable, Sequence
@@ -223,6 +224,8 @@ class Connections:
         self._idle: list[Link] = []
         self._turn = anyio.CapacityLimiter(CONCURRENT)
         self._closed = False
+        #: When a command last found Redis away, by the event loop's clock.
+        self.broken_at = -math.inf
 
     def link(self) -> Link:
         """A link of one's own, not yet connected. Whoever asks closes it by `drop`."""
@@ -269,6 +272,7 @@ class Connections:
             except Exception as error:
                 if not is_transient(error):
                     raise as_bus_error(error) from error
+                self.broken_at = anyio.current_time()
                 pause = backoff.next()
                 if anyio.current_time() + pause > deadline:
                     raise BusUnavailable(f"Redis at {redacted(self.url)} is away: {error}") from error

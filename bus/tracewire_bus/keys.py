@@ -35,6 +35,8 @@ class Keys:
         - `leases`, set: the leases of waiting entries; `lease:<lease>`, set: the waiting entries of one.
         - `state`, hash: counters, and how fast entries are taken.
         - `bell`, list: what engines without work block on.
+        - `suspects`, sorted set: waiting entries with one try left, in the order they came.
+        - `holders`, set: the engines that have taken entries.
         - `engine:<engine>`, string: whose takes count as this engine's.
         """
         return f"{self.prefix}:{{{model}}}:queue:{part}"

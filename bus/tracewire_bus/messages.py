@@ -261,7 +261,8 @@ class Submission(Message):
     `live` is the packed dict of the live parameters' first values. `deadline_s` counts from the moment it was queued,
     by Redis's clock. `priority` orders a client's own traces on the queue and all in vLLM's scheduler, lower first.
     `client` is the name under which submissions take turns. `detach` keeps the trace running when its submitter goes
-    away; otherwise `lease` is the lease that its submitter holds while it lives (`""`: none).
+    away; otherwise `lease` is the lease that its submitter holds while it lives (`""`: none). `max_attempts` is how
+    many engines may be lost over it until it fails; until then another begins it anew.
     """
 
     trace: str
@@ -276,6 +277,7 @@ class Submission(Message):
     context: dict[str, str] = {}
     interventions: list[Declared] = []
     lease: str = ""
+    max_attempts: int = 3
 
 
 # --- save deltas ------------------------------------------------------------------------------------------------------

@@ -5,9 +5,16 @@ end of the ring; a client that comes, or comes back, joins there. So before an e
 order, each other client is served at most once, however much it has waiting, and leaving and returning gains nothing.
 A client's own entries go by priority, the lower number first, then in the order they came.
 
-An entry that was taken stays its engine's until it is settled. What a take removed from the ring and never handed
-out, because it was cancelled or its connection broke, is found by the engine's next take. That one first puts a new
-token in Redis, and takes under an old one do nothing: a take that is still on its way then cannot take any more.
+An entry that was taken stays its engine's until it is settled, or until it is put back where it was: by its engine,
+which leaves, or by whoever finds that its engine's lease is gone (`put_back`). Each take numbers the entry, and that
+number is the attempt under which it runs: whoever took it before is fenced by it. An entry whose engines were lost as
+often as it may be tried is *given up*: held by nobody's name until somebody has ended its trace. One with a single try
+left is a *suspect*. Suspects wait apart, and an engine gets one at a time: what else ran on an engine when it was lost
+does not share the blame to the end.
+
+What a take removed from the ring and never handed out, because it was cancelled or its connection broke, is found by
+the engine's next take. That one first puts a new token in Redis, and takes under an old one do nothing: a take that is
+still on its way then cannot take any more.
 
 Each put drops a token on a bell, a list, that engines without work block on, so that one submission wakes one engine.
 The bell is empty when nothing waits.
@@ -48,16 +55,22 @@ _INLINE_BYTES: Final = 64 * 1024
 _POLL_S: Final = 1.0
 #: How long a token of an engine's takes is valid, in seconds. A new one costs a round trip.
 _TOKEN_S: Final = 24 * 3600
+#: Who holds what was given up: no engine is called so, nor is a lease held by such a name.
+_GIVEN_UP: Final = b"\1given up"
+#: How many entries one call of a script puts back.
+_PUT_BACK_AT_ONCE: Final = 100
 #: Greatest priority, either way, that a sorted set tells from its neighbour.
 _MOST_PRIORITY: Final = 2**53
 
-_PARTS: Final = ("entries", "data", "taken", "state", "turns", "bell", "leases", "client:", "lease:")
+_PARTS: Final = ("entries", "data", "taken", "state", "turns", "bell", "leases", "client:", "lease:", "suspects")
 
-# What all scripts begin with. An entry is {schema, micros, client, priority, lease, number, bytes}. A Redis that is
+# What all scripts begin with. An entry is {schema, micros, client, priority, lease, number, bytes, times taken, tries,
+# engines lost, why the last one was}. A Redis that is
 # full refuses a script only before it has written anything: those that make room begin with what it never refuses.
 _COMMON: Final = """
 local call = redis.call
 local entries, data, taken, state, turns, bell, leases = unpack(KEYS, 1, 7)
+local suspects = KEYS[10]
 
 local function entry_of(trace)
   local packed = call('HGET', entries, trace)
@@ -90,6 +103,7 @@ local function leave(trace, entry)
   local client = entry[3]
   local own = KEYS[8] .. client
   call('ZREM', own, place_of(trace, entry[6]))
+  call('ZREM', suspects, trace)
   if call('EXISTS', own) == 0 then call('ZREM', turns, client) end
   leave_lease(trace, entry[5])
   if call('HINCRBY', state, 'waiting', -1) <= 0 then leave_nothing() end
@@ -114,16 +128,59 @@ local function held_by(holder, but)
   return held
 end
 
+-- What waits joins the order: `own` is how many of its client's wait. Returns the number of turns given.
+local function join(trace, entry, own, turn)
+  local client, lease = entry[3], entry[5]
+  local lost = entry[10] or 0
+  if lost > 0 and lost + 1 >= entry[9] then
+    call('ZADD', suspects, entry[6], trace)
+  else
+    call('ZADD', KEYS[8] .. client, entry[4], place_of(trace, entry[6]))
+    if own == 0 then
+      turn = turn + 1
+      call('ZADD', turns, turn, client)
+    end
+  end
+  if lease ~= '' then
+    call('SADD', KEYS[9] .. lease, trace)
+    call('SADD', leases, lease)
+  end
+  return turn
+end
+
 local function shown(trace, entry, whole)
-  return {trace, entry[1], entry[2], whole and call('HGET', data, trace)}
+  return {
+    trace, entry[1], entry[2], whole and call('HGET', data, trace),
+    entry[8] or 0, entry[9] or 1, entry[10] or 0, entry[11] or ''
+  }
+end
+
+-- An entry is this engine's from now on.
+local function claim(trace, entry, engine)
+  leave_lease(trace, entry[5])
+  entry[8] = (entry[8] or 0) + 1
+  call('HSET', entries, trace, cmsgpack.pack(entry))
+  call('HSET', taken, trace, engine)
+end
+
+-- All that a holder has, whole where it is small.
+local function all_shown(holder, most, inline)
+  local found, size = {}, 0
+  for _, one in ipairs(held_by(holder, {})) do
+    local bytes = one[2][7]
+    local whole = bytes <= inline and size + bytes <= most
+    if whole then size = size + bytes end
+    found[#found + 1] = shown(one[1], one[2], whole)
+  end
+  return found
 end
 """
 
 _PUT: Final = Script(
     _COMMON
     + """
-local submitted = KEYS[10]
-local trace, schema, client, priority, lease, limit, remember = unpack(ARGV, 1, 7)
+local submitted = KEYS[11]
+local trace, schema, client, priority, lease, limit, remember, tries = unpack(ARGV, 1, 8)
 if not call('SET', submitted, 1, 'EX', remember, 'NX') then return 1 end
 
 local own = KEYS[8] .. client
@@ -144,19 +201,13 @@ if limit > 0 and waiting >= limit then
 end
 
 local time = call('TIME')
-call('HSET', entries, trace, cmsgpack.pack({
-  schema, time[1] .. string.format('%06d', time[2]), client, priority, lease, number, #ARGV[8]
-}))
-call('HSET', data, trace, ARGV[8])
-call('ZADD', own, priority, place_of(trace, number))
-if mine == 0 then
-  turn = turn + 1
-  call('ZADD', turns, turn, client)
-end
-if lease ~= '' then
-  call('SADD', KEYS[9] .. lease, trace)
-  call('SADD', leases, lease)
-end
+local entry = {
+  schema, time[1] .. string.format('%06d', time[2]), client, priority, lease, number, #ARGV[9],
+  0, tonumber(tries), 0, ''
+}
+call('HSET', entries, trace, cmsgpack.pack(entry))
+call('HSET', data, trace, ARGV[9])
+turn = join(trace, entry, mine, turn)
 call('HSET', state, 'waiting', waiting + 1, 'number', number, 'turn', turn)
 ring()
 return false
@@ -170,7 +221,7 @@ _TAKE: Final = Script(
 local token, engine, count, most, inline = unpack(ARGV)
 local was = call('HMGET', state, 'waiting', 'turn', 'since', 'span', 'count')
 local waiting, turn, since = tonumber(was[1] or 0), tonumber(was[2] or 0), was[3]
-if call('GET', KEYS[10]) ~= token then
+if call('GET', KEYS[11]) ~= token then
   -- The bell that it came by is somebody else's.
   if waiting > 0 then ring() end
   return false
@@ -178,6 +229,19 @@ end
 count, most, inline = tonumber(count), tonumber(most), tonumber(inline)
 
 local found, size, before = {}, 0, waiting
+local suspect = call('HGET', state, 'suspect:' .. engine)
+if not suspect or call('HGET', taken, suspect) ~= engine then
+  if suspect then call('HDEL', state, 'suspect:' .. engine) end
+  local trace = call('ZPOPMIN', suspects)[1]
+  local entry = trace and entry_of(trace)
+  if trace then waiting = waiting - 1 end
+  if entry then
+    size = entry[7]
+    claim(trace, entry, engine)
+    call('HSET', state, 'suspect:' .. engine, trace)
+    found[1] = shown(trace, entry, size <= inline)
+  end
+end
 while #found < count do
   local client, at = unpack(call('ZPOPMIN', turns))
   if not client then break end
@@ -194,8 +258,7 @@ while #found < count do
       break
     end
     waiting = waiting - 1
-    leave_lease(trace, entry[5])
-    call('HSET', taken, trace, engine)
+    claim(trace, entry, engine)
     found[#found + 1] = shown(trace, entry, bytes <= inline)
     turn = turn + 1
     at = turn
@@ -210,6 +273,7 @@ if waiting ~= before then
   local time = call('TIME')
   local now = time[1] * 1e6 + time[2]
   call('HSET', state, 'waiting', waiting, 'turn', turn, 'since', now)
+  if #found > 0 then call('SADD', KEYS[12], engine) end
   if since then
     call('HSET', state, 'span', (was[4] or 0) * 0.9 + now - since, 'count', (was[5] or 0) * 0.9 + #found)
   end
@@ -229,8 +293,8 @@ _RECOVER: Final = Script(
     _COMMON
     + """
 local token, engine, count, most, inline, valid = unpack(ARGV, 1, 6)
-call('DEL', KEYS[10])
-call('SET', KEYS[10], token, 'EX', valid)
+call('DEL', KEYS[11])
+call('SET', KEYS[11], token, 'EX', valid)
 count, most, inline = tonumber(count), tonumber(most), tonumber(inline)
 local known = {}
 for index = 7, #ARGV do known[ARGV[index]] = true end
@@ -246,11 +310,71 @@ return found
 """
 )
 
+# Entries that a holder has, up to `count`, or one of them, wait again, where they did: those that its loss was the last
+# try of are given up. KEYS[11]: the holders. ARGV: holder, why, '1' if it was lost, who holds what is given up, one
+# trace or '', most at once. Returns how many wait again, and whether there is more.
+_PUT_BACK: Final = Script(
+    _COMMON
+    + """
+local holder, why, lost, given_up, only, count = unpack(ARGV)
+call('HDEL', taken, '')
+local held = {}
+if only ~= '' then
+  local entry = call('HGET', taken, only) == holder and entry_of(only)
+  if entry then held[1] = {only, entry} end
+else
+  held = held_by(holder, {})
+end
+local was = call('HMGET', state, 'waiting', 'turn')
+local waiting, turn, back = tonumber(was[1] or 0), tonumber(was[2] or 0), 0
+for index = 1, math.min(#held, tonumber(count)) do
+  local trace, entry = held[index][1], held[index][2]
+  entry[11] = why
+  if lost == '1' then entry[10] = (entry[10] or 0) + 1 end
+  call('HSET', entries, trace, cmsgpack.pack(entry))
+  if lost == '1' and entry[10] >= (entry[9] or 1) then
+    call('HSET', taken, trace, given_up)
+  else
+    turn = join(trace, entry, call('ZCARD', KEYS[8] .. entry[3]), turn)
+    call('HDEL', taken, trace)
+    back = back + 1
+    ring()
+  end
+end
+if back > 0 then call('HSET', state, 'waiting', waiting + back, 'turn', turn) end
+local more = #held > tonumber(count)
+if only == '' and not more then
+  call('SREM', KEYS[11], holder)
+  call('HDEL', state, 'suspect:' .. holder)
+end
+return {back, more and 1 or 0}
+"""
+)
+
+# What a holder has. ARGV: holder, most bytes in all, most bytes of one.
+_HELD: Final = Script(
+    _COMMON
+    + """
+return all_shown(ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]))
+"""
+)
+
+# An entry leaves the queue, if `holder` (anybody: '') has it. Last where it is found again by: a crash between leaves
+# nothing behind.
+_SETTLE: Final = Script(
+    """
+local holder = redis.call('HGET', KEYS[3], ARGV[1])
+if ARGV[2] ~= '' and holder ~= ARGV[2] then return 0 end
+for index = 1, 3 do redis.call('HDEL', KEYS[index], ARGV[1]) end
+return 1
+"""
+)
+
 # Told again to whoever asks again: an answer may be lost.
 _WITHDRAW: Final = Script(
     _COMMON
     + """
-local submitted, trace, remember = KEYS[10], ARGV[1], ARGV[2]
+local submitted, trace, remember = KEYS[11], ARGV[1], ARGV[2]
 local entry = entry_of(trace)
 if not entry then return call('GET', submitted) == 'withdrawn' and 1 or 0 end
 if call('HEXISTS', taken, trace) == 1 then return 0 end
@@ -277,15 +401,7 @@ for _, trace in ipairs(call('SMEMBERS', KEYS[9] .. lease)) do
   end
 end
 
-local found, size = {}, 0
-for _, one in ipairs(held_by(holder, {})) do
-  local trace, entry = one[1], one[2]
-  local bytes = entry[7]
-  local whole = bytes <= inline and size + bytes <= most
-  if whole then size = size + bytes end
-  found[#found + 1] = shown(trace, entry, whole)
-end
-return found
+return all_shown(holder, most, inline)
 """
 )
 
@@ -312,18 +428,25 @@ class Taken:
 
     Its fields are `v` (the submission's schema), `t` (its trace's id) and `d` (the encoded submission). `trace` is the
     id as text, in which bytes that are not UTF-8 are surrogates. `queued_at` is when it was queued, in seconds since
-    the epoch by Redis's clock.
+    the epoch by Redis's clock. `attempt` counts how often it was taken, this time included; `tries` is how many engines
+    may be lost over it, `lost` how many were, `why` what became of the last one that had it.
     """
 
     trace: str
     fields: dict[bytes, bytes]
     queued_at: float
+    attempt: int = 1
+    tries: int = 1
+    lost: int = 0
+    why: str = ""
 
 
-def settling(keys: Keys, model: str, trace: str) -> list[tuple[Any, ...]]:
-    """The commands by which an entry that was taken leaves the queue. They may be carried out again."""
-    # Last where it is found again by: a crash between leaves nothing behind.
-    return [("HDEL", keys.queue(model, part), _bytes(trace)) for part in ("data", "entries", "taken")]
+def settling(keys: Keys, model: str, trace: str, holder: str = "") -> tuple[Any, ...]:
+    """The command by which an entry that was taken leaves the queue, if `holder` has it (anybody, without).
+
+    It may be carried out again.
+    """
+    return _SETTLE([keys.queue(model, part) for part in ("data", "entries", "taken")], _bytes(trace), holder)
 
 
 class Queue:
@@ -352,12 +475,14 @@ class Queue:
         priority: int = 0,
         lease: str = "",
         limit: int | None = None,
+        tries: int = 1,
         before: Sequence[tuple[Any, ...]] = (),
     ) -> list[Any]:
         """Queue a trace's submission. A trace that was put before is not queued again, also when it has ended since.
 
         With `limit` entries waiting it is refused, but for a client that has fewer waiting than its share, the limit
         over the number of clients with waiting entries (itself included): that one is refused at twice the limit.
+        `tries` is how many engines may be lost over it until it is given up.
 
         `before` are commands that go to Redis ahead of it, in one round trip; they may be carried out twice. Returns
         their replies, and whether the trace was put before.
@@ -370,7 +495,7 @@ class Queue:
         call = _PUT(
             [*_names(self._keys, model), self._keys.submitted(model, trace)],
             *(trace, schema or schema_text(), client, max(-_MOST_PRIORITY, min(priority, _MOST_PRIORITY)), lease),
-            *(limit or 0, REMEMBER_S, data),
+            *(limit or 0, REMEMBER_S, max(1, tries), data),
         )
         *replies, refused = await self._connections.commands(*before, call)
         if isinstance(refused, list):
@@ -389,20 +514,65 @@ class Queue:
         intake = self._intakes.get((model, engine))
         if intake is None:
             names = [*_names(self._keys, model), self._keys.queue(model, f"engine:{engine}")]
+            names.append(self._keys.queue(model, "holders"))
             intake = self._intakes[model, engine] = _Intake(self._connections.link(), names, engine)
         return await intake.take(count, block_ms)
 
-    async def done(self, model: str, trace: str) -> None:
-        """Settle an entry that was taken: it leaves the queue. Idempotent.
+    async def done(self, model: str, trace: str, holder: str = "") -> None:
+        """Settle an entry that was taken: it leaves the queue, if `holder` has it (anybody, without). Idempotent.
 
         Raises:
             BusUnavailable: Redis stayed away.
         """
-        await self._connections.commands(*settling(self._keys, model, trace))
+        await self._connections.command(*settling(self._keys, model, trace, holder))
         self.settled(model, trace)
 
+    async def holders(self, model: str) -> list[str]:
+        """The engines that have taken entries, and may have some still.
+
+        Raises:
+            BusUnavailable: Redis stayed away.
+        """
+        found = await self._connections.command("SMEMBERS", self._keys.queue(model, "holders"))
+        return [_text(name) for name in found]
+
+    async def put_back(self, model: str, holder: str, why: str, *, lost: bool, trace: str = "") -> int:
+        """Let everything (or one trace) that `holder` has taken wait again, ahead of what its clients queued later.
+
+        With `lost` it counts as a try of each, and those that had no other left are given up instead. Whoever held them
+        holds them no more. Returns how many wait again.
+
+        Raises:
+            BusUnavailable: Redis stayed away; it may have been done.
+        """
+        names = [*_names(self._keys, model), self._keys.queue(model, "holders")]
+        back = 0
+        while True:
+            call = _PUT_BACK(
+                names, holder, why[:1000], "1" if lost else "", _GIVEN_UP, _bytes(trace), _PUT_BACK_AT_ONCE
+            )
+            some, more = await self._connections.command(*call)
+            back += int(some)
+            if not more:
+                return back
+
+    async def given_up(self, model: str) -> list[Taken]:
+        """What was given up, in the order it came, until it is settled. Large ones come without their data.
+
+        Raises:
+            BusUnavailable: Redis stayed away.
+        """
+        call = _HELD(_names(self._keys, model), _GIVEN_UP, _TAKE_BYTES, _INLINE_BYTES)
+        return [_taken(*one) for one in await self._connections.command(*call)]
+
+    def forgo(self, model: str, engine: str, trace: str) -> None:
+        """Have an entry that `engine` took come again with a later `take`, under the same attempt."""
+        intake = self._intakes.get((model, engine))
+        if intake is not None:
+            intake.forgo(trace)
+
     def settled(self, model: str, trace: str) -> None:
-        """An entry has left the queue by the commands of `settling`."""
+        """An entry has left the queue by the command of `settling`, or is somebody else's."""
         for (of, _), intake in self._intakes.items():
             if of == model:
                 intake.claimed.discard(trace)
@@ -414,6 +584,9 @@ class Queue:
             BusUnavailable: Redis stayed away.
         """
         fields = [part for field in taken.fields.items() for part in field]
+        if b"d" not in taken.fields:
+            data = await self._connections.command("HGET", self._keys.queue(model, "data"), _bytes(taken.trace))
+            fields += [b"d", data or b""]
         await self._connections.command(
             *("XADD", self._keys.dead(), "MAXLEN", "~", _DEAD_LETTERS, "*"),
             *("model", model, "entry", _bytes(taken.trace), "reason", reason[:1000], *fields),
@@ -500,15 +673,23 @@ class _Intake:
         self.claimed: set[str] = set()
         #: Redis may hold entries of ours that were never handed out.
         self._lost = True
+        #: Something that was handed out is to be so again.
+        self._again = False
         self._token = ""
         self._backoff = Backoff()
+
+    def forgo(self, trace: str) -> None:
+        """What was handed out is to be handed out again."""
+        self.claimed.discard(trace)
+        self._again = True
 
     async def take(self, count: int, block_ms: int) -> list[Taken]:
         deadline = anyio.current_time() + block_ms / 1000
         wait_s = 0.0
         while True:
             try:
-                if self._lost:
+                if self._lost or self._again:
+                    self._lost, self._again = True, False
                     self._token = uuid.uuid4().hex
                     found = await self._ask(self._recovery(count))
                     # Lost still if there is any: there may be more.
@@ -565,9 +746,11 @@ class _Intake:
         return replies
 
 
-def _taken(trace: bytes, schema: bytes, micros: bytes, data: bytes | None) -> Taken:
+def _taken(
+    trace: bytes, schema: bytes, micros: bytes, data: bytes | None, attempt: int, tries: int, lost: int, why: bytes
+) -> Taken:
     fields = {b"v": schema, b"t": trace} | ({} if data is None else {b"d": data})
-    return Taken(_text(trace), fields, int(micros) / 1e6)
+    return Taken(_text(trace), fields, int(micros) / 1e6, attempt, tries, lost, why.decode("utf-8", "replace"))
 
 
 def _holder(lease: str) -> bytes:

@@ -7,6 +7,7 @@ once:
 
 - *steering* checks names, forms and version, numbers the change, keeps it until an event has told of it, and puts it
   on the control stream of the engine that runs the trace, if one does;
+- *opening* is an engine's claim to run it, by the number under which it took it from the queue: the highest runs;
 - *cancelling* asks that engine, or ends the trace at once where none runs it;
 - *sweeping* ends what is past its deadline and runs nowhere.
 
@@ -39,6 +40,7 @@ from .values import unpack
 __all__ = [
     "LiveState",
     "Opened",
+    "Overtaken",
     "Records",
     "SteerRefused",
     "TraceEnded",
@@ -79,6 +81,8 @@ end
 local function finish(base, trace, schema, head, tail, retention)
   local record, events = base .. 'trace:' .. trace, base .. 'events:' .. trace
   local attempt = tonumber(redis.call('HGET', record, 'a') or 0) + 1
+  -- After what is never refused, a Redis that is full takes an end.
+  redis.call('HDEL', record, '')
   redis.call('XADD', events, FINAL, 'v', schema, 'd', head .. struct.pack('>I4', attempt) .. tail)
   for _, key in ipairs({{events, record, base .. 'blobs:' .. trace}}) do redis.call('EXPIRE', key, retention) end
   redis.call('DEL', base .. 'changes:' .. trace, base .. 'operations:' .. trace)
@@ -106,23 +110,37 @@ return 1
 """
 )
 
-# KEYS: record, events, changes. ARGV: engine, how long to remember.
+# KEYS: record, events, changes. ARGV: engine, how long to remember, attempt. May be repeated by who was let in.
 _OPEN = Script(
     _ENDING
     + """
-if ended(KEYS[2]) then return false end
-redis.call('HINCRBY', KEYS[1], 'a', 1)
-redis.call('HSET', KEYS[1], 'e', ARGV[1], 's', 'running')
+if ended(KEYS[2]) then return 'ended' end
+local known = redis.call('HMGET', KEYS[1], 'a', 'e')
+local last, attempt = tonumber(known[1] or 0), tonumber(ARGV[3])
+if attempt < last or attempt == last and known[2] ~= ARGV[1] then return 'overtaken' end
+redis.call('HSET', KEYS[1], 'a', attempt, 'e', ARGV[1], 's', 'running')
 if redis.call('TTL', KEYS[1]) == -1 then redis.call('EXPIRE', KEYS[1], ARGV[2]) end
 return {now(), redis.call('HGETALL', KEYS[1]), redis.call('ZRANGE', KEYS[3], 0, -1)}
 """
 )
 
-# KEYS: record, changes. Nothing is accepted from then on.
+# KEYS: record, changes. ARGV: attempt. Nothing is accepted from then on, if it is the one that runs.
 _CLOSE = Script(
     """
+if tonumber(redis.call('HGET', KEYS[1], 'a') or 0) > tonumber(ARGV[1]) then return {} end
 redis.call('HSET', KEYS[1], 's', 'closed')
 return redis.call('ZRANGE', KEYS[2], 0, -1)
+"""
+)
+
+# KEYS: record, events. ARGV: trace, what precedes every key of its tag, schema, the final before and after its attempt,
+# retention. Whoever runs it is fenced.
+_END = Script(
+    _ENDING
+    + """
+if ended(KEYS[2]) then return 0 end
+finish(ARGV[2], ARGV[1], ARGV[3], ARGV[4], ARGV[5], ARGV[6])
+return 1
 """
 )
 
@@ -254,6 +272,10 @@ class TraceMissing(BusError, LookupError):
     """No such trace was submitted, or it has been forgotten."""
 
 
+class Overtaken(BusError):
+    """Another engine runs the trace."""
+
+
 class TraceEnded(BusError):
     """The trace has ended: nothing about it can change any more."""
 
@@ -313,14 +335,23 @@ class Records:
         keys = self._keys
         await self._connections.commands(("DEL", keys.record(trace)), ("ZREM", keys.deadlines(keys.tag(trace)), trace))
 
-    async def open(self, trace: str, engine: str) -> Opened | None:
-        """Begin to run a trace on `engine`, to which orders for it go from now on. `None`: it has ended already."""
+    async def open(self, trace: str, engine: str, attempt: int = 1) -> Opened:
+        """Begin to run a trace on `engine` as this attempt; orders for it go there from now on.
+
+        It may be asked again after an answer was lost.
+
+        Raises:
+            TraceEnded: it has ended already.
+            Overtaken: another engine has begun this attempt, or a later one.
+        """
         keys = self._keys
         reply = await self._connections.command(
-            *_OPEN((keys.record(trace), keys.events(trace), keys.changes(trace)), engine, REMEMBER_S)
+            *_OPEN((keys.record(trace), keys.events(trace), keys.changes(trace)), engine, REMEMBER_S, attempt)
         )
-        if reply is None:
-            return None
+        if isinstance(reply, bytes):
+            if reply == b"ended":
+                raise TraceEnded(f"trace {trace} has ended")
+            raise Overtaken(f"attempt {attempt} of trace {trace} is not the last one, or another engine's")
         now, flat, changes = reply
         record: dict[bytes, bytes] = dict(zip(flat[::2], flat[1::2], strict=True))
         due = record.get(b"t")
@@ -335,9 +366,27 @@ class Records:
             paused=None if b"z" not in record else _text(record[b"z"]),
         )
 
-    async def close(self, trace: str) -> list[bytes]:
-        """Accept no more changes of a trace, whose end is near. Returns those that no event tells of, in order."""
-        return list(await self._connections.command(*_CLOSE((self._keys.record(trace), self._keys.changes(trace)))))
+    async def close(self, trace: str, attempt: int) -> list[bytes]:
+        """Accept no more changes of a trace whose end is near, in this attempt, if it is the last one.
+
+        Returns those that no event tells of, in order.
+        """
+        call = _CLOSE((self._keys.record(trace), self._keys.changes(trace)), attempt)
+        return list(await self._connections.command(*call))
+
+    async def end(self, trace: str, status: Status, failure: Failure) -> bool:
+        """End a trace here and now, whoever runs it. Returns whether it had not ended before."""
+        keys = self._keys
+        head, tail = _final(status, failure)
+        call = _END(
+            (keys.record(trace), keys.events(trace)),
+            *(trace, self._base(keys.tag(trace)), schema_text(), head, tail, self._retention_s),
+        )
+        return bool(await self._connections.command(*call))
+
+    async def ended(self, trace: str) -> bool:
+        """Whether its final event is there."""
+        return bool(await self._connections.command("XRANGE", self._keys.events(trace), FINAL_ID, FINAL_ID))
 
     async def left(self, trace: str) -> tuple[bool, float | None]:
         """Whether a trace is known, and how many seconds are left of its time (`None`: it has no deadline)."""

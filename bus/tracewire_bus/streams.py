@@ -29,6 +29,7 @@ from .messages import EngineInfo, Submission
 from .queue import Queue, QueueFull, Taken
 from .reader import Entry, Reader, Subscription, tail_id
 from .records import Records, TraceEnded, TraceMissing
+from .recovery import Recovery
 from .writer import ENTRY_BYTES, EntryTooLarge, Fenced, Writer
 
 if TYPE_CHECKING:
@@ -178,6 +179,7 @@ class Bus:
                 priority=submission.priority,
                 lease="" if submission.detach else submission.lease,
                 limit=limit,
+                tries=submission.max_attempts,
                 # Its record first: what is queued can be steered and cancelled.
                 before=[self.records.creation(submission, parted(submission.live))],
             )
@@ -277,9 +279,21 @@ class Bus:
         """Id of a trace's last entry, `"0-0"` if there is none."""
         return await tail_id(self._connections, self.keys.events(trace))
 
-    async def alive(self, engine: str) -> bool:
-        """Whether an engine has renewed its entry in the registry of late."""
-        return bool(await self._connections.command("EXISTS", self.keys.engine(engine)))
+    async def alive(self, *engines: str) -> set[str]:
+        """Which of these engines have renewed their entries in the registry of late."""
+        if not engines:
+            return set()
+        found = await self._connections.commands(*(("EXISTS", self.keys.engine(engine)) for engine in engines))
+        return {engine for engine, there in zip(engines, found, strict=True) if there}
+
+    @property
+    def broken_at(self) -> float:
+        """When Redis last failed to answer this bus, by the event loop's clock; `-inf` if never."""
+        return self._connections.broken_at
+
+    def recovery(self, model: str) -> Recovery:
+        """Looks after what engines that are gone had taken of a model's queue."""
+        return Recovery(self, model)
 
     async def exists(self, trace: str) -> bool:
         """Whether a trace has been submitted or has events, and is not yet forgotten."""

@@ -23,6 +23,7 @@ from .codec import schema_text
 from .connection import Background, Backoff, BusError, Connections, Wakeup, as_bus_error, is_transient
 from .keys import Keys, event_id
 from .queue import settling
+from .scripts import Script, with_text
 
 __all__ = ["ENTRY_BYTES", "EntryTooLarge", "Fenced", "Writer"]
 
@@ -37,8 +38,35 @@ _FLUSH_ENTRIES, _FLUSH_BYTES = 512, 8 * 1024 * 1024
 #: The next flush begins no sooner than this after the last one began, in seconds: for each entry that it carried, and
 #: at most. It leaves a busy publisher's loop half free, and what a trace puts out meanwhile shares an entry.
 _PACE_S, _PAUSE_S = 100e-6, 8e-3
+#: Larger data does not pass through Lua, which would copy it twice.
+_INLINE_BYTES: Final = 64 * 1024
 #: A pause that is not worth the timer.
 _SHORT_S = 1e-3
+
+
+# An event and what goes with it, which must not happen where the event is refused. The script begins with what even a
+# Redis that is full does not refuse, so that an end can always be written. Without data ('' for the schema) the event
+# was appended before. KEYS: events, blobs, record, changes, operations. ARGV: id, schema, data, how long to keep the
+# trace from now on or '', '1' if that is its end, the version of the last change that it tells of or ''.
+_APPEND: Final = Script(
+    """
+redis.call('HDEL', KEYS[3], '')
+if ARGV[2] ~= '' then
+  local said = redis.pcall('XADD', KEYS[1], ARGV[1], 'v', ARGV[2], 'd', ARGV[3])
+  if type(said) == 'table' and said.err then return said end
+end
+if ARGV[6] ~= '' then redis.call('ZREMRANGEBYSCORE', KEYS[4], '-inf', ARGV[6]) end
+if ARGV[4] ~= '' then
+  redis.call('EXPIRE', KEYS[1], ARGV[4])
+  redis.call('EXPIRE', KEYS[2], ARGV[4])
+end
+if ARGV[5] == '1' then
+  redis.call('EXPIRE', KEYS[3], ARGV[4])
+  redis.call('DEL', KEYS[4], KEYS[5])
+end
+return ARGV[1]
+"""
+)
 
 
 class Fenced(BusError):
@@ -52,15 +80,24 @@ class EntryTooLarge(BusError, ValueError):
 class _Append:
     """One event on its way, and what came of it."""
 
-    __slots__ = ("after", "data", "id", "key", "outcome")
+    __slots__ = ("data", "done", "id", "key", "more", "outcome")
 
     def __init__(
-        self, key: str, id_: str, data: bytes, after: list[tuple[Any, ...]], outcome: asyncio.Future[Exception | None]
+        self,
+        key: str,
+        id_: str,
+        data: bytes,
+        more: Callable[[str, bytes], tuple[Any, ...]] | None,
+        done: tuple[Any, ...] | None,
+        outcome: asyncio.Future[Exception | None],
     ) -> None:
         self.key = key
         self.id = id_
         self.data = data
-        self.after = after
+        #: Makes the script's command that appends it and does what goes with it; without a schema, only the latter.
+        self.more = more
+        #: The command that settles its queue entry.
+        self.done = done
         #: What it failed with, or None, once it has ended. Cancelled with whoever waits for it.
         self.outcome = outcome
 
@@ -118,7 +155,7 @@ class Writer:
         data: bytes,
         final: bool = False,
         *,
-        done: tuple[str, str] | None = None,
+        done: tuple[str, str, str] | None = None,
         told: int | None = None,
     ) -> Coroutine[Any, Any, str]:
         """Queue an encoded event at once. Await what it returns for the event's id, when Redis has it.
@@ -126,8 +163,9 @@ class Writer:
         Events are numbered and queued in one order: call it for the next event of a trace before awaiting anything
         else. While Redis is away it waits. A cancelled append may still be carried out, so its number is spent.
 
-        `final` gives it the greatest id of all and lets the trace expire, its blobs with it. `done`, a model and the
-        trace of a queue entry, settles that entry in the same round trip. `told` says that the event tells of all
+        `final` gives it the greatest id of all and lets the trace expire, its blobs with it. `done`, a model, the trace
+        of a queue entry and who holds it, settles that entry in the same round trip, if it is held so; also where the
+        event is refused. `told` says that the event tells of all
         changes of live parameters up to that version.
 
         Raises:
@@ -141,28 +179,32 @@ class Writer:
         id_ = event_id(attempt, seq, final=final)
         if len(data) > ENTRY_BYTES:
             raise EntryTooLarge(f"event {attempt}-{seq} takes {len(data)} bytes, an entry holds {ENTRY_BYTES}")
-        key, blobs = self._keys.events(trace), self._keys.blobs(trace)
-        after: list[tuple[Any, ...]] = []
-        if final:
-            after = [("EXPIRE", name, self._retention_s) for name in (key, self._keys.record(trace), blobs)]
-            after.append(("DEL", self._keys.changes(trace), self._keys.operations(trace)))
-        elif seq == 0:
-            after = [("EXPIRE", name, UNFINISHED_S) for name in (key, blobs)]
-        if told is not None:
-            after.append(("ZREMRANGEBYSCORE", self._keys.changes(trace), "-inf", told))
-        if done is not None:
-            after += settling(self._keys, *done)
-        item = _Append(key, id_, data, after, self._loop.create_future())
+        keys = self._keys
+        key = keys.events(trace)
+        more: Callable[[str, bytes], tuple[Any, ...]] | None = None
+        if final or seq == 0 or told is not None:
+            names = (key, keys.blobs(trace), keys.record(trace), keys.changes(trace), keys.operations(trace))
+            keep = self._retention_s if final else UNFINISHED_S if seq == 0 else ""
+            end, version = "1" if final else "", "" if told is None else told
+
+            def more(schema: str, data: bytes) -> tuple[Any, ...]:
+                # With its text: what comes behind it in a pipeline must not overtake it.
+                command = with_text(_APPEND(names, id_, schema, data, keep, end, version))
+                assert command is not None
+                return command
+
+        settle = None if done is None else settling(keys, *done)
+        item = _Append(key, id_, data, more, settle, self._loop.create_future())
         self._queue.append(item)
         self._wanted.notify()
         return self._outcome(item, done)
 
-    async def _outcome(self, item: _Append, done: tuple[str, str] | None) -> str:
+    async def _outcome(self, item: _Append, done: tuple[str, str, str] | None) -> str:
         error = await item.outcome
         if error is not None:
             raise error
         if done is not None:
-            self._settled(*done)
+            self._settled(*done[:2])
         return item.id
 
     async def append(self, trace: str, attempt: int, seq: int, data: bytes, final: bool = False, **more: Any) -> str:
@@ -209,8 +251,12 @@ class Writer:
         places: list[int] = []
         for item in batch:
             places.append(len(commands))
-            commands.append(("XADD", item.key, item.id, "v", self._schema, "d", item.data))
-            commands.extend(item.after)
+            if item.more is None or len(item.data) > _INLINE_BYTES:
+                commands.append(("XADD", item.key, item.id, "v", self._schema, "d", item.data))
+            else:
+                commands.append(item.more(self._schema, item.data))
+            if item.done is not None:
+                commands.append(item.done)
         repeated = False
         backoff = Backoff()
         while True:
@@ -230,27 +276,42 @@ class Writer:
             logger.log(backoff.level, "%d entries wait for Redis: %s", len(batch), problem)
             await anyio.sleep(pause)
         for item, outcome in zip(batch, outcomes, strict=True):
+            large = item.more is not None and len(item.data) > _INLINE_BYTES
             if not isinstance(outcome, Exception):
+                if large:
+                    await self._finish(item)
                 item.end()
             elif not _is_fence(outcome):
                 item.end(as_bus_error(outcome))
             elif repeated and await self._holds(item):
+                if large:
+                    await self._finish(item)
                 item.end()
             else:
                 item.end(Fenced(f"event {item.id} of {item.key} is not after the last one there"))
 
     async def _holds(self, item: _Append) -> bool:
         """Whether the stream holds exactly this event."""
+        found = await self._insist(("XRANGE", item.key, item.id, item.id))
+        return isinstance(found, list) and bool(found) and _field(found[0][1], b"d") == item.data
+
+    async def _finish(self, item: _Append) -> None:
+        """Do what goes with a large event that the stream holds."""
+        assert item.more is not None
+        await self._insist(item.more("", b""))
+
+    async def _insist(self, command: tuple[Any, ...]) -> Any:
+        """The reply to a command that may be carried out twice, whatever it takes."""
         backoff = Backoff()
         while True:
             try:
-                (found,) = await self._link.ask(("XRANGE", item.key, item.id, item.id))
+                (reply,) = await self._link.ask(command)
             except Exception as error:
                 if not is_transient(error):
                     raise as_bus_error(error) from error
                 await anyio.sleep(backoff.next())
                 continue
-            return isinstance(found, list) and bool(found) and _field(found[0][1], b"d") == item.data
+            return reply
 
 
 def _is_fence(error: Exception) -> bool:

@@ -32,7 +32,7 @@ from tracewire_bus.declared import DeclarationError, check, normalized
 from tracewire_bus.keys import TAGS
 from tracewire_bus.live import LiveError, parted
 from tracewire_bus.messages import Block, EngineInfo, Failure, Final, Status, StopWhen, Submission
-from tracewire_bus.records import Opened, cancellation
+from tracewire_bus.records import Opened, Overtaken, TraceEnded, cancellation
 from tracewire_bus.streams import Bus, BusError, Fenced, Taken, Writer
 from tracewire_bus.tree import ModuleTree, check_block
 
@@ -96,6 +96,9 @@ class Adapter:
         self._reap = Wakeup()
         #: Since when the lease of a client with running or waiting traces has been missing.
         self._missing: dict[str, float] = {}
+        self._recovery = bus.recovery(info.model)
+        #: Until when others see that this engine lives, at least.
+        self._valid_until = -math.inf
         self._tags = itertools.cycle(bus.keys.tags[os.getpid() % TAGS :] + bus.keys.tags[: os.getpid() % TAGS])
         self._runs: set[anyio.CancelScope] = set()
         self._stopping = anyio.Event()
@@ -103,6 +106,8 @@ class Adapter:
         self._blocks = msgspec.msgpack.Encoder()
         #: Set when the engine died under the adapter.
         self.lost = False
+        #: Set when `run` has returned.
+        self.ended = anyio.Event()
 
     @property
     def busy(self) -> bool:
@@ -126,14 +131,27 @@ class Adapter:
             group.start_soon(self._control)
             group.start_soon(self._steering.run)
             group.start_soon(self._reaper)
-            await self._bus.register(self._info, self._settings.lease_s)
+            await self._renew()
             group.start_soon(self._heartbeat)
             logger.info("serving %s as engine %s", self._info.model, self._info.engine)
             async with anyio.create_task_group() as traces:
                 await self._take(writer, traces)
                 await self._drain()
             group.cancel_scope.cancel()
+        await self._leave()
+        self.ended.set()
+
+    async def _leave(self) -> None:
+        """Let others have what was left undone, and leave the registry. Both come to pass by themselves otherwise."""
+        model, engine = self._info.model, self._info.engine
         try:
+            if self.lost:
+                why = f"vLLM's engine died under {engine}"
+                if back := await self._bus.queue.put_back(model, engine, why, lost=True):
+                    logger.warning("%d traces wait for another engine", back)
+                await self._recovery.bury()
+            else:
+                await self._bus.queue.put_back(model, engine, f"engine {engine} was shut down", lost=False)
             await self._bus.unregister(self._info.engine)
         except BusError as error:
             logger.warning("could not leave the registry, which forgets this engine by itself: %s", error)
@@ -143,12 +161,12 @@ class Adapter:
     async def _take(self, writer: Writer, traces: anyio.abc.TaskGroup) -> None:
         while not self._stopping.is_set():
             room = self._info.capacity - len(self._runs)
-            if room <= 0:
+            valid_s = self._valid_until - anyio.current_time()
+            if room <= 0 or valid_s <= 0:
                 await self._changed.wait()
                 continue
-            taken = await self._bus.queue.take(
-                self._info.model, self._info.engine, min(room, 64), int(self._settings.poll_s * 1000)
-            )
+            wait_ms = int(min(self._settings.poll_s, valid_s) * 1000)
+            taken = await self._bus.queue.take(self._info.model, self._info.engine, min(room, 64), wait_ms)
             for entry in taken:
                 scope = anyio.CancelScope()
                 self._runs.add(scope)
@@ -168,11 +186,24 @@ class Adapter:
             opened = await self._open(writer, entry)
             if opened is not None:
                 await self._run_trace(writer, entry, scope, *opened)
-        except Exception:  # a defect of ours, or a Redis that refuses: one entry's misfortune
+        except BusError as error:
+            # It is ours still, and comes again.
+            logger.warning("queue entry %s could not be served: %s", entry.trace, error)
+            self._bus.queue.forgo(self._info.model, self._info.engine, entry.trace)
+        except Exception as error:  # a defect of ours: one entry's misfortune
             logger.exception("queue entry %s could not be served", entry.trace)
+            await self._fail(entry, Failure(type=type(error).__name__, message=f"the adapter failed: {error}"))
         finally:
             self._runs.discard(scope)
             self._notify()
+
+    async def _fail(self, entry: Taken, failure: Failure) -> None:
+        """End a trace that could not even be begun."""
+        try:
+            await self._bus.records.end(entry.trace, "failed", failure)
+            await self._bus.queue.done(self._info.model, entry.trace, self._info.engine)
+        except Exception:
+            logger.exception("nor could queue entry %s be answered", entry.trace)
 
     async def _run_trace(
         self,
@@ -184,13 +215,21 @@ class Adapter:
         declared: bytes | None,
     ) -> None:
         trace = submission.trace
+        while trace in self._by_trace:
+            # It was taken from us while we ran it, and came back.
+            await self._changed.wait()
         early: list[Order] = []
         self._by_trace[trace] = early
         try:
-            opened = await self._bus.records.open(trace, self._info.engine)
-            if opened is None:
-                # It was cancelled, or expired, before anybody took it.
-                await self._bus.queue.done(self._info.model, entry.trace)
+            try:
+                opened = await self._bus.records.open(trace, self._info.engine, entry.attempt)
+            except TraceEnded:
+                # It was cancelled, or expired, before anybody took it; or its engine was lost behind its end.
+                await self._bus.queue.done(self._info.model, entry.trace, self._info.engine)
+                return
+            except Overtaken:
+                # We were slow, and somebody took it from us.
+                self._bus.queue.settled(self._info.model, entry.trace)
                 return
             run = self._run_of(writer, entry, submission, block, declared, opened)
             self._by_trace[trace] = run
@@ -231,7 +270,8 @@ class Adapter:
             blobs=self._bus.blobs,
             reports=self._reports,
             live=live,
-            close=partial(self._bus.records.close, submission.trace),
+            close=partial(self._bus.records.close, submission.trace, opened.attempt),
+            why=entry.why,
         )
         if opened.cancelled is not None:
             run.end("cancelled", cancellation(*opened.cancelled))
@@ -252,6 +292,7 @@ class Adapter:
                 timer = asyncio.get_running_loop().call_later(opened.left_s, self._end, run, "expired", failure)
         problem: Failure | None = None
         status: Status = "failed"
+        model, engine = self._info.model, self._info.engine
         try:
             with scope:
                 async with self._inputs.of(submission):
@@ -269,16 +310,22 @@ class Adapter:
         finally:
             if timer is not None:
                 timer.cancel()
-        if scope.cancelled_caught:
-            kind, verb = ("EngineLost", "died") if self.lost else ("EngineShutdown", "was shut down")
-            problem = Failure(type=kind, message=f"engine {self._info.engine} {verb} while it ran this trace")
+        if scope.cancelled_caught and not self.lost and entry.tries <= 1:
+            # Any other waits for another engine from when this one has left.
+            problem = Failure(type="EngineShutdown", message=f"engine {engine} was shut down while it ran this trace")
         if problem is not None and not run.ended:
             # A Redis that is away must not keep a stopping engine from leaving.
             with anyio.move_on_after(self._settings.last_words_s if self._stopping.is_set() else None, shield=True):
                 await run.abort_all()
                 await run.fail(problem, status=status)
         if run.fenced:
-            await self._bus.queue.done(self._info.model, entry.trace)
+            if await self._bus.records.ended(submission.trace):
+                await self._bus.queue.done(model, entry.trace, engine)
+            else:
+                # Another engine's by now, and if not, whoever's that takes it next.
+                why = "somebody else wrote to its stream"
+                await self._bus.queue.put_back(model, engine, why, lost=True, trace=entry.trace)
+                self._bus.queue.settled(model, entry.trace)
 
     # --- control ----------------------------------------------------------------------------------------------------
 
@@ -385,13 +432,12 @@ class Adapter:
             logger.warning("dead-lettering entry %s: %s", entry.trace, failure.message)
             await self._bus.queue.dead_letter(self._info.model, entry, failure.message)
             return None
-        final = Final(attempt=1, seq=0, status="rejected", error=failure, time=time.time())
+        final = Final(attempt=entry.attempt, seq=0, status="rejected", error=failure, time=time.time())
+        settled = (self._info.model, entry.trace, self._info.engine)
         try:
-            settled = (self._info.model, entry.trace)
-            await writer.append(trace, 1, 0, encode(final), final=True, done=settled)
+            await writer.append(trace, entry.attempt, 0, encode(final), final=True, done=settled)
         except Fenced:
-            logger.warning("trace %s already has events; its rejection was dropped", trace)
-            await self._bus.queue.done(self._info.model, entry.trace)
+            logger.warning("trace %s has ended already; its rejection was dropped", trace)
         return None
 
     def _check(self, submission: Submission) -> bytes | None:
@@ -484,6 +530,14 @@ class Adapter:
             # Whoever loads it will find it missing; the others go on.
             logger.exception("a chunk of a large value of trace %s was refused", half.trace)
 
+    async def _renew(self) -> None:
+        """Renew the engine's lease, without which it takes nothing: others would take it back at once."""
+        asked = anyio.current_time()
+        await self._bus.register(self._info, self._settings.lease_s)
+        was, self._valid_until = self._valid_until, asked + self._settings.lease_s
+        if was <= asked:
+            self._notify()
+
     async def _heartbeat(self) -> None:
         info = self._info
         while True:
@@ -497,8 +551,9 @@ class Adapter:
             info.running = len(self._runs)
             info.state = "lost" if self.lost else "draining" if self._stopping.is_set() else "serving"
             try:
-                await self._bus.register(info, self._settings.lease_s)
+                await self._renew()
                 await self._look_after_clients()
+                await self._recovery.look(but=info.engine)
                 await self._bus.sweep([next(self._tags) for _ in range(SWEPT)])
             except BusError as error:
                 self._missing.clear()

@@ -36,6 +36,7 @@ from tracewire_bus.messages import (
     Probe,
     RawOutput,
     RawSteered,
+    Restarted,
     Resumed,
     Status,
     StopWhen,
@@ -243,6 +244,7 @@ class TraceRun:
         names: Any,
         live: LiveTrace | None = None,
         close: Callable[[], Awaitable[list[bytes]]] | None = None,
+        why: str = "",
         blobs: Blobs | None = None,
         reports: Reports | None = None,
     ) -> None:
@@ -259,6 +261,7 @@ class TraceRun:
         #: The lease that it hangs on, if any.
         self.lease = "" if submission.detach else submission.lease
         self._close = close
+        self._why = why
         if live is not None:
             live.on_applied = self._applied
         self._queued_at = queued_at
@@ -302,7 +305,7 @@ class TraceRun:
             encode(event),
             final=final,
             # With its final a trace leaves the queue, in one go.
-            done=(self._info.model, self._submission.trace) if final else None,
+            done=(self._info.model, self._submission.trace, self._info.engine) if final else None,
             told=event.version if isinstance(event, RawSteered) else None,
         )
         self._seq += 1
@@ -363,11 +366,15 @@ class TraceRun:
     async def run(self) -> None:
         """Run to the end. Publishes exactly one final event, unless the stream is fenced against this attempt.
 
+        A later attempt begins with a `Restarted`.
+
         Raises:
-            EngineLost: after the final has been published.
+            EngineLost: the engine died; nothing is published of that.
         """
         lost: EngineLost | None = None
         try:
+            if self.attempt > 1:
+                await self._append(Restarted(**_UNNUMBERED, reason=self._why or "its engine was lost"))
             try:
                 if self._ending is None:
                     await self._start()
@@ -391,7 +398,6 @@ class TraceRun:
             await self.abort_all()
         except* EngineLost as errors:
             lost = _first(errors)
-            await self.fail(Failure(type="EngineLost", message=f"the engine died while it ran this trace: {lost}"))
         finally:
             for request in self.requests:
                 self._halves.pop(request.name, None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import AsyncIterator
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,8 @@ class VllmEngine:
                 f"the prompt has {len(token_ids)} tokens; this model takes {limit} of prompt and output together",
             )
         params = self._sampling(invoke, where)
+        if params.seed is None and params.temperature > 0 and submission.max_attempts > 1:
+            params.seed = pinned_seed(submission.trace, index)
         sampling = _plain(params)
         extra: dict[str, Any] = {}
         if block is not None:
@@ -238,6 +241,11 @@ class VllmEngine:
         """How many requests the workers still hold anything for: 0 when idle. A leak gauge."""
         counts: list[int] = await self.llm.collective_rpc("tracewire_request_count")
         return max(counts)
+
+
+def pinned_seed(trace: str, invoke: int) -> int:
+    """The seed of an invoke that names none: the same in each attempt, which so repeats what the last one sampled."""
+    return int.from_bytes(blake2b(f"{trace}/{invoke}".encode("utf-8", "surrogatepass"), digest_size=8).digest()) >> 1
 
 
 def _culprit(error: Exception, given: dict[str, Any]) -> str:

@@ -10,7 +10,7 @@ import uuid
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import anyio
 
@@ -207,6 +207,8 @@ class Client:
         deadline: float | timedelta | None = None,
         priority: int = 0,
         detach: bool = False,
+        on_engine_loss: Literal["restart", "fail"] = "restart",
+        max_attempts: int = 3,
         trace_id: str | None = None,
         **sampling: Any,
     ) -> Trace:
@@ -219,7 +221,10 @@ class Client:
         of the same dtype and shape. `deadline` (seconds, or a timedelta) counts from the submission; a trace that has
         not ended by then ends as `expired`. `priority`: lower first, on the queue among this client's own traces
         (clients take turns), in vLLM's scheduler among all that run. `detach` lets it run on when the trace is left or
-        the client goes away; otherwise it is cancelled then. `trace_id` is made up unless given; submitting the same id
+        the client goes away; otherwise it is cancelled then. A trace whose engine is lost, or shut down, runs anew on
+        another (iterating yields a [`Restarted`][tracewire.Restarted]; sampling without a seed is given one, so that it
+        samples the same) until `max_attempts` engines were lost over it; with `on_engine_loss="fail"` it fails with the
+        first. `trace_id` is made up unless given; submitting the same id
         twice runs it once. Everything else is sampling params, by vLLM's names: `max_tokens=64`, `temperature=0.0`.
 
         Raises:
@@ -239,6 +244,7 @@ class Client:
                 detach=detach,
                 client=self._name,
                 interventions=_interventions(interventions),
+                max_attempts=_attempts(on_engine_loss, max_attempts),
             ),
         )
 
@@ -551,6 +557,14 @@ def _deadline(deadline: Any) -> float | None:
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
         raise TraceRejected("deadline", f"expected a positive number of seconds or a timedelta, got {_shown(deadline)}")
     return float(seconds)
+
+
+def _attempts(on_engine_loss: str, most: int) -> int:
+    if on_engine_loss not in ("restart", "fail"):
+        raise TraceRejected("on_engine_loss", f"expected 'restart' or 'fail', got {_shown(on_engine_loss)}")
+    if type(most) is not int or not 0 < most <= 100:
+        raise TraceRejected("max_attempts", f"expected a number from 1 to 100, got {_shown(most)}")
+    return 1 if on_engine_loss == "fail" else most
 
 
 def _priority(priority: Any) -> int:

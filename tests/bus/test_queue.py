@@ -15,7 +15,7 @@ from tracewire_bus import queue
 from tracewire_bus.codec import decode_submission
 from tracewire_bus.embedded import EmbeddedServer
 from tracewire_bus.messages import Invoke, Submission
-from tracewire_bus.queue import _PUT, Taken, settling
+from tracewire_bus.queue import _PUT, Taken
 from tracewire_bus.streams import Bus, BusUnavailable, QueueFull
 
 from .proxy import proxy
@@ -88,7 +88,7 @@ async def test_a_submission_is_taken_by_one_engine_and_settled(bus: Bus) -> None
     for _ in range(2):
         await bus.queue.done("demo", "t")
     # Whose takes count expires.
-    assert await left_behind(bus) == {"state", "engine:e1", "engine:e2"}
+    assert await left_behind(bus) == {"state", "engine:e1", "engine:e2", "holders"}
     assert await bus.command("TTL", bus.keys.queue("demo", "engine:e1")) > 0
 
 
@@ -117,7 +117,7 @@ async def test_an_entry_may_be_settled_with_its_final(bus: Bus) -> None:
     await take(bus)
     async with bus.writer() as writer:
         await writer.append("t", 1, 0, b"", final=True, done=("demo", "t"))
-    assert await left_behind(bus) == {"state", "engine:e"}
+    assert await left_behind(bus) == {"state", "engine:e", "holders"}
     # Nor does this process remember it.
     assert not bus.queue._intakes["demo", "e"].claimed
 
@@ -128,7 +128,7 @@ async def test_what_cannot_be_answered_is_kept_as_it_was(bus: Bus) -> None:
     assert await bus.queue.dead_count() == 0
     await bus.queue.dead_letter("demo", taken, "it names no trace")
     assert await bus.queue.dead_count() == 1
-    assert await left_behind(bus) == {"state", "engine:e"}
+    assert await left_behind(bus) == {"state", "engine:e", "holders"}
     ((_, flat),) = await bus.command("XRANGE", bus.keys.dead(), "-", "+")
     assert dict(zip(flat[::2], flat[1::2], strict=True)) == {
         b"model": b"demo",
@@ -156,21 +156,21 @@ async def test_names_may_be_anything(bus: Bus) -> None:
     for one in found:
         assert one.fields[b"d"] == one.fields[b"t"] == one.trace.encode()
         await bus.queue.done("demo", one.trace)
-    assert await left_behind(bus) == {"state", "engine:e"}
+    assert await left_behind(bus) == {"state", "engine:e", "holders"}
 
 
 async def test_names_that_are_no_text_are_taken_and_settled(bus: Bus) -> None:
     # Of a client that is not ours.
     names = queue._names(bus.keys, "demo")
     await bus.command(
-        *_PUT([*names, bus.keys.submitted("demo", "?")], b"\xff\xc3", "1.0", b"\xfe", 0, b"\xfd", 0, 60, b"d")
+        *_PUT([*names, bus.keys.submitted("demo", "?")], b"\xff\xc3", "1.0", b"\xfe", 0, b"\xfd", 0, 60, 1, b"d")
     )
     assert await bus.queue.clients("demo") == {"\udcfe": 1}
     assert await bus.queue.leases("demo") == ["\udcfd"]
     (taken,) = await bus.queue.take("demo", "e", 1, 0)
     assert taken.fields[b"t"] == b"\xff\xc3"
     await bus.queue.dead_letter("demo", taken, "no text")
-    assert await left_behind(bus) == {"state", "engine:e"}
+    assert await left_behind(bus) == {"state", "engine:e", "holders"}
 
 
 async def test_models_do_not_share_a_queue(bus: Bus) -> None:
@@ -381,7 +381,7 @@ async def put_silently(bus: Bus, *some: str) -> None:
     """Entries whose tokens get lost."""
     names = [name + ":elsewhere" if name.endswith(":bell") else name for name in queue._names(bus.keys, "demo")]
     for trace in some:
-        await bus.command(*_PUT([*names, bus.keys.submitted("demo", trace)], trace, "1.0", "A", 0, "", 0, 60, b"d"))
+        await bus.command(*_PUT([*names, bus.keys.submitted("demo", trace)], trace, "1.0", "A", 0, "", 0, 60, 1, b"d"))
 
 
 async def test_a_lost_token_leaves_no_engine_asleep(bus: Bus) -> None:
@@ -451,7 +451,7 @@ async def test_what_a_lost_take_had_taken_comes_with_the_next(bus: Bus, prefix: 
         assert await take(far, 2) == []
         for trace in ("A-0", *found):
             await far.queue.done("demo", trace)
-    assert await left_behind(bus) == {"state", "engine:e"}
+    assert await left_behind(bus) == {"state", "engine:e", "holders"}
 
 
 async def test_large_entries_that_were_lost_come_too(bus: Bus, prefix: str, tmp_path: Path) -> None:
@@ -483,8 +483,7 @@ async def test_what_is_half_settled_does_not_come_back(bus: Bus, prefix: str) ->
     await put(bus, "A", range(2))
     async with Bus.open(bus.url, prefix=prefix) as first:
         await take(first, 2)
-    (_, entries, _) = settling(bus.keys, "demo", "A-0")
-    await bus.command(*entries)
+    await bus.command("HDEL", bus.keys.queue("demo", "entries"), "A-0")
     assert await take(bus, 2) == ["A-1"]
     assert await bus.command("HKEYS", bus.keys.queue("demo", "taken")) == [b"A-1"]
 
@@ -572,7 +571,7 @@ async def test_two_engines_that_are_disturbed_get_each_entry_once(bus: Bus, pref
     assert cancelled > 0
     assert len(taken) == len(wanted)
     assert set(taken) == wanted
-    assert await left_behind(bus) == {"state", "engine:e1", "engine:e2"}
+    assert await left_behind(bus) == {"state", "engine:e1", "engine:e2", "holders"}
 
 
 # --- withdrawing ------------------------------------------------------------------------------------------------------
@@ -594,7 +593,7 @@ async def test_what_waits_can_be_withdrawn(bus: Bus) -> None:
     assert await take(bus, 5) == ["A-2"]
     for trace in ("A-0", "A-2"):
         await bus.queue.done("demo", trace)
-    assert await left_behind(bus) == {"state", "engine:e"}
+    assert await left_behind(bus) == {"state", "engine:e", "holders"}
 
 
 async def test_a_lease_takes_what_waits_under_it_along(bus: Bus) -> None:

@@ -113,7 +113,6 @@ async def test_a_trace_of_a_dead_engine_can_be_cancelled(client: Client, bus: Bu
     with anyio.fail_after(PATIENCE):
         async with client.trace("tiny", "hello", detach=True) as trace, bus.writer() as writer:
             opened = await bus.records.open(trace.id, registered)
-            assert opened is not None
             (entry,) = await bus.queue.take("tiny", registered, 1, 1000)
             stage = Stage(decode_submission(entry.fields[b"d"]), writer, engine_info(), 0.0, bus, opened)
             await stage.accept()
@@ -174,7 +173,7 @@ async def test_orders_come_once_and_in_order_over_a_broken_way(
     client: Client, bus: Bus, embedded: str, prefix: str, tmp_path: Path, registered: str
 ) -> None:
     async with client.trace("tiny", "hello", live={"alpha": 0}) as trace:
-        assert await bus.records.open(trace.id, registered) is not None
+        await bus.records.open(trace.id, registered)
         found: list[int] = []
         async with proxy(embedded, tmp_path) as way, Bus.open(way.url, prefix=prefix) as reading:
             reader = reading.control(registered)
@@ -208,7 +207,6 @@ async def test_ten_thousand_changes_and_no_more(client: Client, bus: Bus, regist
     """A trace whose engine stands still takes so many; then controllers are told, and nothing is lost."""
     async with client.trace("tiny", "hello", live={"alpha": 0.0}) as trace:
         opened = await bus.records.open(trace.id, registered)
-        assert opened is not None
         refused: list[str] = []
 
         async def many(first: int) -> None:
@@ -226,13 +224,13 @@ async def test_ten_thousand_changes_and_no_more(client: Client, bus: Bus, regist
             await trace.steer(alpha=1.0)
         assert caught.value.reason == "busy"
         assert (await client.live(trace.id)).version == 10_000
-        changes = await bus.records.close(trace.id)
+        changes = await bus.records.close(trace.id, 1)
         assert len(changes) == 10_000
         with pytest.raises(tracewire.TraceEnded):
             await trace.steer(alpha=1.0)
         async with bus.writer() as writer:
             await writer.append(trace.id, opened.attempt, 0, b"", told=9_999)
-        assert len(await bus.records.close(trace.id)) == 1
+        assert len(await bus.records.close(trace.id, 1)) == 1
 
 
 async def test_every_consumer_sees_one_order(client: Client, embedded: str, prefix: str) -> None:

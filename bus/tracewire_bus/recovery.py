@@ -1,0 +1,90 @@
+"""What becomes of the traces of an engine that has gone.
+
+An engine's entry in the registry is its lease. Whoever serves or waits for a model looks at times whether those that
+have taken its submissions are there still ([`Recovery`][tracewire_bus.recovery.Recovery]). What a lost one had waits
+again, and runs as its next attempt; what had no try left is ended, and kept as a dead letter.
+
+Nothing rests on the lost engine's being dead. One that was only slow, or cut off, finds its traces taken by number
+(`records.py`) and its events refused by the stream.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Final
+
+import anyio
+
+from .messages import Failure
+from .queue import Taken
+
+if TYPE_CHECKING:
+    from .streams import Bus
+
+__all__ = ["Recovery", "lost_for_good"]
+
+logger = logging.getLogger("tracewire")
+
+#: How long an engine must be missing for one who cannot tell whether Redis itself was away, in seconds. One that lives
+#: has renewed its entry by then.
+PATIENCE_S: Final = 3.0
+#: For how long Redis must have answered for an absence to be proof, in seconds: longer than an engine's lease.
+CERTAIN_S: Final = 8.0
+
+
+class Recovery:
+    """Looks after the submissions of one model that engines have taken. Not for concurrent use."""
+
+    def __init__(self, bus: Bus, model: str) -> None:
+        self._bus = bus
+        self._model = model
+        self._since: float | None = None
+        self._missing: dict[str, float] = {}
+
+    async def look(self, but: str = "") -> list[str]:
+        """Find the engines that are gone, except `but`, and let what they had wait again. Returns their names.
+
+        After Redis was away, or when it is first asked, it takes an engine for gone only when it stays missing for some
+        seconds: entries in the registry may have run out with nobody able to renew them.
+
+        Raises:
+            BusUnavailable: Redis stayed away.
+        """
+        names = [name for name in await self._bus.queue.holders(self._model) if name != but]
+        alive = await self._bus.alive(*names)
+        now = anyio.current_time()
+        if self._since is None or self._bus.broken_at >= self._since:
+            self._since = now
+            self._missing.clear()
+        self._missing = {name: self._missing.get(name, now) for name in names if name not in alive}
+        patience = 0.0 if now - self._since >= CERTAIN_S else PATIENCE_S
+        gone = [name for name, since in self._missing.items() if now - since >= patience]
+        for name in gone:
+            back = await self._bus.queue.put_back(
+                self._model, name, f"engine {name} was lost while it ran this trace", lost=True
+            )
+            del self._missing[name]
+            if back:
+                logger.warning("engine %s has gone: %d traces of %s wait again", name, back, self._model)
+        await self.bury()
+        return gone
+
+    async def bury(self) -> None:
+        """End what was given up.
+
+        Raises:
+            BusUnavailable: Redis stayed away.
+        """
+        for taken in await self._bus.queue.given_up(self._model):
+            failure = lost_for_good(taken)
+            if await self._bus.records.end(taken.trace, "failed", failure) and taken.tries > 1:
+                await self._bus.queue.dead_letter(self._model, taken, failure.message)
+            else:
+                await self._bus.queue.done(self._model, taken.trace)
+
+
+def lost_for_good(taken: Taken) -> Failure:
+    """What a trace ends with whose engines were lost as often as it may be tried."""
+    why = taken.why or "its engine was lost"
+    tried = "" if taken.tries <= 1 else f"it was tried {taken.lost} times, and each time its engine was lost; "
+    return Failure(type="EngineLost", message=f"{tried}{why}")

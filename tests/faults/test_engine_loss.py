@@ -1,0 +1,388 @@
+"""Engines that die, leave, or are taken for dead: their traces run again elsewhere, and end once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+import tracewire
+from tests.faults.scripted import ScriptedEngine, acts, expected, info, serving
+from tracewire import Client, Final, Output, Restarted
+from tracewire_bus import recovery
+from tracewire_bus.codec import decode_submission
+from tracewire_bus.messages import Failure
+from tracewire_bus.records import Overtaken, TraceEnded
+from tracewire_bus.streams import Bus, Fenced
+
+PATIENCE = 10
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that is missing is taken for gone soon."""
+    monkeypatch.setattr(recovery, "PATIENCE_S", 0.1)
+
+
+@pytest.fixture
+async def client(embedded: str, prefix: str) -> AsyncIterator[Client]:
+    """A client on the session's Redis."""
+    async with tracewire.connect(embedded, prefix=prefix) as client:
+        yield client
+
+
+class Gate:
+    """Lets an engine step as often as a test says."""
+
+    def __init__(self) -> None:
+        self._steps = asyncio.Semaphore(0)
+        self._open = False
+
+    async def __call__(self) -> None:
+        """Wait for the next step."""
+        if self._open:
+            await anyio.lowlevel.checkpoint()
+        else:
+            await self._steps.acquire()
+
+    def step(self, count: int = 1) -> None:
+        """Let it make some steps."""
+        for _ in range(count):
+            self._steps.release()
+
+    def open(self) -> None:
+        """Let it run."""
+        self._open = True
+        self._steps.release()
+
+
+def free() -> ScriptedEngine:
+    """An engine that runs as fast as it can."""
+    return ScriptedEngine(partial(anyio.sleep, 0))
+
+
+async def whole(client: Client, trace: str, prompt: str, tokens: int, **more: Any) -> list[Any]:
+    """All events of a trace that finished, and whose last attempt has all that it should have."""
+    with anyio.fail_after(PATIENCE):
+        events = [event async for event in client.subscribe(trace)]
+    assert [type(event) for event in events].count(Final) == 1
+    assert isinstance(events[-1], Final)
+    assert events[-1].status == "finished", events[-1]
+    state = await client.state(trace)
+    ids, saved = expected(prompt, tokens, **more)
+    assert state.token_ids == ids
+    assert [list(map(float, array)) for array in state.saves["acts"]] == saved
+    return events
+
+
+async def some(trace: Any, tokens: int) -> None:
+    """Read so many tokens of it."""
+    async for item in trace:
+        if isinstance(item, Output):
+            tokens -= len(item.token_ids)
+            if tokens <= 0:
+                return
+
+
+async def test_an_engine_that_dies_under_its_adapter_is_replaced(client: Client, bus: Bus) -> None:
+    gate = Gate()
+    async with serving(bus, dying := ScriptedEngine(gate)) as first:
+        trace = client.trace("tiny", "hello", acts, max_tokens=20, detach=True)
+        await client.model("tiny", wait_for_engine=PATIENCE)
+        await trace.start()
+        gate.step(5)
+        await some(trace, 5)
+        dying.die()
+        await first.ended.wait()
+        assert first.lost
+        assert await bus.engines() == []
+        async with serving(bus, free()):
+            events = await whole(client, trace.id, "hello", 20)
+    restarts = [event for event in events if isinstance(event, Restarted)]
+    assert [(one.attempt, one.seq) for one in restarts] == [(2, 0)]
+    assert "died" in restarts[0].reason
+    await trace.aclose()
+
+
+async def test_an_engine_that_is_only_slow_can_write_nothing_any_more(
+    client: Client, bus: Bus, embedded: str, prefix: str
+) -> None:
+    """Its lease ran out while it ran a trace; another has finished it when it goes on."""
+    gate = Gate()
+    described = info(capacity=1)
+    async with (
+        Bus.open(embedded, prefix=prefix) as far,
+        serving(far, ScriptedEngine(gate), described, heartbeat_s=10_000, lease_s=10_000) as slow,
+    ):
+        await client.model("tiny", wait_for_engine=PATIENCE)
+        async with client.trace("tiny", "hello", acts, max_tokens=20, detach=True) as trace:
+            gate.step(5)
+            await some(trace, 5)
+            await bus.unregister(described.engine)
+            async with serving(bus, free()):
+                events = await whole(client, trace.id, "hello", 20)
+                last = await bus.tail_id(trace.id)
+                gate.open()
+                with anyio.fail_after(PATIENCE):
+                    while slow.busy:
+                        await anyio.lowlevel.checkpoint()
+                assert await bus.tail_id(trace.id) == last
+                again = await whole(client, trace.id, "hello", 20)
+    assert len(again) == len(events)
+    assert await bus.queue.holders("tiny") == []
+    assert await bus.command("HLEN", bus.keys.queue("tiny", "entries")) == 0
+
+
+async def test_both_write_and_one_is_heard(client: Client, bus: Bus, embedded: str, prefix: str) -> None:
+    """The second engine is in the middle of the trace when the first goes on."""
+    gate, other = Gate(), Gate()
+    described = info(capacity=1)
+    async with (
+        Bus.open(embedded, prefix=prefix) as far,
+        serving(far, ScriptedEngine(gate), described, heartbeat_s=10_000, lease_s=10_000) as slow,
+    ):
+        await client.model("tiny", wait_for_engine=PATIENCE)
+        async with client.trace("tiny", "hello", acts, max_tokens=20, detach=True) as trace:
+            gate.step(5)
+            await some(trace, 5)
+            await bus.unregister(described.engine)
+            async with serving(bus, ScriptedEngine(other)):
+                other.step(3)
+                with anyio.fail_after(PATIENCE):
+                    async for item in trace:
+                        if isinstance(item, Output) and item.attempt == 2 and item.index + len(item.token_ids) == 3:
+                            break
+                    gate.open()
+                    while slow.busy:
+                        await anyio.lowlevel.checkpoint()
+                # The record is the second's still, and so is the entry.
+                assert not await bus.records.ended(trace.id)
+                assert await bus.command("HLEN", bus.keys.queue("tiny", "taken")) == 1
+                assert await bus.command("TTL", bus.keys.events(trace.id)) > 24 * 3600
+                other.open()
+                await whole(client, trace.id, "hello", 20)
+
+
+async def test_a_trace_that_is_not_to_be_restarted_fails(client: Client, bus: Bus) -> None:
+    gate = Gate()
+    async with serving(bus, engine := ScriptedEngine(gate)) as adapter:
+        await client.model("tiny", wait_for_engine=PATIENCE)
+        async with client.trace("tiny", "hello", acts, on_engine_loss="fail", max_tokens=20) as trace:
+            gate.step(2)
+            await some(trace, 2)
+            engine.die()
+            await adapter.ended.wait()
+            with pytest.raises(tracewire.TraceFailed) as caught:
+                await trace.result()
+    assert caught.value.type == "EngineLost"
+    assert await bus.queue.dead_count() == 0
+    assert await bus.command("HLEN", bus.keys.queue("tiny", "entries")) == 0
+
+
+@pytest.mark.parametrize("how", ["restart", "fail"])
+async def test_an_engine_that_is_shut_down_hands_over(client: Client, bus: Bus, how: Any) -> None:
+    """However often that happens: it is no loss."""
+    trace = client.trace("tiny", "hello", acts, max_tokens=20, on_engine_loss=how, max_attempts=2, detach=True)
+    for turn in range(1 if how == "fail" else 4):
+        gate = Gate()
+        async with serving(bus, ScriptedEngine(gate)):
+            await client.model("tiny", wait_for_engine=PATIENCE)
+            if turn == 0:
+                await trace.start()
+            gate.step(2)
+            with anyio.fail_after(PATIENCE):
+                async for item in trace:
+                    if isinstance(item, Output) and item.attempt == turn + 1 and item.index + len(item.token_ids) == 2:
+                        break
+    if how == "fail":
+        with pytest.raises(tracewire.TraceFailed) as caught:
+            await trace.result()
+        assert caught.value.type == "EngineShutdown"
+    else:
+        assert await bus.queue.waiting("tiny") == 1
+        async with serving(bus, free()):
+            events = await whole(client, trace.id, "hello", 20)
+        restarts = [event for event in events if isinstance(event, Restarted)]
+        assert [one.attempt for one in restarts] == [2, 3, 4, 5]
+        assert all("shut down" in one.reason for one in restarts)
+    await trace.aclose()
+
+
+async def test_what_kills_its_engines_is_given_up_and_the_others_are_not(client: Client, bus: Bus) -> None:
+    """A poisonous trace among others: it is tried three times, the others end as if nothing had been."""
+    traces = {}
+    async with serving(bus, ScriptedEngine(Gate())):
+        await client.model("tiny", wait_for_engine=PATIENCE)
+    for number in range(12):
+        prompt = "die of this" if number == 5 else f"prompt {number}"
+        trace = client.trace("tiny", prompt, acts, max_tokens=8, detach=True, live={"alpha": 1.0})
+        await bus.submit(trace._submission)
+        traces[prompt] = trace
+    poison = traces.pop("die of this")
+    engines = 0
+    with anyio.fail_after(PATIENCE):
+        while not await bus.records.ended(poison.id):
+            engines += 1
+            async with serving(bus, free()) as adapter:
+                while not adapter.ended.is_set() and not await bus.records.ended(poison.id):
+                    await anyio.lowlevel.checkpoint()
+        async with serving(bus, free()):
+            for prompt, trace in traces.items():
+                await whole(client, trace.id, prompt, 8)
+    assert engines in (3, 4)
+    final = [event async for event in client.subscribe(poison.id)][-1]
+    assert final.status == "failed"
+    assert final.error.type == "EngineLost"
+    assert "tried 3 times" in final.error.message
+    assert await bus.queue.dead_count() == 1
+    ((_, flat),) = await bus.command("XRANGE", bus.keys.dead(), "-", "+")
+    fields = dict(zip(flat[::2], flat[1::2], strict=True))
+    assert decode_submission(fields[b"d"]).trace == poison.id
+    assert "died" in fields[b"reason"].decode()
+
+
+async def test_two_engines_race_for_many(client: Client, bus: Bus, embedded: str, prefix: str) -> None:
+    async with (
+        Bus.open(embedded, prefix=prefix) as far,
+        serving(bus, one := free()),
+        serving(far, two := free()),
+    ):
+        await client.model("tiny", wait_for_engine=PATIENCE)
+        traces = [client.trace("tiny", f"prompt {number}", acts, max_tokens=3, detach=True) for number in range(100)]
+        async with anyio.create_task_group() as group:
+            for trace in traces:
+                # A submission that is repeated runs once.
+                group.start_soon(bus.submit, trace._submission)
+                group.start_soon(far.submit, trace._submission)
+        for number, trace in enumerate(traces):
+            events = await whole(client, trace.id, f"prompt {number}", 3)
+            assert {event.attempt for event in events} == {1}
+    assert one.steps
+    assert two.steps
+
+
+async def test_an_attempt_is_one_engines(bus: Bus) -> None:
+    trace = "t"
+    await bus.records.open(trace, "one", 1)
+    # An answer was lost.
+    assert (await bus.records.open(trace, "one", 1)).attempt == 1
+    with pytest.raises(Overtaken):
+        await bus.records.open(trace, "two", 1)
+    assert (await bus.records.open(trace, "two", 3)).attempt == 3
+    with pytest.raises(Overtaken):
+        await bus.records.open(trace, "one", 1)
+    assert await bus.records.close(trace, 1) == []
+    assert await bus.records.end(trace, "failed", Failure(type="x", message="y"))
+    assert not await bus.records.end(trace, "failed", Failure(type="x", message="y"))
+    with pytest.raises(TraceEnded):
+        await bus.records.open(trace, "two", 4)
+
+
+async def test_a_refused_end_leaves_everything_as_it_is(bus: Bus) -> None:
+    """A later attempt has begun: the end of the one before changes neither its keys nor its entry."""
+    keys = bus.keys
+    await bus.queue.put("demo", "t", b"d", tries=3)
+    (first,) = await bus.queue.take("demo", "one", 1, 0)
+    assert await bus.queue.put_back("demo", "one", "gone", lost=True) == 1
+    (second,) = await bus.queue.take("demo", "two", 1, 0)
+    assert [(one.attempt, one.lost, one.why) for one in (first, second)] == [(1, 0, ""), (2, 1, "gone")]
+    await bus.command("ZADD", keys.changes("t"), 1, "change")
+    async with bus.writer() as writer:
+        for data in (b"small", b"x" * 100_000):
+            await bus.command("DEL", keys.events("t"))
+            await writer.append("t", 2, 0, b"restarted")
+            with pytest.raises(Fenced):
+                await writer.append("t", 1, 9, data, told=1)
+            before = await bus.command("TTL", keys.events("t"))
+            assert before > 24 * 3600
+            with pytest.raises(Fenced):
+                await writer.append("t", 1, 5, data, told=1)
+            await writer.append("t", 3, 0, b"x")
+            assert await bus.command("ZCARD", keys.changes("t")) == 1
+        assert await bus.command("HLEN", keys.queue("demo", "taken")) == 1
+        await writer.append("t", 2, 7, b"x" * 100_000, True, done=("demo", "t", "one"))
+        assert await bus.command("HLEN", keys.queue("demo", "taken")) == 1
+        assert 0 < await bus.command("TTL", keys.events("t")) < 24 * 3600
+        assert await bus.command("EXISTS", keys.changes("t")) == 0
+        await bus.queue.done("demo", "t", "two")
+    assert await bus.command("HLEN", keys.queue("demo", "taken")) == 0
+
+
+async def test_what_waits_again_waits_where_it_did(bus: Bus, tmp_path: Path) -> None:
+    """Ahead of what its client queued later, under its lease, and steerable; hundreds at once."""
+    for number in range(250):
+        await bus.queue.put(
+            "demo", f"a{number}", b"d" * (100_000 if number == 3 else 1), client="a", lease="l", tries=2
+        )
+    taken = await bus.queue.take("demo", "one", 250, 0)
+    assert len(taken) == 250
+    await bus.queue.put("demo", "later", b"d", client="a")
+    await bus.queue.put("demo", "other", b"d", client="b")
+    assert await bus.queue.leases("demo") == []
+    assert await bus.queue.put_back("demo", "one", "", lost=False) == 250
+    assert await bus.queue.put_back("demo", "one", "", lost=False) == 0
+    assert await bus.queue.waiting("demo") == 252
+    assert await bus.queue.leases("demo") == ["l"]
+    again = await bus.queue.take("demo", "two", 300, 0)
+    assert [one.trace for one in again][:4] == ["a0", "other", "a1", "a2"]
+    assert again[-1].trace == "later"
+    assert await bus.queue.put_back("demo", "two", "dead", lost=True) == 250
+    given_up = await bus.queue.given_up("demo")
+    assert [one.trace for one in given_up] == ["later", "other"]
+    assert [one.lost for one in given_up] == [1, 1]
+    again = await bus.queue.take("demo", "three", 300, 0)
+    assert {one.attempt for one in again} == {3}
+    # Suspects, one at a time.
+    assert [one.trace for one in again] == ["a0"]
+    assert await bus.queue.take("demo", "three", 300, 0) == []
+    assert [one.trace for one in await bus.queue.take("demo", "four", 300, 0)] == ["a1"]
+    await bus.queue.done("demo", "a0", "three")
+    assert await bus.queue.withdraw("demo", "a2")
+    assert [one.trace for one in await bus.queue.take("demo", "three", 300, 0)] == ["a3"]
+    await bus.queue.put_back("demo", "three", "dead", lost=True, trace="a3")
+    large = next(one for one in await bus.queue.given_up("demo") if one.trace == "a3")
+    assert b"d" not in large.fields
+    await bus.queue.dead_letter("demo", large, "why")
+    ((_, flat),) = await bus.command("XRANGE", bus.keys.dead(), "-", "+")
+    assert dict(zip(flat[::2], flat[1::2], strict=True))[b"d"] == b"d" * 100_000
+
+
+async def test_an_engine_takes_nothing_while_its_lease_is_out(
+    client: Client, bus: Bus, embedded: str, prefix: str
+) -> None:
+    async with (
+        Bus.open(embedded, prefix=prefix) as far,
+        serving(far, stale := free(), heartbeat_s=10_000, lease_s=0.2, poll_s=0.01),
+    ):
+        await client.model("tiny", wait_for_engine=PATIENCE)
+        with anyio.fail_after(PATIENCE):
+            while await bus.engines():
+                await anyio.lowlevel.checkpoint()
+        await bus.submit(client.trace("tiny", "hello", acts, max_tokens=3, detach=True, trace_id="t")._submission)
+        async with serving(bus, free()):
+            events = await whole(client, "t", "hello", 3)
+    assert {event.attempt for event in events} == {1}
+    assert not stale.steps
+
+
+async def test_an_engine_that_gets_a_trace_back_finishes_it(client: Client, bus: Bus) -> None:
+    """It was taken from it and given to it again, while it ran it."""
+    gate = Gate()
+    described = info()
+    async with serving(bus, ScriptedEngine(gate), described):
+        await client.model("tiny", wait_for_engine=PATIENCE)
+        async with client.trace("tiny", "hello", acts, max_tokens=20, detach=True) as trace:
+            gate.step(5)
+            await some(trace, 5)
+            assert await bus.queue.put_back("tiny", described.engine, "slow", lost=True) == 1
+            with anyio.fail_after(PATIENCE):
+                while await bus.queue.waiting("tiny"):
+                    await anyio.lowlevel.checkpoint()
+            gate.open()
+            await whole(client, trace.id, "hello", 20)
+    assert await bus.command("HLEN", bus.keys.queue("tiny", "entries")) == 0
