@@ -38,23 +38,23 @@ _FLUSH_ENTRIES, _FLUSH_BYTES = 512, 8 * 1024 * 1024
 #: The next flush begins no sooner than this after the last one began, in seconds: for each entry that it carried, and
 #: at most. It leaves a busy publisher's loop half free, and what a trace puts out meanwhile shares an entry.
 _PACE_S, _PAUSE_S = 100e-6, 8e-3
-#: Larger data does not pass through Lua, which would copy it twice.
-_INLINE_BYTES: Final = 64 * 1024
 #: A pause that is not worth the timer.
 _SHORT_S = 1e-3
 
 
-# An event and what goes with it, which must not happen where the event is refused. The script begins with what even a
-# Redis that is full does not refuse, so that an end can always be written. Without data ('' for the schema) the event
-# was appended before. KEYS: events, blobs, record, changes, operations. ARGV: id, schema, data, how long to keep the
-# trace from now on or '', '1' if that is its end, the version of the last change that it tells of or ''.
+# An event and what goes with it, which must not happen where the event is refused: for its id, or because another
+# attempt has been begun, whose end this is not. The script begins with what even a Redis that is full does not refuse,
+# so that an end can always be written. KEYS: events, blobs, record, changes, operations. ARGV: id, schema, data, how
+# long to keep the trace from now on or '', '1' if that is its end, the version of the last change that it tells of or
+# '', attempt.
 _APPEND: Final = Script(
     """
 redis.call('HDEL', KEYS[3], '')
-if ARGV[2] ~= '' then
-  local said = redis.pcall('XADD', KEYS[1], ARGV[1], 'v', ARGV[2], 'd', ARGV[3])
-  if type(said) == 'table' and said.err then return said end
+if tonumber(redis.call('HGET', KEYS[3], 'a') or 0) > tonumber(ARGV[7]) then
+  return redis.error_reply('FENCED by a later attempt')
 end
+local said = redis.pcall('XADD', KEYS[1], ARGV[1], 'v', ARGV[2], 'd', ARGV[3])
+if type(said) == 'table' and said.err then return said end
 if ARGV[6] ~= '' then redis.call('ZREMRANGEBYSCORE', KEYS[4], '-inf', ARGV[6]) end
 if ARGV[4] ~= '' then
   redis.call('EXPIRE', KEYS[1], ARGV[4])
@@ -80,22 +80,22 @@ class EntryTooLarge(BusError, ValueError):
 class _Append:
     """One event on its way, and what came of it."""
 
-    __slots__ = ("data", "done", "id", "key", "more", "outcome")
+    __slots__ = ("command", "data", "done", "id", "key", "outcome")
 
     def __init__(
         self,
         key: str,
         id_: str,
         data: bytes,
-        more: Callable[[str, bytes], tuple[Any, ...]] | None,
+        command: tuple[Any, ...],
         done: tuple[Any, ...] | None,
         outcome: asyncio.Future[Exception | None],
     ) -> None:
         self.key = key
         self.id = id_
         self.data = data
-        #: Makes the script's command that appends it and does what goes with it; without a schema, only the latter.
-        self.more = more
+        #: What appends it, and does what goes with it.
+        self.command = command
         #: The command that settles its queue entry.
         self.done = done
         #: What it failed with, or None, once it has ended. Cancelled with whoever waits for it.
@@ -181,20 +181,15 @@ class Writer:
             raise EntryTooLarge(f"event {attempt}-{seq} takes {len(data)} bytes, an entry holds {ENTRY_BYTES}")
         keys = self._keys
         key = keys.events(trace)
-        more: Callable[[str, bytes], tuple[Any, ...]] | None = None
+        command: tuple[Any, ...] = ("XADD", key, id_, "v", self._schema, "d", data)
         if final or seq == 0 or told is not None:
             names = (key, keys.blobs(trace), keys.record(trace), keys.changes(trace), keys.operations(trace))
             keep = self._retention_s if final else UNFINISHED_S if seq == 0 else ""
             end, version = "1" if final else "", "" if told is None else told
-
-            def more(schema: str, data: bytes) -> tuple[Any, ...]:
-                # With its text: what comes behind it in a pipeline must not overtake it.
-                command = with_text(_APPEND(names, id_, schema, data, keep, end, version))
-                assert command is not None
-                return command
-
+            # With its text: what comes behind it in a pipeline must not overtake it.
+            command = with_text(_APPEND(names, id_, self._schema, data, keep, end, version, attempt)) or command
         settle = None if done is None else settling(keys, *done)
-        item = _Append(key, id_, data, more, settle, self._loop.create_future())
+        item = _Append(key, id_, data, command, settle, self._loop.create_future())
         self._queue.append(item)
         self._wanted.notify()
         return self._outcome(item, done)
@@ -251,10 +246,7 @@ class Writer:
         places: list[int] = []
         for item in batch:
             places.append(len(commands))
-            if item.more is None or len(item.data) > _INLINE_BYTES:
-                commands.append(("XADD", item.key, item.id, "v", self._schema, "d", item.data))
-            else:
-                commands.append(item.more(self._schema, item.data))
+            commands.append(item.command)
             if item.done is not None:
                 commands.append(item.done)
         repeated = False
@@ -276,47 +268,32 @@ class Writer:
             logger.log(backoff.level, "%d entries wait for Redis: %s", len(batch), problem)
             await anyio.sleep(pause)
         for item, outcome in zip(batch, outcomes, strict=True):
-            large = item.more is not None and len(item.data) > _INLINE_BYTES
             if not isinstance(outcome, Exception):
-                if large:
-                    await self._finish(item)
                 item.end()
             elif not _is_fence(outcome):
                 item.end(as_bus_error(outcome))
             elif repeated and await self._holds(item):
-                if large:
-                    await self._finish(item)
                 item.end()
             else:
                 item.end(Fenced(f"event {item.id} of {item.key} is not after the last one there"))
 
     async def _holds(self, item: _Append) -> bool:
         """Whether the stream holds exactly this event."""
-        found = await self._insist(("XRANGE", item.key, item.id, item.id))
-        return isinstance(found, list) and bool(found) and _field(found[0][1], b"d") == item.data
-
-    async def _finish(self, item: _Append) -> None:
-        """Do what goes with a large event that the stream holds."""
-        assert item.more is not None
-        await self._insist(item.more("", b""))
-
-    async def _insist(self, command: tuple[Any, ...]) -> Any:
-        """The reply to a command that may be carried out twice, whatever it takes."""
         backoff = Backoff()
         while True:
             try:
-                (reply,) = await self._link.ask(command)
+                (found,) = await self._link.ask(("XRANGE", item.key, item.id, item.id))
             except Exception as error:
                 if not is_transient(error):
                     raise as_bus_error(error) from error
                 await anyio.sleep(backoff.next())
                 continue
-            return reply
+            return isinstance(found, list) and bool(found) and _field(found[0][1], b"d") == item.data
 
 
 def _is_fence(error: Exception) -> bool:
     text = str(error)
-    return "equal or smaller than" in text or "exhausted the last possible ID" in text
+    return text.startswith("FENCED") or "equal or smaller than" in text or "exhausted the last possible ID" in text
 
 
 def _field(fields: Sequence[bytes], name: bytes) -> bytes | None:
