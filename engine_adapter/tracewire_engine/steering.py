@@ -55,7 +55,12 @@ class LiveTrace:
         self.run = run
         self.first_version = self.version = version
         #: Accepted, and told by no event: version and encoded change, in order.
-        self._untold: list[tuple[int, bytes]] = [(_change.decode(data).version, data) for data in changes]
+        self._untold: list[tuple[int, bytes]] = []
+        for data in changes:
+            try:
+                self._untold.append((_change.decode(data).version, data))
+            except msgspec.MsgspecError:
+                logger.exception("a change of live parameters of run %s could not be read", run)
         self._values: dict[str, Any] = unpack(packed)
         self._stops = list(stops)
         #: The last version that the workers were sent, and the last that they reported.

@@ -579,10 +579,15 @@ class TraceRun:
         if live is None or close is None:
             return
         try:
-            for change in await close():
-                live.take(change)
+            changes = await close()
         except BusError as problem:
             logger.warning("trace %s ends without a last look at its record: %s", self._submission.trace, problem)
+            return
+        for change in changes:
+            try:
+                live.take(change)
+            except (ValueError, msgspec.MsgspecError):
+                logger.exception("a change of live parameters of trace %s could not be read", self._submission.trace)
 
     def _usage(self) -> Usage:
         return Usage(

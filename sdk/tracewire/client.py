@@ -306,6 +306,8 @@ class Client:
             raise SteerRejected(trace_id, "live", "expected at least one live parameter to change, got none")
         if if_version is not None and (isinstance(if_version, bool) or not isinstance(if_version, int)):
             raise SteerRejected(trace_id, "if_version", f"expected a version's number, got {_shown(if_version)}")
+        if by is not None and not _is_text(by):
+            raise SteerRejected(trace_id, "by", f"expected who makes the change, as text, got {_shown(by)}")
         try:
             prepared = live_values(given)
         except LiveError as error:
@@ -405,6 +407,11 @@ class Client:
 
 
 # --- what a submission is made of, checked before it leaves -----------------------------------------------------------
+
+
+def _is_text(value: Any) -> bool:
+    """Whether it is a string that can be sent: one without half of a surrogate pair."""
+    return isinstance(value, str) and not any("\ud800" <= char <= "\udfff" for char in value)
 
 
 def _trace_id(trace_id: Any) -> str:
