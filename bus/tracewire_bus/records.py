@@ -51,6 +51,8 @@ MAX_CHANGES: Final = 10_000
 OPERATIONS: Final = 1000
 #: How long the engine that runs a trace has from its deadline on to end it itself, in milliseconds.
 GRACE_MS: Final = 5000
+#: The farthest deadline, in milliseconds from the submission: some 3000 years, which Lua writes as an integer.
+MAX_DEADLINE_MS: Final = 10**14
 #: How long a control stream is kept after its last entry, in seconds.
 CONTROL_S: Final = 24 * 3600
 
@@ -304,7 +306,7 @@ class Records:
         return _CREATE(
             (self._keys.record(trace), self._keys.deadlines(self._keys.tag(trace))),
             *(trace, submission.model, submission.client, "" if submission.detach else submission.lease),
-            *("" if deadline is None else round(deadline * 1000), REMEMBER_S),
+            *("" if deadline is None else round(min(deadline * 1000, MAX_DEADLINE_MS)), REMEMBER_S),
             *_flat(live),
         )
 
