@@ -26,7 +26,7 @@ import msgspec
 
 from tracewire_bus.blobs import THRESHOLD_BYTES
 from tracewire_bus.codec import NewerSchema, check_schema, decode_submission, encode
-from tracewire_bus.connection import Wakeup
+from tracewire_bus.connection import BusUnavailable, Wakeup
 from tracewire_bus.control import Order
 from tracewire_bus.declared import DeclarationError, check, normalized
 from tracewire_bus.keys import TAGS
@@ -187,7 +187,7 @@ class Adapter:
         early: list[Order] = []
         self._by_trace[trace] = early
         try:
-            opened = await self._bus.records.open(trace, self._info.engine)
+            opened = await self._begin(trace)
             if opened is None:
                 # It was cancelled, or expired, before anybody took it.
                 await self._bus.queue.done(self._info.model, entry.trace)
@@ -201,6 +201,16 @@ class Adapter:
                 self._steering.over(run.live)
         finally:
             del self._by_trace[trace]
+
+    async def _begin(self, trace: str) -> Opened | None:
+        """Open a trace's record. The entry is ours, so it waits for a Redis that is away, as long as we serve."""
+        while True:
+            try:
+                return await self._bus.records.open(trace, self._info.engine)
+            except BusUnavailable as error:
+                if self._stopping.is_set():
+                    raise
+                logger.warning("trace %s waits for Redis: %s", trace, error)
 
     def _run_of(
         self,
