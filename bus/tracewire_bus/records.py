@@ -41,6 +41,7 @@ __all__ = [
     "Opened",
     "Records",
     "SteerRefused",
+    "TraceElsewhere",
     "TraceEnded",
     "TraceMissing",
 ]
@@ -90,10 +91,14 @@ end
 
 # KEYS: record, deadlines. ARGV: trace, model, client, lease, deadline in ms or '', how long to remember, then name,
 # form and value of each live parameter.
+# Returns whether it is new; or, where the id belongs to a trace of another model, that model.
 _CREATE = Script(
     _NOW
     + """
-if redis.call('HSETNX', KEYS[1], 'm', ARGV[2]) == 0 then return 0 end
+if redis.call('HSETNX', KEYS[1], 'm', ARGV[2]) == 0 then
+  local model = redis.call('HGET', KEYS[1], 'm')
+  return model == ARGV[2] and 0 or model
+end
 redis.call('HSET', KEYS[1], 'c', ARGV[3], 'p', ARGV[4], 'v', 0)
 for i = 7, #ARGV, 3 do
   redis.call('HSET', KEYS[1], 'f:' .. ARGV[i], ARGV[i + 1], 'l:' .. ARGV[i], ARGV[i + 2])
@@ -105,6 +110,16 @@ if ARGV[5] ~= '' then
   redis.call('ZADD', KEYS[2], at, ARGV[1])
 end
 return 1
+"""
+)
+
+# KEYS: record, deadlines. ARGV: trace, model. Another model's trace, or one that an engine runs, is not forgotten.
+_FORGET = Script(
+    """
+local known = redis.call('HMGET', KEYS[1], 'm', 'e')
+if known[1] ~= ARGV[2] or known[2] then return 0 end
+redis.call('ZREM', KEYS[2], ARGV[1])
+return redis.call('DEL', KEYS[1])
 """
 )
 
@@ -256,6 +271,10 @@ class TraceMissing(BusError, LookupError):
     """No such trace was submitted, or it has been forgotten."""
 
 
+class TraceElsewhere(BusError, ValueError):
+    """The trace's id belongs to a trace of another model."""
+
+
 class TraceEnded(BusError):
     """The trace has ended: nothing about it can change any more."""
 
@@ -310,10 +329,12 @@ class Records:
             *_flat(live),
         )
 
-    async def forget(self, trace: str) -> None:
-        """Take back the record of a trace that was not queued after all."""
+    async def forget(self, trace: str, model: str) -> None:
+        """Take back the record of a trace that was not queued for `model` after all."""
         keys = self._keys
-        await self._connections.commands(("DEL", keys.record(trace)), ("ZREM", keys.deadlines(keys.tag(trace)), trace))
+        await self._connections.command(
+            *_FORGET((keys.record(trace), keys.deadlines(keys.tag(trace))), trace, model)
+        )
 
     async def open(self, trace: str, engine: str) -> Opened | None:
         """Begin to run a trace on `engine`, to which orders for it go from now on. `None`: it has ended already."""

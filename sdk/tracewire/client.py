@@ -52,6 +52,9 @@ PromptInput: TypeAlias = "str | Sequence[int] | Sequence[Mapping[str, Any]] | Pr
 #: How old what the client knows of the registry may be, in seconds, when a trace is submitted.
 _REGISTRY_AGE = 1.0
 
+#: Greatest priority, either way: what the queue tells from its neighbour.
+_MOST_PRIORITY = 2**53
+
 _TRACE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -555,7 +558,7 @@ def _deadline(deadline: Any) -> float | None:
     if deadline is None:
         return None
     seconds = deadline.total_seconds() if isinstance(deadline, timedelta) else deadline
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds <= 1e300:
         raise TraceRejected("deadline", f"expected a positive number of seconds or a timedelta, got {_shown(deadline)}")
     return float(seconds)
 
@@ -563,6 +566,8 @@ def _deadline(deadline: Any) -> float | None:
 def _priority(priority: Any) -> int:
     if isinstance(priority, bool) or not isinstance(priority, int):
         raise TraceRejected("priority", f"expected an integer, got {_shown(priority)}")
+    if abs(priority) > _MOST_PRIORITY:
+        raise TraceRejected("priority", f"expected an integer of at most 53 bits, got {_shown(priority)}")
     return priority
 
 
