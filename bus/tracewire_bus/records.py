@@ -332,9 +332,7 @@ class Records:
     async def forget(self, trace: str, model: str) -> None:
         """Take back the record of a trace that was not queued for `model` after all."""
         keys = self._keys
-        await self._connections.command(
-            *_FORGET((keys.record(trace), keys.deadlines(keys.tag(trace))), trace, model)
-        )
+        await self._connections.command(*_FORGET((keys.record(trace), keys.deadlines(keys.tag(trace))), trace, model))
 
     async def open(self, trace: str, engine: str) -> Opened | None:
         """Begin to run a trace on `engine`, to which orders for it go from now on. `None`: it has ended already."""

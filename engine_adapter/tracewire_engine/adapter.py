@@ -56,6 +56,8 @@ MAX_LINE = 1_000_000
 SWEPT = TAGS // 8
 #: How long one wait for orders lasts, in milliseconds.
 _CONTROL_MS = 2000
+#: What a heartbeat may take longer than it should before clients get their time anew, in seconds.
+_STALL_S = 1.0
 _NO_LIVE = msgspec.msgpack.encode({})
 
 
@@ -96,6 +98,8 @@ class Adapter:
         self._reap = Wakeup()
         #: Since when the lease of a client with running or waiting traces has been missing.
         self._missing: dict[str, float] = {}
+        #: When it was last looked for.
+        self._looked = -math.inf
         self._tags = itertools.cycle(bus.keys.tags[os.getpid() % TAGS :] + bus.keys.tags[: os.getpid() % TAGS])
         self._runs: set[anyio.CancelScope] = set()
         self._stopping = anyio.Event()
@@ -374,6 +378,10 @@ class Adapter:
         leases = [*running, *(waiting - running.keys())]
         held = await self._bus.records.held(leases)
         now = anyio.current_time()
+        if now - self._looked > self._settings.heartbeat_s + _STALL_S:
+            # Redis was away, or this loop stood still: so it may have been for the clients.
+            self._missing.clear()
+        self._looked = now
         self._missing = {lease: self._missing.get(lease, now) for lease in leases if lease not in held}
         for lease, since in self._missing.items():
             if now - since >= _patience_of(lease):

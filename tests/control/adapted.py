@@ -1,4 +1,4 @@
-"""An adapter in this process, over an engine that a test plays: what the adapter does when its engine or Redis fails."""
+"""An adapter in this process, over an engine that a test plays: how it takes their faults."""
 
 from __future__ import annotations
 

@@ -60,14 +60,16 @@ async def test_a_deadline_may_be_as_far_as_one_likes(
 ) -> None:
     engine = PlayedEngine()
     with anyio.fail_after(PATIENCE):
-        async with client.trace("tiny", "hello", deadline=deadline, detach=True) as trace:
-            async with adapted(embedded, prefix, engine):
-                await trace.accepted()
-                (request,) = engine.requests
-                engine.finish(request)
-                events = [event async for event in client.subscribe(trace.id)]
-                assert isinstance(events[-1], Final)
-                assert events[-1].status == "finished"
+        async with (
+            client.trace("tiny", "hello", deadline=deadline, detach=True) as trace,
+            adapted(embedded, prefix, engine),
+        ):
+            await trace.accepted()
+            (request,) = engine.requests
+            engine.finish(request)
+            events = [event async for event in client.subscribe(trace.id)]
+            assert isinstance(events[-1], Final)
+            assert events[-1].status == "finished"
 
 
 async def test_an_entry_waits_for_a_redis_that_is_away_while_it_is_opened(
@@ -99,9 +101,7 @@ async def test_an_entry_waits_for_a_redis_that_is_away_while_it_is_opened(
                 assert (await trace.result()).text == "x"
 
 
-async def test_a_change_is_not_told_as_applied_before_it_was_sent(
-    client: Client, embedded: str, prefix: str
-) -> None:
+async def test_a_change_is_not_told_as_applied_before_it_was_sent(client: Client, embedded: str, prefix: str) -> None:
     """A call fails while a later change waits for the next one: that one's own report counts."""
     failing, fail, calls = anyio.Event(), anyio.Event(), anyio.Event()
 
@@ -180,27 +180,30 @@ async def test_an_abort_does_not_wait_for_the_word_of_a_pause(
     """While Redis is away nothing can be told; what is past its deadline is aborted all the same."""
     engine = PlayedEngine()
     with anyio.fail_after(PATIENCE):
-        async with proxy(embedded, tmp_path) as way, adapted(way.url, prefix, engine) as adapter:
-            async with client.trace("tiny", "hello", detach=True) as trace:
-                await trace.accepted()
-                async with client.trace("tiny", "hello", detach=True) as other:
-                    await other.accepted()
-                    one, two = (adapter._by_trace[id_] for id_ in (trace.id, other.id))
-                    assert isinstance(one, TraceRun)
-                    assert isinstance(two, TraceRun)
-                    way.away = True
-                    await way.cut()
-                    adapter._obey(Order("pause", trace.id, by="me"))
-                    while ("pause", one.requests[0].name) not in engine.asked:
-                        await anyio.lowlevel.checkpoint()
-                    adapter._obey(Order("cancel", other.id, by="me"))
-                    while ("abort", two.requests[0].name) not in engine.asked:
-                        await anyio.lowlevel.checkpoint()
-                    way.away = False
-                    with pytest.raises(tracewire.TraceFailed, match="cancelled by me"):
-                        await other.result()
-                    engine.finish(one.requests[0].name)
-                    await trace.result()
+        async with (
+            proxy(embedded, tmp_path) as way,
+            adapted(way.url, prefix, engine) as adapter,
+            client.trace("tiny", "hello", detach=True) as trace,
+            client.trace("tiny", "hello", detach=True) as other,
+        ):
+            await trace.accepted()
+            await other.accepted()
+            one, two = (adapter._by_trace[id_] for id_ in (trace.id, other.id))
+            assert isinstance(one, TraceRun)
+            assert isinstance(two, TraceRun)
+            way.away = True
+            await way.cut()
+            adapter._obey(Order("pause", trace.id, by="me"))
+            while ("pause", one.requests[0].name) not in engine.asked:
+                await anyio.lowlevel.checkpoint()
+            adapter._obey(Order("cancel", other.id, by="me"))
+            while ("abort", two.requests[0].name) not in engine.asked:
+                await anyio.lowlevel.checkpoint()
+            way.away = False
+            with pytest.raises(tracewire.TraceFailed, match="cancelled by me"):
+                await other.result()
+            engine.finish(one.requests[0].name)
+            await trace.result()
 
 
 async def test_a_pause_that_is_under_way_is_told_before_what_follows(
@@ -255,3 +258,29 @@ async def test_a_paused_trace_is_cancelled(client: Client, embedded: str, prefix
             events = [event async for event in client.subscribe(trace.id)]
     assert [type(event) for event in events][:2] == [Accepted, Paused]
     assert [event.status for event in events if isinstance(event, Final)] == ["cancelled"]
+
+
+async def test_an_outage_is_no_absence_of_a_client(client: Client, bus: Bus, embedded: str, prefix: str) -> None:
+    """A lease was missing when Redis went away; when it is back its client has the time that it always has."""
+    engine = PlayedEngine()
+    with anyio.fail_after(PATIENCE):
+        async with (
+            adapted(embedded, prefix, engine, heartbeat_s=3600) as adapter,
+            client.trace("tiny", "hello") as trace,
+        ):
+            await trace.accepted()
+            run = adapter._by_trace[trace.id]
+            assert isinstance(run, TraceRun)
+            await bus.records.release(run.lease)
+            await adapter._look_after_clients()
+            # A minute ago.
+            adapter._missing[run.lease] -= 60
+            adapter._looked -= 60 + 3600
+            await adapter._look_after_clients()
+            assert run._ending is None
+            # Who stays away while Redis is there is gone.
+            adapter._missing[run.lease] -= 60
+            await adapter._look_after_clients()
+            assert run._ending is not None
+            with pytest.raises(tracewire.TraceFailed, match="submitter has gone"):
+                await trace.result()
