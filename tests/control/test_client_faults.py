@@ -12,8 +12,8 @@ import pytest
 
 import tracewire
 from tests.bus.proxy import proxy
-from tests.scripted import engine_info
-from tracewire import Client
+from tests.scripted import ScriptedEngine, Stage, engine_info
+from tracewire import Accepted, Client, Final, Output, Paused, Resumed
 from tracewire.presence import Presence
 from tracewire_bus.messages import Invoke, Submission
 from tracewire_bus.streams import Bus, QueueFull
@@ -106,3 +106,53 @@ def test_a_priority_has_bounds(client: Client, priority: int) -> None:
     with pytest.raises(tracewire.TraceRejected) as caught:
         client.trace("tiny", "hello", priority=priority)
     assert caught.value.field == "priority"
+
+
+async def test_a_trace_is_paused_and_resumed_on_the_bus(embedded: str, prefix: str) -> None:
+    """While it is queued, and while it runs: told once each, in order; not after its end."""
+    turns = [anyio.Event(), anyio.Event()]
+
+    async def script(stage: Stage) -> None:
+        await stage.accept()
+        for turn in turns:
+            await stage.going()
+            await stage.output("x")
+            await turn.wait()
+        await stage.going()
+        await stage.final()
+
+    with anyio.fail_after(PATIENCE):
+        async with (
+            Bus.open(embedded, prefix=prefix) as bus,
+            tracewire.connect(embedded, prefix=prefix, client="one") as client,
+        ):
+            await bus.register(engine_info(), ttl_s=600)
+            async with client.trace("tiny", "hello", detach=True) as trace:
+                assert await trace.pause(by="me")
+                assert not await client.pause(trace.id)
+                assert await trace.resume()
+                assert not await trace.resume()
+                assert await trace.pause(by="you")
+                async with ScriptedEngine.running(embedded, prefix, script):
+                    assert isinstance(await anext(trace), Paused)
+                    assert await trace.resume()
+                    assert isinstance(await anext(trace), Resumed)
+                    assert isinstance(await anext(trace), Output)
+                    assert await trace.pause()
+                    assert not await trace.pause()
+                    assert isinstance(await anext(trace), Paused)
+                    turns[0].set()
+                    assert await trace.resume()
+                    assert isinstance(await anext(trace), Resumed)
+                    turns[1].set()
+                    assert (await trace.result()).text == "xx"
+                with pytest.raises(tracewire.TraceEnded):
+                    await trace.pause()
+                with pytest.raises(tracewire.TraceEnded):
+                    await trace.resume()
+                with pytest.raises(tracewire.UnknownTrace):
+                    await client.pause("nobody")
+                events = [event async for event in client.subscribe(trace.id)]
+    kinds = [Accepted, Paused, Resumed, Output, Paused, Resumed, Output, Final]
+    assert [type(event) for event in events] == kinds
+    assert [event.by for event in events if isinstance(event, Paused)] == ["you", "one"]
