@@ -345,9 +345,11 @@ class Client:
             UnknownTrace: no such trace was submitted, or it has expired.
         """
         bus = self._open_bus()
+        who = self._name if by is None else by
+        _check_text(by=who, reason=reason)
         with bus_errors():
             try:
-                await bus.cancel(trace_id, by=self._name if by is None else by, reason=reason)
+                await bus.cancel(trace_id, by=who, reason=reason)
             except RecordEnded:
                 return False
             except TraceMissing:
@@ -379,6 +381,7 @@ class Client:
 
     async def _pause(self, trace_id: str, by: str | None, *, resume: bool) -> bool:
         who = self._name if by is None else by
+        _check_text(by=who)
         with bus_errors():
             try:
                 return await self._open_bus().records.pause(trace_id, by=who, resume=resume)
@@ -415,6 +418,12 @@ class Client:
 def _is_text(value: Any) -> bool:
     """Whether it is a string that can be sent: one without half of a surrogate pair."""
     return isinstance(value, str) and not any("\ud800" <= char <= "\udfff" for char in value)
+
+
+def _check_text(**fields: Any) -> None:
+    for field, value in fields.items():
+        if not _is_text(value):
+            raise ValueError(f"{field}: expected text, got {_shown(value)}")
 
 
 def _trace_id(trace_id: Any) -> str:

@@ -156,3 +156,17 @@ async def test_a_trace_is_paused_and_resumed_on_the_bus(embedded: str, prefix: s
     kinds = [Accepted, Paused, Resumed, Output, Paused, Resumed, Output, Final]
     assert [type(event) for event in events] == kinds
     assert [event.by for event in events if isinstance(event, Paused)] == ["you", "one"]
+
+
+@pytest.mark.parametrize("odd", [5, "\udc80", b"me"])
+async def test_who_asks_and_why_is_text(client: Client, odd: Any) -> None:
+    async with client.trace("tiny", "hello", live={"alpha": 0.0}, detach=True) as trace:
+        for asked in (trace.cancel, trace.pause, trace.resume):
+            with pytest.raises(ValueError, match="by: expected text"):
+                await asked(by=odd)
+        with pytest.raises(ValueError, match="reason: expected text"):
+            await trace.cancel(odd)
+        with pytest.raises(tracewire.SteerRejected) as caught:
+            await trace.steer(alpha=1.0, by=odd)
+        assert caught.value.field == "by"
+        assert await trace.cancel("genug", by="jemand \N{GREEK SMALL LETTER ALPHA}")
