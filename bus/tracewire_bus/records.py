@@ -43,6 +43,7 @@ __all__ = [
     "Overtaken",
     "Records",
     "SteerRefused",
+    "TraceElsewhere",
     "TraceEnded",
     "TraceMissing",
 ]
@@ -53,6 +54,8 @@ MAX_CHANGES: Final = 10_000
 OPERATIONS: Final = 1000
 #: How long the engine that runs a trace has from its deadline on to end it itself, in milliseconds.
 GRACE_MS: Final = 5000
+#: The farthest deadline, in milliseconds from the submission: some 3000 years, which Lua writes as an integer.
+MAX_DEADLINE_MS: Final = 10**14
 #: How long a control stream is kept after its last entry, in seconds.
 CONTROL_S: Final = 24 * 3600
 
@@ -92,10 +95,14 @@ end
 
 # KEYS: record, deadlines. ARGV: trace, model, client, lease, deadline in ms or '', how long to remember, then name,
 # form and value of each live parameter.
+# Returns whether it is new; or, where the id belongs to a trace of another model, that model.
 _CREATE = Script(
     _NOW
     + """
-if redis.call('HSETNX', KEYS[1], 'm', ARGV[2]) == 0 then return 0 end
+if redis.call('HSETNX', KEYS[1], 'm', ARGV[2]) == 0 then
+  local model = redis.call('HGET', KEYS[1], 'm')
+  return model == ARGV[2] and 0 or model
+end
 redis.call('HSET', KEYS[1], 'c', ARGV[3], 'p', ARGV[4], 'v', 0)
 for i = 7, #ARGV, 3 do
   redis.call('HSET', KEYS[1], 'f:' .. ARGV[i], ARGV[i + 1], 'l:' .. ARGV[i], ARGV[i + 2])
@@ -107,6 +114,16 @@ if ARGV[5] ~= '' then
   redis.call('ZADD', KEYS[2], at, ARGV[1])
 end
 return 1
+"""
+)
+
+# KEYS: record, deadlines. ARGV: trace, model. Another model's trace, or one that an engine runs, is not forgotten.
+_FORGET = Script(
+    """
+local known = redis.call('HMGET', KEYS[1], 'm', 'e')
+if known[1] ~= ARGV[2] or known[2] then return 0 end
+redis.call('ZREM', KEYS[2], ARGV[1])
+return redis.call('DEL', KEYS[1])
 """
 )
 
@@ -276,6 +293,10 @@ class Overtaken(BusError):
     """Another engine runs the trace."""
 
 
+class TraceElsewhere(BusError, ValueError):
+    """The trace's id belongs to a trace of another model."""
+
+
 class TraceEnded(BusError):
     """The trace has ended: nothing about it can change any more."""
 
@@ -326,14 +347,14 @@ class Records:
         return _CREATE(
             (self._keys.record(trace), self._keys.deadlines(self._keys.tag(trace))),
             *(trace, submission.model, submission.client, "" if submission.detach else submission.lease),
-            *("" if deadline is None else round(deadline * 1000), REMEMBER_S),
+            *("" if deadline is None else round(min(deadline * 1000, MAX_DEADLINE_MS)), REMEMBER_S),
             *_flat(live),
         )
 
-    async def forget(self, trace: str) -> None:
-        """Take back the record of a trace that was not queued after all."""
+    async def forget(self, trace: str, model: str) -> None:
+        """Take back the record of a trace that was not queued for `model` after all."""
         keys = self._keys
-        await self._connections.commands(("DEL", keys.record(trace)), ("ZREM", keys.deadlines(keys.tag(trace)), trace))
+        await self._connections.command(*_FORGET((keys.record(trace), keys.deadlines(keys.tag(trace))), trace, model))
 
     async def open(self, trace: str, engine: str, attempt: int = 1) -> Opened:
         """Begin to run a trace on `engine` as this attempt; orders for it go there from now on.

@@ -28,7 +28,7 @@ from .live import parted
 from .messages import EngineInfo, Submission
 from .queue import Queue, QueueFull, Taken
 from .reader import Entry, Reader, Subscription, tail_id
-from .records import Records, TraceEnded, TraceMissing
+from .records import Records, TraceElsewhere, TraceEnded, TraceMissing
 from .recovery import Recovery
 from .writer import ENTRY_BYTES, EntryTooLarge, Fenced, Writer
 
@@ -162,6 +162,7 @@ class Bus:
             EntryTooLarge: it is larger than an entry may be.
             LiveError: its live parameters are none.
             QueueFull: too many wait.
+            TraceElsewhere: a trace of this id was submitted to another model.
             TraceEnded: a trace of this id has ended, so long ago that its events are gone.
             BusError: Redis refused it.
             BusUnavailable: Redis stayed away; it may have been queued, and can be submitted again.
@@ -185,11 +186,14 @@ class Bus:
             )
         except QueueFull:
             # It does not exist.
-            await self.records.forget(trace)
+            await self.records.forget(trace, model)
             raise
+        if isinstance(created, bytes):
+            await self.queue.withdraw(model, trace)
+            raise TraceElsewhere(f"trace {trace} was submitted to model {created.decode('utf-8', 'replace')!r}")
         if created and before:
             # It had a record once, and a queue entry: both went with what it left.
-            await self.records.forget(trace)
+            await self.records.forget(trace, model)
             raise TraceEnded(f"trace {trace} has ended, and is forgotten but for its id")
 
     @property

@@ -282,6 +282,7 @@ class TraceRun:
         #: Who wants it paused, if somebody does; whether it is; and who asked last.
         self._held: str | None = None
         self._paused = False
+        self._settling = False
         self._holder = ""
 
     async def _append(self, event: Event, *, final: bool = False) -> None:
@@ -354,14 +355,21 @@ class TraceRun:
 
     async def settle(self) -> None:
         """Pause its requests in the engine, or let them go on, as was asked last, and tell of it."""
-        while self._accepted and not self.ended and (self._held is not None) != self._paused:
-            self._paused = not self._paused
-            paused, by = self._paused, self._holder
-            for request in self.requests:
-                await (self._engine.pause if paused else self._engine.resume)(request.name)
-            if not self.ended:
-                told = Paused if paused else Resumed
-                await self._append(told(**_UNNUMBERED, by=by, time=time.time()))
+        if self._settling:
+            # Whoever does so already goes on until it is as was asked last: what is told is told in order.
+            return
+        self._settling = True
+        try:
+            while self._accepted and not self.ended and (self._held is not None) != self._paused:
+                self._paused = not self._paused
+                paused, by = self._paused, self._holder
+                for request in self.requests:
+                    await (self._engine.pause if paused else self._engine.resume)(request.name)
+                if not self.ended:
+                    told = Paused if paused else Resumed
+                    await self._append(told(**_UNNUMBERED, by=by, time=time.time()))
+        finally:
+            self._settling = False
 
     async def run(self) -> None:
         """Run to the end. Publishes exactly one final event, unless the stream is fenced against this attempt.
@@ -475,6 +483,9 @@ class TraceRun:
             # vLLM 0.25 repeats all of them behind an abort.
             logprobs = logprobs[: len(token_ids)]
         finish_reason, stop_reason = choice.finish_reason, choice.stop_reason
+        if request.half is None and self.live is not None and self._reports is not None:
+            # Nobody waits for what is reported of it: where a change holds from was sent before this output.
+            self._reports.pull()
         published = request.token_ids[choice.index]
         first = len(published)
         steps = [_NO_DELTAS] * len(token_ids)
@@ -585,10 +596,15 @@ class TraceRun:
         if live is None or close is None:
             return
         try:
-            for change in await close():
-                live.take(change)
+            changes = await close()
         except BusError as problem:
             logger.warning("trace %s ends without a last look at its record: %s", self._submission.trace, problem)
+            return
+        for change in changes:
+            try:
+                live.take(change)
+            except (ValueError, msgspec.MsgspecError):
+                logger.exception("a change of live parameters of trace %s could not be read", self._submission.trace)
 
     def _usage(self) -> Usage:
         return Usage(

@@ -52,6 +52,9 @@ PromptInput: TypeAlias = "str | Sequence[int] | Sequence[Mapping[str, Any]] | Pr
 #: How old what the client knows of the registry may be, in seconds, when a trace is submitted.
 _REGISTRY_AGE = 1.0
 
+#: Greatest priority, either way: what the queue tells from its neighbour.
+_MOST_PRIORITY = 2**53
+
 _TRACE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -312,6 +315,8 @@ class Client:
             raise SteerRejected(trace_id, "live", "expected at least one live parameter to change, got none")
         if if_version is not None and (isinstance(if_version, bool) or not isinstance(if_version, int)):
             raise SteerRejected(trace_id, "if_version", f"expected a version's number, got {_shown(if_version)}")
+        if by is not None and not _is_text(by):
+            raise SteerRejected(trace_id, "by", f"expected who makes the change, as text, got {_shown(by)}")
         try:
             prepared = live_values(given)
         except LiveError as error:
@@ -346,9 +351,11 @@ class Client:
             UnknownTrace: no such trace was submitted, or it has expired.
         """
         bus = self._open_bus()
+        who = self._name if by is None else by
+        _check_text(by=who, reason=reason)
         with bus_errors():
             try:
-                await bus.cancel(trace_id, by=self._name if by is None else by, reason=reason)
+                await bus.cancel(trace_id, by=who, reason=reason)
             except RecordEnded:
                 return False
             except TraceMissing:
@@ -380,6 +387,7 @@ class Client:
 
     async def _pause(self, trace_id: str, by: str | None, *, resume: bool) -> bool:
         who = self._name if by is None else by
+        _check_text(by=who)
         with bus_errors():
             try:
                 return await self._open_bus().records.pause(trace_id, by=who, resume=resume)
@@ -411,6 +419,17 @@ class Client:
 
 
 # --- what a submission is made of, checked before it leaves -----------------------------------------------------------
+
+
+def _is_text(value: Any) -> bool:
+    """Whether it is a string that can be sent: one without half of a surrogate pair."""
+    return isinstance(value, str) and not any("\ud800" <= char <= "\udfff" for char in value)
+
+
+def _check_text(**fields: Any) -> None:
+    for field, value in fields.items():
+        if not _is_text(value):
+            raise ValueError(f"{field}: expected text, got {_shown(value)}")
 
 
 def _trace_id(trace_id: Any) -> str:
@@ -554,7 +573,7 @@ def _deadline(deadline: Any) -> float | None:
     if deadline is None:
         return None
     seconds = deadline.total_seconds() if isinstance(deadline, timedelta) else deadline
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds <= 1e300:
         raise TraceRejected("deadline", f"expected a positive number of seconds or a timedelta, got {_shown(deadline)}")
     return float(seconds)
 
@@ -570,6 +589,8 @@ def _attempts(on_engine_loss: str, most: int) -> int:
 def _priority(priority: Any) -> int:
     if isinstance(priority, bool) or not isinstance(priority, int):
         raise TraceRejected("priority", f"expected an integer, got {_shown(priority)}")
+    if abs(priority) > _MOST_PRIORITY:
+        raise TraceRejected("priority", f"expected an integer of at most 53 bits, got {_shown(priority)}")
     return priority
 
 

@@ -98,11 +98,19 @@ class Presence:
                 logger.warning("a client's lease could not be renewed: %s", error)
 
     async def _sweep(self, now: float) -> None:
-        tags: set[str] = set()
+        due: list[tuple[float, str, bool]] = []
         while self._due and self._due[0][0] <= now:
-            _, trace, again = heapq.heappop(self._due)
-            tags.add(self._bus.keys.tag(trace))
+            due.append(heapq.heappop(self._due))
+        if not due:
+            return
+        try:
+            await self._bus.sweep(sorted({self._bus.keys.tag(trace) for _, trace, _ in due}))
+        except BusError:
+            # They are looked at again: there may be no engine that does.
+            later = anyio.current_time() + self._lease_s / 6
+            for _, trace, again in due:
+                heapq.heappush(self._due, (later, trace, again))
+            raise
+        for _, trace, again in due:
             if again:
                 heapq.heappush(self._due, (now + _AGAIN_S, trace, False))
-        if tags:
-            await self._bus.sweep(sorted(tags))
