@@ -86,6 +86,7 @@ local function finish(base, trace, schema, head, tail, retention)
   redis.call('XADD', events, FINAL, 'v', schema, 'd', head .. struct.pack('>I4', attempt) .. tail)
   for _, key in ipairs({{events, record, base .. 'blobs:' .. trace}}) do redis.call('EXPIRE', key, retention) end
   redis.call('DEL', base .. 'changes:' .. trace, base .. 'operations:' .. trace)
+  redis.call('ZREM', base .. 'deadlines', trace)
 end
 """
 )
@@ -124,9 +125,11 @@ return {now(), redis.call('HGETALL', KEYS[1]), redis.call('ZRANGE', KEYS[3], 0, 
 """
 )
 
-# KEYS: record, changes. ARGV: attempt. Nothing is accepted from then on, if it is the one that runs.
+# KEYS: record, changes. ARGV: attempt. Nothing is accepted from then on, if it is the one that runs. A record that is
+# forgotten is not begun again: it would stay.
 _CLOSE = Script(
     """
+if redis.call('EXISTS', KEYS[1]) == 0 then return {} end
 if tonumber(redis.call('HGET', KEYS[1], 'a') or 0) > tonumber(ARGV[1]) then return {} end
 redis.call('HSET', KEYS[1], 's', 'closed')
 return redis.call('ZRANGE', KEYS[2], 0, -1)

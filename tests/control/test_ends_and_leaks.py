@@ -1,0 +1,65 @@
+"""How traces end while something else happens to them, and what they leave: on the bus, in adapters and in clients."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import anyio
+import pytest
+
+import tracewire
+from tests.faults.scripted import ScriptedEngine, acts, info, serving
+from tests.faults.test_engine_loss import Gate
+from tracewire import Client
+from tracewire_bus.messages import Failure
+from tracewire_bus.streams import Bus
+
+PATIENCE = 10
+
+
+@pytest.fixture
+async def client(embedded: str, prefix: str, bus: Bus) -> AsyncIterator[Client]:
+    """A client, of a bus on which a model is known."""
+    await bus.register(info(), ttl_s=600)
+    async with tracewire.connect(embedded, prefix=prefix, client="one") as client:
+        yield client
+
+
+async def events_of(client: Client, trace: str) -> list[Any]:
+    """All events of a trace, which ends."""
+    return [event async for event in client.subscribe(trace)]
+
+
+async def deadlines(bus: Bus, trace: str) -> int:
+    """How many deadlines are kept beside a trace's."""
+    return int(await bus.command("ZCARD", bus.keys.deadlines(bus.keys.tag(trace))))
+
+
+async def test_a_deadline_goes_with_its_trace(client: Client, bus: Bus) -> None:
+    """However far it is: one that ran, one that was cancelled on the queue, and one that never got there."""
+    gate = Gate()
+    gate.open()
+    with anyio.fail_after(PATIENCE):
+        async with client.trace("tiny", "queued", deadline=1e6, detach=True) as queued:
+            assert await deadlines(bus, queued.id) == 1
+            assert await queued.cancel()
+            assert await deadlines(bus, queued.id) == 0
+        async with (
+            serving(bus, ScriptedEngine(gate)),
+            client.trace("tiny", "hello", acts, deadline=1e6, detach=True) as trace,
+        ):
+            await trace.result()
+            assert await deadlines(bus, trace.id) == 0
+
+
+async def test_closing_a_forgotten_trace_leaves_no_record(client: Client, bus: Bus) -> None:
+    """An engine that was cut off closes what was ended from outside long ago."""
+    async with client.trace("tiny", "hello", live={"alpha": 0.0}, detach=True) as trace:
+        await bus.records.open(trace.id, "cut off")
+        assert await bus.records.end(trace.id, "failed", Failure(type="EngineLost", message="lost"))
+        record = bus.keys.record(trace.id)
+        # As if its time were over.
+        await bus.command("DEL", record)
+        assert await bus.records.close(trace.id, 1) == []
+        assert not await bus.command("EXISTS", record)
