@@ -562,9 +562,10 @@ class TraceRun:
                 error = error or record.error
                 stopped = stopped or record.stopped or choice.reads.stopped is not None
         status: Status = "failed" if error else "stopped" if stopped else "finished"
-        if self._ending is not None:
-            status, error = self._ending
         await self._closed()
+        if self._ending is not None:
+            # Also since the last of it was asked: whoever did was told that it ends so.
+            status, error = self._ending
         await self._append(
             RawFinal(
                 **_UNNUMBERED,

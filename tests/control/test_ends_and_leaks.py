@@ -11,9 +11,10 @@ import pytest
 import tracewire
 from tests.faults.scripted import ScriptedEngine, acts, info, serving
 from tests.faults.test_engine_loss import Gate
-from tracewire import Client
+from tracewire import Client, Final
 from tracewire_bus.messages import Failure
 from tracewire_bus.streams import Bus
+from tracewire_engine.adapter import Adapter
 
 PATIENCE = 10
 
@@ -63,3 +64,33 @@ async def test_closing_a_forgotten_trace_leaves_no_record(client: Client, bus: B
         await bus.command("DEL", record)
         assert await bus.records.close(trace.id, 1) == []
         assert not await bus.command("EXISTS", record)
+
+
+async def test_a_trace_that_is_cancelled_while_it_closes_ends_cancelled(
+    client: Client, bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever cancelled it was told that it will."""
+    gate, heard = Gate(), anyio.Event()
+    gate.open()
+    end, close = Adapter._end, bus.records.close
+
+    def ending(adapter: Adapter, *args: Any) -> None:
+        end(adapter, *args)
+        heard.set()
+
+    async def closing(trace: str, attempt: int) -> list[bytes]:
+        changes = await close(trace, attempt)
+        assert await client.cancel(trace, "too late?")
+        await heard.wait()
+        return changes
+
+    monkeypatch.setattr(Adapter, "_end", ending)
+    monkeypatch.setattr(bus.records, "close", closing)
+    with anyio.fail_after(PATIENCE):
+        async with (
+            serving(bus, ScriptedEngine(gate)),
+            client.trace("tiny", "hello", acts, live={"alpha": 0.0}, detach=True) as trace,
+        ):
+            events = await events_of(client, trace.id)
+    assert isinstance(events[-1], Final)
+    assert events[-1].status == "cancelled"
