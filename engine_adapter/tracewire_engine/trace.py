@@ -22,7 +22,7 @@ import msgspec
 
 from tracewire_bus.blobs import CHUNK_BYTES, Blobs
 from tracewire_bus.codec import encode
-from tracewire_bus.connection import Wakeup
+from tracewire_bus.connection import Backoff, BusUnavailable, Wakeup
 from tracewire_bus.declared import resolved
 from tracewire_bus.messages import (
     Accepted,
@@ -585,8 +585,17 @@ class TraceRun:
         live, close = self.live, self._close
         if live is None or close is None:
             return
+        backoff = Backoff()
         try:
-            for change in await close():
+            while True:
+                try:
+                    changes = await close()
+                    break
+                except BusUnavailable as problem:
+                    # The final would wait for Redis too; what is accepted until then is part of the trace.
+                    logger.log(backoff.level, "trace %s waits for Redis to end: %s", self._submission.trace, problem)
+                    await anyio.sleep(backoff.next())
+            for change in changes:
                 live.take(change)
         except BusError as problem:
             logger.warning("trace %s ends without a last look at its record: %s", self._submission.trace, problem)

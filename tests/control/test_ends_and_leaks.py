@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
 
 import tracewire
+from tests.bus.proxy import proxy
 from tests.faults.scripted import ScriptedEngine, acts, info, serving
 from tests.faults.test_engine_loss import Gate
-from tracewire import Client, Final
+from tracewire import Client, Final, Steered
+from tracewire_bus.connection import BusUnavailable
 from tracewire_bus.messages import Failure
 from tracewire_bus.streams import Bus
 from tracewire_engine.adapter import Adapter
@@ -94,3 +97,41 @@ async def test_a_trace_that_is_cancelled_while_it_closes_ends_cancelled(
             events = await events_of(client, trace.id)
     assert isinstance(events[-1], Final)
     assert events[-1].status == "cancelled"
+
+
+async def test_what_is_accepted_in_an_outage_at_the_end_is_told(
+    client: Client, embedded: str, prefix: str, tmp_path: Path
+) -> None:
+    """The adapter alone does not reach Redis when it closes a trace, for longer than its bus is patient."""
+    gate = Gate()
+    gate.open()
+    with anyio.fail_after(PATIENCE):
+        async with (
+            proxy(embedded, tmp_path) as way,
+            Bus.open(way.url, prefix=prefix, patience_s=0.1) as bus,
+        ):
+            close, calls = bus.records.close, 0
+
+            async def closing(trace: str, attempt: int) -> list[bytes]:
+                nonlocal calls
+                calls += 1
+                if calls > 1:
+                    return await close(trace, attempt)
+                way.away = True
+                await way.cut()
+                assert await client.steer(trace, alpha=1.0) == 1
+                try:
+                    return await close(trace, attempt)
+                except BusUnavailable:
+                    way.away = False
+                    raise
+
+            bus.records.close = closing  # type: ignore[method-assign]
+            async with (
+                serving(bus, ScriptedEngine(gate)),
+                client.trace("tiny", "hello", acts, live={"alpha": 0.0}, detach=True) as trace,
+            ):
+                events = await events_of(client, trace.id)
+    assert [change.version for event in events if isinstance(event, Steered) for change in event.changes] == [1]
+    assert isinstance(events[-1], Final)
+    assert events[-1].status == "finished"
