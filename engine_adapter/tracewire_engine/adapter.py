@@ -235,9 +235,11 @@ class Adapter:
             self._by_trace[trace] = run
             for order in early:
                 self._obey(order)
-            await self._run_to_its_end(entry, scope, submission, run, opened)
-            if run.live is not None:
-                self._steering.over(run.live)
+            try:
+                await self._run_to_its_end(entry, scope, submission, run, opened)
+            finally:
+                if run.live is not None:
+                    self._steering.over(run.live)
         finally:
             del self._by_trace[trace]
 

@@ -135,3 +135,42 @@ async def test_what_is_accepted_in_an_outage_at_the_end_is_told(
     assert [change.version for event in events if isinstance(event, Steered) for change in event.changes] == [1]
     assert isinstance(events[-1], Final)
     assert events[-1].status == "finished"
+
+
+class Forgetting(ScriptedEngine):
+    """Keeps the runs that it was told to forget."""
+
+    def __init__(self, gate: Gate) -> None:
+        super().__init__(gate)
+        self.steered, self.forgotten = anyio.Event(), anyio.Event()
+
+    async def steer(self, changes: Any, over: list[str], since: float) -> None:
+        """Take it."""
+        if changes:
+            self.steered.set()
+        if over:
+            self.forgotten.set()
+
+
+async def test_workers_forget_a_run_whose_end_cannot_be_looked_at(client: Client, bus: Bus) -> None:
+    """Somebody else ended it, and Redis goes away at that."""
+    gate = Gate()
+    engine = Forgetting(gate)
+    ended = bus.records.ended
+
+    async def away(trace: str) -> bool:
+        bus.records.ended = ended  # type: ignore[method-assign]
+        raise BusUnavailable("away")
+
+    with anyio.fail_after(PATIENCE):
+        async with (
+            serving(bus, engine),
+            client.trace("tiny", "hello", acts, live={"alpha": 0.0}, detach=True) as trace,
+        ):
+            await trace.accepted()
+            await trace.steer(alpha=1.0)
+            await engine.steered.wait()
+            bus.records.ended = away  # type: ignore[method-assign]
+            assert await bus.records.end(trace.id, "failed", Failure(type="EngineLost", message="lost"))
+            gate.open()
+            await engine.forgotten.wait()
