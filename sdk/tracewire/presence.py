@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 import logging
+import math
 import secrets
 from typing import TYPE_CHECKING
 
@@ -77,25 +78,36 @@ class Presence:
             self._task = Background(self._keep, "tracewire presence")
 
     async def _keep(self) -> None:
-        renewed = anyio.current_time()
+        async with anyio.create_task_group() as group:
+            # By itself: a look at deadlines that takes its time must not cost the lease.
+            group.start_soon(self._renew)
+            await self._watch()
+
+    async def _renew(self) -> None:
+        """Renew the lease for ever."""
         every = self._lease_s / 6
         while True:
-            wake = renewed + every
-            if self._due:
-                wake = min(wake, self._due[0][0])
-            self._changed = anyio.Event()
-            with anyio.move_on_after(max(0.0, wake - anyio.current_time())):
-                await self._changed.wait()
-            now = anyio.current_time()
-            try:
-                if now >= renewed + every:
-                    # Late is better than never: it counts from when it was begun.
-                    renewed = now
-                    if self._held:
+            begun = anyio.current_time()
+            if self._held:
+                try:
+                    # No longer: what hangs on a connection that says nothing, or waits between two tries, tries anew.
+                    with anyio.move_on_after(every * 2):
                         await self._bus.records.hold(self._held, self._lease_s * 2 / 3)
-                await self._sweep(now)
+                except BusError as error:
+                    logger.warning("a client's lease could not be renewed: %s", error)
+            await anyio.sleep(max(_SOON_S, begun + every - anyio.current_time()))
+
+    async def _watch(self) -> None:
+        """See to deadlines for ever."""
+        while True:
+            self._changed = anyio.Event()
+            wait_s = self._due[0][0] - anyio.current_time() if self._due else math.inf
+            with anyio.move_on_after(max(0.0, wait_s)):
+                await self._changed.wait()
+            try:
+                await self._sweep(anyio.current_time())
             except BusError as error:
-                logger.warning("a client's lease could not be renewed: %s", error)
+                logger.warning("deadlines could not be looked at: %s", error)
 
     async def _sweep(self, now: float) -> None:
         tags: set[str] = set()

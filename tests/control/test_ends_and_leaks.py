@@ -174,3 +174,30 @@ async def test_workers_forget_a_run_whose_end_cannot_be_looked_at(client: Client
             assert await bus.records.end(trace.id, "failed", Failure(type="EngineLost", message="lost"))
             gate.open()
             await engine.forgotten.wait()
+
+
+async def test_a_lease_is_renewed_past_a_connection_that_says_nothing(embedded: str, prefix: str, bus: Bus) -> None:
+    """And past a look at deadlines that takes its time."""
+    await bus.register(info(), ttl_s=600)
+    async with tracewire.connect(embedded, prefix=prefix, lease=1) as client:
+        own = client._open_bus()
+        hold, calls, renewed, swept = own.records.hold, 0, anyio.Event(), anyio.Event()
+
+        async def holding(lease: str, seconds: float) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == 2:
+                await anyio.sleep_forever()
+            await hold(lease, seconds)
+            if calls > 3 and swept.is_set():
+                renewed.set()
+
+        async def sweeping(tags: Any) -> None:
+            swept.set()
+            await anyio.sleep_forever()
+
+        own.records.hold = holding  # type: ignore[method-assign]
+        own.sweep = sweeping  # type: ignore[method-assign]
+        with anyio.fail_after(PATIENCE):
+            async with client.trace("tiny", "hello", deadline=0.01):
+                await renewed.wait()
