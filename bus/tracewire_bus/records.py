@@ -29,7 +29,7 @@ import msgspec
 
 from .codec import encode, schema_text
 from .connection import BusError, Connections
-from .keys import FINAL_ID, Keys
+from .keys import FINAL_ID, Keys, is_text
 from .live import LiveValue, joined
 from .messages import Failure, Status, Submission
 from .messages import Final as FinalEvent
@@ -380,6 +380,8 @@ class Records:
     async def end(self, trace: str, status: Status, failure: Failure) -> bool:
         """End a trace here and now, whoever runs it. Returns whether it had not ended before."""
         keys = self._keys
+        if not is_text(trace):
+            return False
         head, tail = _final(status, failure)
         call = _END(
             (keys.record(trace), keys.events(trace)),
@@ -407,6 +409,7 @@ class Records:
         Raises:
             TraceMissing: there is no such trace.
         """
+        _check_name(trace)
         flat = await self._connections.command("HGETALL", self._keys.record(trace))
         record: dict[bytes, bytes] = dict(zip(flat[::2], flat[1::2], strict=True))
         if b"m" not in record:
@@ -433,6 +436,7 @@ class Records:
             TraceMissing: there is no such trace.
             BusUnavailable: Redis stayed away; it may have been accepted.
         """
+        _check_name(trace)
         keys = self._keys
         reply = await self._connections.command(
             *_STEER(
@@ -476,6 +480,7 @@ class Records:
             TraceEnded: it had ended before.
             TraceMissing: there is no such trace.
         """
+        _check_name(trace)
         keys = self._keys
         tag = keys.tag(trace)
         head, tail = _final("cancelled", cancellation(by, reason))
@@ -503,6 +508,7 @@ class Records:
             TraceEnded: it has ended, or is about to.
             TraceMissing: there is no such trace.
         """
+        _check_name(trace)
         keys = self._keys
         reply = await self._connections.command(
             *_PAUSE(
@@ -554,8 +560,15 @@ class Records:
         """Which of these leases are held."""
         if not leases:
             return set()
-        replies = await self._connections.commands(*(("EXISTS", self._keys.lease(lease)) for lease in leases))
+        replies = await self._connections.commands(
+            *(("EXISTS", self._keys.lease(lease).encode("utf-8", "surrogateescape")) for lease in leases)
+        )
         return {lease for lease, reply in zip(leases, replies, strict=True) if reply}
+
+
+def _check_name(trace: str) -> None:
+    if not is_text(trace):
+        raise TraceMissing(f"no trace {trace!r}")
 
 
 def cancellation(by: str, reason: str) -> Failure:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -174,6 +175,41 @@ async def test_workers_forget_a_run_whose_end_cannot_be_looked_at(client: Client
             assert await bus.records.end(trace.id, "failed", Failure(type="EngineLost", message="lost"))
             gate.open()
             await engine.forgotten.wait()
+
+
+@pytest.mark.parametrize(("trace", "lease"), [(b"odd", b"\xff.1"), (b"\xff", b"gone.1")])
+async def test_an_engine_outlives_odd_names_on_its_queue(
+    client: Client, bus: Bus, trace: bytes, lease: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever wrote them: bytes that are no text, in a trace's id or a lease's name."""
+    gate, looked = Gate(), asyncio.Semaphore(0)
+    look = Adapter._look_after_clients
+    failures: list[BaseException] = []
+
+    async def looking(adapter: Adapter) -> None:
+        try:
+            await look(adapter)
+        except Exception as error:
+            failures.append(error)
+            raise
+        finally:
+            looked.release()
+
+    monkeypatch.setattr(Adapter, "_look_after_clients", looking)
+    monkeypatch.setattr("tracewire_engine.adapter._patience_of", lambda lease: 0.0)
+    with anyio.fail_after(PATIENCE):
+        async with (
+            serving(bus, ScriptedEngine(gate), info(capacity=1)),
+            client.trace("tiny", "hang", acts, detach=True) as running,
+        ):
+            await running.accepted()
+            await bus.queue.put("tiny", trace, b"junk", lease=lease)  # type: ignore[arg-type]
+            for _ in range(20):
+                await looked.acquire()
+            gate.open()
+            assert await running.cancel()
+            assert (await events_of(client, running.id))[-1].status == "cancelled"
+    assert not failures
 
 
 async def test_a_lease_is_renewed_past_a_connection_that_says_nothing(embedded: str, prefix: str, bus: Bus) -> None:
