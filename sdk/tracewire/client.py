@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import anyio
 
 from tracewire_bus.fold import Fold
-from tracewire_bus.keys import parse_id
+from tracewire_bus.keys import is_text, parse_id
 from tracewire_bus.messages import Block, Declared, EngineInfo, Submission
 from tracewire_bus.messages import Invoke as InvokeMessage
 from tracewire_bus.records import LiveState, SteerRefused, TraceMissing
@@ -93,6 +93,8 @@ async def connect(
     """
     if not lease >= 1:
         raise ValueError(f"a client's lease is at least 1 second, got {lease}")
+    if client is not None:
+        _text("client", client)
     address = url or os.environ.get("TRACEWIRE_URL")
     if not address:
         raise ConnectError(
@@ -258,8 +260,7 @@ class Client:
             UnknownTrace: when reading begins; no such trace was submitted, or it has expired.
             ValueError: `since` is none of these.
         """
-        if not isinstance(trace_id, str):
-            raise TypeError(f"expected a trace's id, got {_shown(trace_id)}")
+        _known(trace_id)
         bus = self._open_bus()
         try:
             reader = EventReader(trace_id, bus, since)
@@ -273,6 +274,7 @@ class Client:
         Raises:
             UnknownTrace: no such trace was submitted, or it has expired.
         """
+        _known(trace_id)
         with bus_errors():
             try:
                 return await self._open_bus().records.live(trace_id)
@@ -307,6 +309,7 @@ class Client:
         """
         from tracewire_bus.live import LiveError, cast_to, live_values
 
+        _known(trace_id)
         given = {**(values or {}), **more}
         if not given:
             raise SteerRejected(trace_id, "live", "expected at least one live parameter to change, got none")
@@ -345,10 +348,13 @@ class Client:
         Raises:
             UnknownTrace: no such trace was submitted, or it has expired.
         """
+        _known(trace_id)
+        _text("reason", reason)
+        who = self._name if by is None else _text("by", by)
         bus = self._open_bus()
         with bus_errors():
             try:
-                await bus.cancel(trace_id, by=self._name if by is None else by, reason=reason)
+                await bus.cancel(trace_id, by=who, reason=reason)
             except RecordEnded:
                 return False
             except TraceMissing:
@@ -379,7 +385,8 @@ class Client:
         return await self._pause(trace_id, by, resume=True)
 
     async def _pause(self, trace_id: str, by: str | None, *, resume: bool) -> bool:
-        who = self._name if by is None else by
+        _known(trace_id)
+        who = self._name if by is None else _text("by", by)
         with bus_errors():
             try:
                 return await self._open_bus().records.pause(trace_id, by=who, resume=resume)
@@ -394,6 +401,7 @@ class Client:
         Raises:
             UnknownTrace: no such trace was submitted, or it has expired.
         """
+        _known(trace_id)
         bus = self._open_bus()
         with bus_errors():
             tail = await bus.tail_id(trace_id)
@@ -571,6 +579,23 @@ def _priority(priority: Any) -> int:
     if isinstance(priority, bool) or not isinstance(priority, int):
         raise TraceRejected("priority", f"expected an integer, got {_shown(priority)}")
     return priority
+
+
+def _known(trace_id: Any) -> None:
+    """Whether somebody's trace could have this id."""
+    if not isinstance(trace_id, str):
+        raise TypeError(f"expected a trace's id, got {_shown(trace_id)}")
+    if not is_text(trace_id):
+        raise UnknownTrace(trace_id)
+
+
+def _text(field: str, value: Any) -> str:
+    """`value` if it is a string that can be sent."""
+    if not isinstance(value, str):
+        raise TypeError(f"{field}: expected text, got {_shown(value)}")
+    if not is_text(value):
+        raise ValueError(f"{field}: expected text, got half of a surrogate pair in {_shown(value)}")
+    return value
 
 
 def _shown(value: Any) -> str:

@@ -237,3 +237,24 @@ async def test_a_lease_is_renewed_past_a_connection_that_says_nothing(embedded: 
         with anyio.fail_after(PATIENCE):
             async with client.trace("tiny", "hello", deadline=0.01):
                 await renewed.wait()
+
+
+@pytest.mark.parametrize("odd", ["\ud800", 5, None, [1], b"text"])
+async def test_odd_words_are_named(client: Client, odd: Any) -> None:
+    """What is no text is refused by the name of its argument, before anything is sent."""
+    async with client.trace("tiny", "hello", live={"alpha": 0.0}, detach=True) as trace:
+        with pytest.raises((TypeError, ValueError), match=r"^reason: expected text"):
+            await trace.cancel(odd)
+        if odd is not None:
+            for call in (client.cancel, client.pause, client.resume):
+                with pytest.raises((TypeError, ValueError), match=r"^by: expected text"):
+                    await call(trace.id, by=odd)
+        assert (await client.live(trace.id)).version == 0
+    if odd is not None:
+        with pytest.raises((TypeError, ValueError), match=r"^client: expected text"):
+            async with tracewire.connect("embedded://", client=odd):
+                pass
+    calls: list[Any] = [client.live, client.cancel, client.pause, client.resume, client.state]
+    for call in [*calls, lambda name: client.steer(name, alpha=1.0)]:
+        with pytest.raises(tracewire.UnknownTrace if isinstance(odd, str) else TypeError, match=r"trace"):
+            await call(odd)
