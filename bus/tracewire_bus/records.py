@@ -28,7 +28,7 @@ from typing import Any, Final
 import msgspec
 
 from .codec import encode, schema_text
-from .connection import BusError, Connections
+from .connection import BusError, BusUnavailable, Connections, Link, as_bus_error, is_transient
 from .keys import FINAL_ID, Keys, is_text
 from .live import LiveValue, joined
 from .messages import Failure, Status, Submission
@@ -548,9 +548,24 @@ class Records:
 
     # --- leases -------------------------------------------------------------------------------------------------------
 
-    async def hold(self, lease: str, seconds: float) -> None:
-        """Say that the client of this lease lives, for `seconds` from now."""
-        await self._connections.command("SET", self._keys.lease(lease), "", "PX", max(1, round(seconds * 1000)))
+    async def hold(self, lease: str, seconds: float, link: Link | None = None) -> None:
+        """Say that the client of this lease lives, for `seconds` from now; over `link`, with a single try.
+
+        Raises:
+            BusUnavailable: Redis stayed away, or did not answer at once.
+        """
+        command = ("SET", self._keys.lease(lease), "", "PX", max(1, round(seconds * 1000)))
+        if link is None:
+            await self._connections.command(*command)
+            return
+        try:
+            (reply,) = await link.ask(command)
+            if isinstance(reply, Exception):
+                raise reply
+        except Exception as error:
+            if is_transient(error):
+                raise BusUnavailable(f"Redis is away: {error}") from error
+            raise as_bus_error(error) from error
 
     async def release(self, lease: str) -> None:
         """Say that the client of this lease has gone."""

@@ -21,7 +21,7 @@ import msgspec
 
 from .blobs import Blobs
 from .codec import decode_engine, encode
-from .connection import BusError, BusUnavailable, Connections, as_bus_error, is_transient, redacted
+from .connection import BusError, BusUnavailable, Connections, Link, as_bus_error, is_transient, redacted
 from .control import ControlReader
 from .keys import FINAL_ID, Keys
 from .live import parted
@@ -214,6 +214,10 @@ class Bus:
         if self._records is None:
             raise anyio.ClosedResourceError
         return self._records
+
+    def link(self) -> Link:
+        """A connection of one's own, which waits behind nobody's calls. Whoever asks drops it."""
+        return self._connections.link()
 
     async def cancel(self, trace: str, *, by: str, reason: str = "") -> None:
         """Have a trace end as `cancelled`: its engine is asked to, or, where none lives that runs it, it ends now.

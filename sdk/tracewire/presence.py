@@ -84,18 +84,22 @@ class Presence:
             await self._watch()
 
     async def _renew(self) -> None:
-        """Renew the lease for ever."""
+        """Renew the lease for ever, over a connection that no other call can hold up."""
         every = self._lease_s / 6
-        while True:
-            begun = anyio.current_time()
-            if self._held:
-                try:
-                    # No longer: what hangs on a connection that says nothing, or waits between two tries, tries anew.
-                    with anyio.move_on_after(every * 2):
-                        await self._bus.records.hold(self._held, self._lease_s * 2 / 3)
-                except BusError as error:
-                    logger.warning("a client's lease could not be renewed: %s", error)
-            await anyio.sleep(max(_SOON_S, begun + every - anyio.current_time()))
+        link = self._bus.link()
+        try:
+            while True:
+                begun = anyio.current_time()
+                if self._held:
+                    try:
+                        # No longer: what hangs on a connection that says nothing tries anew.
+                        with anyio.move_on_after(every * 2):
+                            await self._bus.records.hold(self._held, self._lease_s * 2 / 3, link)
+                    except BusError as error:
+                        logger.warning("a client's lease could not be renewed: %s", error)
+                await anyio.sleep(max(_SOON_S, begun + every - anyio.current_time()))
+        finally:
+            await link.drop()
 
     async def _watch(self) -> None:
         """See to deadlines for ever."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from tests.bus.proxy import proxy
 from tests.faults.scripted import ScriptedEngine, acts, info, serving
 from tests.faults.test_engine_loss import Gate
 from tracewire import Client, Final, Steered
-from tracewire_bus.connection import BusUnavailable
+from tracewire_bus.connection import CONCURRENT, BusUnavailable, _Turn
 from tracewire_bus.messages import Failure
 from tracewire_bus.streams import Bus
 from tracewire_engine.adapter import Adapter
@@ -219,12 +220,12 @@ async def test_a_lease_is_renewed_past_a_connection_that_says_nothing(embedded: 
         own = client._open_bus()
         hold, calls, renewed, swept = own.records.hold, 0, anyio.Event(), anyio.Event()
 
-        async def holding(lease: str, seconds: float) -> None:
+        async def holding(lease: str, seconds: float, *more: Any) -> None:
             nonlocal calls
             calls += 1
             if calls == 2:
                 await anyio.sleep_forever()
-            await hold(lease, seconds)
+            await hold(lease, seconds, *more)
             if calls > 3 and swept.is_set():
                 renewed.set()
 
@@ -237,6 +238,21 @@ async def test_a_lease_is_renewed_past_a_connection_that_says_nothing(embedded: 
         with anyio.fail_after(PATIENCE):
             async with client.trace("tiny", "hello", deadline=0.01):
                 await renewed.wait()
+
+
+async def test_a_lease_is_renewed_beside_calls_that_hang(embedded: str, prefix: str, bus: Bus) -> None:
+    """As many as a client has connections for."""
+    await bus.register(info(), ttl_s=600)
+    async with tracewire.connect(embedded, prefix=prefix, lease=1) as client, AsyncExitStack() as stack:
+        with anyio.fail_after(PATIENCE):
+            async with client.trace("tiny", "hello", detach=False):
+                lease = await client._presence.lease()
+                for _ in range(CONCURRENT):
+                    await stack.enter_async_context(_Turn(client._open_bus()._connections._turn))
+                await bus.records.release(lease)
+                while not await bus.records.held([lease]):
+                    pass
+                await stack.aclose()
 
 
 @pytest.mark.parametrize("odd", ["\ud800", 5, None, [1], b"text"])
