@@ -170,6 +170,7 @@ class Bus:
         if len(data) > ENTRY_BYTES:
             raise EntryTooLarge(f"the submission takes {len(data)} bytes, an entry holds {ENTRY_BYTES}")
         model, trace = submission.model, submission.trace
+        creation = self.records.creation(submission, parted(submission.live))
         try:
             created, before = await self.queue.put(
                 model,
@@ -181,11 +182,14 @@ class Bus:
                 limit=limit,
                 tries=submission.max_attempts,
                 # Its record first: what is queued can be steered and cancelled.
-                before=[self.records.creation(submission, parted(submission.live))],
+                before=[creation],
             )
         except QueueFull:
             # It does not exist.
             await self.records.forget(trace)
+            if await self._connections.command("EXISTS", self.keys.submitted(model, trace)):
+                # But somebody queued the same one just now, and found our record.
+                await self._connections.command(*creation)
             raise
         if created and before:
             # It had a record once, and a queue entry: both went with what it left.

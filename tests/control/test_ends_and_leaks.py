@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import msgspec
 import pytest
 
 import tracewire
@@ -17,8 +18,8 @@ from tests.faults.scripted import ScriptedEngine, acts, info, serving
 from tests.faults.test_engine_loss import Gate
 from tracewire import Client, Final, Steered
 from tracewire_bus.connection import CONCURRENT, BusUnavailable, _Turn
-from tracewire_bus.messages import Failure
-from tracewire_bus.streams import Bus
+from tracewire_bus.messages import Failure, Invoke, Submission
+from tracewire_bus.streams import Bus, QueueFull
 from tracewire_engine.adapter import Adapter
 
 PATIENCE = 10
@@ -253,6 +254,30 @@ async def test_a_lease_is_renewed_beside_calls_that_hang(embedded: str, prefix: 
                 while not await bus.records.held([lease]):
                     pass
                 await stack.aclose()
+
+
+async def test_a_trace_that_two_submit_at_once_keeps_its_record(embedded: str, prefix: str, bus: Bus) -> None:
+    """One is refused, since too many wait; before it takes its record back, there is room for the other."""
+    one = Submission(trace="one", model="tiny", invokes=[Invoke(prompt="x")], deadline_s=1e6)
+    async with Bus.open(embedded, prefix=prefix) as other:
+        full = [msgspec.structs.replace(one, trace=f"full{number}") for number in range(2)]
+        for submission in full:
+            await bus.submit(submission)
+        forget = bus.records.forget
+
+        async def forgetting(trace: str) -> None:
+            for submission in full:
+                assert await other.queue.withdraw("tiny", submission.trace)
+            await other.submit(one, 1)
+            await forget(trace)
+
+        bus.records.forget = forgetting  # type: ignore[method-assign]
+        with pytest.raises(QueueFull):
+            await bus.submit(one, 1)
+        assert await other.queue.waiting("tiny") == 1
+        assert await other.records.left("one") != (False, None)
+        await other.cancel("one", by="somebody")
+        assert await other.queue.waiting("tiny") == 0
 
 
 @pytest.mark.parametrize("odd", ["\ud800", 5, None, [1], b"text"])
