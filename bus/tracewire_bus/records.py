@@ -28,8 +28,8 @@ from typing import Any, Final
 import msgspec
 
 from .codec import encode, schema_text
-from .connection import BusError, Connections
-from .keys import FINAL_ID, Keys
+from .connection import BusError, BusUnavailable, Connections, Link, as_bus_error, is_transient
+from .keys import FINAL_ID, Keys, is_text
 from .live import LiveValue, joined
 from .messages import Failure, Status, Submission
 from .messages import Final as FinalEvent
@@ -89,6 +89,7 @@ local function finish(base, trace, schema, head, tail, retention)
   redis.call('XADD', events, FINAL, 'v', schema, 'd', head .. struct.pack('>I4', attempt) .. tail)
   for _, key in ipairs({{events, record, base .. 'blobs:' .. trace}}) do redis.call('EXPIRE', key, retention) end
   redis.call('DEL', base .. 'changes:' .. trace, base .. 'operations:' .. trace)
+  redis.call('ZREM', base .. 'deadlines', trace)
 end
 """
 )
@@ -141,9 +142,11 @@ return {now(), redis.call('HGETALL', KEYS[1]), redis.call('ZRANGE', KEYS[3], 0, 
 """
 )
 
-# KEYS: record, changes. ARGV: attempt. Nothing is accepted from then on, if it is the one that runs.
+# KEYS: record, changes. ARGV: attempt. Nothing is accepted from then on, if it is the one that runs. A record that is
+# forgotten is not begun again: it would stay.
 _CLOSE = Script(
     """
+if redis.call('EXISTS', KEYS[1]) == 0 then return {} end
 if tonumber(redis.call('HGET', KEYS[1], 'a') or 0) > tonumber(ARGV[1]) then return {} end
 redis.call('HSET', KEYS[1], 's', 'closed')
 return redis.call('ZRANGE', KEYS[2], 0, -1)
@@ -398,6 +401,8 @@ class Records:
     async def end(self, trace: str, status: Status, failure: Failure) -> bool:
         """End a trace here and now, whoever runs it. Returns whether it had not ended before."""
         keys = self._keys
+        if not is_text(trace):
+            return False
         head, tail = _final(status, failure)
         call = _END(
             (keys.record(trace), keys.events(trace)),
@@ -425,6 +430,7 @@ class Records:
         Raises:
             TraceMissing: there is no such trace.
         """
+        _check_name(trace)
         flat = await self._connections.command("HGETALL", self._keys.record(trace))
         record: dict[bytes, bytes] = dict(zip(flat[::2], flat[1::2], strict=True))
         if b"m" not in record:
@@ -451,6 +457,7 @@ class Records:
             TraceMissing: there is no such trace.
             BusUnavailable: Redis stayed away; it may have been accepted.
         """
+        _check_name(trace)
         keys = self._keys
         reply = await self._connections.command(
             *_STEER(
@@ -494,6 +501,7 @@ class Records:
             TraceEnded: it had ended before.
             TraceMissing: there is no such trace.
         """
+        _check_name(trace)
         keys = self._keys
         tag = keys.tag(trace)
         head, tail = _final("cancelled", cancellation(by, reason))
@@ -521,6 +529,7 @@ class Records:
             TraceEnded: it has ended, or is about to.
             TraceMissing: there is no such trace.
         """
+        _check_name(trace)
         keys = self._keys
         reply = await self._connections.command(
             *_PAUSE(
@@ -560,9 +569,24 @@ class Records:
 
     # --- leases -------------------------------------------------------------------------------------------------------
 
-    async def hold(self, lease: str, seconds: float) -> None:
-        """Say that the client of this lease lives, for `seconds` from now."""
-        await self._connections.command("SET", self._keys.lease(lease), "", "PX", max(1, round(seconds * 1000)))
+    async def hold(self, lease: str, seconds: float, link: Link | None = None) -> None:
+        """Say that the client of this lease lives, for `seconds` from now; over `link`, with a single try.
+
+        Raises:
+            BusUnavailable: Redis stayed away, or did not answer at once.
+        """
+        command = ("SET", self._keys.lease(lease), "", "PX", max(1, round(seconds * 1000)))
+        if link is None:
+            await self._connections.command(*command)
+            return
+        try:
+            (reply,) = await link.ask(command)
+            if isinstance(reply, Exception):
+                raise reply
+        except Exception as error:
+            if is_transient(error):
+                raise BusUnavailable(f"Redis is away: {error}") from error
+            raise as_bus_error(error) from error
 
     async def release(self, lease: str) -> None:
         """Say that the client of this lease has gone."""
@@ -572,8 +596,15 @@ class Records:
         """Which of these leases are held."""
         if not leases:
             return set()
-        replies = await self._connections.commands(*(("EXISTS", self._keys.lease(lease)) for lease in leases))
+        replies = await self._connections.commands(
+            *(("EXISTS", self._keys.lease(lease).encode("utf-8", "surrogateescape")) for lease in leases)
+        )
         return {lease for lease, reply in zip(leases, replies, strict=True) if reply}
+
+
+def _check_name(trace: str) -> None:
+    if not is_text(trace):
+        raise TraceMissing(f"no trace {trace!r}")
 
 
 def cancellation(by: str, reason: str) -> Failure:

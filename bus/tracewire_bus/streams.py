@@ -21,7 +21,7 @@ import msgspec
 
 from .blobs import Blobs
 from .codec import decode_engine, encode
-from .connection import BusError, BusUnavailable, Connections, as_bus_error, is_transient, redacted
+from .connection import BusError, BusUnavailable, Connections, Link, as_bus_error, is_transient, redacted
 from .control import ControlReader
 from .keys import FINAL_ID, Keys
 from .live import parted
@@ -171,6 +171,7 @@ class Bus:
         if len(data) > ENTRY_BYTES:
             raise EntryTooLarge(f"the submission takes {len(data)} bytes, an entry holds {ENTRY_BYTES}")
         model, trace = submission.model, submission.trace
+        creation = self.records.creation(submission, parted(submission.live))
         try:
             created, before = await self.queue.put(
                 model,
@@ -182,11 +183,14 @@ class Bus:
                 limit=limit,
                 tries=submission.max_attempts,
                 # Its record first: what is queued can be steered and cancelled.
-                before=[self.records.creation(submission, parted(submission.live))],
+                before=[creation],
             )
         except QueueFull:
             # It does not exist.
             await self.records.forget(trace, model)
+            if await self._connections.command("EXISTS", self.keys.submitted(model, trace)):
+                # But somebody queued the same one just now, and found our record.
+                await self._connections.command(*creation)
             raise
         if isinstance(created, bytes):
             await self.queue.withdraw(model, trace)
@@ -218,6 +222,10 @@ class Bus:
         if self._records is None:
             raise anyio.ClosedResourceError
         return self._records
+
+    def link(self) -> Link:
+        """A connection of one's own, which waits behind nobody's calls. Whoever asks drops it."""
+        return self._connections.link()
 
     async def cancel(self, trace: str, *, by: str, reason: str = "") -> None:
         """Have a trace end as `cancelled`: its engine is asked to, or, where none lives that runs it, it ends now.

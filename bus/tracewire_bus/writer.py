@@ -44,9 +44,9 @@ _SHORT_S = 1e-3
 
 # An event and what goes with it, which must not happen where the event is refused: for its id, or because another
 # attempt has been begun, whose end this is not. The script begins with what even a Redis that is full does not refuse,
-# so that an end can always be written. KEYS: events, blobs, record, changes, operations. ARGV: id, schema, data, how
-# long to keep the trace from now on or '', '1' if that is its end, the version of the last change that it tells of or
-# '', attempt.
+# so that an end can always be written. KEYS: events, blobs, record, changes, operations, deadlines. ARGV: id, schema,
+# data, how long to keep the trace from now on or '', '1' if that is its end, the version of the last change that it
+# tells of or '', attempt, trace.
 _APPEND: Final = Script(
     """
 redis.call('HDEL', KEYS[3], '')
@@ -63,6 +63,7 @@ end
 if ARGV[5] == '1' then
   redis.call('EXPIRE', KEYS[3], ARGV[4])
   redis.call('DEL', KEYS[4], KEYS[5])
+  redis.call('ZREM', KEYS[6], ARGV[8])
 end
 return ARGV[1]
 """
@@ -183,11 +184,14 @@ class Writer:
         key = keys.events(trace)
         command: tuple[Any, ...] = ("XADD", key, id_, "v", self._schema, "d", data)
         if final or seq == 0 or told is not None:
-            names = (key, keys.blobs(trace), keys.record(trace), keys.changes(trace), keys.operations(trace))
+            names = (
+                *(key, keys.blobs(trace), keys.record(trace), keys.changes(trace), keys.operations(trace)),
+                keys.deadlines(keys.tag(trace)),
+            )
             keep = self._retention_s if final else UNFINISHED_S if seq == 0 else ""
             end, version = "1" if final else "", "" if told is None else told
             # With its text: what comes behind it in a pipeline must not overtake it.
-            command = with_text(_APPEND(names, id_, self._schema, data, keep, end, version, attempt)) or command
+            command = with_text(_APPEND(names, id_, self._schema, data, keep, end, version, attempt, trace)) or command
         settle = None if done is None else settling(keys, *done)
         item = _Append(key, id_, data, command, settle, self._loop.create_future())
         self._queue.append(item)

@@ -22,7 +22,7 @@ import msgspec
 
 from tracewire_bus.blobs import CHUNK_BYTES, Blobs
 from tracewire_bus.codec import encode
-from tracewire_bus.connection import Wakeup
+from tracewire_bus.connection import Backoff, BusUnavailable, Wakeup
 from tracewire_bus.declared import resolved
 from tracewire_bus.messages import (
     Accepted,
@@ -573,9 +573,10 @@ class TraceRun:
                 error = error or record.error
                 stopped = stopped or record.stopped or choice.reads.stopped is not None
         status: Status = "failed" if error else "stopped" if stopped else "finished"
-        if self._ending is not None:
-            status, error = self._ending
         await self._closed()
+        if self._ending is not None:
+            # Also since the last of it was asked: whoever did was told that it ends so.
+            status, error = self._ending
         await self._append(
             RawFinal(
                 **_UNNUMBERED,
@@ -595,8 +596,16 @@ class TraceRun:
         live, close = self.live, self._close
         if live is None or close is None:
             return
+        backoff = Backoff()
         try:
-            changes = await close()
+            while True:
+                try:
+                    changes = await close()
+                    break
+                except BusUnavailable as problem:
+                    # The final would wait for Redis too; what is accepted until then is part of the trace.
+                    logger.log(backoff.level, "trace %s waits for Redis to end: %s", self._submission.trace, problem)
+                    await anyio.sleep(backoff.next())
         except BusError as problem:
             logger.warning("trace %s ends without a last look at its record: %s", self._submission.trace, problem)
             return

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import anyio
 
 from tracewire_bus.fold import Fold
-from tracewire_bus.keys import parse_id
+from tracewire_bus.keys import is_text, parse_id
 from tracewire_bus.messages import Block, Declared, EngineInfo, Submission
 from tracewire_bus.messages import Invoke as InvokeMessage
 from tracewire_bus.records import LiveState, SteerRefused, TraceMissing
@@ -96,6 +96,8 @@ async def connect(
     """
     if not lease >= 1:
         raise ValueError(f"a client's lease is at least 1 second, got {lease}")
+    if client is not None:
+        _text("client", client)
     address = url or os.environ.get("TRACEWIRE_URL")
     if not address:
         raise ConnectError(
@@ -261,8 +263,7 @@ class Client:
             UnknownTrace: when reading begins; no such trace was submitted, or it has expired.
             ValueError: `since` is none of these.
         """
-        if not isinstance(trace_id, str):
-            raise TypeError(f"expected a trace's id, got {_shown(trace_id)}")
+        _known(trace_id)
         bus = self._open_bus()
         try:
             reader = EventReader(trace_id, bus, since)
@@ -276,6 +277,7 @@ class Client:
         Raises:
             UnknownTrace: no such trace was submitted, or it has expired.
         """
+        _known(trace_id)
         with bus_errors():
             try:
                 return await self._open_bus().records.live(trace_id)
@@ -310,6 +312,7 @@ class Client:
         """
         from tracewire_bus.live import LiveError, cast_to, live_values
 
+        _known(trace_id)
         given = {**(values or {}), **more}
         if not given:
             raise SteerRejected(trace_id, "live", "expected at least one live parameter to change, got none")
@@ -350,9 +353,10 @@ class Client:
         Raises:
             UnknownTrace: no such trace was submitted, or it has expired.
         """
+        _known(trace_id)
+        _text("reason", reason)
+        who = self._name if by is None else _text("by", by)
         bus = self._open_bus()
-        who = self._name if by is None else by
-        _check_text(by=who, reason=reason)
         with bus_errors():
             try:
                 await bus.cancel(trace_id, by=who, reason=reason)
@@ -386,8 +390,8 @@ class Client:
         return await self._pause(trace_id, by, resume=True)
 
     async def _pause(self, trace_id: str, by: str | None, *, resume: bool) -> bool:
-        who = self._name if by is None else by
-        _check_text(by=who)
+        _known(trace_id)
+        who = self._name if by is None else _text("by", by)
         with bus_errors():
             try:
                 return await self._open_bus().records.pause(trace_id, by=who, resume=resume)
@@ -402,6 +406,7 @@ class Client:
         Raises:
             UnknownTrace: no such trace was submitted, or it has expired.
         """
+        _known(trace_id)
         bus = self._open_bus()
         with bus_errors():
             tail = await bus.tail_id(trace_id)
@@ -424,12 +429,6 @@ class Client:
 def _is_text(value: Any) -> bool:
     """Whether it is a string that can be sent: one without half of a surrogate pair."""
     return isinstance(value, str) and not any("\ud800" <= char <= "\udfff" for char in value)
-
-
-def _check_text(**fields: Any) -> None:
-    for field, value in fields.items():
-        if not _is_text(value):
-            raise ValueError(f"{field}: expected text, got {_shown(value)}")
 
 
 def _trace_id(trace_id: Any) -> str:
@@ -592,6 +591,23 @@ def _priority(priority: Any) -> int:
     if abs(priority) > _MOST_PRIORITY:
         raise TraceRejected("priority", f"expected an integer of at most 53 bits, got {_shown(priority)}")
     return priority
+
+
+def _known(trace_id: Any) -> None:
+    """Whether somebody's trace could have this id."""
+    if not isinstance(trace_id, str):
+        raise TypeError(f"expected a trace's id, got {_shown(trace_id)}")
+    if not is_text(trace_id):
+        raise UnknownTrace(trace_id)
+
+
+def _text(field: str, value: Any) -> str:
+    """`value` if it is a string that can be sent."""
+    if not isinstance(value, str):
+        raise TypeError(f"{field}: expected text, got {_shown(value)}")
+    if not is_text(value):
+        raise ValueError(f"{field}: expected text, got half of a surrogate pair in {_shown(value)}")
+    return value
 
 
 def _shown(value: Any) -> str:
