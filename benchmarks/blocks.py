@@ -3,8 +3,8 @@
     python -m benchmarks.blocks [--requests 32] [--tokens 128] [--hidden 1024] [--rounds 5] [--json]
 
 Tracewire's runner goes through its steps over a made-up model and a made-up scheduler, on the CPU: each request has a
-block that saves the last position of one layer, each step, as `benchmarks.overhead` has it. The layer's output is handed
-over as a tap of a replayed CUDA graph does. What is left out is the model, and everything in other processes.
+block that saves the last position of one layer, each step, as `benchmarks.overhead` has it. The layer's output is
+handed over as a tap of a replayed CUDA graph does. What is left out is the model, and everything in other processes.
 
 The parts, in microseconds of a step of all requests (medians over the steps, then over the rounds):
 
@@ -18,6 +18,7 @@ The parts, in microseconds of a step of all requests (medians over the steps, th
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import sys
 import time
@@ -96,7 +97,7 @@ class _PlatformRunner(GPUModelRunner):
             del self.requests[name]
             self.input_batch.req_ids.remove(name)
         for data in scheduler_output.scheduled_new_reqs:
-            self.requests[data.req_id] = SimpleNamespace(num_computed_tokens=0, num_prompt_tokens=16, output_token_ids=[])
+            self.requests[data.req_id] = SimpleNamespace(num_computed_tokens=0, num_prompt_tokens=16)
             self.input_batch.req_ids.append(data.req_id)
 
     def execute_model(self, scheduler_output: Any, intermediate_tensors: Any = None) -> None:
@@ -186,10 +187,15 @@ def main() -> None:
     _set_torch_accelerator_to_noop()
     torch.set_num_threads(1)
     runner: Any = _Runner(options.hidden)
-    with mock.patch("vllm.tokenizers.cached_tokenizer_from_config", lambda config: None):
+    with mock.patch("vllm.tokenizers.cached_tokenizer_from_config", return_value=None):
         runner.load_model()
     block = last(layers=[LAYER]).block()
-    rounds = [one_round(runner, block, options.requests, options.tokens, number) for number in range(options.rounds + 1)]
+    # As the worker does.
+    gc.collect()
+    gc.freeze()
+    rounds = [
+        one_round(runner, block, options.requests, options.tokens, number) for number in range(options.rounds + 1)
+    ]
     figures = {part: round(median(one[part] for one in rounds[1:]), 1) for part in rounds[0]}
     for name, value in figures.items():
         print(f"{name:12} {value}", file=sys.stderr if options.json else sys.stdout)
