@@ -145,8 +145,8 @@ class HostArray:
         return self._digest
 
     def same(self, other: HostArray) -> bool:
-        """Whether the other, of the same tensor, has the same elements."""
-        return self.raw().tobytes() == other.raw().tobytes()
+        """Whether the other has the same elements, in the same shape."""
+        return self.alike(other) and self.raw().tobytes() == other.raw().tobytes()
 
     def alike(self, other: HostArray) -> bool:
         """Whether the other has this one's dtype and shape."""

@@ -518,7 +518,7 @@ class TracewireRunner(NNsightGPUModelRunner):
         try:
             ending = traced.tracker.ending(saves, 0, request.index)
             # What goes by another way than the link's is not in order for whoever takes digests as it passes.
-            ending.passed = not traced.tracker.large and not self.tracewire_check_collect
+            ending.passed = not traced.tracker.large
             # On a GPU, what is to be compared is still on its way to the host: not on the model's time.
             later = traced.tracker.large or (traced.tracker.late and not self.tracewire_check_collect)
             if not later:

@@ -20,6 +20,7 @@ from . import watchdog
 __all__ = ["BlockServing", "RowBatcher"]
 
 _Tensor = torch.Tensor
+_NOTHING: Any = object()
 
 
 class RowBatcher(VLLMBatcher):
@@ -29,7 +30,7 @@ class RowBatcher(VLLMBatcher):
     busy = False
     #: How many tokens each request of the step has, in the order of the rows; none while rows are requests.
     counts: Sequence[int] = ()
-    _whole: Any = None
+    _whole: Any = _NOTHING
     _pieces: Sequence[Any] = ()
 
     def begin(self, value: Any) -> None:
@@ -56,7 +57,7 @@ class RowBatcher(VLLMBatcher):
 
     def end(self) -> None:
         """Forget the value."""
-        self._whole, self._pieces, self.busy = None, (), False
+        self._whole, self._pieces, self.busy = _NOTHING, (), False
 
 
 class BlockServing(Interleaver):
