@@ -207,10 +207,10 @@ class HostCopy:
         for tensor in tensors:
             if _plain(tensor):
                 kind = (tensor.dtype, tensor.device, tensor.shape)
-                known = alike.get(kind)
-                if known is None:
-                    known = alike[kind] = {}
-                known[id(tensor)] = tensor
+                if kind in alike:
+                    alike[kind][id(tensor)] = tensor
+                else:
+                    alike[kind] = {id(tensor): tensor}
         groups: dict[tuple[torch.dtype, torch.device], list[tuple[torch.Size, dict[int, torch.Tensor]]]] = {}
         for (dtype, device, shape), found in alike.items():
             size = shape.numel() * dtype.itemsize

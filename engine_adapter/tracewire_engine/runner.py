@@ -409,6 +409,7 @@ class TracewireRunner(NNsightGPUModelRunner):
         except Exception:  # out of memory, say: each trace then copies its own, and fails on its own
             logger.exception("the arrays of a step could not be copied together")
         late = host.under_way is not None
+        blobs, reported, waiting = self.tracewire_blobs, unsent.report.steps, unsent.steps
         for request, traced, saves in live:
             tracker = traced.tracker
             try:
@@ -422,12 +423,12 @@ class TracewireRunner(NNsightGPUModelRunner):
                 traced.ended = True
             record = StepRecord(request.engine_id, request.index, traced.index, _NO_DELTAS, ended)
             traced.steps += 1
-            if tracker.large and self.tracewire_blobs is not None:
-                self.tracewire_blobs.step(record, deltas, tracker.taken)
+            if tracker.large and blobs is not None:
+                blobs.step(record, deltas, tracker.taken)
                 continue
-            unsent.report.steps.append(record)
+            reported.append(record)
             if deltas and late:
-                unsent.steps.append((record, deltas))
+                waiting.append((record, deltas))
             elif deltas:
                 record.deltas = msgspec.Raw(_encoded(deltas))
         unsent.copy = host.under_way

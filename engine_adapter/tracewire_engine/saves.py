@@ -15,7 +15,7 @@ for the thread that sends blobs to encode, and its end is in two parts, of which
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from operator import is_not
 from typing import Any
 
@@ -235,7 +235,7 @@ class SaveTracker:
         deltas = self.step(saves, host, whole=True, still=True)
         # Contents of now: what was copied for a step is of then.
         local = HostCopy(self._hold.threshold)
-        local.prime(leaf.value for shadow in self._names.values() for leaf in _tensors(shadow))
+        local.prime([value for shadow in self._names.values() for value in _values(shadow)])
         now = Copies(local, self._hold, still=True)
         if self.large:
             for name, shadow in list(self._names.items()):
@@ -413,9 +413,11 @@ def _leaves(shadow: _Shadow) -> Iterator[_Leaf]:
             yield from _leaves(child)
 
 
-def _tensors(shadow: _Shadow) -> Iterator[_Leaf]:
-    """The tensors among a shadow's values: their contents must be looked at again."""
-    return (leaf for leaf in _leaves(shadow) if type(leaf.value) is torch.Tensor)
+def _values(shadow: _Shadow) -> Iterable[Any]:
+    """The values in a shadow: the contents of tensors among them must be looked at again."""
+    if isinstance(shadow, _Box) and type(shadow.value) is list and not shadow.boxes:
+        return shadow.items  # type: ignore[no-any-return]
+    return [leaf.value for leaf in _leaves(shadow)]
 
 
 def _large(shadow: _Shadow) -> Iterator[_Leaf]:
