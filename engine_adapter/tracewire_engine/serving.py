@@ -36,7 +36,8 @@ class RowBatcher(VLLMBatcher):
     def begin(self, value: Any) -> None:
         """Split `value` by requests. It stays split until `end`; what blocks put in its place is not."""
         self.busy = True
-        if self.clone_reads or not self.counts:
+        if self.clone_reads or not self.counts or not torch.is_inference_mode_enabled():
+            # To autograd, several views made by one call are not the same as views made one by one.
             return
         if type(value) is tuple:
             if value and all(self._splits(item) for item in value):
@@ -46,8 +47,7 @@ class RowBatcher(VLLMBatcher):
             self._whole, self._pieces = value, value.split_with_sizes(self.counts)
 
     def _splits(self, item: Any) -> bool:
-        # Of others, several views made by one call would not do to autograd as views made one by one.
-        return type(item) is _Tensor and item.is_inference() and item.ndim > 0 and item.shape[0] == self.total
+        return type(item) is _Tensor and item.ndim > 0 and item.shape[0] == self.total
 
     def rows(self, value: Any, mediator: Any) -> Any:
         """What `narrow` gives for a block's own rows."""

@@ -207,5 +207,18 @@ def test_blocks_are_handed_the_rows_that_nnsight_would_narrow(inference: bool) -
             batcher.end()
 
 
+def test_rows_of_memory_that_is_not_of_inference_can_be_changed_in_place() -> None:
+    graph = torch.zeros(8, 4)
+    with torch.inference_mode():
+        live = graph[:6]
+        batcher = RowBatcher(None)
+        batcher.total, batcher.counts = 6, [3, 1, 2]
+        batcher.begin(live)
+        batcher.rows(live, SimpleNamespace(row=1, batch_group=[3, 1])).add_(1)
+        batcher.rows(live, SimpleNamespace(row=2, batch_group=[4, 2]))[-1].mul_(0).sub_(2)
+        batcher.end()
+    assert graph.sum(1).tolist() == [0, 0, 0, 4, 0, -8, 0, 0]
+
+
 def _tensors(value: Any) -> list[torch.Tensor]:
     return [item for item in (value if isinstance(value, (tuple, list)) else [value]) if item is not None]
