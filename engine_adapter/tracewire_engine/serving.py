@@ -64,12 +64,9 @@ class BlockServing(Interleaver):
     """nnsight's interleaver, which looks once at each block to know who is parked here, and who is parked where."""
 
     def handle(self, provider: str, value: Any) -> Any:
-        if provider not in self.parked and provider not in self.observers:
-            # Nobody is here. Most of an eager engine's modules go this way.
-            self.counts[provider] = self.counts.get(provider, 0) + 1
-            return value
         if (
-            provider in self.observers
+            provider not in self.parked
+            or provider in self.observers
             or not self.defer_exceptions
             or (self.fragments is not None and self.fragments.enabled and self.fragments.fragmented(provider))
             or type(self.batcher) is not RowBatcher
