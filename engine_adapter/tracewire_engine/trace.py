@@ -47,7 +47,7 @@ from tracewire_bus.streams import BusError, Fenced, Writer
 from tracewire_bus.values import unpack
 
 from .engine import Choice, Engine, EngineLost, Outputs, Prepared, Rejection
-from .feed import ChoiceReads, Item, joined
+from .feed import ChoiceReads, Item, PassingDigests, joined
 from .link import Applied, FinishRecord, StepRecord
 from .steering import LiveTrace
 
@@ -79,11 +79,12 @@ class RawAccepted(Accepted, tag="accepted"):
 
 
 class _ChoiceHalf:
-    __slots__ = ("ended", "ended_at", "finish", "read", "reads", "reason", "stepped", "steps", "time")
+    __slots__ = ("digests", "ended", "ended_at", "finish", "read", "reads", "reason", "stepped", "steps", "time")
 
     def __init__(self, stops: Sequence[StopWhen]) -> None:
         self.steps: dict[int, msgspec.Raw] = {}
         self.reads = ChoiceReads(stops)
+        self.digests = PassingDigests()
         self.ended = ""
         #: What vLLM's `stop_reason` would say.
         self.reason = "tracer.stop()"
@@ -136,6 +137,8 @@ class Half:
         choice.time = ended_at
         choice.steps[record.index] = record.deltas
         choice.stepped += 1
+        if record.deltas != _NO_DELTAS:
+            choice.digests.take(record.deltas)
         if record.ended:
             choice.ended, choice.ended_at = record.ended, record.index
         self._changed.notify()
@@ -564,6 +567,9 @@ class TraceRun:
                 # Steps whose token never became part of an output: sampled past the end, and trimmed.
                 trimmed = [choice.steps[step] for step in sorted(choice.steps)]
                 deltas.extend((request.invoke, index, raw) for raw in (*trimmed, record.deltas) if raw != _NO_DELTAS)
+                choice.digests.take(record.deltas)
+                for entry in record.manifest:
+                    entry.digest = entry.digest or choice.digests.of(entry.name)
                 for entry in [*record.manifest, *choice.reads.manifest(index, len(request.token_ids[index]))]:
                     entry.invoke = request.invoke
                     manifest.append(entry)
