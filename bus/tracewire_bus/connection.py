@@ -5,6 +5,9 @@ connection with it and nothing else, whatever kind of scope cancelled it, and no
 twice. [`Connections`][tracewire_bus.connection.Connections] lends connections to short commands, a bounded number at a
 time; whoever blocks on Redis or must not wait behind others has a [`Link`][tracewire_bus.connection.Link] of its own.
 
+Where a connection goes is decided anew each time that one is opened: to the server that the URL names, or to the one
+that the sentinels name (`sentinel.py`).
+
 Redis-py is imported on first use.
 """
 
@@ -15,23 +18,24 @@ import logging
 import random
 import re
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Protocol
 from urllib.parse import urlsplit
 
 import anyio
 
 from .scripts import with_text
 
-if TYPE_CHECKING:
-    from redis.asyncio.connection import ConnectionPool
-
 __all__ = [
+    "CONNECT_S",
+    "SCHEMES",
     "Background",
     "Backoff",
     "BusError",
     "BusUnavailable",
     "Connections",
     "Link",
+    "Server",
+    "Transport",
     "Wakeup",
     "as_bus_error",
     "is_transient",
@@ -45,6 +49,8 @@ COMMAND_S: Final = 30.0
 CONNECT_S: Final = 5.0
 #: How many short commands of one bus are under way at once, and how many connections it keeps for them.
 CONCURRENT: Final = 8
+#: What URLs of a Redis begin with.
+SCHEMES: Final = ("redis", "rediss", "unix", "redis+sentinel", "rediss+sentinel")
 
 
 class BusError(Exception):
@@ -133,16 +139,90 @@ def redacted(url: str) -> str:
     user, _, host = parts.netloc.rpartition("@")
     if ":" in user:
         parts = parts._replace(netloc=f"{user.partition(':')[0]}:***@{host}")
-    query = re.sub(r"(?<![^&])(password=)[^&]*", r"\1***", parts.query)
+    query = re.sub(r"(?<![^&])([a-z_]*password=)[^&]*", r"\1***", parts.query)
     return parts._replace(query=query).geturl() if "***" in parts.netloc + query else url
+
+
+class Transport(Protocol):
+    """Opens connections to whichever server is the one to talk to at that moment."""
+
+    async def open(self) -> Any:
+        """A connection of redis-py's, connected.
+
+        Raises:
+            redis.exceptions.RedisError: there is none to be had.
+        """
+
+    async def holds(self, connection: Any) -> bool:
+        """Whether `connection`, which was opened here, still goes to the right server. Asked before each use."""
+
+
+class Server:
+    """The transport to one server, by its URL (`redis://`, `rediss://` or `unix://`)."""
+
+    def __init__(self, url: str, **options: Any) -> None:
+        from redis.asyncio.connection import ConnectionPool
+        from redis.asyncio.retry import Retry
+        from redis.backoff import NoBackoff
+
+        options = {
+            # Retrying is ours: a command sent twice unseen would be refused the second time, or done twice.
+            "retry": Retry(NoBackoff(), 0),
+            # Time is kept around whole calls instead.
+            "socket_timeout": None,
+            "socket_connect_timeout": CONNECT_S,
+            # The replies' shapes are the same on all versions.
+            "protocol": 2,
+            **options,
+        }
+        if not url.startswith("unix:"):
+            options["socket_keepalive"] = True
+        # Redis-py's pool, for what it knows of URLs: it makes connections and holds none.
+        self._factory: Any = ConnectionPool.from_url(url, **options)
+
+    async def open(self) -> Any:
+        """A connection to it."""
+        connection = self._factory.make_connection()
+        try:
+            await connection.connect()
+        except BaseException:
+            await discard(connection)
+            raise
+        return connection
+
+    async def holds(self, connection: Any) -> bool:
+        """There is no other."""
+        return True
+
+
+def _transport(url: str) -> Transport:
+    if urlsplit(url).scheme.endswith("+sentinel"):
+        from .sentinel import Sentinels
+
+        return Sentinels(url)
+    return Server(url)
+
+
+async def discard(connection: Any) -> None:
+    """Close a connection at once, whatever state it is in."""
+    with anyio.CancelScope(shield=True):
+        try:
+            await connection.disconnect(nowait=True)
+        except Exception as error:
+            logger.debug("closing a connection to Redis: %r", error)
 
 
 class Link:
     """One connection, opened when first needed and again after it broke. Not for concurrent use."""
 
-    def __init__(self, connection: Any) -> None:
-        self._connection = connection
-        self.connected = False
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._connection: Any = None
+
+    @property
+    def connected(self) -> bool:
+        """Whether it has a connection, as far as it knows."""
+        return self._connection is not None
 
     async def connect(self) -> None:
         """Connect if it is not.
@@ -150,19 +230,16 @@ class Link:
         Raises:
             redis.exceptions.RedisError: it could not.
         """
-        if self.connected:
-            return
-        try:
-            await self._connection.connect()
-        except BaseException:
+        if self._connection is not None and not await self._transport.holds(self._connection):
             await self.drop()
-            raise
-        self.connected = True
+        if self._connection is None:
+            self._connection = await self._transport.open()
 
     async def ask(self, *commands: Sequence[Any], timeout_s: float = COMMAND_S) -> list[Any]:
         """Send `commands` together and return their raw replies; a refused one's is its `ResponseError`.
 
         They are carried out in this order, but for scripts that Redis does not know yet: those come after the others.
+        A server that takes no writes is left: the next call asks where to go.
 
         Raises:
             redis.exceptions.RedisError: the connection failed: some of them may have been carried out.
@@ -176,6 +253,8 @@ class Link:
         if texts:
             for place, reply in zip(texts, await self._ask([*texts.values()], timeout_s), strict=True):
                 replies[place] = reply
+        if any(map(_is_demoted, replies)):
+            await self.drop()
         return replies
 
     async def _ask(self, commands: Sequence[Sequence[Any]], timeout_s: float) -> list[Any]:
@@ -205,12 +284,9 @@ class Link:
 
     async def drop(self) -> None:
         """Close the connection at once. The next use opens it anew."""
-        self.connected = False
-        with anyio.CancelScope(shield=True):
-            try:
-                await self._connection.disconnect(nowait=True)
-            except Exception as error:
-                logger.debug("closing a connection to Redis: %r", error)
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            await discard(connection)
 
 
 class Connections:
@@ -219,14 +295,14 @@ class Connections:
     def __init__(self, url: str, *, patience_s: float) -> None:
         self.url = url
         self._patience_s = patience_s
-        self._factory: Any = _factory(url)
+        self._transport = _transport(url)
         self._idle: list[Link] = []
         self._turn = anyio.CapacityLimiter(CONCURRENT)
         self._closed = False
 
     def link(self) -> Link:
         """A link of one's own, not yet connected. Whoever asks closes it by `drop`."""
-        return Link(self._factory.make_connection())
+        return Link(self._transport)
 
     async def once(self, *commands: Sequence[Any]) -> list[Any]:
         """`Link.ask` on a lent link, one try."""
@@ -309,9 +385,23 @@ def is_transient(error: Exception) -> bool:
     return isinstance(error, (redis.ReadOnlyError, redis.OutOfMemoryError, redis.TryAgainError)) or (
         isinstance(error, redis.ResponseError)
         and (
-            str(error).startswith(("MISCONF", "BUSY ", "CLUSTERDOWN", "MASTERDOWN"))
+            str(error).startswith(("MISCONF", "BUSY ", "CLUSTERDOWN", "MASTERDOWN", "UNBLOCKED ", "NOREPLICAS "))
             or bool(_OF_A_SCRIPT.search(str(error)))
         )
+    )
+
+
+def _is_demoted(reply: Any) -> bool:
+    """Whether a reply says that its server is, or has become, a replica."""
+    from redis.exceptions import ReadOnlyError, ResponseError
+
+    if not isinstance(reply, ResponseError):
+        return False
+    said = _OF_A_SCRIPT.search(str(reply))
+    return (
+        isinstance(reply, ReadOnlyError)
+        or str(reply).startswith("UNBLOCKED ")
+        or (said is not None and said[1] == "READONLY")
     )
 
 
@@ -331,23 +421,3 @@ def as_bus_error(error: Exception) -> Exception:
     if isinstance(error, RedisError):
         return BusError(f"Redis refused: {error}")
     return error
-
-
-def _factory(url: str) -> ConnectionPool:
-    """Redis-py's pool, for what it knows of URLs: it makes connections and holds none."""
-    from redis.asyncio.connection import ConnectionPool
-    from redis.asyncio.retry import Retry
-    from redis.backoff import NoBackoff
-
-    options: dict[str, Any] = {
-        # Retrying is ours: a command sent twice unseen would be refused the second time, or done twice.
-        "retry": Retry(NoBackoff(), 0),
-        # Time is kept around whole calls instead.
-        "socket_timeout": None,
-        "socket_connect_timeout": CONNECT_S,
-        # The replies' shapes are the same on all versions.
-        "protocol": 2,
-    }
-    if not url.startswith("unix:"):
-        options["socket_keepalive"] = True
-    return ConnectionPool.from_url(url, **options)

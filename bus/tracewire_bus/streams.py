@@ -21,7 +21,7 @@ import msgspec
 
 from .blobs import Blobs
 from .codec import decode_engine, encode
-from .connection import BusError, BusUnavailable, Connections, as_bus_error, is_transient, redacted
+from .connection import SCHEMES, BusError, BusUnavailable, Connections, as_bus_error, is_transient, redacted
 from .control import ControlReader
 from .keys import FINAL_ID, Keys
 from .live import parted
@@ -52,7 +52,7 @@ __all__ = [
 
 logger = logging.getLogger("tracewire")
 
-_SCHEMES = ("redis", "rediss", "unix", "embedded")
+_SCHEMES = (*SCHEMES, "embedded")
 
 
 class Bus:

@@ -205,39 +205,49 @@ class Writer:
 
     async def _flush(self, batch: list[_Append]) -> None:
         """Bring a batch into Redis, whatever it takes, and end every append in it."""
-        commands: list[tuple[Any, ...]] = []
-        places: list[int] = []
-        for item in batch:
-            places.append(len(commands))
-            commands.append(("XADD", item.key, item.id, "v", self._schema, "d", item.data))
-            commands.extend(item.after)
         repeated = False
         backoff = Backoff()
-        while True:
+        while batch:
+            commands: list[tuple[Any, ...]] = []
+            places: list[int] = []
+            for item in batch:
+                places.append(len(commands))
+                commands.append(("XADD", item.key, item.id, "v", self._schema, "d", item.data))
+                commands.extend(item.after)
+            waiting = batch
             try:
                 replies = await self._link.ask(*commands)
-                outcomes = [replies[place] for place in places]
-                if not all(isinstance(outcome, Exception) and is_transient(outcome) for outcome in outcomes):
-                    break
-                problem: Exception = outcomes[0]
             except Exception as error:
                 if not is_transient(error):
                     raise as_bus_error(error) from error
                 # Some of it may be there.
                 repeated = True
                 problem = error
-            pause = backoff.next()
-            logger.log(backoff.level, "%d entries wait for Redis: %s", len(batch), problem)
-            await anyio.sleep(pause)
-        for item, outcome in zip(batch, outcomes, strict=True):
-            if not isinstance(outcome, Exception):
-                item.end()
-            elif not _is_fence(outcome):
-                item.end(as_bus_error(outcome))
-            elif repeated and await self._holds(item):
-                item.end()
             else:
-                item.end(Fenced(f"event {item.id} of {item.key} is not after the last one there"))
+                outcomes = [replies[place] for place in places]
+                # A server that is demoted in the middle, or one of several that is away, leaves some of it over.
+                waiting = []
+                for item, outcome in zip(batch, outcomes, strict=True):
+                    if isinstance(outcome, Exception) and is_transient(outcome):
+                        waiting.append(item)
+                        problem = outcome
+                    else:
+                        await self._end(item, outcome, repeated)
+            batch = waiting
+            if batch:
+                pause = backoff.next()
+                logger.log(backoff.level, "%d entries wait for Redis: %s", len(batch), problem)
+                await anyio.sleep(pause)
+
+    async def _end(self, item: _Append, outcome: Any, repeated: bool) -> None:
+        if not isinstance(outcome, Exception):
+            item.end()
+        elif not _is_fence(outcome):
+            item.end(as_bus_error(outcome))
+        elif repeated and await self._holds(item):
+            item.end()
+        else:
+            item.end(Fenced(f"event {item.id} of {item.key} is not after the last one there"))
 
     async def _holds(self, item: _Append) -> bool:
         """Whether the stream holds exactly this event."""
