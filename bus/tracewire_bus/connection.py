@@ -34,6 +34,7 @@ __all__ = [
     "BusUnavailable",
     "Connections",
     "Link",
+    "NotAllowed",
     "Server",
     "Transport",
     "Wakeup",
@@ -55,6 +56,10 @@ SCHEMES: Final = ("redis", "rediss", "unix", "redis+sentinel", "rediss+sentinel"
 
 class BusError(Exception):
     """Redis refused, and would refuse again. Says what it said."""
+
+
+class NotAllowed(BusError):
+    """Redis does not allow our user that. Says which command on which key."""
 
 
 class BusUnavailable(BusError, ConnectionError):
@@ -273,7 +278,7 @@ class Link:
                     try:
                         replies.append(await connection.read_response())
                     except ResponseError as error:
-                        replies.append(error)
+                        replies.append(_named(error, commands[len(replies)]))
         except BaseException as error:
             # Replies of this call must not be read by the next one.
             await self.drop()
@@ -405,19 +410,55 @@ def _is_demoted(reply: Any) -> bool:
     )
 
 
+#: What Redis says of a script that its user may not run to its end.
+_NOT_IN_A_SCRIPT: Final = "The user executing the script can't"
+#: Why a server ends a handshake, as OpenSSL calls it.
+_BAD_CERTIFICATE: Final = re.compile(r"CERTIFICATE|UNKNOWN_CA|BAD_SIGNATURE")
+
+
+def _named(error: Any, command: Sequence[Any]) -> Any:
+    """A refusal with the command that it is one of: Redis names no key."""
+    from redis.exceptions import NoPermissionError
+
+    if not (isinstance(error, NoPermissionError) or _NOT_IN_A_SCRIPT in str(error)):
+        return error
+    name, key = str(command[0]), command[1] if len(command) > 1 else ""
+    if name in ("EVAL", "EVALSHA"):
+        name, key = "a script", command[3]
+    elif name == "XREAD":
+        key = command[list(command).index("STREAMS") + 1]
+    shown = key.decode("utf-8", "replace") if isinstance(key, bytes) else str(key)
+    return NoPermissionError(f"{name} {'on ' if ':' in shown else ''}{shown}: {error}")
+
+
 def _is_unwelcome(error: BaseException) -> bool:
-    """Whether Redis does not take our credentials; redis-py may wrap that as a failed connection."""
+    """Whether Redis does not take our credentials, or we its certificate; redis-py may wrap that as a failed
+    connection.
+    """
+    from ssl import SSLError
+
     from redis.exceptions import AuthenticationError, AuthorizationError
 
-    return any(isinstance(one, (AuthenticationError, AuthorizationError)) for one in (error, error.__cause__))
+    one: BaseException | None = error
+    while one is not None:
+        if isinstance(one, (AuthenticationError, AuthorizationError)):
+            return True
+        if isinstance(one, SSLError) and _BAD_CERTIFICATE.search(str(one.reason)):
+            return True
+        one = one.__cause__ or one.__context__
+    return False
 
 
 def as_bus_error(error: Exception) -> Exception:
     """What redis-py raised, as an error of ours; anything else as it is."""
-    from redis.exceptions import RedisError
+    from redis.exceptions import MovedError, NoPermissionError, RedisError
 
     if _is_unwelcome(error):
-        return BusError(f"Redis lets nobody in by these credentials: {error}")
+        return BusError(f"Redis lets nobody in by these credentials or certificates: {error}")
+    if isinstance(error, NoPermissionError):
+        return NotAllowed(f"Redis does not allow this user {error}")
+    if isinstance(error, MovedError):
+        return BusError(f"this Redis is a node of a cluster: its URL begins with redis+cluster:// ({error})")
     if isinstance(error, RedisError):
         return BusError(f"Redis refused: {error}")
     return error

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import urlsplit
@@ -21,7 +22,16 @@ import msgspec
 
 from .blobs import Blobs
 from .codec import decode_engine, encode
-from .connection import SCHEMES, BusError, BusUnavailable, Connections, as_bus_error, is_transient, redacted
+from .connection import (
+    SCHEMES,
+    BusError,
+    BusUnavailable,
+    Connections,
+    NotAllowed,
+    as_bus_error,
+    is_transient,
+    redacted,
+)
 from .control import ControlReader
 from .keys import FINAL_ID, Keys
 from .live import parted
@@ -43,6 +53,7 @@ __all__ = [
     "EntryTooLarge",
     "Fenced",
     "Keys",
+    "NotAllowed",
     "Queue",
     "QueueFull",
     "Subscription",
@@ -331,7 +342,8 @@ class Bus:
         for name, data in zip(names, found, strict=True):
             if data is None:
                 # Expired. Should it be back this very moment, its next heartbeat enters it again.
-                await self._connections.command("SREM", self.keys.engines(), name)
+                with suppress(NotAllowed):
+                    await self._connections.command("SREM", self.keys.engines(), name)
                 continue
             try:
                 infos.append(decode_engine(data))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import anyio
 
-from tracewire_bus.connection import Background, BusError
+from tracewire_bus.connection import Background, BusError, NotAllowed
 
 if TYPE_CHECKING:
     from tracewire_bus.streams import Bus
@@ -105,4 +105,8 @@ class Presence:
             if again:
                 heapq.heappush(self._due, (now + _AGAIN_S, trace, False))
         if tags:
-            await self._bus.sweep(sorted(tags))
+            try:
+                await self._bus.sweep(sorted(tags))
+            except NotAllowed as error:
+                # It may only read: engines do it.
+                logger.debug("a deadline is not this client's to keep: %s", error)
