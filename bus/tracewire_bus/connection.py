@@ -6,7 +6,7 @@ twice. [`Connections`][tracewire_bus.connection.Connections] lends connections t
 time; whoever blocks on Redis or must not wait behind others has a [`Link`][tracewire_bus.connection.Link] of its own.
 
 Where a connection goes is decided anew each time that one is opened: to the server that the URL names, or to the one
-that the sentinels name (`sentinel.py`).
+that the sentinels name (`sentinel.py`). On a cluster a link has a connection to each node that it needs (`cluster.py`).
 
 Redis-py is imported on first use.
 """
@@ -18,16 +18,20 @@ import logging
 import random
 import re
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 from urllib.parse import urlsplit
 
 import anyio
 
 from .scripts import with_text
 
+if TYPE_CHECKING:
+    from .cluster import Cluster
+
 __all__ = [
     "CONNECT_S",
     "SCHEMES",
+    "After",
     "Background",
     "Backoff",
     "BusError",
@@ -51,7 +55,10 @@ CONNECT_S: Final = 5.0
 #: How many short commands of one bus are under way at once, and how many connections it keeps for them.
 CONCURRENT: Final = 8
 #: What URLs of a Redis begin with.
-SCHEMES: Final = ("redis", "rediss", "unix", "redis+sentinel", "rediss+sentinel")
+SCHEMES: Final = (
+    *("redis", "rediss", "unix"),
+    *("redis+sentinel", "rediss+sentinel", "redis+cluster", "rediss+cluster"),
+)
 
 
 class BusError(Exception):
@@ -146,6 +153,15 @@ def redacted(url: str) -> str:
         parts = parts._replace(netloc=f"{user.partition(':')[0]}:***@{host}")
     query = re.sub(r"(?<![^&])([a-z_]*password=)[^&]*", r"\1***", parts.query)
     return parts._replace(query=query).geturl() if "***" in parts.netloc + query else url
+
+
+class After(tuple[Any, ...]):
+    """A command that is carried out only once those before it in its call have been, wherever each of them goes.
+
+    One server takes commands in their order; of several, each takes its own.
+    """
+
+    __slots__ = ()
 
 
 class Transport(Protocol):
@@ -252,17 +268,22 @@ class Link:
         """
         from redis.exceptions import NoScriptError
 
-        replies = await self._ask(commands, timeout_s)
+        replies = await self.exchange(commands, timeout_s)
         unknown = [place for place, reply in enumerate(replies) if isinstance(reply, NoScriptError)]
         texts = {place: command for place in unknown if (command := with_text(commands[place]))}
         if texts:
-            for place, reply in zip(texts, await self._ask([*texts.values()], timeout_s), strict=True):
+            for place, reply in zip(texts, await self.exchange([*texts.values()], timeout_s), strict=True):
                 replies[place] = reply
         if any(map(_is_demoted, replies)):
             await self.drop()
         return replies
 
-    async def _ask(self, commands: Sequence[Sequence[Any]], timeout_s: float) -> list[Any]:
+    async def ask_beside(self, other: Link, *commands: Sequence[Any]) -> list[Any]:
+        """`ask` the server that `other` is connected to."""
+        return await self.ask(*commands)
+
+    async def exchange(self, commands: Sequence[Sequence[Any]], timeout_s: float) -> list[Any]:
+        """Send `commands` and read a reply to each, whatever it says."""
         from hiredis import pack_command
         from redis.exceptions import ConnectionError, ResponseError
 
@@ -300,23 +321,45 @@ class Connections:
     def __init__(self, url: str, *, patience_s: float) -> None:
         self.url = url
         self._patience_s = patience_s
-        self._transport = _transport(url)
+        self._cluster: Cluster | None = None
+        if urlsplit(url).scheme.endswith("+cluster"):
+            from .cluster import Cluster
+
+            self._cluster = Cluster(url)
+        else:
+            self._transport = _transport(url)
         self._idle: list[Link] = []
         self._turn = anyio.CapacityLimiter(CONCURRENT)
         self._closed = False
 
-    def link(self) -> Link:
-        """A link of one's own, not yet connected. Whoever asks closes it by `drop`."""
+    @property
+    def clustered(self) -> bool:
+        """Whether keys lie on several servers."""
+        return self._cluster is not None
+
+    def slot(self, key: str) -> int | None:
+        """The slot of a key, on a cluster. Commands that wait take keys of one slot only."""
+        return None if self._cluster is None else self._cluster.slot(key)
+
+    def link(self, near: str = "") -> Link:
+        """A link of one's own, not yet connected. Whoever asks closes it by `drop`.
+
+        With `near` it is for commands that wait: on a cluster it stays at that key's node.
+        """
+        if self._cluster is not None:
+            from .cluster import ClusterLink
+
+            return ClusterLink(self._cluster, near)
         return Link(self._transport)
 
-    async def once(self, *commands: Sequence[Any]) -> list[Any]:
-        """`Link.ask` on a lent link, one try."""
+    async def once(self, *commands: Sequence[Any], beside: Link | None = None) -> list[Any]:
+        """`Link.ask` on a lent link, one try; with `beside`, of the server that this one is connected to."""
         # A caller is its own borrower: a task may ask in several places.
         async with _Turn(self._turn):
             if self._closed:
                 raise anyio.ClosedResourceError
             link = self._idle.pop() if self._idle else self.link()
-            replies = await link.ask(*commands)
+            replies = await (link.ask(*commands) if beside is None else link.ask_beside(beside, *commands))
             await self._give_back(link)
             return replies
 
@@ -387,7 +430,9 @@ def is_transient(error: Exception) -> bool:
         return False
     if isinstance(error, (redis.ConnectionError, redis.TimeoutError, redis.InvalidResponse, OSError)):
         return True
-    return isinstance(error, (redis.ReadOnlyError, redis.OutOfMemoryError, redis.TryAgainError)) or (
+    return isinstance(
+        error, (redis.ReadOnlyError, redis.OutOfMemoryError, redis.TryAgainError, redis.ClusterDownError)
+    ) or (
         isinstance(error, redis.ResponseError)
         and (
             str(error).startswith(("MISCONF", "BUSY ", "CLUSTERDOWN", "MASTERDOWN", "UNBLOCKED ", "NOREPLICAS "))

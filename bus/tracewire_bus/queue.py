@@ -28,7 +28,7 @@ from typing import Any, Final
 import anyio
 
 from .codec import schema_text
-from .connection import Backoff, BusError, Connections, Link, as_bus_error, is_transient
+from .connection import After, Backoff, BusError, Connections, Link, as_bus_error, is_transient
 from .keys import Keys
 from .scripts import Script
 
@@ -323,7 +323,7 @@ class Taken:
 def settling(keys: Keys, model: str, trace: str) -> list[tuple[Any, ...]]:
     """The commands by which an entry that was taken leaves the queue. They may be carried out again."""
     # Last where it is found again by: a crash between leaves nothing behind.
-    return [("HDEL", keys.queue(model, part), _bytes(trace)) for part in ("data", "entries", "taken")]
+    return [After(("HDEL", keys.queue(model, part), _bytes(trace))) for part in ("data", "entries", "taken")]
 
 
 class Queue:
@@ -372,7 +372,7 @@ class Queue:
             *(trace, schema or schema_text(), client, max(-_MOST_PRIORITY, min(priority, _MOST_PRIORITY)), lease),
             *(limit or 0, REMEMBER_S, data),
         )
-        *replies, refused = await self._connections.commands(*before, call)
+        *replies, refused = await self._connections.commands(*before, After(call))
         if isinstance(refused, list):
             waiting, retry_ms = refused
             raise QueueFull(model, waiting, limit or 0, retry_ms / 1000)

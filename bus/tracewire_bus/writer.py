@@ -224,13 +224,17 @@ class Writer:
                 repeated = True
                 problem = error
             else:
-                outcomes = [replies[place] for place in places]
                 # A server that is demoted in the middle, or one of several that is away, leaves some of it over.
                 waiting = []
-                for item, outcome in zip(batch, outcomes, strict=True):
-                    if isinstance(outcome, Exception) and is_transient(outcome):
+                for item, place in zip(batch, places, strict=True):
+                    outcome, *behind = replies[place : place + 1 + len(item.after)]
+                    # What could not be done behind an entry is done with it once more.
+                    counted = behind if not isinstance(outcome, Exception) else []
+                    missing = [one for one in (outcome, *counted) if isinstance(one, Exception) and is_transient(one)]
+                    if missing:
                         waiting.append(item)
-                        problem = outcome
+                        problem = missing[0]
+                        repeated = repeated or bool(counted)
                     else:
                         await self._end(item, outcome, repeated)
             batch = waiting

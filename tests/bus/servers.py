@@ -170,8 +170,13 @@ class Servers:
         nodes: list[Running] = []
 
         async def one() -> None:
-            enabled = [("cluster-enabled", "yes"), ("cluster-node-timeout", 2000)]
-            nodes.append(await self.start(settings=[*enabled, *settings]))
+            given = {
+                "cluster-enabled": "yes",
+                "cluster-node-timeout": 2000,
+                "repl-diskless-sync": "yes",
+                **dict(settings),
+            }
+            nodes.append(await self.start(settings=[*given.items()]))
 
         async with anyio.create_task_group() as group:
             for _ in range(masters):
@@ -214,6 +219,51 @@ class Cluster:
             )
 
         await until(joined)
+
+    async def add_replica(self, servers: Servers, master: Running) -> Running:
+        """A replica of one of the masters, which has what it has."""
+        timeout = (await master.ask("CONFIG", "GET", "cluster-node-timeout"))[1].decode()
+        replica = await servers.start(
+            settings=[("cluster-enabled", "yes"), ("cluster-node-timeout", timeout), ("repl-diskless-sync-delay", 0)]
+        )
+        await replica.ask("CLUSTER", "MEET", HOST, master.port)
+        everybody = [*self.nodes, replica]
+        own = (await replica.ask("CLUSTER", "MYID")).decode()
+
+        async def known() -> bool:
+            return all(
+                [
+                    len((await node.ask("CLUSTER", "NODES")).splitlines()) == len(everybody)
+                    and b"handshake" not in await node.ask("CLUSTER", "NODES")
+                    for node in everybody
+                ]
+            )
+
+        await until(known)
+        await replica.ask("CLUSTER", "REPLICATE", self.ids[master.port])
+
+        async def follows() -> bool:
+            # The others must know as much, or they give it no vote.
+            lines = [(await node.ask("CLUSTER", "NODES")).decode().splitlines() for node in self.nodes]
+            of = [next(line.split()[3] for line in nodes if line.startswith(own)) for nodes in lines]
+            linked = b"master_link_status:up" in await replica.ask("INFO", "replication")
+            return linked and of == [self.ids[master.port]] * len(self.nodes)
+
+        await until(follows)
+        return replica
+
+    async def caught_up(self, master: Running, replica: Running) -> None:
+        """Wait until a replica has what its master has."""
+
+        async def offset(server: Running, name: bytes) -> bytes:
+            lines = (await server.ask("INFO", "replication")).split(b"\r\n")
+            return next(line.partition(b":")[2] for line in lines if line.startswith(name + b":"))
+
+        async def equal() -> bool:
+            ahead = await offset(master, b"master_repl_offset")
+            return ahead == await offset(replica, b"slave_repl_offset")
+
+        await until(equal)
 
     async def owner(self, slot: int) -> Running:
         """The node that a slot lies on."""
