@@ -21,6 +21,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any, Final
 
 import anyio
@@ -316,7 +317,7 @@ class ClusterLink(Link):
         for slot, bundle in bundles.items():
             # What has no key goes along with what has: the time, for one, is that node's.
             nodes.setdefault(await self._where(first if slot is None else slot), []).append(bundle)
-        await _all_of([lambda one=one: self._send(*one, timeout_s) for one in nodes.items()])  # type: ignore[misc]
+        await _all_of([partial(self._send, address, there, timeout_s) for address, there in nodes.items()])
         for bundle in bundles.values():
             if bundle.left:
                 await self._go_on(bundle, timeout_s)

@@ -11,6 +11,7 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, Literal
 
 import anyio
@@ -121,7 +122,7 @@ class SlotControlReaders:
             BusError: Redis refuses.
         """
         if not self._tasks:
-            self._tasks = [Background(lambda one=one: self._pump(one), "tracewire control") for one in self._readers]  # type: ignore[misc]
+            self._tasks = [Background(partial(self._pump, one), "tracewire control") for one in self._readers]
         if not self._orders and self._refused is None:
             with anyio.move_on_after(block_ms / 1000):
                 await self._come.wait()

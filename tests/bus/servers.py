@@ -174,6 +174,7 @@ class Servers:
                 "cluster-enabled": "yes",
                 "cluster-node-timeout": 2000,
                 "repl-diskless-sync": "yes",
+                "repl-diskless-sync-delay": 0,
                 **dict(settings),
             }
             nodes.append(await self.start(settings=[*given.items()]))
@@ -226,7 +227,8 @@ class Cluster:
         replica = await servers.start(
             settings=[("cluster-enabled", "yes"), ("cluster-node-timeout", timeout), ("repl-diskless-sync-delay", 0)]
         )
-        await replica.ask("CLUSTER", "MEET", HOST, master.port)
+        for node in self.nodes:
+            await replica.ask("CLUSTER", "MEET", HOST, node.port)
         everybody = [*self.nodes, replica]
         own = (await replica.ask("CLUSTER", "MYID")).decode()
 

@@ -8,11 +8,12 @@ from contextlib import asynccontextmanager
 import anyio
 import numpy as np
 import pytest
+from anyio.lowlevel import checkpoint
 from redis.exceptions import RedisError
 
 from tests.scripted import engine_info
-from tracewire_bus.cluster import ClusterLink
 from tracewire_bus.cluster import Cluster as Slots
+from tracewire_bus.cluster import ClusterLink
 from tracewire_bus.connection import After
 from tracewire_bus.live import live_values
 from tracewire_bus.messages import Invoke, Submission
@@ -68,7 +69,7 @@ class Writing:
                     # Queued in order; each waits by itself.
                     group.start_soon(self._one, writer.queue(self._trace, 1, seq, b"%d" % seq))
                 # A flush begins before there is more.
-                await anyio.sleep(0)
+                await checkpoint()
                 await until(self._near(first))
         await writer.append(self._trace, 1, self._count, b"%d" % self._count, final=True)
 
