@@ -182,7 +182,7 @@ class Servers:
         async with anyio.create_task_group() as group:
             for _ in range(masters):
                 group.start_soon(one)
-        cluster = Cluster(nodes)
+        cluster = Cluster(nodes, self.version)
         await cluster.join()
         return cluster
 
@@ -190,8 +190,9 @@ class Servers:
 class Cluster:
     """Nodes that form a cluster."""
 
-    def __init__(self, nodes: list[Running]) -> None:
+    def __init__(self, nodes: list[Running], version: str) -> None:
         self.nodes = nodes
+        self.version = version
         self.ids: dict[int, str] = {}
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import anyio
 import numpy as np
@@ -18,12 +19,14 @@ from tracewire_bus.connection import After
 from tracewire_bus.live import live_values
 from tracewire_bus.messages import Invoke, Submission
 from tracewire_bus.scripts import Script
-from tracewire_bus.streams import FINAL_ID, Bus, BusError, BusUnavailable, Entry, Fenced
+from tracewire_bus.streams import FINAL_ID, Bus, BusError, BusUnavailable, Entry, Fenced, NotAllowed
 from tracewire_bus.values import pack
 from tracewire_bus.writer import Writer
 
 from .servers import BINARIES, Cluster, free_port, running_servers, slot_of, until
 from .transports import end_to_end
+
+RULES = Path(__file__).parents[2] / "deploy" / "redis"
 
 
 @pytest.fixture(scope="module", params=BINARIES)
@@ -256,6 +259,25 @@ async def test_replies_keep_their_places_and_order_between_slots_is_asked_for(cl
         replies = await link.ask(("TIME",), *(("GET", name) for name in names), ("EVALSHA", "0" * 40, 1, names[0]))
         assert [int(reply) for reply in replies[1:-1]] == list(range(60))
         assert isinstance(replies[-1], Exception)
+
+
+async def test_each_role_can_do_its_part_on_a_cluster(cluster: Cluster) -> None:
+    rules = RULES / ("users.acl" if cluster.version[0] >= "7" else "users-6.2.acl")
+    for node in cluster.nodes:
+        for line in rules.read_text().splitlines():
+            _, name, *rest = line.split()
+            await node.ask("ACL", "SETUSER", name, *rest, ">secret")
+
+    def url(role: str) -> str:
+        return cluster.url.replace("://", f"://tracewire-{role}:secret@")
+
+    await end_to_end(url("controller"), "tw", follower=url("consumer"), engine=url("engine"))
+    async with Bus.open(url("consumer")) as bus, bus.writer() as writer:
+        with anyio.fail_after(10):
+            with pytest.raises(NotAllowed, match="this user XADD on tw:"):
+                await writer.append("t", 1, 0, b"x")
+            with pytest.raises(NotAllowed, match="this user a script on tw:"):
+                await bus.cancel("t", by="me")
 
 
 @pytest.mark.parametrize("version", BINARIES)
