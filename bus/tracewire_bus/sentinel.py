@@ -25,7 +25,7 @@ logger = logging.getLogger("tracewire")
 _PORT: Final = 26379
 _SERVICE: Final = "mymaster"
 #: How long one sentinel may take to answer, in seconds, before the next one is asked.
-_ASK_S: Final = 2.0
+_ASK_S: Final = 3.0
 #: How often connections in use make sure, in seconds.
 _CHECK_S: Final = 1.0
 

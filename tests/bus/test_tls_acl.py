@@ -28,7 +28,7 @@ from tracewire_bus.messages import Invoke, Submission
 from tracewire_bus.streams import Bus, BusError, NotAllowed
 from tracewire_bus.values import pack
 
-from .servers import BINARIES, HOST, free_port, running_servers
+from .servers import BINARIES, HOST, Cluster, Running, free_port, running_servers
 from .transports import end_to_end
 
 RULES = Path(__file__).parents[2] / "deploy" / "redis"
@@ -161,6 +161,39 @@ async def test_everything_by_tls_with_client_certificates(version: str, prefix: 
             with anyio.fail_after(15), pytest.raises(ConnectError, match=wrong):
                 async with tracewire.connect(f"rediss://{address}?{query}", prefix=prefix):
                     pass
+
+
+async def test_sentinels_and_a_cluster_by_tls(prefix: str, tmp_path: Path) -> None:
+    """Of each version that has TLS of its own: these name the servers themselves, so nothing can stand in front."""
+    certificates = Certificates.make(tmp_path)
+    for version in (version for version in BINARIES if int(version[0]) >= 7):
+        async with running_servers(version) as servers:
+
+            async def start(*first: str, certificates: Certificates = certificates, **more: Any) -> Running:
+                port = free_port()
+                settings = {
+                    "port": 0,
+                    "tls-port": port,
+                    "tls-cert-file": certificates.certificate,
+                    "tls-key-file": certificates.key,
+                    "tls-ca-cert-file": certificates.authority,
+                    "tls-replication": "yes",
+                    **{name.replace("_", "-"): value for name, value in more.items()},
+                }
+                url = f"rediss://{{host}}:{{port}}?{certificates.query}"
+                return await servers.start(*first, url=url, port=port, settings=[*settings.items()])
+
+            master = await start()
+            config = tmp_path / "sentinel.conf"
+            config.write_text(f"sentinel monitor events {HOST} {master.port} 1\n")
+            sentinel = await start(str(config), "--sentinel")
+            await end_to_end(f"rediss+sentinel://{sentinel.address}/events?{certificates.query}", prefix)
+            cluster = Cluster(
+                [await start(cluster_enabled="yes", tls_cluster="yes") for _ in range(3)],
+                version,
+            )
+            await cluster.join()
+            await end_to_end(f"{cluster.url.replace('redis', 'rediss', 1)}?{certificates.query}", prefix)
 
 
 # --- users ------------------------------------------------------------------------------------------------------------
