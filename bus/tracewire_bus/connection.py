@@ -167,8 +167,8 @@ class After(tuple[Any, ...]):
 class Transport(Protocol):
     """Opens connections to whichever server is the one to talk to at that moment."""
 
-    async def open(self) -> Any:
-        """A connection of redis-py's, connected.
+    async def open(self, spare: Any = None) -> Any:
+        """A connection of redis-py's, connected. `spare` is a closed one that was opened here, to be used again or not.
 
         Raises:
             redis.exceptions.RedisError: there is none to be had.
@@ -201,9 +201,10 @@ class Server:
         # Redis-py's pool, for what it knows of URLs: it makes connections and holds none.
         self._factory: Any = ConnectionPool.from_url(url, **options)
 
-    async def open(self) -> Any:
+    async def open(self, spare: Any = None) -> Any:
         """A connection to it."""
-        connection = self._factory.make_connection()
+        # Making one takes longer than connecting it.
+        connection = self._factory.make_connection() if spare is None else spare
         try:
             await connection.connect()
         except BaseException:
@@ -239,6 +240,8 @@ class Link:
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._connection: Any = None
+        #: The last one, closed.
+        self._spare: Any = None
 
     @property
     def connected(self) -> bool:
@@ -254,7 +257,12 @@ class Link:
         if self._connection is not None and not await self._transport.holds(self._connection):
             await self.drop()
         if self._connection is None:
-            self._connection = await self._transport.open()
+            spare, self._spare = self._spare, None
+            try:
+                self._connection = await self._transport.open(spare)
+            except BaseException:
+                self._spare = spare
+                raise
 
     async def ask(self, *commands: Sequence[Any], timeout_s: float = COMMAND_S) -> list[Any]:
         """Send `commands` together and return their raw replies; a refused one's is its `ResponseError`.
@@ -313,6 +321,7 @@ class Link:
         connection, self._connection = self._connection, None
         if connection is not None:
             await discard(connection)
+            self._spare = connection
 
 
 class Connections:

@@ -46,7 +46,7 @@ class Sentinels:
         self._known: tuple[str, int] | None = None
         self._asked = 0.0
 
-    async def open(self) -> Any:
+    async def open(self, spare: Any = None) -> Any:
         """A connection to the master.
 
         Raises:
