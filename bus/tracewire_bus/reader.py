@@ -8,6 +8,8 @@ slow consumer costs a page of memory and no one's time, and nothing is ever drop
 
 The two meet in one rule. The reader has read each stream up to a *position*; a subscription may attach if it has come
 at least that far, and takes only entries after its own last.
+
+On a cluster, where one command waits for streams of one slot, there is a reader for each slot of traces.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from anyio.lowlevel import checkpoint
 from .connection import Background, Backoff, BusUnavailable, Connections, Wakeup, is_transient
 from .keys import FINAL_ID, parse_id
 
-__all__ = ["Entry", "Reader", "Subscription", "tail_id"]
+__all__ = ["Entry", "Reader", "SlotReaders", "Subscription", "tail_id"]
 
 logger = logging.getLogger("tracewire")
 
@@ -38,6 +40,8 @@ _PAGE_MOST: Final = 256
 #: When a buffer counts as full. A single page may be larger.
 _BUFFER_ENTRIES, _BUFFER_BYTES = 256, 16 * 1024 * 1024
 _BLOCK_S: Final = 5.0
+#: On a cluster: what waits at a node does not hear of what is written to a key that is being moved from there.
+_BLOCK_SLOT_S: Final = 1.0
 _FINAL: Final = parse_id(FINAL_ID)
 
 
@@ -246,11 +250,14 @@ class Reader:
 
     While that connection blocks, it cannot be told of another stream. `CLIENT UNBLOCK` from another connection ends the
     wait; where Redis does not allow that command, the connection is closed and opened anew.
+
+    On a cluster all its streams share the slot of `near`, a key.
     """
 
-    def __init__(self, connections: Connections) -> None:
+    def __init__(self, connections: Connections, near: str = "") -> None:
         self._connections = connections
-        self._link = connections.link()
+        self._link = connections.link(near)
+        self._block_s = _BLOCK_SLOT_S if near else _BLOCK_S
         self._streams: dict[str, _Stream] = {}
         self._all: weakref.WeakSet[Subscription] = weakref.WeakSet()
         self._wanted = anyio.Event()
@@ -353,11 +360,11 @@ class Reader:
             with anyio.CancelScope() as self._wait:
                 (reply,) = await self._link.ask(
                     (
-                        *("XREAD", "COUNT", _PAGE, "BLOCK", round(_BLOCK_S * 1000), "STREAMS"),
+                        *("XREAD", "COUNT", _PAGE, "BLOCK", round(self._block_s * 1000), "STREAMS"),
                         *asked,
                         *(f"{attempt}-{seq}" for attempt, seq in asked.values()),
                     ),
-                    timeout_s=_BLOCK_S + 10,
+                    timeout_s=self._block_s + 10,
                 )
         finally:
             self._wait = None
@@ -366,13 +373,18 @@ class Reader:
         return reply or (), asked
 
     async def _failed(self, error: Exception, backoff: Backoff) -> None:
+        from redis.exceptions import TryAgainError
+
         await self._link.drop()
         pause = backoff.next()
-        if is_transient(error):
+        # While a slot is being moved its streams lie on two nodes: each is to be had, but not all at once.
+        apart = isinstance(error, TryAgainError)
+        if is_transient(error) and not apart:
             logger.log(backoff.level, "the reader waits for Redis: %s", error)
         else:
             # Perhaps one stream is no stream. Each subscription finds out by itself whether it is its own.
-            logger.warning("the reader lets go of %d streams: %r", len(self._streams), error)
+            level = logging.DEBUG if apart else logging.WARNING
+            logger.log(level, "the reader lets go of %d streams: %r", len(self._streams), error)
             for stream in list(self._streams.values()):
                 for subscription in stream.subscriptions():
                     self.detach(subscription)
@@ -402,7 +414,7 @@ class Reader:
     async def _interrupt(self, wait: anyio.CancelScope) -> None:
         if self._may_unblock:
             try:
-                (reply,) = await self._connections.once(("CLIENT", "UNBLOCK", self._client_id))
+                (reply,) = await self._connections.once(("CLIENT", "UNBLOCK", self._client_id), beside=self._link)
             except Exception as error:
                 logger.debug("the reader could not be woken: %r", error)
                 return
@@ -411,6 +423,30 @@ class Reader:
             logger.info("Redis does not let the reader be woken (%s); it reconnects instead", reply)
             self._may_unblock = False
         wait.cancel()
+
+
+class SlotReaders:
+    """A reader for each slot of a cluster that somebody reads from."""
+
+    def __init__(self, connections: Connections) -> None:
+        self._connections = connections
+        self._readers: dict[int | None, Reader] = {}
+
+    def subscribe(self, key: str, since: str) -> Subscription:
+        """A new subscription, of its slot's reader."""
+        slot = self._connections.slot(key)
+        reader = self._readers.get(slot)
+        if reader is None:
+            reader = self._readers[slot] = Reader(self._connections, key)
+            reader.start()
+        return reader.subscribe(key, since)
+
+    async def aclose(self) -> None:
+        """Close them all."""
+        readers = list(self._readers.values())
+        self._readers.clear()
+        for reader in readers:
+            await reader.aclose()
 
 
 async def tail_id(connections: Connections, key: str) -> str:

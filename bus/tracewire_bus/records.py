@@ -14,7 +14,8 @@ once:
 Whoever ends a trace from outside writes its final event as one of an attempt that follows the last: readers take it as
 the end of what came before, and Redis refuses whatever an engine would still append.
 
-Everything that a script touches has the trace's hash tag.
+Everything that a script touches has the trace's hash tag. A script that makes up keys is given one besides that never
+exists (see `cluster.py`).
 """
 
 from __future__ import annotations
@@ -461,7 +462,10 @@ class Records:
         keys = self._keys
         reply = await self._connections.command(
             *_STEER(
-                (keys.record(trace), keys.events(trace), keys.changes(trace), keys.operations(trace)),
+                (
+                    *(keys.record(trace), keys.events(trace), keys.changes(trace), keys.operations(trace)),
+                    keys.control(keys.tag(trace), ""),
+                ),
                 *(trace, keys.control(keys.tag(trace), ""), secrets.token_hex(8), msgspec.msgpack.encode(by)),
                 *("" if if_version is None else if_version, joined({name: one.packed for name, one in values.items()})),
                 *(MAX_CHANGES, OPERATIONS, REMEMBER_S, CONTROL_S),
@@ -507,7 +511,7 @@ class Records:
         head, tail = _final("cancelled", cancellation(by, reason))
         reply = await self._connections.command(
             *_CANCEL(
-                (keys.record(trace), keys.events(trace)),
+                (keys.record(trace), keys.events(trace), keys.control(tag, "")),
                 *(trace, self._base(tag), keys.control(tag, ""), by, reason, schema_text(), head, tail),
                 *(self._retention_s, "1" if force else "", CONTROL_S),
             )
@@ -533,7 +537,7 @@ class Records:
         keys = self._keys
         reply = await self._connections.command(
             *_PAUSE(
-                (keys.record(trace), keys.events(trace)),
+                (keys.record(trace), keys.events(trace), keys.control(keys.tag(trace), "")),
                 *(trace, keys.control(keys.tag(trace), ""), "resume" if resume else "pause", by, CONTROL_S),
             )
         )
@@ -555,7 +559,7 @@ class Records:
         replies = await self._connections.commands(
             *(
                 _SWEEP(
-                    (self._keys.deadlines(tag),),
+                    (self._keys.deadlines(tag), self._keys.control(tag, "")),
                     *(self._base(tag), schema_text(), head, tail, self._retention_s, GRACE_MS),
                 )
                 for tag in tags

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import urlsplit
@@ -21,13 +22,24 @@ import msgspec
 
 from .blobs import Blobs
 from .codec import decode_engine, encode
-from .connection import BusError, BusUnavailable, Connections, Link, as_bus_error, is_transient, redacted
-from .control import ControlReader
+from .connection import (
+    SCHEMES,
+    After,
+    BusError,
+    BusUnavailable,
+    Connections,
+    Link,
+    NotAllowed,
+    as_bus_error,
+    is_transient,
+    redacted,
+)
+from .control import ControlReader, SlotControlReaders
 from .keys import FINAL_ID, Keys
 from .live import parted
 from .messages import EngineInfo, Submission
 from .queue import Queue, QueueFull, Taken
-from .reader import Entry, Reader, Subscription, tail_id
+from .reader import Entry, Reader, SlotReaders, Subscription, tail_id
 from .records import Records, TraceElsewhere, TraceEnded, TraceMissing
 from .recovery import Recovery
 from .writer import ENTRY_BYTES, EntryTooLarge, Fenced, Writer
@@ -44,6 +56,7 @@ __all__ = [
     "EntryTooLarge",
     "Fenced",
     "Keys",
+    "NotAllowed",
     "Queue",
     "QueueFull",
     "Subscription",
@@ -53,7 +66,7 @@ __all__ = [
 
 logger = logging.getLogger("tracewire")
 
-_SCHEMES = ("redis", "rediss", "unix", "embedded")
+_SCHEMES = (*SCHEMES, "embedded")
 
 
 class Bus:
@@ -75,7 +88,7 @@ class Bus:
         self._patience_s = patience_s
         self._server: EmbeddedServer | None = None
         self._connections_: Connections | None = None
-        self._reader: Reader | None = None
+        self._reader: Reader | SlotReaders | None = None
         self._blobs: Blobs | None = None
         self._records: Records | None = None
         self._queue: Queue | None = None
@@ -84,9 +97,11 @@ class Bus:
     def open(cls, url: str, *, prefix: str = "tw", retention_s: float = 3600.0, patience_s: float = 20.0) -> Self:
         """A bus on the Redis at `url`, connected when its context is entered.
 
-        `url` is `redis://`, `rediss://`, `unix://`, or `embedded://` for a private server that lives as long as the
-        bus. All keys begin with `prefix`. A trace's stream is kept for `retention_s` seconds after its final event.
-        While Redis is away, requests wait for up to `patience_s` seconds before they raise `BusUnavailable`.
+        `url` is `redis://`, `rediss://` (TLS) or `unix://`; with `redis+sentinel://host:port,host:port/service` the
+        master that sentinels name, with `redis+cluster://host:port,host:port` a cluster (either with `rediss`, too); or
+        `embedded://` for a private server that lives as long as the bus. All keys begin with `prefix`. A trace's stream
+        is kept for `retention_s` seconds after its final event. While Redis is away, requests wait for up to
+        `patience_s` seconds before they raise `BusUnavailable`.
 
         Raises:
             ValueError: `url` has another scheme.
@@ -107,8 +122,11 @@ class Bus:
                 self.url = self._server.url
             connections = self._connections_ = Connections(self.url, patience_s=self._patience_s)
             await _check(connections)
-            self._reader = Reader(connections)
-            self._reader.start()
+            if connections.clustered:
+                self._reader = SlotReaders(connections)
+            else:
+                self._reader = Reader(connections)
+                self._reader.start()
             self._blobs = Blobs(self.url, self.keys, patience_s=self._patience_s)
             self._records = Records(connections, self.keys, self._retention_s)
             self._queue = Queue(connections, self.keys)
@@ -263,8 +281,10 @@ class Bus:
                 pass
             await self.queue.done(model, taken.trace)
 
-    def control(self, engine: str) -> ControlReader:
+    def control(self, engine: str) -> ControlReader | SlotControlReaders:
         """Reads what is asked of an engine's traces. Whoever asks closes it."""
+        if self._connections.clustered:
+            return SlotControlReaders(self._connections, self.keys, engine)
         return ControlReader(self._connections.link(), self.keys, engine)
 
     def writer(self) -> Writer:
@@ -309,7 +329,8 @@ class Bus:
 
     async def exists(self, trace: str) -> bool:
         """Whether a trace has been submitted or has events, and is not yet forgotten."""
-        return bool(await self._connections.command("EXISTS", self.keys.record(trace), self.keys.events(trace)))
+        keys = self.keys.record(trace), self.keys.events(trace)
+        return any(await self._connections.commands(*(("EXISTS", key) for key in keys)))
 
     # --- anything else ------------------------------------------------------------------------------------------------
 
@@ -332,7 +353,8 @@ class Bus:
         """
         await self._connections.commands(
             ("SET", self.keys.engine(info.engine), encode(info), "PX", max(1, round(ttl_s * 1000))),
-            ("SADD", self.keys.engines(), info.engine),
+            # Whoever finds it there and nothing behind it removes it.
+            After(("SADD", self.keys.engines(), info.engine)),
         )
 
     async def unregister(self, engine: str) -> None:
@@ -357,7 +379,8 @@ class Bus:
         for name, data in zip(names, found, strict=True):
             if data is None:
                 # Expired. Should it be back this very moment, its next heartbeat enters it again.
-                await self._connections.command("SREM", self.keys.engines(), name)
+                with suppress(NotAllowed):
+                    await self._connections.command("SREM", self.keys.engines(), name)
                 continue
             try:
                 infos.append(decode_engine(data))

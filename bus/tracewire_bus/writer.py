@@ -246,40 +246,54 @@ class Writer:
 
     async def _flush(self, batch: list[_Append]) -> None:
         """Bring a batch into Redis, whatever it takes, and end every append in it."""
-        commands: list[tuple[Any, ...]] = []
-        places: list[int] = []
-        for item in batch:
-            places.append(len(commands))
-            commands.append(item.command)
-            if item.done is not None:
-                commands.append(item.done)
         repeated = False
         backoff = Backoff()
-        while True:
+        while batch:
+            commands: list[tuple[Any, ...]] = []
+            places: list[int] = []
+            for item in batch:
+                places.append(len(commands))
+                commands.append(item.command)
+                if item.done is not None:
+                    commands.append(item.done)
+            waiting = batch
             try:
                 replies = await self._link.ask(*commands)
-                outcomes = [replies[place] for place in places]
-                if not all(isinstance(outcome, Exception) and is_transient(outcome) for outcome in outcomes):
-                    break
-                problem: Exception = outcomes[0]
             except Exception as error:
                 if not is_transient(error):
                     raise as_bus_error(error) from error
                 # Some of it may be there.
                 repeated = True
                 problem = error
-            pause = backoff.next()
-            logger.log(backoff.level, "%d entries wait for Redis: %s", len(batch), problem)
-            await anyio.sleep(pause)
-        for item, outcome in zip(batch, outcomes, strict=True):
-            if not isinstance(outcome, Exception):
-                item.end()
-            elif not _is_fence(outcome):
-                item.end(as_bus_error(outcome))
-            elif repeated and await self._holds(item):
-                item.end()
             else:
-                item.end(Fenced(f"event {item.id} of {item.key} is not after the last one there"))
+                # A server that is demoted in the middle, or one of several that is away, leaves some of it over.
+                waiting = []
+                for item, place in zip(batch, places, strict=True):
+                    outcome, *behind = replies[place : place + (1 if item.done is None else 2)]
+                    # What could not be done behind an entry is done with it once more.
+                    counted = behind if not isinstance(outcome, Exception) else []
+                    missing = [one for one in (outcome, *counted) if isinstance(one, Exception) and is_transient(one)]
+                    if missing:
+                        waiting.append(item)
+                        problem = missing[0]
+                        repeated = repeated or bool(counted)
+                    else:
+                        await self._end(item, outcome, repeated)
+            batch = waiting
+            if batch:
+                pause = backoff.next()
+                logger.log(backoff.level, "%d entries wait for Redis: %s", len(batch), problem)
+                await anyio.sleep(pause)
+
+    async def _end(self, item: _Append, outcome: Any, repeated: bool) -> None:
+        if not isinstance(outcome, Exception):
+            item.end()
+        elif not _is_fence(outcome):
+            item.end(as_bus_error(outcome))
+        elif repeated and await self._holds(item):
+            item.end()
+        else:
+            item.end(Fenced(f"event {item.id} of {item.key} is not after the last one there"))
 
     async def _holds(self, item: _Append) -> bool:
         """Whether the stream holds exactly this event."""

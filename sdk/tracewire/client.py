@@ -81,8 +81,9 @@ async def connect(
 ) -> AsyncIterator[Client]:
     """A client of the bus at `url`, for as long as the context lasts.
 
-    `url` is that of a Redis (`redis://`, `rediss://`, `unix://`), or `embedded://` for a private one that is started
-    here and ends with the context (`client.url` tells other processes where it is); without one, `TRACEWIRE_URL`
+    `url` is that of a Redis (`redis://`, `rediss://` or `unix://`; `redis+sentinel://host:port,host:port/service`;
+    `redis+cluster://host:port,host:port`; see `docs/redis.md`), or `embedded://` for a private one that is started here
+    and ends with the context (`client.url` tells other processes where it is); without one, `TRACEWIRE_URL`
     counts. `prefix` stands before every key. `client` names this client to the engines, which serve clients in turns.
 
     This alone owns tasks and connections: when the context is left, none is left, and the traces that it submitted and

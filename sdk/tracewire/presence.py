@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import anyio
 
-from tracewire_bus.connection import Background, BusError
+from tracewire_bus.connection import Background, BusError, NotAllowed
 
 if TYPE_CHECKING:
     from tracewire_bus.streams import Bus
@@ -121,6 +121,10 @@ class Presence:
             return
         try:
             await self._bus.sweep(sorted({self._bus.keys.tag(trace) for _, trace, _ in due}))
+        except NotAllowed as error:
+            # It may only read: engines do it.
+            logger.debug("a deadline is not this client's to keep: %s", error)
+            return
         except BusError:
             # They are looked at again: there may be no engine that does.
             later = anyio.current_time() + self._lease_s / 6
