@@ -62,6 +62,10 @@ class Keys:
         """Hash of what the bus knows of a trace from its submission on: see `records.py`."""
         return f"{self.prefix}:{{{self.tag(trace)}}}:trace:{trace}"
 
+    def snapshot(self, trace: str) -> str:
+        """Hash of the last snapshot of a trace's folded state: see `snapshots.py`."""
+        return f"{self.prefix}:{{{self.tag(trace)}}}:snapshot:{trace}"
+
     def changes(self, trace: str) -> str:
         """Changes of a trace's live parameters that no event tells of yet, by version."""
         return f"{self.prefix}:{{{self.tag(trace)}}}:changes:{trace}"

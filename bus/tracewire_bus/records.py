@@ -84,7 +84,9 @@ local function finish(base, trace, schema, head, tail, retention)
   -- After what is never refused, a Redis that is full takes an end.
   redis.call('HDEL', record, '')
   redis.call('XADD', events, FINAL, 'v', schema, 'd', head .. struct.pack('>I4', attempt) .. tail)
-  for _, key in ipairs({{events, record, base .. 'blobs:' .. trace}}) do redis.call('EXPIRE', key, retention) end
+  for _, key in ipairs({{events, record, base .. 'blobs:' .. trace, base .. 'snapshot:' .. trace}}) do
+    redis.call('EXPIRE', key, retention)
+  end
   redis.call('DEL', base .. 'changes:' .. trace, base .. 'operations:' .. trace)
 end
 """

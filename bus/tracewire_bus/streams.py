@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import urlsplit
@@ -27,9 +28,10 @@ from .keys import FINAL_ID, Keys
 from .live import parted
 from .messages import EngineInfo, Submission
 from .queue import Queue, QueueFull, Taken
-from .reader import Entry, Reader, Subscription, tail_id
+from .reader import Entry, EventsLost, Gap, Reader, Subscription, tail_id
 from .records import Records, TraceEnded, TraceMissing
 from .recovery import Recovery
+from .snapshots import Snapshots
 from .writer import ENTRY_BYTES, EntryTooLarge, Fenced, Writer
 
 if TYPE_CHECKING:
@@ -42,7 +44,9 @@ __all__ = [
     "BusUnavailable",
     "Entry",
     "EntryTooLarge",
+    "EventsLost",
     "Fenced",
+    "Gap",
     "Keys",
     "Queue",
     "QueueFull",
@@ -77,6 +81,7 @@ class Bus:
         self._connections_: Connections | None = None
         self._reader: Reader | None = None
         self._blobs: Blobs | None = None
+        self._snapshots: Snapshots | None = None
         self._records: Records | None = None
         self._queue: Queue | None = None
 
@@ -110,6 +115,7 @@ class Bus:
             self._reader = Reader(connections)
             self._reader.start()
             self._blobs = Blobs(self.url, self.keys, patience_s=self._patience_s)
+            self._snapshots = Snapshots(Connections(self.url, patience_s=self._patience_s), self.keys)
             self._records = Records(connections, self.keys, self._retention_s)
             self._queue = Queue(connections, self.keys)
         except BaseException:
@@ -130,6 +136,7 @@ class Bus:
         reader, self._reader = self._reader, None
         connections, self._connections_ = self._connections_, None
         blobs, self._blobs = self._blobs, None
+        snapshots, self._snapshots = self._snapshots, None
         self._records = None
         server, self._server = self._server, None
         queue, self._queue = self._queue, None
@@ -140,6 +147,8 @@ class Bus:
                 await queue.aclose()
             if blobs is not None:
                 await blobs.aclose()
+            if snapshots is not None:
+                await snapshots.aclose()
             if connections is not None:
                 await connections.aclose()
             if server is not None:
@@ -206,6 +215,13 @@ class Bus:
             raise anyio.ClosedResourceError
         return self._blobs
 
+    @property
+    def snapshots(self) -> Snapshots:
+        """Traces' states at an event, and the trimming of their streams, over connections of their own."""
+        if self._snapshots is None:
+            raise anyio.ClosedResourceError
+        return self._snapshots
+
     # --- traces -------------------------------------------------------------------------------------------------------
 
     @property
@@ -266,14 +282,15 @@ class Bus:
         """Subscribe to a trace's entries: those after `since`, then what comes, up to the final one.
 
         `since` is `"start"`, `"now"` (after what is there when the subscription starts: see its `start`), or the id of
-        an entry. A trace that does not exist is waited for.
+        an entry. A trace that does not exist is waited for. In place of entries that were trimmed comes a `Gap`, with
+        the state after them.
 
         Raises:
             ValueError: `since` is nothing of that.
         """
         if self._reader is None:
             raise anyio.ClosedResourceError
-        return self._reader.subscribe(self.keys.events(trace), since)
+        return self._reader.subscribe(self.keys.events(trace), since, partial(self.snapshots.read, trace))
 
     async def tail_id(self, trace: str) -> str:
         """Id of a trace's last entry, `"0-0"` if there is none."""

@@ -46,8 +46,8 @@ _SHORT_S = 1e-3
 
 # An event and what goes with it, which must not happen where the event is refused. The script begins with what even a
 # Redis that is full does not refuse, so that an end can always be written. Without data ('' for the schema) the event
-# was appended before. KEYS: events, blobs, record, changes, operations. ARGV: id, schema, data, how long to keep the
-# trace from now on or '', '1' if that is its end, the version of the last change that it tells of or ''.
+# was appended before. KEYS: events, blobs, record, changes, operations, snapshot. ARGV: id, schema, data, how long to
+# keep the trace from now on or '', '1' if that is its end, the version of the last change that it tells of or ''.
 _APPEND: Final = Script(
     """
 redis.call('HDEL', KEYS[3], '')
@@ -62,6 +62,7 @@ if ARGV[4] ~= '' then
 end
 if ARGV[5] == '1' then
   redis.call('EXPIRE', KEYS[3], ARGV[4])
+  redis.call('EXPIRE', KEYS[6], ARGV[4])
   redis.call('DEL', KEYS[4], KEYS[5])
 end
 return ARGV[1]
@@ -183,7 +184,10 @@ class Writer:
         key = keys.events(trace)
         more: Callable[[str, bytes], tuple[Any, ...]] | None = None
         if final or seq == 0 or told is not None:
-            names = (key, keys.blobs(trace), keys.record(trace), keys.changes(trace), keys.operations(trace))
+            names = (
+                *(key, keys.blobs(trace), keys.record(trace), keys.changes(trace), keys.operations(trace)),
+                keys.snapshot(trace),
+            )
             keep = self._retention_s if final else UNFINISHED_S if seq == 0 else ""
             end, version = "1" if final else "", "" if told is None else told
 

@@ -4,8 +4,8 @@ Tasks: *intake* takes submissions off the model's queue, up to the engine's capa
 (`trace.py`), which gets what the workers report by `reports.py`; the *blob reader* brings their large arrays to the
 bus first; *control* reads what is asked of running traces, *steering* brings changes of live parameters to the workers,
 the *reaper* aborts what is to end early, and pauses and resumes; the *heartbeat* renews the engine's entry in the
-registry, and looks after clients that have gone and deadlines that have passed. When the adapter is told to stop it
-takes nothing new, lets what runs finish for a while, fails the rest with the reason on each trace's own stream, and
+registry, and looks after clients that have gone and deadlines that have passed;
+*retention* trims long streams. When the adapter is told to stop it takes nothing new, lets what runs finish for a while, fails the rest with the reason on each trace's own stream, and
 leaves.
 """
 
@@ -41,6 +41,7 @@ from .engine import Engine, EngineLost, Rejection
 from .inputs import Inputs
 from .link import Placed
 from .reports import Reports
+from .retention import Retention
 from .steering import LiveTrace, Steering
 from .trace import Half, TraceRun
 
@@ -73,6 +74,9 @@ class Settings:
     last_words_s: float = 5.0
     #: Arrays of more bytes than this, read by declared interventions, go into blobs (0: none does).
     blob_threshold: int = THRESHOLD_BYTES
+    #: About how many events, and how many bytes of them as they were encoded, a trace's stream keeps (0: any number).
+    retain_events: int = 0
+    retain_bytes: int = 0
 
 
 class Adapter:
@@ -87,6 +91,7 @@ class Adapter:
         self._halves: dict[str, Half] = {}
         self._inputs = Inputs(bus.blobs, engine.inputs)
         self._reports = Reports(engine, self._halves, (settings or Settings()).blob_threshold)
+        self._retention = Retention(bus.snapshots, self._settings.retain_events, self._settings.retain_bytes)
         self._names = itertools.count()
         self._steering = Steering(engine)
         #: The runs that orders may come for; a list of orders for a trace that is about to have one.
@@ -131,6 +136,7 @@ class Adapter:
             group.start_soon(self._control)
             group.start_soon(self._steering.run)
             group.start_soon(self._reaper)
+            group.start_soon(self._retention.run)
             await self._renew()
             group.start_soon(self._heartbeat)
             logger.info("serving %s as engine %s", self._info.model, self._info.engine)
@@ -272,6 +278,7 @@ class Adapter:
             live=live,
             close=partial(self._bus.records.close, submission.trace, opened.attempt),
             why=entry.why,
+            tally=self._retention.tally(submission.trace, opened.attempt),
         )
         if opened.cancelled is not None:
             run.end("cancelled", cancellation(*opened.cancelled))

@@ -53,6 +53,7 @@ from .steering import LiveTrace
 
 if TYPE_CHECKING:
     from .reports import Reports
+    from .retention import Tally
 
 __all__ = ["Half", "TraceRun"]
 
@@ -247,6 +248,7 @@ class TraceRun:
         why: str = "",
         blobs: Blobs | None = None,
         reports: Reports | None = None,
+        tally: Tally | None = None,
     ) -> None:
         self._engine = engine
         self._info = info
@@ -268,6 +270,7 @@ class TraceRun:
         self._names = names
         self._blobs = blobs
         self._reports = reports
+        self._tally = tally
         self._seq = -1
         self.attempt = attempt
         self.requests: list[_Request] = []
@@ -298,17 +301,22 @@ class TraceRun:
 
     def _queue(self, event: Event, *, final: bool = False) -> Coroutine[Any, Any, str]:
         event.attempt, event.seq = self.attempt, self._seq + 1
+        data = encode(event)
         queued = self._writer.queue(
             self._submission.trace,
             event.attempt,
             event.seq,
-            encode(event),
+            data,
             final=final,
             # With its final a trace leaves the queue, in one go.
             done=(self._info.model, self._submission.trace, self._info.engine) if final else None,
             told=event.version if isinstance(event, RawSteered) else None,
         )
         self._seq += 1
+        if self._tally is not None:
+            # There is nothing to gain behind its end, where it expires.
+            self._tally.over = self._tally.over or final
+            self._tally.add(len(data))
         return queued
 
     def _steered(self, final: bool) -> list[RawSteered]:

@@ -31,6 +31,7 @@ from .errors import (
     BlockError,
     BrokenStream,
     ConnectError,
+    EventsLost,
     InterventionError,
     Overloaded,
     StateMismatch,
@@ -46,7 +47,7 @@ from .errors import (
     ValueMissing,
     VersionConflict,
 )
-from .events import Accepted, Change, Event, Final, Output, Paused, Restarted, Resumed, Steered
+from .events import Accepted, Change, Event, Final, Gap, Output, Paused, Restarted, Resumed, Steered
 from .model import Model, ModelInfo
 from .state import Choice, Invoke, Result, State
 from .trace import Subscription, Trace
@@ -64,7 +65,9 @@ __all__ = [
     "Client",
     "ConnectError",
     "Event",
+    "EventsLost",
     "Final",
+    "Gap",
     "Intervention",
     "InterventionError",
     "Invoke",

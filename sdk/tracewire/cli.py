@@ -20,7 +20,7 @@ import anyio.abc
 
 from .client import Client, connect
 from .errors import TracewireError
-from .events import Accepted, Event, Final, Paused, Restarted, Resumed, Steered
+from .events import Accepted, Event, Final, Gap, Paused, Restarted, Resumed, Steered
 
 __all__ = ["main"]
 
@@ -127,6 +127,8 @@ def _line(event: Event) -> str:
         return f"steered to version {event.version} from {where or 'no token'} on: {shown}"
     if isinstance(event, Paused | Resumed):
         return f"{'paused' if isinstance(event, Paused) else 'resumed'} by {event.by}"
+    if isinstance(event, Gap):
+        return f"(trimmed: what came after {event.since} up to {event.until})"
     if isinstance(event, Final):
         error = f": {event.error.type}: {event.error.message}" if event.error else ""
         return f"{event.status}, {event.usage.completion_tokens} tokens{error}"

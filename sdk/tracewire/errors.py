@@ -25,6 +25,7 @@ __all__ = [
     "BlockError",
     "BrokenStream",
     "ConnectError",
+    "EventsLost",
     "InterventionError",
     "Overloaded",
     "StateMismatch",
@@ -303,6 +304,28 @@ class StateMismatch(TracewireError):
 
 class BrokenStream(TracewireError):
     """A trace's events do not fit together, or are of a newer schema than this client reads."""
+
+
+class EventsLost(BrokenStream):
+    """Events that should have been read next are gone, and there is no snapshot of what they came to.
+
+    Engines that trim leave a snapshot: somebody trimmed the stream by hand, or removed it. Reading on from `until`
+    (`subscribe(trace, since=...)`) gives what is left.
+
+    Attributes:
+        trace: the trace's id.
+        since: id of the last event that was read, or `"start"`.
+        until: id of the first event that is there.
+    """
+
+    def __init__(self, trace: str, since: str, until: str) -> None:
+        self.trace = trace
+        self.since = since
+        self.until = until
+        super().__init__(
+            f"trace {trace}: the events after {since!r} and before {until} are gone, and there is no snapshot of what "
+            f"they came to; its stream was trimmed by hand"
+        )
 
 
 class ValueMissing(TracewireError, LookupError):
