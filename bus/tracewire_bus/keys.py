@@ -86,6 +86,14 @@ class Keys:
         """Hash of a trace's blobs: every chunk of each, under `<blob>:<number>`."""
         return f"{self.prefix}:{{{self.tag(trace)}}}:blobs:{trace}"
 
+    def firehose(self, tag: str) -> str:
+        """Stream of what becomes of the traces of one hash tag: see `firehose.py`."""
+        return f"{self.prefix}:{{{tag}}}:firehose"
+
+    def watch_groups(self) -> str:
+        """Hash of the groups that readers of the firehose share entries in, by name: when each was made."""
+        return f"{self.prefix}:watch-groups"
+
     def lease(self, lease: str) -> str:
         """There as long as a client lives."""
         return f"{self.prefix}:lease:{lease}"

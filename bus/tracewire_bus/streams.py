@@ -11,6 +11,7 @@ else for as long as the bus is patient.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Sequence
 from functools import partial
 from types import TracebackType
@@ -24,6 +25,7 @@ from .blobs import Blobs
 from .codec import decode_engine, encode
 from .connection import BusError, BusUnavailable, Connections, as_bus_error, is_transient, redacted
 from .control import ControlReader
+from .firehose import Groups, GroupWatch, Watch
 from .keys import FINAL_ID, Keys
 from .live import parted
 from .messages import EngineInfo, Submission
@@ -82,6 +84,7 @@ class Bus:
         self._reader: Reader | None = None
         self._blobs: Blobs | None = None
         self._snapshots: Snapshots | None = None
+        self._watches: weakref.WeakSet[Watch | GroupWatch] = weakref.WeakSet()
         self._records: Records | None = None
         self._queue: Queue | None = None
 
@@ -143,6 +146,8 @@ class Bus:
         with anyio.CancelScope(shield=True):
             if reader is not None:
                 await reader.aclose()
+            for watch in list(self._watches):
+                await watch.aclose()
             if queue is not None:
                 await queue.aclose()
             if blobs is not None:
@@ -291,6 +296,37 @@ class Bus:
         if self._reader is None:
             raise anyio.ClosedResourceError
         return self._reader.subscribe(self.keys.events(trace), since, partial(self.snapshots.read, trace))
+
+    def watch(self, since: str = "now") -> Watch:
+        """Follow what becomes of all traces, from `since` on: `"start"`, `"now"`, or a watch's position.
+
+        Whoever asks closes it. It has a connection of its own.
+
+        Raises:
+            ValueError: `since` is nothing of that.
+        """
+        watch = Watch(self._connections, self.keys, since)
+        self._watches.add(watch)
+        return watch
+
+    def watch_group(self, group: str, consumer: str, since: str = "now", idle_s: float = 60.0) -> GroupWatch:
+        """Be one of the readers that share what becomes of all traces: see `GroupWatch`.
+
+        Whoever asks closes it. It has a connection of its own.
+
+        Raises:
+            ValueError: `since` is nothing that a watch takes, a name is empty, or `idle_s` is not positive.
+        """
+        if not group or not consumer or not idle_s > 0:
+            raise ValueError("a group and a consumer have names, and its consumers a positive time to be idle")
+        watch = GroupWatch(self._connections, self.keys, group, consumer, since, idle_s)
+        self._watches.add(watch)
+        return watch
+
+    @property
+    def watch_groups(self) -> Groups:
+        """The groups of readers of the firehose."""
+        return Groups(self._connections, self.keys)
 
     async def tail_id(self, trace: str) -> str:
         """Id of a trace's last entry, `"0-0"` if there is none."""

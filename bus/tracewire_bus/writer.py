@@ -21,6 +21,7 @@ import anyio
 
 from .codec import schema_text
 from .connection import Background, Backoff, BusError, Connections, Wakeup, as_bus_error, is_transient
+from .firehose import TELL
 from .keys import Keys, event_id
 from .queue import settling
 from .scripts import Script, with_text
@@ -46,10 +47,12 @@ _SHORT_S = 1e-3
 
 # An event and what goes with it, which must not happen where the event is refused. The script begins with what even a
 # Redis that is full does not refuse, so that an end can always be written. Without data ('' for the schema) the event
-# was appended before. KEYS: events, blobs, record, changes, operations, snapshot. ARGV: id, schema, data, how long to
-# keep the trace from now on or '', '1' if that is its end, the version of the last change that it tells of or ''.
+# was appended before, and this may be asked again. KEYS: events, blobs, record, changes, operations, snapshot,
+# firehose. ARGV: id, schema, data, how long to keep the trace from now on or '', '1' if that is its end, the version of
+# the last change that it tells of or '', then what the firehose is told of it, if anything.
 _APPEND: Final = Script(
-    """
+    TELL
+    + """
 redis.call('HDEL', KEYS[3], '')
 if ARGV[2] ~= '' then
   local said = redis.pcall('XADD', KEYS[1], ARGV[1], 'v', ARGV[2], 'd', ARGV[3])
@@ -64,6 +67,11 @@ if ARGV[5] == '1' then
   redis.call('EXPIRE', KEYS[3], ARGV[4])
   redis.call('EXPIRE', KEYS[6], ARGV[4])
   redis.call('DEL', KEYS[4], KEYS[5])
+end
+if ARGV[7] then
+  local known, told = unpack(redis.call('HMGET', KEYS[3], 'c', 'w'))
+  if ARGV[2] ~= '' or told ~= ARGV[1] then tell(KEYS[7], 'c', known or '', unpack(ARGV, 7)) end
+  if ARGV[2] == '' and known then redis.call('HSET', KEYS[3], 'w', ARGV[1]) end
 end
 return ARGV[1]
 """
@@ -158,6 +166,7 @@ class Writer:
         *,
         done: tuple[str, str, str] | None = None,
         told: int | None = None,
+        life: Sequence[Any] | None = None,
     ) -> Coroutine[Any, Any, str]:
         """Queue an encoded event at once. Await what it returns for the event's id, when Redis has it.
 
@@ -167,7 +176,7 @@ class Writer:
         `final` gives it the greatest id of all and lets the trace expire, its blobs with it. `done`, a model, the trace
         of a queue entry and who holds it, settles that entry in the same round trip, if it is held so; also where the
         event is refused. `told` says that the event tells of all
-        changes of live parameters up to that version.
+        changes of live parameters up to that version. `life` is what the firehose is told of it, as `telling` makes it.
 
         Raises:
             Fenced: the stream holds this event or a later one.
@@ -183,17 +192,17 @@ class Writer:
         keys = self._keys
         key = keys.events(trace)
         more: Callable[[str, bytes], tuple[Any, ...]] | None = None
-        if final or seq == 0 or told is not None:
+        if final or seq == 0 or told is not None or life is not None:
             names = (
                 *(key, keys.blobs(trace), keys.record(trace), keys.changes(trace), keys.operations(trace)),
-                keys.snapshot(trace),
+                *(keys.snapshot(trace), keys.firehose(keys.tag(trace))),
             )
             keep = self._retention_s if final else UNFINISHED_S if seq == 0 else ""
             end, version = "1" if final else "", "" if told is None else told
 
             def more(schema: str, data: bytes) -> tuple[Any, ...]:
                 # With its text: what comes behind it in a pipeline must not overtake it.
-                command = with_text(_APPEND(names, id_, schema, data, keep, end, version))
+                command = with_text(_APPEND(names, id_, schema, data, keep, end, version, *(life or ())))
                 assert command is not None
                 return command
 

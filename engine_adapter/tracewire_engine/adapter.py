@@ -4,9 +4,9 @@ Tasks: *intake* takes submissions off the model's queue, up to the engine's capa
 (`trace.py`), which gets what the workers report by `reports.py`; the *blob reader* brings their large arrays to the
 bus first; *control* reads what is asked of running traces, *steering* brings changes of live parameters to the workers,
 the *reaper* aborts what is to end early, and pauses and resumes; the *heartbeat* renews the engine's entry in the
-registry, and looks after clients that have gone and deadlines that have passed;
-*retention* trims long streams. When the adapter is told to stop it takes nothing new, lets what runs finish for a while, fails the rest with the reason on each trace's own stream, and
-leaves.
+registry, and looks after clients that have gone and deadlines that have passed; *retention* trims long streams. When
+the adapter is told to stop it takes nothing new, lets what runs finish for a while, fails the rest with the reason on
+each trace's own stream, and leaves.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from tracewire_bus.codec import NewerSchema, check_schema, decode_submission, en
 from tracewire_bus.connection import Wakeup
 from tracewire_bus.control import Order
 from tracewire_bus.declared import DeclarationError, check, normalized
+from tracewire_bus.firehose import telling
 from tracewire_bus.keys import TAGS
 from tracewire_bus.live import LiveError, parted
 from tracewire_bus.messages import Block, EngineInfo, Failure, Final, Status, StopWhen, Submission
@@ -442,7 +443,17 @@ class Adapter:
         final = Final(attempt=entry.attempt, seq=0, status="rejected", error=failure, time=time.time())
         settled = (self._info.model, entry.trace, self._info.engine)
         try:
-            await writer.append(trace, entry.attempt, 0, encode(final), final=True, done=settled)
+            life = telling(
+                "final",
+                trace,
+                model=self._info.model,
+                engine=self._info.engine,
+                attempt=entry.attempt,
+                status=final.status,
+                error=failure.type,
+                usage=final.usage,
+            )
+            await writer.append(trace, entry.attempt, 0, encode(final), final=True, done=settled, life=life)
         except Fenced:
             logger.warning("trace %s has ended already; its rejection was dropped", trace)
         return None

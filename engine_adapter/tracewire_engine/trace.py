@@ -24,6 +24,7 @@ from tracewire_bus.blobs import CHUNK_BYTES, Blobs
 from tracewire_bus.codec import encode
 from tracewire_bus.connection import Wakeup
 from tracewire_bus.declared import resolved
+from tracewire_bus.firehose import telling
 from tracewire_bus.messages import (
     Accepted,
     EngineInfo,
@@ -77,6 +78,17 @@ class RawAccepted(Accepted, tag="accepted"):
     """An `Accepted` whose live parameters are already encoded."""
 
     live: msgspec.Raw = msgspec.Raw(b"\x80")  # type: ignore[assignment]
+
+
+#: What the firehose is told of.
+_TOLD: dict[type[Event], str] = {
+    RawAccepted: "accepted",
+    Restarted: "restarted",
+    Paused: "paused",
+    Resumed: "resumed",
+    Final: "final",
+    RawFinal: "final",
+}
 
 
 class _ChoiceHalf:
@@ -311,6 +323,7 @@ class TraceRun:
             # With its final a trace leaves the queue, in one go.
             done=(self._info.model, self._submission.trace, self._info.engine) if final else None,
             told=event.version if isinstance(event, RawSteered) else None,
+            life=self._life(event) if type(event) in _TOLD else None,
         )
         self._seq += 1
         if self._tally is not None:
@@ -318,6 +331,20 @@ class TraceRun:
             self._tally.over = self._tally.over or final
             self._tally.add(len(data))
         return queued
+
+    def _life(self, event: Event) -> list[Any]:
+        """What the firehose is told of an event."""
+        end = event if isinstance(event, Final) else None
+        return telling(
+            _TOLD[type(event)],
+            self._submission.trace,
+            model=self._info.model,
+            engine=self._info.engine,
+            attempt=self.attempt,
+            status=end.status if end else None,
+            error=end.error.type if end and end.error else "",
+            usage=end.usage if end else None,
+        )
 
     def _steered(self, final: bool) -> list[RawSteered]:
         """What is to be told of live parameters before the next event."""

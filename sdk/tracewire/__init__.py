@@ -20,6 +20,7 @@ This package needs neither torch, vLLM nor nnsight; the engine, which does, is `
 
 from __future__ import annotations
 
+from tracewire_bus.firehose import Lifecycle
 from tracewire_bus.messages import Ablate, Clamp, Live, LogitLens, Probe, Steer, StopWhen
 from tracewire_bus.records import LiveState
 from tracewire_bus.values import ArrayRef
@@ -51,6 +52,7 @@ from .events import Accepted, Change, Event, Final, Gap, Output, Paused, Restart
 from .model import Model, ModelInfo
 from .state import Choice, Invoke, Result, State
 from .trace import Subscription, Trace
+from .watch import Watch
 
 __all__ = [
     "Ablate",
@@ -71,6 +73,7 @@ __all__ = [
     "Intervention",
     "InterventionError",
     "Invoke",
+    "Lifecycle",
     "Live",
     "LiveState",
     "LogitLens",
@@ -102,6 +105,7 @@ __all__ = [
     "UntransportableVariable",
     "ValueMissing",
     "VersionConflict",
+    "Watch",
     "connect",
     "intervention",
 ]

@@ -12,11 +12,14 @@ import json
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 import anyio
 import anyio.abc
+
+from tracewire_bus.firehose import Lifecycle
 
 from .client import Client, connect
 from .errors import TracewireError
@@ -71,10 +74,16 @@ def _parser() -> argparse.ArgumentParser:
     models.add_argument("--tree", action="store_true", help="print each model's modules, too")
     models.set_defaults(run=_models)
 
-    watch = commands.add_parser("watch", parents=[shared], help="follow a trace to its end")
-    watch.add_argument("trace", metavar="TRACE", help="the trace's id")
+    watch = commands.add_parser(
+        "watch", parents=[shared], help="follow a trace to its end; without one, what becomes of all traces"
+    )
+    watch.add_argument("trace", metavar="TRACE", nargs="?", help="the trace's id")
+    watch.add_argument("--model", metavar="MODEL", help="without a trace: only those of this model")
     watch.add_argument("--names", nargs="+", metavar="NAME", help="show only these saved names")
-    watch.add_argument("--since", default="start", help="'start' (default), 'now', or an event's id")
+    watch.add_argument(
+        "--since",
+        help="'start' (default for a trace), 'now' (default without one), an event's id, or where a watch was left",
+    )
     watch.set_defaults(run=_watch)
 
     redis = commands.add_parser("redis", help="run a private Redis; prints its URL, and ends on SIGTERM or SIGINT")
@@ -98,12 +107,41 @@ async def _models(options: argparse.Namespace) -> int:
 async def _watch(options: argparse.Namespace) -> int:
     """Returns 0 if the trace ended well."""
     async with connect(options.url, prefix=options.prefix) as client:
-        return await _follow(client, options)
+        return await (_follow if options.trace is not None else _follow_all)(client, options)
+
+
+async def _follow_all(client: Client, options: argparse.Namespace) -> int:
+    """Prints until it is interrupted; then where to go on, on standard error."""
+    try:
+        watch = client.watch(model=options.model, since=options.since or "now")
+    except ValueError as error:
+        print(f"tracewire: {error}", file=sys.stderr)
+        return 2
+    async with watch:
+        try:
+            async for event in watch:
+                print(_lifecycle_line(event), flush=True)
+        finally:
+            if watch.position:
+                print(f"tracewire: go on with --since {watch.position}", file=sys.stderr)
+    return 0
+
+
+def _lifecycle_line(event: Lifecycle) -> str:
+    when = datetime.fromtimestamp(event.time, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    more = [event.status or "", event.error or ""]
+    if event.kind in ("accepted", "restarted"):
+        more.append(f"by {event.engine}, attempt {event.attempt}")
+    if event.kind == "queued" and event.client:
+        more.append(f"by {event.client}")
+    if event.tokens is not None:
+        more.append(f"{event.tokens} tokens")
+    return "\t".join((when, event.kind, event.trace, event.model, ", ".join(part for part in more if part))).rstrip()
 
 
 async def _follow(client: Client, options: argparse.Namespace) -> int:
     try:
-        subscription = client.subscribe(options.trace, since=options.since, names=options.names)
+        subscription = client.subscribe(options.trace, since=options.since or "start", names=options.names)
     except ValueError as error:
         print(f"tracewire: {error}", file=sys.stderr)
         return 2

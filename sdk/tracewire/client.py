@@ -40,6 +40,7 @@ from .model import Model, ModelInfo
 from .presence import Presence
 from .state import State
 from .trace import Subscription, Trace
+from .watch import Watch
 
 if TYPE_CHECKING:
     from tracewire_bus.tree import ModuleTree
@@ -266,6 +267,47 @@ class Client:
         except ValueError:
             raise ValueError(f"since is 'start', 'now' or an event's id '<attempt>-<seq>', not {since!r}") from None
         return Subscription(self, trace_id, reader, names)
+
+    def watch(
+        self,
+        *,
+        model: Model | str | None = None,
+        since: str = "now",
+        group: str | None = None,
+        consumer: str | None = None,
+        idle: float = 60.0,
+    ) -> Watch:
+        """What becomes of all traces, whoever submitted them: an async iterator of [`Lifecycle`][tracewire.Lifecycle]
+        events, which has no end. It has one connection of its own, and waits while Redis is away.
+
+        `model` limits it to one model's traces. `since` is `"now"`, `"start"` (what is kept: some 2000 events of each
+        64th part of all traces, for a day), or the `position` of an earlier watch.
+
+        With a `group`, the watches of that group share the events, across processes: each goes to one of them, and is
+        acknowledged when that one asks for the next. The group is made by its first watch, from `since` on, and then
+        remembers by itself where it is. `consumer` names this watch in its group (by default, the client's name): one
+        that was killed is given what it had not acknowledged when it comes back under its name. Others take that over
+        when it has been idle for `idle` seconds, which is therefore how long the handling of one event may take. An
+        event may come twice, then, but none is left out.
+
+        Raises:
+            ValueError: `since` is none of these, a name is empty, or `idle` is not positive.
+        """
+        bus = self._open_bus()
+        if group is None:
+            return Watch(bus.watch(since), None if model is None else _model_name(model))
+        member = bus.watch_group(group, self._name if consumer is None else consumer, since, idle)
+        return Watch(member, None if model is None else _model_name(model))
+
+    async def watch_groups(self) -> list[str]:
+        """The names of the groups that watches share events in."""
+        with bus_errors():
+            return await self._open_bus().watch_groups.names()
+
+    async def remove_watch_group(self, group: str) -> bool:
+        """Forget a group, with what was not acknowledged in it. Returns whether there was one."""
+        with bus_errors():
+            return await self._open_bus().watch_groups.remove(group)
 
     async def live(self, trace_id: str) -> LiveState:
         """A trace's live parameters as they are now: their version (0: as declared) and their values.
