@@ -27,6 +27,7 @@ from tracewire_bus.values import ArrayRef
 
 from .blocks import Intervention, intervention
 from .client import Client, Prompt, connect
+from .dead import DeadLetter
 from .errors import (
     AmbiguousResult,
     BlockError,
@@ -41,6 +42,7 @@ from .errors import (
     TraceFailed,
     TraceRejected,
     TracewireError,
+    UnknownDeadLetter,
     UnknownModel,
     UnknownModulePath,
     UnknownTrace,
@@ -66,6 +68,7 @@ __all__ = [
     "Clamp",
     "Client",
     "ConnectError",
+    "DeadLetter",
     "Event",
     "EventsLost",
     "Final",
@@ -99,6 +102,7 @@ __all__ = [
     "TraceFailed",
     "TraceRejected",
     "TracewireError",
+    "UnknownDeadLetter",
     "UnknownModel",
     "UnknownModulePath",
     "UnknownTrace",

@@ -11,18 +11,20 @@ import argparse
 import json
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 import anyio
 import anyio.abc
+import msgspec
 
 from tracewire_bus.firehose import Lifecycle
 
 from .client import Client, connect
-from .errors import TracewireError
+from .dead import DeadLetter
+from .errors import TracewireError, UnknownDeadLetter
 from .events import Accepted, Event, Final, Gap, Paused, Restarted, Resumed, Steered
 
 __all__ = ["main"]
@@ -38,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status: 0, 1 for an error that was reported, or what a subcommand returns."""
     argv = list(sys.argv[1:] if arguments is None else arguments)
     if argv and not argv[0].startswith("-"):
-        if argv[0] not in ("models", "watch", "redis") and (found := _commands().get(argv[0])) is not None:
+        if argv[0] not in ("models", "watch", "dead", "redis") and (found := _commands().get(argv[0])) is not None:
             command: Callable[[list[str]], int | None] = found.load()
             return command(argv[1:]) or 0
         if argv[0] == "engine":
@@ -86,6 +88,21 @@ def _parser() -> argparse.ArgumentParser:
     )
     watch.set_defaults(run=_watch)
 
+    dead = commands.add_parser("dead", help="submissions that were given up: list, show, resubmit or drop them")
+    actions = dead.add_subparsers(required=True, metavar="ACTION")
+    for name, run, text in (
+        ("list", _dead_list, "list them, the oldest first"),
+        ("show", _dead_show, "print one as JSON"),
+        ("resubmit", _dead_resubmit, "submit each once more, as a new trace, whose id is printed"),
+        ("drop", _dead_drop, "remove each"),
+    ):
+        action = actions.add_parser(name, parents=[shared], help=text)
+        action.set_defaults(run=run)
+        if name == "list":
+            action.add_argument("--model", metavar="MODEL", help="only those of this model")
+        else:
+            action.add_argument("ids", metavar="ID", nargs=1 if name == "show" else "+", help="the dead letter's id")
+
     redis = commands.add_parser("redis", help="run a private Redis; prints its URL, and ends on SIGTERM or SIGINT")
     redis.set_defaults(run=_redis)
     return parser
@@ -128,7 +145,6 @@ async def _follow_all(client: Client, options: argparse.Namespace) -> int:
 
 
 def _lifecycle_line(event: Lifecycle) -> str:
-    when = datetime.fromtimestamp(event.time, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
     more = [event.status or "", event.error or ""]
     if event.kind in ("accepted", "restarted"):
         more.append(f"by {event.engine}, attempt {event.attempt}")
@@ -136,7 +152,9 @@ def _lifecycle_line(event: Lifecycle) -> str:
         more.append(f"by {event.client}")
     if event.tokens is not None:
         more.append(f"{event.tokens} tokens")
-    return "\t".join((when, event.kind, event.trace, event.model, ", ".join(part for part in more if part))).rstrip()
+    return "\t".join(
+        (_when(event.time), event.kind, event.trace, event.model, ", ".join(part for part in more if part))
+    ).rstrip()
 
 
 async def _follow(client: Client, options: argparse.Namespace) -> int:
@@ -185,6 +203,57 @@ def _short(value: Any) -> str:
         return f"{{{', '.join(f'{key}: {_short(item)}' for key, item in list(value.items())[:8])}}}"
     text = f"{value:.4g}" if isinstance(value, float) else repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+async def _letters(client: Client) -> AsyncIterator[DeadLetter]:
+    after = ""
+    while page := await client.dead_letters(after):
+        for letter in page:
+            yield letter
+        after = page[-1].id
+
+
+def _when(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+async def _dead_list(options: argparse.Namespace) -> int:
+    async with connect(options.url, prefix=options.prefix) as client:
+        async for letter in _letters(client):
+            if options.model is None or letter.model == options.model:
+                print("\t".join((letter.id, _when(letter.time), letter.model, letter.trace, letter.reason)))
+    return 0
+
+
+async def _dead_show(options: argparse.Namespace) -> int:
+    async with connect(options.url, prefix=options.prefix) as client:
+        async for letter in _letters(client):
+            if letter.id == options.ids[0]:
+                shown = {name: getattr(letter, name) for name in ("id", "model", "trace", "reason", "problem")}
+                shown["time"] = _when(letter.time)
+                shown["submission"] = msgspec.to_builtins(letter.submission, builtin_types=(bytes,))
+                print(json.dumps(shown, ensure_ascii=False, indent=2, default=_described))
+                return 0
+    raise UnknownDeadLetter(options.ids[0])
+
+
+def _described(value: Any) -> str:
+    return f"{len(value)} bytes" if isinstance(value, bytes) else repr(value)
+
+
+async def _dead_resubmit(options: argparse.Namespace) -> int:
+    async with connect(options.url, prefix=options.prefix) as client:
+        for id_ in options.ids:
+            print(f"{id_} is trace {await client.resubmit(id_)} now", flush=True)
+    return 0
+
+
+async def _dead_drop(options: argparse.Namespace) -> int:
+    async with connect(options.url, prefix=options.prefix) as client:
+        for id_ in options.ids:
+            if not await client.drop_dead_letter(id_):
+                raise UnknownDeadLetter(id_)
+    return 0
 
 
 async def _redis(options: argparse.Namespace) -> int:

@@ -20,14 +20,17 @@ from tracewire_bus.messages import Block, Declared, EngineInfo, Submission
 from tracewire_bus.messages import Invoke as InvokeMessage
 from tracewire_bus.records import LiveState, SteerRefused, TraceMissing
 from tracewire_bus.records import TraceEnded as RecordEnded
-from tracewire_bus.streams import Bus, BusError
+from tracewire_bus.streams import Bus, BusError, QueueFull
 
 from .blocks import Intervention
+from .dead import DeadLetter, fresh
 from .errors import (
     ConnectError,
+    Overloaded,
     SteerRejected,
     TraceEnded,
     TraceRejected,
+    UnknownDeadLetter,
     UnknownModel,
     UnknownTrace,
     UntransportableVariable,
@@ -308,6 +311,58 @@ class Client:
         """Forget a group, with what was not acknowledged in it. Returns whether there was one."""
         with bus_errors():
             return await self._open_bus().watch_groups.remove(group)
+
+    # --- dead letters -------------------------------------------------------------------------------------------------
+
+    async def dead_letters(self, after: str = "", count: int = 100) -> list[DeadLetter]:
+        """Submissions that were given up: no engine could read them, or each that ran them was lost. The oldest first,
+        up to `count`, of those that came after the dead letter of id `after`. Some 10000 are kept.
+
+        Raises:
+            ConnectError: Redis does not answer, or `after` is no id.
+        """
+        with bus_errors():
+            found = await self._open_bus().queue.dead_letters(after, count)
+        return [DeadLetter.of(one) for one in found]
+
+    async def resubmit(self, id_: str) -> str:
+        """Submit a dead letter once more, and return the id of the trace that it is now: a new one, since the old trace
+        has ended and stays so. It is this client's and runs detached; its deadline counts anew, and its large variables
+        are sent again. The dead letter is removed; if that fails after it was queued, resubmitting it again queues
+        nothing more and returns the same id.
+
+        Raises:
+            UnknownDeadLetter: there is no such dead letter.
+            TraceRejected: what was submitted cannot be read.
+            ValueMissing: a large variable of it has expired.
+            UnknownModel: no live engine serves the model.
+            Overloaded: too many submissions wait for the model.
+            ConnectError: Redis does not answer.
+        """
+        bus = self._open_bus()
+        with bus_errors():
+            found = await bus.queue.find_dead_letter(id_)
+            if found is None:
+                raise UnknownDeadLetter(id_)
+            submission = await fresh(DeadLetter.of(found), bus, self._name)
+            model = await self._find(submission.model, None)
+            try:
+                await bus.submit(submission, model.info.queue_limit)
+            except QueueFull as error:
+                raise Overloaded(submission.model, error.waiting, error.limit, error.retry_after_s) from None
+            await bus.queue.drop_dead_letter(id_)
+        return submission.trace
+
+    async def drop_dead_letter(self, id_: str) -> bool:
+        """Remove a dead letter. Returns whether it was there.
+
+        Raises:
+            ConnectError: Redis does not answer, or `id_` is no id.
+        """
+        with bus_errors():
+            return await self._open_bus().queue.drop_dead_letter(id_)
+
+    # --- what is asked of traces --------------------------------------------------------------------------------------
 
     async def live(self, trace_id: str) -> LiveState:
         """A trace's live parameters as they are now: their version (0: as declared) and their values.

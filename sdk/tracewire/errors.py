@@ -34,6 +34,7 @@ __all__ = [
     "TraceFailed",
     "TraceRejected",
     "TracewireError",
+    "UnknownDeadLetter",
     "UnknownModel",
     "UnknownModulePath",
     "UnknownTrace",
@@ -108,6 +109,14 @@ class UnknownTrace(TracewireError, LookupError):
     def __init__(self, trace: str) -> None:
         self.trace = trace
         super().__init__(f"no trace {trace!r}: it was never submitted here, or its events have expired")
+
+
+class UnknownDeadLetter(TracewireError, LookupError):
+    """There is no dead letter of this id: it was resubmitted or dropped, or so many came after it that it has gone."""
+
+    def __init__(self, id_: str) -> None:
+        self.id = id_
+        super().__init__(f"no dead letter {id_!r}")
 
 
 class TraceRejected(TracewireError):

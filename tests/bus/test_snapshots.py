@@ -14,6 +14,7 @@ from tracewire_bus.messages import (
     Append,
     Delta,
     Event,
+    Failure,
     Final,
     Manifest,
     Output,
@@ -311,8 +312,6 @@ async def test_a_snapshot_expires_with_its_trace(embedded: str, prefix: str) -> 
         await author.begin()
         await author.outputs(3)
         await bus.snapshots.take("u", 1)
-        from tracewire_bus.messages import Failure
-
         assert await bus.records.end("u", "failed", Failure(type="X", message="x"))
         assert 0 < await bus.command("TTL", bus.keys.snapshot("u")) <= 100
         items = [item async for item in bus.read("u", "1-1")]
