@@ -167,6 +167,8 @@ async def test_watch_without_a_trace_prints_what_becomes_of_all(client: Client, 
         stderr=subprocess.PIPE,
         text=True,
         env=environment,
+        # Whoever runs the tests in the background has it ignored, and that is inherited.
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
     assert watching.stdout is not None
     lines = [await anyio.to_thread.run_sync(watching.stdout.readline) for _ in range(3)]
