@@ -30,7 +30,9 @@ from tracewire_bus.messages import (
     Manifest,
     ModuleInfo,
     Output,
+    Paused,
     Restarted,
+    Resumed,
     Set,
     Steered,
     Submission,
@@ -91,6 +93,9 @@ class Stage:
         self.ended = False
         self._changes = [decode_change(data) for data in opened.changes]
         self._changed = anyio.Event()
+        #: By whom it is paused, if it is.
+        self.paused = opened.paused
+        self._resumed = anyio.Event()
         self.seq = 0
         self._writer = writer
         self._info = info
@@ -110,6 +115,20 @@ class Stage:
         self.live_version = change.version
         self._changes.append(change)
         self._changed.set()
+
+    async def hold(self, by: str, *, resume: bool = False) -> None:
+        """Take an order to pause or resume, and tell of it."""
+        self.paused = None if resume else by
+        event = Resumed if resume else Paused
+        await self.publish(event(attempt=self.attempt, seq=self.seq, by=by))
+        if resume:
+            self._resumed.set()
+
+    async def going(self) -> None:
+        """Wait while it is paused."""
+        while self.paused is not None:
+            self._resumed = anyio.Event()
+            await self._resumed.wait()
 
     async def steered(self) -> None:
         """Wait for a change, unless one has come that no event tells of."""
@@ -188,6 +207,8 @@ class Stage:
                 **{**told, **fields},
             )
         )
+        if self.paused is not None:
+            await self.hold(self.paused)
 
     async def output(self, text: str, *steps: list[Delta], invoke: int = 0, choice: int = 0, **fields: Any) -> None:
         """One output. Every step is the deltas of one token; without any, the output has one token and no delta."""
@@ -318,6 +339,8 @@ class ScriptedEngine:
                     stage = self.stages.get(order.trace)
                     if stage is not None and order.kind == "steer":
                         stage.change(order.change)
+                    elif stage is not None and order.kind in ("pause", "resume"):
+                        await stage.hold(order.by, resume=order.kind == "resume")
                     elif stage is not None:
                         stage.cancelled = cancellation(order.by, order.reason)
                         stage.scope.cancel()

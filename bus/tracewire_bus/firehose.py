@@ -43,6 +43,8 @@ KEEP_S: Final = 24 * 3600
 #: How many entries of a stream are read at once.
 _PAGE: Final = 64
 _BLOCK_S: Final = 5.0
+#: How often a watch looks on a cluster, in seconds.
+_POLL_S: Final = 0.2
 #: How many of each stream's entries one look takes over from readers that are gone.
 _CLAIM: Final = 8
 #: By how much what a leaving reader held is made to look older, in milliseconds.
@@ -174,6 +176,8 @@ class _Reader:
 
     def __init__(self, connections: Connections, keys: Keys) -> None:
         self._link = connections.link()
+        #: On a cluster no command waits for streams of several slots.
+        self._polls = connections.clustered
         self._keys = keys
         self._names = [keys.firehose(tag) for tag in keys.tags]
         self._buffer: deque[tuple[str, _Id, Lifecycle]] = deque()
@@ -245,6 +249,23 @@ class _Reader:
             if replies is not None:
                 return replies
 
+    async def _from_all(self, head: Sequence[Any], places: Iterable[str], wait_s: float = 0.0) -> list[Any] | None:
+        """What a command that reads streams finds after these places in all of them, waiting so long for the first."""
+        if not self._polls:
+            wait = ("BLOCK", max(1, round(wait_s * 1000))) if wait_s else ()
+            replies = await self._ask((*head, *wait, "STREAMS", *self._names, *places), timeout_s=wait_s + 30)
+            return None if replies is None else replies[0] or []
+        each = zip(self._names, places, strict=True)
+        replies = await self._ask(*((*head, "STREAMS", name, place) for name, place in each))
+        if replies is None:
+            return None
+        found = [one for reply in replies for one in reply or ()]
+        if wait_s and not found:
+            with anyio.CancelScope() as self._wait:
+                await anyio.sleep(min(wait_s, _POLL_S))
+            self._wait = None
+        return found
+
     def _take(self, reply: Any) -> list[tuple[str, _Id]]:
         """Buffer what Redis replied, in the order of time. Returns what is only known by its id."""
         found, gone = [], []
@@ -310,10 +331,9 @@ class Watch(_Reader):
             assert self._read is not None
             while not self._buffer:
                 places = map(_text, self._read.values())
-                wait = ("XREAD", "COUNT", _PAGE, "BLOCK", round(_BLOCK_S * 1000), "STREAMS", *self._read, *places)
-                replies = await self._ask(wait, timeout_s=_BLOCK_S + 10)
-                if replies is not None:
-                    self._take(replies[0])
+                reply = await self._from_all(("XREAD", "COUNT", _PAGE), places, _BLOCK_S)
+                if reply is not None:
+                    self._take(reply)
                     for name, id_, _ in self._buffer:
                         self._read[name] = max(self._read[name], id_)
             if self._closed:
@@ -448,9 +468,9 @@ class GroupWatch(_Reader):
         reading = ("XREADGROUP", "GROUP", self._group, self._consumer, "COUNT")
         try:
             if self._again:
-                own = await self._ask((*reading, _PAGE, "STREAMS", *self._names, *["0"] * TAGS))
+                own = await self._from_all((*reading, _PAGE), ["0"] * TAGS)
                 if own is not None:
-                    gone = self._take(own[0])
+                    gone = self._take(own)
                     if gone:
                         # Trimmed before anybody came to it.
                         await self._ask(*(("XACK", name, self._group, _text(id_)) for name, id_ in gone))
@@ -458,14 +478,12 @@ class GroupWatch(_Reader):
             elif now >= self._claim_at:
                 await self._take_over()
             else:
-                block_s = min(_BLOCK_S, self._idle_s / 2)
-                wait = ("BLOCK", max(1, round(block_s * 1000)), "STREAMS", *self._names, *[">"] * TAGS)
                 # Taken for granted only once its reply is here.
                 self._again = True
-                replies = await self._ask((*reading, 1, *wait), timeout_s=block_s + 10)
-                if replies is not None:
+                reply = await self._from_all((*reading, 1), [">"] * TAGS, min(_BLOCK_S, self._idle_s / 2))
+                if reply is not None:
                     self._again = False
-                    self._take(replies[0])
+                    self._take(reply)
         except BusError as error:
             if "NOGROUP" not in str(error) and "UNBLOCKED" not in str(error):
                 raise

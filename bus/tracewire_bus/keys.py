@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from zlib import crc32
 
-__all__ = ["FINAL_ID", "TAGS", "Keys", "event_id", "parse_id"]
+__all__ = ["FINAL_ID", "TAGS", "Keys", "event_id", "is_text", "parse_id"]
 
 #: How many hash tags traces share, and so on how many slots of a cluster they lie.
 TAGS = 64
@@ -120,6 +120,15 @@ def event_id(attempt: int, seq: int, *, final: bool = False) -> str:
     if attempt < 1 or seq < 0 or attempt >= _GREATEST:
         raise ValueError(f"attempts count from 1 and events from 0, got {attempt}-{seq}")
     return FINAL_ID if final else f"{attempt}-{seq}"
+
+
+def is_text(text: str) -> bool:
+    """Whether a string can be sent as it is: one with half of a surrogate pair cannot, and names nothing of ours."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def parse_id(text: str) -> tuple[int, int]:

@@ -35,7 +35,7 @@ from typing import Any, Final
 import anyio
 
 from .codec import schema_text
-from .connection import Backoff, BusError, Connections, Link, as_bus_error, is_transient
+from .connection import After, Backoff, BusError, Connections, Link, as_bus_error, is_transient
 from .keys import Keys
 from .scripts import Script
 
@@ -481,7 +481,8 @@ def settling(keys: Keys, model: str, trace: str, holder: str = "") -> tuple[Any,
 
     It may be carried out again.
     """
-    return _SETTLE([keys.queue(model, part) for part in ("data", "entries", "taken")], _bytes(trace), holder)
+    names = [keys.queue(model, part) for part in ("data", "entries", "taken")]
+    return After(_SETTLE(names, _bytes(trace), holder))
 
 
 class Queue:
@@ -532,7 +533,7 @@ class Queue:
             *(trace, schema or schema_text(), client, max(-_MOST_PRIORITY, min(priority, _MOST_PRIORITY)), lease),
             *(limit or 0, REMEMBER_S, max(1, tries), data),
         )
-        *replies, refused = await self._connections.commands(*before, call)
+        *replies, refused = await self._connections.commands(*before, After(call))
         if isinstance(refused, list):
             waiting, retry_ms = refused
             raise QueueFull(model, waiting, limit or 0, retry_ms / 1000)

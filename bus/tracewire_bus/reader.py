@@ -11,6 +11,8 @@ at least that far, and takes only entries after its own last.
 
 Entries may have been trimmed. An attempt's ids are consecutive, so a subscription sees by the next entry whether some
 are gone. In their place it hands out a [`Gap`][tracewire_bus.reader.Gap] with the folded state after them.
+
+On a cluster, where one command waits for streams of one slot, there is a reader for each slot of traces.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from .connection import Background, Backoff, BusError, BusUnavailable, Connectio
 from .keys import FINAL_ID, parse_id
 from .snapshots import Stored
 
-__all__ = ["Entry", "EventsLost", "Gap", "Reader", "Subscription", "tail_id"]
+__all__ = ["Entry", "EventsLost", "Gap", "Reader", "SlotReaders", "Subscription", "tail_id"]
 
 logger = logging.getLogger("tracewire")
 
@@ -43,6 +45,8 @@ _PAGE_MOST: Final = 256
 #: When a buffer counts as full. A single page may be larger.
 _BUFFER_ENTRIES, _BUFFER_BYTES = 256, 16 * 1024 * 1024
 _BLOCK_S: Final = 5.0
+#: On a cluster: what waits at a node does not hear of what is written to a key that is being moved from there.
+_BLOCK_SLOT_S: Final = 1.0
 _FINAL: Final = parse_id(FINAL_ID)
 
 
@@ -346,11 +350,14 @@ class Reader:
 
     While that connection blocks, it cannot be told of another stream. `CLIENT UNBLOCK` from another connection ends the
     wait; where Redis does not allow that command, the connection is closed and opened anew.
+
+    On a cluster all its streams share the slot of `near`, a key.
     """
 
-    def __init__(self, connections: Connections) -> None:
+    def __init__(self, connections: Connections, near: str = "") -> None:
         self._connections = connections
-        self._link = connections.link()
+        self._link = connections.link(near)
+        self._block_s = _BLOCK_SLOT_S if near else _BLOCK_S
         self._streams: dict[str, _Stream] = {}
         self._all: weakref.WeakSet[Subscription] = weakref.WeakSet()
         self._wanted = anyio.Event()
@@ -456,11 +463,11 @@ class Reader:
             with anyio.CancelScope() as self._wait:
                 (reply,) = await self._link.ask(
                     (
-                        *("XREAD", "COUNT", _PAGE, "BLOCK", round(_BLOCK_S * 1000), "STREAMS"),
+                        *("XREAD", "COUNT", _PAGE, "BLOCK", round(self._block_s * 1000), "STREAMS"),
                         *asked,
                         *(f"{attempt}-{seq}" for attempt, seq in asked.values()),
                     ),
-                    timeout_s=_BLOCK_S + 10,
+                    timeout_s=self._block_s + 10,
                 )
         finally:
             self._wait = None
@@ -469,13 +476,18 @@ class Reader:
         return reply or (), asked
 
     async def _failed(self, error: Exception, backoff: Backoff) -> None:
+        from redis.exceptions import TryAgainError
+
         await self._link.drop()
         pause = backoff.next()
-        if is_transient(error):
+        # While a slot is being moved its streams lie on two nodes: each is to be had, but not all at once.
+        apart = isinstance(error, TryAgainError)
+        if is_transient(error) and not apart:
             logger.log(backoff.level, "the reader waits for Redis: %s", error)
         else:
             # Perhaps one stream is no stream. Each subscription finds out by itself whether it is its own.
-            logger.warning("the reader lets go of %d streams: %r", len(self._streams), error)
+            level = logging.DEBUG if apart else logging.WARNING
+            logger.log(level, "the reader lets go of %d streams: %r", len(self._streams), error)
             for stream in list(self._streams.values()):
                 for subscription in stream.subscriptions():
                     self.detach(subscription)
@@ -505,7 +517,7 @@ class Reader:
     async def _interrupt(self, wait: anyio.CancelScope) -> None:
         if self._may_unblock:
             try:
-                (reply,) = await self._connections.once(("CLIENT", "UNBLOCK", self._client_id))
+                (reply,) = await self._connections.once(("CLIENT", "UNBLOCK", self._client_id), beside=self._link)
             except Exception as error:
                 logger.debug("the reader could not be woken: %r", error)
                 return
@@ -514,6 +526,30 @@ class Reader:
             logger.info("Redis does not let the reader be woken (%s); it reconnects instead", reply)
             self._may_unblock = False
         wait.cancel()
+
+
+class SlotReaders:
+    """A reader for each slot of a cluster that somebody reads from."""
+
+    def __init__(self, connections: Connections) -> None:
+        self._connections = connections
+        self._readers: dict[int | None, Reader] = {}
+
+    def subscribe(self, key: str, since: str, resync: _Resync | None = None) -> Subscription:
+        """A new subscription, of its slot's reader."""
+        slot = self._connections.slot(key)
+        reader = self._readers.get(slot)
+        if reader is None:
+            reader = self._readers[slot] = Reader(self._connections, key)
+            reader.start()
+        return reader.subscribe(key, since, resync)
+
+    async def aclose(self) -> None:
+        """Close them all."""
+        readers = list(self._readers.values())
+        self._readers.clear()
+        for reader in readers:
+            await reader.aclose()
 
 
 async def tail_id(connections: Connections, key: str) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -23,15 +24,26 @@ import msgspec
 
 from .blobs import Blobs
 from .codec import decode_engine, encode
-from .connection import BusError, BusUnavailable, Connections, as_bus_error, is_transient, redacted
-from .control import ControlReader
+from .connection import (
+    SCHEMES,
+    After,
+    BusError,
+    BusUnavailable,
+    Connections,
+    Link,
+    NotAllowed,
+    as_bus_error,
+    is_transient,
+    redacted,
+)
+from .control import ControlReader, SlotControlReaders
 from .firehose import Groups, GroupWatch, Watch
 from .keys import FINAL_ID, Keys
 from .live import parted
 from .messages import EngineInfo, Submission
 from .queue import Queue, QueueFull, Taken
-from .reader import Entry, EventsLost, Gap, Reader, Subscription, tail_id
-from .records import Records, TraceEnded, TraceMissing
+from .reader import Entry, EventsLost, Gap, Reader, SlotReaders, Subscription, tail_id
+from .records import Records, TraceElsewhere, TraceEnded, TraceMissing
 from .recovery import Recovery
 from .snapshots import Snapshots
 from .writer import ENTRY_BYTES, EntryTooLarge, Fenced, Writer
@@ -50,6 +62,7 @@ __all__ = [
     "Fenced",
     "Gap",
     "Keys",
+    "NotAllowed",
     "Queue",
     "QueueFull",
     "Subscription",
@@ -59,7 +72,7 @@ __all__ = [
 
 logger = logging.getLogger("tracewire")
 
-_SCHEMES = ("redis", "rediss", "unix", "embedded")
+_SCHEMES = (*SCHEMES, "embedded")
 
 
 class Bus:
@@ -81,7 +94,7 @@ class Bus:
         self._patience_s = patience_s
         self._server: EmbeddedServer | None = None
         self._connections_: Connections | None = None
-        self._reader: Reader | None = None
+        self._reader: Reader | SlotReaders | None = None
         self._blobs: Blobs | None = None
         self._snapshots: Snapshots | None = None
         self._watches: weakref.WeakSet[Watch | GroupWatch] = weakref.WeakSet()
@@ -92,9 +105,11 @@ class Bus:
     def open(cls, url: str, *, prefix: str = "tw", retention_s: float = 3600.0, patience_s: float = 20.0) -> Self:
         """A bus on the Redis at `url`, connected when its context is entered.
 
-        `url` is `redis://`, `rediss://`, `unix://`, or `embedded://` for a private server that lives as long as the
-        bus. All keys begin with `prefix`. A trace's stream is kept for `retention_s` seconds after its final event.
-        While Redis is away, requests wait for up to `patience_s` seconds before they raise `BusUnavailable`.
+        `url` is `redis://`, `rediss://` (TLS) or `unix://`; with `redis+sentinel://host:port,host:port/service` the
+        master that sentinels name, with `redis+cluster://host:port,host:port` a cluster (either with `rediss`, too); or
+        `embedded://` for a private server that lives as long as the bus. All keys begin with `prefix`. A trace's stream
+        is kept for `retention_s` seconds after its final event. While Redis is away, requests wait for up to
+        `patience_s` seconds before they raise `BusUnavailable`.
 
         Raises:
             ValueError: `url` has another scheme.
@@ -115,8 +130,11 @@ class Bus:
                 self.url = self._server.url
             connections = self._connections_ = Connections(self.url, patience_s=self._patience_s)
             await _check(connections)
-            self._reader = Reader(connections)
-            self._reader.start()
+            if connections.clustered:
+                self._reader = SlotReaders(connections)
+            else:
+                self._reader = Reader(connections)
+                self._reader.start()
             self._blobs = Blobs(self.url, self.keys, patience_s=self._patience_s)
             self._snapshots = Snapshots(Connections(self.url, patience_s=self._patience_s), self.keys)
             self._records = Records(connections, self.keys, self._retention_s)
@@ -176,6 +194,7 @@ class Bus:
             EntryTooLarge: it is larger than an entry may be.
             LiveError: its live parameters are none.
             QueueFull: too many wait.
+            TraceElsewhere: a trace of this id was submitted to another model.
             TraceEnded: a trace of this id has ended, so long ago that its events are gone.
             BusError: Redis refused it.
             BusUnavailable: Redis stayed away; it may have been queued, and can be submitted again.
@@ -184,6 +203,7 @@ class Bus:
         if len(data) > ENTRY_BYTES:
             raise EntryTooLarge(f"the submission takes {len(data)} bytes, an entry holds {ENTRY_BYTES}")
         model, trace = submission.model, submission.trace
+        creation = self.records.creation(submission, parted(submission.live))
         try:
             created, before = await self.queue.put(
                 model,
@@ -195,15 +215,21 @@ class Bus:
                 limit=limit,
                 tries=submission.max_attempts,
                 # Its record first: what is queued can be steered and cancelled.
-                before=[self.records.creation(submission, parted(submission.live))],
+                before=[creation],
             )
         except QueueFull:
             # It does not exist.
-            await self.records.forget(trace)
+            await self.records.forget(trace, model)
+            if await self._connections.command("EXISTS", self.keys.submitted(model, trace)):
+                # But somebody queued the same one just now, and found our record.
+                await self._connections.command(*creation)
             raise
+        if isinstance(created, bytes):
+            await self.queue.withdraw(model, trace)
+            raise TraceElsewhere(f"trace {trace} was submitted to model {created.decode('utf-8', 'replace')!r}")
         if created and before:
             # It had a record once, and a queue entry: both went with what it left.
-            await self.records.forget(trace)
+            await self.records.forget(trace, model)
             raise TraceEnded(f"trace {trace} has ended, and is forgotten but for its id")
 
     @property
@@ -235,6 +261,10 @@ class Bus:
         if self._records is None:
             raise anyio.ClosedResourceError
         return self._records
+
+    def link(self) -> Link:
+        """A connection of one's own, which waits behind nobody's calls. Whoever asks drops it."""
+        return self._connections.link()
 
     async def cancel(self, trace: str, *, by: str, reason: str = "") -> None:
         """Have a trace end as `cancelled`: its engine is asked to, or, where none lives that runs it, it ends now.
@@ -272,8 +302,10 @@ class Bus:
                 pass
             await self.queue.done(model, taken.trace)
 
-    def control(self, engine: str) -> ControlReader:
+    def control(self, engine: str) -> ControlReader | SlotControlReaders:
         """Reads what is asked of an engine's traces. Whoever asks closes it."""
+        if self._connections.clustered:
+            return SlotControlReaders(self._connections, self.keys, engine)
         return ControlReader(self._connections.link(), self.keys, engine)
 
     def writer(self) -> Writer:
@@ -350,7 +382,8 @@ class Bus:
 
     async def exists(self, trace: str) -> bool:
         """Whether a trace has been submitted or has events, and is not yet forgotten."""
-        return bool(await self._connections.command("EXISTS", self.keys.record(trace), self.keys.events(trace)))
+        keys = self.keys.record(trace), self.keys.events(trace)
+        return any(await self._connections.commands(*(("EXISTS", key) for key in keys)))
 
     # --- anything else ------------------------------------------------------------------------------------------------
 
@@ -373,7 +406,8 @@ class Bus:
         """
         await self._connections.commands(
             ("SET", self.keys.engine(info.engine), encode(info), "PX", max(1, round(ttl_s * 1000))),
-            ("SADD", self.keys.engines(), info.engine),
+            # Whoever finds it there and nothing behind it removes it.
+            After(("SADD", self.keys.engines(), info.engine)),
         )
 
     async def unregister(self, engine: str) -> None:
@@ -398,7 +432,8 @@ class Bus:
         for name, data in zip(names, found, strict=True):
             if data is None:
                 # Expired. Should it be back this very moment, its next heartbeat enters it again.
-                await self._connections.command("SREM", self.keys.engines(), name)
+                with suppress(NotAllowed):
+                    await self._connections.command("SREM", self.keys.engines(), name)
                 continue
             try:
                 infos.append(decode_engine(data))

@@ -39,25 +39,24 @@ _FLUSH_ENTRIES, _FLUSH_BYTES = 512, 8 * 1024 * 1024
 #: The next flush begins no sooner than this after the last one began, in seconds: for each entry that it carried, and
 #: at most. It leaves a busy publisher's loop half free, and what a trace puts out meanwhile shares an entry.
 _PACE_S, _PAUSE_S = 100e-6, 8e-3
-#: Larger data does not pass through Lua, which would copy it twice.
-_INLINE_BYTES: Final = 64 * 1024
 #: A pause that is not worth the timer.
 _SHORT_S = 1e-3
 
 
-# An event and what goes with it, which must not happen where the event is refused. The script begins with what even a
-# Redis that is full does not refuse, so that an end can always be written. Without data ('' for the schema) the event
-# was appended before, and this may be asked again. KEYS: events, blobs, record, changes, operations, snapshot,
-# firehose. ARGV: id, schema, data, how long to keep the trace from now on or '', '1' if that is its end, the version of
-# the last change that it tells of or '', then what the firehose is told of it, if anything.
+# An event and what goes with it, which must not happen where the event is refused: for its id, or because another
+# attempt has been begun, whose end this is not. The script begins with what even a Redis that is full does not refuse,
+# so that an end can always be written. KEYS: events, blobs, record, changes, operations, deadlines, snapshot, firehose.
+# ARGV: id, schema, data, how long to keep the trace from now on or '', '1' if that is its end, the version of the last
+# change that it tells of or '', attempt, trace, then what the firehose is told of it, if anything.
 _APPEND: Final = Script(
     TELL
     + """
 redis.call('HDEL', KEYS[3], '')
-if ARGV[2] ~= '' then
-  local said = redis.pcall('XADD', KEYS[1], ARGV[1], 'v', ARGV[2], 'd', ARGV[3])
-  if type(said) == 'table' and said.err then return said end
+if tonumber(redis.call('HGET', KEYS[3], 'a') or 0) > tonumber(ARGV[7]) then
+  return redis.error_reply('FENCED by a later attempt')
 end
+local said = redis.pcall('XADD', KEYS[1], ARGV[1], 'v', ARGV[2], 'd', ARGV[3])
+if type(said) == 'table' and said.err then return said end
 if ARGV[6] ~= '' then redis.call('ZREMRANGEBYSCORE', KEYS[4], '-inf', ARGV[6]) end
 if ARGV[4] ~= '' then
   redis.call('EXPIRE', KEYS[1], ARGV[4])
@@ -65,14 +64,11 @@ if ARGV[4] ~= '' then
 end
 if ARGV[5] == '1' then
   redis.call('EXPIRE', KEYS[3], ARGV[4])
-  redis.call('EXPIRE', KEYS[6], ARGV[4])
+  redis.call('EXPIRE', KEYS[7], ARGV[4])
   redis.call('DEL', KEYS[4], KEYS[5])
+  redis.call('ZREM', KEYS[6], ARGV[8])
 end
-if ARGV[7] then
-  local known, told = unpack(redis.call('HMGET', KEYS[3], 'c', 'w'))
-  if ARGV[2] ~= '' or told ~= ARGV[1] then tell(KEYS[7], 'c', known or '', unpack(ARGV, 7)) end
-  if ARGV[2] == '' and known then redis.call('HSET', KEYS[3], 'w', ARGV[1]) end
-end
+if ARGV[9] then tell(KEYS[8], 'c', redis.call('HGET', KEYS[3], 'c') or '', unpack(ARGV, 9)) end
 return ARGV[1]
 """
 )
@@ -89,22 +85,22 @@ class EntryTooLarge(BusError, ValueError):
 class _Append:
     """One event on its way, and what came of it."""
 
-    __slots__ = ("data", "done", "id", "key", "more", "outcome")
+    __slots__ = ("command", "data", "done", "id", "key", "outcome")
 
     def __init__(
         self,
         key: str,
         id_: str,
         data: bytes,
-        more: Callable[[str, bytes], tuple[Any, ...]] | None,
+        command: tuple[Any, ...],
         done: tuple[Any, ...] | None,
         outcome: asyncio.Future[Exception | None],
     ) -> None:
         self.key = key
         self.id = id_
         self.data = data
-        #: Makes the script's command that appends it and does what goes with it; without a schema, only the latter.
-        self.more = more
+        #: What appends it, and does what goes with it.
+        self.command = command
         #: The command that settles its queue entry.
         self.done = done
         #: What it failed with, or None, once it has ended. Cancelled with whoever waits for it.
@@ -191,23 +187,20 @@ class Writer:
             raise EntryTooLarge(f"event {attempt}-{seq} takes {len(data)} bytes, an entry holds {ENTRY_BYTES}")
         keys = self._keys
         key = keys.events(trace)
-        more: Callable[[str, bytes], tuple[Any, ...]] | None = None
+        command: tuple[Any, ...] = ("XADD", key, id_, "v", self._schema, "d", data)
         if final or seq == 0 or told is not None or life is not None:
+            tag = keys.tag(trace)
             names = (
                 *(key, keys.blobs(trace), keys.record(trace), keys.changes(trace), keys.operations(trace)),
-                *(keys.snapshot(trace), keys.firehose(keys.tag(trace))),
+                *(keys.deadlines(tag), keys.snapshot(trace), keys.firehose(tag)),
             )
             keep = self._retention_s if final else UNFINISHED_S if seq == 0 else ""
             end, version = "1" if final else "", "" if told is None else told
-
-            def more(schema: str, data: bytes) -> tuple[Any, ...]:
-                # With its text: what comes behind it in a pipeline must not overtake it.
-                command = with_text(_APPEND(names, id_, schema, data, keep, end, version, *(life or ())))
-                assert command is not None
-                return command
-
+            script = _APPEND(names, id_, self._schema, data, keep, end, version, attempt, trace, *(life or ()))
+            # With its text: what comes behind it in a pipeline must not overtake it.
+            command = with_text(script) or command
         settle = None if done is None else settling(keys, *done)
-        item = _Append(key, id_, data, more, settle, self._loop.create_future())
+        item = _Append(key, id_, data, command, settle, self._loop.create_future())
         self._queue.append(item)
         self._wanted.notify()
         return self._outcome(item, done)
@@ -260,76 +253,72 @@ class Writer:
 
     async def _flush(self, batch: list[_Append]) -> None:
         """Bring a batch into Redis, whatever it takes, and end every append in it."""
-        commands: list[tuple[Any, ...]] = []
-        places: list[int] = []
-        for item in batch:
-            places.append(len(commands))
-            if item.more is None or len(item.data) > _INLINE_BYTES:
-                commands.append(("XADD", item.key, item.id, "v", self._schema, "d", item.data))
-            else:
-                commands.append(item.more(self._schema, item.data))
-            if item.done is not None:
-                commands.append(item.done)
         repeated = False
         backoff = Backoff()
-        while True:
+        while batch:
+            commands: list[tuple[Any, ...]] = []
+            places: list[int] = []
+            for item in batch:
+                places.append(len(commands))
+                commands.append(item.command)
+                if item.done is not None:
+                    commands.append(item.done)
+            waiting = batch
             try:
                 replies = await self._link.ask(*commands)
-                outcomes = [replies[place] for place in places]
-                if not all(isinstance(outcome, Exception) and is_transient(outcome) for outcome in outcomes):
-                    break
-                problem: Exception = outcomes[0]
             except Exception as error:
                 if not is_transient(error):
                     raise as_bus_error(error) from error
                 # Some of it may be there.
                 repeated = True
                 problem = error
-            pause = backoff.next()
-            logger.log(backoff.level, "%d entries wait for Redis: %s", len(batch), problem)
-            await anyio.sleep(pause)
-        for item, outcome in zip(batch, outcomes, strict=True):
-            large = item.more is not None and len(item.data) > _INLINE_BYTES
-            if not isinstance(outcome, Exception):
-                if large:
-                    await self._finish(item)
-                item.end()
-            elif not _is_fence(outcome):
-                item.end(as_bus_error(outcome))
-            elif repeated and await self._holds(item):
-                if large:
-                    await self._finish(item)
-                item.end()
             else:
-                item.end(Fenced(f"event {item.id} of {item.key} is not after the last one there"))
+                # A server that is demoted in the middle, or one of several that is away, leaves some of it over.
+                waiting = []
+                for item, place in zip(batch, places, strict=True):
+                    outcome, *behind = replies[place : place + (1 if item.done is None else 2)]
+                    # What could not be done behind an entry is done with it once more.
+                    counted = behind if not isinstance(outcome, Exception) else []
+                    missing = [one for one in (outcome, *counted) if isinstance(one, Exception) and is_transient(one)]
+                    if missing:
+                        waiting.append(item)
+                        problem = missing[0]
+                        repeated = repeated or bool(counted)
+                    else:
+                        await self._end(item, outcome, repeated)
+            batch = waiting
+            if batch:
+                pause = backoff.next()
+                logger.log(backoff.level, "%d entries wait for Redis: %s", len(batch), problem)
+                await anyio.sleep(pause)
+
+    async def _end(self, item: _Append, outcome: Any, repeated: bool) -> None:
+        if not isinstance(outcome, Exception):
+            item.end()
+        elif not _is_fence(outcome):
+            item.end(as_bus_error(outcome))
+        elif repeated and await self._holds(item):
+            item.end()
+        else:
+            item.end(Fenced(f"event {item.id} of {item.key} is not after the last one there"))
 
     async def _holds(self, item: _Append) -> bool:
         """Whether the stream holds exactly this event."""
-        found = await self._insist(("XRANGE", item.key, item.id, item.id))
-        return isinstance(found, list) and bool(found) and _field(found[0][1], b"d") == item.data
-
-    async def _finish(self, item: _Append) -> None:
-        """Do what goes with a large event that the stream holds."""
-        assert item.more is not None
-        await self._insist(item.more("", b""))
-
-    async def _insist(self, command: tuple[Any, ...]) -> Any:
-        """The reply to a command that may be carried out twice, whatever it takes."""
         backoff = Backoff()
         while True:
             try:
-                (reply,) = await self._link.ask(command)
+                (found,) = await self._link.ask(("XRANGE", item.key, item.id, item.id))
             except Exception as error:
                 if not is_transient(error):
                     raise as_bus_error(error) from error
                 await anyio.sleep(backoff.next())
                 continue
-            return reply
+            return isinstance(found, list) and bool(found) and _field(found[0][1], b"d") == item.data
 
 
 def _is_fence(error: Exception) -> bool:
     text = str(error)
-    return "equal or smaller than" in text or "exhausted the last possible ID" in text
+    return text.startswith("FENCED") or "equal or smaller than" in text or "exhausted the last possible ID" in text
 
 
 def _field(fields: Sequence[bytes], name: bytes) -> bytes | None:

@@ -58,6 +58,8 @@ MAX_LINE = 1_000_000
 SWEPT = TAGS // 8
 #: How long one wait for orders lasts, in milliseconds.
 _CONTROL_MS = 2000
+#: What a heartbeat may take longer than it should before clients get their time anew, in seconds.
+_STALL_S = 1.0
 _NO_LIVE = msgspec.msgpack.encode({})
 
 
@@ -105,6 +107,8 @@ class Adapter:
         self._recovery = bus.recovery(info.model)
         #: Until when others see that this engine lives, at least.
         self._valid_until = -math.inf
+        #: When it was last looked for.
+        self._looked = -math.inf
         self._tags = itertools.cycle(bus.keys.tags[os.getpid() % TAGS :] + bus.keys.tags[: os.getpid() % TAGS])
         self._runs: set[anyio.CancelScope] = set()
         self._stopping = anyio.Event()
@@ -242,9 +246,11 @@ class Adapter:
             self._by_trace[trace] = run
             for order in early:
                 self._obey(order)
-            await self._run_to_its_end(entry, scope, submission, run, opened)
-            if run.live is not None:
-                self._steering.over(run.live)
+            try:
+                await self._run_to_its_end(entry, scope, submission, run, opened)
+            finally:
+                if run.live is not None:
+                    self._steering.over(run.live)
         finally:
             del self._by_trace[trace]
 
@@ -383,17 +389,29 @@ class Adapter:
 
     async def _reaper(self) -> None:
         """Abort the requests of what is to end early, whose run then ends as it was told; and pause and resume."""
-        while True:
-            while not self._reaping and not self._settling:
-                await self._reap.wait()
-            if self._reaping:
-                await self._reaping.popleft().abort_all()
-                continue
-            try:
-                await self._settling.popleft().settle()
-            except (Fenced, EngineLost) as error:
-                # Its run finds out by itself.
-                logger.debug("a trace was neither paused nor resumed: %s", error)
+        # What is told of a pause waits for Redis, and nobody's abort waits for that.
+        async with anyio.create_task_group() as settling:
+            while True:
+                while not self._reaping and not self._settling:
+                    await self._reap.wait()
+                if not self._reaping:
+                    settling.start_soon(self._settle, self._settling.popleft())
+                    continue
+                try:
+                    await self._reaping[0].abort_all()
+                except Exception:
+                    logger.exception("a trace that is to end could not be aborted")
+                finally:
+                    self._reaping.popleft()
+
+    async def _settle(self, run: TraceRun) -> None:
+        try:
+            await run.settle()
+        except (Fenced, EngineLost) as error:
+            # Its run finds out by itself.
+            logger.debug("a trace was neither paused nor resumed: %s", error)
+        except Exception:  # one trace's misfortune
+            logger.exception("a trace could not be paused or resumed")
 
     async def _look_after_clients(self) -> None:
         """End the traces of clients whose leases are gone, and stay so while a client that lives could have renewed."""
@@ -405,6 +423,10 @@ class Adapter:
         leases = [*running, *(waiting - running.keys())]
         held = await self._bus.records.held(leases)
         now = anyio.current_time()
+        if now - self._looked > self._settings.heartbeat_s + _STALL_S:
+            # Redis was away, or this loop stood still: so it may have been for the clients.
+            self._missing.clear()
+        self._looked = now
         self._missing = {lease: self._missing.get(lease, now) for lease in leases if lease not in held}
         for lease, since in self._missing.items():
             if now - since >= _patience_of(lease):

@@ -1,8 +1,9 @@
-"""`tracewire engine MODEL`: one engine adapter as a process.
+"""`tracewire engine MODEL`: one engine adapter, and a supervisor that starts it again when it has died.
 
 Besides its own options it takes every option of vLLM's engine (`--max-model-len`, `--tensor-parallel-size`, ...). It
-prints `ready ENGINE` on its standard output when it serves, logs to standard error, leaves on SIGTERM or SIGINT after
-what runs has ended, and exits with 0 then, 1 when its engine died, and 2 on settings that it refuses.
+prints `ready ENGINE` on its standard output each time it serves, logs to standard error, and leaves on SIGTERM or
+SIGINT after what runs has ended. It exits with 0 then, and with 2 on settings that it refuses; with `--restarts 0`, or
+when its engine dies again and again, with what the adapter ended with: 1 when its engine died.
 """
 
 from __future__ import annotations
@@ -22,9 +23,14 @@ import anyio
 
 from tracewire_bus.blobs import THRESHOLD_BYTES
 
+from .orphans import die_with_parent
+from .supervisor import SUPERVISOR_PID, supervise
+
 __all__ = ["LOOP", "demo_model", "main"]
 
 logger = logging.getLogger("tracewire")
+
+_LOG = "%(asctime)s %(name)s %(levelname)s %(message)s"
 
 #: The event loop that an adapter runs on: uvloop where it is installed, as it is with vLLM's server.
 LOOP = {"use_uvloop": find_spec("uvloop") is not None}
@@ -45,6 +51,20 @@ def demo_model() -> Path:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; returns the exit status."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    supervisor = os.environ.pop(SUPERVISOR_PID, "")
+    if supervisor:
+        # Whoever kills it outright wants all of it gone.
+        die_with_parent(int(supervisor))
+        return _adapter(arguments)
+    logging.basicConfig(level=logging.INFO, format=_LOG, stream=sys.stderr)
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    early.add_argument("--restarts", type=int)
+    options, _ = early.parse_known_args(arguments)
+    return supervise([sys.executable, "-m", "tracewire_engine.cli", *arguments], options.restarts)
+
+
+def _adapter(arguments: list[str]) -> int:
     # vLLM reads these when it is first imported.
     os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -71,6 +91,9 @@ def main(arguments: list[str] | None = None) -> int:
     )
     ours.add_argument(
         "--drain", type=float, default=10.0, metavar="SECONDS", help="how long traces may go on after SIGTERM"
+    )
+    ours.add_argument(
+        "--restarts", type=int, metavar="TIMES", help="how often to start again when the engine died (default: always)"
     )
     ours.add_argument(
         "--tap",
@@ -118,7 +141,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.set_defaults(scheduling_policy="priority")
     options = parser.parse_args(arguments)
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", stream=sys.stderr)
+    logging.basicConfig(level=logging.INFO, format=_LOG, stream=sys.stderr)
     if options.blob_threshold < 0:
         parser.error(f"--blob-threshold takes a number of bytes, or 0; got {options.blob_threshold}")
     if options.queue_limit < 0:
@@ -201,3 +224,7 @@ async def _run(model: object, link: object, blobs: object, info: object, options
             await adapter.run()
             group.cancel_scope.cancel()
     return 1 if adapter.lost else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import msgspec
 
-from tracewire_bus.connection import Wakeup
+from tracewire_bus.connection import Backoff, Wakeup
 from tracewire_bus.declared import resolved
 from tracewire_bus.messages import RawSteered, StopWhen
 from tracewire_bus.values import unpack
@@ -55,11 +55,18 @@ class LiveTrace:
         self.run = run
         self.first_version = self.version = version
         #: Accepted, and told by no event: version and encoded change, in order.
-        self._untold: list[tuple[int, bytes]] = [(_change.decode(data).version, data) for data in changes]
+        self._untold: list[tuple[int, bytes]] = []
+        for data in changes:
+            try:
+                self._untold.append((_change.decode(data).version, data))
+            except msgspec.MsgspecError:
+                logger.exception("a change of live parameters of run %s could not be read", run)
         self._values: dict[str, Any] = unpack(packed)
         self._stops = list(stops)
         #: The last version that the workers were sent, and the last that they reported.
         self.sent = self.applied = version
+        #: What a call that failed did not bring to the workers: it goes along with the next change.
+        self.missed: dict[str, msgspec.Raw] = {}
         #: Whether the workers were sent any.
         self.steered = False
         #: What is to be told before the next event, as the fields of a `Steered`.
@@ -145,7 +152,9 @@ class Steering:
         if not self._waiting:
             self._since = time.time()
         before = self._waiting.get(live.run)
-        self._waiting[live.run] = live, {**before[1], **values} if before else values
+        earlier = before[1] if before else live.missed
+        self._waiting[live.run] = live, {**earlier, **values}
+        live.missed = {}
         live.sent, live.steered = live.version, True
         self._wanted.notify()
 
@@ -158,6 +167,7 @@ class Steering:
 
     async def run(self) -> None:
         """Bring changes to the workers as they come. Never ends by itself."""
+        backoff = Backoff()
         while True:
             while not self._waiting and not self._over:
                 await self._wanted.wait()
@@ -167,12 +177,20 @@ class Steering:
             self._calling = True
             try:
                 await self._engine.steer(changes, over, self._since)
+                backoff.reset()
             except Exception:
                 if self._engine.lost:
                     # Whatever ran there is told so.
                     await anyio.sleep_forever()
                 logger.exception("changes of %d traces did not reach the workers", len(changes))
-                for live, _ in waiting.values():
-                    live.report(Applied(live.run, live.sent))
+                for run, (live, values) in waiting.items():
+                    if run in self._waiting:
+                        self._waiting[run] = live, {**values, **self._waiting[run][1]}
+                    else:
+                        # Nobody is to wait for it.
+                        live.missed = values
+                        live.report(Applied(run, changes[run][0]))
+                self._over = [*over, *self._over]
+                await anyio.sleep(backoff.next())
             finally:
                 self._calling = False

@@ -22,7 +22,7 @@ import msgspec
 
 from tracewire_bus.blobs import CHUNK_BYTES, Blobs
 from tracewire_bus.codec import encode
-from tracewire_bus.connection import Wakeup
+from tracewire_bus.connection import Backoff, BusUnavailable, Wakeup
 from tracewire_bus.declared import resolved
 from tracewire_bus.firehose import telling
 from tracewire_bus.messages import (
@@ -48,7 +48,7 @@ from tracewire_bus.streams import BusError, Fenced, Writer
 from tracewire_bus.values import unpack
 
 from .engine import Choice, Engine, EngineLost, Outputs, Prepared, Rejection
-from .feed import ChoiceReads, Item, joined
+from .feed import ChoiceReads, Item, PassingDigests, joined
 from .link import Applied, FinishRecord, StepRecord
 from .steering import LiveTrace
 
@@ -92,11 +92,12 @@ _TOLD: dict[type[Event], str] = {
 
 
 class _ChoiceHalf:
-    __slots__ = ("ended", "ended_at", "finish", "read", "reads", "reason", "stepped", "steps", "time")
+    __slots__ = ("digests", "ended", "ended_at", "finish", "read", "reads", "reason", "stepped", "steps", "time")
 
     def __init__(self, stops: Sequence[StopWhen]) -> None:
         self.steps: dict[int, msgspec.Raw] = {}
         self.reads = ChoiceReads(stops)
+        self.digests = PassingDigests()
         self.ended = ""
         #: What vLLM's `stop_reason` would say.
         self.reason = "tracer.stop()"
@@ -149,6 +150,8 @@ class Half:
         choice.time = ended_at
         choice.steps[record.index] = record.deltas
         choice.stepped += 1
+        if record.deltas != _NO_DELTAS:
+            choice.digests.take(record.deltas)
         if record.ended:
             choice.ended, choice.ended_at = record.ended, record.index
         self._changed.notify()
@@ -297,6 +300,7 @@ class TraceRun:
         #: Who wants it paused, if somebody does; whether it is; and who asked last.
         self._held: str | None = None
         self._paused = False
+        self._settling = False
         self._holder = ""
 
     async def _append(self, event: Event, *, final: bool = False) -> None:
@@ -389,14 +393,21 @@ class TraceRun:
 
     async def settle(self) -> None:
         """Pause its requests in the engine, or let them go on, as was asked last, and tell of it."""
-        while self._accepted and not self.ended and (self._held is not None) != self._paused:
-            self._paused = not self._paused
-            paused, by = self._paused, self._holder
-            for request in self.requests:
-                await (self._engine.pause if paused else self._engine.resume)(request.name)
-            if not self.ended:
-                told = Paused if paused else Resumed
-                await self._append(told(**_UNNUMBERED, by=by, time=time.time()))
+        if self._settling:
+            # Whoever does so already goes on until it is as was asked last: what is told is told in order.
+            return
+        self._settling = True
+        try:
+            while self._accepted and not self.ended and (self._held is not None) != self._paused:
+                self._paused = not self._paused
+                paused, by = self._paused, self._holder
+                for request in self.requests:
+                    await (self._engine.pause if paused else self._engine.resume)(request.name)
+                if not self.ended:
+                    told = Paused if paused else Resumed
+                    await self._append(told(**_UNNUMBERED, by=by, time=time.time()))
+        finally:
+            self._settling = False
 
     async def run(self) -> None:
         """Run to the end. Publishes exactly one final event, unless the stream is fenced against this attempt.
@@ -510,6 +521,9 @@ class TraceRun:
             # vLLM 0.25 repeats all of them behind an abort.
             logprobs = logprobs[: len(token_ids)]
         finish_reason, stop_reason = choice.finish_reason, choice.stop_reason
+        if request.half is None and self.live is not None and self._reports is not None:
+            # Nobody waits for what is reported of it: where a change holds from was sent before this output.
+            self._reports.pull()
         published = request.token_ids[choice.index]
         first = len(published)
         steps = [_NO_DELTAS] * len(token_ids)
@@ -588,6 +602,9 @@ class TraceRun:
                 # Steps whose token never became part of an output: sampled past the end, and trimmed.
                 trimmed = [choice.steps[step] for step in sorted(choice.steps)]
                 deltas.extend((request.invoke, index, raw) for raw in (*trimmed, record.deltas) if raw != _NO_DELTAS)
+                choice.digests.take(record.deltas)
+                for entry in record.manifest:
+                    entry.digest = entry.digest or choice.digests.of(entry.name)
                 for entry in [*record.manifest, *choice.reads.manifest(index, len(request.token_ids[index]))]:
                     entry.invoke = request.invoke
                     manifest.append(entry)
@@ -597,9 +614,10 @@ class TraceRun:
                 error = error or record.error
                 stopped = stopped or record.stopped or choice.reads.stopped is not None
         status: Status = "failed" if error else "stopped" if stopped else "finished"
-        if self._ending is not None:
-            status, error = self._ending
         await self._closed()
+        if self._ending is not None:
+            # Also since the last of it was asked: whoever did was told that it ends so.
+            status, error = self._ending
         await self._append(
             RawFinal(
                 **_UNNUMBERED,
@@ -619,11 +637,24 @@ class TraceRun:
         live, close = self.live, self._close
         if live is None or close is None:
             return
+        backoff = Backoff()
         try:
-            for change in await close():
-                live.take(change)
+            while True:
+                try:
+                    changes = await close()
+                    break
+                except BusUnavailable as problem:
+                    # The final would wait for Redis too; what is accepted until then is part of the trace.
+                    logger.log(backoff.level, "trace %s waits for Redis to end: %s", self._submission.trace, problem)
+                    await anyio.sleep(backoff.next())
         except BusError as problem:
             logger.warning("trace %s ends without a last look at its record: %s", self._submission.trace, problem)
+            return
+        for change in changes:
+            try:
+                live.take(change)
+            except (ValueError, msgspec.MsgspecError):
+                logger.exception("a change of live parameters of trace %s could not be read", self._submission.trace)
 
     def _usage(self) -> Usage:
         return Usage(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import anyio
 
 from tracewire_bus.fold import Fold
-from tracewire_bus.keys import parse_id
+from tracewire_bus.keys import is_text, parse_id
 from tracewire_bus.messages import Block, Declared, EngineInfo, Submission
 from tracewire_bus.messages import Invoke as InvokeMessage
 from tracewire_bus.records import LiveState, SteerRefused, TraceMissing
@@ -56,6 +56,9 @@ PromptInput: TypeAlias = "str | Sequence[int] | Sequence[Mapping[str, Any]] | Pr
 #: How old what the client knows of the registry may be, in seconds, when a trace is submitted.
 _REGISTRY_AGE = 1.0
 
+#: Greatest priority, either way: what the queue tells from its neighbour.
+_MOST_PRIORITY = 2**53
+
 _TRACE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -82,8 +85,9 @@ async def connect(
 ) -> AsyncIterator[Client]:
     """A client of the bus at `url`, for as long as the context lasts.
 
-    `url` is that of a Redis (`redis://`, `rediss://`, `unix://`), or `embedded://` for a private one that is started
-    here and ends with the context (`client.url` tells other processes where it is); without one, `TRACEWIRE_URL`
+    `url` is that of a Redis (`redis://`, `rediss://` or `unix://`; `redis+sentinel://host:port,host:port/service`;
+    `redis+cluster://host:port,host:port`; see `docs/redis.md`), or `embedded://` for a private one that is started here
+    and ends with the context (`client.url` tells other processes where it is); without one, `TRACEWIRE_URL`
     counts. `prefix` stands before every key. `client` names this client to the engines, which serve clients in turns.
 
     This alone owns tasks and connections: when the context is left, none is left, and the traces that it submitted and
@@ -97,6 +101,8 @@ async def connect(
     """
     if not lease >= 1:
         raise ValueError(f"a client's lease is at least 1 second, got {lease}")
+    if client is not None:
+        _text("client", client)
     address = url or os.environ.get("TRACEWIRE_URL")
     if not address:
         raise ConnectError(
@@ -262,8 +268,7 @@ class Client:
             UnknownTrace: when reading begins; no such trace was submitted, or it has expired.
             ValueError: `since` is none of these.
         """
-        if not isinstance(trace_id, str):
-            raise TypeError(f"expected a trace's id, got {_shown(trace_id)}")
+        _known(trace_id)
         bus = self._open_bus()
         try:
             reader = EventReader(trace_id, bus, since)
@@ -370,6 +375,7 @@ class Client:
         Raises:
             UnknownTrace: no such trace was submitted, or it has expired.
         """
+        _known(trace_id)
         with bus_errors():
             try:
                 return await self._open_bus().records.live(trace_id)
@@ -404,11 +410,14 @@ class Client:
         """
         from tracewire_bus.live import LiveError, cast_to, live_values
 
+        _known(trace_id)
         given = {**(values or {}), **more}
         if not given:
             raise SteerRejected(trace_id, "live", "expected at least one live parameter to change, got none")
         if if_version is not None and (isinstance(if_version, bool) or not isinstance(if_version, int)):
             raise SteerRejected(trace_id, "if_version", f"expected a version's number, got {_shown(if_version)}")
+        if by is not None and not _is_text(by):
+            raise SteerRejected(trace_id, "by", f"expected who makes the change, as text, got {_shown(by)}")
         try:
             prepared = live_values(given)
         except LiveError as error:
@@ -442,10 +451,13 @@ class Client:
         Raises:
             UnknownTrace: no such trace was submitted, or it has expired.
         """
+        _known(trace_id)
+        _text("reason", reason)
+        who = self._name if by is None else _text("by", by)
         bus = self._open_bus()
         with bus_errors():
             try:
-                await bus.cancel(trace_id, by=self._name if by is None else by, reason=reason)
+                await bus.cancel(trace_id, by=who, reason=reason)
             except RecordEnded:
                 return False
             except TraceMissing:
@@ -476,7 +488,8 @@ class Client:
         return await self._pause(trace_id, by, resume=True)
 
     async def _pause(self, trace_id: str, by: str | None, *, resume: bool) -> bool:
-        who = self._name if by is None else by
+        _known(trace_id)
+        who = self._name if by is None else _text("by", by)
         with bus_errors():
             try:
                 return await self._open_bus().records.pause(trace_id, by=who, resume=resume)
@@ -491,6 +504,7 @@ class Client:
         Raises:
             UnknownTrace: no such trace was submitted, or it has expired.
         """
+        _known(trace_id)
         bus = self._open_bus()
         with bus_errors():
             tail = await bus.tail_id(trace_id)
@@ -508,6 +522,11 @@ class Client:
 
 
 # --- what a submission is made of, checked before it leaves -----------------------------------------------------------
+
+
+def _is_text(value: Any) -> bool:
+    """Whether it is a string that can be sent: one without half of a surrogate pair."""
+    return isinstance(value, str) and not any("\ud800" <= char <= "\udfff" for char in value)
 
 
 def _trace_id(trace_id: Any) -> str:
@@ -651,7 +670,7 @@ def _deadline(deadline: Any) -> float | None:
     if deadline is None:
         return None
     seconds = deadline.total_seconds() if isinstance(deadline, timedelta) else deadline
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds <= 1e300:
         raise TraceRejected("deadline", f"expected a positive number of seconds or a timedelta, got {_shown(deadline)}")
     return float(seconds)
 
@@ -667,7 +686,26 @@ def _attempts(on_engine_loss: str, most: int) -> int:
 def _priority(priority: Any) -> int:
     if isinstance(priority, bool) or not isinstance(priority, int):
         raise TraceRejected("priority", f"expected an integer, got {_shown(priority)}")
+    if abs(priority) > _MOST_PRIORITY:
+        raise TraceRejected("priority", f"expected an integer of at most 53 bits, got {_shown(priority)}")
     return priority
+
+
+def _known(trace_id: Any) -> None:
+    """Whether somebody's trace could have this id."""
+    if not isinstance(trace_id, str):
+        raise TypeError(f"expected a trace's id, got {_shown(trace_id)}")
+    if not is_text(trace_id):
+        raise UnknownTrace(trace_id)
+
+
+def _text(field: str, value: Any) -> str:
+    """`value` if it is a string that can be sent."""
+    if not isinstance(value, str):
+        raise TypeError(f"{field}: expected text, got {_shown(value)}")
+    if not is_text(value):
+        raise ValueError(f"{field}: expected text, got half of a surrogate pair in {_shown(value)}")
+    return value
 
 
 def _shown(value: Any) -> str:

@@ -18,7 +18,7 @@ import msgspec
 
 from tracewire_bus.fold import DigestMismatch, Fold
 from tracewire_bus.messages import Submission
-from tracewire_bus.records import TraceEnded
+from tracewire_bus.records import TraceElsewhere, TraceEnded
 from tracewire_bus.streams import EntryTooLarge, QueueFull
 
 from .errors import (
@@ -129,10 +129,16 @@ class Trace:
                 if not submission.detach:
                     submission = msgspec.structs.replace(submission, lease=await presence.lease())
                 submission = self._submission = await without_large(submission, bus)
-                await bus.submit(submission, model.info.queue_limit)
+                try:
+                    await bus.submit(submission, model.info.queue_limit)
+                except anyio.get_cancelled_exc_class():
+                    # It may be there: nobody would leave it.
+                    if not submission.detach:
+                        await self._leave()
+                    raise
                 if submission.deadline_s is not None:
                     presence.watch(self.id, submission.deadline_s)
-            except TraceEnded as error:
+            except (TraceElsewhere, TraceEnded) as error:
                 raise TraceRejected("trace_id", f"{error}: take another one") from None
             except QueueFull as error:
                 raise Overloaded(self.model, error.waiting, error.limit, error.retry_after_s) from None
@@ -187,12 +193,15 @@ class Trace:
         with anyio.CancelScope(shield=True):
             await self._reader.aclose()
         if leaving and not self._submission.detach and not self._fold.finished:
-            # Where Redis is away, the lease ends it.
-            with anyio.move_on_after(_LEAVE_S, shield=True):
-                try:
-                    await self.cancel("its submitter has left it")
-                except TracewireError as error:
-                    logger.debug("trace %s could not be cancelled: %s", self.id, error)
+            await self._leave()
+
+    async def _leave(self) -> None:
+        # Where Redis is away, the lease ends it.
+        with anyio.move_on_after(_LEAVE_S, shield=True):
+            try:
+                await self.cancel("its submitter has left it")
+            except TracewireError as error:
+                logger.debug("trace %s could not be cancelled: %s", self.id, error)
 
     async def __aenter__(self) -> Self:
         await self.start()

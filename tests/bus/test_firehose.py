@@ -8,7 +8,7 @@ from pathlib import Path
 import anyio
 import pytest
 
-from tracewire_bus import firehose, writer
+from tracewire_bus import firehose
 from tracewire_bus.connection import BusError
 from tracewire_bus.firehose import GroupRemoved, GroupWatch, Lifecycle, Watch, telling
 from tracewire_bus.messages import Failure, Invoke, Submission, Usage
@@ -135,8 +135,8 @@ async def test_a_connection_that_breaks_loses_and_repeats_nothing(
 
 
 async def test_a_large_final_is_told_once(bus: Bus, prefix: str, tmp_path: Path, embedded: str) -> None:
-    """Its event goes without the script, which is asked for again when its answer was lost."""
-    large = b"x" * (writer._INLINE_BYTES + 1)
+    """Also where the answer was lost, and it was sent again."""
+    large = b"x" * 1_000_000
     async with bus.watch() as watch, proxy(embedded, tmp_path) as through:
         await bus.submit(submission("t"))
         async with Bus.open(through.url, prefix=prefix) as far, far.writer() as out:

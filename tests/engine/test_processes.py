@@ -52,7 +52,15 @@ def test_settings_that_would_be_wrong_are_refused_with_the_reason(
 async def submit_long(client: tracewire.Client) -> tracewire.Trace:
     """A trace that runs for long, started and under way."""
     model = await client.model("demo", wait_for_engine=30)
-    trace = client.trace(model, "import os\n", blocks.two_names, max_tokens=2000, ignore_eos=True, detach=True)
+    trace = client.trace(
+        model,
+        "import os\n",
+        blocks.two_names,
+        max_tokens=2000,
+        ignore_eos=True,
+        detach=True,
+        on_engine_loss="fail",
+    )
     await trace.start()
     seen = 0
     async for item in trace:

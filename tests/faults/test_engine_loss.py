@@ -292,17 +292,20 @@ async def test_a_refused_end_leaves_everything_as_it_is(bus: Bus) -> None:
     (second,) = await bus.queue.take("demo", "two", 1, 0)
     assert [(one.attempt, one.lost, one.why) for one in (first, second)] == [(1, 0, ""), (2, 1, "gone")]
     await bus.command("ZADD", keys.changes("t"), 1, "change")
+    await bus.records.open("t", "two", 2)
     async with bus.writer() as writer:
         for data in (b"small", b"x" * 100_000):
             await bus.command("DEL", keys.events("t"))
             await writer.append("t", 2, 0, b"restarted")
+            assert await bus.command("HSET", keys.record("t"), "a", 2) == 0
+            with pytest.raises(Fenced):
+                await writer.append("t", 1, 9, data, True)
             with pytest.raises(Fenced):
                 await writer.append("t", 1, 9, data, told=1)
             before = await bus.command("TTL", keys.events("t"))
             assert before > 24 * 3600
             with pytest.raises(Fenced):
                 await writer.append("t", 1, 5, data, told=1)
-            await writer.append("t", 3, 0, b"x")
             assert await bus.command("ZCARD", keys.changes("t")) == 1
         assert await bus.command("HLEN", keys.queue("demo", "taken")) == 1
         await writer.append("t", 2, 7, b"x" * 100_000, True, done=("demo", "t", "one"))

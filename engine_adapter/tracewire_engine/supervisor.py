@@ -1,0 +1,126 @@
+"""The process that starts an adapter, and starts it again when it has died.
+
+An adapter whose engine is lost ends: what it ran waits on the bus for another. The supervisor imports nothing of vLLM,
+so that it stays small and cannot die of what an engine dies of. It passes on what the adapter prints, hands it SIGTERM
+and SIGINT as SIGTERM, and takes care that no process of the last engine is left, with the memory it holds, when the
+next one starts. When it dies itself, all below it die with it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import IO
+
+__all__ = ["SUPERVISOR_PID", "supervise"]
+
+logger = logging.getLogger("tracewire")
+
+#: Environment variable of the adapter: the process id of its supervisor.
+SUPERVISOR_PID = "TRACEWIRE_SUPERVISOR_PID"
+
+#: Exit statuses of an adapter that was told to leave, or refuses its settings: it would again.
+_FOR_GOOD = (0, 2)
+#: Waits between two starts, in seconds: the first, and the longest.
+_FIRST_S, _MOST_S = 1.0, 60.0
+#: How many starts in a row may end without an engine that serves.
+_VAIN = 5
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+class _Supervisor:
+    def __init__(self, command: Sequence[str]) -> None:
+        self._command = list(command)
+        self._child: subprocess.Popen[str] | None = None
+        self._stopping = threading.Event()
+        #: Whether the adapter that runs now has served.
+        self._served = False
+
+    def stop(self, number: int, frame: object) -> None:
+        """Hand a signal on."""
+        self._stopping.set()
+        self._tell()
+
+    def _tell(self) -> None:
+        child = self._child
+        if child is not None and child.poll() is None:
+            child.send_signal(signal.SIGTERM)
+
+    def run(self, restarts: int | None) -> int:
+        vain = 0
+        for left in _countdown(restarts):
+            began = time.monotonic()
+            status = self._once()
+            _end_children()
+            if self._stopping.is_set() or status in _FOR_GOOD:
+                return status
+            vain = 0 if self._served else vain + 1
+            lasted = time.monotonic() - began
+            logger.error("the adapter ended with %d after %.0f s", status, lasted)
+            if left == 0 or vain == _VAIN:
+                return status
+            pause = min(_MOST_S, _FIRST_S * 2**vain) * random.uniform(0.5, 1.0)
+            logger.warning("starting it again in %.1f s", pause)
+            if self._stopping.wait(pause):
+                return 0
+        return 0
+
+    def _once(self) -> int:
+        """Run one adapter to its end; its exit status."""
+        self._served = False
+        environment = {**os.environ, SUPERVISOR_PID: str(os.getpid())}
+        # In a group of its own: a Ctrl-C at the terminal comes by us. On this thread, which the kernel ties it to.
+        self._child = subprocess.Popen(
+            self._command, stdout=subprocess.PIPE, text=True, env=environment, process_group=0
+        )
+        if self._stopping.is_set():
+            self._tell()
+        assert self._child.stdout is not None
+        threading.Thread(target=self._relay, args=(self._child.stdout,), daemon=True).start()
+        status = self._child.wait()
+        return status if status >= 0 else 128 - status
+
+    def _relay(self, lines: IO[str]) -> None:
+        for line in lines:
+            self._served = self._served or line.startswith("ready ")
+            print(line, end="", flush=True)
+
+
+def _countdown(count: int | None) -> Sequence[int] | range:
+    """How many starts are left after this one, for each; without end for `None`."""
+    return range(sys.maxsize - 1, -1, -1) if count is None else range(count, -1, -1)
+
+
+def _end_children() -> None:
+    """Kill what is left of an adapter's children: they are ours, once it is gone."""
+    import psutil
+
+    left = psutil.Process().children(recursive=True)
+    for process in left:
+        logger.warning("killing process %d, which outlived its adapter", process.pid)
+        process.kill()
+    psutil.wait_procs(left, timeout=30)
+
+
+def supervise(command: Sequence[str], restarts: int | None) -> int:
+    """Run `command`, an adapter, and again when it has died, up to `restarts` times (`None`: any number).
+
+    Returns the exit status that is to be ours: the last adapter's. Gives up after some starts in a row of which none
+    came to serve. On Linux, what its children leave behind is adopted, and ended.
+    """
+    try:
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    except (OSError, AttributeError):
+        logger.debug("processes that an adapter leaves behind cannot be adopted here")
+    supervisor = _Supervisor(command)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, supervisor.stop)
+    return supervisor.run(restarts)

@@ -1,0 +1,286 @@
+"""What the adapter and the client do where an engine's call fails, Redis is away, or a caller passes odd values."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import pytest
+
+import tracewire
+from tests.bus.proxy import proxy
+from tests.control.adapted import PlayedEngine, adapted
+from tests.scripted import engine_info
+from tracewire import Accepted, Client, Final, Output, Paused, Resumed, Steered
+from tracewire_bus.control import Order
+from tracewire_bus.live import live_values
+from tracewire_bus.streams import Bus
+from tracewire_bus.values import unpack
+from tracewire_engine.link import Applied, Changes, Report
+from tracewire_engine.trace import TraceRun
+
+PATIENCE = 15
+
+
+@pytest.fixture
+async def client(embedded: str, prefix: str, bus: Bus) -> AsyncIterator[Client]:
+    """A client, of a bus on which a model is known."""
+    await bus.register(engine_info(), ttl_s=600)
+    async with tracewire.connect(embedded, prefix=prefix, client="one") as client:
+        yield client
+
+
+async def test_a_change_that_names_nobody_readable_ends_no_trace(
+    client: Client, bus: Bus, embedded: str, prefix: str
+) -> None:
+    """Whoever wrote it (another client, say): the trace gets its final."""
+    engine = PlayedEngine()
+    with anyio.fail_after(PATIENCE):
+        async with (
+            adapted(embedded, prefix, engine),
+            client.trace("tiny", "hello", live={"alpha": 0.0}, detach=True) as trace,
+        ):
+            await trace.accepted()
+            await bus.records.steer(trace.id, live_values({"alpha": 1.0}), by=5)  # type: ignore[arg-type]
+            assert await trace.steer(alpha=2.0) == 2
+            (request,) = engine.requests
+            engine.finish(request)
+            assert (await trace.result()).text == "x"
+        with pytest.raises(tracewire.SteerRejected) as caught:
+            await client.steer(trace.id, alpha=1.0, by=5)  # type: ignore[arg-type]
+        assert caught.value.field == "by"
+
+
+@pytest.mark.parametrize("deadline", [1e14, 1e20, 1e300])
+async def test_a_deadline_may_be_as_far_as_one_likes(
+    client: Client, embedded: str, prefix: str, deadline: float
+) -> None:
+    engine = PlayedEngine()
+    with anyio.fail_after(PATIENCE):
+        async with (
+            client.trace("tiny", "hello", deadline=deadline, detach=True) as trace,
+            adapted(embedded, prefix, engine),
+        ):
+            await trace.accepted()
+            (request,) = engine.requests
+            engine.finish(request)
+            events = [event async for event in client.subscribe(trace.id)]
+            assert isinstance(events[-1], Final)
+            assert events[-1].status == "finished"
+
+
+async def test_an_entry_waits_for_a_redis_that_is_away_while_it_is_opened(
+    client: Client, embedded: str, prefix: str, tmp_path: Path
+) -> None:
+    """For longer than the bus is patient."""
+    engine = PlayedEngine()
+    with anyio.fail_after(PATIENCE):
+        async with proxy(embedded, tmp_path) as way, adapted(way.url, prefix, engine) as adapter:
+            records, opening = adapter._bus.records, anyio.Event()
+            plain = records.open
+
+            async def opened(trace: str, name: str, attempt: int) -> Any:
+                way.away = True
+                await way.cut()
+                try:
+                    return await plain(trace, name, attempt)
+                finally:
+                    way.away = False
+                    opening.set()
+                    records.open = plain  # type: ignore[method-assign]
+
+            records.open = opened  # type: ignore[method-assign]
+            async with client.trace("tiny", "hello", detach=True) as trace:
+                await opening.wait()
+                await trace.accepted()
+                (request,) = engine.requests
+                engine.finish(request)
+                assert (await trace.result()).text == "x"
+
+
+async def test_a_change_is_not_told_as_applied_before_it_was_sent(client: Client, embedded: str, prefix: str) -> None:
+    """A call fails while a later change waits for the next one: that one's own report counts."""
+    failing, fail, calls = anyio.Event(), anyio.Event(), anyio.Event()
+
+    class Failing(PlayedEngine):
+        async def steer(self, changes: Changes, over: list[str], since: float) -> None:
+            if not changes:
+                return
+            if not failing.is_set():
+                failing.set()
+                await fail.wait()
+                raise RuntimeError("it was not taken")
+            await super().steer(changes, over, since)
+            calls.set()
+
+    engine = Failing()
+    with anyio.fail_after(PATIENCE):
+        async with (
+            adapted(embedded, prefix, engine) as adapter,
+            client.trace("tiny", "hello", live={"alpha": 0.0, "beta": 0.0}, detach=True) as trace,
+        ):
+            await trace.accepted()
+            (request,) = engine.requests
+            engine.requests[request].put("a")
+            assert isinstance(await anext(trace), Output)
+            await trace.steer(alpha=1.0)
+            await failing.wait()
+            await trace.steer(beta=2.0)
+            run = adapter._by_trace[trace.id]
+            assert isinstance(run, TraceRun)
+            assert run.live is not None
+            while run.live.sent < 2:
+                await anyio.lowlevel.checkpoint()
+            fail.set()
+            await calls.wait()
+            ((_, changes),) = [asked for asked in engine.asked if asked[0] == "steer"]
+            ((name, (version, values)),) = changes.items()
+            assert version == 2
+            # What had not reached the workers goes along.
+            assert {key: unpack(bytes(value)) for key, value in values.items()} == {"alpha": 1.0, "beta": 2.0}
+            engine.report(Report(applied=[Applied(name, 2, [(request, 0, 1)])]))
+            engine.finish(request)
+            events = [event async for event in client.subscribe(trace.id)]
+    told = [event for event in events if isinstance(event, Steered)]
+    assert [(event.version, event.first) for event in told] == [(2, [(0, 0, 1)])]
+    assert events.index(told[0]) < len(events) - 2
+
+
+async def test_the_reaper_outlives_a_call_that_fails(client: Client, embedded: str, prefix: str) -> None:
+    """Pausing one trace fails: the others, and the adapter, go on."""
+
+    class Failing(PlayedEngine):
+        async def pause(self, request: str) -> bool:
+            raise RuntimeError("utility call failed")
+
+    engine = Failing()
+    with anyio.fail_after(PATIENCE):
+        async with (
+            adapted(embedded, prefix, engine),
+            client.trace("tiny", "hello", detach=True) as trace,
+            client.trace("tiny", "hello", detach=True) as other,
+        ):
+            await trace.accepted()
+            await other.accepted()
+            await trace.pause()
+            assert await other.cancel()
+            with pytest.raises(tracewire.TraceFailed):
+                await other.result()
+            engine.finish(next(iter(engine.requests)))
+            result = await trace.result()
+            assert result.text == "x"
+
+
+async def test_an_abort_does_not_wait_for_the_word_of_a_pause(
+    client: Client, embedded: str, prefix: str, tmp_path: Path
+) -> None:
+    """While Redis is away nothing can be told; what is past its deadline is aborted all the same."""
+    engine = PlayedEngine()
+    with anyio.fail_after(PATIENCE):
+        async with (
+            proxy(embedded, tmp_path) as way,
+            adapted(way.url, prefix, engine) as adapter,
+            client.trace("tiny", "hello", detach=True) as trace,
+            client.trace("tiny", "hello", detach=True) as other,
+        ):
+            await trace.accepted()
+            await other.accepted()
+            one, two = (adapter._by_trace[id_] for id_ in (trace.id, other.id))
+            assert isinstance(one, TraceRun)
+            assert isinstance(two, TraceRun)
+            way.away = True
+            await way.cut()
+            adapter._obey(Order("pause", trace.id, by="me"))
+            while ("pause", one.requests[0].name) not in engine.asked:
+                await anyio.lowlevel.checkpoint()
+            adapter._obey(Order("cancel", other.id, by="me"))
+            while ("abort", two.requests[0].name) not in engine.asked:
+                await anyio.lowlevel.checkpoint()
+            way.away = False
+            with pytest.raises(tracewire.TraceFailed, match="cancelled by me"):
+                await other.result()
+            engine.finish(one.requests[0].name)
+            await trace.result()
+
+
+async def test_a_pause_that_is_under_way_is_told_before_what_follows(
+    client: Client, embedded: str, prefix: str
+) -> None:
+    """It was asked for while the trace began; the engine takes its time; then it is resumed."""
+    pausing, go = anyio.Event(), anyio.Event()
+
+    class Slow(PlayedEngine):
+        async def pause(self, request: str) -> bool:
+            pausing.set()
+            await go.wait()
+            return await super().pause(request)
+
+    engine = Slow()
+    with anyio.fail_after(PATIENCE):
+        async with client.trace("tiny", "hello", detach=True) as trace:
+            # Still queued.
+            assert await trace.pause(by="me")
+            assert not await trace.pause()
+            async with adapted(embedded, prefix, engine) as adapter:
+                await trace.accepted()
+                await pausing.wait()
+                assert await trace.resume(by="you")
+                run = adapter._by_trace[trace.id]
+                assert isinstance(run, TraceRun)
+                while run._held is not None:
+                    await anyio.lowlevel.checkpoint()
+                go.set()
+                assert isinstance(await anext(trace), Paused)
+                assert isinstance(await anext(trace), Resumed)
+                assert [kind for kind, _ in engine.asked] == ["pause", "resume"]
+                (request,) = engine.requests
+                engine.finish(request)
+                await trace.result()
+            events = [event async for event in client.subscribe(trace.id)]
+    assert [type(event) for event in events] == [Accepted, Paused, Resumed, Output, Final]
+    assert (events[1].by, events[2].by) == ("me", "you")
+
+
+async def test_a_paused_trace_is_cancelled(client: Client, embedded: str, prefix: str) -> None:
+    engine = PlayedEngine()
+    with anyio.fail_after(PATIENCE):
+        async with client.trace("tiny", "hello", detach=True) as trace:
+            await trace.pause()
+            async with adapted(embedded, prefix, engine):
+                assert isinstance(await anext(trace), Paused)
+                await trace.cancel("enough")
+                with pytest.raises(tracewire.TraceFailed, match="enough"):
+                    await trace.result()
+            assert [kind for kind, _ in engine.asked] == ["pause", "abort"]
+            events = [event async for event in client.subscribe(trace.id)]
+    assert [type(event) for event in events][:2] == [Accepted, Paused]
+    assert [event.status for event in events if isinstance(event, Final)] == ["cancelled"]
+
+
+async def test_an_outage_is_no_absence_of_a_client(client: Client, bus: Bus, embedded: str, prefix: str) -> None:
+    """A lease was missing when Redis went away; when it is back its client has the time that it always has."""
+    engine = PlayedEngine()
+    with anyio.fail_after(PATIENCE):
+        async with (
+            adapted(embedded, prefix, engine, heartbeat_s=3600) as adapter,
+            client.trace("tiny", "hello") as trace,
+        ):
+            await trace.accepted()
+            run = adapter._by_trace[trace.id]
+            assert isinstance(run, TraceRun)
+            await bus.records.release(run.lease)
+            await adapter._look_after_clients()
+            # A minute ago.
+            adapter._missing[run.lease] -= 60
+            adapter._looked -= 60 + 3600
+            await adapter._look_after_clients()
+            assert run._ending is None
+            # Who stays away while Redis is there is gone.
+            adapter._missing[run.lease] -= 60
+            await adapter._look_after_clients()
+            assert run._ending is not None
+            with pytest.raises(tracewire.TraceFailed, match="submitter has gone"):
+                await trace.result()

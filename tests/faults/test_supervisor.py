@@ -1,0 +1,97 @@
+"""The supervisor, of programs that stand in for an adapter: what it passes on, and when it starts one again."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+RUN = """
+import sys
+from tracewire_engine import supervisor
+supervisor._FIRST_S = 0.01
+sys.exit(supervisor.supervise(sys.argv[2:], None if sys.argv[1] == "None" else int(sys.argv[1])))
+"""
+
+#: Counts its starts in a file, and is served by what the test says of the n-th.
+ADAPTER = """
+import os, pathlib, signal, sys, time
+count = pathlib.Path(sys.argv[1])
+number = len(count.read_text()) if count.exists() else 0
+count.write_text("x" * (number + 1))
+if {serves}:
+    print(f"ready engine-{{number}}", flush=True)
+{then}
+"""
+
+
+def supervised(tmp_path: Path, then: str, restarts: str = "None", serves: str = "True") -> subprocess.Popen[str]:
+    """A supervisor of an adapter that does this once it serves."""
+    adapter = tmp_path / "adapter.py"
+    adapter.write_text(ADAPTER.format(then=then, serves=serves))
+    return subprocess.Popen(
+        [sys.executable, "-c", RUN, restarts, sys.executable, str(adapter), str(tmp_path / "count")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def starts(tmp_path: Path) -> int:
+    """How often the adapter was started."""
+    return len((tmp_path / "count").read_text())
+
+
+@pytest.mark.parametrize(("status", "often"), [(0, 1), (2, 1)])
+def test_what_ends_for_good_is_not_started_again(tmp_path: Path, status: int, often: int) -> None:
+    with supervised(tmp_path, f"sys.exit({status})") as process:
+        said, _ = process.communicate(timeout=60)
+    assert process.returncode == status
+    assert said == "ready engine-0\n"
+    assert starts(tmp_path) == often
+
+
+def test_what_dies_is_started_again_and_serves_anew(tmp_path: Path) -> None:
+    with supervised(tmp_path, "os.kill(os.getpid(), 9) if number < 2 else time.sleep(1000)") as process:
+        assert process.stdout is not None
+        for number in range(3):
+            assert process.stdout.readline() == f"ready engine-{number}\n"
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+    # It has no handler of its own here: ended by the signal that was handed on.
+    assert process.returncode == 128 + signal.SIGTERM
+    assert starts(tmp_path) == 3
+
+
+def test_no_more_often_than_it_was_told(tmp_path: Path) -> None:
+    with supervised(tmp_path, "sys.exit(1)", "1") as process:
+        process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert starts(tmp_path) == 2
+
+
+def test_one_that_never_comes_to_serve_is_given_up(tmp_path: Path) -> None:
+    with supervised(tmp_path, "sys.exit(7)", serves="number == 0") as process:
+        process.communicate(timeout=200)
+    assert process.returncode == 7
+    assert starts(tmp_path) == 6
+
+
+def test_what_an_adapter_leaves_behind_is_ended_before_the_next_one_starts(tmp_path: Path) -> None:
+    then = """
+import subprocess
+if number == 0:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+    pathlib.Path(sys.argv[1]).with_name("child").write_text(str(child.pid))
+    os.kill(os.getpid(), 9)
+child = int(pathlib.Path(sys.argv[1]).with_name("child").read_text())
+sys.exit(2 if not os.path.exists(f"/proc/{child}") else 1)
+"""
+    with supervised(tmp_path, then, "1") as process:
+        process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert not psutil.pid_exists(int((tmp_path / "child").read_text()))
