@@ -64,7 +64,7 @@ def _key_of(command: Sequence[Any]) -> bytes | None:
     key: Any = None
     if name in ("EVAL", "EVALSHA"):
         key = command[3] if int(command[2]) else None
-    elif name == "XREAD":
+    elif name in ("XREAD", "XREADGROUP"):
         key = command[list(command).index("STREAMS") + 1]
     elif name not in _KEYLESS:
         place = 2 if name in _SECOND else 1

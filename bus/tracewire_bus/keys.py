@@ -62,6 +62,10 @@ class Keys:
         """Hash of what the bus knows of a trace from its submission on: see `records.py`."""
         return f"{self.prefix}:{{{self.tag(trace)}}}:trace:{trace}"
 
+    def snapshot(self, trace: str) -> str:
+        """Hash of the last snapshot of a trace's folded state: see `snapshots.py`."""
+        return f"{self.prefix}:{{{self.tag(trace)}}}:snapshot:{trace}"
+
     def changes(self, trace: str) -> str:
         """Changes of a trace's live parameters that no event tells of yet, by version."""
         return f"{self.prefix}:{{{self.tag(trace)}}}:changes:{trace}"
@@ -81,6 +85,14 @@ class Keys:
     def blobs(self, trace: str) -> str:
         """Hash of a trace's blobs: every chunk of each, under `<blob>:<number>`."""
         return f"{self.prefix}:{{{self.tag(trace)}}}:blobs:{trace}"
+
+    def firehose(self, tag: str) -> str:
+        """Stream of what becomes of the traces of one hash tag: see `firehose.py`."""
+        return f"{self.prefix}:{{{tag}}}:firehose"
+
+    def watch_groups(self) -> str:
+        """Hash of the groups that readers of the firehose share entries in, by name: when each was made."""
+        return f"{self.prefix}:watch-groups"
 
     def lease(self, lease: str) -> str:
         """There as long as a client lives."""

@@ -30,6 +30,7 @@ import msgspec
 
 from .codec import encode, schema_text
 from .connection import BusError, BusUnavailable, Connections, Link, as_bus_error, is_transient
+from .firehose import TELL
 from .keys import FINAL_ID, Keys, is_text
 from .live import LiveValue, joined
 from .messages import Failure, Status, Submission
@@ -77,29 +78,36 @@ end
 
 _ENDING = (
     _NOW
+    + TELL
     + f"""
 local FINAL = '{FINAL_ID}'
 local function ended(events)
   return #redis.call('XRANGE', events, FINAL, FINAL) > 0
 end
-local function finish(base, trace, schema, head, tail, retention)
+local function finish(base, trace, schema, head, tail, retention, status, kind)
   local record, events = base .. 'trace:' .. trace, base .. 'events:' .. trace
   local attempt = tonumber(redis.call('HGET', record, 'a') or 0) + 1
   -- After what is never refused, a Redis that is full takes an end.
   redis.call('HDEL', record, '')
   redis.call('XADD', events, FINAL, 'v', schema, 'd', head .. struct.pack('>I4', attempt) .. tail)
-  for _, key in ipairs({{events, record, base .. 'blobs:' .. trace}}) do redis.call('EXPIRE', key, retention) end
+  for _, key in ipairs({{events, record, base .. 'blobs:' .. trace, base .. 'snapshot:' .. trace}}) do
+    redis.call('EXPIRE', key, retention)
+  end
   redis.call('DEL', base .. 'changes:' .. trace, base .. 'operations:' .. trace)
+  local known = redis.call('HMGET', record, 'm', 'c', 'e')
+  tell(base .. 'firehose', 'k', 'final', 't', trace, 'm', known[1] or '', 'c', known[2] or '', 'e', known[3] or '',
+    'a', attempt, 's', status, 'x', kind)
   redis.call('ZREM', base .. 'deadlines', trace)
 end
 """
 )
 
-# KEYS: record, deadlines. ARGV: trace, model, client, lease, deadline in ms or '', how long to remember, then name,
-# form and value of each live parameter.
+# KEYS: record, deadlines, firehose. ARGV: trace, model, client, lease, deadline in ms or '', how long to remember, then
+# name, form and value of each live parameter.
 # Returns whether it is new; or, where the id belongs to a trace of another model, that model.
 _CREATE = Script(
     _NOW
+    + TELL
     + """
 if redis.call('HSETNX', KEYS[1], 'm', ARGV[2]) == 0 then
   local model = redis.call('HGET', KEYS[1], 'm')
@@ -115,17 +123,22 @@ if ARGV[5] ~= '' then
   redis.call('HSET', KEYS[1], 't', at)
   redis.call('ZADD', KEYS[2], at, ARGV[1])
 end
+tell(KEYS[3], 'k', 'queued', 't', ARGV[1], 'm', ARGV[2], 'c', ARGV[3])
 return 1
 """
 )
 
-# KEYS: record, deadlines. ARGV: trace, model. Another model's trace, or one that an engine runs, is not forgotten.
+# KEYS: record, deadlines, firehose. ARGV: trace, model. Another model's trace, or one that an engine runs, is not
+# forgotten.
 _FORGET = Script(
-    """
-local known = redis.call('HMGET', KEYS[1], 'm', 'e')
+    TELL
+    + """
+local known = redis.call('HMGET', KEYS[1], 'm', 'e', 'c')
 if known[1] ~= ARGV[2] or known[2] then return 0 end
 redis.call('ZREM', KEYS[2], ARGV[1])
-return redis.call('DEL', KEYS[1])
+redis.call('DEL', KEYS[1])
+tell(KEYS[3], 'k', 'refused', 't', ARGV[1], 'm', known[1], 'c', known[3] or '')
+return 1
 """
 )
 
@@ -155,12 +168,12 @@ return redis.call('ZRANGE', KEYS[2], 0, -1)
 )
 
 # KEYS: record, events. ARGV: trace, what precedes every key of its tag, schema, the final before and after its attempt,
-# retention. Whoever runs it is fenced.
+# retention, status, the error's type. Whoever runs it is fenced.
 _END = Script(
     _ENDING
     + """
 if ended(KEYS[2]) then return 0 end
-finish(ARGV[2], ARGV[1], ARGV[3], ARGV[4], ARGV[5], ARGV[6])
+finish(ARGV[2], ARGV[1], ARGV[3], ARGV[4], ARGV[5], ARGV[6], ARGV[7], ARGV[8])
 return 1
 """
 )
@@ -222,7 +235,7 @@ if known[2] and ARGV[10] ~= '1' then
   end
   return {'asked', known[2]}
 end
-finish(ARGV[2], ARGV[1], ARGV[6], ARGV[7], ARGV[8], ARGV[9])
+finish(ARGV[2], ARGV[1], ARGV[6], ARGV[7], ARGV[8], ARGV[9], 'cancelled', 'Cancelled')
 return {'cancelled', known[1]}
 """
 )
@@ -263,7 +276,7 @@ for i = 1, #due, 2 do
   if not known[1] or ended(ARGV[1] .. 'events:' .. trace) then
     redis.call('ZREM', KEYS[1], trace)
   elseif not known[2] or time >= at + ARGV[6] then
-    finish(ARGV[1], trace, ARGV[2], ARGV[3], ARGV[4], ARGV[5])
+    finish(ARGV[1], trace, ARGV[2], ARGV[3], ARGV[4], ARGV[5], 'expired', 'DeadlineExceeded')
     redis.call('ZREM', KEYS[1], trace)
     over[#over + 1] = trace
     over[#over + 1] = known[1]
@@ -349,7 +362,7 @@ class Records:
         trace = submission.trace
         deadline = submission.deadline_s
         return _CREATE(
-            (self._keys.record(trace), self._keys.deadlines(self._keys.tag(trace))),
+            self._named(trace),
             *(trace, submission.model, submission.client, "" if submission.detach else submission.lease),
             *("" if deadline is None else round(min(deadline * 1000, MAX_DEADLINE_MS)), REMEMBER_S),
             *_flat(live),
@@ -357,8 +370,11 @@ class Records:
 
     async def forget(self, trace: str, model: str) -> None:
         """Take back the record of a trace that was not queued for `model` after all."""
-        keys = self._keys
-        await self._connections.command(*_FORGET((keys.record(trace), keys.deadlines(keys.tag(trace))), trace, model))
+        await self._connections.command(*_FORGET(self._named(trace), trace, model))
+
+    def _named(self, trace: str) -> tuple[str, str, str]:
+        keys, tag = self._keys, self._keys.tag(trace)
+        return keys.record(trace), keys.deadlines(tag), keys.firehose(tag)
 
     async def open(self, trace: str, engine: str, attempt: int = 1) -> Opened:
         """Begin to run a trace on `engine` as this attempt; orders for it go there from now on.
@@ -407,7 +423,7 @@ class Records:
         head, tail = _final(status, failure)
         call = _END(
             (keys.record(trace), keys.events(trace)),
-            *(trace, self._base(keys.tag(trace)), schema_text(), head, tail, self._retention_s),
+            *(trace, self._base(keys.tag(trace)), schema_text(), head, tail, self._retention_s, status, failure.type),
         )
         return bool(await self._connections.command(*call))
 

@@ -11,8 +11,10 @@ else for as long as the bus is patient.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import urlsplit
@@ -35,13 +37,15 @@ from .connection import (
     redacted,
 )
 from .control import ControlReader, SlotControlReaders
+from .firehose import Groups, GroupWatch, Watch
 from .keys import FINAL_ID, Keys
 from .live import parted
 from .messages import EngineInfo, Submission
 from .queue import Queue, QueueFull, Taken
-from .reader import Entry, Reader, SlotReaders, Subscription, tail_id
+from .reader import Entry, EventsLost, Gap, Reader, SlotReaders, Subscription, tail_id
 from .records import Records, TraceElsewhere, TraceEnded, TraceMissing
 from .recovery import Recovery
+from .snapshots import Snapshots
 from .writer import ENTRY_BYTES, EntryTooLarge, Fenced, Writer
 
 if TYPE_CHECKING:
@@ -54,7 +58,9 @@ __all__ = [
     "BusUnavailable",
     "Entry",
     "EntryTooLarge",
+    "EventsLost",
     "Fenced",
+    "Gap",
     "Keys",
     "NotAllowed",
     "Queue",
@@ -90,6 +96,8 @@ class Bus:
         self._connections_: Connections | None = None
         self._reader: Reader | SlotReaders | None = None
         self._blobs: Blobs | None = None
+        self._snapshots: Snapshots | None = None
+        self._watches: weakref.WeakSet[Watch | GroupWatch] = weakref.WeakSet()
         self._records: Records | None = None
         self._queue: Queue | None = None
 
@@ -128,6 +136,7 @@ class Bus:
                 self._reader = Reader(connections)
                 self._reader.start()
             self._blobs = Blobs(self.url, self.keys, patience_s=self._patience_s)
+            self._snapshots = Snapshots(Connections(self.url, patience_s=self._patience_s), self.keys)
             self._records = Records(connections, self.keys, self._retention_s)
             self._queue = Queue(connections, self.keys)
         except BaseException:
@@ -148,16 +157,21 @@ class Bus:
         reader, self._reader = self._reader, None
         connections, self._connections_ = self._connections_, None
         blobs, self._blobs = self._blobs, None
+        snapshots, self._snapshots = self._snapshots, None
         self._records = None
         server, self._server = self._server, None
         queue, self._queue = self._queue, None
         with anyio.CancelScope(shield=True):
             if reader is not None:
                 await reader.aclose()
+            for watch in list(self._watches):
+                await watch.aclose()
             if queue is not None:
                 await queue.aclose()
             if blobs is not None:
                 await blobs.aclose()
+            if snapshots is not None:
+                await snapshots.aclose()
             if connections is not None:
                 await connections.aclose()
             if server is not None:
@@ -232,6 +246,13 @@ class Bus:
             raise anyio.ClosedResourceError
         return self._blobs
 
+    @property
+    def snapshots(self) -> Snapshots:
+        """Traces' states at an event, and the trimming of their streams, over connections of their own."""
+        if self._snapshots is None:
+            raise anyio.ClosedResourceError
+        return self._snapshots
+
     # --- traces -------------------------------------------------------------------------------------------------------
 
     @property
@@ -298,14 +319,46 @@ class Bus:
         """Subscribe to a trace's entries: those after `since`, then what comes, up to the final one.
 
         `since` is `"start"`, `"now"` (after what is there when the subscription starts: see its `start`), or the id of
-        an entry. A trace that does not exist is waited for.
+        an entry. A trace that does not exist is waited for. In place of entries that were trimmed comes a `Gap`, with
+        the state after them.
 
         Raises:
             ValueError: `since` is nothing of that.
         """
         if self._reader is None:
             raise anyio.ClosedResourceError
-        return self._reader.subscribe(self.keys.events(trace), since)
+        return self._reader.subscribe(self.keys.events(trace), since, partial(self.snapshots.read, trace))
+
+    def watch(self, since: str = "now") -> Watch:
+        """Follow what becomes of all traces, from `since` on: `"start"`, `"now"`, or a watch's position.
+
+        Whoever asks closes it. It has a connection of its own.
+
+        Raises:
+            ValueError: `since` is nothing of that.
+        """
+        watch = Watch(self._connections, self.keys, since)
+        self._watches.add(watch)
+        return watch
+
+    def watch_group(self, group: str, consumer: str, since: str = "now", idle_s: float = 60.0) -> GroupWatch:
+        """Be one of the readers that share what becomes of all traces: see `GroupWatch`.
+
+        Whoever asks closes it. It has a connection of its own.
+
+        Raises:
+            ValueError: `since` is nothing that a watch takes, a name is empty, or `idle_s` is not positive.
+        """
+        if not group or not consumer or not idle_s > 0:
+            raise ValueError("a group and a consumer have names, and its consumers a positive time to be idle")
+        watch = GroupWatch(self._connections, self.keys, group, consumer, since, idle_s)
+        self._watches.add(watch)
+        return watch
+
+    @property
+    def watch_groups(self) -> Groups:
+        """The groups of readers of the firehose."""
+        return Groups(self._connections, self.keys)
 
     async def tail_id(self, trace: str) -> str:
         """Id of a trace's last entry, `"0-0"` if there is none."""

@@ -24,6 +24,7 @@ from tracewire_bus.blobs import CHUNK_BYTES, Blobs
 from tracewire_bus.codec import encode
 from tracewire_bus.connection import Backoff, BusUnavailable, Wakeup
 from tracewire_bus.declared import resolved
+from tracewire_bus.firehose import telling
 from tracewire_bus.messages import (
     Accepted,
     EngineInfo,
@@ -53,6 +54,7 @@ from .steering import LiveTrace
 
 if TYPE_CHECKING:
     from .reports import Reports
+    from .retention import Tally
 
 __all__ = ["Half", "TraceRun"]
 
@@ -76,6 +78,17 @@ class RawAccepted(Accepted, tag="accepted"):
     """An `Accepted` whose live parameters are already encoded."""
 
     live: msgspec.Raw = msgspec.Raw(b"\x80")  # type: ignore[assignment]
+
+
+#: What the firehose is told of.
+_TOLD: dict[type[Event], str] = {
+    RawAccepted: "accepted",
+    Restarted: "restarted",
+    Paused: "paused",
+    Resumed: "resumed",
+    Final: "final",
+    RawFinal: "final",
+}
 
 
 class _ChoiceHalf:
@@ -250,6 +263,7 @@ class TraceRun:
         why: str = "",
         blobs: Blobs | None = None,
         reports: Reports | None = None,
+        tally: Tally | None = None,
     ) -> None:
         self._engine = engine
         self._info = info
@@ -271,6 +285,7 @@ class TraceRun:
         self._names = names
         self._blobs = blobs
         self._reports = reports
+        self._tally = tally
         self._seq = -1
         self.attempt = attempt
         self.requests: list[_Request] = []
@@ -302,18 +317,38 @@ class TraceRun:
 
     def _queue(self, event: Event, *, final: bool = False) -> Coroutine[Any, Any, str]:
         event.attempt, event.seq = self.attempt, self._seq + 1
+        data = encode(event)
         queued = self._writer.queue(
             self._submission.trace,
             event.attempt,
             event.seq,
-            encode(event),
+            data,
             final=final,
             # With its final a trace leaves the queue, in one go.
             done=(self._info.model, self._submission.trace, self._info.engine) if final else None,
             told=event.version if isinstance(event, RawSteered) else None,
+            life=self._life(event) if type(event) in _TOLD else None,
         )
         self._seq += 1
+        if self._tally is not None:
+            # There is nothing to gain behind its end, where it expires.
+            self._tally.over = self._tally.over or final
+            self._tally.add(len(data))
         return queued
+
+    def _life(self, event: Event) -> list[Any]:
+        """What the firehose is told of an event."""
+        end = event if isinstance(event, Final) else None
+        return telling(
+            _TOLD[type(event)],
+            self._submission.trace,
+            model=self._info.model,
+            engine=self._info.engine,
+            attempt=self.attempt,
+            status=end.status if end else None,
+            error=end.error.type if end and end.error else "",
+            usage=end.usage if end else None,
+        )
 
     def _steered(self, final: bool) -> list[RawSteered]:
         """What is to be told of live parameters before the next event."""

@@ -20,14 +20,17 @@ from tracewire_bus.messages import Block, Declared, EngineInfo, Submission
 from tracewire_bus.messages import Invoke as InvokeMessage
 from tracewire_bus.records import LiveState, SteerRefused, TraceMissing
 from tracewire_bus.records import TraceEnded as RecordEnded
-from tracewire_bus.streams import Bus, BusError
+from tracewire_bus.streams import Bus, BusError, QueueFull
 
 from .blocks import Intervention
+from .dead import DeadLetter, fresh
 from .errors import (
     ConnectError,
+    Overloaded,
     SteerRejected,
     TraceEnded,
     TraceRejected,
+    UnknownDeadLetter,
     UnknownModel,
     UnknownTrace,
     UntransportableVariable,
@@ -40,6 +43,7 @@ from .model import Model, ModelInfo
 from .presence import Presence
 from .state import State
 from .trace import Subscription, Trace
+from .watch import Watch
 
 if TYPE_CHECKING:
     from tracewire_bus.tree import ModuleTree
@@ -271,6 +275,99 @@ class Client:
         except ValueError:
             raise ValueError(f"since is 'start', 'now' or an event's id '<attempt>-<seq>', not {since!r}") from None
         return Subscription(self, trace_id, reader, names)
+
+    def watch(
+        self,
+        *,
+        model: Model | str | None = None,
+        since: str = "now",
+        group: str | None = None,
+        consumer: str | None = None,
+        idle: float = 60.0,
+    ) -> Watch:
+        """What becomes of all traces, whoever submitted them: an async iterator of [`Lifecycle`][tracewire.Lifecycle]
+        events, which has no end. It has one connection of its own, and waits while Redis is away.
+
+        `model` limits it to one model's traces. `since` is `"now"`, `"start"` (what is kept: some 2000 events of each
+        64th part of all traces, for a day), or the `position` of an earlier watch.
+
+        With a `group`, the watches of that group share the events, across processes: each goes to one of them, and is
+        acknowledged when that one asks for the next. The group is made by its first watch, from `since` on, and then
+        remembers by itself where it is. `consumer` names this watch in its group (by default, the client's name): one
+        that was killed is given what it had not acknowledged when it comes back under its name. Others take that over
+        when it has been idle for `idle` seconds, which is therefore how long the handling of one event may take. An
+        event may come twice, then, but none is left out.
+
+        Raises:
+            ValueError: `since` is none of these, a name is empty, or `idle` is not positive.
+        """
+        bus = self._open_bus()
+        if group is None:
+            return Watch(bus.watch(since), None if model is None else _model_name(model))
+        member = bus.watch_group(group, self._name if consumer is None else consumer, since, idle)
+        return Watch(member, None if model is None else _model_name(model))
+
+    async def watch_groups(self) -> list[str]:
+        """The names of the groups that watches share events in."""
+        with bus_errors():
+            return await self._open_bus().watch_groups.names()
+
+    async def remove_watch_group(self, group: str) -> bool:
+        """Forget a group, with what was not acknowledged in it. Returns whether there was one."""
+        with bus_errors():
+            return await self._open_bus().watch_groups.remove(group)
+
+    # --- dead letters -------------------------------------------------------------------------------------------------
+
+    async def dead_letters(self, after: str = "", count: int = 100) -> list[DeadLetter]:
+        """Submissions that were given up: no engine could read them, or each that ran them was lost. The oldest first,
+        up to `count`, of those that came after the dead letter of id `after`. Some 10000 are kept.
+
+        Raises:
+            ConnectError: Redis does not answer, or `after` is no id.
+        """
+        with bus_errors():
+            found = await self._open_bus().queue.dead_letters(after, count)
+        return [DeadLetter.of(one) for one in found]
+
+    async def resubmit(self, id_: str) -> str:
+        """Submit a dead letter once more, and return the id of the trace that it is now: a new one, since the old trace
+        has ended and stays so. It is this client's and runs detached; its deadline counts anew, and its large variables
+        are sent again. The dead letter is removed; if that fails after it was queued, resubmitting it again queues
+        nothing more and returns the same id.
+
+        Raises:
+            UnknownDeadLetter: there is no such dead letter.
+            TraceRejected: what was submitted cannot be read.
+            ValueMissing: a large variable of it has expired.
+            UnknownModel: no live engine serves the model.
+            Overloaded: too many submissions wait for the model.
+            ConnectError: Redis does not answer.
+        """
+        bus = self._open_bus()
+        with bus_errors():
+            found = await bus.queue.find_dead_letter(id_)
+            if found is None:
+                raise UnknownDeadLetter(id_)
+            submission = await fresh(DeadLetter.of(found), bus, self._name)
+            model = await self._find(submission.model, None)
+            try:
+                await bus.submit(submission, model.info.queue_limit)
+            except QueueFull as error:
+                raise Overloaded(submission.model, error.waiting, error.limit, error.retry_after_s) from None
+            await bus.queue.drop_dead_letter(id_)
+        return submission.trace
+
+    async def drop_dead_letter(self, id_: str) -> bool:
+        """Remove a dead letter. Returns whether it was there.
+
+        Raises:
+            ConnectError: Redis does not answer, or `id_` is no id.
+        """
+        with bus_errors():
+            return await self._open_bus().queue.drop_dead_letter(id_)
+
+    # --- what is asked of traces --------------------------------------------------------------------------------------
 
     async def live(self, trace_id: str) -> LiveState:
         """A trace's live parameters as they are now: their version (0: as declared) and their values.

@@ -24,6 +24,7 @@ from tracewire_bus.values import pack
 from tracewire_bus.writer import Writer
 
 from .servers import BINARIES, Cluster, free_port, running_servers, slot_of, until
+from .test_snapshots import Author, read, same
 from .transports import end_to_end
 
 RULES = Path(__file__).parents[2] / "deploy" / "redis"
@@ -335,3 +336,28 @@ async def test_a_node_by_its_own_url_is_said(cluster: Cluster, prefix: str) -> N
             if await cluster.owner(slots.slot(key)) is not cluster.nodes[0]:
                 with pytest.raises(BusError, match=r"its URL begins with redis\+cluster://"):
                     await bus.command("GET", key)
+
+
+async def test_watching_and_trimming_on_a_cluster(cluster: Cluster, prefix: str) -> None:
+    """Over streams of many slots; alone, and shared by a group."""
+    async with (
+        Bus.open(cluster.url, prefix=prefix) as bus,
+        bus.watch() as watch,
+        bus.watch_group("g", "a") as member,
+        bus.writer() as writer,
+    ):
+        traces = [f"t{number}" for number in range(20)]
+        for trace in traces:
+            await bus.submit(Submission(trace=trace, model="m", invokes=[Invoke(prompt="x")]))
+        with anyio.fail_after(30):
+            for one in (watch, member):
+                assert sorted([(await anext(one)).trace for _ in traces]) == sorted(traces)
+        author = Author(bus, writer, "t1")
+        await author.begin()
+        await author.outputs(5)
+        assert await bus.snapshots.take("t1", 1) is not None
+        await author.end()
+        fold, seen = await read(bus, "t1")
+        assert seen[0] == "start>1-5"
+        same(fold, author)
+        assert await bus.watch_groups.remove("g")

@@ -249,6 +249,8 @@ async def test_each_role_can_do_its_part(version: str) -> None:
             ref = await controller.blobs.store("large", array)
             assert np.array_equal(await consumer.blobs.load("large", ref), array)
             await controller.submit(of("one"))
+            async with consumer.watch("start") as watch:
+                assert (await anext(watch)).kind == "queued"
             assert await controller.records.pause("one", by="me")
             assert await controller.records.pause("one", by="me", resume=True)
             assert (await consumer.records.live("one")).values == {"alpha": 0.0}
