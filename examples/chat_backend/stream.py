@@ -21,6 +21,7 @@ from tracewire import (
     BrokenStream,
     Event,
     Final,
+    Gap,
     Output,
     Restarted,
     Steered,
@@ -38,7 +39,7 @@ logger = logging.getLogger(__name__)
 RETRY_MS = 500
 
 
-def told(event: Event) -> tuple[str, dict[str, Any]] | None:
+def told(event: Event | Gap) -> tuple[str, dict[str, Any]] | None:
     """An event's name and what is said of it; `None` for a kind that the page need not know."""
     match event:
         case Accepted():
@@ -63,6 +64,15 @@ def told(event: Event) -> tuple[str, dict[str, Any]] | None:
                 "values": {"alpha": values["alpha"]} if "alpha" in values else {},
                 "by": event.changes[-1].by if event.changes else None,
                 "first": next((index for _, _, index in event.first), None),
+            }
+        case Gap():
+            # Trimmed before it was read: all there is so far, in place of what is shown.
+            state = event.state
+            return "gap", {
+                "count": len(state.token_ids),
+                "text": state.text,
+                "meter": state.saves.get("meter", []),
+                "version": state.live_version,
             }
         case Restarted():
             return "restarted", {"reason": event.reason}

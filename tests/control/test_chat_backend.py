@@ -283,6 +283,29 @@ async def test_an_answer_streams_from_its_acceptance_to_its_end(
         assert [type(one).__name__ for one in submission.interventions] == ["Steer", "Probe"]
 
 
+async def test_what_was_trimmed_comes_as_one(http: httpx.AsyncClient, engine: Callable[..., Any]) -> None:
+    trimmed = anyio.Event()
+
+    async def trims(stage: Stage) -> None:
+        await stage.accept()
+        for number in range(3):
+            await stage.save(f" {number}", {"meter": number / 4})
+        await stage.bus.snapshots.take(stage.trace, stage.attempt)
+        trimmed.set()
+        await stage.save(" 3", {"meter": 0.75})
+        await stage.final()
+
+    async with engine(trims):
+        told = await said(http, await opened(http), "This module")
+        await trimmed.wait()
+        seen = await all_of(http, told["stream"])
+        assert names(seen) == ["gap", "token", "final"]
+        assert seen[0].data == {"count": 3, "text": " 0 1 2", "meter": [0.0, 0.25, 0.5], "version": 0}
+        assert seen[1].data["index"] == 3
+        again = await all_of(http, told["stream"] + f"&after={seen[0].id}")
+        assert names(again) == ["token", "final"]
+
+
 async def test_ids_are_those_of_the_bus(
     http: httpx.AsyncClient, engine: Callable[..., Any], settings: Settings
 ) -> None:
