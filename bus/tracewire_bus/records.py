@@ -124,9 +124,31 @@ return {now(), redis.call('HGETALL', KEYS[1]), redis.call('ZRANGE', KEYS[3], 0, 
 """
 )
 
+# KEYS: record, events. ARGV: attempt, engine, state, version of the live parameters that the engine has, how long to
+# remember, then name and value of each. A server that came back may have forgotten it. Begins with what is never
+# refused.
+_CLAIM = Script(
+    _ENDING
+    + """
+redis.call('HDEL', KEYS[1], '')
+if ended(KEYS[2]) then return 0 end
+local known = redis.call('HMGET', KEYS[1], 'a', 'e', 'v')
+local last, attempt = tonumber(known[1] or 0), tonumber(ARGV[1])
+if attempt < last or attempt == last and known[2] ~= ARGV[2] then return 0 end
+redis.call('HSET', KEYS[1], 'a', attempt, 'e', ARGV[2], 's', ARGV[3])
+if tonumber(known[3] or 0) < tonumber(ARGV[4]) then
+  redis.call('HSET', KEYS[1], 'v', ARGV[4])
+  for i = 6, #ARGV, 2 do redis.call('HSET', KEYS[1], 'l:' .. ARGV[i], ARGV[i + 1]) end
+end
+if redis.call('TTL', KEYS[1]) == -1 then redis.call('EXPIRE', KEYS[1], ARGV[5]) end
+return 1
+"""
+)
+
 # KEYS: record, changes. ARGV: attempt. Nothing is accepted from then on, if it is the one that runs.
 _CLOSE = Script(
     """
+redis.call('HDEL', KEYS[1], '')
 if tonumber(redis.call('HGET', KEYS[1], 'a') or 0) > tonumber(ARGV[1]) then return {} end
 redis.call('HSET', KEYS[1], 's', 'closed')
 return redis.call('ZRANGE', KEYS[2], 0, -1)
@@ -190,6 +212,7 @@ return {'accepted', version}
 _CANCEL = Script(
     _ENDING
     + """
+redis.call('HDEL', KEYS[1], '')
 local known = redis.call('HMGET', KEYS[1], 'm', 'e', 'x')
 if not known[1] then return {'unknown'} end
 if ended(KEYS[2]) then return {'ended'} end
@@ -226,6 +249,15 @@ if known[2] then
   redis.call('EXPIRE', ARGV[2] .. known[2], ARGV[5])
 end
 return 'asked'
+"""
+)
+
+# A key that expires is set anew, also where memory is short: it begins with what is never refused. KEYS: it. ARGV:
+# value, ms.
+RENEW = Script(
+    """
+redis.call('DEL', KEYS[1])
+return redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
 """
 )
 
@@ -364,6 +396,19 @@ class Records:
             changes=list(changes),
             cancelled=None if cancelled is None else (_text(record.get(b"xb", b"")), _text(cancelled)),
             paused=None if b"z" not in record else _text(record[b"z"]),
+        )
+
+    def claiming(
+        self, trace: str, engine: str, attempt: int, *, closed: bool, version: int, live: Mapping[str, bytes]
+    ) -> tuple[Any, ...]:
+        """The command by which an engine says again that it runs this attempt, with the live parameters that it has.
+
+        Nothing where a later attempt, or another engine, has begun. It may be carried out again.
+        """
+        return _CLAIM(
+            (self._keys.record(trace), self._keys.events(trace)),
+            *(attempt, engine, "closed" if closed else "running", version, REMEMBER_S),
+            *(part for pair in live.items() for part in pair),
         )
 
     async def close(self, trace: str, attempt: int) -> list[bytes]:
@@ -541,7 +586,7 @@ class Records:
 
     async def hold(self, lease: str, seconds: float) -> None:
         """Say that the client of this lease lives, for `seconds` from now."""
-        await self._connections.command("SET", self._keys.lease(lease), "", "PX", max(1, round(seconds * 1000)))
+        await self._connections.command(*RENEW((self._keys.lease(lease),), "", max(1, round(seconds * 1000))))
 
     async def release(self, lease: str) -> None:
         """Say that the client of this lease has gone."""

@@ -11,6 +11,7 @@ else for as long as the bus is patient.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -21,14 +22,14 @@ import msgspec
 
 from .blobs import Blobs
 from .codec import decode_engine, encode
-from .connection import BusError, BusUnavailable, Connections, as_bus_error, is_transient, redacted
+from .connection import BusError, BusFull, BusUnavailable, Connections, as_bus_error, is_transient, redacted
 from .control import ControlReader
 from .keys import FINAL_ID, Keys
 from .live import parted
 from .messages import EngineInfo, Submission
 from .queue import Queue, QueueFull, Taken
 from .reader import Entry, Reader, Subscription, tail_id
-from .records import Records, TraceEnded, TraceMissing
+from .records import RENEW, Records, TraceEnded, TraceMissing
 from .recovery import Recovery
 from .writer import ENTRY_BYTES, EntryTooLarge, Fenced, Writer
 
@@ -39,6 +40,7 @@ __all__ = [
     "FINAL_ID",
     "Bus",
     "BusError",
+    "BusFull",
     "BusUnavailable",
     "Entry",
     "EntryTooLarge",
@@ -52,6 +54,9 @@ __all__ = [
 ]
 
 logger = logging.getLogger("tracewire")
+
+#: Which part of its memory a Redis must have left for new submissions: what runs needs it more.
+RESERVE: float = 0.05
 
 _SCHEMES = ("redis", "rediss", "unix", "embedded")
 
@@ -79,6 +84,8 @@ class Bus:
         self._blobs: Blobs | None = None
         self._records: Records | None = None
         self._queue: Queue | None = None
+        self._memory: float | None = None
+        self._memory_at = -math.inf
 
     @classmethod
     def open(cls, url: str, *, prefix: str = "tw", retention_s: float = 3600.0, patience_s: float = 20.0) -> Self:
@@ -162,6 +169,7 @@ class Bus:
             EntryTooLarge: it is larger than an entry may be.
             LiveError: its live parameters are none.
             QueueFull: too many wait.
+            BusFull: Redis has too little memory left. It was not queued, and may be submitted again later.
             TraceEnded: a trace of this id has ended, so long ago that its events are gone.
             BusError: Redis refused it.
             BusUnavailable: Redis stayed away; it may have been queued, and can be submitted again.
@@ -170,6 +178,9 @@ class Bus:
         if len(data) > ENTRY_BYTES:
             raise EntryTooLarge(f"the submission takes {len(data)} bytes, an entry holds {ENTRY_BYTES}")
         model, trace = submission.model, submission.trace
+        memory = await self._memory_left()
+        if memory is not None and memory < RESERVE:
+            raise BusFull(f"Redis has {100 * memory:.2g} % of its memory left, and keeps that for traces that run")
         try:
             created, before = await self.queue.put(
                 model,
@@ -191,6 +202,65 @@ class Bus:
             # It had a record once, and a queue entry: both went with what it left.
             await self.records.forget(trace)
             raise TraceEnded(f"trace {trace} has ended, and is forgotten but for its id")
+
+    async def submitted(self, *traces: tuple[str, str]) -> set[str]:
+        """Which of these traces, each after its model, were submitted, as far as Redis knows.
+
+        Raises:
+            BusUnavailable: Redis stayed away.
+        """
+        if not traces:
+            return set()
+        marks = (("EXISTS", self.keys.submitted(model, trace)) for model, trace in traces)
+        replies = await self._connections.commands(*marks)
+        return {trace for (_, trace), reply in zip(traces, replies, strict=True) if reply}
+
+    async def _memory_left(self) -> float | None:
+        """Which part of its memory Redis has left, as of at most a second ago; None if it has no limit or says none."""
+        now = anyio.current_time()
+        if now - self._memory_at >= 1.0:
+            self._memory_at = now
+            try:
+                limit, used, _ = await self.memory()
+            except BusUnavailable:
+                raise
+            except BusError as error:
+                logger.debug("Redis does not say how much memory it has: %s", error)
+                limit = used = 0
+            self._memory = None if not limit else max(0.0, 1 - used / limit)
+        return self._memory
+
+    async def memory(self) -> tuple[int, int, str]:
+        """Redis's limit of memory in bytes (0: none), how much it uses, and what it does when there is none left.
+
+        Raises:
+            BusError: it does not say.
+            BusUnavailable: it stayed away.
+        """
+        raw = await self._connections.command("INFO", "memory")
+        lines = (line.partition(":") for line in bytes(raw).decode("utf-8", "replace").splitlines())
+        said = {name: value for name, _, value in lines}
+        return int(said.get("maxmemory", 0)), int(said.get("used_memory", 0)), said.get("maxmemory_policy", "")
+
+    async def refuse_eviction(self) -> None:
+        """Make sure that Redis never evicts what it holds.
+
+        Raises:
+            BusError: it would, when it has no memory left.
+            BusUnavailable: it stayed away.
+        """
+        try:
+            limit, _, policy = await self.memory()
+        except BusUnavailable:
+            raise
+        except BusError as error:
+            logger.warning("Redis does not say what it does when its memory is full: %s", error)
+            return
+        if limit and policy != "noeviction":
+            raise BusError(
+                f"this Redis evicts keys when its memory of {limit} bytes is full (maxmemory-policy {policy}), and so "
+                "would lose events and submissions: set maxmemory-policy to noeviction"
+            )
 
     @property
     def queue(self) -> Queue:
@@ -255,12 +325,20 @@ class Bus:
         """Reads what is asked of an engine's traces. Whoever asks closes it."""
         return ControlReader(self._connections.link(), self.keys, engine)
 
-    def writer(self) -> Writer:
+    def writer(self, *, memory_patience_s: float = 60.0) -> Writer:
         """A writer of events, with a connection of its own: `async with bus.writer() as writer`.
 
-        Close it before the bus.
+        An event waits for `memory_patience_s` seconds for a Redis that is full. Close it before the bus.
         """
-        return Writer(self._connections, self.keys, self._retention_s, self.queue.settled)
+        self.blobs.keep()
+        return Writer(
+            self._connections,
+            self.keys,
+            self._retention_s,
+            self.queue.settled,
+            patience_s=memory_patience_s,
+            before=self.blobs.repeat,
+        )
 
     def read(self, trace: str, since: str = "start") -> Subscription:
         """Subscribe to a trace's entries: those after `since`, then what comes, up to the final one.
@@ -319,7 +397,7 @@ class Bus:
             BusUnavailable: Redis stayed away.
         """
         await self._connections.commands(
-            ("SET", self.keys.engine(info.engine), encode(info), "PX", max(1, round(ttl_s * 1000))),
+            RENEW((self.keys.engine(info.engine),), encode(info), max(1, round(ttl_s * 1000))),
             ("SADD", self.keys.engines(), info.engine),
         )
 

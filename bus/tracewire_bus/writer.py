@@ -237,7 +237,7 @@ class _Append:
 class _Stream:
     """What the writer knows of a stream that it appends to."""
 
-    __slots__ = ("attempt", "base", "kept", "lost", "over", "since", "stuck")
+    __slots__ = ("attempt", "base", "given_up", "kept", "lost", "over", "since", "stuck")
 
     def __init__(self) -> None:
         #: The last event that Redis acknowledged before those kept; "" if there was none.
@@ -251,6 +251,8 @@ class _Stream:
         self.attempt = self.lost = 0
         #: Nothing more comes.
         self.over = False
+        #: What waited was given up, and whoever numbers the events does not know yet.
+        self.given_up = False
 
 
 class Writer:
@@ -349,7 +351,7 @@ class Writer:
         Raises:
             Fenced: the stream holds this event or a later one, or lacks one before it that cannot be appended again.
             BusFull: Redis had no memory for it for too long. It was not appended, nor was what was queued behind it:
-                their numbers are free again (`tail`).
+                their numbers are free again. All that follows fails likewise until `resume` is called.
             EntryTooLarge: `data` is larger than an entry may be.
             BusError: Redis refused it.
             anyio.ClosedResourceError: the writer is closed, or was before Redis had it.
@@ -380,8 +382,11 @@ class Writer:
         stream.attempt = max(stream.attempt, attempt)
         stream.over = False
         item = _Append(stream, key, id_, attempt, data, final, more, settle, self._loop.create_future())
-        self._queue.append(item)
         self.backlog += item.size
+        if stream.given_up:
+            self._end(item, BusFull(f"Redis had no memory left for what was before event {id_}"))
+            return self._outcome(item, None)
+        self._queue.append(item)
         self._wanted.notify()
         return self._outcome(item, done)
 
@@ -397,9 +402,14 @@ class Writer:
         """`queue`, and wait until Redis has it."""
         return await self.queue(trace, attempt, seq, data, final, **more)
 
-    def tail(self, trace: str, attempt: int) -> int:
-        """Number of the last event of this attempt that Redis has acknowledged, -1 if there is none."""
+    def resume(self, trace: str, attempt: int) -> int:
+        """Go on after `BusFull`.
+
+        Returns the number of the last event of this attempt that Redis has acknowledged, -1 if there is none.
+        """
         stream = self._streams.get(self._keys.events(trace))
+        if stream is not None:
+            stream.given_up = False
         last = "" if stream is None else stream.kept[-1].id if stream.kept else stream.base
         if not last:
             return -1
@@ -646,6 +656,7 @@ class Writer:
         """Fail what waits of a stream, in which nothing may be missing."""
         items = [*stream.stuck, *(item for item in self._queue if item.key == key)]
         stream.stuck.clear()
+        stream.given_up = True
         self._queue = deque(item for item in self._queue if item.key != key)
         logger.warning("Redis had no memory for %d events of %s for %g s", len(items), key, self.patience_s)
         error: BusFull | None = None
@@ -694,7 +705,10 @@ class Writer:
             redis.exceptions.RedisError: the connection failed.
         """
         if claims := list(self.claims()):
-            await self._ask_all(claims)
+            # In their order. What is short of memory among them is no more so than the events.
+            for reply in await self._ask_all([with_text(claim) or claim for claim in claims]):
+                if isinstance(reply, Exception):
+                    logger.warning("a trace could not be claimed again: %s", reply)
         if self._before is not None:
             await self._before()
         lacking = 0
@@ -735,7 +749,7 @@ class Writer:
             return []
         replies = await self._link.ask(*commands)
         for reply in replies:
-            if _is_away(reply) or is_full(reply):
+            if _is_away(reply):
                 raise reply
         return replies
 

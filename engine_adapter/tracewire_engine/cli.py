@@ -21,6 +21,7 @@ from pathlib import Path
 import anyio
 
 from tracewire_bus.blobs import THRESHOLD_BYTES
+from tracewire_bus.connection import BusError, BusUnavailable
 
 __all__ = ["LOOP", "demo_model", "main"]
 
@@ -94,6 +95,27 @@ def main(arguments: list[str] | None = None) -> int:
         help="saved arrays of more bytes than this are fetched by those who want them (0: no array is)",
     )
     ours.add_argument(
+        "--buffer-bytes",
+        type=int,
+        default=256 * 1024 * 1024,
+        metavar="BYTES",
+        help="how much may wait for a Redis that is away or slow before the engine is held",
+    )
+    ours.add_argument(
+        "--memory-patience",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="how long a trace waits for a Redis whose memory is full before it fails",
+    )
+    ours.add_argument(
+        "--retention",
+        type=float,
+        default=3600.0,
+        metavar="SECONDS",
+        help="how long a trace can be read after its end",
+    )
+    ours.add_argument(
         "--check-collect",
         action="store_true",
         help="check every trace's saves against what nnsight's own collect returns (costs throughput)",
@@ -108,6 +130,12 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"--blob-threshold takes a number of bytes, or 0; got {options.blob_threshold}")
     if options.queue_limit < 0:
         parser.error(f"--queue-limit takes a number of submissions, or 0; got {options.queue_limit}")
+    if options.buffer_bytes <= 0:
+        parser.error(f"--buffer-bytes takes a number of bytes above 0; got {options.buffer_bytes}")
+    if not options.memory_patience >= 0:
+        parser.error(f"--memory-patience takes a number of seconds; got {options.memory_patience}")
+    if not 1 <= options.retention < math.inf:
+        parser.error(f"--retention takes a number of seconds, at least 1; got {options.retention}")
     if not options.url:
         parser.error("--url is required (or set TRACEWIRE_URL): the Redis that clients use")
     folder, name = options.model_folder, options.name
@@ -126,7 +154,24 @@ def main(arguments: list[str] | None = None) -> int:
     except UnsupportedSetting as error:
         print(f"tracewire engine: {error}", file=sys.stderr)
         return 2
+    try:
+        # Before the model is loaded, which takes its time.
+        anyio.run(_refuse_eviction, options.url, options.prefix)
+    except BusError as error:
+        print(f"tracewire engine: {error}", file=sys.stderr)
+        return 2
     return _serve(vllm_arguments, name or Path(folder).name, options)
+
+
+async def _refuse_eviction(url: str, prefix: str) -> None:
+    from tracewire_bus.streams import Bus
+
+    try:
+        async with Bus.open(url, prefix=prefix) as bus:
+            await bus.refuse_eviction()
+    except BusUnavailable as error:
+        # It may be there when the model is.
+        logger.warning("%s", error)
 
 
 def _serve(vllm_arguments: object, name: str, options: argparse.Namespace) -> int:
@@ -162,8 +207,15 @@ async def _run(model: object, link: object, blobs: object, info: object, options
     from .vllm_engine import VllmEngine
 
     engine = VllmEngine(model, link, blobs)  # type: ignore[arg-type]
-    async with Bus.open(options.url, prefix=options.prefix) as bus:
-        adapter = Adapter(engine, info, bus, Settings(drain_s=options.drain, blob_threshold=options.blob_threshold))  # type: ignore[arg-type]
+    settings = Settings(
+        drain_s=options.drain,
+        blob_threshold=options.blob_threshold,
+        buffer_bytes=options.buffer_bytes,
+        memory_patience_s=options.memory_patience,
+    )
+    async with Bus.open(options.url, prefix=options.prefix, retention_s=options.retention) as bus:
+        await bus.refuse_eviction()
+        adapter = Adapter(engine, info, bus, settings)  # type: ignore[arg-type]
 
         async def watch_signals() -> None:
             with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:

@@ -57,6 +57,8 @@ class LiveTrace:
         #: Accepted, and told by no event: version and encoded change, in order.
         self._untold: list[tuple[int, bytes]] = [(_change.decode(data).version, data) for data in changes]
         self._values: dict[str, Any] = unpack(packed)
+        #: What has changed since, packed, by name.
+        self.changed: dict[str, bytes] = {}
         self._stops = list(stops)
         #: The last version that the workers were sent, and the last that they reported.
         self.sent = self.applied = version
@@ -74,6 +76,7 @@ class LiveTrace:
             # It had been accepted before the run began, and is among its first values.
             return {}
         self.version = change.version
+        self.changed.update({name: bytes(packed) for name, packed in change.values.items()})
         self._untold.append((change.version, data))
         return change.values
 

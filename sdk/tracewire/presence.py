@@ -16,7 +16,10 @@ import anyio
 
 from tracewire_bus.connection import Background, BusError
 
+from .large import without_large
+
 if TYPE_CHECKING:
+    from tracewire_bus.messages import Submission
     from tracewire_bus.streams import Bus
 
 __all__ = ["Presence"]
@@ -26,6 +29,8 @@ logger = logging.getLogger("tracewire")
 #: How long after its deadline a trace is looked at again, in seconds: engines have had their time by then.
 _AGAIN_S = 5.5
 _SOON_S = 0.05
+#: How often a client that waits for engines to accept its traces looks whether Redis was away, in seconds.
+LOOK_S = 1.0
 
 
 class Presence:
@@ -42,6 +47,21 @@ class Presence:
         self._due: list[tuple[float, str, bool]] = []
         self._changed = anyio.Event()
         self._task: Background | None = None
+        #: What was submitted and no engine has accepted yet, as far as was read; and when Redis was last found away.
+        self._expected: dict[str, Submission] = {}
+        self._broken_at = bus.broken_at
+
+    def expect(self, submission: Submission) -> None:
+        """Submit a trace again should Redis have forgotten it after an outage, until `content`."""
+        self._expected[submission.trace] = submission
+        if self._task is None:
+            self._run()
+        elif len(self._expected) == 1:
+            self._changed.set()
+
+    def content(self, trace: str) -> None:
+        """A trace needs that no more."""
+        self._expected.pop(trace, None)
 
     async def lease(self) -> str:
         """The client's lease, held from now on."""
@@ -81,6 +101,8 @@ class Presence:
         every = self._lease_s / 6
         while True:
             wake = renewed + every
+            if self._expected:
+                wake = min(wake, anyio.current_time() + LOOK_S)
             if self._due:
                 wake = min(wake, self._due[0][0])
             self._changed = anyio.Event()
@@ -94,8 +116,30 @@ class Presence:
                     if self._held:
                         await self._bus.records.hold(self._held, self._lease_s * 2 / 3)
                 await self._sweep(now)
+                if self._expected:
+                    await self._look()
             except BusError as error:
                 logger.warning("a client's lease could not be renewed: %s", error)
+
+    async def _look(self) -> None:
+        """Submit again what Redis does not know any more since it was away."""
+        if self._bus.broken_at == self._broken_at:
+            await self._bus.command("PING")
+        # Taken before anything is asked: what breaks from now on is looked at the next time.
+        broken_at = self._bus.broken_at
+        if broken_at == self._broken_at:
+            return
+        expected = list(self._expected.values())
+        for start in range(0, len(expected), 100):
+            some = expected[start : start + 100]
+            known = await self._bus.submitted(*((one.model, one.trace) for one in some))
+            for one in some:
+                if one.trace in known or one.trace not in self._expected:
+                    continue
+                logger.warning("Redis came back without trace %s, which is submitted again", one.trace)
+                # It was admitted once.
+                await self._bus.submit(await without_large(one, self._bus))
+        self._broken_at = broken_at
 
     async def _sweep(self, now: float) -> None:
         tags: set[str] = set()
