@@ -133,9 +133,7 @@ class Blobs:
         # Twice is once: it is the same field.
         await self._connections.commands(*commands, refuse_full=refuse_full)
 
-    def _remember(
-        self, kept: deque[tuple[float, str, str, int, Any]], one: tuple[float, str, str, int, Any]
-    ) -> None:
+    def _remember(self, kept: deque[tuple[float, str, str, int, Any]], one: tuple[float, str, str, int, Any]) -> None:
         kept.append(one)
         self._kept_bytes += len(one[-1])
         # Not by the clock while Redis is away: nothing is written then.

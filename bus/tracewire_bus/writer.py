@@ -465,10 +465,14 @@ class Writer:
         at = self._look_at
         if self._stuck:
             at = min(at, self._retry_at) if at > 0.0 else self._retry_at
-        if at > 0.0 and (self._timer is None or self._timer.cancelled() or not now_before(self._timer, at, self._loop)):
+        if at > 0.0 and (self._timer is None or self._timer.cancelled() or not self._rings_by(self._timer, at)):
             if self._timer is not None:
                 self._timer.cancel()
             self._timer = self._loop.call_at(at, self._wanted.notify)
+
+    def _rings_by(self, timer: asyncio.TimerHandle, at: float) -> bool:
+        """Whether a timer is still to ring, and not after `at`."""
+        return self._loop.time() < timer.when() <= at
 
     def _next_batch(self) -> list[_Append]:
         batch: list[_Append] = []
@@ -485,6 +489,7 @@ class Writer:
             batch.append(item)
             return True
 
+        self._stuck = {key: stream for key, stream in self._stuck.items() if stream.stuck}
         if self._stuck and self._loop.time() >= self._retry_at:
             for stream in self._stuck.values():
                 while stream.stuck and len(batch) < _FLUSH_ENTRIES and fits(stream.stuck[0]):
@@ -512,6 +517,7 @@ class Writer:
         self._end(item)
         item.refused = False
         item.stream.kept.append(item)
+        self._streams.setdefault(item.key, item.stream)
         self._kept.append((self._loop.time(), item))
         self._kept_bytes += item.size
 
@@ -754,11 +760,6 @@ class Writer:
         return replies
 
 
-def now_before(timer: asyncio.TimerHandle, at: float, loop: asyncio.AbstractEventLoop) -> bool:
-    """Whether a timer is still to ring, and not after `at`."""
-    return loop.time() < timer.when() <= at
-
-
 def _told(stream: _Stream) -> bool:
     """Whether Redis has ever acknowledged anything of it."""
     return bool(stream.kept or stream.base)
@@ -777,9 +778,7 @@ def _is_away(reply: object) -> bool:
 
 def _is_fence(error: Exception) -> bool:
     text = str(error)
-    return (
-        "equal or smaller than" in text or "exhausted the last possible ID" in text or text.startswith("BEHIND ")
-    )
+    return "equal or smaller than" in text or "exhausted the last possible ID" in text or text.startswith("BEHIND ")
 
 
 def _field(fields: Sequence[bytes], name: bytes) -> bytes | None:

@@ -214,7 +214,13 @@ async def _run(model: object, link: object, blobs: object, info: object, options
         memory_patience_s=options.memory_patience,
     )
     async with Bus.open(options.url, prefix=options.prefix, retention_s=options.retention) as bus:
-        await bus.refuse_eviction()
+        try:
+            await bus.refuse_eviction()
+        except BusUnavailable as error:
+            logger.warning("%s", error)
+        except BusError as error:
+            print(f"tracewire engine: {error}", file=sys.stderr)
+            return 2
         adapter = Adapter(engine, info, bus, settings)  # type: ignore[arg-type]
 
         async def watch_signals() -> None:

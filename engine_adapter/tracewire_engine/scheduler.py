@@ -9,8 +9,9 @@ An engine that has nothing but paused requests is idle to vLLM, and waits for me
 before, so that the workers report the last step that had any.
 
 EngineCore builds the scheduler from a dotted path, [`pausing_scheduler`][], and answers the utility calls
-`tracewire_pause`, `tracewire_resume` and `tracewire_hold`, which pauses all, from then on. A step that has been given to the workers is not called back: a
-pause takes hold after at most one such step, or two with async scheduling.
+`tracewire_pause`, `tracewire_resume` and `tracewire_hold` (which pauses all there are, and all that come) from then on.
+A step that has been given to the workers is not called back: a pause takes hold after at most one such step, or two
+with async scheduling.
 """
 
 from __future__ import annotations
@@ -69,6 +70,10 @@ class _Pausing:
         found = {request for request in found if not request.is_finished()}
         self.tracewire_paused -= found
         return len(found)
+
+    def hold(self, on: bool) -> None:
+        """Leave all requests out of every step, or all but the paused in again."""
+        self.tracewire_held = on
 
     def schedule(self, *args: Any, **options: Any) -> Any:
         """vLLM's next step, without the paused."""
@@ -171,7 +176,7 @@ def _resume(core: Any, request_ids: list[str]) -> int:
 
 
 def _hold(core: Any, on: bool) -> None:
-    core.scheduler.tracewire_held = on
+    core.scheduler.hold(on)
 
 
 def pausing_scheduler(vllm_config: Any, **options: Any) -> _Pausing:

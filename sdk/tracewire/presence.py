@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import anyio
 
 from tracewire_bus.connection import Background, BusError
+from tracewire_bus.records import TraceEnded
 
 from .large import without_large
 
@@ -31,6 +32,8 @@ _AGAIN_S = 5.5
 _SOON_S = 0.05
 #: How often a client that waits for engines to accept its traces looks whether Redis was away, in seconds.
 LOOK_S = 1.0
+#: For how long a trace that was submitted may have to be submitted again, in seconds in which Redis was there.
+EXPECT_S = 60.0
 
 
 class Presence:
@@ -48,12 +51,12 @@ class Presence:
         self._changed = anyio.Event()
         self._task: Background | None = None
         #: What was submitted and no engine has accepted yet, as far as was read; and when Redis was last found away.
-        self._expected: dict[str, Submission] = {}
+        self._expected: dict[str, tuple[float, Submission]] = {}
         self._broken_at = bus.broken_at
 
     def expect(self, submission: Submission) -> None:
-        """Submit a trace again should Redis have forgotten it after an outage, until `content`."""
-        self._expected[submission.trace] = submission
+        """Submit a trace again should Redis have forgotten it after an outage, until `content`, or for a minute."""
+        self._expected[submission.trace] = anyio.current_time(), submission
         if self._task is None:
             self._run()
         elif len(self._expected) == 1:
@@ -119,7 +122,7 @@ class Presence:
                 if self._expected:
                     await self._look()
             except BusError as error:
-                logger.warning("a client's lease could not be renewed: %s", error)
+                logger.warning("a client's lease or traces could not be looked after: %s", error)
 
     async def _look(self) -> None:
         """Submit again what Redis does not know any more since it was away."""
@@ -128,8 +131,14 @@ class Presence:
         # Taken before anything is asked: what breaks from now on is looked at the next time.
         broken_at = self._bus.broken_at
         if broken_at == self._broken_at:
+            # In the order in which they were submitted.
+            while self._expected:
+                trace, (since, _) = next(iter(self._expected.items()))
+                if since > anyio.current_time() - EXPECT_S:
+                    break
+                del self._expected[trace]
             return
-        expected = list(self._expected.values())
+        expected = [submission for _, submission in self._expected.values()]
         for start in range(0, len(expected), 100):
             some = expected[start : start + 100]
             known = await self._bus.submitted(*((one.model, one.trace) for one in some))
@@ -138,7 +147,10 @@ class Presence:
                     continue
                 logger.warning("Redis came back without trace %s, which is submitted again", one.trace)
                 # It was admitted once.
-                await self._bus.submit(await without_large(one, self._bus))
+                try:
+                    await self._bus.submit(await without_large(one, self._bus))
+                except TraceEnded:
+                    self.content(one.trace)
         self._broken_at = broken_at
 
     async def _sweep(self, now: float) -> None:

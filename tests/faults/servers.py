@@ -41,9 +41,9 @@ class Server:
 
     async def start(self) -> None:
         """Start it; it answers on return."""
-        arguments = [part for name, value in self._settings.items() for part in (f"--{name}", str(value))]
+        arguments = [part for name, value in self._settings.items() for part in (f"--{name}", *str(value).split())]
         with (self.folder / "redis.log").open("ab") as log:
-            self._process = subprocess.Popen(
+            self._process = subprocess.Popen(  # noqa: ASYNC220
                 [_binary(), *arguments], stdout=log, stderr=log, preexec_fn=_die_with_parent(), start_new_session=True
             )
         with anyio.fail_after(20):
@@ -79,7 +79,7 @@ class Server:
 @asynccontextmanager
 async def server(folder: Path, **settings: Any) -> AsyncIterator[Server]:
     """A running server."""
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(exist_ok=True)  # noqa: ASYNC240
     one = Server(folder, **settings)
     await one.start()
     try:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import pytest
 
 import tracewire
@@ -17,7 +17,8 @@ from tests.faults.servers import Server, free_port, server
 from tests.faults.test_engine_loss import Gate, free, some, whole
 from tracewire import Final, Output, Restarted
 from tracewire.presence import Presence
-from tracewire_bus import recovery, writer as writing
+from tracewire_bus import recovery
+from tracewire_bus import writer as writing
 from tracewire_bus.connection import BusFull
 from tracewire_bus.keys import FINAL_ID
 from tracewire_bus.streams import Bus, BusError, Fenced
@@ -40,10 +41,13 @@ async def redis(tmp_path: Path) -> AsyncIterator[Server]:
         yield one
 
 
-async def until(there: Callable[[], Awaitable[bool]]) -> None:
+async def until(there: Callable[[], Awaitable[Any]] | Callable[[], bool]) -> None:
     """Wait until something is so."""
     with anyio.fail_after(PATIENCE):
-        while not await there():
+        while True:
+            found = there()
+            if found if isinstance(found, bool) else await found:
+                return
             await anyio.sleep(0.005)
 
 
@@ -101,27 +105,20 @@ async def test_what_a_killed_redis_lost_is_appended_again(redis: Server, what: s
             await trace.result()
             await redis.lose(before)
             await until(lambda: bus.records.ended("t"))
-            with anyio.fail_after(PATIENCE):
-                while adapter.busy:
-                    await anyio.sleep(0.005)
+            await until(lambda: not adapter.busy)
         else:
             await trace.steer(alpha=2.0)
-            with anyio.fail_after(PATIENCE):
-                while adapter._by_trace["t"].live.version == 0:
-                    await anyio.sleep(0.005)
+            await until(lambda: adapter._by_trace["t"].live.version == 1)
             await redis.lose(before)
             keys = bus.keys
 
             async def claimed() -> bool:
-                return await bus.command("HGET", keys.queue("tiny", "taken"), "t") == described.engine.encode()
+                taken = await bus.command("HGET", keys.queue("tiny", "taken"), "t")
+                record = await bus.command("HMGET", keys.record("t"), "e", "a", "s", "v")
+                name = described.engine.encode()
+                return taken == name and record == [name, b"1", b"running", b"1"]
 
             await until(claimed)
-            assert await bus.command("HMGET", keys.record("t"), "e", "a", "s", "v") == [
-                described.engine.encode(),
-                b"1",
-                b"running",
-                b"1",
-            ]
             assert (await client.live("t")).values == {"alpha": 2.0}
             assert await bus.queue.waiting("tiny") == 0
             assert await bus.command("ZCARD", keys.deadlines(keys.tag("t"))) == 1
@@ -302,7 +299,14 @@ async def test_what_redis_forgot_before_an_engine_took_it_is_submitted_again(red
 
 
 async def test_while_redis_is_away_the_engine_is_held_and_loses_nothing(redis: Server, tmp_path: Path) -> None:
-    engine = free()
+    paces = 0
+
+    async def pace() -> None:
+        nonlocal paces
+        paces += 1
+        await anyio.lowlevel.checkpoint()
+
+    engine = ScriptedEngine(pace)
     async with (
         proxy(redis.url, tmp_path) as way,
         tracewire.connect(redis.url) as client,
@@ -316,11 +320,9 @@ async def test_while_redis_is_away_the_engine_is_held_and_loses_nothing(redis: S
             await some(trace, 5)
         way.away = True
         await way.cut()
-        with anyio.fail_after(PATIENCE):
-            while not adapter.holding:
-                await anyio.sleep(0.005)
-        steps = engine.steps
-        await anyio.sleep(0.1)
+        await until(lambda: adapter.holding)
+        steps, paced = engine.steps, paces
+        await until(lambda: paces > paced + 100)
         assert engine.steps == steps
         assert steps < 3000
         # One that is cancelled ends all the same.
@@ -449,7 +451,7 @@ async def test_a_trace_that_waits_too_long_for_memory_ends_and_its_end_fits(redi
 async def test_nothing_overtakes_what_was_refused(redis: Server) -> None:
     """Memory comes and goes while many events of the same traces are under way at once."""
     count = 300
-    async with Bus.open(redis.url) as bus, bus.writer(memory_patience_s=1000) as writer, AsyncExitStack():
+    async with Bus.open(redis.url) as bus, bus.writer(memory_patience_s=1000) as writer:
         done = False
 
         async def toggle() -> None:
@@ -495,4 +497,3 @@ async def test_what_was_given_up_is_numbered_anew(redis: Server) -> None:
         assert writer.resume("t", 2) == writer.resume("u", 1) == -1
         await writer.append("t", 1, 2, b"the end", final=True)
         assert writer.backlog == 0
-
