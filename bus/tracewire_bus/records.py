@@ -124,9 +124,9 @@ return {now(), redis.call('HGETALL', KEYS[1]), redis.call('ZRANGE', KEYS[3], 0, 
 """
 )
 
-# KEYS: record, events. ARGV: attempt, engine, state, version of the live parameters that the engine has, how long to
-# remember, then name and value of each. A server that came back may have forgotten it. Begins with what is never
-# refused.
+# A server that came back may have forgotten who runs a trace. KEYS: record, events. ARGV: attempt, engine, state, version
+# of the live parameters that the engine has, how long to remember, who has paused it or '', then name and value of each
+# live parameter. Begins with what is never refused.
 _CLAIM = Script(
     _ENDING
     + """
@@ -138,8 +138,9 @@ if attempt < last or attempt == last and known[2] ~= ARGV[2] then return 0 end
 redis.call('HSET', KEYS[1], 'a', attempt, 'e', ARGV[2], 's', ARGV[3])
 if tonumber(known[3] or 0) < tonumber(ARGV[4]) then
   redis.call('HSET', KEYS[1], 'v', ARGV[4])
-  for i = 6, #ARGV, 2 do redis.call('HSET', KEYS[1], 'l:' .. ARGV[i], ARGV[i + 1]) end
+  for i = 7, #ARGV, 2 do redis.call('HSET', KEYS[1], 'l:' .. ARGV[i], ARGV[i + 1]) end
 end
+if ARGV[6] ~= '' then redis.call('HSETNX', KEYS[1], 'z', ARGV[6]) end
 if redis.call('TTL', KEYS[1]) == -1 then redis.call('EXPIRE', KEYS[1], ARGV[5]) end
 return 1
 """
@@ -399,15 +400,27 @@ class Records:
         )
 
     def claiming(
-        self, trace: str, engine: str, attempt: int, *, closed: bool, version: int, live: Mapping[str, bytes]
+        self,
+        trace: str,
+        engine: str,
+        attempt: int,
+        *,
+        closed: bool,
+        version: int,
+        live: Mapping[str, bytes],
+        paused: str | None,
     ) -> tuple[Any, ...]:
         """The command by which an engine says again that it runs this attempt, with the live parameters that it has.
+
+        `paused` is who has paused it, if somebody has.
 
         Nothing where a later attempt, or another engine, has begun. It may be carried out again.
         """
         return _CLAIM(
             (self._keys.record(trace), self._keys.events(trace)),
             *(attempt, engine, "closed" if closed else "running", version, REMEMBER_S),
+            # Nobody in particular is somebody, too.
+            "" if paused is None else paused or "somebody",
             *(part for pair in live.items() for part in pair),
         )
 

@@ -366,6 +366,7 @@ class Adapter:
                     closed=run.closed,
                     version=0 if live is None else live.version,
                     live={} if live is None else live.changed,
+                    paused=run.paused_by,
                 ),
                 claiming(
                     *(self._bus.keys, model, engine, entry),

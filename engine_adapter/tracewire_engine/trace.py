@@ -361,6 +361,11 @@ class TraceRun:
                 request.half.renew(stops)
 
     @property
+    def paused_by(self) -> str | None:
+        """Who has it paused, if somebody has."""
+        return self._held
+
+    @property
     def held(self) -> int:
         """How much memory the outputs that nobody has taken yet take, in bytes, about."""
         return sum(request.outputs.size() for request in self.requests)

@@ -109,6 +109,8 @@ async def test_what_a_killed_redis_lost_is_appended_again(redis: Server, what: s
         else:
             await trace.steer(alpha=2.0)
             await until(lambda: adapter._by_trace["t"].live.version == 1)
+            await trace.pause(by="me")
+            await until(lambda: adapter._by_trace["t"]._paused)
             await redis.lose(before)
             keys = bus.keys
 
@@ -120,6 +122,7 @@ async def test_what_a_killed_redis_lost_is_appended_again(redis: Server, what: s
 
             await until(claimed)
             assert (await client.live("t")).values == {"alpha": 2.0}
+            assert await trace.resume()
             assert await bus.queue.waiting("tiny") == 0
             assert await bus.command("ZCARD", keys.deadlines(keys.tag("t"))) == 1
             gate.open()
@@ -497,3 +500,36 @@ async def test_what_was_given_up_is_numbered_anew(redis: Server) -> None:
         assert writer.resume("t", 2) == writer.resume("u", 1) == -1
         await writer.append("t", 1, 2, b"the end", final=True)
         assert writer.backlog == 0
+
+
+async def test_an_engine_that_takes_what_redis_forgot_was_taken_does_no_harm(redis: Server) -> None:
+    """The one that ran it and the one that found it waiting sort it out, and each trace ends once and is whole."""
+    gate = Gate()
+    async with (
+        tracewire.connect(redis.url) as client,
+        Bus.open(redis.url) as bus,
+        Bus.open(redis.url) as far,
+        serving(bus, ScriptedEngine(gate)),
+    ):
+        await client.model("tiny", wait_for_engine=PATIENCE)
+        traces = [client.trace("tiny", f"prompt {one}", acts, max_tokens=12, detach=True) for one in range(6)]
+        for trace in traces[:3]:
+            await trace.start()
+        for trace in traces[:3]:
+            await trace.accepted()
+        since = redis.written
+        for trace in traces[3:]:
+            await trace.start()
+        for trace in traces[3:]:
+            await trace.accepted()
+        gate.step(4)
+        for trace in traces:
+            await some(trace, 4)
+        async with serving(far, free()):
+            await redis.lose(since)
+            gate.open()
+            for one, trace in enumerate(traces):
+                await whole(client, trace.id, f"prompt {one}", 12)
+        await until(lambda: _settled(bus))
+        for trace in traces:
+            await trace.aclose()
