@@ -124,9 +124,9 @@ return {now(), redis.call('HGETALL', KEYS[1]), redis.call('ZRANGE', KEYS[3], 0, 
 """
 )
 
-# A server that came back may have forgotten who runs a trace. KEYS: record, events. ARGV: attempt, engine, state, version
-# of the live parameters that the engine has, how long to remember, who has paused it or '', then name and value of each
-# live parameter. Begins with what is never refused.
+# A server that came back may have forgotten who runs a trace. KEYS: record, events. ARGV: attempt, engine, state,
+# version of the live parameters that the engine has, how long to remember, who has paused it or '', then name and value
+# of each live parameter. Begins with what is never refused.
 _CLAIM = Script(
     _ENDING
     + """
