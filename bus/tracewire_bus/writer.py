@@ -237,7 +237,7 @@ class _Append:
 class _Stream:
     """What the writer knows of a stream that it appends to."""
 
-    __slots__ = ("attempt", "base", "given_up", "kept", "lost", "over", "since", "stuck")
+    __slots__ = ("attempt", "base", "given_up", "kept", "lost", "over", "patient", "since", "stuck")
 
     def __init__(self) -> None:
         #: The last event that Redis acknowledged before those kept; "" if there was none.
@@ -247,6 +247,8 @@ class _Stream:
         #: What waits for memory, in order, and since when.
         self.stuck: deque[_Append] = deque()
         self.since = 0.0
+        #: Whether that may take its time.
+        self.patient = True
         #: The attempt that appends now, and up to which one it is somebody else's.
         self.attempt = self.lost = 0
         #: Nothing more comes.
@@ -379,7 +381,8 @@ class Writer:
             stream = self._streams[key] = _Stream()
             if self._look_at == 0.0:
                 self._look_at = self._loop.time() + LOOK_S
-        stream.attempt = max(stream.attempt, attempt)
+        if attempt > stream.attempt:
+            stream.attempt, stream.patient = attempt, True
         stream.over = False
         item = _Append(stream, key, id_, attempt, data, final, more, settle, self._loop.create_future())
         self.backlog += item.size
@@ -415,6 +418,12 @@ class Writer:
             return -1
         found, seq = parse_id(last)
         return seq if found == attempt else -1
+
+    def hurry(self, trace: str) -> None:
+        """This trace is to end: what Redis has no memory for now need not wait for it."""
+        stream = self._streams.get(self._keys.events(trace))
+        if stream is not None:
+            stream.patient = False
 
     def forget(self, trace: str) -> None:
         """Nothing more will be appended to this trace for now."""
@@ -652,7 +661,7 @@ class Writer:
                 stream.since = now
             if not stream.stuck:
                 del self._stuck[key]
-            elif now - stream.since > self.patience_s:
+            elif not stream.patient or now - stream.since > self.patience_s:
                 del self._stuck[key]
                 await self._give_up(key, stream)
         # At once, as long as that brings anything.

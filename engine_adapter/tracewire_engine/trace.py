@@ -375,6 +375,7 @@ class TraceRun:
         if self._ending is not None or self.ended:
             return False
         self._ending = status, failure
+        self._writer.hurry(self._trace)
         return True
 
     def hold(self, by: str, *, resume: bool = False) -> None:

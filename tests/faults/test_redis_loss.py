@@ -451,6 +451,27 @@ async def test_a_trace_that_waits_too_long_for_memory_ends_and_its_end_fits(redi
             await whole(client, trace.id, "again", 10)
 
 
+async def test_a_trace_that_waits_for_memory_can_be_cancelled(redis: Server) -> None:
+    gate = Gate()
+    async with (
+        tracewire.connect(redis.url) as client,
+        Bus.open(redis.url) as bus,
+        serving(bus, ScriptedEngine(gate), memory_patience_s=1000),
+    ):
+        await client.model("tiny", wait_for_engine=PATIENCE)
+        async with client.trace("tiny", "hello", acts, max_tokens=1000, detach=True) as trace:
+            gate.step(5)
+            await some(trace, 5)
+            await bus.command("CONFIG", "SET", "maxmemory", 1)
+            gate.step(5)
+            assert await trace.cancel("why not")
+            gate.open()
+            events = [event async for event in client.subscribe(trace.id)]
+        assert events[-1].status == "cancelled"
+        assert ids(events) == [(1, seq) for seq in range(len(events))]
+        assert await _settled(bus)
+
+
 async def test_nothing_overtakes_what_was_refused(redis: Server) -> None:
     """Memory comes and goes while many events of the same traces are under way at once."""
     count = 300
