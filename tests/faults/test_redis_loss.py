@@ -302,12 +302,12 @@ async def test_what_redis_forgot_before_an_engine_took_it_is_submitted_again(red
 
 
 async def test_while_redis_is_away_the_engine_is_held_and_loses_nothing(redis: Server, tmp_path: Path) -> None:
-    paces = 0
+    gate, paces = Gate(), 0
 
     async def pace() -> None:
         nonlocal paces
+        await gate()
         paces += 1
-        await anyio.lowlevel.checkpoint()
 
     engine = ScriptedEngine(pace)
     async with (
@@ -320,9 +320,13 @@ async def test_while_redis_is_away_the_engine_is_held_and_loses_nothing(redis: S
         traces = [client.trace("tiny", f"prompt {one}", acts, max_tokens=3000, detach=True) for one in range(3)]
         for trace in traces:
             await trace.start()
+            await trace.accepted()
+        gate.step(5)
+        for trace in traces:
             await some(trace, 5)
         way.away = True
         await way.cut()
+        gate.open()
         await until(lambda: adapter.holding)
         steps, paced = engine.steps, paces
         await until(lambda: paces > paced + 100)
@@ -342,16 +346,18 @@ async def test_while_redis_is_away_the_engine_is_held_and_loses_nothing(redis: S
 
 
 async def test_the_registry_says_that_an_engine_is_held(redis: Server) -> None:
-    engine = free()
+    gate = Gate()
     async with (
         tracewire.connect(redis.url) as client,
         Bus.open(redis.url) as bus,
-        serving(bus, engine, buffer_bytes=20_000, memory_patience_s=1000) as adapter,
+        serving(bus, ScriptedEngine(gate), buffer_bytes=20_000, memory_patience_s=1000) as adapter,
     ):
         await client.model("tiny", wait_for_engine=PATIENCE)
         async with client.trace("tiny", "hello", acts, max_tokens=2000, detach=True) as trace:
+            gate.step(5)
             await some(trace, 5)
             await bus.command("CONFIG", "SET", "maxmemory", 1)
+            gate.open()
 
             async def held() -> bool:
                 return [one.state for one in await bus.engines()] == ["holding"]
