@@ -176,6 +176,10 @@ class _Outputs:
         self._ready.clear()
         return [choice], choice.finish_reason is not None
 
+    def size(self) -> int:
+        """As the seam has it."""
+        return 0 if self._waiting is None else 48 * len(self._waiting.token_ids) + len(self._waiting.text)
+
 
 class ScriptedEngine:
     """The adapter's half: an `Engine` whose outputs come from a pacer."""
@@ -228,6 +232,12 @@ class ScriptedEngine:
     async def resume(self, request: str) -> bool:
         """Nor this."""
         return False
+
+    async def hold(self) -> None:
+        """Nor this: what they put out merges."""
+
+    async def go_on(self) -> None:
+        """Nor this."""
 
     def decode(self, token_ids: list[int], prepared: Prepared) -> str:
         """The text of these tokens."""

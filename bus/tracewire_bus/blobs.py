@@ -15,11 +15,12 @@ from __future__ import annotations
 import logging
 import math
 import secrets
+from collections import deque
 from typing import TYPE_CHECKING, Any, Final
 
 import anyio
 
-from .connection import Backoff, BusError, BusUnavailable, Connections
+from .connection import Backoff, BusError, BusFull, BusUnavailable, Connections
 from .keys import Keys
 from .values import ArrayRef, array_from_raw, array_hash, array_of, raw_bytes
 
@@ -38,6 +39,9 @@ CHUNK_BYTES: Final = 1024 * 1024
 THRESHOLD_BYTES: Final = 256 * 1024
 #: How long the blobs of a trace are kept that no engine has accepted, in seconds from the first of them.
 UNACCEPTED_S: Final = 24 * 3600
+#: For how long, in seconds, and in how many bytes chunks are kept that Redis has acknowledged: as events are.
+KEEP_S: float = 5.0
+KEEP_BYTES: int = 64 * 1024 * 1024
 
 # `EXPIRE ... NX` would do, and needs Redis 7.
 _BOUND = "if redis.call('TTL', KEYS[1]) == -1 then redis.call('EXPIRE', KEYS[1], ARGV[1]) end return 1"
@@ -68,6 +72,28 @@ class Blobs:
     def __init__(self, url: str, keys: Keys, *, patience_s: float) -> None:
         self._connections = Connections(url, patience_s=patience_s)
         self._keys = keys
+        #: Chunks that Redis acknowledged of late, and when, once somebody has said that they may have to be repeated.
+        self._kept: deque[tuple[float, str, str, int, Any]] | None = None
+        self._kept_bytes = 0
+
+    def keep(self) -> None:
+        """Keep what is written from now on for some seconds, for `repeat`."""
+        if self._kept is None:
+            self._kept = deque()
+
+    async def repeat(self) -> None:
+        """Write again what was kept: a server that came back may lack it.
+
+        Raises:
+            BusError: Redis refused it.
+            BusUnavailable: it stayed away.
+        """
+        for _, trace, blob, number, chunk in list(self._kept or ()):
+            try:
+                await self._put(trace, blob, number, chunk, refuse_full=True)
+            except BusFull:
+                # Whoever loads it finds it missing, should it be.
+                logger.warning("a chunk of a large value of trace %s may be missing: Redis has no memory left", trace)
 
     async def aclose(self) -> None:
         """Close the connections that are idle; those in use are closed after it."""
@@ -75,35 +101,51 @@ class Blobs:
 
     # --- writing ------------------------------------------------------------------------------------------------------
 
-    async def put(self, trace: str, blob: str, number: int, chunk: Any, *, wait: bool = False) -> None:
+    async def put(
+        self, trace: str, blob: str, number: int, chunk: Any, *, wait: bool = False, refuse_full: bool = False
+    ) -> None:
         """Write chunk `number` of a blob (bytes or a buffer of them). With `wait`, for as long as Redis is away.
 
         Raises:
+            BusFull: it has no memory left, and `refuse_full` says not to wait for it.
             BusError: Redis refused it.
             BusUnavailable: it stayed away, and nobody said to `wait`.
         """
-        key, field = self._keys.blobs(trace), f"{blob}:{number}"
-        commands: list[tuple[Any, ...]] = [("EVAL", _FIRST, 1, key, UNACCEPTED_S, field, chunk)]
-        if number:
-            commands = [("HSET", key, field, chunk), ("EVAL", _BOUND, 1, key, UNACCEPTED_S)]
         backoff = Backoff()
         while True:
             try:
-                # Twice is once: it is the same field.
-                await self._connections.commands(*commands)
+                await self._put(trace, blob, number, chunk, refuse_full=refuse_full)
             except BusUnavailable as error:
                 if not wait:
                     raise
                 logger.log(backoff.level, "a blob of trace %s waits for Redis: %s", trace, error)
                 await anyio.sleep(backoff.next())
             else:
+                if self._kept is not None:
+                    self._remember(self._kept, (anyio.current_time(), trace, blob, number, chunk))
                 return
+
+    async def _put(self, trace: str, blob: str, number: int, chunk: Any, *, refuse_full: bool) -> None:
+        key, field = self._keys.blobs(trace), f"{blob}:{number}"
+        commands: list[tuple[Any, ...]] = [("EVAL", _FIRST, 1, key, UNACCEPTED_S, field, chunk)]
+        if number:
+            commands = [("HSET", key, field, chunk), ("EVAL", _BOUND, 1, key, UNACCEPTED_S)]
+        # Twice is once: it is the same field.
+        await self._connections.commands(*commands, refuse_full=refuse_full)
+
+    def _remember(self, kept: deque[tuple[float, str, str, int, Any]], one: tuple[float, str, str, int, Any]) -> None:
+        kept.append(one)
+        self._kept_bytes += len(one[-1])
+        # Not by the clock while Redis is away: nothing is written then.
+        while kept and (kept[0][0] < one[0] - KEEP_S or self._kept_bytes > KEEP_BYTES):
+            self._kept_bytes -= len(kept.popleft()[-1])
 
     async def store(self, trace: str, array: Any, name: str = "") -> ArrayRef:
         """Write an array, chunk by chunk, and return the reference to it.
 
         Raises:
             Unsavable: `array` cannot travel.
+            BusFull: Redis has no memory left.
             BusError: Redis refused it.
             BusUnavailable: it stayed away.
         """
@@ -113,7 +155,7 @@ class Blobs:
         for number in range(chunk_count(len(raw))):
             chunk = raw[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES]
             state.update(chunk)
-            await self.put(trace, blob, number, chunk)
+            await self.put(trace, blob, number, chunk, refuse_full=True)
         return ArrayRef(plain.dtype.name, plain.shape, state.digest(), blob, name)
 
     # --- reading ------------------------------------------------------------------------------------------------------

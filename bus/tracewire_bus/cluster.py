@@ -181,10 +181,17 @@ class Cluster:
 class _Node(Link):
     """A connection to one node, which remembers what scripts the node knows."""
 
-    def __init__(self, server: Server, address: _Address) -> None:
+    def __init__(self, server: Server, address: _Address, link: ClusterLink) -> None:
         super().__init__(server)
         self.address = address
         self.known: set[str] = set()
+        self._of = link
+
+    async def connect(self) -> None:
+        """Connect if it is not."""
+        opened = self.opened
+        await super().connect()
+        self._of.opened += self.opened - opened
 
     async def drop(self) -> None:
         """Close it. Behind the same address there may be another server the next time."""
@@ -239,6 +246,8 @@ class ClusterLink(Link):
         self._cluster = cluster
         self._near = cluster.slot(near) if near else None
         self._nodes: dict[_Address, _Node] = {}
+        #: How often a connection was opened, to whichever node.
+        self.opened = 0
 
     @property
     def connected(self) -> bool:
@@ -262,7 +271,7 @@ class ClusterLink(Link):
 
     def _node(self, address: _Address) -> _Node:
         if address not in self._nodes:
-            self._nodes[address] = _Node(self._cluster.server(address), address)
+            self._nodes[address] = _Node(self._cluster.server(address), address, self)
         return self._nodes[address]
 
     async def ask(self, *commands: Sequence[Any], timeout_s: float = COMMAND_S) -> list[Any]:

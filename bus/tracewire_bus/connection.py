@@ -36,6 +36,7 @@ __all__ = [
     "Background",
     "Backoff",
     "BusError",
+    "BusFull",
     "BusUnavailable",
     "Connections",
     "Link",
@@ -44,6 +45,7 @@ __all__ = [
     "Transport",
     "Wakeup",
     "as_bus_error",
+    "is_full",
     "is_transient",
     "redacted",
 ]
@@ -72,6 +74,10 @@ class NotAllowed(BusError):
 
 class BusUnavailable(BusError, ConnectionError):
     """Redis could not be reached, or not for as long as the caller would wait."""
+
+
+class BusFull(BusError):
+    """Redis has no memory left for it. Nothing was written; there may be room later."""
 
 
 class Backoff:
@@ -243,6 +249,8 @@ class Link:
         self._connection: Any = None
         #: The last one, closed.
         self._spare: Any = None
+        #: How often a connection was opened: what one server acknowledged, the next may not have.
+        self.opened = 0
 
     @property
     def connected(self) -> bool:
@@ -264,6 +272,7 @@ class Link:
             except BaseException:
                 self._spare = spare
                 raise
+            self.opened += 1
 
     async def ask(self, *commands: Sequence[Any], timeout_s: float = COMMAND_S) -> list[Any]:
         """Send `commands` together and return their raw replies; a refused one's is its `ResponseError`.
@@ -371,7 +380,11 @@ class Connections:
             if self._closed:
                 raise anyio.ClosedResourceError
             link = self._idle.pop() if self._idle else self.link()
-            replies = await (link.ask(*commands) if beside is None else link.ask_beside(beside, *commands))
+            try:
+                replies = await (link.ask(*commands) if beside is None else link.ask_beside(beside, *commands))
+            except Exception:
+                self.broken_at = asyncio.get_running_loop().time()
+                raise
             await self._give_back(link)
             return replies
 
@@ -391,8 +404,12 @@ class Connections:
         """
         return (await self.commands(command))[0]
 
-    async def commands(self, *commands: Sequence[Any]) -> list[Any]:
-        """Like `command`, for several sent together."""
+    async def commands(self, *commands: Sequence[Any], refuse_full: bool = False) -> list[Any]:
+        """Like `command`, for several sent together. With `refuse_full` it does not wait for a Redis to get memory.
+
+        Raises:
+            BusFull: it has none left, and `refuse_full` says so.
+        """
         backoff = Backoff()
         deadline = anyio.current_time() + self._patience_s
         while True:
@@ -403,6 +420,8 @@ class Connections:
                         raise reply
                 return replies
             except Exception as error:
+                if refuse_full and is_full(error):
+                    raise BusFull("Redis has no memory left") from error
                 if not is_transient(error):
                     raise as_bus_error(error) from error
                 self.broken_at = anyio.current_time()
@@ -452,6 +471,17 @@ def is_transient(error: Exception) -> bool:
             or bool(_OF_A_SCRIPT.search(str(error)))
         )
     )
+
+
+def is_full(error: object) -> bool:
+    """Whether this is Redis's word that it has no memory left for a command, or for one of a script's."""
+    if not isinstance(error, Exception):
+        return False
+    from redis.exceptions import OutOfMemoryError
+
+    text = str(error)
+    # Redis-py may have cut the code off.
+    return isinstance(error, OutOfMemoryError) or text.startswith(("OOM ", "-OOM ")) or ": -OOM " in text
 
 
 def _is_demoted(reply: Any) -> bool:

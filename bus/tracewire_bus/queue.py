@@ -39,7 +39,7 @@ from .connection import After, Backoff, BusError, Connections, Link, as_bus_erro
 from .keys import Keys
 from .scripts import Script
 
-__all__ = ["DeadLetter", "Queue", "QueueFull", "Taken", "settling"]
+__all__ = ["DeadLetter", "Queue", "QueueFull", "Taken", "claiming", "settling"]
 
 logger = logging.getLogger("tracewire")
 
@@ -406,6 +406,38 @@ return all_shown(holder, most, inline)
 )
 
 
+# An engine says again that it runs an entry, which a server that came back may have forgotten in part or whole. Begins
+# with what is never refused. KEYS[11], [12]: the entry's mark, the holders. ARGV: trace, engine, attempt, schema,
+# micros, client, priority, lease, tries, lost, why, how long to remember, data. Returns whether it is its own.
+_CLAIM: Final = Script(
+    _COMMON
+    + """
+local trace, engine, attempt = ARGV[1], ARGV[2], tonumber(ARGV[3])
+call('HDEL', taken, '')
+local holder, entry = call('HGET', taken, trace), entry_of(trace)
+if holder and holder ~= engine then return 0 end
+if entry and (entry[8] or 0) > attempt then return 0 end
+if not entry then
+  if holder then return 0 end
+  local number = call('HINCRBY', state, 'number', 1)
+  entry = {
+    ARGV[4], ARGV[5], ARGV[6], ARGV[7], ARGV[8], number, #ARGV[13], attempt,
+    tonumber(ARGV[9]), tonumber(ARGV[10]), ARGV[11]
+  }
+  call('HSET', data, trace, ARGV[13])
+elseif not holder then
+  leave(trace, entry)
+end
+entry[8] = attempt
+call('SET', KEYS[11], 1, 'EX', ARGV[12])
+call('HSET', entries, trace, cmsgpack.pack(entry))
+call('HSET', taken, trace, engine)
+call('SADD', KEYS[12], engine)
+return 1
+"""
+)
+
+
 class QueueFull(BusError):
     """The queue takes no more of this client's submissions now.
 
@@ -485,6 +517,22 @@ def settling(keys: Keys, model: str, trace: str, holder: str = "") -> tuple[Any,
     return After(_SETTLE(names, _bytes(trace), holder))
 
 
+def claiming(
+    keys: Keys, model: str, engine: str, taken: Taken, *, client: str, priority: int, lease: str
+) -> tuple[Any, ...]:
+    """The command by which an engine says again that it runs what it has taken; nothing where it is another's by now.
+
+    `client`, `priority` and `lease` are the submission's, should the whole entry be lost. It may be carried out again.
+    """
+    names = [*_names(keys, model), keys.submitted(model, taken.trace), keys.queue(model, "holders")]
+    return _CLAIM(
+        [name.encode("utf-8", "surrogateescape") for name in names],
+        *(_bytes(taken.trace), engine, taken.attempt, taken.fields.get(b"v", b""), round(taken.queued_at * 1e6)),
+        *(client, max(-_MOST_PRIORITY, min(priority, _MOST_PRIORITY)), lease, taken.tries, taken.lost, taken.why),
+        *(REMEMBER_S, taken.fields.get(b"d", b"")),
+    )
+
+
 class Queue:
     """The queues on one Redis."""
 
@@ -525,6 +573,7 @@ class Queue:
 
         Raises:
             QueueFull: it was refused.
+            BusFull: Redis has no memory left.
             BusError: Redis refused it.
             BusUnavailable: Redis stayed away; it may have been queued, and can be put again.
         """
@@ -533,7 +582,7 @@ class Queue:
             *(trace, schema or schema_text(), client, max(-_MOST_PRIORITY, min(priority, _MOST_PRIORITY)), lease),
             *(limit or 0, REMEMBER_S, max(1, tries), data),
         )
-        *replies, refused = await self._connections.commands(*before, After(call))
+        *replies, refused = await self._connections.commands(*before, After(call), refuse_full=True)
         if isinstance(refused, list):
             waiting, retry_ms = refused
             raise QueueFull(model, waiting, limit or 0, retry_ms / 1000)

@@ -44,6 +44,8 @@ _PAGE: Final = 32
 _PAGE_MOST: Final = 256
 #: When a buffer counts as full. A single page may be larger.
 _BUFFER_ENTRIES, _BUFFER_BYTES = 256, 16 * 1024 * 1024
+#: How often is looked for what the reader has read and is not there any more: some seconds.
+_MISSING_TRIES: Final = 12
 _BLOCK_S: Final = 5.0
 #: On a cluster: what waits at a node does not hear of what is written to a key that is being moved from there.
 _BLOCK_SLOT_S: Final = 1.0
@@ -155,6 +157,7 @@ class Subscription:
         self._page = _PAGE
         self._handed_out = "" if since in ("start", "now") else since
         self._arrived = Wakeup()
+        self._missing = Backoff(0.05, 0.5)
         self._guard = anyio.ResourceGuard("reading from")
         self._attached = False
         self._over = False
@@ -287,7 +290,12 @@ class Subscription:
             self._page = max(1, min(_PAGE_MOST, _BUFFER_BYTES // max(1, mean)))
         elif seen is not None and seen > self.last:
             # The reader had come further before we asked, and what it read is gone: trimmed, or the key has expired.
+            # Or else a server that came back lacks it, and its writer is about to append it again.
+            if self._missing.failures < _MISSING_TRIES:
+                await anyio.sleep(self._missing.next())
+                return
             self._last = seen
+        self._missing.reset()
         if complete and not self._over:
             self._reader.attach(self)
 

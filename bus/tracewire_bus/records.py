@@ -156,10 +156,33 @@ return {now(), redis.call('HGETALL', KEYS[1]), redis.call('ZRANGE', KEYS[3], 0, 
 """
 )
 
+# A server that came back may have forgotten who runs a trace. KEYS: record, events. ARGV: attempt, engine, state,
+# version of the live parameters that the engine has, how long to remember, who has paused it or '', then name and value
+# of each live parameter. Begins with what is never refused.
+_CLAIM = Script(
+    _ENDING
+    + """
+redis.call('HDEL', KEYS[1], '')
+if ended(KEYS[2]) then return 0 end
+local known = redis.call('HMGET', KEYS[1], 'a', 'e', 'v')
+local last, attempt = tonumber(known[1] or 0), tonumber(ARGV[1])
+if attempt < last or attempt == last and known[2] ~= ARGV[2] then return 0 end
+redis.call('HSET', KEYS[1], 'a', attempt, 'e', ARGV[2], 's', ARGV[3])
+if tonumber(known[3] or 0) < tonumber(ARGV[4]) then
+  redis.call('HSET', KEYS[1], 'v', ARGV[4])
+  for i = 7, #ARGV, 2 do redis.call('HSET', KEYS[1], 'l:' .. ARGV[i], ARGV[i + 1]) end
+end
+if ARGV[6] ~= '' then redis.call('HSETNX', KEYS[1], 'z', ARGV[6]) end
+if redis.call('TTL', KEYS[1]) == -1 then redis.call('EXPIRE', KEYS[1], ARGV[5]) end
+return 1
+"""
+)
+
 # KEYS: record, changes. ARGV: attempt. Nothing is accepted from then on, if it is the one that runs. A record that is
 # forgotten is not begun again: it would stay.
 _CLOSE = Script(
     """
+redis.call('HDEL', KEYS[1], '')
 if redis.call('EXISTS', KEYS[1]) == 0 then return {} end
 if tonumber(redis.call('HGET', KEYS[1], 'a') or 0) > tonumber(ARGV[1]) then return {} end
 redis.call('HSET', KEYS[1], 's', 'closed')
@@ -224,6 +247,7 @@ return {'accepted', version}
 _CANCEL = Script(
     _ENDING
     + """
+redis.call('HDEL', KEYS[1], '')
 local known = redis.call('HMGET', KEYS[1], 'm', 'e', 'x')
 if not known[1] then return {'unknown'} end
 if ended(KEYS[2]) then return {'ended'} end
@@ -260,6 +284,15 @@ if known[2] then
   redis.call('EXPIRE', ARGV[2] .. known[2], ARGV[5])
 end
 return 'asked'
+"""
+)
+
+# A key that expires is set anew, also where memory is short: it begins with what is never refused. KEYS: it. ARGV:
+# value, ms.
+RENEW = Script(
+    """
+redis.call('DEL', KEYS[1])
+return redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
 """
 )
 
@@ -405,6 +438,31 @@ class Records:
             changes=list(changes),
             cancelled=None if cancelled is None else (_text(record.get(b"xb", b"")), _text(cancelled)),
             paused=None if b"z" not in record else _text(record[b"z"]),
+        )
+
+    def claiming(
+        self,
+        trace: str,
+        engine: str,
+        attempt: int,
+        *,
+        closed: bool,
+        version: int,
+        live: Mapping[str, bytes],
+        paused: str | None,
+    ) -> tuple[Any, ...]:
+        """The command by which an engine says again that it runs this attempt, with the live parameters that it has.
+
+        `paused` is who has paused it, if somebody has.
+
+        Nothing where a later attempt, or another engine, has begun. It may be carried out again.
+        """
+        return _CLAIM(
+            (self._keys.record(trace), self._keys.events(trace)),
+            *(attempt, engine, "closed" if closed else "running", version, REMEMBER_S),
+            # Nobody in particular is somebody, too.
+            "" if paused is None else paused or "somebody",
+            *(part for pair in live.items() for part in pair),
         )
 
     async def close(self, trace: str, attempt: int) -> list[bytes]:
@@ -595,7 +653,7 @@ class Records:
         Raises:
             BusUnavailable: Redis stayed away, or did not answer at once.
         """
-        command = ("SET", self._keys.lease(lease), "", "PX", max(1, round(seconds * 1000)))
+        command = RENEW((self._keys.lease(lease),), "", max(1, round(seconds * 1000)))
         if link is None:
             await self._connections.command(*command)
             return

@@ -11,6 +11,7 @@ else for as long as the bus is patient.
 from __future__ import annotations
 
 import logging
+import math
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
@@ -28,6 +29,7 @@ from .connection import (
     SCHEMES,
     After,
     BusError,
+    BusFull,
     BusUnavailable,
     Connections,
     Link,
@@ -43,7 +45,7 @@ from .live import parted
 from .messages import EngineInfo, Submission
 from .queue import Queue, QueueFull, Taken
 from .reader import Entry, EventsLost, Gap, Reader, SlotReaders, Subscription, tail_id
-from .records import Records, TraceElsewhere, TraceEnded, TraceMissing
+from .records import RENEW, Records, TraceElsewhere, TraceEnded, TraceMissing
 from .recovery import Recovery
 from .snapshots import Snapshots
 from .writer import ENTRY_BYTES, EntryTooLarge, Fenced, Writer
@@ -55,6 +57,7 @@ __all__ = [
     "FINAL_ID",
     "Bus",
     "BusError",
+    "BusFull",
     "BusUnavailable",
     "Entry",
     "EntryTooLarge",
@@ -71,6 +74,9 @@ __all__ = [
 ]
 
 logger = logging.getLogger("tracewire")
+
+#: Which part of its memory a Redis must have left for new submissions: what runs needs it more.
+RESERVE: float = 0.05
 
 _SCHEMES = (*SCHEMES, "embedded")
 
@@ -100,6 +106,8 @@ class Bus:
         self._watches: weakref.WeakSet[Watch | GroupWatch] = weakref.WeakSet()
         self._records: Records | None = None
         self._queue: Queue | None = None
+        self._memory: float | None = None
+        self._memory_at = -math.inf
 
     @classmethod
     def open(cls, url: str, *, prefix: str = "tw", retention_s: float = 3600.0, patience_s: float = 20.0) -> Self:
@@ -195,6 +203,7 @@ class Bus:
             LiveError: its live parameters are none.
             QueueFull: too many wait.
             TraceElsewhere: a trace of this id was submitted to another model.
+            BusFull: Redis has too little memory left. It was not queued, and may be submitted again later.
             TraceEnded: a trace of this id has ended, so long ago that its events are gone.
             BusError: Redis refused it.
             BusUnavailable: Redis stayed away; it may have been queued, and can be submitted again.
@@ -204,6 +213,9 @@ class Bus:
             raise EntryTooLarge(f"the submission takes {len(data)} bytes, an entry holds {ENTRY_BYTES}")
         model, trace = submission.model, submission.trace
         creation = self.records.creation(submission, parted(submission.live))
+        memory = await self._memory_left()
+        if memory is not None and memory < RESERVE:
+            raise BusFull(f"Redis has {100 * memory:.2g} % of its memory left, and keeps that for traces that run")
         try:
             created, before = await self.queue.put(
                 model,
@@ -231,6 +243,65 @@ class Bus:
             # It had a record once, and a queue entry: both went with what it left.
             await self.records.forget(trace, model)
             raise TraceEnded(f"trace {trace} has ended, and is forgotten but for its id")
+
+    async def submitted(self, *traces: tuple[str, str]) -> set[str]:
+        """Which of these traces, each after its model, were submitted, as far as Redis knows.
+
+        Raises:
+            BusUnavailable: Redis stayed away.
+        """
+        if not traces:
+            return set()
+        marks = (("EXISTS", self.keys.submitted(model, trace)) for model, trace in traces)
+        replies = await self._connections.commands(*marks)
+        return {trace for (_, trace), reply in zip(traces, replies, strict=True) if reply}
+
+    async def _memory_left(self) -> float | None:
+        """Which part of its memory Redis has left, as of at most a second ago; None if it has no limit or says none."""
+        now = anyio.current_time()
+        if now - self._memory_at >= 1.0:
+            self._memory_at = now
+            try:
+                limit, used, _ = await self.memory()
+            except BusUnavailable:
+                raise
+            except BusError as error:
+                logger.debug("Redis does not say how much memory it has: %s", error)
+                limit = used = 0
+            self._memory = None if not limit else max(0.0, 1 - used / limit)
+        return self._memory
+
+    async def memory(self) -> tuple[int, int, str]:
+        """Redis's limit of memory in bytes (0: none), how much it uses, and what it does when there is none left.
+
+        Raises:
+            BusError: it does not say.
+            BusUnavailable: it stayed away.
+        """
+        raw = await self._connections.command("INFO", "memory")
+        lines = (line.partition(":") for line in bytes(raw).decode("utf-8", "replace").splitlines())
+        said = {name: value for name, _, value in lines}
+        return int(said.get("maxmemory", 0)), int(said.get("used_memory", 0)), said.get("maxmemory_policy", "")
+
+    async def refuse_eviction(self) -> None:
+        """Make sure that Redis never evicts what it holds.
+
+        Raises:
+            BusError: it would, when it has no memory left.
+            BusUnavailable: it stayed away.
+        """
+        try:
+            limit, _, policy = await self.memory()
+        except BusUnavailable:
+            raise
+        except BusError as error:
+            logger.warning("Redis does not say what it does when its memory is full: %s", error)
+            return
+        if limit and policy != "noeviction":
+            raise BusError(
+                f"this Redis evicts keys when its memory of {limit} bytes is full (maxmemory-policy {policy}), and so "
+                "would lose events and submissions: set maxmemory-policy to noeviction"
+            )
 
     @property
     def queue(self) -> Queue:
@@ -308,12 +379,20 @@ class Bus:
             return SlotControlReaders(self._connections, self.keys, engine)
         return ControlReader(self._connections.link(), self.keys, engine)
 
-    def writer(self) -> Writer:
+    def writer(self, *, memory_patience_s: float = 60.0) -> Writer:
         """A writer of events, with a connection of its own: `async with bus.writer() as writer`.
 
-        Close it before the bus.
+        An event waits for `memory_patience_s` seconds for a Redis that is full. Close it before the bus.
         """
-        return Writer(self._connections, self.keys, self._retention_s, self.queue.settled)
+        self.blobs.keep()
+        return Writer(
+            self._connections,
+            self.keys,
+            self._retention_s,
+            self.queue.settled,
+            patience_s=memory_patience_s,
+            before=self.blobs.repeat,
+        )
 
     def read(self, trace: str, since: str = "start") -> Subscription:
         """Subscribe to a trace's entries: those after `since`, then what comes, up to the final one.
@@ -405,7 +484,7 @@ class Bus:
             BusUnavailable: Redis stayed away.
         """
         await self._connections.commands(
-            ("SET", self.keys.engine(info.engine), encode(info), "PX", max(1, round(ttl_s * 1000))),
+            RENEW((self.keys.engine(info.engine),), encode(info), max(1, round(ttl_s * 1000))),
             # Whoever finds it there and nothing behind it removes it.
             After(("SADD", self.keys.engines(), info.engine)),
         )

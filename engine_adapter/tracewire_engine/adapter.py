@@ -20,6 +20,7 @@ import time
 from collections import deque
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from typing import Any
 
 import anyio
 import msgspec
@@ -33,6 +34,7 @@ from tracewire_bus.firehose import telling
 from tracewire_bus.keys import TAGS
 from tracewire_bus.live import LiveError, parted
 from tracewire_bus.messages import Block, EngineInfo, Failure, Final, Status, StopWhen, Submission
+from tracewire_bus.queue import claiming
 from tracewire_bus.records import Opened, Overtaken, TraceEnded, cancellation
 from tracewire_bus.streams import Bus, BusError, Fenced, Taken, Writer
 from tracewire_bus.tree import ModuleTree, check_block
@@ -56,6 +58,8 @@ MAX_SOURCE = 1_000_000
 MAX_LINE = 1_000_000
 #: Of how many of the traces' hash tags each heartbeat ends what is past its deadline and runs nowhere.
 SWEPT = TAGS // 8
+#: How often is looked how much waits for Redis, in seconds.
+_PRESS_S = 0.05
 #: How long one wait for orders lasts, in milliseconds.
 _CONTROL_MS = 2000
 #: What a heartbeat may take longer than it should before clients get their time anew, in seconds.
@@ -80,6 +84,10 @@ class Settings:
     #: About how many events, and how many bytes of them as they were encoded, a trace's stream keeps (0: any number).
     retain_events: int = 0
     retain_bytes: int = 0
+    #: How much of what Redis has not acknowledged yet is kept here, in bytes, before the engine is held.
+    buffer_bytes: int = 256 * 1024 * 1024
+    #: How long a trace waits for a Redis whose memory is full before it fails.
+    memory_patience_s: float = 60.0
 
 
 class Adapter:
@@ -114,6 +122,10 @@ class Adapter:
         self._stopping = anyio.Event()
         self._changed = anyio.Event()
         self._blocks = msgspec.msgpack.Encoder()
+        #: What runs, and by when it is to have ended, for a Redis that has forgotten.
+        self._claimed: dict[str, tuple[Taken, Submission, float | None]] = {}
+        #: Whether the engine is held until Redis has taken more.
+        self.holding = False
         #: Set when the engine died under the adapter.
         self.lost = False
         #: Set when `run` has returned.
@@ -135,13 +147,16 @@ class Adapter:
 
     async def run(self) -> None:
         """Serve until `stop` is called or the engine is lost (see `lost`)."""
-        async with self._bus.writer() as writer, anyio.create_task_group() as group:
+        patience_s = self._settings.memory_patience_s
+        async with self._bus.writer(memory_patience_s=patience_s) as writer, anyio.create_task_group() as group:
+            writer.claims = self._claims
             group.start_soon(self._reports.run)
             group.start_soon(self._read_large)
             group.start_soon(self._control)
             group.start_soon(self._steering.run)
             group.start_soon(self._reaper)
             group.start_soon(self._retention.run)
+            group.start_soon(self._press, writer)
             await self._renew()
             group.start_soon(self._heartbeat)
             logger.info("serving %s as engine %s", self._info.model, self._info.engine)
@@ -173,7 +188,7 @@ class Adapter:
         while not self._stopping.is_set():
             room = self._info.capacity - len(self._runs)
             valid_s = self._valid_until - anyio.current_time()
-            if room <= 0 or valid_s <= 0:
+            if room <= 0 or valid_s <= 0 or self.holding:
                 await self._changed.wait()
                 continue
             wait_ms = int(min(self._settings.poll_s, valid_s) * 1000)
@@ -243,6 +258,8 @@ class Adapter:
                 self._bus.queue.settled(self._info.model, entry.trace)
                 return
             run = self._run_of(writer, entry, submission, block, declared, opened)
+            due = None if opened.left_s is None else anyio.current_time() + opened.left_s
+            self._claimed[trace] = entry, submission, due
             self._by_trace[trace] = run
             for order in early:
                 self._obey(order)
@@ -253,6 +270,8 @@ class Adapter:
                     self._steering.over(run.live)
         finally:
             del self._by_trace[trace]
+            self._claimed.pop(trace, None)
+            writer.forget(trace)
 
     def _run_of(
         self,
@@ -340,6 +359,62 @@ class Adapter:
                 why = "somebody else wrote to its stream"
                 await self._bus.queue.put_back(model, engine, why, lost=True, trace=entry.trace)
                 self._bus.queue.settled(model, entry.trace)
+
+    # --- a Redis that is away ---------------------------------------------------------------------------------------
+
+    def _claims(self) -> list[tuple[Any, ...]]:
+        """What says again which traces run here, for a server that came back without having heard of it."""
+        records, model, engine = self._bus.records, self._info.model, self._info.engine
+        commands: list[tuple[Any, ...]] = []
+        for trace, run in self._by_trace.items():
+            if not isinstance(run, TraceRun) or run.ended or run.fenced:
+                continue
+            entry, submission, due = self._claimed[trace]
+            if due is not None:
+                submission = msgspec.structs.replace(submission, deadline_s=max(0.0, due - anyio.current_time()))
+            live = run.live
+            commands += [
+                records.creation(submission, parted(submission.live)),
+                records.claiming(
+                    *(trace, engine, run.attempt),
+                    closed=run.closed,
+                    version=0 if live is None else live.version,
+                    live={} if live is None else live.changed,
+                    paused=run.paused_by,
+                ),
+                claiming(
+                    *(self._bus.keys, model, engine, entry),
+                    client=submission.client,
+                    priority=submission.priority,
+                    lease="" if submission.detach else submission.lease,
+                ),
+            ]
+        return commands
+
+    async def _press(self, writer: Writer) -> None:
+        """Hold the engine while more waits for Redis than is to be kept here, until half of that is left."""
+        most = self._settings.buffer_bytes
+        while True:
+            await anyio.sleep(_PRESS_S)
+            if not self.holding and not self._by_trace:
+                continue
+            # What lies in the link is here, too.
+            self._reports.pull()
+            waiting = writer.backlog + sum(half.held for half in self._halves.values())
+            waiting += sum(run.held for run in self._by_trace.values() if isinstance(run, TraceRun))
+            if self.holding == (waiting > (most // 2 if self.holding else most)):
+                continue
+            self.holding = not self.holding
+            try:
+                if self.holding:
+                    logger.warning("%d bytes wait for Redis: the engine is held", waiting)
+                    await self._engine.hold()
+                else:
+                    logger.warning("Redis has taken what waited: the engine goes on")
+                    await self._engine.go_on()
+            except EngineLost as error:
+                logger.debug("the engine was neither held nor let go on: %s", error)
+            self._notify()
 
     # --- control ----------------------------------------------------------------------------------------------------
 
@@ -589,7 +664,8 @@ class Adapter:
             # Of requests that nobody follows: plain ones.
             self._reports.pull()
             info.running = len(self._runs)
-            info.state = "lost" if self.lost else "draining" if self._stopping.is_set() else "serving"
+            stopping = "draining" if self._stopping.is_set() else "holding" if self.holding else "serving"
+            info.state = "lost" if self.lost else stopping
             try:
                 await self._renew()
                 await self._look_after_clients()

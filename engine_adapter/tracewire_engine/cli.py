@@ -22,6 +22,7 @@ from pathlib import Path
 import anyio
 
 from tracewire_bus.blobs import THRESHOLD_BYTES
+from tracewire_bus.connection import BusError, BusUnavailable
 
 from .orphans import die_with_parent
 from .supervisor import SUPERVISOR_PID, supervise
@@ -132,6 +133,27 @@ def _adapter(arguments: list[str]) -> int:
         help="likewise, when its events take more bytes than this (default 0: any number)",
     )
     ours.add_argument(
+        "--buffer-bytes",
+        type=int,
+        default=256 * 1024 * 1024,
+        metavar="BYTES",
+        help="how much may wait for a Redis that is away or slow before the engine is held",
+    )
+    ours.add_argument(
+        "--memory-patience",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="how long a trace waits for a Redis whose memory is full before it fails",
+    )
+    ours.add_argument(
+        "--retention",
+        type=float,
+        default=3600.0,
+        metavar="SECONDS",
+        help="how long a trace can be read after its end",
+    )
+    ours.add_argument(
         "--check-collect",
         action="store_true",
         help="check every trace's saves against what nnsight's own collect returns (costs throughput)",
@@ -149,6 +171,12 @@ def _adapter(arguments: list[str]) -> int:
     for setting in ("retain_events", "retain_bytes"):
         if getattr(options, setting) < 0:
             parser.error(f"--{setting.replace('_', '-')} takes a number, or 0; got {getattr(options, setting)}")
+    if options.buffer_bytes <= 0:
+        parser.error(f"--buffer-bytes takes a number of bytes above 0; got {options.buffer_bytes}")
+    if not options.memory_patience >= 0:
+        parser.error(f"--memory-patience takes a number of seconds; got {options.memory_patience}")
+    if not 1 <= options.retention < math.inf:
+        parser.error(f"--retention takes a number of seconds, at least 1; got {options.retention}")
     if not options.url:
         parser.error("--url is required (or set TRACEWIRE_URL): the Redis that clients use")
     folder, name = options.model_folder, options.name
@@ -167,7 +195,24 @@ def _adapter(arguments: list[str]) -> int:
     except UnsupportedSetting as error:
         print(f"tracewire engine: {error}", file=sys.stderr)
         return 2
+    try:
+        # Before the model is loaded, which takes its time.
+        anyio.run(_refuse_eviction, options.url, options.prefix)
+    except BusError as error:
+        print(f"tracewire engine: {error}", file=sys.stderr)
+        return 2
     return _serve(vllm_arguments, name or Path(folder).name, options)
+
+
+async def _refuse_eviction(url: str, prefix: str) -> None:
+    from tracewire_bus.streams import Bus
+
+    try:
+        async with Bus.open(url, prefix=prefix) as bus:
+            await bus.refuse_eviction()
+    except BusUnavailable as error:
+        # It may be there when the model is.
+        logger.warning("%s", error)
 
 
 def _serve(vllm_arguments: object, name: str, options: argparse.Namespace) -> int:
@@ -203,13 +248,22 @@ async def _run(model: object, link: object, blobs: object, info: object, options
     from .vllm_engine import VllmEngine
 
     engine = VllmEngine(model, link, blobs)  # type: ignore[arg-type]
-    async with Bus.open(options.url, prefix=options.prefix) as bus:
-        settings = Settings(
-            drain_s=options.drain,
-            blob_threshold=options.blob_threshold,
-            retain_events=options.retain_events,
-            retain_bytes=options.retain_bytes,
-        )
+    settings = Settings(
+        drain_s=options.drain,
+        blob_threshold=options.blob_threshold,
+        buffer_bytes=options.buffer_bytes,
+        memory_patience_s=options.memory_patience,
+        retain_events=options.retain_events,
+        retain_bytes=options.retain_bytes,
+    )
+    async with Bus.open(options.url, prefix=options.prefix, retention_s=options.retention) as bus:
+        try:
+            await bus.refuse_eviction()
+        except BusUnavailable as error:
+            logger.warning("%s", error)
+        except BusError as error:
+            print(f"tracewire engine: {error}", file=sys.stderr)
+            return 2
         adapter = Adapter(engine, info, bus, settings)  # type: ignore[arg-type]
 
         async def watch_signals() -> None:

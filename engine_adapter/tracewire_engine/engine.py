@@ -64,6 +64,10 @@ class Outputs(Protocol):
         """
         ...
 
+    def size(self) -> int:
+        """How much memory what `get` would return takes, in bytes, about."""
+        ...
+
 
 class Engine(Protocol):
     """What an adapter drives."""
@@ -113,6 +117,22 @@ class Engine(Protocol):
 
     async def resume(self, request: str) -> bool:
         """Let a paused request go on from where it is. Returns whether it was paused.
+
+        Raises:
+            EngineLost: the engine died.
+        """
+        ...
+
+    async def hold(self) -> None:
+        """Make no more tokens, for any request, within two steps. All state is kept, and `abort` still ends requests.
+
+        Raises:
+            EngineLost: the engine died.
+        """
+        ...
+
+    async def go_on(self) -> None:
+        """End a hold.
 
         Raises:
             EngineLost: the engine died.

@@ -9,8 +9,9 @@ An engine that has nothing but paused requests is idle to vLLM, and waits for me
 before, so that the workers report the last step that had any.
 
 EngineCore builds the scheduler from a dotted path, [`pausing_scheduler`][], and answers the utility calls
-`tracewire_pause` and `tracewire_resume` from then on. A step that has been given to the workers is not called back: a
-pause takes hold after at most one such step, or two with async scheduling.
+`tracewire_pause`, `tracewire_resume` and `tracewire_hold` (which pauses all there are, and all that come) from then on.
+A step that has been given to the workers is not called back: a pause takes hold after at most one such step, or two
+with async scheduling.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ class _Pausing:
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.tracewire_paused: set[Any] = set()
+        #: Whether all are, those to come included.
+        self.tracewire_held = False
         #: What vLLM does not see among the running requests now, and may take blocks from: the last first.
         self.tracewire_aside: list[Any] = []
         self.tracewire_preempted: list[Any] = []
@@ -63,9 +66,14 @@ class _Pausing:
     def resume_requests(self, request_ids: Iterable[str]) -> int:
         """Let these go on; returns how many of them were paused."""
         names = set(request_ids)
-        found = {request for request in self._still_paused() if request.request_id in names}
+        found = {request for request in self.tracewire_paused if request.request_id in names}
+        found = {request for request in found if not request.is_finished()}
         self.tracewire_paused -= found
         return len(found)
+
+    def hold(self, on: bool) -> None:
+        """Leave all requests out of every step, or all but the paused in again."""
+        self.tracewire_held = on
 
     def schedule(self, *args: Any, **options: Any) -> Any:
         """vLLM's next step, without the paused."""
@@ -82,11 +90,13 @@ class _Pausing:
 
     def has_requests(self) -> bool:
         """Whether to make a step."""
-        return bool(super().has_requests()) or (self.tracewire_stepped and bool(self.tracewire_paused))  # type: ignore[misc]
+        return bool(super().has_requests()) or (self.tracewire_stepped and bool(self._still_paused()))  # type: ignore[misc]
 
     def _still_paused(self) -> set[Any]:
         if any(request.is_finished() for request in self.tracewire_paused):
             self.tracewire_paused = {request for request in self.tracewire_paused if not request.is_finished()}
+        if self.tracewire_held:
+            return {request for request in self.requests.values() if not request.is_finished()}
         return self.tracewire_paused
 
     @contextmanager
@@ -165,8 +175,12 @@ def _resume(core: Any, request_ids: list[str]) -> int:
     return count
 
 
+def _hold(core: Any, on: bool) -> None:
+    core.scheduler.hold(on)
+
+
 def pausing_scheduler(vllm_config: Any, **options: Any) -> _Pausing:
     """Make EngineCore's scheduler, and let EngineCore answer calls about it: what `scheduler_cls` names."""
-    EngineCore.tracewire_pause, EngineCore.tracewire_resume = _pause, _resume
+    EngineCore.tracewire_pause, EngineCore.tracewire_resume, EngineCore.tracewire_hold = _pause, _resume, _hold
     kind = PausingAsyncScheduler if vllm_config.scheduler_config.async_scheduling else PausingScheduler
     return kind(vllm_config=vllm_config, **options)

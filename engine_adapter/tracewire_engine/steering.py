@@ -62,6 +62,8 @@ class LiveTrace:
             except msgspec.MsgspecError:
                 logger.exception("a change of live parameters of run %s could not be read", run)
         self._values: dict[str, Any] = unpack(packed)
+        #: What has changed since, packed, by name.
+        self.changed: dict[str, bytes] = {}
         self._stops = list(stops)
         #: The last version that the workers were sent, and the last that they reported.
         self.sent = self.applied = version
@@ -81,6 +83,7 @@ class LiveTrace:
             # It had been accepted before the run began, and is among its first values.
             return {}
         self.version = change.version
+        self.changed.update({name: bytes(packed) for name, packed in change.values.items()})
         self._untold.append((change.version, data))
         return change.values
 

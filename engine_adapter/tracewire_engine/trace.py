@@ -44,7 +44,7 @@ from tracewire_bus.messages import (
     Submission,
     Usage,
 )
-from tracewire_bus.streams import BusError, Fenced, Writer
+from tracewire_bus.streams import BusError, BusFull, Fenced, Writer
 from tracewire_bus.values import unpack
 
 from .engine import Choice, Engine, EngineLost, Outputs, Prepared, Rejection
@@ -141,14 +141,21 @@ class Half:
         self.large = False
         self._block = block
         self._reads = reads
+        self._held = 0
         #: For the one task that publishes the request's outputs.
         self._changed = Wakeup()
+
+    @property
+    def held(self) -> int:
+        """How much memory what is not published yet takes, in bytes, about."""
+        return self._held + sum(len(raw) for choice in self.choices for _, raw in choice.reads.blobs)
 
     def step(self, record: StepRecord, ended_at: float) -> None:
         """Take the record of a step that ended at `ended_at`."""
         choice = self.choices[record.choice]
         choice.time = ended_at
         choice.steps[record.index] = record.deltas
+        self._held += _size(record.deltas)
         choice.stepped += 1
         if record.deltas != _NO_DELTAS:
             choice.digests.take(record.deltas)
@@ -163,6 +170,7 @@ class Half:
         choice.read += 1
         reads = choice.reads
         reads.take(index, items, data)
+        self._held += sum(map(len, reads.steps.get(index, ())))
         if reads.stopped is not None and choice.ended_at is None:
             choice.ended, choice.ended_at, choice.reason = "stop", reads.stopped_at, f"StopWhen({reads.stopped.probe})"
         self._changed.notify()
@@ -200,6 +208,10 @@ class Half:
             if ended_at is not None and all(self._there(half, index) for index in wanted if index <= ended_at):
                 break
             await self._more()
+        for index in wanted:
+            if index in half.steps:
+                self._held -= _size(half.steps[index])
+            self._held -= sum(map(len, half.reads.steps.get(index, ())))
         found = [half.steps.pop(index, _NO_DELTAS) for index in wanted]
         if self._reads:
             for place, index in enumerate(wanted):
@@ -223,6 +235,11 @@ class Half:
                 await self._changed.wait()
             finally:
                 self._reports.content()
+
+
+def _size(deltas: msgspec.Raw) -> int:
+    """What a record of a step takes, in bytes, about."""
+    return memoryview(deltas).nbytes + 200
 
 
 class _Request:
@@ -270,6 +287,7 @@ class TraceRun:
         self._writer = writer
         self._halves = halves
         self._submission = submission
+        self._trace = submission.trace
         self._block = block
         self._declared = declared
         self._reads = any(isinstance(one, (Probe, LogitLens)) for one in submission.interventions)
@@ -292,6 +310,8 @@ class TraceRun:
         #: Whether a final event was queued for the stream, by this attempt; whether the stream refused this attempt.
         self.ended = False
         self.fenced = False
+        #: Whether its record takes no more changes.
+        self.closed = False
         #: What vLLM itself ended a request with, where it was neither done nor asked to.
         self._broken: Failure | None = None
         #: How it is to end, when it was told to before its own end; and whether `Accepted` is out.
@@ -379,11 +399,22 @@ class TraceRun:
             if request.half is not None:
                 request.half.renew(stops)
 
+    @property
+    def paused_by(self) -> str | None:
+        """Who has it paused, if somebody has."""
+        return self._held
+
+    @property
+    def held(self) -> int:
+        """How much memory the outputs that nobody has taken yet take, in bytes, about."""
+        return sum(request.outputs.size() for request in self.requests)
+
     def end(self, status: Status, failure: Failure) -> bool:
         """Have it end as `status`, as soon as it can: `abort_all` is the caller's. Returns whether that is news."""
         if self._ending is not None or self.ended:
             return False
         self._ending = status, failure
+        self._writer.hurry(self._trace)
         return True
 
     def hold(self, by: str, *, resume: bool = False) -> None:
@@ -404,10 +435,16 @@ class TraceRun:
                 for request in self.requests:
                     await (self._engine.pause if paused else self._engine.resume)(request.name)
                 if not self.ended:
-                    told = Paused if paused else Resumed
-                    await self._append(told(**_UNNUMBERED, by=by, time=time.time()))
+                    await self._tell(Paused if paused else Resumed, by)
         finally:
             self._settling = False
+
+    async def _tell(self, kind: type[Paused] | type[Resumed], by: str) -> None:
+        try:
+            await self._append(kind(**_UNNUMBERED, by=by, time=time.time()))
+        except BusFull as error:
+            logger.warning("trace %s does not tell that it was paused or resumed: %s", self._trace, error)
+            self._seq = self._writer.resume(self._trace, self.attempt)
 
     async def run(self) -> None:
         """Run to the end. Publishes exactly one final event, unless the stream is fenced against this attempt.
@@ -418,6 +455,7 @@ class TraceRun:
             EngineLost: the engine died; nothing is published of that.
         """
         lost: EngineLost | None = None
+        full: BusFull | None = None
         try:
             if self.attempt > 1:
                 await self._append(Restarted(**_UNNUMBERED, reason=self._why or "its engine was lost"))
@@ -444,6 +482,8 @@ class TraceRun:
             await self.abort_all()
         except* EngineLost as errors:
             lost = _first(errors)
+        except* BusFull as errors:
+            full = _first(errors)
         finally:
             for request in self.requests:
                 self._halves.pop(request.name, None)
@@ -451,6 +491,17 @@ class TraceRun:
                 self._reports.live.pop(self.live.run, None)
         if lost is not None:
             raise lost
+        if full is not None and not self.fenced:
+            await self._end_without_memory(full)
+
+    async def _end_without_memory(self, error: BusFull) -> None:
+        """End it after its last event that Redis has. An end always fits."""
+        await self.abort_all()
+        self._seq = self._writer.resume(self._trace, self.attempt)
+        self.ended = False
+        message = f"{error}; make room on it, or keep finished traces for a shorter time"
+        status, failure = self._ending or ("failed", Failure(type="BusFull", message=message))
+        await self.fail(failure, status=status)
 
     async def _start(self) -> None:
         run = self.live.run if self.live is not None else ""
@@ -637,6 +688,7 @@ class TraceRun:
         live, close = self.live, self._close
         if live is None or close is None:
             return
+        self.closed = True
         backoff = Backoff()
         try:
             while True:

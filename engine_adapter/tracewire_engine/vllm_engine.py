@@ -51,6 +51,15 @@ class _VllmOutputs:
         ]
         return choices, output.finished
 
+    def size(self) -> int:
+        waiting = getattr(self._collector, "output", None)
+        if waiting is None or isinstance(waiting, Exception):
+            return 0
+        return sum(
+            _TOKEN_BYTES * len(one.token_ids) + len(one.text) + _LOGPROB_BYTES * sum(map(len, one.logprobs or ()))
+            for one in waiting.outputs
+        )
+
 
 def _logprobs(entries: Any) -> list[dict[int, tuple[float, int | None, str | None]]] | None:
     if not entries:
@@ -60,6 +69,9 @@ def _logprobs(entries: Any) -> list[dict[int, tuple[float, int | None, str | Non
         for entry in entries
     ]
 
+
+#: What a token and a logprob take in this process, in bytes, about.
+_TOKEN_BYTES, _LOGPROB_BYTES = 48, 250
 
 #: No live parameters, packed.
 _NONE_LIVE = msgspec.msgpack.encode({})
@@ -212,6 +224,18 @@ class VllmEngine:
         names = list(self.llm.output_processor.external_req_ids.get(request, ()))
         try:
             return bool(names) and bool(await self.llm.engine_core.call_utility_async(method, names))
+        except EngineDeadError as error:
+            raise EngineLost(str(error)) from error
+
+    async def hold(self) -> None:
+        await self._hold(True)
+
+    async def go_on(self) -> None:
+        await self._hold(False)
+
+    async def _hold(self, on: bool) -> None:
+        try:
+            await self.llm.engine_core.call_utility_async("tracewire_hold", on)
         except EngineDeadError as error:
             raise EngineLost(str(error)) from error
 

@@ -24,6 +24,7 @@ __all__ = [
     "AmbiguousResult",
     "BlockError",
     "BrokenStream",
+    "BusFull",
     "ConnectError",
     "EventsLost",
     "InterventionError",
@@ -101,6 +102,13 @@ class Overloaded(TracewireError):
             f"{waiting} submissions wait for the model {model!r}, the limit is {limit}; "
             f"there may be room in {retry_after:.3g} s"
         )
+
+
+class BusFull(TracewireError):
+    """Redis has too little memory left for another trace: this one was not queued, and may be started again later.
+
+    What makes room: traces that end and expire (`tracewire engine --retention`), or more `maxmemory`.
+    """
 
 
 class UnknownTrace(TracewireError, LookupError):

@@ -16,8 +16,12 @@ from typing import TYPE_CHECKING
 import anyio
 
 from tracewire_bus.connection import Background, BusError, NotAllowed
+from tracewire_bus.records import TraceElsewhere, TraceEnded
+
+from .large import without_large
 
 if TYPE_CHECKING:
+    from tracewire_bus.messages import Submission
     from tracewire_bus.streams import Bus
 
 __all__ = ["Presence"]
@@ -27,6 +31,10 @@ logger = logging.getLogger("tracewire")
 #: How long after its deadline a trace is looked at again, in seconds: engines have had their time by then.
 _AGAIN_S = 5.5
 _SOON_S = 0.05
+#: How often a client that waits for engines to accept its traces looks whether Redis was away, in seconds.
+LOOK_S = 1.0
+#: For how long a trace that was submitted may have to be submitted again, in seconds in which Redis was there.
+EXPECT_S = 60.0
 
 
 class Presence:
@@ -43,6 +51,21 @@ class Presence:
         self._due: list[tuple[float, str, bool]] = []
         self._changed = anyio.Event()
         self._task: Background | None = None
+        #: What was submitted and no engine has accepted yet, as far as was read; and when Redis was last found away.
+        self._expected: dict[str, tuple[float, Submission]] = {}
+        self._broken_at = bus.broken_at
+
+    def expect(self, submission: Submission) -> None:
+        """Submit a trace again should Redis have forgotten it after an outage, until `content`, or for a minute."""
+        self._expected[submission.trace] = anyio.current_time(), submission
+        if self._task is None:
+            self._run()
+        elif len(self._expected) == 1:
+            self._changed.set()
+
+    def content(self, trace: str) -> None:
+        """A trace needs that no more."""
+        self._expected.pop(trace, None)
 
     async def lease(self) -> str:
         """The client's lease, held from now on."""
@@ -102,16 +125,50 @@ class Presence:
             await link.drop()
 
     async def _watch(self) -> None:
-        """See to deadlines for ever."""
+        """See to deadlines, and to what was submitted, for ever."""
         while True:
             self._changed = anyio.Event()
             wait_s = self._due[0][0] - anyio.current_time() if self._due else math.inf
+            if self._expected:
+                wait_s = min(wait_s, LOOK_S)
             with anyio.move_on_after(max(0.0, wait_s)):
                 await self._changed.wait()
             try:
                 await self._sweep(anyio.current_time())
+                if self._expected:
+                    await self._look()
             except BusError as error:
-                logger.warning("deadlines could not be looked at: %s", error)
+                logger.warning("deadlines or traces could not be looked after: %s", error)
+
+    async def _look(self) -> None:
+        """Submit again what Redis does not know any more since it was away."""
+        if self._bus.broken_at == self._broken_at:
+            # Whether the servers are there that have the queues.
+            await self._bus.submitted(*{one.model: one.trace for _, one in self._expected.values()}.items())
+        # Taken before anything is asked: what breaks from now on is looked at the next time.
+        broken_at = self._bus.broken_at
+        if broken_at == self._broken_at:
+            # In the order in which they were submitted.
+            while self._expected:
+                trace, (since, _) = next(iter(self._expected.items()))
+                if since > anyio.current_time() - EXPECT_S:
+                    break
+                del self._expected[trace]
+            return
+        expected = [submission for _, submission in self._expected.values()]
+        for start in range(0, len(expected), 100):
+            some = expected[start : start + 100]
+            known = await self._bus.submitted(*((one.model, one.trace) for one in some))
+            for one in some:
+                if one.trace in known or one.trace not in self._expected:
+                    continue
+                logger.warning("Redis came back without trace %s, which is submitted again", one.trace)
+                # It was admitted once.
+                try:
+                    await self._bus.submit(await without_large(one, self._bus))
+                except (TraceElsewhere, TraceEnded):
+                    self.content(one.trace)
+        self._broken_at = broken_at
 
     async def _sweep(self, now: float) -> None:
         due: list[tuple[float, str, bool]] = []

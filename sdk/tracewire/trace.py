@@ -19,9 +19,11 @@ import msgspec
 from tracewire_bus.fold import DigestMismatch, Fold
 from tracewire_bus.messages import Submission
 from tracewire_bus.records import TraceElsewhere, TraceEnded
+from tracewire_bus.streams import BusFull as NoMemory
 from tracewire_bus.streams import EntryTooLarge, QueueFull
 
 from .errors import (
+    BusFull,
     InterventionError,
     Overloaded,
     StateMismatch,
@@ -115,6 +117,7 @@ class Trace:
             UnknownModel: no live engine serves the model.
             UnknownModulePath: the block names a module that the model does not have.
             Overloaded: too many submissions wait for the model. It can be started again.
+            BusFull: Redis has too little memory left. It can be started again.
             ConnectError: Redis does not answer.
         """
         if self._reader is not None:
@@ -128,6 +131,7 @@ class Trace:
             try:
                 if not submission.detach:
                     submission = msgspec.structs.replace(submission, lease=await presence.lease())
+                whole = submission
                 submission = self._submission = await without_large(submission, bus)
                 try:
                     await bus.submit(submission, model.info.queue_limit)
@@ -136,12 +140,18 @@ class Trace:
                     if not submission.detach:
                         await self._leave()
                     raise
+                presence.expect(whole)
                 if submission.deadline_s is not None:
                     presence.watch(self.id, submission.deadline_s)
             except (TraceElsewhere, TraceEnded) as error:
                 raise TraceRejected("trace_id", f"{error}: take another one") from None
             except QueueFull as error:
                 raise Overloaded(self.model, error.waiting, error.limit, error.retry_after_s) from None
+            except NoMemory as error:
+                raise BusFull(
+                    f"{error}: start it again later, keep finished traces for a shorter time "
+                    "(tracewire engine --retention), or give Redis more memory"
+                ) from None
             except EntryTooLarge as error:
                 hint = "arrays of any size can be submitted; make the block's other variables or the prompts smaller"
                 raise TraceRejected("submission", f"{error}: {hint}") from None
@@ -187,6 +197,7 @@ class Trace:
         Idempotent, and finishes even when cancelled.
         """
         leaving = self._reader is not None and not self._closed
+        self._client._presence.content(self.id)
         self._closed = True
         if self._reader is None:
             return
@@ -332,6 +343,9 @@ class Trace:
                 self._progress = anyio.Event()
 
     def _take(self, event: Event) -> None:
+        if self._accepted is None:
+            # An engine has it.
+            self._client._presence.content(self.id)
         if isinstance(event, Accepted):
             self._accepted = event
         elif not isinstance(event, Final):

@@ -16,6 +16,7 @@ from tests.scripted import engine_info
 from tracewire_bus.cluster import Cluster as Slots
 from tracewire_bus.cluster import ClusterLink
 from tracewire_bus.connection import After
+from tracewire_bus.firehose import telling
 from tracewire_bus.live import live_values
 from tracewire_bus.messages import Invoke, Submission
 from tracewire_bus.scripts import Script
@@ -94,6 +95,30 @@ class Writing:
             return self.done >= number
 
         await until(is_past)
+
+
+async def test_what_nodes_lack_is_appended_again_to_each(cluster: Cluster, prefix: str) -> None:
+    async with Bus.open(cluster.url, prefix=prefix) as bus, bus.writer() as writer:
+        traces = [f"trace{number}" for number in range(12)]
+        for trace in traces:
+            for seq in range(3):
+                life = telling("accepted", trace, model="m", engine="e", attempt=1) if seq == 0 else None
+                await writer.append(trace, 1, seq, b"%d" % seq, life=life)
+        lost = traces[::2]
+        for trace in lost:
+            await bus.command("DEL", bus.keys.events(trace))
+            await bus.command("DEL", bus.keys.firehose(bus.keys.tag(trace)))
+        await writer._link.drop()
+        # It goes behind what comes back on any node.
+        for trace in traces:
+            await writer.append(trace, 1, 3, b"3", final=True)
+        for trace in traces:
+            assert_whole(await rest(bus, trace), 3)
+        tags = {bus.keys.tag(trace) for trace in lost}
+        for tag in tags:
+            entries = await bus.command("XRANGE", bus.keys.firehose(tag), "-", "+")
+            told = [dict(zip(flat[::2], flat[1::2], strict=True))[b"t"].decode() for _, flat in entries]
+            assert sorted(told) == [trace for trace in sorted(lost) if bus.keys.tag(trace) == tag]
 
 
 async def test_everything_on_a_cluster(cluster: Cluster, prefix: str) -> None:

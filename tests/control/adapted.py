@@ -40,6 +40,10 @@ class PlayedOutputs:
         choice, finished = await self._receive.receive()
         return [choice], finished
 
+    def size(self) -> int:
+        """As the seam has it."""
+        return 0
+
 
 class PlayedEngine:
     """An engine without a model. What it was asked to do stands in `asked`."""
@@ -94,6 +98,14 @@ class PlayedEngine:
         """Go on."""
         self.asked.append(("resume", request))
         return True
+
+    async def hold(self) -> None:
+        """Make no more tokens."""
+        self.asked.append(("hold", ""))
+
+    async def go_on(self) -> None:
+        """Make them again."""
+        self.asked.append(("go on", ""))
 
     def decode(self, token_ids: list[int], prepared: Prepared) -> str:
         """The text."""

@@ -300,3 +300,25 @@ async def test_paused_requests_give_their_blocks_up_and_are_computed_anew(
     assert one.count() == held
     await engine.resume(one.name)
     same(await one.result(), alone)
+
+
+async def test_a_held_engine_makes_no_tokens_and_goes_on(engine: Any, client: Client, model: Model) -> None:
+    """All of it, whatever was paused by name; what is aborted meanwhile ends."""
+    running = [await start(engine, client, model, block, max_tokens=60) for block in (None, reads)]
+    gone = await start(engine, client, model, max_tokens=400)
+    for one in (*running, gone):
+        await one.until(5)
+    await engine.hold()
+    for one in (*running, gone):
+        await one.rest()
+    counts = [one.count() for one in running]
+    assert max(counts) < 60
+    await client.cancel(gone.trace.id)
+    with pytest.raises(tracewire.TraceFailed):
+        await gone.result()
+    late = await start(engine, client, model, max_tokens=10)
+    assert [one.count() for one in running] == counts
+    assert not late.count()
+    await engine.go_on()
+    for one in (*running, late):
+        assert len((await one.result()).token_ids) == (10 if one is late else 60)

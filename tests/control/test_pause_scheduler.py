@@ -218,6 +218,33 @@ def test_an_engine_of_paused_requests_idles_after_one_step_without_tokens(config
     assert core.scheduler.get_request_counts() == (0, 0)
 
 
+def test_a_held_engine_idles_and_goes_on_where_it_was(config: Any, depth: int) -> None:
+    core = Core(config, 100, depth, "fcfs")
+    for number in range(PLACES + 1):
+        core.add(f"r{number}", [number + 1], 8)
+    for _ in range(3):
+        core.step()
+    core.scheduler.pause_requests(["r0"])
+    core.scheduler.hold(True)
+    core.add("late", [9], 8)
+    core.settle()
+    assert core.steps[-1] == set()
+    assert not core.has_work
+    core.scheduler.finish_requests(["r1"], RequestStatus.FINISHED_ABORTED)
+    core.settle()
+    assert core.steps[-1] == set()
+    core.scheduler.hold(False)
+    core.settle()
+    # Who was paused by name is so still.
+    assert core.scheduler.get_request_counts()[0] + core.scheduler.get_request_counts()[1] == 1
+    core.scheduler.resume_requests(["r0"])
+    core.settle()
+    for name, prompt in (("r0", [1]), ("r2", [3]), ("late", [9])):
+        assert core.generated[name] == alone(prompt, 8)
+    assert core.scheduler.get_request_counts() == (0, 0)
+    assert core.scheduler.kv_cache_manager.usage == 0
+
+
 def test_a_waiting_request_stays_waiting_and_keeps_its_turn(config: Any, depth: int) -> None:
     core = Core(config, 100, depth, "fcfs")
     for number in range(PLACES + 2):

@@ -114,6 +114,10 @@ class _Request:
         self.ready.clear()
         return [choice], choice.finish_reason is not None
 
+    def size(self) -> int:
+        """As the seam has it."""
+        return 0 if self.waiting is None else 48 * len(self.waiting.token_ids) + len(self.waiting.text)
+
 
 class ScriptedEngine:
     """An `Engine` that steps all its requests together, each time `pace` returns; for ever by itself, in `run`.
@@ -129,6 +133,7 @@ class ScriptedEngine:
         self._reports: list[Report] = []
         self._arrived = asyncio.Event()
         self.lost = False
+        self.holding = False
         #: How often it has stepped.
         self.steps = 0
 
@@ -144,6 +149,9 @@ class ScriptedEngine:
     def step(self) -> None:
         """One step of all requests that run."""
         if self.lost:
+            return
+        if self.holding:
+            self._flush_aborted()
             return
         self.steps += 1
         records, finishes = [], []
@@ -163,6 +171,13 @@ class ScriptedEngine:
                 finishes.append(request.finish())
                 del self._requests[request.name]
         self._reports.append(Report(time(), records, finishes))
+        self._arrived.set()
+
+    def _flush_aborted(self) -> None:
+        finishes = [request.finish() for request in self._requests.values() if request.over]
+        for finish in finishes:
+            del self._requests[finish.request]
+        self._reports.append(Report(time(), [], finishes))
         self._arrived.set()
 
     def die(self) -> None:
@@ -214,6 +229,14 @@ class ScriptedEngine:
         if running is not None:
             running.held = False
         return running is not None
+
+    async def hold(self) -> None:
+        """Make no more steps."""
+        self.holding = True
+
+    async def go_on(self) -> None:
+        """Make steps again."""
+        self.holding = False
 
     def decode(self, token_ids: list[int], prepared: Prepared) -> str:
         """The text of these tokens."""

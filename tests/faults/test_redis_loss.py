@@ -1,0 +1,600 @@
+"""A Redis that dies, comes back with less, is replaced by a replica that lagged, or has no memory left."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import pytest
+
+import tracewire
+from tests.bus.proxy import proxy
+from tests.faults.scripted import ScriptedEngine, acts, info, serving
+from tests.faults.servers import Server, free_port, server
+from tests.faults.test_engine_loss import Gate, free, some, whole
+from tracewire import Final, Output, Restarted
+from tracewire.presence import Presence
+from tracewire_bus import recovery
+from tracewire_bus import writer as writing
+from tracewire_bus.connection import BusFull
+from tracewire_bus.firehose import telling
+from tracewire_bus.keys import FINAL_ID
+from tracewire_bus.messages import Invoke, Submission
+from tracewire_bus.streams import Bus, BusError, Fenced
+
+PATIENCE = 20
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What waits for a while waits less."""
+    monkeypatch.setattr(recovery, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(writing, "LOOK_S", 0.05)
+    monkeypatch.setattr("tracewire.presence.LOOK_S", 0.05)
+
+
+@pytest.fixture
+async def redis(tmp_path: Path) -> AsyncIterator[Server]:
+    """A server with a log that is on the disk every second."""
+    async with server(tmp_path / "redis") as one:
+        yield one
+
+
+async def until(there: Callable[[], Awaitable[Any]] | Callable[[], bool]) -> None:
+    """Wait until something is so."""
+    with anyio.fail_after(PATIENCE):
+        while True:
+            found = there()
+            if found if isinstance(found, bool) else await found:
+                return
+            await anyio.sleep(0.005)
+
+
+def ids(events: list[Any]) -> list[tuple[int, int]]:
+    """The numbers of events."""
+    return [(event.attempt, event.seq) for event in events]
+
+
+async def test_with_every_write_on_the_disk_nothing_is_lost(tmp_path: Path) -> None:
+    gate = Gate()
+    async with (
+        server(tmp_path / "redis", appendfsync="always") as redis,
+        tracewire.connect(redis.url) as client,
+        Bus.open(redis.url) as bus,
+        serving(bus, ScriptedEngine(gate)),
+    ):
+        await client.model("tiny", wait_for_engine=PATIENCE)
+        async with client.trace("tiny", "hello", acts, max_tokens=60, detach=True) as trace:
+            for _ in range(3):
+                gate.step(15)
+                await some(trace, 15)
+                redis.kill()
+                gate.step(3)
+                await redis.start()
+                await some(trace, 3)
+            gate.open()
+            assert not any(isinstance(event, Restarted) for event in await whole(client, trace.id, "hello", 60))
+
+
+@pytest.mark.parametrize("what", ["events", "everything", "end"])
+async def test_what_a_killed_redis_lost_is_appended_again(redis: Server, what: str) -> None:
+    """Also the record and the queue entry, if it forgot those, and when nothing more was to be appended."""
+    gate = Gate()
+    described = info()
+    async with (
+        tracewire.connect(redis.url) as client,
+        tracewire.connect(redis.url) as late,
+        Bus.open(redis.url) as bus,
+        serving(bus, ScriptedEngine(gate), described) as adapter,
+    ):
+        await client.model("tiny", wait_for_engine=PATIENCE)
+        before = redis.written
+        trace = client.trace(
+            "tiny", "hello", acts, max_tokens=30, detach=True, live={"alpha": 1.0}, deadline=600, trace_id="t"
+        )
+        await trace.start()
+        gate.step(5)
+        await some(trace, 5)
+        if what != "everything":
+            before = redis.written
+        gate.step(10)
+        await some(trace, 10)
+        if what == "end":
+            gate.open()
+            await trace.result()
+            await redis.lose(before)
+            await until(lambda: bus.records.ended("t"))
+            await until(lambda: not adapter.busy)
+        else:
+            await trace.steer(alpha=2.0)
+            await until(lambda: adapter._by_trace["t"].live.version == 1)
+            await trace.pause(by="me")
+            await until(lambda: adapter._by_trace["t"]._paused)
+            await redis.lose(before)
+            keys = bus.keys
+
+            async def claimed() -> bool:
+                taken = await bus.command("HGET", keys.queue("tiny", "taken"), "t")
+                record = await bus.command("HMGET", keys.record("t"), "e", "a", "s", "v")
+                name = described.engine.encode()
+                return taken == name and record == [name, b"1", b"running", b"1"]
+
+            await until(claimed)
+            assert (await client.live("t")).values == {"alpha": 2.0}
+            assert await trace.resume()
+            assert await bus.queue.waiting("tiny") == 0
+            assert await bus.command("ZCARD", keys.deadlines(keys.tag("t"))) == 1
+            gate.open()
+        events = await whole(late, "t", "hello", 30)
+        assert not any(isinstance(event, Restarted) for event in events)
+        # Who read on meanwhile has the same.
+        result = await trace.result()
+        assert result.token_ids == (await late.state("t")).token_ids
+        await until(lambda: _settled(bus))
+        assert await bus.command("TTL", bus.keys.events("t")) <= 3600
+        await trace.aclose()
+
+
+async def _settled(bus: Bus) -> bool:
+    return not await bus.command("HLEN", bus.keys.queue("tiny", "entries"))
+
+
+async def test_a_redis_that_keeps_dying_among_many_traces(redis: Server) -> None:
+    count, tokens = 20, 40
+    gate = Gate()
+    async with (
+        tracewire.connect(redis.url) as client,
+        Bus.open(redis.url) as bus,
+        serving(bus, ScriptedEngine(gate)),
+    ):
+        await client.model("tiny", wait_for_engine=PATIENCE)
+        traces = [client.trace("tiny", f"prompt {one}", acts, max_tokens=tokens, detach=True) for one in range(count)]
+        for trace in traces:
+            await trace.start()
+        for trace in traces:
+            await trace.accepted()
+        for _ in range(3):
+            since = redis.written
+            gate.step(8)
+            for trace in traces[::3]:
+                await some(trace, 4)
+            await redis.lose(since)
+        gate.open()
+        for one, trace in enumerate(traces):
+            events = await whole(client, trace.id, f"prompt {one}", tokens)
+            assert not any(isinstance(event, Restarted) for event in events)
+            assert (await trace.result()).token_ids == (await client.state(trace.id)).token_ids
+            await trace.aclose()
+
+
+async def test_a_replica_that_lagged_gets_what_it_lacks(tmp_path: Path) -> None:
+    gate = Gate()
+    port = free_port()
+    async with (
+        server(tmp_path / "one", port=port) as one,
+        server(tmp_path / "two", replicaof=f"127.0.0.1 {port}") as two,
+        proxy(one.url, tmp_path) as way,
+        Bus.open(two.url) as replica,
+        tracewire.connect(way.url) as client,
+        Bus.open(way.url) as bus,
+        serving(bus, ScriptedEngine(gate)),
+    ):
+        await client.model("tiny", wait_for_engine=PATIENCE)
+        trace = client.trace("tiny", "hello", acts, max_tokens=30, detach=True)
+        await trace.start()
+        gate.step(5)
+        await some(trace, 5)
+
+        async def followed() -> bool:
+            return await replica.tail_id(trace.id) == await bus.tail_id(trace.id)
+
+        await until(followed)
+        # It hears of nothing that follows.
+        await replica.command("REPLICAOF", "NO", "ONE")
+        gate.step(10)
+        await some(trace, 10)
+        assert not await followed()
+        one.kill()
+        way._socket = str(two.socket)
+        await way.cut()
+        gate.open()
+        events = await whole(client, trace.id, "hello", 30)
+        assert not any(isinstance(event, Restarted) for event in events)
+        await trace.result()
+        await trace.aclose()
+
+
+async def test_a_trace_of_which_too_much_is_lost_runs_again(redis: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writing, "KEEP_BYTES", 1500)
+    gate = Gate()
+    async with (
+        tracewire.connect(redis.url) as client,
+        Bus.open(redis.url) as bus,
+        serving(bus, ScriptedEngine(gate)),
+    ):
+        await client.model("tiny", wait_for_engine=PATIENCE)
+        async with client.trace("tiny", "hello", acts, max_tokens=30, detach=True) as trace:
+            gate.step(5)
+            await some(trace, 5)
+            since = redis.written
+            for _ in range(10):
+                gate.step()
+                await some(trace, 1)
+            await redis.lose(since)
+            gate.open()
+            events = await whole(client, trace.id, "hello", 30)
+            assert [event.attempt for event in events if isinstance(event, Restarted)] == [2]
+            assert (await trace.result()).token_ids == (await client.state(trace.id)).token_ids
+
+
+async def test_what_others_wrote_to_a_server_that_came_back_stays(redis: Server) -> None:
+    async with Bus.open(redis.url) as bus, bus.writer() as writer:
+        since = redis.written
+        for trace in ("same", "other", "newer", "ended"):
+            for seq in range(5):
+                await writer.append(trace, 1, seq, b"mine %d" % seq)
+        await writer.append("ended", 1, 5, b"the end", final=True)
+        redis.kill()
+        redis.forget(since)
+        # Whoever writes first is heard: we are not connected again before it is there.
+        preload = Server(redis.folder, unixsocket=redis.folder / "other.sock")
+        preload.socket = redis.folder / "other.sock"
+        await preload.start()
+        async with Bus.open(f"unix://{preload.socket}") as others:
+            for trace, id_, data in (
+                ("same", "1-0", b"mine 0"),
+                ("other", "1-1", b"theirs"),
+                ("newer", "2-0", b"theirs"),
+                ("ended", "1-0", b"mine 0"),
+            ):
+                await others.command("XADD", bus.keys.events(trace), id_, "v", "1.0", "d", data)
+        preload.kill()
+        await redis.start()
+        await writer.append("same", 1, 5, b"mine 5")
+        for trace in ("other", "newer"):
+            with pytest.raises(Fenced):
+                await writer.append(trace, 1, 5, b"mine 5")
+
+        async def data(trace: str) -> list[bytes]:
+            return [flat[3] for _, flat in await bus.command("XRANGE", bus.keys.events(trace), "-", "+")]
+
+        mine = [b"mine %d" % seq for seq in range(6)]
+        assert await data("same") == mine
+        assert await data("ended") == [*mine[:5], b"the end"]
+        assert await data("other") == [b"theirs"]
+        assert await data("newer") == [b"theirs"]
+        # The next attempt is ours again.
+        await writer.append("other", 2, 0, b"again")
+        assert 0 < await bus.command("TTL", bus.keys.events("ended")) <= 3600
+
+
+async def test_what_is_appended_again_is_told_once(redis: Server) -> None:
+    """The firehose hears of what was lost with the event, and not again of what was not."""
+    async with Bus.open(redis.url) as bus, bus.writer() as writer:
+        all_of_it = "XRANGE", bus.keys.firehose(bus.keys.tag("t")), "-", "+"
+
+        async def told() -> list[tuple[bytes, bytes]]:
+            entries = [dict(zip(flat[::2], flat[1::2], strict=True)) for _, flat in await bus.command(*all_of_it)]
+            return [(entry[b"k"], entry[b"c"]) for entry in entries]
+
+        async def appended_again(last: str) -> None:
+            opened = writer._link.opened
+            await until(lambda: writer._whole == writer._link.opened > opened)
+            assert await bus.tail_id("t") == last
+
+        await bus.submit(Submission(trace="t", model="m", invokes=[Invoke(prompt="x")], client="me"))
+        await bus.records.open("t", "e", 1)
+        await writer.append("t", 1, 0, b"begun", life=telling("accepted", "t", model="m", engine="e", attempt=1))
+        since = redis.written
+        await writer.append("t", 1, 1, b"held", life=telling("paused", "t", model="m", engine="e", attempt=1))
+        await writer.append("t", 1, 2, b"output")
+        # Nothing, some of it, and the end.
+        everything = [(b"queued", b"me"), (b"accepted", b"me"), (b"paused", b"me")]
+        for lost in (redis.written, since, since):
+            await redis.lose(lost)
+            await appended_again("1-2")
+            assert await told() == everything
+        since = redis.written
+        life = telling("final", "t", model="m", engine="e", attempt=1, status="finished")
+        await writer.append("t", 1, 3, b"end", final=True, life=life)
+        for _ in range(2):
+            await redis.lose(since)
+            await appended_again(FINAL_ID)
+            assert await told() == [*everything, (b"final", b"me")]
+            assert 0 < await bus.command("TTL", bus.keys.events("t")) <= 3600
+
+
+async def test_an_end_is_settled_again_and_its_large_values_are_there(redis: Server) -> None:
+    import numpy as np
+
+    async with Bus.open(redis.url) as bus, bus.writer() as writer:
+        await bus.queue.put("tiny", "t", b"d")
+        assert len(await bus.queue.take("tiny", "e", 1, 0)) == 1
+        since = redis.written
+        ref = await bus.blobs.store("t", np.arange(300_000, dtype="float64"))
+        await writer.append("t", 1, 0, b"begun")
+        await writer.append("t", 1, 1, b"x" * 100_000, final=True, done=("tiny", "t", "e"))
+        assert await _settled(bus)
+        await redis.lose(since)
+        await until(lambda: _settled(bus))
+        assert await bus.tail_id("t") == FINAL_ID
+        assert (await bus.blobs.load("t", ref))[-1] == 299_999
+        assert 0 < await bus.command("TTL", bus.keys.blobs("t")) <= 3600
+
+
+async def test_what_redis_forgot_before_an_engine_took_it_is_submitted_again(redis: Server) -> None:
+    async with tracewire.connect(redis.url) as client, Bus.open(redis.url) as bus:
+        async with serving(bus, ScriptedEngine(Gate())):
+            await client.model("tiny", wait_for_engine=PATIENCE)
+        since = redis.written
+        await bus.register(info(), 600)
+        async with client.trace("tiny", "hello", acts, max_tokens=5, live={"alpha": 1.0}) as trace:
+            await redis.lose(since)
+            async with serving(bus, free()):
+                assert len((await trace.result()).token_ids) == 5
+            presence: Presence = client._presence
+            assert not presence._expected
+
+
+async def test_while_redis_is_away_the_engine_is_held_and_loses_nothing(redis: Server, tmp_path: Path) -> None:
+    gate, paces = Gate(), 0
+
+    async def pace() -> None:
+        nonlocal paces
+        await gate()
+        paces += 1
+
+    engine = ScriptedEngine(pace)
+    async with (
+        proxy(redis.url, tmp_path) as way,
+        tracewire.connect(redis.url) as client,
+        Bus.open(way.url, patience_s=0.2) as bus,
+        serving(bus, engine, buffer_bytes=20_000) as adapter,
+    ):
+        await client.model("tiny", wait_for_engine=PATIENCE)
+        traces = [client.trace("tiny", f"prompt {one}", acts, max_tokens=3000, detach=True) for one in range(3)]
+        for trace in traces:
+            await trace.start()
+            await trace.accepted()
+        gate.step(5)
+        for trace in traces:
+            await some(trace, 5)
+        way.away = True
+        await way.cut()
+        gate.open()
+        await until(lambda: adapter.holding)
+        steps, paced = engine.steps, paces
+        await until(lambda: paces > paced + 100)
+        assert engine.steps == steps
+        assert steps < 3000
+        # One that is cancelled ends all the same.
+        await client.cancel(traces[0].id)
+        way.away = False
+        for one, trace in enumerate(traces[1:], 1):
+            await whole(client, trace.id, f"prompt {one}", 3000)
+        final = [event async for event in client.subscribe(traces[0].id)][-1]
+        assert isinstance(final, Final)
+        assert final.status == "cancelled"
+        assert not adapter.holding
+        for trace in traces:
+            await trace.aclose()
+
+
+async def test_the_registry_says_that_an_engine_is_held(redis: Server) -> None:
+    gate = Gate()
+    async with (
+        tracewire.connect(redis.url) as client,
+        Bus.open(redis.url) as bus,
+        serving(bus, ScriptedEngine(gate), buffer_bytes=20_000, memory_patience_s=1000) as adapter,
+    ):
+        await client.model("tiny", wait_for_engine=PATIENCE)
+        async with client.trace("tiny", "hello", acts, max_tokens=2000, detach=True) as trace:
+            gate.step(5)
+            await some(trace, 5)
+            await bus.command("CONFIG", "SET", "maxmemory", 1)
+            gate.open()
+
+            async def held() -> bool:
+                return [one.state for one in await bus.engines()] == ["holding"]
+
+            await until(held)
+            assert adapter.holding
+            await bus.command("CONFIG", "SET", "maxmemory", 0)
+            await whole(client, trace.id, "hello", 2000)
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_redis_that_evicts_is_refused(redis: Server) -> None:
+    from tracewire_engine.cli import _refuse_eviction
+
+    async with Bus.open(redis.url) as bus:
+        await bus.command("CONFIG", "SET", "maxmemory-policy", "allkeys-lru")
+        await bus.refuse_eviction()
+        await bus.command("CONFIG", "SET", "maxmemory", "100mb")
+        for _ in range(2):
+            with pytest.raises(BusError, match="noeviction"):
+                await bus.refuse_eviction()
+        with pytest.raises(BusError, match="allkeys-lru"):
+            await _refuse_eviction(redis.url, "tw")
+        await bus.command("CONFIG", "SET", "maxmemory-policy", "noeviction")
+        await bus.refuse_eviction()
+
+
+async def test_a_full_redis_takes_no_submission_and_says_so(redis: Server) -> None:
+    async with tracewire.connect(redis.url) as client, Bus.open(redis.url) as bus, serving(bus, free()):
+        await client.model("tiny", wait_for_engine=PATIENCE)
+        trace = client.trace("tiny", "hello", acts, max_tokens=3, trace_id="t")
+        await bus.command("CONFIG", "SET", "maxmemory", 1)
+        with pytest.raises(tracewire.BusFull, match="--retention"):
+            await trace.start()
+        used = (await bus.memory())[1]
+        await bus.command("CONFIG", "SET", "maxmemory", int(used / 0.97))
+        client._open_bus()._memory_at = 0.0
+        with pytest.raises(tracewire.BusFull, match="left"):
+            await trace.start()
+        assert await bus.queue.waiting("tiny") == 0
+        await bus.command("CONFIG", "SET", "maxmemory", 0)
+        client._open_bus()._memory_at = 0.0
+        await trace.start()
+        assert len((await trace.result()).token_ids) == 3
+        await trace.aclose()
+
+
+async def test_traces_wait_for_memory_and_go_on(redis: Server) -> None:
+    gate = Gate()
+    async with (
+        tracewire.connect(redis.url) as client,
+        Bus.open(redis.url) as bus,
+        serving(bus, ScriptedEngine(gate), memory_patience_s=1000),
+    ):
+        await client.model("tiny", wait_for_engine=PATIENCE)
+        async with client.trace("tiny", "hello", acts, max_tokens=20) as trace:
+            gate.step(5)
+            await some(trace, 5)
+            last = await bus.tail_id(trace.id)
+            await bus.command("CONFIG", "SET", "maxmemory", 1)
+            gate.step(10)
+            async with bus.writer() as other:
+                # Somebody else's end fits, large or not.
+                await other.append("a", 1, 0, b"begun")
+                await other.append("a", 1, 1, b"the end", final=True)
+                await other.append("b", 1, 0, b"x" * 100_000, final=True)
+            assert await bus.tail_id(trace.id) == last
+            await bus.command("CONFIG", "SET", "maxmemory", 0)
+            gate.open()
+            await whole(client, trace.id, "hello", 20)
+
+
+async def test_a_trace_that_waits_too_long_for_memory_ends_and_its_end_fits(redis: Server) -> None:
+    gate = Gate()
+    async with (
+        tracewire.connect(redis.url) as client,
+        Bus.open(redis.url) as bus,
+        serving(bus, ScriptedEngine(gate), memory_patience_s=0.2),
+    ):
+        await client.model("tiny", wait_for_engine=PATIENCE)
+        async with client.trace("tiny", "hello", acts, max_tokens=1000, live={"alpha": 1.0}) as trace:
+            gate.step(5)
+            await some(trace, 5)
+            await bus.command("CONFIG", "SET", "maxmemory", 1)
+            gate.open()
+            with anyio.fail_after(PATIENCE), pytest.raises(tracewire.TraceFailed) as caught:
+                await trace.result()
+        assert caught.value.type == "BusFull"
+        events = [event async for event in client.subscribe(trace.id)]
+        assert ids(events) == [(1, seq) for seq in range(len(events))]
+        assert sum(len(event.token_ids) for event in events if isinstance(event, Output)) >= 5
+        assert await _settled(bus)
+        await bus.command("CONFIG", "SET", "maxmemory", 0)
+        async with client.trace("tiny", "again", acts, max_tokens=10, detach=True) as trace:
+            await whole(client, trace.id, "again", 10)
+
+
+async def test_a_trace_that_waits_for_memory_can_be_cancelled(redis: Server) -> None:
+    gate = Gate()
+    async with (
+        tracewire.connect(redis.url) as client,
+        Bus.open(redis.url) as bus,
+        serving(bus, ScriptedEngine(gate), memory_patience_s=1000),
+    ):
+        await client.model("tiny", wait_for_engine=PATIENCE)
+        async with client.trace("tiny", "hello", acts, max_tokens=1000, detach=True) as trace:
+            gate.step(5)
+            await some(trace, 5)
+            await bus.command("CONFIG", "SET", "maxmemory", 1)
+            gate.step(5)
+            assert await trace.cancel("why not")
+            gate.open()
+            events = [event async for event in client.subscribe(trace.id)]
+        assert events[-1].status == "cancelled"
+        assert ids(events) == [(1, seq) for seq in range(len(events))]
+        assert await _settled(bus)
+
+
+async def test_nothing_overtakes_what_was_refused(redis: Server) -> None:
+    """Memory comes and goes while many events of the same traces are under way at once."""
+    count = 300
+    async with Bus.open(redis.url) as bus, bus.writer(memory_patience_s=1000) as writer:
+        done = False
+
+        async def toggle() -> None:
+            full = False
+            while not done:
+                full = not full
+                await bus.command("CONFIG", "SET", "maxmemory", int(full))
+                await anyio.sleep(0.002)
+            await bus.command("CONFIG", "SET", "maxmemory", 0)
+
+        async def write(trace: str) -> None:
+            async with anyio.create_task_group() as group:
+                for seq in range(count):
+                    data = b"x" * (100_000 if seq % 50 == 7 else 10)
+                    group.start_soon(writer.append, trace, 1, seq, data)
+            await writer.append(trace, 1, count, b"the end", final=True)
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(toggle)
+            with anyio.fail_after(PATIENCE):
+                async with anyio.create_task_group() as traces:
+                    for one in range(3):
+                        traces.start_soon(write, f"t{one}")
+            done = True
+        for one in range(3):
+            found = [id_ for id_, _ in await bus.command("XRANGE", bus.keys.events(f"t{one}"), "-", "+")]
+            assert found == [*(b"1-%d" % seq for seq in range(count)), FINAL_ID.encode()]
+        assert writer.backlog == 0
+
+
+async def test_what_was_given_up_is_numbered_anew(redis: Server) -> None:
+    async with Bus.open(redis.url) as bus, bus.writer(memory_patience_s=0.05) as writer:
+        await writer.append("t", 1, 0, b"begun")
+        await writer.append("t", 1, 1, b"one")
+        await bus.command("CONFIG", "SET", "maxmemory", 1)
+        refused = [writer.queue("t", 1, seq, b"more") for seq in (2, 3)]
+        for one in refused:
+            with pytest.raises(BusFull):
+                await one
+        with pytest.raises(BusFull):
+            await writer.append("t", 1, 4, b"too early", final=True)
+        assert writer.resume("t", 1) == 1
+        assert writer.resume("t", 2) == writer.resume("u", 1) == -1
+        await writer.append("t", 1, 2, b"the end", final=True)
+        assert writer.backlog == 0
+
+
+async def test_an_engine_that_takes_what_redis_forgot_was_taken_does_no_harm(redis: Server) -> None:
+    """The one that ran it and the one that found it waiting sort it out, and each trace ends once and is whole."""
+    gate = Gate()
+    async with (
+        tracewire.connect(redis.url) as client,
+        Bus.open(redis.url) as bus,
+        Bus.open(redis.url) as far,
+        serving(bus, ScriptedEngine(gate)),
+    ):
+        await client.model("tiny", wait_for_engine=PATIENCE)
+        traces = [client.trace("tiny", f"prompt {one}", acts, max_tokens=12, detach=True) for one in range(6)]
+        for trace in traces[:3]:
+            await trace.start()
+        for trace in traces[:3]:
+            await trace.accepted()
+        since = redis.written
+        for trace in traces[3:]:
+            await trace.start()
+        for trace in traces[3:]:
+            await trace.accepted()
+        gate.step(4)
+        for trace in traces:
+            await some(trace, 4)
+        async with serving(far, free()):
+            await redis.lose(since)
+            gate.open()
+            for one, trace in enumerate(traces):
+                await whole(client, trace.id, f"prompt {one}", 12)
+        await until(lambda: _settled(bus))
+        for trace in traces:
+            await trace.aclose()
