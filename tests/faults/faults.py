@@ -1,0 +1,201 @@
+"""The faults: what each needs on its stage, and what it does to it while a load runs."""
+
+from __future__ import annotations
+
+import signal
+from random import Random
+from typing import ClassVar
+
+import anyio
+
+from tests.faults.load import Load
+from tests.faults.stage import MODEL, Stage
+
+__all__ = ["FAULTS", "Fault"]
+
+#: Leases of engines on a stage, and what follows from them, in seconds: short, so that trials are.
+LEASE_S = 1.0
+
+
+class Fault:
+    """One way to break things. Subclasses say how."""
+
+    name: ClassVar[str] = ""
+    #: How many engines there are when a trial begins, and how many traces each runs at once.
+    engines: ClassVar[int] = 2
+    capacity: ClassVar[int] = 64
+    #: Whether engines and clients reach Redis by wires.
+    wired: ClassVar[bool] = False
+    #: Redis's settings.
+    settings: ClassVar[dict[str, str]] = {"appendonly": "no"}
+    #: More options for engines.
+    options: ClassVar[tuple[str, ...]] = ()
+    traces: ClassVar[tuple[int, int]] = (20, 36)
+    tokens: ClassVar[tuple[int, int]] = (20, 60)
+    #: Steps an engine makes in a second.
+    rate: ClassVar[int] = 60
+
+    async def act(self, stage: Stage, load: Load, random: Random) -> None:
+        """Break something, and mend it, while the load runs."""
+        raise NotImplementedError
+
+
+async def _moment(load: Load, random: Random, most: float = 0.9) -> None:
+    """Wait for a random moment while the load runs."""
+    await load.begun.wait()
+    await anyio.sleep(random.uniform(0.0, most))
+
+
+class KillAdapter(Fault):
+    """SIGKILL of an adapter's process; another takes its place."""
+
+    name = "kill adapter"
+
+    async def act(self, stage: Stage, load: Load, random: Random) -> None:
+        await _moment(load, random)
+        await stage.end(random.choice(stage.alive()), signal.SIGKILL)
+        await stage.start_engine()
+
+
+class EngineDies(Fault):
+    """The engine dies under its adapter, which lives to say so."""
+
+    name = "engine dies"
+
+    async def act(self, stage: Stage, load: Load, random: Random) -> None:
+        await _moment(load, random)
+        await stage.end(random.choice(stage.alive()), signal.SIGUSR1)
+        await stage.start_engine()
+
+
+class Sigterm(Fault):
+    """Adapters are told to end under load, one after another, as when a new version is rolled out."""
+
+    name = "sigterm under load"
+    options = ("--drain", "0.1")
+
+    async def act(self, stage: Stage, load: Load, random: Random) -> None:
+        for engine in stage.alive():
+            await _moment(load, random, 0.5)
+            await stage.start_engine()
+            await stage.end(engine, signal.SIGTERM)
+            with anyio.fail_after(60):
+                await engine.child.ended.wait()
+
+
+class Stopped(Fault):
+    """An adapter stands still for longer than its lease, and then goes on as if nothing had been."""
+
+    name = "adapter stopped"
+
+    async def act(self, stage: Stage, load: Load, random: Random) -> None:
+        await _moment(load, random)
+        engine = random.choice(stage.alive())
+        stage.mark("engine lost")
+        engine.child.send(signal.SIGSTOP)
+        await anyio.sleep(random.uniform(0.8, 3.0) * LEASE_S)
+        engine.child.send(signal.SIGCONT)
+
+
+class Race(Fault):
+    """Three engines race for claims, and somebody takes one for lost again and again that is not."""
+
+    name = "engines racing"
+    engines = 3
+    capacity = 12
+
+    async def act(self, stage: Stage, load: Load, random: Random) -> None:
+        for _ in range(random.randint(2, 5)):
+            await _moment(load, random, 0.4)
+            name = random.choice(stage.alive()).name
+            await stage.bus.queue.put_back(MODEL, name, "it was taken for lost", lost=False)
+
+
+class KillRedis(Fault):
+    """kill -9 of a Redis that keeps a log, fsynced always, which comes back where it was."""
+
+    name = "kill -9 redis"
+    settings: ClassVar[dict[str, str]] = {"appendonly": "yes", "appendfsync": "always"}
+
+    async def act(self, stage: Stage, load: Load, random: Random) -> None:
+        await _moment(load, random)
+        await stage.server.kill()
+        await anyio.sleep(random.uniform(0.0, 1.5))
+        await stage.server.start()
+        stage.mark("redis back")
+
+
+class CutAppends(Fault):
+    """Connections are cut at a random byte of what appends events, or of the answer to it."""
+
+    name = "cut mid-XADD"
+    wired = True
+
+    async def act(self, stage: Stage, load: Load, random: Random) -> None:
+        await load.begun.wait()
+        for _ in range(random.randint(4, 12)):
+            await anyio.sleep(random.uniform(0.0, 0.2))
+            # Clients submit and steer by the same scripts.
+            line = random.choice([*stage.engine_wires, *stage.engine_wires, *stage.client_wires])
+            line.cut_next(random.choice(["up", "down"]))
+            if random.random() < 0.1:
+                await line.cut()
+
+
+class HalfOpen(Fault):
+    """Connections go dead without a word, one way or both; what was held comes late, or never."""
+
+    name = "half-open"
+    wired = True
+    options = ("--command", "3")
+
+    async def act(self, stage: Stage, load: Load, random: Random) -> None:
+        await _moment(load, random)
+        lines = random.sample([*stage.engine_wires, *stage.client_wires], random.randint(1, 2))
+        up, down = random.choice([(True, False), (False, True), (True, True)])
+        new = random.random() < 0.3
+        for line in lines:
+            line.hold(up, down, new=new, share=random.choice([0.5, 1.0]))
+        await anyio.sleep(random.uniform(0.3, 4.0))
+        for line in lines:
+            if random.random() < 0.7:
+                line.let_go()
+            else:
+                line.hold_new = None
+                await line.cut()
+
+
+class Delays(Fault):
+    """Everything takes its time, each piece another."""
+
+    name = "delayed"
+    wired = True
+
+    async def act(self, stage: Stage, load: Load, random: Random) -> None:
+        await load.begun.wait()
+        lines = [*stage.engine_wires, *stage.client_wires]
+        for line in random.sample(lines, random.randint(1, len(lines))):
+            line.delay = (0.0, random.uniform(0.02, 0.3))
+        await anyio.sleep(random.uniform(0.5, 2.0))
+        for line in lines:
+            line.delay = (0.0, 0.0)
+
+
+class KillConsumer(Fault):
+    """Consumers' processes are killed, and go on in another process behind what they had written down."""
+
+    name = "kill consumer"
+
+    async def act(self, stage: Stage, load: Load, random: Random) -> None:
+        for _ in range(random.randint(1, 4)):
+            await _moment(load, random, 0.5)
+            name = random.choice(list(load.processes))
+            old = load.processes[name]
+            if old.ended.is_set() and old.status == 0:
+                continue
+            await old.kill()
+            await load.start_consumer(name)
+
+
+#: By name.
+FAULTS: dict[str, type[Fault]] = {fault.name: fault for fault in Fault.__subclasses__()}
