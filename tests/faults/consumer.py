@@ -10,13 +10,14 @@ from __future__ import annotations
 import argparse
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import anyio
 import msgspec
 
-from tracewire_bus.streams import Bus
+from tracewire_bus.streams import Bus, BusUnavailable
 
 __all__ = ["journal_of", "main"]
 
@@ -40,11 +41,27 @@ def journal_of(path: Path) -> dict[str, list[tuple[str, bytes]]]:
     return read
 
 
+@asynccontextmanager
+async def _opened(options: argparse.Namespace) -> AsyncIterator[Bus]:
+    """A bus, once there is a Redis: it may be away just when this process starts, and opening asks only once."""
+    while True:
+        bus = Bus.open(options.url, prefix=options.prefix)
+        try:
+            await bus.__aenter__()
+            break
+        except BusUnavailable:
+            await anyio.sleep(0.05)
+    try:
+        yield bus
+    finally:
+        await bus.aclose()
+
+
 async def _main(options: argparse.Namespace) -> None:
     path = Path(options.journal)
     before = journal_of(path)
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    async with Bus.open(options.url, prefix=options.prefix) as bus, anyio.create_task_group() as group:
+    async with _opened(options) as bus, anyio.create_task_group() as group:
 
         async def follow(trace: str) -> None:
             known = before.get(trace)

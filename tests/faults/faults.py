@@ -92,6 +92,7 @@ class Stopped(Fault):
         await _moment(load, random)
         engine = random.choice(stage.alive())
         stage.mark("engine lost")
+        stage.done["stopped"] += 1
         engine.child.send(signal.SIGSTOP)
         await anyio.sleep(random.uniform(0.8, 3.0) * LEASE_S)
         engine.child.send(signal.SIGCONT)
@@ -108,7 +109,9 @@ class Race(Fault):
         for _ in range(random.randint(2, 5)):
             await _moment(load, random, 0.4)
             name = random.choice(stage.alive()).name
-            await stage.bus.queue.put_back(MODEL, name, "it was taken for lost", lost=False)
+            stage.done["traces taken away"] += await stage.bus.queue.put_back(
+                MODEL, name, "it was taken for lost", lost=False
+            )
 
 
 class KillRedis(Fault):
@@ -155,7 +158,7 @@ class HalfOpen(Fault):
         up, down = random.choice([(True, False), (False, True), (True, True)])
         new = random.random() < 0.3
         for line in lines:
-            line.hold(up, down, new=new, share=random.choice([0.5, 1.0]))
+            stage.done["connections held"] += line.hold(up, down, new=new, share=random.choice([0.5, 1.0]))
         await anyio.sleep(random.uniform(0.3, 4.0))
         for line in lines:
             if random.random() < 0.7:
@@ -194,7 +197,27 @@ class KillConsumer(Fault):
             if old.ended.is_set() and old.status == 0:
                 continue
             await old.kill()
+            stage.mark("consumer killed")
             await load.start_consumer(name)
+
+
+class Several(Fault):
+    """Three of the others at once, on a stage that has it all."""
+
+    name = "several at once"
+    engines = 3
+    wired = True
+    settings: ClassVar[dict[str, str]] = KillRedis.settings
+    options = ("--command", "3")
+    tokens = (30, 90)
+
+    async def act(self, stage: Stage, load: Load, random: Random) -> None:
+        others = random.sample(
+            [KillAdapter, EngineDies, Sigterm, Stopped, Race, KillRedis, CutAppends, HalfOpen, Delays, KillConsumer], 3
+        )
+        async with anyio.create_task_group() as group:
+            for other in others:
+                group.start_soon(other().act, stage, load, Random(random.random()))
 
 
 #: By name.

@@ -48,6 +48,7 @@ class Tally:
     traces: int = 0
     events: int = 0
     restarts: int = 0
+    done: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
     #: In seconds: from the loss of an engine to the first output of a trace's next attempt; from Redis being back to
     #: the first event that a consumer got.
@@ -71,6 +72,11 @@ async def trial(on: Stage, fault: Fault, seed: int, tally: Tally) -> list[Violat
     found += await load.check()
     found += await on.leftovers([*load.asked])
     found += on.deserted()
+    for line in (*on.engine_wires, *on.client_wires):
+        on.done["cuts"] += line.cut_through
+        line.cut_through = 0
+    tally.done += on.done
+    on.done.clear()
     tally.traces += len(load.asked)
     tally.events += sum(len(entries) for consumers in load.got.values() for entries in consumers.values())
     tally.restarts += load.restarts
@@ -157,6 +163,7 @@ def summary(tallies: dict[str, Tally]) -> dict[str, Any]:
             "traces": tally.traces,
             "events": tally.events,
             "restarts": tally.restarts,
+            "done": tally.done,
         }
         if tally.violations:
             said["kinds"] = Counter(violation.kind for _, violation in tally.violations)

@@ -60,12 +60,13 @@ class Wire:
         """Cut the next connection that appends, at a random byte: of what it sends (`up`) or is answered (`down`)."""
         self._cuts.append(where)
 
-    def hold(self, up: bool, down: bool, *, new: bool = False, share: float = 1.0) -> None:
-        """Let nothing pass any more, these ways, on a share of the connections; and on new ones, if so."""
-        for pair in list(self._pairs):
-            if self._random.random() < share:
-                pair.hold(up, down)
+    def hold(self, up: bool, down: bool, *, new: bool = False, share: float = 1.0) -> int:
+        """Let nothing pass any more, these ways, on a share of the connections, and on new ones if so."""
+        held = [pair for pair in self._pairs if self._random.random() < share]
+        for pair in held:
+            pair.hold(up, down)
         self.hold_new = (up, down) if new else None
+        return len(held)
 
     def let_go(self) -> None:
         """Let pass what was held, late as it is."""

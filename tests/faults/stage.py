@@ -8,6 +8,7 @@ import json
 import signal
 import time
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -77,6 +78,8 @@ class Stage:
         self.client_wires: list[Wire] = []
         #: When something was broken or mended, by what it was.
         self.marks: dict[str, float] = {}
+        #: How often what was done.
+        self.done: Counter[str] = Counter()
         self._count = 0
 
     @property
@@ -87,6 +90,7 @@ class Stage:
     def mark(self, what: str) -> None:
         """Note when something happened."""
         self.marks[what] = time.monotonic()
+        self.done[what] += 1
 
     async def start_engine(self) -> Engine:
         """Start another engine, and wait until it serves."""
