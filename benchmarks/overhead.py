@@ -6,8 +6,9 @@
 Several ways to run the same requests take turns, each engine in processes of its own:
 
 - *plain*: a stock `AsyncLLM`, no block; eager, and at vLLM's defaults (compiled, with CUDA graphs on a GPU);
-- *final only*: nnsight's async backend, whose saves come with the finished output;
-- *RPC per output*: the same, with a collect RPC on every output;
+- *final only*: nnsight's own async engine, as published, whose saves come with the finished output;
+- *RPC per output*: the same, with a collect RPC on every output, as nnsight's async design first did it;
+- with `--our-worker`, both on Tracewire's worker as well, which runs the same blocks faster (`..._our_worker`);
 - *tracewire*: the same block over the bus, a delta on every output, received and folded by a subscriber in another
   process; *declared*: the same values read by declared interventions, likewise; *steered*: a projection of each layer
   saved and a vector added to it, likewise; and *bystander*: requests with neither, likewise;
@@ -261,15 +262,20 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 wanted.append(("own", "own", {}))
             if not options.only_plain:
                 wanted.append(("nnsight", "nnsight", {}))
+            if options.our_worker:
+                wanted.append(("our_worker", "our_worker", {}))
             for name, kind, more in wanted:
                 print(f"starting: {name}", file=sys.stderr)
                 roles[name] = await anyio.to_thread.run_sync(Role, kind, {**setup, **more}, folder, name)
             for number in range(options.rounds + 1):
-                ways: list[tuple[str, Any]] = [(name, role.run) for name, role in roles.items() if name != "nnsight"]
-                if "nnsight" in roles:
-                    nnsight = roles["nnsight"]
-                    ways.append(("final_only", nnsight.run))
-                    ways.append(("rpc_per_output", lambda work, role=nnsight: role.run({**work, "each": True})))
+                ways: list[tuple[str, Any]] = []
+                for name, role in roles.items():
+                    if name not in ("nnsight", "our_worker"):
+                        ways.append((name, role.run))
+                        continue
+                    suffix = "" if name == "nnsight" else "_our_worker"
+                    ways.append((f"final_only{suffix}", role.run))
+                    ways.append((f"rpc_per_output{suffix}", lambda work, role=role: role.run({**work, "each": True})))
                 for name, run in ways:
                     await settle()
                     answer = await anyio.to_thread.run_sync(run, workload)
@@ -340,7 +346,7 @@ def summary(rounds: dict[str, list[dict[str, Any]]], options: argparse.Namespace
         "marks_ms": {name: found[-1]["marks_ms"] for name, found in kept.items() if "marks_ms" in found[-1]},
         "cpu_s": {name: found[-1]["cpu_s"] for name, found in kept.items()},
     }
-    for other in ("final_only", "rpc_per_output"):
+    for other in ("final_only", "rpc_per_output", "final_only_our_worker", "rpc_per_output_our_worker"):
         if other in speed:
             figures[f"ratio_to_{other}"] = round(speed["tracewire"] / speed[other], 3)
     return figures
@@ -361,6 +367,7 @@ def main() -> None:
     parser.add_argument("--no-default", action="store_true", help="leave vLLM at its defaults out")
     parser.add_argument("--no-own", action="store_true", help="leave Tracewire's engine without the bus out")
     parser.add_argument("--only-plain", action="store_true", help="leave nnsight's own ways out")
+    parser.add_argument("--our-worker", action="store_true", help="nnsight's ways on Tracewire's worker, besides")
     parser.add_argument("--logs", type=Path, default=None)
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     options = parser.parse_args()

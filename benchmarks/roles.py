@@ -58,8 +58,28 @@ async def plain_round(llm: Any, workload: dict[str, Any]) -> int:
     return sum(await asyncio.gather(*(one(prompt) for prompt in prompts(workload))))
 
 
+def saved_items(workload: dict[str, Any], steps: int) -> int | None:
+    """How many items `kept` of the workload's block holds after `steps` steps; none if it is no list."""
+    return {"last": steps * len(workload["layers"]), "topk": steps}.get(workload["saves"])
+
+
+def check_saves(workload: dict[str, Any], saves: dict[str, Any], prompt: list[int], tokens: int) -> None:
+    """Raise if a finished request of nnsight's did not bring what its block saved."""
+    if workload["saves"] == "none":
+        return
+    found, wanted = len(saves["kept"]), saved_items(workload, tokens)
+    if found != (len(prompt) if wanted is None else wanted):
+        raise RuntimeError(f"nnsight brought {found} items of {tokens} tokens, a prompt of {len(prompt)}")
+
+
 async def nnsight_round(model: Any, workload: dict[str, Any], *, each: bool) -> int:
-    """The workload by nnsight's async backend; with `each`, a collect RPC on every output as well."""
+    """The workload by nnsight's async backend; with `each`, a collect RPC on every output as well.
+
+    Each output of that then has what was saved so far, as each output had it in nnsight's first async design. The
+    finished output's saves are nnsight's own collect in both ways, and are checked for their length.
+    """
+    from nnsight.modeling.vllm.engines.engine import merge_collected
+
     layers = workload["layers"]
 
     async def one(prompt: list[int]) -> int:
@@ -80,14 +100,21 @@ async def nnsight_round(model: Any, workload: dict[str, Any], *, each: bool) -> 
                 for _ in tracer.iter[:]:
                     for layer in layers:
                         kept.append(model.model.layers[layer].output[0][-1].clone())
-        tokens = 0
+        tokens, collected, output = 0, 0, None
         backend = tracer.backend
         async for output in backend:
-            if each and not output.finished:
-                # The way of a per-output collect: ask the workers after each output what has been saved so far.
-                ids = [backend._request_id]
-                await model.vllm_entrypoint.collective_rpc("collect_nnsight", args=(ids, None))
             tokens = len(output.outputs[0].token_ids)
+            if each and not output.finished:
+                # Ask the workers what has been saved so far, and hand it to whoever reads the output.
+                answers = await model.vllm_entrypoint.collective_rpc(
+                    "collect_nnsight", args=([backend._request_id], None)
+                )
+                output.saves = merge_collected(answers)[backend._request_id]["saves"]
+                found, wanted = len(output.saves.get("kept", ())), saved_items(workload, tokens)
+                if wanted is not None and not max(collected, wanted) <= found:
+                    raise RuntimeError(f"an RPC brought {found} items of {tokens} tokens, {collected} before")
+                collected = found
+        check_saves(workload, output.saves if output is not None else {}, prompt, tokens)
         return tokens
 
     return sum(await asyncio.gather(*(one(prompt) for prompt in prompts(workload))))
@@ -131,16 +158,8 @@ def plain(options: dict[str, Any]) -> None:
     asyncio.run(main())
 
 
-def nnsight(options: dict[str, Any]) -> None:
-    """nnsight's own async backend. On a CPU its worker refuses vLLM's runner; ours, reporting nothing, runs it."""
-    from vllm.platforms import current_platform
-
-    import tracewire_engine  # noqa: F401
-    from tracewire_engine.model import EngineModel, build_engine
-
-    if not current_platform.is_cpu():
-        EngineModel._WORKER_CLS = "nnsight.modeling.vllm.workers.GPUWorker.NNsightGPUWorker"
-    model = build_engine(engine_arguments(options), "", options["taps"])
+def _serve_nnsight(model: Any) -> None:
+    """Answer workloads with nnsight's async backend until the end of the input."""
 
     async def main() -> None:
         await serve({}, lambda workload: nnsight_round(model, workload, each=workload.get("each", False)))
@@ -150,6 +169,30 @@ def nnsight(options: dict[str, Any]) -> None:
     finally:
         model.vllm_entrypoint.shutdown()
         model.vllm_entrypoint = None
+
+
+def nnsight(options: dict[str, Any]) -> None:
+    """nnsight's own async engine, as published: its model, its worker, its runner. On a CPU, see `nnsight_cpu.py`."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        from vllm.v1.worker.cpu_model_runner import _set_torch_accelerator_to_noop
+
+        from benchmarks.nnsight_cpu import CpuVLLM as Model
+
+        # nnsight's tree without weights empties the accelerator's cache, which raises where there is none.
+        _set_torch_accelerator_to_noop()
+    else:
+        from nnsight.modeling.vllm import VLLM as Model
+    _serve_nnsight(Model(options["model"], mode="async", dispatch=True, taps=options["taps"], **options["engine"]))
+
+
+def our_worker(options: dict[str, Any]) -> None:
+    """nnsight's async backend on Tracewire's worker, which reports nothing here. It is faster than nnsight's own."""
+    import tracewire_engine  # noqa: F401
+    from tracewire_engine.model import build_engine
+
+    _serve_nnsight(build_engine(engine_arguments(options), "", options["taps"]))
 
 
 def own(options: dict[str, Any]) -> None:
@@ -180,4 +223,4 @@ if __name__ == "__main__":
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
-    {"plain": plain, "nnsight": nnsight, "own": own}[sys.argv[1]](json.loads(sys.argv[2]))
+    {"plain": plain, "nnsight": nnsight, "our_worker": our_worker, "own": own}[sys.argv[1]](json.loads(sys.argv[2]))

@@ -17,6 +17,7 @@ import anyio
 import msgspec
 
 from tracewire_bus.codec import decode_change, decode_event, decode_submission, encode
+from tracewire_bus.firehose import telling
 from tracewire_bus.fold import Fold
 from tracewire_bus.messages import (
     Accepted,
@@ -166,13 +167,27 @@ class Stage:
         if fold:
             # As a consumer will, from the bytes.
             self.fold.apply(decode_event(data))
-        await self.append(data, final=isinstance(event, Final))
+        kind = {Accepted: "accepted", Restarted: "restarted", Final: "final"}.get(type(event))
+        life = None
+        if kind is not None:
+            end = event if isinstance(event, Final) else None
+            life = telling(
+                kind,
+                self.trace,
+                model=self._info.model,
+                engine=self._info.engine,
+                attempt=self.attempt,
+                status=end.status if end else None,
+                error=end.error.type if end and end.error else "",
+                usage=end.usage if end else None,
+            )
+        await self.append(data, final=isinstance(event, Final), life=life)
 
-    async def append(self, data: bytes, *, final: bool = False) -> None:
+    async def append(self, data: bytes, *, final: bool = False, life: list[Any] | None = None) -> None:
         """Append bytes as the next event, whatever they are."""
         seq, self.seq = self.seq, self.seq + 1
         self.ended = self.ended or final
-        await self._writer.append(self.trace, self.attempt, seq, data, final=final)
+        await self._writer.append(self.trace, self.attempt, seq, data, final=final, life=life)
 
     async def accept(self, **fields: Any) -> None:
         """Say that the trace runs."""

@@ -26,6 +26,7 @@ from .messages import (
     Paused,
     Restarted,
     Resumed,
+    Snapshot,
     Steered,
     Submission,
 )
@@ -40,6 +41,8 @@ __all__ = [
     "decode_deltas",
     "decode_engine",
     "decode_event",
+    "decode_plain",
+    "decode_snapshot",
     "decode_submission",
     "digest_bytes",
     "encode",
@@ -89,6 +92,11 @@ def _decode(type_: Any) -> Callable[[bytes | memoryview], Any]:
 
 
 @cache
+def _plain(type_: Any) -> Callable[[bytes | memoryview], Any]:
+    return msgspec.msgpack.Decoder(type_).decode
+
+
+@cache
 def _deltas() -> Callable[[bytes | memoryview], Any]:
     # Apart: the type takes long to hash.
     return _decode(list[list[Delta]])
@@ -129,8 +137,23 @@ def decode_event(data: bytes | memoryview, output: type[OutputBase] = Output) ->
         msgspec.ValidationError: its fields have other types than they should.
         msgspec.DecodeError: it is no msgpack, or holds a malformed value.
     """
+    return _event(_decode(output), data)
+
+
+def decode_plain(data: bytes | memoryview) -> AnyEvent:
+    """Like `decode_event`, but what msgpack has no type for stays encoded: for who will encode it again.
+
+    Raises:
+        UnknownKind: a well-formed event of a kind that a newer version wrote.
+        msgspec.ValidationError: its fields have other types than they should.
+        msgspec.DecodeError: it is no msgpack.
+    """
+    return cast(AnyEvent, _event(_plain(AnyEvent), data))
+
+
+def _event(decode: Callable[[bytes | memoryview], Any], data: bytes | memoryview) -> Any:
     try:
-        return _checked(_decode(output), data)
+        return _checked(decode, data)
     except msgspec.ValidationError:
         try:
             kind = _checked(_decode(_Peek), data).kind
@@ -159,6 +182,16 @@ def decode_change(data: bytes | memoryview) -> Change:
         msgspec.DecodeError: it is no msgpack, or holds a malformed value.
     """
     return cast(Change, _checked(_decode(Change), data))
+
+
+def decode_snapshot(data: bytes | memoryview, *, plain: bool = False) -> Snapshot:
+    """A snapshot. Arrays in it share memory with `data`; with `plain` they stay encoded.
+
+    Raises:
+        msgspec.ValidationError: its fields have other types than they should.
+        msgspec.DecodeError: it is no msgpack, or holds a malformed value.
+    """
+    return cast(Snapshot, _checked(_plain(Snapshot) if plain else _decode(Snapshot), data))
 
 
 def decode_submission(data: bytes | memoryview) -> Submission:

@@ -5,6 +5,9 @@ connection with it and nothing else, whatever kind of scope cancelled it, and no
 twice. [`Connections`][tracewire_bus.connection.Connections] lends connections to short commands, a bounded number at a
 time; whoever blocks on Redis or must not wait behind others has a [`Link`][tracewire_bus.connection.Link] of its own.
 
+Where a connection goes is decided anew each time that one is opened: to the server that the URL names, or to the one
+that the sentinels name (`sentinel.py`). On a cluster a link has a connection to each node that it needs (`cluster.py`).
+
 Redis-py is imported on first use.
 """
 
@@ -16,7 +19,7 @@ import math
 import random
 import re
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 from urllib.parse import urlsplit
 
 import anyio
@@ -24,15 +27,21 @@ import anyio
 from .scripts import with_text
 
 if TYPE_CHECKING:
-    from redis.asyncio.connection import ConnectionPool
+    from .cluster import Cluster
 
 __all__ = [
+    "CONNECT_S",
+    "SCHEMES",
+    "After",
     "Background",
     "Backoff",
     "BusError",
     "BusUnavailable",
     "Connections",
     "Link",
+    "NotAllowed",
+    "Server",
+    "Transport",
     "Wakeup",
     "as_bus_error",
     "is_transient",
@@ -46,10 +55,19 @@ COMMAND_S: Final = 30.0
 CONNECT_S: Final = 5.0
 #: How many short commands of one bus are under way at once, and how many connections it keeps for them.
 CONCURRENT: Final = 8
+#: What URLs of a Redis begin with.
+SCHEMES: Final = (
+    *("redis", "rediss", "unix"),
+    *("redis+sentinel", "rediss+sentinel", "redis+cluster", "rediss+cluster"),
+)
 
 
 class BusError(Exception):
     """Redis refused, and would refuse again. Says what it said."""
+
+
+class NotAllowed(BusError):
+    """Redis does not allow our user that. Says which command on which key."""
 
 
 class BusUnavailable(BusError, ConnectionError):
@@ -134,16 +152,102 @@ def redacted(url: str) -> str:
     user, _, host = parts.netloc.rpartition("@")
     if ":" in user:
         parts = parts._replace(netloc=f"{user.partition(':')[0]}:***@{host}")
-    query = re.sub(r"(?<![^&])(password=)[^&]*", r"\1***", parts.query)
+    query = re.sub(r"(?<![^&])([a-z_]*password=)[^&]*", r"\1***", parts.query)
     return parts._replace(query=query).geturl() if "***" in parts.netloc + query else url
+
+
+class After(tuple[Any, ...]):
+    """A command that is carried out only once those before it in its call have been, wherever each of them goes.
+
+    One server takes commands in their order; of several, each takes its own.
+    """
+
+    __slots__ = ()
+
+
+class Transport(Protocol):
+    """Opens connections to whichever server is the one to talk to at that moment."""
+
+    async def open(self, spare: Any = None) -> Any:
+        """A connection of redis-py's, connected. `spare` is a closed one that was opened here, to be used again or not.
+
+        Raises:
+            redis.exceptions.RedisError: there is none to be had.
+        """
+
+    async def holds(self, connection: Any) -> bool:
+        """Whether `connection`, which was opened here, still goes to the right server. Asked before each use."""
+
+
+class Server:
+    """The transport to one server, by its URL (`redis://`, `rediss://` or `unix://`)."""
+
+    def __init__(self, url: str, **options: Any) -> None:
+        from redis.asyncio.connection import ConnectionPool
+        from redis.asyncio.retry import Retry
+        from redis.backoff import NoBackoff
+
+        options = {
+            # Retrying is ours: a command sent twice unseen would be refused the second time, or done twice.
+            "retry": Retry(NoBackoff(), 0),
+            # Time is kept around whole calls instead.
+            "socket_timeout": None,
+            "socket_connect_timeout": CONNECT_S,
+            # The replies' shapes are the same on all versions.
+            "protocol": 2,
+            **options,
+        }
+        if not url.startswith("unix:"):
+            options["socket_keepalive"] = True
+        # Redis-py's pool, for what it knows of URLs: it makes connections and holds none.
+        self._factory: Any = ConnectionPool.from_url(url, **options)
+
+    async def open(self, spare: Any = None) -> Any:
+        """A connection to it."""
+        # Making one takes longer than connecting it.
+        connection = self._factory.make_connection() if spare is None else spare
+        try:
+            await connection.connect()
+        except BaseException:
+            await discard(connection)
+            raise
+        return connection
+
+    async def holds(self, connection: Any) -> bool:
+        """There is no other."""
+        return True
+
+
+def _transport(url: str) -> Transport:
+    if urlsplit(url).scheme.endswith("+sentinel"):
+        from .sentinel import Sentinels
+
+        return Sentinels(url)
+    return Server(url)
+
+
+async def discard(connection: Any) -> None:
+    """Close a connection at once, whatever state it is in."""
+    with anyio.CancelScope(shield=True):
+        try:
+            await connection.disconnect(nowait=True)
+        except Exception as error:
+            logger.debug("closing a connection to Redis: %r", error)
 
 
 class Link:
     """One connection, opened when first needed and again after it broke. Not for concurrent use."""
 
-    def __init__(self, connection: Any) -> None:
-        self._connection = connection
-        self.connected = False
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._connection: Any = None
+        #: The last one, closed.
+        self._spare: Any = None
+
+    @property
+    def connected(self) -> bool:
+        """Whether it has a connection, as far as it knows."""
+        return self._connection is not None
 
     async def connect(self) -> None:
         """Connect if it is not.
@@ -151,19 +255,21 @@ class Link:
         Raises:
             redis.exceptions.RedisError: it could not.
         """
-        if self.connected:
-            return
-        try:
-            await self._connection.connect()
-        except BaseException:
+        if self._connection is not None and not await self._transport.holds(self._connection):
             await self.drop()
-            raise
-        self.connected = True
+        if self._connection is None:
+            spare, self._spare = self._spare, None
+            try:
+                self._connection = await self._transport.open(spare)
+            except BaseException:
+                self._spare = spare
+                raise
 
     async def ask(self, *commands: Sequence[Any], timeout_s: float = COMMAND_S) -> list[Any]:
         """Send `commands` together and return their raw replies; a refused one's is its `ResponseError`.
 
         They are carried out in this order, but for scripts that Redis does not know yet: those come after the others.
+        A server that takes no writes is left: the next call asks where to go.
 
         Raises:
             redis.exceptions.RedisError: the connection failed: some of them may have been carried out.
@@ -171,15 +277,22 @@ class Link:
         """
         from redis.exceptions import NoScriptError
 
-        replies = await self._ask(commands, timeout_s)
+        replies = await self.exchange(commands, timeout_s)
         unknown = [place for place, reply in enumerate(replies) if isinstance(reply, NoScriptError)]
         texts = {place: command for place in unknown if (command := with_text(commands[place]))}
         if texts:
-            for place, reply in zip(texts, await self._ask([*texts.values()], timeout_s), strict=True):
+            for place, reply in zip(texts, await self.exchange([*texts.values()], timeout_s), strict=True):
                 replies[place] = reply
+        if any(map(_is_demoted, replies)):
+            await self.drop()
         return replies
 
-    async def _ask(self, commands: Sequence[Sequence[Any]], timeout_s: float) -> list[Any]:
+    async def ask_beside(self, other: Link, *commands: Sequence[Any]) -> list[Any]:
+        """`ask` the server that `other` is connected to."""
+        return await self.ask(*commands)
+
+    async def exchange(self, commands: Sequence[Sequence[Any]], timeout_s: float) -> list[Any]:
+        """Send `commands` and read a reply to each, whatever it says."""
         from hiredis import pack_command
         from redis.exceptions import ConnectionError, ResponseError
 
@@ -195,7 +308,7 @@ class Link:
                     try:
                         replies.append(await connection.read_response())
                     except ResponseError as error:
-                        replies.append(error)
+                        replies.append(_named(error, commands[len(replies)]))
         except BaseException as error:
             # Replies of this call must not be read by the next one.
             await self.drop()
@@ -206,12 +319,10 @@ class Link:
 
     async def drop(self) -> None:
         """Close the connection at once. The next use opens it anew."""
-        self.connected = False
-        with anyio.CancelScope(shield=True):
-            try:
-                await self._connection.disconnect(nowait=True)
-            except Exception as error:
-                logger.debug("closing a connection to Redis: %r", error)
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            await discard(connection)
+            self._spare = connection
 
 
 class Connections:
@@ -220,25 +331,47 @@ class Connections:
     def __init__(self, url: str, *, patience_s: float) -> None:
         self.url = url
         self._patience_s = patience_s
-        self._factory: Any = _factory(url)
+        self._cluster: Cluster | None = None
+        if urlsplit(url).scheme.endswith("+cluster"):
+            from .cluster import Cluster
+
+            self._cluster = Cluster(url)
+        else:
+            self._transport = _transport(url)
         self._idle: list[Link] = []
         self._turn = anyio.CapacityLimiter(CONCURRENT)
         self._closed = False
         #: When a command last found Redis away, by the event loop's clock.
         self.broken_at = -math.inf
 
-    def link(self) -> Link:
-        """A link of one's own, not yet connected. Whoever asks closes it by `drop`."""
-        return Link(self._factory.make_connection())
+    @property
+    def clustered(self) -> bool:
+        """Whether keys lie on several servers."""
+        return self._cluster is not None
 
-    async def once(self, *commands: Sequence[Any]) -> list[Any]:
-        """`Link.ask` on a lent link, one try."""
+    def slot(self, key: str) -> int | None:
+        """The slot of a key, on a cluster. Commands that wait take keys of one slot only."""
+        return None if self._cluster is None else self._cluster.slot(key)
+
+    def link(self, near: str = "") -> Link:
+        """A link of one's own, not yet connected. Whoever asks closes it by `drop`.
+
+        With `near` it is for commands that wait: on a cluster it stays at that key's node.
+        """
+        if self._cluster is not None:
+            from .cluster import ClusterLink
+
+            return ClusterLink(self._cluster, near)
+        return Link(self._transport)
+
+    async def once(self, *commands: Sequence[Any], beside: Link | None = None) -> list[Any]:
+        """`Link.ask` on a lent link, one try; with `beside`, of the server that this one is connected to."""
         # A caller is its own borrower: a task may ask in several places.
         async with _Turn(self._turn):
             if self._closed:
                 raise anyio.ClosedResourceError
             link = self._idle.pop() if self._idle else self.link()
-            replies = await link.ask(*commands)
+            replies = await (link.ask(*commands) if beside is None else link.ask_beside(beside, *commands))
             await self._give_back(link)
             return replies
 
@@ -310,48 +443,80 @@ def is_transient(error: Exception) -> bool:
         return False
     if isinstance(error, (redis.ConnectionError, redis.TimeoutError, redis.InvalidResponse, OSError)):
         return True
-    return isinstance(error, (redis.ReadOnlyError, redis.OutOfMemoryError, redis.TryAgainError)) or (
+    return isinstance(
+        error, (redis.ReadOnlyError, redis.OutOfMemoryError, redis.TryAgainError, redis.ClusterDownError)
+    ) or (
         isinstance(error, redis.ResponseError)
         and (
-            str(error).startswith(("MISCONF", "BUSY ", "CLUSTERDOWN", "MASTERDOWN"))
+            str(error).startswith(("MISCONF", "BUSY ", "CLUSTERDOWN", "MASTERDOWN", "UNBLOCKED ", "NOREPLICAS "))
             or bool(_OF_A_SCRIPT.search(str(error)))
         )
     )
 
 
+def _is_demoted(reply: Any) -> bool:
+    """Whether a reply says that its server is, or has become, a replica."""
+    from redis.exceptions import ReadOnlyError, ResponseError
+
+    if not isinstance(reply, ResponseError):
+        return False
+    said = _OF_A_SCRIPT.search(str(reply))
+    return (
+        isinstance(reply, ReadOnlyError)
+        or str(reply).startswith("UNBLOCKED ")
+        or (said is not None and said[1] == "READONLY")
+    )
+
+
+#: What Redis says of a script that its user may not run to its end.
+_NOT_IN_A_SCRIPT: Final = "The user executing the script can't"
+#: Why a server ends a handshake, as OpenSSL calls it.
+_BAD_CERTIFICATE: Final = re.compile(r"CERTIFICATE|UNKNOWN_CA|BAD_SIGNATURE")
+
+
+def _named(error: Any, command: Sequence[Any]) -> Any:
+    """A refusal with the command that it is one of: Redis names no key."""
+    from redis.exceptions import NoPermissionError
+
+    if not (isinstance(error, NoPermissionError) or _NOT_IN_A_SCRIPT in str(error)):
+        return error
+    name, key = str(command[0]), command[1] if len(command) > 1 else ""
+    if name in ("EVAL", "EVALSHA"):
+        name, key = "a script", command[3]
+    elif name == "XREAD":
+        key = command[list(command).index("STREAMS") + 1]
+    shown = key.decode("utf-8", "replace") if isinstance(key, bytes) else str(key)
+    return NoPermissionError(f"{name} {'on ' if ':' in shown else ''}{shown}: {error}")
+
+
 def _is_unwelcome(error: BaseException) -> bool:
-    """Whether Redis does not take our credentials; redis-py may wrap that as a failed connection."""
+    """Whether Redis does not take our credentials, or we its certificate; redis-py may wrap that as a failed
+    connection.
+    """
+    from ssl import SSLError
+
     from redis.exceptions import AuthenticationError, AuthorizationError
 
-    return any(isinstance(one, (AuthenticationError, AuthorizationError)) for one in (error, error.__cause__))
+    one: BaseException | None = error
+    while one is not None:
+        if isinstance(one, (AuthenticationError, AuthorizationError)):
+            return True
+        if isinstance(one, SSLError) and _BAD_CERTIFICATE.search(str(one.reason)):
+            return True
+        one = one.__cause__ or one.__context__
+    return False
 
 
 def as_bus_error(error: Exception) -> Exception:
     """What redis-py raised, as an error of ours; anything else as it is."""
-    from redis.exceptions import RedisError
+    from redis.exceptions import MovedError, NoPermissionError, RedisError
 
     if _is_unwelcome(error):
-        return BusError(f"Redis lets nobody in by these credentials: {error}")
+        return BusError(f"Redis lets nobody in by these credentials or certificates: {error}")
+    if isinstance(error, NoPermissionError):
+        return NotAllowed(f"Redis does not allow this user {error}")
+    if isinstance(error, MovedError):
+        return BusError(f"this Redis is a node of a cluster: its URL begins with redis+cluster:// ({error})")
     if isinstance(error, RedisError):
         return BusError(f"Redis refused: {error}")
     return error
-
-
-def _factory(url: str) -> ConnectionPool:
-    """Redis-py's pool, for what it knows of URLs: it makes connections and holds none."""
-    from redis.asyncio.connection import ConnectionPool
-    from redis.asyncio.retry import Retry
-    from redis.backoff import NoBackoff
-
-    options: dict[str, Any] = {
-        # Retrying is ours: a command sent twice unseen would be refused the second time, or done twice.
-        "retry": Retry(NoBackoff(), 0),
-        # Time is kept around whole calls instead.
-        "socket_timeout": None,
-        "socket_connect_timeout": CONNECT_S,
-        # The replies' shapes are the same on all versions.
-        "protocol": 2,
-    }
-    if not url.startswith("unix:"):
-        options["socket_keepalive"] = True
-    return ConnectionPool.from_url(url, **options)

@@ -1,26 +1,32 @@
 """Control streams: what an engine is asked to do for the traces that it runs.
 
 There is one for each engine and hash tag of traces, so that a script that changes a trace's record (`records.py`) can
-put an order on it in the same breath. An engine reads all of its own in one call.
+put an order on it in the same breath. An engine reads all of its own in one call, or, on a cluster, in one for each
+slot.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, Literal
 
 import anyio
 
-from .connection import Backoff, Link, as_bus_error, is_transient
+from .connection import Background, Backoff, Connections, Link, Wakeup, as_bus_error, is_transient
 from .keys import Keys
 
-__all__ = ["ControlReader", "Order"]
+__all__ = ["ControlReader", "Order", "SlotControlReaders"]
 
 logger = logging.getLogger("tracewire")
 
 #: How many orders are read at once.
 _PAGE: Final = 512
+#: On a cluster, how long one wait at a node lasts, in milliseconds: it does not hear of a key that is being moved.
+_BLOCK_SLOT_MS: Final = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +43,12 @@ class Order:
 class ControlReader:
     """Reads what one engine is to do, over a link of its own. Not for concurrent use."""
 
-    def __init__(self, link: Link, keys: Keys, engine: str) -> None:
+    def __init__(self, link: Link, keys: Keys, engine: str, tags: Sequence[str] = ()) -> None:
         self._link = link
         self._backoff = Backoff()
         #: Streams with entries that were handed out and are there still.
         self._read_up_to: dict[str, bytes] = {}
-        self._positions = {keys.control(tag, engine): b"0-0" for tag in keys.tags}
+        self._positions = {keys.control(tag, engine): b"0-0" for tag in tags or keys.tags}
 
     async def read(self, block_ms: int) -> list[Order]:
         """The next orders, in each trace's order; waits up to `block_ms` for the first.
@@ -95,6 +101,61 @@ class ControlReader:
     async def aclose(self) -> None:
         """Close its connection."""
         await self._link.drop()
+
+
+class SlotControlReaders:
+    """What a `ControlReader` is on one server: reads each hash tag's stream over a link of its own."""
+
+    def __init__(self, connections: Connections, keys: Keys, engine: str) -> None:
+        self._readers = [
+            ControlReader(connections.link(keys.control(tag, engine)), keys, engine, [tag]) for tag in keys.tags
+        ]
+        self._tasks: list[Background] = []
+        self._orders: deque[Order] = deque()
+        self._refused: Exception | None = None
+        self._come = Wakeup()
+
+    async def read(self, block_ms: int) -> list[Order]:
+        """The next orders, in each trace's order; waits up to `block_ms` for the first.
+
+        Raises:
+            BusError: Redis refuses.
+        """
+        if not self._tasks:
+            self._tasks = [Background(partial(self._pump, one), "tracewire control") for one in self._readers]
+        if not self._orders and self._refused is None:
+            with anyio.move_on_after(block_ms / 1000):
+                await self._come.wait()
+        refused, self._refused = self._refused, None
+        if refused is not None:
+            raise refused
+        orders = list(self._orders)
+        self._orders.clear()
+        return orders
+
+    async def _pump(self, reader: ControlReader) -> None:
+        backoff = Backoff()
+        while True:
+            try:
+                orders = await reader.read(_BLOCK_SLOT_MS)
+                backoff.reset()
+            except Exception as error:
+                # Whoever reads is told, each time.
+                self._refused = error
+                self._come.notify()
+                await anyio.sleep(backoff.next())
+                continue
+            if orders:
+                self._orders += orders
+                self._come.notify()
+
+    async def aclose(self) -> None:
+        """End its tasks and close its connections."""
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            await task.aclose()
+        for reader in self._readers:
+            await reader.aclose()
 
 
 def _after(id_: bytes) -> bytes:

@@ -17,12 +17,14 @@ from .messages import (
     Event,
     Failure,
     Final,
+    HeldChoice,
     Manifest,
     OutputBase,
     Paused,
     Restarted,
     Resumed,
     Set,
+    Snapshot,
     Status,
     SteeredBase,
     Usage,
@@ -91,7 +93,7 @@ class ChoiceState:
             return digest(value)
         return list_digest([*known, *(digest(item) for item in value[len(known) :])])
 
-    def put_out(self, output: OutputBase) -> None:
+    def put_out(self, output: OutputBase | HeldChoice) -> None:
         """Add what an output brings but for its saves."""
         self.token_ids.extend(output.token_ids)
         if output.text:
@@ -230,6 +232,53 @@ class Fold:
                 apply_delta(state.saves, delta)
                 if self.verifying:
                     state.changed(delta)
+
+    # --- snapshots ----------------------------------------------------------------------------------------------------
+
+    def snapshot(self) -> Snapshot:
+        """What a fold goes on from that `resume` has brought here. Shares containers with this one: encode it at once.
+
+        It can be encoded if what was folded was decoded by `decode_plain`.
+
+        Raises:
+            FoldError: the final was folded, or `names` leaves something out.
+        """
+        if self.finished or self.names is not None:
+            raise FoldError("a snapshot is one of all that a running trace holds")
+        return Snapshot(
+            attempt=self.attempt,
+            seq=self.seq,
+            choices=[
+                HeldChoice(invoke, choice, held.token_ids, held.text, held.finish_reason, held.stop_reason, held.saves)
+                for (invoke, choice), held in self.choices.items()
+            ],
+            accepted=self.accepted,
+            live_version=self.live_version,
+            paused=self.paused,
+        )
+
+    def resume(self, snapshot: Snapshot) -> None:
+        """Hold what the snapshot does, in place of what was folded: the next event is the one after it.
+
+        Takes the snapshot's containers for its own. What it says is not trusted: `verify` takes the digests of the
+        values themselves.
+
+        Raises:
+            FoldError: the snapshot is of an event that was folded, or comes before one.
+        """
+        if self.finished or (snapshot.attempt, snapshot.seq) <= (self.attempt, self.seq):
+            raise FoldError(f"a snapshot at {snapshot.attempt}-{snapshot.seq} is behind {self.attempt}-{self.seq}")
+        self._start_over()
+        self.attempt, self.seq = snapshot.attempt, snapshot.seq
+        for held in snapshot.choices:
+            state = self.choices[held.invoke, held.choice] = ChoiceState()
+            state.put_out(held)
+            state.saves = {
+                name: value for name, value in held.saves.items() if self.names is None or name in self.names
+            }
+        self.accepted = snapshot.accepted
+        self.live_version = snapshot.live_version
+        self.paused = snapshot.paused
 
     # --- what it holds ------------------------------------------------------------------------------------------------
 

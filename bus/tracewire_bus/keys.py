@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from zlib import crc32
 
-__all__ = ["FINAL_ID", "TAGS", "Keys", "event_id", "parse_id"]
+__all__ = ["FINAL_ID", "TAGS", "Keys", "event_id", "is_text", "parse_id"]
 
 #: How many hash tags traces share, and so on how many slots of a cluster they lie.
 TAGS = 64
@@ -62,6 +62,10 @@ class Keys:
         """Hash of what the bus knows of a trace from its submission on: see `records.py`."""
         return f"{self.prefix}:{{{self.tag(trace)}}}:trace:{trace}"
 
+    def snapshot(self, trace: str) -> str:
+        """Hash of the last snapshot of a trace's folded state: see `snapshots.py`."""
+        return f"{self.prefix}:{{{self.tag(trace)}}}:snapshot:{trace}"
+
     def changes(self, trace: str) -> str:
         """Changes of a trace's live parameters that no event tells of yet, by version."""
         return f"{self.prefix}:{{{self.tag(trace)}}}:changes:{trace}"
@@ -81,6 +85,14 @@ class Keys:
     def blobs(self, trace: str) -> str:
         """Hash of a trace's blobs: every chunk of each, under `<blob>:<number>`."""
         return f"{self.prefix}:{{{self.tag(trace)}}}:blobs:{trace}"
+
+    def firehose(self, tag: str) -> str:
+        """Stream of what becomes of the traces of one hash tag: see `firehose.py`."""
+        return f"{self.prefix}:{{{tag}}}:firehose"
+
+    def watch_groups(self) -> str:
+        """Hash of the groups that readers of the firehose share entries in, by name: when each was made."""
+        return f"{self.prefix}:watch-groups"
 
     def lease(self, lease: str) -> str:
         """There as long as a client lives."""
@@ -108,6 +120,15 @@ def event_id(attempt: int, seq: int, *, final: bool = False) -> str:
     if attempt < 1 or seq < 0 or attempt >= _GREATEST:
         raise ValueError(f"attempts count from 1 and events from 0, got {attempt}-{seq}")
     return FINAL_ID if final else f"{attempt}-{seq}"
+
+
+def is_text(text: str) -> bool:
+    """Whether a string can be sent as it is: one with half of a surrogate pair cannot, and names nothing of ours."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def parse_id(text: str) -> tuple[int, int]:

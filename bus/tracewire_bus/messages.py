@@ -40,6 +40,7 @@ __all__ = [
     "Failure",
     "Final",
     "FinishReason",
+    "HeldChoice",
     "Helper",
     "Invoke",
     "Live",
@@ -58,6 +59,7 @@ __all__ = [
     "Resumed",
     "SaveDelta",
     "Set",
+    "Snapshot",
     "Status",
     "Steer",
     "Steered",
@@ -511,6 +513,32 @@ class Final(Event, tag="final"):
     def id(self) -> str:
         """Its id in the stream: the greatest there is."""
         return FINAL_ID
+
+
+# --- snapshots --------------------------------------------------------------------------------------------------------
+
+
+class HeldChoice(Message, array_like=True):
+    """What a fold holds of one choice. `saves` are by name; large arrays among them stay references."""
+
+    invoke: int
+    choice: int
+    token_ids: list[int]
+    text: str
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None
+    saves: dict[str, Any]
+
+
+class Snapshot(Message):
+    """A trace folded up to one of its events, `<attempt>-<seq>`: what the events up to that one came to."""
+
+    attempt: int
+    seq: int
+    choices: list[HeldChoice]
+    accepted: Accepted | None = None
+    live_version: int = 0
+    paused: bool = False
 
 
 # --- registry ---------------------------------------------------------------------------------------------------------

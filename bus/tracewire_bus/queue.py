@@ -35,11 +35,11 @@ from typing import Any, Final
 import anyio
 
 from .codec import schema_text
-from .connection import Backoff, BusError, Connections, Link, as_bus_error, is_transient
+from .connection import After, Backoff, BusError, Connections, Link, as_bus_error, is_transient
 from .keys import Keys
 from .scripts import Script
 
-__all__ = ["Queue", "QueueFull", "Taken", "settling"]
+__all__ = ["DeadLetter", "Queue", "QueueFull", "Taken", "settling"]
 
 logger = logging.getLogger("tracewire")
 
@@ -441,12 +441,48 @@ class Taken:
     why: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class DeadLetter:
+    """A queue entry that nobody could answer, or whose engines were lost as often as it may be tried.
+
+    `id` names it among the dead letters; `time` is when it came there, in seconds since the epoch by Redis's clock.
+    `schema` and `data` are the submission as it was queued, and may be anything.
+    """
+
+    id: str
+    time: float
+    model: str
+    trace: str
+    reason: str
+    schema: str
+    data: bytes
+
+
+def _dead_letter(id_: bytes, flat: Sequence[bytes]) -> DeadLetter:
+    fields = dict(zip(flat[::2], flat[1::2], strict=True))
+
+    def shown(name: bytes) -> str:
+        return fields.get(name, b"").decode("utf-8", "replace")
+
+    milliseconds = int(id_.partition(b"-")[0])
+    return DeadLetter(
+        id=id_.decode(),
+        time=milliseconds / 1000,
+        model=shown(b"model"),
+        trace=_text(fields.get(b"entry", b"")),
+        reason=shown(b"reason"),
+        schema=shown(b"v"),
+        data=fields.get(b"d", b""),
+    )
+
+
 def settling(keys: Keys, model: str, trace: str, holder: str = "") -> tuple[Any, ...]:
     """The command by which an entry that was taken leaves the queue, if `holder` has it (anybody, without).
 
     It may be carried out again.
     """
-    return _SETTLE([keys.queue(model, part) for part in ("data", "entries", "taken")], _bytes(trace), holder)
+    names = [keys.queue(model, part) for part in ("data", "entries", "taken")]
+    return After(_SETTLE(names, _bytes(trace), holder))
 
 
 class Queue:
@@ -497,7 +533,7 @@ class Queue:
             *(trace, schema or schema_text(), client, max(-_MOST_PRIORITY, min(priority, _MOST_PRIORITY)), lease),
             *(limit or 0, REMEMBER_S, max(1, tries), data),
         )
-        *replies, refused = await self._connections.commands(*before, call)
+        *replies, refused = await self._connections.commands(*before, After(call))
         if isinstance(refused, list):
             waiting, retry_ms = refused
             raise QueueFull(model, waiting, limit or 0, retry_ms / 1000)
@@ -592,6 +628,36 @@ class Queue:
             *("model", model, "entry", _bytes(taken.trace), "reason", reason[:1000], *fields),
         )
         await self.done(model, taken.trace)
+
+    async def dead_letters(self, after: str = "", count: int = 100) -> list[DeadLetter]:
+        """Dead letters, the oldest first: up to `count` of those after the one of id `after` (`""`: from the first on).
+
+        Raises:
+            BusError: `after` is no id.
+            BusUnavailable: Redis stayed away.
+        """
+        start = f"({after}" if after else "-"
+        found = await self._connections.command("XRANGE", self._keys.dead(), start, "+", "COUNT", count)
+        return [_dead_letter(*one) for one in found]
+
+    async def find_dead_letter(self, id_: str) -> DeadLetter | None:
+        """The dead letter of this id, if it is there.
+
+        Raises:
+            BusError: `id_` is no id.
+            BusUnavailable: Redis stayed away.
+        """
+        found = await self._connections.command("XRANGE", self._keys.dead(), id_, id_)
+        return _dead_letter(*found[0]) if found else None
+
+    async def drop_dead_letter(self, id_: str) -> bool:
+        """Remove a dead letter. Returns whether it was there.
+
+        Raises:
+            BusError: `id_` is no id.
+            BusUnavailable: Redis stayed away; it may have been removed.
+        """
+        return bool(await self._connections.command("XDEL", self._keys.dead(), id_))
 
     async def dead_count(self) -> int:
         """How many dead letters there are."""

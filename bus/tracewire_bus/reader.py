@@ -8,6 +8,11 @@ slow consumer costs a page of memory and no one's time, and nothing is ever drop
 
 The two meet in one rule. The reader has read each stream up to a *position*; a subscription may attach if it has come
 at least that far, and takes only entries after its own last.
+
+Entries may have been trimmed. An attempt's ids are consecutive, so a subscription sees by the next entry whether some
+are gone. In their place it hands out a [`Gap`][tracewire_bus.reader.Gap] with the folded state after them.
+
+On a cluster, where one command waits for streams of one slot, there is a reader for each slot of traces.
 """
 
 from __future__ import annotations
@@ -15,7 +20,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -23,14 +28,16 @@ import anyio
 import msgspec
 from anyio.lowlevel import checkpoint
 
-from .connection import Background, Backoff, BusUnavailable, Connections, Wakeup, is_transient
+from .connection import Background, Backoff, BusError, BusUnavailable, Connections, Wakeup, is_transient
 from .keys import FINAL_ID, parse_id
+from .snapshots import Stored
 
-__all__ = ["Entry", "Reader", "Subscription", "tail_id"]
+__all__ = ["Entry", "EventsLost", "Gap", "Reader", "SlotReaders", "Subscription", "tail_id"]
 
 logger = logging.getLogger("tracewire")
 
 _Id = tuple[int, int]
+_Resync = Callable[[], Awaitable[Stored | None]]
 
 #: Entries asked for at once: by the reader for each stream, and by a pull before it knows how large they are.
 _PAGE: Final = 32
@@ -38,6 +45,8 @@ _PAGE_MOST: Final = 256
 #: When a buffer counts as full. A single page may be larger.
 _BUFFER_ENTRIES, _BUFFER_BYTES = 256, 16 * 1024 * 1024
 _BLOCK_S: Final = 5.0
+#: On a cluster: what waits at a node does not hear of what is written to a key that is being moved from there.
+_BLOCK_SLOT_S: Final = 1.0
 _FINAL: Final = parse_id(FINAL_ID)
 
 
@@ -52,6 +61,61 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
     def final(self) -> bool:
         """Whether it is its trace's last."""
         return self.id == FINAL_ID
+
+
+class Gap(msgspec.Struct, frozen=True, gc=False):
+    """Entries that are gone: those after `since` (`"start"`: all) up to and with `until`.
+
+    What follows goes on from `snapshot`, the folded state at `until`.
+    """
+
+    since: str
+    until: str
+    snapshot: Stored
+
+
+class EventsLost(BusError):
+    """Entries that a subscription should have read next are gone, and no snapshot holds what they came to.
+
+    Somebody trimmed the stream by hand, or removed its snapshot. `since` is the last one that was read, `until` the
+    first that is there.
+    """
+
+    def __init__(self, since: str, until: str) -> None:
+        self.since = since
+        self.until = until
+        super().__init__(
+            f"the events after {since!r} and before {until} are gone, and there is no snapshot of what they came to: "
+            f"the stream was trimmed by somebody else than its engine"
+        )
+
+
+class _Place(msgspec.Struct, array_like=True):
+    """Just enough of an event to see its number."""
+
+    kind: str
+    attempt: int
+    seq: int
+
+
+_place = msgspec.msgpack.Decoder(_Place).decode
+
+
+def _number(id_: _Id, entry: Entry) -> _Id | None:
+    """An entry's place in its trace: its id, but for a final, which says it itself."""
+    if id_ < _FINAL:
+        return id_
+    try:
+        place = _place(entry.data)
+    except msgspec.MsgspecError:
+        return None
+    return place.attempt, place.seq
+
+
+def _follows(last: _Id, number: _Id) -> bool:
+    """Whether nothing is missing between two places of a trace: an attempt's events count from 0."""
+    attempt, seq = number
+    return seq <= last[1] + 1 if attempt == last[0] else attempt < last[0] or seq == 0
 
 
 def _entries(reply: Sequence[Any]) -> list[tuple[_Id, Entry]]:
@@ -76,10 +140,15 @@ class Subscription:
     time may wait for its next entry; to leave early, call `aclose` (or leave its context).
     """
 
-    def __init__(self, reader: Reader, connections: Connections, key: str, since: str) -> None:
+    def __init__(
+        self, reader: Reader, connections: Connections, key: str, since: str, resync: _Resync | None = None
+    ) -> None:
         self._reader = reader
+        self._resync = resync
         self._connections = connections
         self._last: _Id | None = (0, 0) if since == "start" else None if since == "now" else parse_id(since)
+        #: The last entry handed out, or where it began.
+        self._reached = self._last
         self.key = key
         self._buffer: deque[tuple[_Id, Entry]] = deque()
         self._bytes = 0
@@ -102,7 +171,7 @@ class Subscription:
         if self._last is None:
             last = await tail_id(self._connections, self.key)
             if self._last is None:
-                self._last = parse_id(last)
+                self._last = self._reached = parse_id(last)
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -121,8 +190,8 @@ class Subscription:
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> Entry:
-        """The next entry, when there is one.
+    async def __anext__(self) -> Entry | Gap:
+        """The next entry, when there is one; or a gap, where entries that should come next are gone.
 
         While Redis is away it waits.
 
@@ -130,6 +199,7 @@ class Subscription:
             StopAsyncIteration: after the final entry.
             anyio.ClosedResourceError: the subscription or its bus is closed.
             anyio.BusyResourceError: another task waits for the next entry.
+            EventsLost: entries are gone, and there is no snapshot of what they came to.
             BusError: Redis refuses to read this stream.
         """
         with self._guard:
@@ -137,7 +207,11 @@ class Subscription:
                 if self._closed:
                     raise anyio.ClosedResourceError
                 if self._buffer:
-                    return self._pop()
+                    if (number := self._next_number()) is not None:
+                        return self._pop(number)
+                    if (gap := await self._skip()) is not None:
+                        return gap
+                    continue
                 if self._over:
                     raise StopAsyncIteration
                 if self._attached:
@@ -152,11 +226,41 @@ class Subscription:
         self._buffer.clear()
         self._arrived.notify()
 
-    def _pop(self) -> Entry:
+    def _next_number(self) -> _Id | None:
+        """The place of the next entry, if nothing is missing before it."""
+        id_, entry = self._buffer[0]
+        number = _number(id_, entry)
+        if number is None or self._resync is None:
+            return id_
+        assert self._reached is not None
+        return number if _follows(self._reached, number) else None
+
+    def _pop(self, number: _Id) -> Entry:
         _, entry = self._buffer.popleft()
         self._bytes -= len(entry.data)
         self._handed_out = entry.id
+        self._reached = number
         return entry
+
+    async def _skip(self) -> Gap | None:
+        """Go on from the snapshot: what should come next is gone. None if it is to be tried again."""
+        assert self._resync is not None
+        assert self._reached is not None
+        try:
+            snapshot = await self._resync()
+        except BusUnavailable as error:
+            logger.warning("a subscription waits for Redis: %s", error)
+            return None
+        if self._closed:
+            return None
+        since = self._handed_out or ("start" if self._reached == (0, 0) else f"{self._reached[0]}-{self._reached[1]}")
+        if snapshot is None or (at := (snapshot.attempt, snapshot.seq)) <= self._reached:
+            raise EventsLost(since, self._buffer[0][1].id)
+        while self._buffer and self._buffer[0][0] <= at:
+            self._bytes -= len(self._buffer.popleft()[1].data)
+        self._last = max(self.last, at)
+        self._reached, self._handed_out = at, snapshot.id
+        return Gap(since, snapshot.id, snapshot)
 
     async def _pull(self) -> None:
         """Fetch the next page, and attach if that was the last one."""
@@ -246,11 +350,14 @@ class Reader:
 
     While that connection blocks, it cannot be told of another stream. `CLIENT UNBLOCK` from another connection ends the
     wait; where Redis does not allow that command, the connection is closed and opened anew.
+
+    On a cluster all its streams share the slot of `near`, a key.
     """
 
-    def __init__(self, connections: Connections) -> None:
+    def __init__(self, connections: Connections, near: str = "") -> None:
         self._connections = connections
-        self._link = connections.link()
+        self._link = connections.link(near)
+        self._block_s = _BLOCK_SLOT_S if near else _BLOCK_S
         self._streams: dict[str, _Stream] = {}
         self._all: weakref.WeakSet[Subscription] = weakref.WeakSet()
         self._wanted = anyio.Event()
@@ -278,9 +385,12 @@ class Reader:
 
     # --- subscriptions ------------------------------------------------------------------------------------------------
 
-    def subscribe(self, key: str, since: str) -> Subscription:
-        """A new subscription, which it will close in the end if its consumer does not."""
-        subscription = Subscription(self, self._connections, key, since)
+    def subscribe(self, key: str, since: str, resync: _Resync | None = None) -> Subscription:
+        """A new subscription, which it will close in the end if its consumer does not.
+
+        `resync` finds the stream's snapshot. Without it, entries that are gone are passed over.
+        """
+        subscription = Subscription(self, self._connections, key, since, resync)
         self._all.add(subscription)
         return subscription
 
@@ -353,11 +463,11 @@ class Reader:
             with anyio.CancelScope() as self._wait:
                 (reply,) = await self._link.ask(
                     (
-                        *("XREAD", "COUNT", _PAGE, "BLOCK", round(_BLOCK_S * 1000), "STREAMS"),
+                        *("XREAD", "COUNT", _PAGE, "BLOCK", round(self._block_s * 1000), "STREAMS"),
                         *asked,
                         *(f"{attempt}-{seq}" for attempt, seq in asked.values()),
                     ),
-                    timeout_s=_BLOCK_S + 10,
+                    timeout_s=self._block_s + 10,
                 )
         finally:
             self._wait = None
@@ -366,13 +476,18 @@ class Reader:
         return reply or (), asked
 
     async def _failed(self, error: Exception, backoff: Backoff) -> None:
+        from redis.exceptions import TryAgainError
+
         await self._link.drop()
         pause = backoff.next()
-        if is_transient(error):
+        # While a slot is being moved its streams lie on two nodes: each is to be had, but not all at once.
+        apart = isinstance(error, TryAgainError)
+        if is_transient(error) and not apart:
             logger.log(backoff.level, "the reader waits for Redis: %s", error)
         else:
             # Perhaps one stream is no stream. Each subscription finds out by itself whether it is its own.
-            logger.warning("the reader lets go of %d streams: %r", len(self._streams), error)
+            level = logging.DEBUG if apart else logging.WARNING
+            logger.log(level, "the reader lets go of %d streams: %r", len(self._streams), error)
             for stream in list(self._streams.values()):
                 for subscription in stream.subscriptions():
                     self.detach(subscription)
@@ -402,7 +517,7 @@ class Reader:
     async def _interrupt(self, wait: anyio.CancelScope) -> None:
         if self._may_unblock:
             try:
-                (reply,) = await self._connections.once(("CLIENT", "UNBLOCK", self._client_id))
+                (reply,) = await self._connections.once(("CLIENT", "UNBLOCK", self._client_id), beside=self._link)
             except Exception as error:
                 logger.debug("the reader could not be woken: %r", error)
                 return
@@ -411,6 +526,30 @@ class Reader:
             logger.info("Redis does not let the reader be woken (%s); it reconnects instead", reply)
             self._may_unblock = False
         wait.cancel()
+
+
+class SlotReaders:
+    """A reader for each slot of a cluster that somebody reads from."""
+
+    def __init__(self, connections: Connections) -> None:
+        self._connections = connections
+        self._readers: dict[int | None, Reader] = {}
+
+    def subscribe(self, key: str, since: str, resync: _Resync | None = None) -> Subscription:
+        """A new subscription, of its slot's reader."""
+        slot = self._connections.slot(key)
+        reader = self._readers.get(slot)
+        if reader is None:
+            reader = self._readers[slot] = Reader(self._connections, key)
+            reader.start()
+        return reader.subscribe(key, since, resync)
+
+    async def aclose(self) -> None:
+        """Close them all."""
+        readers = list(self._readers.values())
+        self._readers.clear()
+        for reader in readers:
+            await reader.aclose()
 
 
 async def tail_id(connections: Connections, key: str) -> str:

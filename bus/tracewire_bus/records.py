@@ -14,7 +14,8 @@ once:
 Whoever ends a trace from outside writes its final event as one of an attempt that follows the last: readers take it as
 the end of what came before, and Redis refuses whatever an engine would still append.
 
-Everything that a script touches has the trace's hash tag.
+Everything that a script touches has the trace's hash tag. A script that makes up keys is given one besides that never
+exists (see `cluster.py`).
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ from typing import Any, Final
 import msgspec
 
 from .codec import encode, schema_text
-from .connection import BusError, Connections
-from .keys import FINAL_ID, Keys
+from .connection import BusError, BusUnavailable, Connections, Link, as_bus_error, is_transient
+from .firehose import TELL
+from .keys import FINAL_ID, Keys, is_text
 from .live import LiveValue, joined
 from .messages import Failure, Status, Submission
 from .messages import Final as FinalEvent
@@ -76,28 +78,36 @@ end
 
 _ENDING = (
     _NOW
+    + TELL
     + f"""
 local FINAL = '{FINAL_ID}'
 local function ended(events)
   return #redis.call('XRANGE', events, FINAL, FINAL) > 0
 end
-local function finish(base, trace, schema, head, tail, retention)
+local function finish(base, trace, schema, head, tail, retention, status, kind)
   local record, events = base .. 'trace:' .. trace, base .. 'events:' .. trace
   local attempt = tonumber(redis.call('HGET', record, 'a') or 0) + 1
   -- After what is never refused, a Redis that is full takes an end.
   redis.call('HDEL', record, '')
   redis.call('XADD', events, FINAL, 'v', schema, 'd', head .. struct.pack('>I4', attempt) .. tail)
-  for _, key in ipairs({{events, record, base .. 'blobs:' .. trace}}) do redis.call('EXPIRE', key, retention) end
+  for _, key in ipairs({{events, record, base .. 'blobs:' .. trace, base .. 'snapshot:' .. trace}}) do
+    redis.call('EXPIRE', key, retention)
+  end
   redis.call('DEL', base .. 'changes:' .. trace, base .. 'operations:' .. trace)
+  local known = redis.call('HMGET', record, 'm', 'c', 'e')
+  tell(base .. 'firehose', 'k', 'final', 't', trace, 'm', known[1] or '', 'c', known[2] or '', 'e', known[3] or '',
+    'a', attempt, 's', status, 'x', kind)
+  redis.call('ZREM', base .. 'deadlines', trace)
 end
 """
 )
 
-# KEYS: record, deadlines. ARGV: trace, model, client, lease, deadline in ms or '', how long to remember, then name,
-# form and value of each live parameter.
+# KEYS: record, deadlines, firehose. ARGV: trace, model, client, lease, deadline in ms or '', how long to remember, then
+# name, form and value of each live parameter.
 # Returns whether it is new; or, where the id belongs to a trace of another model, that model.
 _CREATE = Script(
     _NOW
+    + TELL
     + """
 if redis.call('HSETNX', KEYS[1], 'm', ARGV[2]) == 0 then
   local model = redis.call('HGET', KEYS[1], 'm')
@@ -113,17 +123,22 @@ if ARGV[5] ~= '' then
   redis.call('HSET', KEYS[1], 't', at)
   redis.call('ZADD', KEYS[2], at, ARGV[1])
 end
+tell(KEYS[3], 'k', 'queued', 't', ARGV[1], 'm', ARGV[2], 'c', ARGV[3])
 return 1
 """
 )
 
-# KEYS: record, deadlines. ARGV: trace, model. Another model's trace, or one that an engine runs, is not forgotten.
+# KEYS: record, deadlines, firehose. ARGV: trace, model. Another model's trace, or one that an engine runs, is not
+# forgotten.
 _FORGET = Script(
-    """
-local known = redis.call('HMGET', KEYS[1], 'm', 'e')
+    TELL
+    + """
+local known = redis.call('HMGET', KEYS[1], 'm', 'e', 'c')
 if known[1] ~= ARGV[2] or known[2] then return 0 end
 redis.call('ZREM', KEYS[2], ARGV[1])
-return redis.call('DEL', KEYS[1])
+redis.call('DEL', KEYS[1])
+tell(KEYS[3], 'k', 'refused', 't', ARGV[1], 'm', known[1], 'c', known[3] or '')
+return 1
 """
 )
 
@@ -141,9 +156,11 @@ return {now(), redis.call('HGETALL', KEYS[1]), redis.call('ZRANGE', KEYS[3], 0, 
 """
 )
 
-# KEYS: record, changes. ARGV: attempt. Nothing is accepted from then on, if it is the one that runs.
+# KEYS: record, changes. ARGV: attempt. Nothing is accepted from then on, if it is the one that runs. A record that is
+# forgotten is not begun again: it would stay.
 _CLOSE = Script(
     """
+if redis.call('EXISTS', KEYS[1]) == 0 then return {} end
 if tonumber(redis.call('HGET', KEYS[1], 'a') or 0) > tonumber(ARGV[1]) then return {} end
 redis.call('HSET', KEYS[1], 's', 'closed')
 return redis.call('ZRANGE', KEYS[2], 0, -1)
@@ -151,12 +168,12 @@ return redis.call('ZRANGE', KEYS[2], 0, -1)
 )
 
 # KEYS: record, events. ARGV: trace, what precedes every key of its tag, schema, the final before and after its attempt,
-# retention. Whoever runs it is fenced.
+# retention, status, the error's type. Whoever runs it is fenced.
 _END = Script(
     _ENDING
     + """
 if ended(KEYS[2]) then return 0 end
-finish(ARGV[2], ARGV[1], ARGV[3], ARGV[4], ARGV[5], ARGV[6])
+finish(ARGV[2], ARGV[1], ARGV[3], ARGV[4], ARGV[5], ARGV[6], ARGV[7], ARGV[8])
 return 1
 """
 )
@@ -218,7 +235,7 @@ if known[2] and ARGV[10] ~= '1' then
   end
   return {'asked', known[2]}
 end
-finish(ARGV[2], ARGV[1], ARGV[6], ARGV[7], ARGV[8], ARGV[9])
+finish(ARGV[2], ARGV[1], ARGV[6], ARGV[7], ARGV[8], ARGV[9], 'cancelled', 'Cancelled')
 return {'cancelled', known[1]}
 """
 )
@@ -259,7 +276,7 @@ for i = 1, #due, 2 do
   if not known[1] or ended(ARGV[1] .. 'events:' .. trace) then
     redis.call('ZREM', KEYS[1], trace)
   elseif not known[2] or time >= at + ARGV[6] then
-    finish(ARGV[1], trace, ARGV[2], ARGV[3], ARGV[4], ARGV[5])
+    finish(ARGV[1], trace, ARGV[2], ARGV[3], ARGV[4], ARGV[5], 'expired', 'DeadlineExceeded')
     redis.call('ZREM', KEYS[1], trace)
     over[#over + 1] = trace
     over[#over + 1] = known[1]
@@ -345,7 +362,7 @@ class Records:
         trace = submission.trace
         deadline = submission.deadline_s
         return _CREATE(
-            (self._keys.record(trace), self._keys.deadlines(self._keys.tag(trace))),
+            self._named(trace),
             *(trace, submission.model, submission.client, "" if submission.detach else submission.lease),
             *("" if deadline is None else round(min(deadline * 1000, MAX_DEADLINE_MS)), REMEMBER_S),
             *_flat(live),
@@ -353,8 +370,11 @@ class Records:
 
     async def forget(self, trace: str, model: str) -> None:
         """Take back the record of a trace that was not queued for `model` after all."""
-        keys = self._keys
-        await self._connections.command(*_FORGET((keys.record(trace), keys.deadlines(keys.tag(trace))), trace, model))
+        await self._connections.command(*_FORGET(self._named(trace), trace, model))
+
+    def _named(self, trace: str) -> tuple[str, str, str]:
+        keys, tag = self._keys, self._keys.tag(trace)
+        return keys.record(trace), keys.deadlines(tag), keys.firehose(tag)
 
     async def open(self, trace: str, engine: str, attempt: int = 1) -> Opened:
         """Begin to run a trace on `engine` as this attempt; orders for it go there from now on.
@@ -398,10 +418,12 @@ class Records:
     async def end(self, trace: str, status: Status, failure: Failure) -> bool:
         """End a trace here and now, whoever runs it. Returns whether it had not ended before."""
         keys = self._keys
+        if not is_text(trace):
+            return False
         head, tail = _final(status, failure)
         call = _END(
             (keys.record(trace), keys.events(trace)),
-            *(trace, self._base(keys.tag(trace)), schema_text(), head, tail, self._retention_s),
+            *(trace, self._base(keys.tag(trace)), schema_text(), head, tail, self._retention_s, status, failure.type),
         )
         return bool(await self._connections.command(*call))
 
@@ -425,6 +447,7 @@ class Records:
         Raises:
             TraceMissing: there is no such trace.
         """
+        _check_name(trace)
         flat = await self._connections.command("HGETALL", self._keys.record(trace))
         record: dict[bytes, bytes] = dict(zip(flat[::2], flat[1::2], strict=True))
         if b"m" not in record:
@@ -451,10 +474,14 @@ class Records:
             TraceMissing: there is no such trace.
             BusUnavailable: Redis stayed away; it may have been accepted.
         """
+        _check_name(trace)
         keys = self._keys
         reply = await self._connections.command(
             *_STEER(
-                (keys.record(trace), keys.events(trace), keys.changes(trace), keys.operations(trace)),
+                (
+                    *(keys.record(trace), keys.events(trace), keys.changes(trace), keys.operations(trace)),
+                    keys.control(keys.tag(trace), ""),
+                ),
                 *(trace, keys.control(keys.tag(trace), ""), secrets.token_hex(8), msgspec.msgpack.encode(by)),
                 *("" if if_version is None else if_version, joined({name: one.packed for name, one in values.items()})),
                 *(MAX_CHANGES, OPERATIONS, REMEMBER_S, CONTROL_S),
@@ -494,12 +521,13 @@ class Records:
             TraceEnded: it had ended before.
             TraceMissing: there is no such trace.
         """
+        _check_name(trace)
         keys = self._keys
         tag = keys.tag(trace)
         head, tail = _final("cancelled", cancellation(by, reason))
         reply = await self._connections.command(
             *_CANCEL(
-                (keys.record(trace), keys.events(trace)),
+                (keys.record(trace), keys.events(trace), keys.control(tag, "")),
                 *(trace, self._base(tag), keys.control(tag, ""), by, reason, schema_text(), head, tail),
                 *(self._retention_s, "1" if force else "", CONTROL_S),
             )
@@ -521,10 +549,11 @@ class Records:
             TraceEnded: it has ended, or is about to.
             TraceMissing: there is no such trace.
         """
+        _check_name(trace)
         keys = self._keys
         reply = await self._connections.command(
             *_PAUSE(
-                (keys.record(trace), keys.events(trace)),
+                (keys.record(trace), keys.events(trace), keys.control(keys.tag(trace), "")),
                 *(trace, keys.control(keys.tag(trace), ""), "resume" if resume else "pause", by, CONTROL_S),
             )
         )
@@ -546,7 +575,7 @@ class Records:
         replies = await self._connections.commands(
             *(
                 _SWEEP(
-                    (self._keys.deadlines(tag),),
+                    (self._keys.deadlines(tag), self._keys.control(tag, "")),
                     *(self._base(tag), schema_text(), head, tail, self._retention_s, GRACE_MS),
                 )
                 for tag in tags
@@ -560,9 +589,24 @@ class Records:
 
     # --- leases -------------------------------------------------------------------------------------------------------
 
-    async def hold(self, lease: str, seconds: float) -> None:
-        """Say that the client of this lease lives, for `seconds` from now."""
-        await self._connections.command("SET", self._keys.lease(lease), "", "PX", max(1, round(seconds * 1000)))
+    async def hold(self, lease: str, seconds: float, link: Link | None = None) -> None:
+        """Say that the client of this lease lives, for `seconds` from now; over `link`, with a single try.
+
+        Raises:
+            BusUnavailable: Redis stayed away, or did not answer at once.
+        """
+        command = ("SET", self._keys.lease(lease), "", "PX", max(1, round(seconds * 1000)))
+        if link is None:
+            await self._connections.command(*command)
+            return
+        try:
+            (reply,) = await link.ask(command)
+            if isinstance(reply, Exception):
+                raise reply
+        except Exception as error:
+            if is_transient(error):
+                raise BusUnavailable(f"Redis is away: {error}") from error
+            raise as_bus_error(error) from error
 
     async def release(self, lease: str) -> None:
         """Say that the client of this lease has gone."""
@@ -572,8 +616,15 @@ class Records:
         """Which of these leases are held."""
         if not leases:
             return set()
-        replies = await self._connections.commands(*(("EXISTS", self._keys.lease(lease)) for lease in leases))
+        replies = await self._connections.commands(
+            *(("EXISTS", self._keys.lease(lease).encode("utf-8", "surrogateescape")) for lease in leases)
+        )
         return {lease for lease, reply in zip(leases, replies, strict=True) if reply}
+
+
+def _check_name(trace: str) -> None:
+    if not is_text(trace):
+        raise TraceMissing(f"no trace {trace!r}")
 
 
 def cancellation(by: str, reason: str) -> Failure:

@@ -11,7 +11,10 @@ else for as long as the bus is patient.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import urlsplit
@@ -21,15 +24,28 @@ import msgspec
 
 from .blobs import Blobs
 from .codec import decode_engine, encode
-from .connection import BusError, BusUnavailable, Connections, as_bus_error, is_transient, redacted
-from .control import ControlReader
+from .connection import (
+    SCHEMES,
+    After,
+    BusError,
+    BusUnavailable,
+    Connections,
+    Link,
+    NotAllowed,
+    as_bus_error,
+    is_transient,
+    redacted,
+)
+from .control import ControlReader, SlotControlReaders
+from .firehose import Groups, GroupWatch, Watch
 from .keys import FINAL_ID, Keys
 from .live import parted
 from .messages import EngineInfo, Submission
 from .queue import Queue, QueueFull, Taken
-from .reader import Entry, Reader, Subscription, tail_id
+from .reader import Entry, EventsLost, Gap, Reader, SlotReaders, Subscription, tail_id
 from .records import Records, TraceElsewhere, TraceEnded, TraceMissing
 from .recovery import Recovery
+from .snapshots import Snapshots
 from .writer import ENTRY_BYTES, EntryTooLarge, Fenced, Writer
 
 if TYPE_CHECKING:
@@ -42,8 +58,11 @@ __all__ = [
     "BusUnavailable",
     "Entry",
     "EntryTooLarge",
+    "EventsLost",
     "Fenced",
+    "Gap",
     "Keys",
+    "NotAllowed",
     "Queue",
     "QueueFull",
     "Subscription",
@@ -53,7 +72,7 @@ __all__ = [
 
 logger = logging.getLogger("tracewire")
 
-_SCHEMES = ("redis", "rediss", "unix", "embedded")
+_SCHEMES = (*SCHEMES, "embedded")
 
 
 class Bus:
@@ -75,8 +94,10 @@ class Bus:
         self._patience_s = patience_s
         self._server: EmbeddedServer | None = None
         self._connections_: Connections | None = None
-        self._reader: Reader | None = None
+        self._reader: Reader | SlotReaders | None = None
         self._blobs: Blobs | None = None
+        self._snapshots: Snapshots | None = None
+        self._watches: weakref.WeakSet[Watch | GroupWatch] = weakref.WeakSet()
         self._records: Records | None = None
         self._queue: Queue | None = None
 
@@ -84,9 +105,11 @@ class Bus:
     def open(cls, url: str, *, prefix: str = "tw", retention_s: float = 3600.0, patience_s: float = 20.0) -> Self:
         """A bus on the Redis at `url`, connected when its context is entered.
 
-        `url` is `redis://`, `rediss://`, `unix://`, or `embedded://` for a private server that lives as long as the
-        bus. All keys begin with `prefix`. A trace's stream is kept for `retention_s` seconds after its final event.
-        While Redis is away, requests wait for up to `patience_s` seconds before they raise `BusUnavailable`.
+        `url` is `redis://`, `rediss://` (TLS) or `unix://`; with `redis+sentinel://host:port,host:port/service` the
+        master that sentinels name, with `redis+cluster://host:port,host:port` a cluster (either with `rediss`, too); or
+        `embedded://` for a private server that lives as long as the bus. All keys begin with `prefix`. A trace's stream
+        is kept for `retention_s` seconds after its final event. While Redis is away, requests wait for up to
+        `patience_s` seconds before they raise `BusUnavailable`.
 
         Raises:
             ValueError: `url` has another scheme.
@@ -107,9 +130,13 @@ class Bus:
                 self.url = self._server.url
             connections = self._connections_ = Connections(self.url, patience_s=self._patience_s)
             await _check(connections)
-            self._reader = Reader(connections)
-            self._reader.start()
+            if connections.clustered:
+                self._reader = SlotReaders(connections)
+            else:
+                self._reader = Reader(connections)
+                self._reader.start()
             self._blobs = Blobs(self.url, self.keys, patience_s=self._patience_s)
+            self._snapshots = Snapshots(Connections(self.url, patience_s=self._patience_s), self.keys)
             self._records = Records(connections, self.keys, self._retention_s)
             self._queue = Queue(connections, self.keys)
         except BaseException:
@@ -130,16 +157,21 @@ class Bus:
         reader, self._reader = self._reader, None
         connections, self._connections_ = self._connections_, None
         blobs, self._blobs = self._blobs, None
+        snapshots, self._snapshots = self._snapshots, None
         self._records = None
         server, self._server = self._server, None
         queue, self._queue = self._queue, None
         with anyio.CancelScope(shield=True):
             if reader is not None:
                 await reader.aclose()
+            for watch in list(self._watches):
+                await watch.aclose()
             if queue is not None:
                 await queue.aclose()
             if blobs is not None:
                 await blobs.aclose()
+            if snapshots is not None:
+                await snapshots.aclose()
             if connections is not None:
                 await connections.aclose()
             if server is not None:
@@ -171,6 +203,7 @@ class Bus:
         if len(data) > ENTRY_BYTES:
             raise EntryTooLarge(f"the submission takes {len(data)} bytes, an entry holds {ENTRY_BYTES}")
         model, trace = submission.model, submission.trace
+        creation = self.records.creation(submission, parted(submission.live))
         try:
             created, before = await self.queue.put(
                 model,
@@ -182,11 +215,14 @@ class Bus:
                 limit=limit,
                 tries=submission.max_attempts,
                 # Its record first: what is queued can be steered and cancelled.
-                before=[self.records.creation(submission, parted(submission.live))],
+                before=[creation],
             )
         except QueueFull:
             # It does not exist.
             await self.records.forget(trace, model)
+            if await self._connections.command("EXISTS", self.keys.submitted(model, trace)):
+                # But somebody queued the same one just now, and found our record.
+                await self._connections.command(*creation)
             raise
         if isinstance(created, bytes):
             await self.queue.withdraw(model, trace)
@@ -210,6 +246,13 @@ class Bus:
             raise anyio.ClosedResourceError
         return self._blobs
 
+    @property
+    def snapshots(self) -> Snapshots:
+        """Traces' states at an event, and the trimming of their streams, over connections of their own."""
+        if self._snapshots is None:
+            raise anyio.ClosedResourceError
+        return self._snapshots
+
     # --- traces -------------------------------------------------------------------------------------------------------
 
     @property
@@ -218,6 +261,10 @@ class Bus:
         if self._records is None:
             raise anyio.ClosedResourceError
         return self._records
+
+    def link(self) -> Link:
+        """A connection of one's own, which waits behind nobody's calls. Whoever asks drops it."""
+        return self._connections.link()
 
     async def cancel(self, trace: str, *, by: str, reason: str = "") -> None:
         """Have a trace end as `cancelled`: its engine is asked to, or, where none lives that runs it, it ends now.
@@ -255,8 +302,10 @@ class Bus:
                 pass
             await self.queue.done(model, taken.trace)
 
-    def control(self, engine: str) -> ControlReader:
+    def control(self, engine: str) -> ControlReader | SlotControlReaders:
         """Reads what is asked of an engine's traces. Whoever asks closes it."""
+        if self._connections.clustered:
+            return SlotControlReaders(self._connections, self.keys, engine)
         return ControlReader(self._connections.link(), self.keys, engine)
 
     def writer(self) -> Writer:
@@ -270,14 +319,46 @@ class Bus:
         """Subscribe to a trace's entries: those after `since`, then what comes, up to the final one.
 
         `since` is `"start"`, `"now"` (after what is there when the subscription starts: see its `start`), or the id of
-        an entry. A trace that does not exist is waited for.
+        an entry. A trace that does not exist is waited for. In place of entries that were trimmed comes a `Gap`, with
+        the state after them.
 
         Raises:
             ValueError: `since` is nothing of that.
         """
         if self._reader is None:
             raise anyio.ClosedResourceError
-        return self._reader.subscribe(self.keys.events(trace), since)
+        return self._reader.subscribe(self.keys.events(trace), since, partial(self.snapshots.read, trace))
+
+    def watch(self, since: str = "now") -> Watch:
+        """Follow what becomes of all traces, from `since` on: `"start"`, `"now"`, or a watch's position.
+
+        Whoever asks closes it. It has a connection of its own.
+
+        Raises:
+            ValueError: `since` is nothing of that.
+        """
+        watch = Watch(self._connections, self.keys, since)
+        self._watches.add(watch)
+        return watch
+
+    def watch_group(self, group: str, consumer: str, since: str = "now", idle_s: float = 60.0) -> GroupWatch:
+        """Be one of the readers that share what becomes of all traces: see `GroupWatch`.
+
+        Whoever asks closes it. It has a connection of its own.
+
+        Raises:
+            ValueError: `since` is nothing that a watch takes, a name is empty, or `idle_s` is not positive.
+        """
+        if not group or not consumer or not idle_s > 0:
+            raise ValueError("a group and a consumer have names, and its consumers a positive time to be idle")
+        watch = GroupWatch(self._connections, self.keys, group, consumer, since, idle_s)
+        self._watches.add(watch)
+        return watch
+
+    @property
+    def watch_groups(self) -> Groups:
+        """The groups of readers of the firehose."""
+        return Groups(self._connections, self.keys)
 
     async def tail_id(self, trace: str) -> str:
         """Id of a trace's last entry, `"0-0"` if there is none."""
@@ -301,7 +382,8 @@ class Bus:
 
     async def exists(self, trace: str) -> bool:
         """Whether a trace has been submitted or has events, and is not yet forgotten."""
-        return bool(await self._connections.command("EXISTS", self.keys.record(trace), self.keys.events(trace)))
+        keys = self.keys.record(trace), self.keys.events(trace)
+        return any(await self._connections.commands(*(("EXISTS", key) for key in keys)))
 
     # --- anything else ------------------------------------------------------------------------------------------------
 
@@ -324,7 +406,8 @@ class Bus:
         """
         await self._connections.commands(
             ("SET", self.keys.engine(info.engine), encode(info), "PX", max(1, round(ttl_s * 1000))),
-            ("SADD", self.keys.engines(), info.engine),
+            # Whoever finds it there and nothing behind it removes it.
+            After(("SADD", self.keys.engines(), info.engine)),
         )
 
     async def unregister(self, engine: str) -> None:
@@ -349,7 +432,8 @@ class Bus:
         for name, data in zip(names, found, strict=True):
             if data is None:
                 # Expired. Should it be back this very moment, its next heartbeat enters it again.
-                await self._connections.command("SREM", self.keys.engines(), name)
+                with suppress(NotAllowed):
+                    await self._connections.command("SREM", self.keys.engines(), name)
                 continue
             try:
                 infos.append(decode_engine(data))

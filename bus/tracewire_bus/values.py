@@ -48,6 +48,7 @@ __all__ = [
     "dict_digest",
     "digest",
     "encoded_array",
+    "encoded_digest",
     "equal",
     "ext_hook",
     "is_array",
@@ -679,6 +680,18 @@ def encoded_array(payload: bytes) -> Any:
 def payload_digest(payload: bytes) -> bytes:
     """The digest of an array, from its payload."""
     return _hash(b"a", memoryview(payload)[2:])
+
+
+#: By the first byte of an extension on the wire: where its payload begins, behind the byte that says its type.
+_EXT_STARTS: Final = {0xC7: 3, 0xC8: 4, 0xC9: 6, 0xD4: 2, 0xD5: 2, 0xD6: 2, 0xD7: 2, 0xD8: 2}
+
+
+def encoded_digest(raw: bytes | memoryview) -> bytes | None:
+    """The digest of a value, if it is an array, from its encoded form; `None` if it is anything else."""
+    start = _EXT_STARTS.get(raw[0])
+    if start is None or raw[start - 1] != _ARRAY:
+        return None
+    return _hash(b"a", memoryview(raw)[start + 2 :])
 
 
 @lru_cache(maxsize=4096)

@@ -21,6 +21,7 @@ import anyio
 
 from .codec import schema_text
 from .connection import Background, Backoff, BusError, Connections, Wakeup, as_bus_error, is_transient
+from .firehose import TELL
 from .keys import Keys, event_id
 from .queue import settling
 from .scripts import Script, with_text
@@ -44,11 +45,12 @@ _SHORT_S = 1e-3
 
 # An event and what goes with it, which must not happen where the event is refused: for its id, or because another
 # attempt has been begun, whose end this is not. The script begins with what even a Redis that is full does not refuse,
-# so that an end can always be written. KEYS: events, blobs, record, changes, operations. ARGV: id, schema, data, how
-# long to keep the trace from now on or '', '1' if that is its end, the version of the last change that it tells of or
-# '', attempt.
+# so that an end can always be written. KEYS: events, blobs, record, changes, operations, deadlines, snapshot, firehose.
+# ARGV: id, schema, data, how long to keep the trace from now on or '', '1' if that is its end, the version of the last
+# change that it tells of or '', attempt, trace, then what the firehose is told of it, if anything.
 _APPEND: Final = Script(
-    """
+    TELL
+    + """
 redis.call('HDEL', KEYS[3], '')
 if tonumber(redis.call('HGET', KEYS[3], 'a') or 0) > tonumber(ARGV[7]) then
   return redis.error_reply('FENCED by a later attempt')
@@ -62,8 +64,11 @@ if ARGV[4] ~= '' then
 end
 if ARGV[5] == '1' then
   redis.call('EXPIRE', KEYS[3], ARGV[4])
+  redis.call('EXPIRE', KEYS[7], ARGV[4])
   redis.call('DEL', KEYS[4], KEYS[5])
+  redis.call('ZREM', KEYS[6], ARGV[8])
 end
+if ARGV[9] then tell(KEYS[8], 'c', redis.call('HGET', KEYS[3], 'c') or '', unpack(ARGV, 9)) end
 return ARGV[1]
 """
 )
@@ -157,6 +162,7 @@ class Writer:
         *,
         done: tuple[str, str, str] | None = None,
         told: int | None = None,
+        life: Sequence[Any] | None = None,
     ) -> Coroutine[Any, Any, str]:
         """Queue an encoded event at once. Await what it returns for the event's id, when Redis has it.
 
@@ -166,7 +172,7 @@ class Writer:
         `final` gives it the greatest id of all and lets the trace expire, its blobs with it. `done`, a model, the trace
         of a queue entry and who holds it, settles that entry in the same round trip, if it is held so; also where the
         event is refused. `told` says that the event tells of all
-        changes of live parameters up to that version.
+        changes of live parameters up to that version. `life` is what the firehose is told of it, as `telling` makes it.
 
         Raises:
             Fenced: the stream holds this event or a later one.
@@ -182,12 +188,17 @@ class Writer:
         keys = self._keys
         key = keys.events(trace)
         command: tuple[Any, ...] = ("XADD", key, id_, "v", self._schema, "d", data)
-        if final or seq == 0 or told is not None:
-            names = (key, keys.blobs(trace), keys.record(trace), keys.changes(trace), keys.operations(trace))
+        if final or seq == 0 or told is not None or life is not None:
+            tag = keys.tag(trace)
+            names = (
+                *(key, keys.blobs(trace), keys.record(trace), keys.changes(trace), keys.operations(trace)),
+                *(keys.deadlines(tag), keys.snapshot(trace), keys.firehose(tag)),
+            )
             keep = self._retention_s if final else UNFINISHED_S if seq == 0 else ""
             end, version = "1" if final else "", "" if told is None else told
+            script = _APPEND(names, id_, self._schema, data, keep, end, version, attempt, trace, *(life or ()))
             # With its text: what comes behind it in a pipeline must not overtake it.
-            command = with_text(_APPEND(names, id_, self._schema, data, keep, end, version, attempt)) or command
+            command = with_text(script) or command
         settle = None if done is None else settling(keys, *done)
         item = _Append(key, id_, data, command, settle, self._loop.create_future())
         self._queue.append(item)
@@ -242,40 +253,54 @@ class Writer:
 
     async def _flush(self, batch: list[_Append]) -> None:
         """Bring a batch into Redis, whatever it takes, and end every append in it."""
-        commands: list[tuple[Any, ...]] = []
-        places: list[int] = []
-        for item in batch:
-            places.append(len(commands))
-            commands.append(item.command)
-            if item.done is not None:
-                commands.append(item.done)
         repeated = False
         backoff = Backoff()
-        while True:
+        while batch:
+            commands: list[tuple[Any, ...]] = []
+            places: list[int] = []
+            for item in batch:
+                places.append(len(commands))
+                commands.append(item.command)
+                if item.done is not None:
+                    commands.append(item.done)
+            waiting = batch
             try:
                 replies = await self._link.ask(*commands)
-                outcomes = [replies[place] for place in places]
-                if not all(isinstance(outcome, Exception) and is_transient(outcome) for outcome in outcomes):
-                    break
-                problem: Exception = outcomes[0]
             except Exception as error:
                 if not is_transient(error):
                     raise as_bus_error(error) from error
                 # Some of it may be there.
                 repeated = True
                 problem = error
-            pause = backoff.next()
-            logger.log(backoff.level, "%d entries wait for Redis: %s", len(batch), problem)
-            await anyio.sleep(pause)
-        for item, outcome in zip(batch, outcomes, strict=True):
-            if not isinstance(outcome, Exception):
-                item.end()
-            elif not _is_fence(outcome):
-                item.end(as_bus_error(outcome))
-            elif repeated and await self._holds(item):
-                item.end()
             else:
-                item.end(Fenced(f"event {item.id} of {item.key} is not after the last one there"))
+                # A server that is demoted in the middle, or one of several that is away, leaves some of it over.
+                waiting = []
+                for item, place in zip(batch, places, strict=True):
+                    outcome, *behind = replies[place : place + (1 if item.done is None else 2)]
+                    # What could not be done behind an entry is done with it once more.
+                    counted = behind if not isinstance(outcome, Exception) else []
+                    missing = [one for one in (outcome, *counted) if isinstance(one, Exception) and is_transient(one)]
+                    if missing:
+                        waiting.append(item)
+                        problem = missing[0]
+                        repeated = repeated or bool(counted)
+                    else:
+                        await self._end(item, outcome, repeated)
+            batch = waiting
+            if batch:
+                pause = backoff.next()
+                logger.log(backoff.level, "%d entries wait for Redis: %s", len(batch), problem)
+                await anyio.sleep(pause)
+
+    async def _end(self, item: _Append, outcome: Any, repeated: bool) -> None:
+        if not isinstance(outcome, Exception):
+            item.end()
+        elif not _is_fence(outcome):
+            item.end(as_bus_error(outcome))
+        elif repeated and await self._holds(item):
+            item.end()
+        else:
+            item.end(Fenced(f"event {item.id} of {item.key} is not after the last one there"))
 
     async def _holds(self, item: _Append) -> bool:
         """Whether the stream holds exactly this event."""

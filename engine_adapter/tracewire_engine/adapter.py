@@ -4,9 +4,9 @@ Tasks: *intake* takes submissions off the model's queue, up to the engine's capa
 (`trace.py`), which gets what the workers report by `reports.py`; the *blob reader* brings their large arrays to the
 bus first; *control* reads what is asked of running traces, *steering* brings changes of live parameters to the workers,
 the *reaper* aborts what is to end early, and pauses and resumes; the *heartbeat* renews the engine's entry in the
-registry, and looks after clients that have gone and deadlines that have passed. When the adapter is told to stop it
-takes nothing new, lets what runs finish for a while, fails the rest with the reason on each trace's own stream, and
-leaves.
+registry, and looks after clients that have gone and deadlines that have passed; *retention* trims long streams. When
+the adapter is told to stop it takes nothing new, lets what runs finish for a while, fails the rest with the reason on
+each trace's own stream, and leaves.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from tracewire_bus.codec import NewerSchema, check_schema, decode_submission, en
 from tracewire_bus.connection import Wakeup
 from tracewire_bus.control import Order
 from tracewire_bus.declared import DeclarationError, check, normalized
+from tracewire_bus.firehose import telling
 from tracewire_bus.keys import TAGS
 from tracewire_bus.live import LiveError, parted
 from tracewire_bus.messages import Block, EngineInfo, Failure, Final, Status, StopWhen, Submission
@@ -41,6 +42,7 @@ from .engine import Engine, EngineLost, Rejection
 from .inputs import Inputs
 from .link import Placed
 from .reports import Reports
+from .retention import Retention
 from .steering import LiveTrace, Steering
 from .trace import Half, TraceRun
 
@@ -75,6 +77,9 @@ class Settings:
     last_words_s: float = 5.0
     #: Arrays of more bytes than this, read by declared interventions, go into blobs (0: none does).
     blob_threshold: int = THRESHOLD_BYTES
+    #: About how many events, and how many bytes of them as they were encoded, a trace's stream keeps (0: any number).
+    retain_events: int = 0
+    retain_bytes: int = 0
 
 
 class Adapter:
@@ -89,6 +94,7 @@ class Adapter:
         self._halves: dict[str, Half] = {}
         self._inputs = Inputs(bus.blobs, engine.inputs)
         self._reports = Reports(engine, self._halves, (settings or Settings()).blob_threshold)
+        self._retention = Retention(bus.snapshots, self._settings.retain_events, self._settings.retain_bytes)
         self._names = itertools.count()
         self._steering = Steering(engine)
         #: The runs that orders may come for; a list of orders for a trace that is about to have one.
@@ -135,6 +141,7 @@ class Adapter:
             group.start_soon(self._control)
             group.start_soon(self._steering.run)
             group.start_soon(self._reaper)
+            group.start_soon(self._retention.run)
             await self._renew()
             group.start_soon(self._heartbeat)
             logger.info("serving %s as engine %s", self._info.model, self._info.engine)
@@ -278,6 +285,7 @@ class Adapter:
             live=live,
             close=partial(self._bus.records.close, submission.trace, opened.attempt),
             why=entry.why,
+            tally=self._retention.tally(submission.trace, opened.attempt),
         )
         if opened.cancelled is not None:
             run.end("cancelled", cancellation(*opened.cancelled))
@@ -457,7 +465,17 @@ class Adapter:
         final = Final(attempt=entry.attempt, seq=0, status="rejected", error=failure, time=time.time())
         settled = (self._info.model, entry.trace, self._info.engine)
         try:
-            await writer.append(trace, entry.attempt, 0, encode(final), final=True, done=settled)
+            life = telling(
+                "final",
+                trace,
+                model=self._info.model,
+                engine=self._info.engine,
+                attempt=entry.attempt,
+                status=final.status,
+                error=failure.type,
+                usage=final.usage,
+            )
+            await writer.append(trace, entry.attempt, 0, encode(final), final=True, done=settled, life=life)
         except Fenced:
             logger.warning("trace %s has ended already; its rejection was dropped", trace)
         return None

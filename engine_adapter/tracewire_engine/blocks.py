@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 import torch
 from greenlet import GreenletExit
-from nnsight.intervention.interleaver import EarlyStopException, Mediator
+from nnsight.intervention.interleaver import EarlyStopException, Event, Mediator
 from nnsight.modeling.vllm.tracer import VLLMTracer
 
 from tracewire_bus.codec import digest_bytes
@@ -31,6 +31,7 @@ from tracewire_bus.values import unpack
 
 from . import watchdog
 from .live import LiveRun, LiveValues
+from .serving import RowBatcher
 from .tensors import to_tensors
 
 __all__ = ["BlockCache", "BlockMediator", "BlockTracer", "failure_of", "is_stop"]
@@ -50,6 +51,8 @@ class UntappedLocation(LookupError):
 class BlockMediator(Mediator):
     """nnsight's mediator, started from compiled source instead of a captured `with` block."""
 
+    iteration: int | None
+
     def __init__(self, code: types.CodeType, glbls: dict[str, Any], lcls: dict[str, Any]) -> None:
         super().__init__(code, glbls, lcls)
         # What nnsight sets when a mediator arrives by pickle, which ours does not.
@@ -57,18 +60,38 @@ class BlockMediator(Mediator):
         #: What the block raised, with its traceback, however it was thrown in.
         self.raised: BaseException | None = None
         self.compiled: _Compiled | None = None
+        #: What it has saved, by name, between a step's end and its report.
+        self.found: dict[str, Any] | None = None
 
     def dispose(self) -> None:
         """Let go of all that the block held. Its scope, frames and traceback refer to each other, and to tensors."""
         self.worker = None
-        self.raised = self.exception = self.pending = self.transform = None
+        self.raised = self.exception = self.pending = self.transform = self.found = None
         self.caches: list[Any] = []
         self.lcls.shared.clear()
         self.lcls.clear()
 
     def switch(self, *args: Any) -> Any:
-        with watchdog.turn():
+        watchdog.begin()
+        try:
             return super().switch(*args)
+        finally:
+            watchdog.end()
+
+    def handle(self, provider: str, value: Any) -> Any:
+        # A read that is due, as most are, by nnsight's steps; the rest is nnsight's.
+        pending: Any = self.pending
+        batcher = self.interleaver.batcher
+        if pending is not None and type(batcher) is RowBatcher:
+            event, where, iteration, _ = pending
+            reached = self.interleaver.counts.get(provider, 0) - self.counts_at_start.get(provider, 0)
+            if event is Event.VALUE and where == provider and iteration == reached:
+                if self.iteration:
+                    self.iteration = None
+                pending = self.pending = self.switch(batcher.rows(value, self))
+                if pending is None or pending.provider != provider:
+                    return value
+        return super().handle(provider, value)
 
     def wanted(self, location: str) -> int:
         # Asked of every request that the block makes, in the block's own frame. nnsight would let it wait for ever.
@@ -79,7 +102,7 @@ class BlockMediator(Mediator):
                 f"{location.removeprefix('model.')!r} is not a tap of this engine, which replays CUDA graphs "
                 f"and serves only {served}"
             )
-        return int(super().wanted(location))
+        return self.occurrence(location) if self.iteration is None else self.iteration
 
     def _run(self) -> None:
         try:

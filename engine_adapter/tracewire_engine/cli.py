@@ -117,6 +117,21 @@ def _adapter(arguments: list[str]) -> int:
         help="saved arrays of more bytes than this are fetched by those who want them (0: no array is)",
     )
     ours.add_argument(
+        "--retain-events",
+        type=int,
+        default=0,
+        metavar="N",
+        help="trim a running trace's stream when it has more events than this; who missed some gets the state instead "
+        "(default 0: keep all)",
+    )
+    ours.add_argument(
+        "--retain-bytes",
+        type=int,
+        default=0,
+        metavar="BYTES",
+        help="likewise, when its events take more bytes than this (default 0: any number)",
+    )
+    ours.add_argument(
         "--check-collect",
         action="store_true",
         help="check every trace's saves against what nnsight's own collect returns (costs throughput)",
@@ -131,6 +146,9 @@ def _adapter(arguments: list[str]) -> int:
         parser.error(f"--blob-threshold takes a number of bytes, or 0; got {options.blob_threshold}")
     if options.queue_limit < 0:
         parser.error(f"--queue-limit takes a number of submissions, or 0; got {options.queue_limit}")
+    for setting in ("retain_events", "retain_bytes"):
+        if getattr(options, setting) < 0:
+            parser.error(f"--{setting.replace('_', '-')} takes a number, or 0; got {getattr(options, setting)}")
     if not options.url:
         parser.error("--url is required (or set TRACEWIRE_URL): the Redis that clients use")
     folder, name = options.model_folder, options.name
@@ -186,7 +204,13 @@ async def _run(model: object, link: object, blobs: object, info: object, options
 
     engine = VllmEngine(model, link, blobs)  # type: ignore[arg-type]
     async with Bus.open(options.url, prefix=options.prefix) as bus:
-        adapter = Adapter(engine, info, bus, Settings(drain_s=options.drain, blob_threshold=options.blob_threshold))  # type: ignore[arg-type]
+        settings = Settings(
+            drain_s=options.drain,
+            blob_threshold=options.blob_threshold,
+            retain_events=options.retain_events,
+            retain_bytes=options.retain_bytes,
+        )
+        adapter = Adapter(engine, info, bus, settings)  # type: ignore[arg-type]
 
         async def watch_signals() -> None:
             with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:

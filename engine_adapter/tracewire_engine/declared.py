@@ -28,6 +28,7 @@ from tracewire_bus.values import ext_hook
 from .hosting import TORCH_DTYPES
 from .link import Batch, Layout, LayoutEntry, Part, Placed, Slot
 from .live import LiveRun
+from .serving import BlockServing
 from .tensors import to_tensors
 
 __all__ = ["Declaration", "DeclaredInterleaver", "DeclaredRequests"]
@@ -655,7 +656,7 @@ def _span(op: _Op, seen: int, start: int, first: int, count: int, prompt: int) -
     return start + low - first, max(0, high - low)
 
 
-class DeclaredInterleaver(VLLMInterleaver):
+class DeclaredInterleaver(VLLMInterleaver, BlockServing):
     """nnsight's interleaver, which serves a location to declared interventions before it serves it to blocks.
 
     While blocks run, every module hands its values to it. While none does, no module does: the few locations that

@@ -13,10 +13,13 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Any, ClassVar
 
+import msgspec
 import torch
 
+from tracewire_bus.messages import Append
 from tracewire_bus.values import (
     DTYPES,
     MAX_DEPTH,
@@ -27,7 +30,7 @@ from tracewire_bus.values import (
     encoded_array,
 )
 
-__all__ = ["TORCH_DTYPES", "HostArray", "HostCopy", "ToHost", "encoded_late"]
+__all__ = ["TORCH_DTYPES", "HostArray", "HostCopy", "ToHost", "elements", "encoded_late"]
 
 #: The names of torch's dtypes that can travel.
 TORCH_DTYPES: dict[torch.dtype, str] = {
@@ -36,16 +39,13 @@ TORCH_DTYPES: dict[torch.dtype, str] = {
 
 
 def _plain(tensor: Any) -> bool:
-    """Whether a tensor's elements can be joined with others': dense, with data, and nothing left to be carried out."""
+    """Whether a tensor's elements can be joined with others': dense, and nothing left to be carried out."""
     return (
         type(tensor) is torch.Tensor
         and tensor.layout is torch.strided
-        and tensor.dtype in TORCH_DTYPES
         and not tensor.requires_grad
-        and not tensor.is_meta
         and not tensor.is_conj()
         and not tensor.is_neg()
-        and tensor.numel() > 0
     )
 
 
@@ -116,7 +116,7 @@ class ToHost:
 
 
 class HostArray:
-    """An array in host memory, or on its way there: then it stands in a delta until the delta is encoded."""
+    """An array in host memory, or on its way there. It stands in a delta until the delta is encoded."""
 
     __slots__ = ("_copy", "_digest", "_dtype", "_shape", "_start", "_stop")
 
@@ -124,11 +124,6 @@ class HostArray:
         self._copy = copy
         self._dtype, self._shape, self._start, self._stop = dtype, shape, start, stop
         self._digest = b""
-
-    @property
-    def late(self) -> bool:
-        """Whether it may be on its way."""
-        return not self._copy.settled
 
     def raw(self) -> memoryview:
         """Its elements; waits for them."""
@@ -138,6 +133,11 @@ class HostArray:
         """Its payload, made anew."""
         return array_payload(self._dtype, self._shape, self.raw())
 
+    def appended(self, name: str) -> bytes:
+        """The encoded deltas of a step that adds it to the list `name`, and nothing else; waits for its elements."""
+        head, _ = array_head(self._dtype, self._shape, self._stop - self._start)
+        return b"".join((_appending(name), head, self.raw()))
+
     def digest(self) -> bytes:
         """Its digest, taken when it is first asked for."""
         if not self._digest:
@@ -145,8 +145,35 @@ class HostArray:
         return self._digest
 
     def same(self, other: HostArray) -> bool:
-        """Whether the other, of the same tensor, has the same elements."""
-        return self.raw().tobytes() == other.raw().tobytes()
+        """Whether the other has the same elements, in the same shape."""
+        return self.alike(other) and self.raw().tobytes() == other.raw().tobytes()
+
+    def alike(self, other: HostArray) -> bool:
+        """Whether the other has this one's dtype and shape."""
+        return self._shape == other._shape and self._dtype == other._dtype
+
+
+def elements(arrays: Iterable[HostArray]) -> bytes:
+    """The elements of arrays, one after the other; waits for them."""
+    pieces: list[memoryview] = []
+    copy: ToHost | None = None
+    start = stop = 0
+    for array in arrays:
+        # What lies together is taken together.
+        if array._copy is not copy or array._start != stop:
+            if copy is not None:
+                pieces.append(copy.bytes()[start:stop])
+            copy, start = array._copy, array._start
+        stop = array._stop
+    if copy is not None:
+        pieces.append(copy.bytes()[start:stop])
+    return b"".join(pieces)
+
+
+@lru_cache(maxsize=4096)
+def _appending(name: str) -> bytes:
+    """What stands before the one item in the encoded deltas of a step that adds it to the list `name`."""
+    return msgspec.msgpack.encode([Append(path=(name,), items=[msgspec.Raw(b"")])])
 
 
 def encoded_late(value: Any) -> Any:
@@ -176,20 +203,31 @@ class HostCopy:
 
     def prime(self, tensors: Iterable[Any]) -> None:
         """Copy tensors to the host, all of one dtype and device in one go. Others are left for later."""
-        groups: dict[tuple[torch.dtype, torch.device], dict[int, tuple[torch.Tensor, int]]] = {}
+        alike: dict[tuple[torch.dtype, torch.device, torch.Size], dict[int, torch.Tensor]] = {}
         for tensor in tensors:
-            if _plain(tensor) and (size := tensor.nbytes) <= self._most:
-                groups.setdefault((tensor.dtype, tensor.device), {})[id(tensor)] = tensor, size
+            if _plain(tensor):
+                kind = (tensor.dtype, tensor.device, tensor.shape)
+                if kind in alike:
+                    alike[kind][id(tensor)] = tensor
+                else:
+                    alike[kind] = {id(tensor): tensor}
+        groups: dict[tuple[torch.dtype, torch.device], list[tuple[torch.Size, dict[int, torch.Tensor]]]] = {}
+        for (dtype, device, shape), found in alike.items():
+            size = shape.numel() * dtype.itemsize
+            if dtype in TORCH_DTYPES and device.type != "meta" and 0 < size <= self._most:
+                groups.setdefault((dtype, device), []).append((shape, found))
         for (dtype, device), group in groups.items():
-            # A copy even of one: what is kept is how it is now.
-            copy = ToHost(torch.cat([tensor.reshape(-1) for tensor, _ in group.values()]).view(torch.uint8))
+            # Copies even of one: what is kept is how it is now.
+            joined = [torch.stack(list(found.values())).view(-1) for _, found in group]
+            copy = ToHost((joined[0] if len(joined) == 1 else torch.cat(joined)).view(torch.uint8))
             if device.type == "cuda":
                 self.under_way = copy
             start, name = 0, TORCH_DTYPES[dtype]
-            for key, (tensor, size) in group.items():
-                stop = start + size
-                self._arrays[key] = HostArray(copy, name, tuple(tensor.shape), start, stop)
-                start = stop
+            for shape, found in group:
+                size, plain = shape.numel() * dtype.itemsize, tuple(shape)
+                for key in found:
+                    self._arrays[key] = HostArray(copy, name, plain, start, start + size)
+                    start += size
 
     def array(self, tensor: torch.Tensor) -> HostArray | None:
         """A tensor that the copy was primed with."""

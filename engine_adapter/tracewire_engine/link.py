@@ -59,7 +59,8 @@ class FinishRecord(msgspec.Struct, array_like=True):
     """The end of one choice of one request: what was saved since its last step, and what it holds in all.
 
     `deltas` is an encoded `list[Delta]` that brings a fold of all step records to what nnsight collects. `request` is
-    unknown to the adapter when it was no trace.
+    unknown to the adapter when it was no trace. An entry of `manifest` without a digest is a list of arrays that holds
+    what was sent, compared byte for byte: the adapter knows the digest.
     """
 
     request: str

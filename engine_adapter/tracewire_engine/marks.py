@@ -11,12 +11,13 @@ is let go at the end of the step.
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 from greenlet import getcurrent
 from nnsight.tracing import tracer as nnsight_tracer
 
-__all__ = ["install", "prune", "release", "saved_names"]
+__all__ = ["install", "prune", "release", "saved"]
 
 # References to a marked object that nobody else holds: the dict's, and getrefcount's own argument.
 _OURS = 2
@@ -36,16 +37,19 @@ def install() -> None:
     nnsight_tracer.mark = _mark
 
 
-def saved_names(mediator: Any) -> set[str]:
-    """The names in this block's scope that hold an object which it has saved."""
+def saved(mediator: Any) -> dict[str, Any]:
+    """What this block has saved and still binds to a name, by name."""
     marked: dict[int, Any] = mediator.__dict__.get("marked") or {}
-    return {name for name, value in mediator.lcls.items() if id(value) in marked}
+    return {name: value for name, value in mediator.lcls.items() if id(value) in marked}
 
 
-def prune(mediator: Any) -> None:
-    """Forget what this block marked and nothing holds any more. Called between steps, when every block is parked."""
+def prune(mediator: Any, held: Mapping[str, Any]) -> None:
+    """Forget what this block marked and nothing holds any more. Called between steps, when every block is parked.
+
+    `held` is what it binds to names, as `saved` has it.
+    """
     marked: dict[int, Any] | None = mediator.__dict__.get("marked")
-    if not marked:
+    if not marked or (len(marked) == 1 and held):
         return
     gone = [key for key in marked if sys.getrefcount(marked[key]) <= _OURS]
     if gone:

@@ -27,19 +27,20 @@ from nnsight.modeling.vllm.model_runners.GPUModelRunner import NNsightGPUModelRu
 from nnsight.modeling.vllm.vllm import VLLM
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
-from tracewire_bus.messages import Failure, Manifest
+from tracewire_bus.messages import Append, Failure, Manifest
 from tracewire_bus.values import digest
 
 from . import marks, watchdog
 from .blob_link import BlobSender
 from .blocks import BlockCache, BlockMediator, failure_of, is_stop
 from .declared import Declaration, DeclaredInterleaver, DeclaredRequests
-from .hosting import HostCopy, ToHost, encoded_late
+from .hosting import HostArray, HostCopy, ToHost, encoded_late
 from .large import Hold
 from .link import Applied, FinishRecord, LinkSender, Report, StepRecord
 from .live import LIVE, LiveRun, LiveRuns
 from .residual import Residual, find_layers, find_norm
 from .saves import Ending, SaveTracker
+from .serving import RowBatcher
 from .wiring import (
     BLOB_THRESHOLD,
     BLOCK_ARG,
@@ -162,10 +163,19 @@ class TracedRequests(Requests):
         self.declared.add(request_id, declaration)
         return declaration.names
 
+    def scope(self, model: Any, spans: list[tuple[str, int]]) -> None:
+        super().scope(model, spans)
+        model.interleaver.batcher.counts = [count for _, count in spans]
+
+    def unflatten(self, model: Any) -> None:
+        super().unflatten(model)
+        model.interleaver.batcher.counts = ()
+
     def record(self, mediator: Any) -> None:
         """Note the names that hold something saved. Errors are read off the mediator when its request is reported."""
         if isinstance(mediator, BlockMediator):
-            mediator.nnsight_saved = marks.saved_names(mediator)
+            mediator.found = marks.saved(mediator)
+            mediator.nnsight_saved = set(mediator.found)
         else:
             super().record(mediator)
 
@@ -177,6 +187,17 @@ _BLOCKS = {BLOCK_ARG, "nnsight_mediator", "nnsight_edits"}
 def _arguments(data: Any) -> dict[str, Any]:
     """What a new request brings for us."""
     return getattr(data.sampling_params, "extra_args", None) or {}
+
+
+def _encoded(deltas: list[Any]) -> bytes:
+    """A step's deltas as they go on the wire; waits for their arrays."""
+    delta = deltas[0]
+    if len(deltas) == 1 and type(delta) is Append and len(delta.items) == 1 and len(delta.path) == 1:
+        item = delta.items[0]
+        if type(item) is HostArray:
+            # As the encoder would have it.
+            return item.appended(delta.path[0])
+    return _encoder.encode(deltas)
 
 
 class _Unsent:
@@ -192,7 +213,7 @@ class _Unsent:
     def send(self, link: LinkSender) -> None:
         """Complete the report and send it; waits for its bytes."""
         for record, deltas in self.steps:
-            record.deltas = msgspec.Raw(_encoder.encode(deltas))
+            record.deltas = msgspec.Raw(_encoded(deltas))
         if self.batch is not None and self.report.batch is not None:
             self.report.batch.data = self.batch.lend()
         self.report.time = time.time()
@@ -219,6 +240,7 @@ class TracewireRunner(NNsightGPUModelRunner):
         self.tracewire_hold = Hold(self.vllm_config.additional_config.get(BLOB_THRESHOLD, 0))
         self.tracewire_declared = DeclaredRequests(self.device)
         DeclaredInterleaver.install(model.interleaver, self.tracewire_declared, self.get_model())
+        model.interleaver.batcher = RowBatcher(None)
         self.tracewire_hold.changes = self._changes
         self.nnsight_requests = TracedRequests(
             BlockCache(model, self.device, inputs_folder(address or "")),
@@ -361,40 +383,54 @@ class TracewireRunner(NNsightGPUModelRunner):
     def _report_step(self) -> None:
         requests = self.nnsight_requests
         live: list[tuple[Request, _Traced, dict[str, Any]]] = []
+        fresh: list[Any] = []
+        reporting = self.tracewire_link is not None
         for request_id, traced in requests.traced.items():
             if traced.index < 0:
                 continue
             request = requests.requests[request_id]
-            live.append((request, traced, request.saves()))
-            if request.mediator is not None:
-                marks.prune(request.mediator)
-        if not live or self.tracewire_link is None:
+            mediator = request.mediator
+            # As recorded a moment ago, if its block was in the step.
+            saves = getattr(mediator, "found", None)
+            if saves is None:
+                saves = request.saves()
+            if mediator is not None:
+                mediator.found = None
+                marks.prune(mediator, saves)
+            if reporting:
+                live.append((request, traced, saves))
+                traced.tracker.fresh(saves, fresh)
+        if not live:
             return
         unsent = self.tracewire_unsent
         host = HostCopy(self.tracewire_hold.threshold)
         try:
-            host.prime(value for _, traced, saves in live for value in traced.tracker.fresh(saves))
+            host.prime(fresh)
         except Exception:  # out of memory, say: each trace then copies its own, and fails on its own
             logger.exception("the arrays of a step could not be copied together")
+        late = host.under_way is not None
+        blobs, reported, waiting = self.tracewire_blobs, unsent.report.steps, unsent.steps
         for request, traced, saves in live:
+            tracker = traced.tracker
             try:
-                deltas = traced.tracker.step(saves, host, still=self._is_over(request))
+                deltas = tracker.step(saves, host, still=self._is_over(request))
             except Exception as exception:  # a save of a hostile type: its trace fails, the engine does not
                 logger.exception("could not read the saves of %s", request.engine_id)
                 deltas = []
                 request.error = request.error or failure_of(exception, None, hint=" (while its saves were read)")
             ended = "" if traced.ended else self._ended(request)
-            traced.ended = traced.ended or bool(ended)
+            if ended:
+                traced.ended = True
             record = StepRecord(request.engine_id, request.index, traced.index, _NO_DELTAS, ended)
             traced.steps += 1
-            if traced.tracker.large and self.tracewire_blobs is not None:
-                self.tracewire_blobs.step(record, deltas, traced.tracker.taken)
+            if tracker.large and blobs is not None:
+                blobs.step(record, deltas, tracker.taken)
                 continue
-            unsent.report.steps.append(record)
-            if deltas and host.under_way is not None:
-                unsent.steps.append((record, deltas))
+            reported.append(record)
+            if deltas and late:
+                waiting.append((record, deltas))
             elif deltas:
-                record.deltas = msgspec.Raw(_encoder.encode(deltas))
+                record.deltas = msgspec.Raw(_encoded(deltas))
         unsent.copy = host.under_way
 
     @staticmethod
@@ -482,7 +518,9 @@ class TracewireRunner(NNsightGPUModelRunner):
         stopped = False
         try:
             ending = traced.tracker.ending(saves, 0, request.index)
-            # On a GPU, arrays that were sent late have not been digested yet: not on the model's time.
+            # What goes by another way than the link's is not in order for whoever takes digests as it passes.
+            ending.passed = not traced.tracker.large
+            # On a GPU, what is to be compared is still on its way to the host: not on the model's time.
             later = traced.tracker.large or (traced.tracker.late and not self.tracewire_check_collect)
             if not later:
                 deltas, manifest, _ = ending.compare()

@@ -15,7 +15,7 @@ for the thread that sends blobs to encode, and its end is in two parts, of which
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from operator import is_not
 from typing import Any
 
@@ -35,7 +35,7 @@ from tracewire_bus.values import (
     wire,
 )
 
-from .hosting import HostArray, HostCopy
+from .hosting import HostArray, HostCopy, elements
 from .large import Copies, Frozen, Hold, LargeArray, LargeTuple
 
 __all__ = ["Ending", "SaveTracker"]
@@ -124,20 +124,24 @@ class SaveTracker:
 
     # --- one step ---------------------------------------------------------------------------------------------------
 
-    def fresh(self, saves: Mapping[str, Any]) -> Iterator[Any]:
-        """Tensors that the next `step` will send, as far as a glance tells: for one host copy of them all."""
+    def fresh(self, saves: Mapping[str, Any], found: list[Any]) -> None:
+        """Add the tensors that the next `step` will send, as far as a glance tells: for one host copy of them all."""
         for name, value in saves.items():
             shadow = self._names.get(name)
             if shadow is None or shadow.value is not value:
-                yield from _flat(value, 0)
+                _flat(value, 0, found)
             elif isinstance(shadow, _Box):
                 known = shadow.items
                 if type(value) is list:
-                    items = value[len(known) :]
+                    for item in value[len(known) :]:
+                        if type(item) is torch.Tensor:
+                            found.append(item)
+                        else:
+                            _flat(item, 0, found)
                 else:
-                    items = [item for key, item in value.items() if known.get(key, _MISSING) is not item]
-                for item in items:
-                    yield from _flat(item, 0)
+                    for key, item in value.items():
+                        if known.get(key, _MISSING) is not item:
+                            _flat(item, 0, found)
 
     def step(
         self, saves: Mapping[str, Any], host: HostCopy | None = None, *, whole: bool = False, still: bool = False
@@ -147,10 +151,17 @@ class SaveTracker:
         With `whole`, every item of a long list is looked at, and not a window of it. With `still`, the block that saved
         them has ended.
         """
+        if host is not None and not whole:
+            appended = self._appended(saves, host)
+            if appended is not None:
+                self.taken = []
+                self.late = self.late or host.under_way is not None
+                return appended
         copies = Copies(host or HostCopy(self._hold.threshold), self._hold, still=still)
         deltas: list[Delta] = []
-        for name in [name for name in self._names if name not in saves]:
-            self._forget(name, deltas)
+        if self._names.keys() - saves.keys():
+            for name in [name for name in self._names if name not in saves]:
+                self._forget(name, deltas)
         for name, value in saves.items():
             if name in self.errors:
                 continue
@@ -170,6 +181,35 @@ class SaveTracker:
         self.taken = copies.taken
         self.large = self.large or bool(copies.taken)
         self.late = self.late or (host is not None and host.under_way is not None)
+        return deltas
+
+    def _appended(self, saves: Mapping[str, Any], host: HostCopy) -> list[Delta] | None:
+        """The deltas of a step as most are: known lists have got more items, small tensors, and nothing else is new.
+
+        `None` if there is anything else to it.
+        """
+        names = self._names
+        if self.errors or names.keys() != saves.keys():
+            return None
+        grown: list[tuple[str, _Box, list[Any], list[HostArray]]] = []
+        for name, value in saves.items():
+            box = names[name]
+            if type(box) is not _Box or box.value is not value or type(value) is not list or box.boxes:
+                return None
+            known = len(box.items)
+            if known > WINDOW or len(value) < known or any(map(is_not, box.items, value)):
+                return None
+            if len(value) > known:
+                items = value[known:]
+                arrays = [held for item in items if (held := host.array(item)) is not None]
+                if len(arrays) < len(items):
+                    return None
+                grown.append((name, box, items, arrays))
+        deltas: list[Delta] = []
+        for name, box, items, arrays in grown:
+            box.items.extend(items)
+            box.shadows.extend(map(_Leaf, items, arrays))
+            deltas.append(Append(path=(name,), items=arrays))
         return deltas
 
     def _forget(self, name: str, deltas: list[Delta]) -> None:
@@ -195,7 +235,7 @@ class SaveTracker:
         deltas = self.step(saves, host, whole=True, still=True)
         # Contents of now: what was copied for a step is of then.
         local = HostCopy(self._hold.threshold)
-        local.prime(leaf.value for shadow in self._names.values() for leaf in _tensors(shadow))
+        local.prime([value for shadow in self._names.values() for value in _values(shadow)])
         now = Copies(local, self._hold, still=True)
         if self.large:
             for name, shadow in list(self._names.items()):
@@ -228,11 +268,14 @@ class Ending:
         #: Large arrays that are new, to be sent; and those known, as they are now, to be digested.
         self.taken = tracker.taken
         self.again = now.taken
+        #: Whether the adapter takes the digests of what it was sent. They are left out where that is what there is.
+        self.passed = False
 
     def compare(self) -> tuple[list[Delta], list[Manifest], list[LargeArray]]:
         """The last deltas, the manifest, and the large arrays of `again` that differ from what was sent.
 
-        The digests of `taken` and `again` are known by now. For any thread, as long as it is one.
+        The digests of `taken` and `again` are known by now. For any thread, as long as it is one. With `passed`, an
+        entry of the manifest may be without a digest: its value is a list of arrays, as it was sent.
         """
         tracker, deltas, now = self._tracker, self._deltas, self._now
         manifest: list[Manifest] = []
@@ -242,7 +285,11 @@ class Ending:
                 continue
             mark = len(deltas)
             try:
-                final = _correct(tracker._names[name], (name,), now, deltas, changed)
+                shadow = tracker._names[name]
+                if self.passed and _is_as_sent(shadow, now):
+                    final = b""
+                else:
+                    final = _correct(shadow, (name,), now, deltas, changed)
                 manifest.append(
                     Manifest(
                         invoke=self._invoke,
@@ -258,14 +305,14 @@ class Ending:
         return deltas, manifest, changed
 
 
-def _flat(value: Any, depth: int) -> Iterator[Any]:
-    """The tensors in a value, down to where a glance ends."""
+def _flat(value: Any, depth: int, found: list[Any]) -> None:
+    """Add the tensors in a value, down to where a glance ends."""
     cls = type(value)
     if cls is torch.Tensor:
-        yield value
+        found.append(value)
     elif depth < _GLANCE and (cls is list or cls in _DICTS):
         for item in value if cls is list else value.values():
-            yield from _flat(item, depth + 1)
+            _flat(item, depth + 1, found)
 
 
 def _adopt(value: Any, path: _Path, copies: Copies) -> tuple[Any, _Shadow]:
@@ -274,7 +321,7 @@ def _adopt(value: Any, path: _Path, copies: Copies) -> tuple[Any, _Shadow]:
     if cls is torch.Tensor:
         held = copies.array(value)
         if held is not None:
-            return held if held.late else encoded_array(held.payload()), _Leaf(value, held)
+            return held, _Leaf(value, held)
         frozen = copies.freeze(value, path)
         if frozen is not None:
             return frozen, _Leaf(value, frozen)
@@ -308,15 +355,16 @@ def _walk(box: _Box, path: _Path, copies: Copies, deltas: list[Delta], whole: bo
     value = box.value
     start = stop = 0
     if type(value) is list:
-        known = len(box.items)
+        items = box.items
+        known = len(items)
         if len(value) < known:
             wired, fresh = _adopt(value, path, copies)
             assert isinstance(fresh, _Box)
             deltas.append(Set(path=path, value=wired))
             box.items, box.shadows, box.boxes, box.cursor = fresh.items, fresh.shadows, fresh.boxes, 0
             return
-        start, stop = (0, known) if whole else box.window()
-        for index in _replaced(box.items, value, start, stop):
+        start, stop = (0, known) if whole or known <= WINDOW else box.window()
+        for index in _replaced(items, value, start, stop):
             _put(box, index, value[index], (*path, index), copies, deltas)
         if len(value) > known:
             sent = []
@@ -349,6 +397,8 @@ def _put(box: _Box, key: Any, item: Any, path: _Path, copies: Copies, deltas: li
 
 def _replaced(known: list[Any], value: list[Any], start: int, stop: int) -> list[int]:
     """Indices from `start` to `stop` at which `value` holds another object than `known`."""
+    if start == 0 and stop == len(known) and not any(map(is_not, known, value)):
+        return []
     old, new = known[start:stop], value[start:stop]
     if not any(map(is_not, old, new)):
         return []
@@ -363,9 +413,11 @@ def _leaves(shadow: _Shadow) -> Iterator[_Leaf]:
             yield from _leaves(child)
 
 
-def _tensors(shadow: _Shadow) -> Iterator[_Leaf]:
-    """The tensors among a shadow's values: their contents must be looked at again."""
-    return (leaf for leaf in _leaves(shadow) if type(leaf.value) is torch.Tensor)
+def _values(shadow: _Shadow) -> Iterable[Any]:
+    """The values in a shadow: the contents of tensors among them must be looked at again."""
+    if isinstance(shadow, _Box) and type(shadow.value) is list and not shadow.boxes:
+        return shadow.items  # type: ignore[no-any-return]
+    return [leaf.value for leaf in _leaves(shadow)]
 
 
 def _large(shadow: _Shadow) -> Iterator[_Leaf]:
@@ -391,6 +443,21 @@ def _correct(shadow: _Shadow, path: _Path, now: Copies, deltas: list[Delta], cha
             for key, child in shadow.shadows.items()
         ]
     )
+
+
+def _is_as_sent(shadow: _Shadow, now: Copies) -> bool:
+    """Whether a value is a list of arrays, each of which is what was sent."""
+    if type(shadow) is not _Box or type(shadow.value) is not list or shadow.boxes:
+        return False
+    sent: list[HostArray] = []
+    held: list[HostArray] = []
+    for leaf in shadow.shadows:
+        was, known = leaf.digest, now.array(leaf.value)
+        if known is None or type(was) is not HostArray or not known.alike(was):
+            return False
+        sent.append(was)
+        held.append(known)
+    return elements(sent) == elements(held)
 
 
 def _corrected(leaf: _Leaf, path: _Path, now: Copies, deltas: list[Delta], changed: list[LargeArray]) -> bytes:

@@ -22,8 +22,9 @@ import msgspec
 
 from tracewire_bus.blobs import CHUNK_BYTES, Blobs
 from tracewire_bus.codec import encode
-from tracewire_bus.connection import Wakeup
+from tracewire_bus.connection import Backoff, BusUnavailable, Wakeup
 from tracewire_bus.declared import resolved
+from tracewire_bus.firehose import telling
 from tracewire_bus.messages import (
     Accepted,
     EngineInfo,
@@ -47,12 +48,13 @@ from tracewire_bus.streams import BusError, Fenced, Writer
 from tracewire_bus.values import unpack
 
 from .engine import Choice, Engine, EngineLost, Outputs, Prepared, Rejection
-from .feed import ChoiceReads, Item, joined
+from .feed import ChoiceReads, Item, PassingDigests, joined
 from .link import Applied, FinishRecord, StepRecord
 from .steering import LiveTrace
 
 if TYPE_CHECKING:
     from .reports import Reports
+    from .retention import Tally
 
 __all__ = ["Half", "TraceRun"]
 
@@ -78,12 +80,24 @@ class RawAccepted(Accepted, tag="accepted"):
     live: msgspec.Raw = msgspec.Raw(b"\x80")  # type: ignore[assignment]
 
 
+#: What the firehose is told of.
+_TOLD: dict[type[Event], str] = {
+    RawAccepted: "accepted",
+    Restarted: "restarted",
+    Paused: "paused",
+    Resumed: "resumed",
+    Final: "final",
+    RawFinal: "final",
+}
+
+
 class _ChoiceHalf:
-    __slots__ = ("ended", "ended_at", "finish", "read", "reads", "reason", "stepped", "steps", "time")
+    __slots__ = ("digests", "ended", "ended_at", "finish", "read", "reads", "reason", "stepped", "steps", "time")
 
     def __init__(self, stops: Sequence[StopWhen]) -> None:
         self.steps: dict[int, msgspec.Raw] = {}
         self.reads = ChoiceReads(stops)
+        self.digests = PassingDigests()
         self.ended = ""
         #: What vLLM's `stop_reason` would say.
         self.reason = "tracer.stop()"
@@ -136,6 +150,8 @@ class Half:
         choice.time = ended_at
         choice.steps[record.index] = record.deltas
         choice.stepped += 1
+        if record.deltas != _NO_DELTAS:
+            choice.digests.take(record.deltas)
         if record.ended:
             choice.ended, choice.ended_at = record.ended, record.index
         self._changed.notify()
@@ -247,6 +263,7 @@ class TraceRun:
         why: str = "",
         blobs: Blobs | None = None,
         reports: Reports | None = None,
+        tally: Tally | None = None,
     ) -> None:
         self._engine = engine
         self._info = info
@@ -268,6 +285,7 @@ class TraceRun:
         self._names = names
         self._blobs = blobs
         self._reports = reports
+        self._tally = tally
         self._seq = -1
         self.attempt = attempt
         self.requests: list[_Request] = []
@@ -299,18 +317,38 @@ class TraceRun:
 
     def _queue(self, event: Event, *, final: bool = False) -> Coroutine[Any, Any, str]:
         event.attempt, event.seq = self.attempt, self._seq + 1
+        data = encode(event)
         queued = self._writer.queue(
             self._submission.trace,
             event.attempt,
             event.seq,
-            encode(event),
+            data,
             final=final,
             # With its final a trace leaves the queue, in one go.
             done=(self._info.model, self._submission.trace, self._info.engine) if final else None,
             told=event.version if isinstance(event, RawSteered) else None,
+            life=self._life(event) if type(event) in _TOLD else None,
         )
         self._seq += 1
+        if self._tally is not None:
+            # There is nothing to gain behind its end, where it expires.
+            self._tally.over = self._tally.over or final
+            self._tally.add(len(data))
         return queued
+
+    def _life(self, event: Event) -> list[Any]:
+        """What the firehose is told of an event."""
+        end = event if isinstance(event, Final) else None
+        return telling(
+            _TOLD[type(event)],
+            self._submission.trace,
+            model=self._info.model,
+            engine=self._info.engine,
+            attempt=self.attempt,
+            status=end.status if end else None,
+            error=end.error.type if end and end.error else "",
+            usage=end.usage if end else None,
+        )
 
     def _steered(self, final: bool) -> list[RawSteered]:
         """What is to be told of live parameters before the next event."""
@@ -564,6 +602,9 @@ class TraceRun:
                 # Steps whose token never became part of an output: sampled past the end, and trimmed.
                 trimmed = [choice.steps[step] for step in sorted(choice.steps)]
                 deltas.extend((request.invoke, index, raw) for raw in (*trimmed, record.deltas) if raw != _NO_DELTAS)
+                choice.digests.take(record.deltas)
+                for entry in record.manifest:
+                    entry.digest = entry.digest or choice.digests.of(entry.name)
                 for entry in [*record.manifest, *choice.reads.manifest(index, len(request.token_ids[index]))]:
                     entry.invoke = request.invoke
                     manifest.append(entry)
@@ -573,9 +614,10 @@ class TraceRun:
                 error = error or record.error
                 stopped = stopped or record.stopped or choice.reads.stopped is not None
         status: Status = "failed" if error else "stopped" if stopped else "finished"
-        if self._ending is not None:
-            status, error = self._ending
         await self._closed()
+        if self._ending is not None:
+            # Also since the last of it was asked: whoever did was told that it ends so.
+            status, error = self._ending
         await self._append(
             RawFinal(
                 **_UNNUMBERED,
@@ -595,8 +637,16 @@ class TraceRun:
         live, close = self.live, self._close
         if live is None or close is None:
             return
+        backoff = Backoff()
         try:
-            changes = await close()
+            while True:
+                try:
+                    changes = await close()
+                    break
+                except BusUnavailable as problem:
+                    # The final would wait for Redis too; what is accepted until then is part of the trace.
+                    logger.log(backoff.level, "trace %s waits for Redis to end: %s", self._submission.trace, problem)
+                    await anyio.sleep(backoff.next())
         except BusError as problem:
             logger.warning("trace %s ends without a last look at its record: %s", self._submission.trace, problem)
             return

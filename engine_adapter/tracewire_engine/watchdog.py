@@ -13,18 +13,22 @@ from __future__ import annotations
 import logging
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 from greenlet import getcurrent
 
-__all__ = ["BlockTimeout", "limit_turns", "turn"]
+__all__ = ["BlockTimeout", "begin", "end", "hold", "let_go", "limit_turns", "turn"]
 
 logger = logging.getLogger("vllm.tracewire")
 
 _limit_s = 0.0
 _building = False
+#: When the turn under way began, and whether the timer runs from one turn to the next.
+_began = 0.0
+_held = False
 
 
 class BlockTimeout(Exception):
@@ -32,6 +36,11 @@ class BlockTimeout(Exception):
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
+    left = _began + _limit_s - time.monotonic()
+    if left > 0:
+        # Set for an earlier turn.
+        signal.setitimer(signal.ITIMER_REAL, left, 1.0)
+        return
     # The timer may ring just after the block has parked: the model must not be hit then.
     if _building or getattr(getcurrent(), "mediator", None) is not None:
         raise BlockTimeout(
@@ -51,18 +60,52 @@ def limit_turns(seconds: float) -> None:
     _limit_s = seconds
 
 
+def begin() -> None:
+    """A turn of a block begins."""
+    global _began
+    if not _limit_s:
+        return
+    _began = time.monotonic()
+    if not _held:
+        _start()
+
+
+def end() -> None:
+    """It is over."""
+    if _limit_s and not _held:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+
+
+def hold() -> None:
+    """Several turns follow: set the timer once for all of them. Each still has the whole time."""
+    global _began, _held
+    if _limit_s:
+        _began = time.monotonic()
+        _start()
+        _held = True
+
+
+def let_go() -> None:
+    """They are over."""
+    global _held
+    if _limit_s:
+        _held = False
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+
+
+def _start() -> None:
+    # Rings again each second, for a block that swallowed the first.
+    signal.setitimer(signal.ITIMER_REAL, _limit_s, 1.0)
+
+
 @contextmanager
 def turn(*, building: bool = False) -> Iterator[None]:
     """Run one turn of a block under the limit; `building` for what is run to build it, outside its own greenlet."""
     global _building
-    if not _limit_s:
-        yield
-        return
     _building = building
-    # Rings again each second, for a block that swallowed the first.
-    signal.setitimer(signal.ITIMER_REAL, _limit_s, 1.0)
+    begin()
     try:
         yield
     finally:
         _building = False
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        end()

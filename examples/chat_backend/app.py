@@ -52,6 +52,11 @@ class Chat:
             await subscription.aclose()
 
 
+def _is_event_id(text: str) -> bool:
+    """Whether an event can have this id: two numbers that fit 64 bits."""
+    return _EVENT_ID.fullmatch(text) is not None and all(int(part) < 2**64 for part in text.split("-"))
+
+
 def _chat(request: Request) -> Chat:
     chat: Chat = request.app.state.chat
     return chat
@@ -127,7 +132,7 @@ def _routes(app: FastAPI) -> None:
         `Last-Event-ID` is what a browser sends by itself when it comes back; `after` is for those who cannot.
         """
         since = last_event_id or after
-        if since is not None and not _EVENT_ID.fullmatch(since):
+        if since is not None and not _is_event_id(since):
             field = "Last-Event-ID" if last_event_id else "after"
             raise Problem(422, f"expected the id of an event, <attempt>-<seq>, got {since[:60]!r}", field=field)
         if since == _LAST:

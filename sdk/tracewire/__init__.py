@@ -20,17 +20,20 @@ This package needs neither torch, vLLM nor nnsight; the engine, which does, is `
 
 from __future__ import annotations
 
+from tracewire_bus.firehose import Lifecycle
 from tracewire_bus.messages import Ablate, Clamp, Live, LogitLens, Probe, Steer, StopWhen
 from tracewire_bus.records import LiveState
 from tracewire_bus.values import ArrayRef
 
 from .blocks import Intervention, intervention
 from .client import Client, Prompt, connect
+from .dead import DeadLetter
 from .errors import (
     AmbiguousResult,
     BlockError,
     BrokenStream,
     ConnectError,
+    EventsLost,
     InterventionError,
     Overloaded,
     StateMismatch,
@@ -39,6 +42,7 @@ from .errors import (
     TraceFailed,
     TraceRejected,
     TracewireError,
+    UnknownDeadLetter,
     UnknownModel,
     UnknownModulePath,
     UnknownTrace,
@@ -46,10 +50,11 @@ from .errors import (
     ValueMissing,
     VersionConflict,
 )
-from .events import Accepted, Change, Event, Final, Output, Paused, Restarted, Resumed, Steered
+from .events import Accepted, Change, Event, Final, Gap, Output, Paused, Restarted, Resumed, Steered
 from .model import Model, ModelInfo
 from .state import Choice, Invoke, Result, State
 from .trace import Subscription, Trace
+from .watch import Watch
 
 __all__ = [
     "Ablate",
@@ -63,11 +68,15 @@ __all__ = [
     "Clamp",
     "Client",
     "ConnectError",
+    "DeadLetter",
     "Event",
+    "EventsLost",
     "Final",
+    "Gap",
     "Intervention",
     "InterventionError",
     "Invoke",
+    "Lifecycle",
     "Live",
     "LiveState",
     "LogitLens",
@@ -93,12 +102,14 @@ __all__ = [
     "TraceFailed",
     "TraceRejected",
     "TracewireError",
+    "UnknownDeadLetter",
     "UnknownModel",
     "UnknownModulePath",
     "UnknownTrace",
     "UntransportableVariable",
     "ValueMissing",
     "VersionConflict",
+    "Watch",
     "connect",
     "intervention",
 ]

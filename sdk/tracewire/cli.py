@@ -11,16 +11,21 @@ import argparse
 import json
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from datetime import UTC, datetime
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 import anyio
 import anyio.abc
+import msgspec
+
+from tracewire_bus.firehose import Lifecycle
 
 from .client import Client, connect
-from .errors import TracewireError
-from .events import Accepted, Event, Final, Paused, Restarted, Resumed, Steered
+from .dead import DeadLetter
+from .errors import TracewireError, UnknownDeadLetter
+from .events import Accepted, Event, Final, Gap, Paused, Restarted, Resumed, Steered
 
 __all__ = ["main"]
 
@@ -35,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status: 0, 1 for an error that was reported, or what a subcommand returns."""
     argv = list(sys.argv[1:] if arguments is None else arguments)
     if argv and not argv[0].startswith("-"):
-        if argv[0] not in ("models", "watch", "redis") and (found := _commands().get(argv[0])) is not None:
+        if argv[0] not in ("models", "watch", "dead", "redis") and (found := _commands().get(argv[0])) is not None:
             command: Callable[[list[str]], int | None] = found.load()
             return command(argv[1:]) or 0
         if argv[0] == "engine":
@@ -71,11 +76,32 @@ def _parser() -> argparse.ArgumentParser:
     models.add_argument("--tree", action="store_true", help="print each model's modules, too")
     models.set_defaults(run=_models)
 
-    watch = commands.add_parser("watch", parents=[shared], help="follow a trace to its end")
-    watch.add_argument("trace", metavar="TRACE", help="the trace's id")
+    watch = commands.add_parser(
+        "watch", parents=[shared], help="follow a trace to its end; without one, what becomes of all traces"
+    )
+    watch.add_argument("trace", metavar="TRACE", nargs="?", help="the trace's id")
+    watch.add_argument("--model", metavar="MODEL", help="without a trace: only those of this model")
     watch.add_argument("--names", nargs="+", metavar="NAME", help="show only these saved names")
-    watch.add_argument("--since", default="start", help="'start' (default), 'now', or an event's id")
+    watch.add_argument(
+        "--since",
+        help="'start' (default for a trace), 'now' (default without one), an event's id, or where a watch was left",
+    )
     watch.set_defaults(run=_watch)
+
+    dead = commands.add_parser("dead", help="submissions that were given up: list, show, resubmit or drop them")
+    actions = dead.add_subparsers(required=True, metavar="ACTION")
+    for name, run, text in (
+        ("list", _dead_list, "list them, the oldest first"),
+        ("show", _dead_show, "print one as JSON"),
+        ("resubmit", _dead_resubmit, "submit each once more, as a new trace, whose id is printed"),
+        ("drop", _dead_drop, "remove each"),
+    ):
+        action = actions.add_parser(name, parents=[shared], help=text)
+        action.set_defaults(run=run)
+        if name == "list":
+            action.add_argument("--model", metavar="MODEL", help="only those of this model")
+        else:
+            action.add_argument("ids", metavar="ID", nargs=1 if name == "show" else "+", help="the dead letter's id")
 
     redis = commands.add_parser("redis", help="run a private Redis; prints its URL, and ends on SIGTERM or SIGINT")
     redis.set_defaults(run=_redis)
@@ -98,12 +124,42 @@ async def _models(options: argparse.Namespace) -> int:
 async def _watch(options: argparse.Namespace) -> int:
     """Returns 0 if the trace ended well."""
     async with connect(options.url, prefix=options.prefix) as client:
-        return await _follow(client, options)
+        return await (_follow if options.trace is not None else _follow_all)(client, options)
+
+
+async def _follow_all(client: Client, options: argparse.Namespace) -> int:
+    """Prints until it is interrupted; then where to go on, on standard error."""
+    try:
+        watch = client.watch(model=options.model, since=options.since or "now")
+    except ValueError as error:
+        print(f"tracewire: {error}", file=sys.stderr)
+        return 2
+    async with watch:
+        try:
+            async for event in watch:
+                print(_lifecycle_line(event), flush=True)
+        finally:
+            if watch.position:
+                print(f"tracewire: go on with --since {watch.position}", file=sys.stderr)
+    return 0
+
+
+def _lifecycle_line(event: Lifecycle) -> str:
+    more = [event.status or "", event.error or ""]
+    if event.kind in ("accepted", "restarted"):
+        more.append(f"by {event.engine}, attempt {event.attempt}")
+    if event.kind == "queued" and event.client:
+        more.append(f"by {event.client}")
+    if event.tokens is not None:
+        more.append(f"{event.tokens} tokens")
+    return "\t".join(
+        (_when(event.time), event.kind, event.trace, event.model, ", ".join(part for part in more if part))
+    ).rstrip()
 
 
 async def _follow(client: Client, options: argparse.Namespace) -> int:
     try:
-        subscription = client.subscribe(options.trace, since=options.since, names=options.names)
+        subscription = client.subscribe(options.trace, since=options.since or "start", names=options.names)
     except ValueError as error:
         print(f"tracewire: {error}", file=sys.stderr)
         return 2
@@ -127,6 +183,8 @@ def _line(event: Event) -> str:
         return f"steered to version {event.version} from {where or 'no token'} on: {shown}"
     if isinstance(event, Paused | Resumed):
         return f"{'paused' if isinstance(event, Paused) else 'resumed'} by {event.by}"
+    if isinstance(event, Gap):
+        return f"(trimmed: what came after {event.since} up to {event.until})"
     if isinstance(event, Final):
         error = f": {event.error.type}: {event.error.message}" if event.error else ""
         return f"{event.status}, {event.usage.completion_tokens} tokens{error}"
@@ -145,6 +203,57 @@ def _short(value: Any) -> str:
         return f"{{{', '.join(f'{key}: {_short(item)}' for key, item in list(value.items())[:8])}}}"
     text = f"{value:.4g}" if isinstance(value, float) else repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+async def _letters(client: Client) -> AsyncIterator[DeadLetter]:
+    after = ""
+    while page := await client.dead_letters(after):
+        for letter in page:
+            yield letter
+        after = page[-1].id
+
+
+def _when(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+async def _dead_list(options: argparse.Namespace) -> int:
+    async with connect(options.url, prefix=options.prefix) as client:
+        async for letter in _letters(client):
+            if options.model is None or letter.model == options.model:
+                print("\t".join((letter.id, _when(letter.time), letter.model, letter.trace, letter.reason)))
+    return 0
+
+
+async def _dead_show(options: argparse.Namespace) -> int:
+    async with connect(options.url, prefix=options.prefix) as client:
+        async for letter in _letters(client):
+            if letter.id == options.ids[0]:
+                shown = {name: getattr(letter, name) for name in ("id", "model", "trace", "reason", "problem")}
+                shown["time"] = _when(letter.time)
+                shown["submission"] = msgspec.to_builtins(letter.submission, builtin_types=(bytes,))
+                print(json.dumps(shown, ensure_ascii=False, indent=2, default=_described))
+                return 0
+    raise UnknownDeadLetter(options.ids[0])
+
+
+def _described(value: Any) -> str:
+    return f"{len(value)} bytes" if isinstance(value, bytes) else repr(value)
+
+
+async def _dead_resubmit(options: argparse.Namespace) -> int:
+    async with connect(options.url, prefix=options.prefix) as client:
+        for id_ in options.ids:
+            print(f"{id_} is trace {await client.resubmit(id_)} now", flush=True)
+    return 0
+
+
+async def _dead_drop(options: argparse.Namespace) -> int:
+    async with connect(options.url, prefix=options.prefix) as client:
+        for id_ in options.ids:
+            if not await client.drop_dead_letter(id_):
+                raise UnknownDeadLetter(id_)
+    return 0
 
 
 async def _redis(options: argparse.Namespace) -> int:

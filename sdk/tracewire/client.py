@@ -15,19 +15,22 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import anyio
 
 from tracewire_bus.fold import Fold
-from tracewire_bus.keys import parse_id
+from tracewire_bus.keys import is_text, parse_id
 from tracewire_bus.messages import Block, Declared, EngineInfo, Submission
 from tracewire_bus.messages import Invoke as InvokeMessage
 from tracewire_bus.records import LiveState, SteerRefused, TraceMissing
 from tracewire_bus.records import TraceEnded as RecordEnded
-from tracewire_bus.streams import Bus, BusError
+from tracewire_bus.streams import Bus, BusError, QueueFull
 
 from .blocks import Intervention
+from .dead import DeadLetter, fresh
 from .errors import (
     ConnectError,
+    Overloaded,
     SteerRejected,
     TraceEnded,
     TraceRejected,
+    UnknownDeadLetter,
     UnknownModel,
     UnknownTrace,
     UntransportableVariable,
@@ -40,6 +43,7 @@ from .model import Model, ModelInfo
 from .presence import Presence
 from .state import State
 from .trace import Subscription, Trace
+from .watch import Watch
 
 if TYPE_CHECKING:
     from tracewire_bus.tree import ModuleTree
@@ -81,8 +85,9 @@ async def connect(
 ) -> AsyncIterator[Client]:
     """A client of the bus at `url`, for as long as the context lasts.
 
-    `url` is that of a Redis (`redis://`, `rediss://`, `unix://`), or `embedded://` for a private one that is started
-    here and ends with the context (`client.url` tells other processes where it is); without one, `TRACEWIRE_URL`
+    `url` is that of a Redis (`redis://`, `rediss://` or `unix://`; `redis+sentinel://host:port,host:port/service`;
+    `redis+cluster://host:port,host:port`; see `docs/redis.md`), or `embedded://` for a private one that is started here
+    and ends with the context (`client.url` tells other processes where it is); without one, `TRACEWIRE_URL`
     counts. `prefix` stands before every key. `client` names this client to the engines, which serve clients in turns.
 
     This alone owns tasks and connections: when the context is left, none is left, and the traces that it submitted and
@@ -96,6 +101,8 @@ async def connect(
     """
     if not lease >= 1:
         raise ValueError(f"a client's lease is at least 1 second, got {lease}")
+    if client is not None:
+        _text("client", client)
     address = url or os.environ.get("TRACEWIRE_URL")
     if not address:
         raise ConnectError(
@@ -261,8 +268,7 @@ class Client:
             UnknownTrace: when reading begins; no such trace was submitted, or it has expired.
             ValueError: `since` is none of these.
         """
-        if not isinstance(trace_id, str):
-            raise TypeError(f"expected a trace's id, got {_shown(trace_id)}")
+        _known(trace_id)
         bus = self._open_bus()
         try:
             reader = EventReader(trace_id, bus, since)
@@ -270,12 +276,106 @@ class Client:
             raise ValueError(f"since is 'start', 'now' or an event's id '<attempt>-<seq>', not {since!r}") from None
         return Subscription(self, trace_id, reader, names)
 
+    def watch(
+        self,
+        *,
+        model: Model | str | None = None,
+        since: str = "now",
+        group: str | None = None,
+        consumer: str | None = None,
+        idle: float = 60.0,
+    ) -> Watch:
+        """What becomes of all traces, whoever submitted them: an async iterator of [`Lifecycle`][tracewire.Lifecycle]
+        events, which has no end. It has one connection of its own, and waits while Redis is away.
+
+        `model` limits it to one model's traces. `since` is `"now"`, `"start"` (what is kept: some 2000 events of each
+        64th part of all traces, for a day), or the `position` of an earlier watch.
+
+        With a `group`, the watches of that group share the events, across processes: each goes to one of them, and is
+        acknowledged when that one asks for the next. The group is made by its first watch, from `since` on, and then
+        remembers by itself where it is. `consumer` names this watch in its group (by default, the client's name): one
+        that was killed is given what it had not acknowledged when it comes back under its name. Others take that over
+        when it has been idle for `idle` seconds, which is therefore how long the handling of one event may take. An
+        event may come twice, then, but none is left out.
+
+        Raises:
+            ValueError: `since` is none of these, a name is empty, or `idle` is not positive.
+        """
+        bus = self._open_bus()
+        if group is None:
+            return Watch(bus.watch(since), None if model is None else _model_name(model))
+        member = bus.watch_group(group, self._name if consumer is None else consumer, since, idle)
+        return Watch(member, None if model is None else _model_name(model))
+
+    async def watch_groups(self) -> list[str]:
+        """The names of the groups that watches share events in."""
+        with bus_errors():
+            return await self._open_bus().watch_groups.names()
+
+    async def remove_watch_group(self, group: str) -> bool:
+        """Forget a group, with what was not acknowledged in it. Returns whether there was one."""
+        with bus_errors():
+            return await self._open_bus().watch_groups.remove(group)
+
+    # --- dead letters -------------------------------------------------------------------------------------------------
+
+    async def dead_letters(self, after: str = "", count: int = 100) -> list[DeadLetter]:
+        """Submissions that were given up: no engine could read them, or each that ran them was lost. The oldest first,
+        up to `count`, of those that came after the dead letter of id `after`. Some 10000 are kept.
+
+        Raises:
+            ConnectError: Redis does not answer, or `after` is no id.
+        """
+        with bus_errors():
+            found = await self._open_bus().queue.dead_letters(after, count)
+        return [DeadLetter.of(one) for one in found]
+
+    async def resubmit(self, id_: str) -> str:
+        """Submit a dead letter once more, and return the id of the trace that it is now: a new one, since the old trace
+        has ended and stays so. It is this client's and runs detached; its deadline counts anew, and its large variables
+        are sent again. The dead letter is removed; if that fails after it was queued, resubmitting it again queues
+        nothing more and returns the same id.
+
+        Raises:
+            UnknownDeadLetter: there is no such dead letter.
+            TraceRejected: what was submitted cannot be read.
+            ValueMissing: a large variable of it has expired.
+            UnknownModel: no live engine serves the model.
+            Overloaded: too many submissions wait for the model.
+            ConnectError: Redis does not answer.
+        """
+        bus = self._open_bus()
+        with bus_errors():
+            found = await bus.queue.find_dead_letter(id_)
+            if found is None:
+                raise UnknownDeadLetter(id_)
+            submission = await fresh(DeadLetter.of(found), bus, self._name)
+            model = await self._find(submission.model, None)
+            try:
+                await bus.submit(submission, model.info.queue_limit)
+            except QueueFull as error:
+                raise Overloaded(submission.model, error.waiting, error.limit, error.retry_after_s) from None
+            await bus.queue.drop_dead_letter(id_)
+        return submission.trace
+
+    async def drop_dead_letter(self, id_: str) -> bool:
+        """Remove a dead letter. Returns whether it was there.
+
+        Raises:
+            ConnectError: Redis does not answer, or `id_` is no id.
+        """
+        with bus_errors():
+            return await self._open_bus().queue.drop_dead_letter(id_)
+
+    # --- what is asked of traces --------------------------------------------------------------------------------------
+
     async def live(self, trace_id: str) -> LiveState:
         """A trace's live parameters as they are now: their version (0: as declared) and their values.
 
         Raises:
             UnknownTrace: no such trace was submitted, or it has expired.
         """
+        _known(trace_id)
         with bus_errors():
             try:
                 return await self._open_bus().records.live(trace_id)
@@ -310,6 +410,7 @@ class Client:
         """
         from tracewire_bus.live import LiveError, cast_to, live_values
 
+        _known(trace_id)
         given = {**(values or {}), **more}
         if not given:
             raise SteerRejected(trace_id, "live", "expected at least one live parameter to change, got none")
@@ -350,9 +451,10 @@ class Client:
         Raises:
             UnknownTrace: no such trace was submitted, or it has expired.
         """
+        _known(trace_id)
+        _text("reason", reason)
+        who = self._name if by is None else _text("by", by)
         bus = self._open_bus()
-        who = self._name if by is None else by
-        _check_text(by=who, reason=reason)
         with bus_errors():
             try:
                 await bus.cancel(trace_id, by=who, reason=reason)
@@ -386,8 +488,8 @@ class Client:
         return await self._pause(trace_id, by, resume=True)
 
     async def _pause(self, trace_id: str, by: str | None, *, resume: bool) -> bool:
-        who = self._name if by is None else by
-        _check_text(by=who)
+        _known(trace_id)
+        who = self._name if by is None else _text("by", by)
         with bus_errors():
             try:
                 return await self._open_bus().records.pause(trace_id, by=who, resume=resume)
@@ -402,6 +504,7 @@ class Client:
         Raises:
             UnknownTrace: no such trace was submitted, or it has expired.
         """
+        _known(trace_id)
         bus = self._open_bus()
         with bus_errors():
             tail = await bus.tail_id(trace_id)
@@ -424,12 +527,6 @@ class Client:
 def _is_text(value: Any) -> bool:
     """Whether it is a string that can be sent: one without half of a surrogate pair."""
     return isinstance(value, str) and not any("\ud800" <= char <= "\udfff" for char in value)
-
-
-def _check_text(**fields: Any) -> None:
-    for field, value in fields.items():
-        if not _is_text(value):
-            raise ValueError(f"{field}: expected text, got {_shown(value)}")
 
 
 def _trace_id(trace_id: Any) -> str:
@@ -592,6 +689,23 @@ def _priority(priority: Any) -> int:
     if abs(priority) > _MOST_PRIORITY:
         raise TraceRejected("priority", f"expected an integer of at most 53 bits, got {_shown(priority)}")
     return priority
+
+
+def _known(trace_id: Any) -> None:
+    """Whether somebody's trace could have this id."""
+    if not isinstance(trace_id, str):
+        raise TypeError(f"expected a trace's id, got {_shown(trace_id)}")
+    if not is_text(trace_id):
+        raise UnknownTrace(trace_id)
+
+
+def _text(field: str, value: Any) -> str:
+    """`value` if it is a string that can be sent."""
+    if not isinstance(value, str):
+        raise TypeError(f"{field}: expected text, got {_shown(value)}")
+    if not is_text(value):
+        raise ValueError(f"{field}: expected text, got half of a surrogate pair in {_shown(value)}")
+    return value
 
 
 def _shown(value: Any) -> str:

@@ -25,6 +25,7 @@ __all__ = [
     "BlockError",
     "BrokenStream",
     "ConnectError",
+    "EventsLost",
     "InterventionError",
     "Overloaded",
     "StateMismatch",
@@ -33,6 +34,7 @@ __all__ = [
     "TraceFailed",
     "TraceRejected",
     "TracewireError",
+    "UnknownDeadLetter",
     "UnknownModel",
     "UnknownModulePath",
     "UnknownTrace",
@@ -107,6 +109,14 @@ class UnknownTrace(TracewireError, LookupError):
     def __init__(self, trace: str) -> None:
         self.trace = trace
         super().__init__(f"no trace {trace!r}: it was never submitted here, or its events have expired")
+
+
+class UnknownDeadLetter(TracewireError, LookupError):
+    """There is no dead letter of this id: it was resubmitted or dropped, or so many came after it that it has gone."""
+
+    def __init__(self, id_: str) -> None:
+        self.id = id_
+        super().__init__(f"no dead letter {id_!r}")
 
 
 class TraceRejected(TracewireError):
@@ -303,6 +313,28 @@ class StateMismatch(TracewireError):
 
 class BrokenStream(TracewireError):
     """A trace's events do not fit together, or are of a newer schema than this client reads."""
+
+
+class EventsLost(BrokenStream):
+    """Events that should have been read next are gone, and there is no snapshot of what they came to.
+
+    Engines that trim leave a snapshot: somebody trimmed the stream by hand, or removed it. Reading on from `until`
+    (`subscribe(trace, since=...)`) gives what is left.
+
+    Attributes:
+        trace: the trace's id.
+        since: id of the last event that was read, or `"start"`.
+        until: id of the first event that is there.
+    """
+
+    def __init__(self, trace: str, since: str, until: str) -> None:
+        self.trace = trace
+        self.since = since
+        self.until = until
+        super().__init__(
+            f"trace {trace}: the events after {since!r} and before {until} are gone, and there is no snapshot of what "
+            f"they came to; its stream was trimmed by hand"
+        )
 
 
 class ValueMissing(TracewireError, LookupError):

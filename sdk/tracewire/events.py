@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import anyio
 import msgspec
 
-from tracewire_bus.codec import NewerSchema, UnknownKind, check_schema, decode_deltas, decode_event
+from tracewire_bus.codec import (
+    NewerSchema,
+    UnknownKind,
+    check_schema,
+    decode_deltas,
+    decode_event,
+    decode_snapshot,
+)
+from tracewire_bus.fold import Fold
 from tracewire_bus.messages import (
     Accepted,
     Append,
@@ -29,13 +37,16 @@ from tracewire_bus.messages import (
     Steered,
 )
 from tracewire_bus.streams import BusError
+from tracewire_bus.streams import EventsLost as EntriesLost
+from tracewire_bus.streams import Gap as EntryGap
 from tracewire_bus.values import loading_by
 
-from .errors import BrokenStream, bus_errors, connect_error
+from .errors import BrokenStream, EventsLost, bus_errors, connect_error
 from .large import LargeValues
+from .state import State
 
 if TYPE_CHECKING:
-    from tracewire_bus.fold import Fold
+    from tracewire_bus.messages import Snapshot
     from tracewire_bus.streams import Bus, Entry
 
 __all__ = [
@@ -44,6 +55,7 @@ __all__ = [
     "Event",
     "EventReader",
     "Final",
+    "Gap",
     "Output",
     "Paused",
     "Restarted",
@@ -116,8 +128,70 @@ class Output(OutputBase, tag="o", dict=True):
         return merged
 
 
-Event: TypeAlias = Accepted | Output | Steered | Paused | Resumed | Restarted | Final
-"""What stands on a trace's stream, as `subscribe` yields it."""
+class Gap:
+    """Events that are gone: those after `since` (`"start"`: all there were) up to and with the one of id `until`.
+
+    An engine with a limit on what a stream keeps (`tracewire engine --retain-events`, `--retain-bytes`) has trimmed
+    them before they were read. Nothing is lost of what they came to: `state` has it, and the events that follow go on
+    from there.
+    """
+
+    __slots__ = ("_data", "_loader", "_names", "_schema", "since", "trace", "until")
+
+    def __init__(self, trace: str, gap: EntryGap, loader: Any, names: frozenset[str] | None = None) -> None:
+        self.trace = trace
+        self.since = gap.since
+        self.until = gap.until
+        self._schema, self._data = gap.snapshot.schema, gap.snapshot.data
+        self._loader = loader
+        self._names = names
+
+    @property
+    def id(self) -> str:
+        """Where to go on: `subscribe(trace, since=gap.id)`."""
+        return self.until
+
+    @property
+    def state(self) -> State:
+        """All that was put out and saved up to `until`, folded. Made anew each time.
+
+        Raises:
+            BrokenStream: it cannot be read.
+        """
+        fold = Fold(self._names)
+        fold.resume(self.snapshot())
+        return State(self.trace, fold)
+
+    def snapshot(self) -> Snapshot:
+        """What a fold goes on from.
+
+        Raises:
+            BrokenStream: it cannot be read.
+        """
+        try:
+            check_schema(self._schema)
+            with loading_by(self._loader):
+                return decode_snapshot(self._data)
+        except (NewerSchema, msgspec.MsgspecError) as error:
+            raise BrokenStream(f"trace {self.trace}, the snapshot at {self.until}: {error}") from error
+
+    def only(self, names: frozenset[str]) -> Gap:
+        """This gap with only these saved names in its state."""
+        copy = Gap.__new__(Gap)
+        for slot in Gap.__slots__:
+            setattr(copy, slot, getattr(self, slot))
+        copy._names = names
+        return copy
+
+    def __repr__(self) -> str:
+        return f"<Gap in {self.trace}: what came after {self.since} up to {self.until} was trimmed>"
+
+
+AnyEvent: TypeAlias = Accepted | Output | Steered | Paused | Resumed | Restarted | Final
+"""What stands on a trace's stream."""
+
+Event: TypeAlias = Accepted | Output | Steered | Paused | Resumed | Restarted | Gap | Final
+"""What stands on a trace's stream, or in place of what was trimmed, as `subscribe` yields it."""
 
 
 def _merge(merged: dict[str, Any], change: Delta) -> None:
@@ -151,7 +225,7 @@ def _own(value: Any) -> Any:
 
 def only(event: Event, names: frozenset[str]) -> Event:
     """`event` with only what concerns these saved names."""
-    if isinstance(event, Output):
+    if isinstance(event, Output | Gap):
         return event.only(names)
     if isinstance(event, Final):
         return msgspec.structs.replace(
@@ -190,8 +264,11 @@ class EventReader:
     async def next(self, fold: Fold | None = None) -> Event | None:
         """The next event, folded into `fold` first if there is one; `None` after the final, or once this is closed.
 
+        A gap puts its state in place of what was folded.
+
         Raises:
             BrokenStream: it cannot be read, or does not follow what was folded.
+            EventsLost: events are gone, and nothing says what they came to.
             ConnectError: the client was closed meanwhile, or Redis refuses to go on.
         """
         while True:
@@ -202,7 +279,15 @@ class EventReader:
             except (anyio.ClosedResourceError, BusError) as error:
                 if self._closed:
                     return None
+                if isinstance(error, EntriesLost):
+                    raise EventsLost(self.trace, error.since, error.until) from error
                 raise connect_error(error) from error
+            if isinstance(entry, EntryGap):
+                gap = Gap(self.trace, entry, self._large.load)
+                if fold is not None:
+                    fold.resume(gap.snapshot())
+                self.position = gap.until
+                return gap
             self.position = entry.id
             event = self._decode(entry)
             if event is None:
@@ -216,7 +301,7 @@ class EventReader:
                     raise BrokenStream(f"trace {self.trace}: {error}") from error
             return event
 
-    def _decode(self, entry: Entry) -> Event | None:
+    def _decode(self, entry: Entry) -> AnyEvent | None:
         try:
             check_schema(entry.schema)
             with loading_by(self._large.load):

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import heapq
 import logging
+import math
 import secrets
 from typing import TYPE_CHECKING
 
 import anyio
 
-from tracewire_bus.connection import Background, BusError
+from tracewire_bus.connection import Background, BusError, NotAllowed
 
 if TYPE_CHECKING:
     from tracewire_bus.streams import Bus
@@ -77,25 +78,40 @@ class Presence:
             self._task = Background(self._keep, "tracewire presence")
 
     async def _keep(self) -> None:
-        renewed = anyio.current_time()
+        async with anyio.create_task_group() as group:
+            # By itself: a look at deadlines that takes its time must not cost the lease.
+            group.start_soon(self._renew)
+            await self._watch()
+
+    async def _renew(self) -> None:
+        """Renew the lease for ever, over a connection that no other call can hold up."""
         every = self._lease_s / 6
+        link = self._bus.link()
+        try:
+            while True:
+                begun = anyio.current_time()
+                if self._held:
+                    try:
+                        # No longer: what hangs on a connection that says nothing tries anew.
+                        with anyio.move_on_after(every * 2):
+                            await self._bus.records.hold(self._held, self._lease_s * 2 / 3, link)
+                    except BusError as error:
+                        logger.warning("a client's lease could not be renewed: %s", error)
+                await anyio.sleep(max(_SOON_S, begun + every - anyio.current_time()))
+        finally:
+            await link.drop()
+
+    async def _watch(self) -> None:
+        """See to deadlines for ever."""
         while True:
-            wake = renewed + every
-            if self._due:
-                wake = min(wake, self._due[0][0])
             self._changed = anyio.Event()
-            with anyio.move_on_after(max(0.0, wake - anyio.current_time())):
+            wait_s = self._due[0][0] - anyio.current_time() if self._due else math.inf
+            with anyio.move_on_after(max(0.0, wait_s)):
                 await self._changed.wait()
-            now = anyio.current_time()
             try:
-                if now >= renewed + every:
-                    # Late is better than never: it counts from when it was begun.
-                    renewed = now
-                    if self._held:
-                        await self._bus.records.hold(self._held, self._lease_s * 2 / 3)
-                await self._sweep(now)
+                await self._sweep(anyio.current_time())
             except BusError as error:
-                logger.warning("a client's lease could not be renewed: %s", error)
+                logger.warning("deadlines could not be looked at: %s", error)
 
     async def _sweep(self, now: float) -> None:
         due: list[tuple[float, str, bool]] = []
@@ -105,6 +121,10 @@ class Presence:
             return
         try:
             await self._bus.sweep(sorted({self._bus.keys.tag(trace) for _, trace, _ in due}))
+        except NotAllowed as error:
+            # It may only read: engines do it.
+            logger.debug("a deadline is not this client's to keep: %s", error)
+            return
         except BusError:
             # They are looked at again: there may be no engine that does.
             later = anyio.current_time() + self._lease_s / 6

@@ -33,7 +33,7 @@ from .errors import (
     bus_errors,
     rejection,
 )
-from .events import Accepted, Event, EventReader, Final, Output, Paused, Restarted, Resumed, Steered, only
+from .events import Accepted, Event, EventReader, Final, Gap, Output, Paused, Restarted, Resumed, Steered, only
 from .large import without_large
 from .state import Result, State
 
@@ -45,7 +45,7 @@ __all__ = ["Subscription", "Trace"]
 
 logger = logging.getLogger("tracewire")
 
-Item: TypeAlias = Output | Steered | Paused | Resumed | Restarted
+Item: TypeAlias = Output | Steered | Paused | Resumed | Restarted | Gap
 """What iterating a trace yields."""
 
 #: How long leaving a trace waits for Redis to hear of it, in seconds.
@@ -61,7 +61,8 @@ class Trace:
 
     An async iterator of [`Output`][tracewire.Output] items, and of [`Steered`][tracewire.Steered],
     [`Paused`][tracewire.Paused], [`Resumed`][tracewire.Resumed] and [`Restarted`][tracewire.Restarted] ones when that
-    happens; over when the trace is. A rejected trace raises
+    happens, and a [`Gap`][tracewire.Gap] in place of what was trimmed before it was read; over when the trace is. A
+    rejected trace raises
     `TraceRejected` in place of its first item; one whose block failed raises `InterventionError` after its last output.
     """
 
@@ -334,6 +335,8 @@ class Trace:
         if isinstance(event, Accepted):
             self._accepted = event
         elif not isinstance(event, Final):
+            if isinstance(event, Gap):
+                self._accepted = self._fold.accepted or self._accepted
             if self._iterated or self._keep:
                 self._items.append(event)
             else:
@@ -360,6 +363,8 @@ class Trace:
 
 class Subscription:
     """A trace's events, in order, each once: first what is there, then what comes, up to and with the final.
+
+    In place of events that were trimmed comes a [`Gap`][tracewire.Gap] with the state after them.
 
     An async iterator, and an async context manager for those who leave before the end. Reading begins with `start()`,
     with entering, or with the first item; `since="now"` means that moment.

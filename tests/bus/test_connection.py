@@ -1,11 +1,13 @@
-"""What the bus's tasks wait by."""
+"""What the bus's tasks wait by, and the URLs that name several servers."""
 
 from __future__ import annotations
 
 import anyio
+import pytest
 from anyio.lowlevel import checkpoint
 
-from tracewire_bus.connection import Wakeup
+from tracewire_bus.addresses import Addresses
+from tracewire_bus.connection import Wakeup, redacted
 
 
 async def test_a_wakeup_wakes_whoever_waits_then_and_nobody_later() -> None:
@@ -45,3 +47,20 @@ async def test_a_wakeup_whose_task_is_cancelled_at_the_same_time_is_not_an_error
         wakeup.notify()
         await checkpoint()
         wakeup.notify()
+
+
+def test_a_url_of_several_servers() -> None:
+    secret = (
+        "rediss+sentinel://me:geheim@one,[::1]:7000/s?db=2&ssl_ca_certs=/ca&sentinel_username=u&sentinel_password=p"
+    )
+    parsed = Addresses(secret, 26379)
+    assert parsed.servers == [("one", 26379), ("::1", 7000)]
+    assert parsed.path == "s"
+    assert parsed.url("h", 1) == "rediss://me:geheim@h:1?db=2&ssl_ca_certs=%2Fca"
+    assert parsed.sentinel_url("::1", 1) == "rediss://[::1]:1?ssl_ca_certs=%2Fca&username=u&password=p"
+    shown = redacted(secret)
+    assert "geheim" not in shown
+    assert "sentinel_password=***" in shown
+    for bad in ("redis+sentinel://one,,two/s", "redis+sentinel:///s", "redis+sentinel://one:port/s"):
+        with pytest.raises(ValueError, match=r"between the commas|[Pp]ort"):
+            Addresses(bad, 26379)

@@ -420,7 +420,18 @@ async def test_after_the_end_a_browser_is_told_to_stay_away(
 async def test_an_id_that_is_none_is_refused(http: httpx.AsyncClient, engine: Callable[..., Any]) -> None:
     async with engine(short):
         told = await said(http, await opened(http), "This module")
-        for wrong in ("now", "start", "1", "1-", "-1-2", "1-2-3", "1-2\u00b2", "9" * 21 + "-0"):
+        for wrong in (
+            "now",
+            "start",
+            "1",
+            "1-",
+            "-1-2",
+            "1-2-3",
+            "1-2\u00b2",
+            "9" * 21 + "-0",
+            f"{2**64}-0",
+            f"1-{2**64}",
+        ):
             headers = {"Last-Event-ID": wrong.encode()}
             assert refused(await http.get(told["stream"], headers=headers), 422)["field"] == "Last-Event-ID"
             params = {"answer": "0", "after": wrong}

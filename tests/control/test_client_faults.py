@@ -162,9 +162,9 @@ async def test_a_trace_is_paused_and_resumed_on_the_bus(embedded: str, prefix: s
 async def test_who_asks_and_why_is_text(client: Client, odd: Any) -> None:
     async with client.trace("tiny", "hello", live={"alpha": 0.0}, detach=True) as trace:
         for asked in (trace.cancel, trace.pause, trace.resume):
-            with pytest.raises(ValueError, match="by: expected text"):
+            with pytest.raises((TypeError, ValueError), match="by: expected text"):
                 await asked(by=odd)
-        with pytest.raises(ValueError, match="reason: expected text"):
+        with pytest.raises((TypeError, ValueError), match="reason: expected text"):
             await trace.cancel(odd)
         with pytest.raises(tracewire.SteerRejected) as caught:
             await trace.steer(alpha=1.0, by=odd)

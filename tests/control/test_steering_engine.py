@@ -259,3 +259,46 @@ async def test_steers_that_cannot_be(live_client: Client, model: Model) -> None:
         await trace.steer(alpha=1.0)
     with pytest.raises(tracewire.UnknownTrace):
         await live_client.steer("nobody-knows", alpha=1.0)
+
+
+async def test_a_flood_of_changes_is_told_whole_and_drowns_nobody(live_client: Client, model: Model) -> None:
+    """Controllers that steer as fast as they can, all the time: the trace and its neighbour end as they would have."""
+    flood = {"max_tokens": 60, "temperature": 0.0, "ignore_eos": True}
+    async with live_client.trace(model, PROMPT, **flood) as alone:
+        expected = (await alone.result()).token_ids
+    accepted: dict[int, float] = {}
+    refused: list[str] = []
+    over = anyio.Event()
+    async with (
+        live_client.trace(model, PROMPT, reads(), live={"alpha": 0.0}, **flood) as trace,
+        live_client.trace(model, PROMPT, **flood) as neighbour,
+    ):
+
+        async def control(number: int) -> None:
+            turn = 0
+            while not over.is_set():
+                turn += 1
+                value = number * 1e6 + turn
+                try:
+                    accepted[await live_client.steer(trace.id, alpha=value)] = value
+                except tracewire.SteerRejected as error:
+                    refused.append(error.reason)
+                except tracewire.TraceEnded:
+                    return
+
+        async with anyio.create_task_group() as group:
+            await trace.accepted()
+            for number in range(32):
+                group.start_soon(control, number)
+            result = await trace.result()
+            assert (await neighbour.result()).token_ids == expected
+            over.set()
+        events = [event async for event in live_client.subscribe(trace.id)]
+    assert result.token_ids == expected
+    check_order(events)
+    changes = [change for event in events if isinstance(event, Steered) for change in event.changes]
+    assert {change.version: change.values["alpha"] for change in changes} == accepted
+    assert [change.version for change in changes] == list(range(1, len(accepted) + 1))
+    # Far more changes than steps.
+    assert len(accepted) > 120
+    assert set(refused) <= {"busy"}

@@ -12,7 +12,9 @@ from tests.engine_process import EngineProcess
 from tracewire import Client, Model
 
 #: Test files of this folder that start no engine.
-ENGINELESS = {"test_declared_plan.py", "test_large.py", "test_marks.py", "test_saves.py", "test_taps.py"}
+ENGINELESS = {
+    *("test_declared_plan.py", "test_large.py", "test_marks.py", "test_passing.py", "test_saves.py", "test_taps.py")
+}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

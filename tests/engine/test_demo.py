@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import uuid
 from pathlib import Path
 
 import psutil
@@ -13,9 +15,9 @@ DEMO = Path(__file__).parents[2] / "examples" / "demo" / "run.py"
 
 
 def test_the_demo_s_three_consumers_agree_with_each_other_and_with_nnsight(tmp_path: Path) -> None:
-    before = {process.pid for process in psutil.process_iter()}
+    mark = uuid.uuid4().hex
     command = [sys.executable, str(DEMO), "--json", "--logs", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "DEMO_TEST": mark})
     assert done.returncode == 0, done.stderr[-4000:]
     figures = json.loads(done.stdout.splitlines()[-1])
     assert figures["agree"] is True
@@ -26,9 +28,11 @@ def test_the_demo_s_three_consumers_agree_with_each_other_and_with_nnsight(tmp_p
     assert set(narrow["digests"]) == {"projection"}
     assert narrow["digests"]["projection"] == service["digests"]["projection"]
     assert [consumer["tokens"] for consumer in figures["consumers"]] == [64, 64, 64]
-    left = [
-        process.info["cmdline"]
-        for process in psutil.process_iter(["pid", "cmdline"])
-        if process.info["pid"] not in before and "tracewire" in " ".join(process.info["cmdline"] or [])
-    ]
+    # Whatever it started has this in its environment. A zombie has none, and a process may end while it is looked at.
+    left = [process.info["cmdline"] for process in psutil.process_iter(["cmdline", "environ"]) if marked(process, mark)]
     assert left == []
+
+
+def marked(process: psutil.Process, mark: str) -> bool:
+    """Whether a process was started by the demo."""
+    return (process.info["environ"] or {}).get("DEMO_TEST") == mark

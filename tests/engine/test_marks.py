@@ -17,7 +17,7 @@ def test_an_object_that_nobody_else_holds_is_let_go_at_the_end_of_the_step() -> 
     mediator = SimpleNamespace(marked={id(kept): kept, id(dropped): dropped})
     gone = weakref.ref(dropped)
     del dropped
-    marks.prune(mediator)
+    marks.prune(mediator, {"kept": kept})
     gc.collect()
     assert gone() is None
     assert list(mediator.marked.values()) == [kept] or mediator.marked[id(kept)] is kept
@@ -27,8 +27,8 @@ def test_an_object_that_nobody_else_holds_is_let_go_at_the_end_of_the_step() -> 
 def test_only_this_block_s_marks_name_its_saves() -> None:
     one, other = SimpleNamespace(lcls={"count": 1, "x": 2}), SimpleNamespace(lcls={"count": 1})
     one.marked = {id(1): 1}
-    assert marks.saved_names(one) == {"count"}
-    assert marks.saved_names(other) == set()
+    assert marks.saved(one) == {"count": 1}
+    assert marks.saved(other) == {}
 
 
 def test_release_forgets_all() -> None:

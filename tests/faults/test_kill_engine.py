@@ -59,7 +59,8 @@ async def tokens_of(client: Client, trace: str) -> tuple[dict[int, list[int]], l
 async def test_a_killed_process_costs_an_attempt_and_nothing_else(
     own_bus: str, tmp_path: Path, kind: str, options: tuple[str, ...]
 ) -> None:
-    with running_engine(own_bus, tmp_path, *options) as engine:
+    environment = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if options else {}
+    with running_engine(own_bus, tmp_path, *options, environment=environment) as engine:
         async with tracewire.connect(own_bus) as client, Bus.open(own_bus) as bus:
             model = await client.model("demo", wait_for_engine=PATIENCE)
             vector = np.random.default_rng(5).standard_normal(model.info.hidden_size).astype(np.float32)

@@ -154,3 +154,33 @@ async def test_redis_runs_until_it_is_told_to_end(number: signal.Signals) -> Non
         process.kill()
         process.wait()
         process.stdout.close()
+
+
+async def test_watch_without_a_trace_prints_what_becomes_of_all(client: Client, redis_url: str, prefix: str) -> None:
+    async with ScriptedEngine.running(redis_url, prefix, tiny) as engine, client.trace("tiny", "hello") as trace:
+        await trace.result()
+    arguments = ("watch", "--model", "tiny", "--since", "start", "--url", redis_url, "--prefix", prefix)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    watching = subprocess.Popen(
+        [sys.executable, "-m", "tracewire.cli", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        # Whoever runs the tests in the background has it ignored, and that is inherited.
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+    )
+    assert watching.stdout is not None
+    lines = [await anyio.to_thread.run_sync(watching.stdout.readline) for _ in range(3)]
+    watching.send_signal(signal.SIGINT)
+    _, said = await anyio.to_thread.run_sync(watching.communicate)
+    assert watching.returncode == 130
+    assert [line.rstrip("\n").split("\t")[1:] for line in lines] == [
+        ["queued", trace.id, "tiny", f"by {client._name}"],
+        ["accepted", trace.id, "tiny", f"by {engine.info.engine}, attempt 1"],
+        ["final", trace.id, "tiny", "finished, 3 tokens"],
+    ]
+    async with client.watch(since=said.split("--since ")[1].strip()) as later:
+        with anyio.move_on_after(0):
+            await anext(later)
+    assert await command("watch", "--since", "nonsense", "--url", redis_url, "--prefix", prefix) == 2

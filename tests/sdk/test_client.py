@@ -25,6 +25,7 @@ from tracewire import (
     BrokenStream,
     Client,
     ConnectError,
+    EventsLost,
     InterventionError,
     Overloaded,
     Prompt,
@@ -757,7 +758,7 @@ async def test_a_gap_in_the_events_is_an_error(client: Client, engine: Callable[
         await stage.append(tracewire_output(stage))
 
     async with engine(script), client.trace("tiny", "hello") as trace:
-        with pytest.raises(BrokenStream, match="does not follow"):
+        with pytest.raises(EventsLost, match=r"after .1-0. and before 1-2"):
             await trace.result()
 
 

@@ -1,0 +1,363 @@
+"""A cluster of three real masters: nothing is lost, repeated or reordered, also not while slots move between them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import anyio
+import numpy as np
+import pytest
+from anyio.lowlevel import checkpoint
+from redis.exceptions import RedisError
+
+from tests.scripted import engine_info
+from tracewire_bus.cluster import Cluster as Slots
+from tracewire_bus.cluster import ClusterLink
+from tracewire_bus.connection import After
+from tracewire_bus.live import live_values
+from tracewire_bus.messages import Invoke, Submission
+from tracewire_bus.scripts import Script
+from tracewire_bus.streams import FINAL_ID, Bus, BusError, BusUnavailable, Entry, Fenced, NotAllowed
+from tracewire_bus.values import pack
+from tracewire_bus.writer import Writer
+
+from .servers import BINARIES, Cluster, free_port, running_servers, slot_of, until
+from .test_snapshots import Author, read, same
+from .transports import end_to_end
+
+RULES = Path(__file__).parents[2] / "deploy" / "redis"
+
+
+@pytest.fixture(scope="module", params=BINARIES)
+async def cluster(request: pytest.FixtureRequest) -> AsyncIterator[Cluster]:
+    """A cluster of each version, for all tests that leave its nodes alive."""
+    async with running_servers(request.param) as servers:
+        yield await servers.cluster(3)
+
+
+@asynccontextmanager
+async def linked(cluster: Cluster) -> AsyncIterator[ClusterLink]:
+    link = ClusterLink(Slots(cluster.url))
+    try:
+        yield link
+    finally:
+        await link.drop()
+
+
+async def rest(bus: Bus, trace: str) -> list[Entry]:
+    """All entries to the end."""
+    with anyio.fail_after(30):
+        return [entry async for entry in bus.read(trace)]
+
+
+def assert_whole(entries: list[Entry], count: int) -> None:
+    assert [int(entry.data) for entry in entries] == list(range(count + 1))
+    assert [entry.id for entry in entries] == [*(f"1-{seq}" for seq in range(count)), FINAL_ID]
+
+
+class Writing:
+    """Many appends of one trace, all queued at once or in step with others, and how far they are."""
+
+    def __init__(self, bus: Bus, trace: str, count: int) -> None:
+        self._bus = bus
+        self._trace = trace
+        self._count = count
+        self.done = 0
+
+    async def run(self, writer: Writer) -> None:
+        async with anyio.create_task_group() as group:
+            for first in range(0, self._count, 10):
+                for seq in range(first, min(first + 10, self._count)):
+                    # Queued in order; each waits by itself.
+                    group.start_soon(self._one, writer.queue(self._trace, 1, seq, b"%d" % seq))
+                # A flush begins before there is more.
+                await checkpoint()
+                await until(self._near(first))
+        await writer.append(self._trace, 1, self._count, b"%d" % self._count, final=True)
+
+    def _near(self, first: int):
+        async def near() -> bool:
+            return self.done >= first - 40
+
+        return near
+
+    async def _one(self, append) -> None:
+        await append
+        self.done += 1
+
+    async def past(self, number: int) -> None:
+        """Wait until so many are there."""
+
+        async def is_past() -> bool:
+            return self.done >= number
+
+        await until(is_past)
+
+
+async def test_everything_on_a_cluster(cluster: Cluster, prefix: str) -> None:
+    await end_to_end(cluster.url, prefix)
+    async with Bus.open(cluster.url, prefix=prefix) as bus, bus.writer() as writer:
+        traces = [f"trace{number}" for number in range(40)]
+        assert len({(await cluster.owner(slot_of(bus.keys, trace))).port for trace in traces}) == 3
+        found: dict[str, list[Entry]] = {}
+
+        async def follow(trace: str) -> None:
+            found[trace] = await rest(bus, trace)
+
+        async def write(trace: str) -> None:
+            for seq in range(5):
+                await writer.append(trace, 1, seq, b"%d" % seq)
+            await writer.append(trace, 1, 5, b"5", final=True)
+
+        async with anyio.create_task_group() as group:
+            for trace in traces:
+                group.start_soon(follow, trace)
+                group.start_soon(write, trace)
+        for trace in traces:
+            assert_whole(found[trace], 5)
+        with pytest.raises(Fenced):
+            await writer.append(traces[0], 1, 6, b"too late")
+        # Everything else that goes to several slots.
+        for number, trace in enumerate(traces):
+            await bus.submit(
+                Submission(trace=f"q{trace}", model="m", client=f"c{number % 3}", invokes=[Invoke(prompt="x")])
+            )
+        assert await bus.queue.clients("m") == {"c0": 14, "c1": 13, "c2": 13}
+        taken = await bus.queue.take("m", "e", 10, 1000)
+        assert [one.trace for one in taken] == [f"qtrace{number}" for number in range(10)]
+        assert await bus.exists("qtrace1")
+        assert not await bus.exists("nothing")
+        assert (await bus.records.left("qtrace1"))[0]
+        await bus.queue.done("m", "qtrace0")
+        await bus.cancel("qtrace39", by="me")
+        assert await bus.queue.waiting("m") == 29
+        await bus.sweep(bus.keys.tags)
+        await bus.records.hold("one", 5)
+        assert await bus.records.held(["one", "two", "three"]) == {"one"}
+        for name in ("a", "b", "c"):
+            await bus.register(engine_info(engine=name))
+        assert sorted(info.engine for info in await bus.engines()) == ["a", "b", "c"]
+        await bus.unregister("b")
+        assert sorted(info.engine for info in await bus.engines()) == ["a", "c"]
+        array = np.arange(700_000, dtype=np.float32)
+        ref = await bus.blobs.store("t", array)
+        assert np.array_equal(await bus.blobs.load("t", ref), array)
+
+
+@pytest.mark.parametrize("halfway", [False, True], ids=["at once", "key by key"])
+async def test_a_slot_moves_in_the_middle_of_appends_under_a_subscription(
+    cluster: Cluster, prefix: str, halfway: bool
+) -> None:
+    count = 400
+    async with Bus.open(cluster.url, prefix=prefix) as bus:
+        slot = slot_of(bus.keys, "t")
+        # Another trace on the same slot, one on another, and one that is only waited for.
+        same = next(f"s{n}" for n in range(10_000) if slot_of(bus.keys, f"s{n}") == slot)
+        found: dict[str, list[Entry]] = {}
+
+        async def follow(trace: str) -> None:
+            found[trace] = await rest(bus, trace)
+
+        async with bus.writer() as writer, anyio.create_task_group() as group:
+            writings = {trace: Writing(bus, trace, count) for trace in ("t", same, "other")}
+            for trace, writing in writings.items():
+                group.start_soon(follow, trace)
+                group.start_soon(writing.run, writer)
+            for step in (60, 160):
+                await writings["t"].past(step)
+                if halfway:
+                    source, target = await cluster.begin_move(slot)
+                    # One of the streams stays behind, for as long as it takes the others to go on.
+                    await cluster.move_keys(slot, source, target, but=[bus.keys.events(same).encode()])
+                    await writings["t"].past(step + 60)
+                    await writings[same].past(step + 60)
+                    await cluster.move_keys(slot, source, target)
+                    await cluster.end_move(slot, source, target)
+                else:
+                    await cluster.move(slot)
+        for trace in writings:
+            assert_whole(found[trace], count)
+            assert_whole(await rest(bus, trace), count)
+
+
+async def test_what_waits_for_a_trace_whose_slot_moves_goes_on(cluster: Cluster, prefix: str) -> None:
+    """A subscription to a trace that does not begin before, an engine's orders, and its queue."""
+    async with Bus.open(cluster.url, prefix=prefix) as bus:
+        slot = slot_of(bus.keys, "t")
+        control = bus.control("e")
+        orders = []
+        found: list[Entry] = []
+
+        async def follow() -> None:
+            found.extend(await rest(bus, "t"))
+
+        async def obey() -> None:
+            while len(orders) < 6:
+                orders.extend(await control.read(1000))
+
+        async def take() -> None:
+            for number in range(2):
+                taken = []
+                while not taken:
+                    taken = await bus.queue.take("m", "e", 1, 1000)
+                assert [one.trace for one in taken] == [f"q{number}"]
+                await bus.queue.done("m", f"q{number}")
+
+        await bus.submit(Submission(trace="t", model="other", invokes=[Invoke(prompt="x")], live=pack({"alpha": 0.0})))
+        await bus.records.open("t", "e")
+        with anyio.fail_after(30):
+            async with anyio.create_task_group() as group, bus.writer() as writer:
+                for task in (follow, obey, take):
+                    group.start_soon(task)
+                for number in range(2):
+                    for value in range(3):
+                        await bus.records.steer("t", live_values({"alpha": float(value)}), by="me")
+                    await bus.submit(Submission(trace=f"q{number}", model="m", invokes=[Invoke(prompt="x")]))
+                    await cluster.move(slot)
+                    await cluster.move(Slots(cluster.url).slot(bus.keys.queue("m", "bell")))
+                for seq in range(3):
+                    await writer.append("t", 1, seq, b"%d" % seq)
+                await writer.append("t", 1, 3, b"3", final=True)
+        await control.aclose()
+        assert [order.kind for order in orders] == ["steer"] * 6
+        assert len({order.change for order in orders}) == 6
+        assert_whole(found, 3)
+
+
+async def test_commands_of_a_slot_are_never_overtaken(cluster: Cluster, prefix: str) -> None:
+    """Some of a call's keys have moved already: what can be carried out waits for what cannot."""
+    async with linked(cluster) as link:
+        one, two = f"{{{prefix}}}one", f"{{{prefix}}}two"
+        slot = Slots(cluster.url).slot(one)
+        assert await link.ask(("SET", one, 1), ("SET", two, 1)) == [b"OK", b"OK"]
+        source, target = await cluster.begin_move(slot)
+        await cluster.move_keys(slot, source, target, but=[one.encode()])
+        both = Script("redis.call('APPEND', KEYS[1], 2) return redis.call('APPEND', KEYS[2], 2)")
+        # A script on both keys is refused by both nodes, and what follows it waits for it.
+        first, refused, behind = await link.ask(("APPEND", one, 1), both((one, two)), ("APPEND", one, 3))
+        assert first == 2
+        assert "is being moved" in str(refused)
+        assert "is being moved" in str(behind)
+        # One by one they are found, wherever they are.
+        assert await link.ask(("GET", one), ("GET", two), ("APPEND", two, 3)) == [b"11", b"1", 2]
+        await cluster.move_keys(slot, source, target)
+        await cluster.end_move(slot, source, target)
+        replies = await link.ask(both((one, two)), ("APPEND", one, 3), both((one, two)), ("GET", one), ("GET", two))
+        assert replies == [3, 4, 4, b"11232", b"1322"]
+        # Nobody knows the script any more.
+        for node in cluster.nodes:
+            await node.ask("SCRIPT", "FLUSH")
+        assert await link.ask(both((one, two)), ("PING",)) == [5, b"PONG"]
+        assert (await link.ask(both((one, two)), ("GET", two)))[0] == 6
+
+
+async def test_replies_keep_their_places_and_order_between_slots_is_asked_for(cluster: Cluster, prefix: str) -> None:
+    async with linked(cluster) as link:
+        names = [f"{prefix}-{number}" for number in range(60)]
+        assert await link.ask(*(("SET", name, number) for number, name in enumerate(names))) == [b"OK"] * 60
+        replies = await link.ask(("TIME",), *(("GET", name) for name in names), ("EVALSHA", "0" * 40, 1, names[0]))
+        assert [int(reply) for reply in replies[1:-1]] == list(range(60))
+        assert isinstance(replies[-1], Exception)
+
+
+async def test_each_role_can_do_its_part_on_a_cluster(cluster: Cluster) -> None:
+    rules = RULES / ("users.acl" if cluster.version[0] >= "7" else "users-6.2.acl")
+    for node in cluster.nodes:
+        for line in rules.read_text().splitlines():
+            _, name, *rest = line.split()
+            await node.ask("ACL", "SETUSER", name, *rest, ">secret")
+
+    def url(role: str) -> str:
+        return cluster.url.replace("://", f"://tracewire-{role}:secret@")
+
+    await end_to_end(url("controller"), "tw", follower=url("consumer"), engine=url("engine"))
+    async with Bus.open(url("consumer")) as bus, bus.writer() as writer:
+        with anyio.fail_after(10):
+            with pytest.raises(NotAllowed, match="this user XADD on tw:"):
+                await writer.append("t", 1, 1, b"x")
+            with pytest.raises(NotAllowed, match="this user a script on tw:"):
+                await bus.cancel("t", by="me")
+
+
+@pytest.mark.parametrize("version", BINARIES)
+async def test_a_master_that_dies_is_replaced_by_its_replica(version: str, prefix: str) -> None:
+    async with running_servers(version) as servers:
+        cluster = await servers.cluster(3, [("cluster-node-timeout", 500)])
+        async with Bus.open(cluster.url, prefix=prefix) as bus, bus.writer() as writer:
+            await writer.append("t", 1, 0, b"0")
+            slot = slot_of(bus.keys, "t")
+            master = await cluster.owner(slot)
+            replica = await cluster.add_replica(servers, master)
+            slots = Slots(cluster.url)
+            link = ClusterLink(slots)
+            names = [f"k{number}" for number in range(100)]
+            here = next(name for name in names if (slots.slot(name) * 3 // 16384) == slot * 3 // 16384)
+            there = next(name for name in names if (slots.slot(name) * 3 // 16384) != slot * 3 // 16384)
+            assert await link.ask(("SET", there, "before"), ("SET", here, "before")) == [b"OK", b"OK"]
+            found: list[Entry] = []
+
+            async def follow() -> None:
+                found.extend(await rest(bus, "t"))
+
+            async with anyio.create_task_group() as group:
+                group.start_soon(follow)
+                await writer.append("t", 1, 1, b"1")
+                await cluster.caught_up(master, replica)
+                master.kill()
+                # Nothing that is to come after the rest is done while some of that cannot be.
+                with pytest.raises(RedisError):
+                    await link.ask(After(("SET", there, "after")), ("SET", here, "after"))
+                assert await link.ask(("GET", there)) == [b"before"]
+                await link.drop()
+                await writer.append("t", 1, 2, b"2")
+                await writer.append("t", 1, 3, b"3", final=True)
+            assert_whole(found, 3)
+            assert await replica.ask("XLEN", bus.keys.events("t")) == 4
+
+
+@pytest.mark.parametrize("version", BINARIES)
+async def test_what_is_no_cluster_is_said(version: str, prefix: str) -> None:
+    async with running_servers(version) as servers:
+        plain = await servers.start()
+        with pytest.raises(BusError, match="is no node of a cluster: its URL begins with redis://"):
+            async with Bus.open(f"redis+cluster://{plain.address}", prefix=prefix):
+                pass
+        with pytest.raises(BusUnavailable, match="no node of the cluster answers"):
+            async with Bus.open(f"redis+cluster://127.0.0.1:{free_port()}", prefix=prefix):
+                pass
+
+
+async def test_a_node_by_its_own_url_is_said(cluster: Cluster, prefix: str) -> None:
+    slots = Slots(cluster.url)
+    async with Bus.open(f"redis://{cluster.nodes[0].address}", prefix=prefix) as bus:
+        for key in map(str, range(20)):
+            if await cluster.owner(slots.slot(key)) is not cluster.nodes[0]:
+                with pytest.raises(BusError, match=r"its URL begins with redis\+cluster://"):
+                    await bus.command("GET", key)
+
+
+async def test_watching_and_trimming_on_a_cluster(cluster: Cluster, prefix: str) -> None:
+    """Over streams of many slots; alone, and shared by a group."""
+    async with (
+        Bus.open(cluster.url, prefix=prefix) as bus,
+        bus.watch() as watch,
+        bus.watch_group("g", "a") as member,
+        bus.writer() as writer,
+    ):
+        traces = [f"t{number}" for number in range(20)]
+        for trace in traces:
+            await bus.submit(Submission(trace=trace, model="m", invokes=[Invoke(prompt="x")]))
+        with anyio.fail_after(30):
+            for one in (watch, member):
+                assert sorted([(await anext(one)).trace for _ in traces]) == sorted(traces)
+        author = Author(bus, writer, "t1")
+        await author.begin()
+        await author.outputs(5)
+        assert await bus.snapshots.take("t1", 1) is not None
+        await author.end()
+        fold, seen = await read(bus, "t1")
+        assert seen[0] == "start>1-5"
+        same(fold, author)
+        assert await bus.watch_groups.remove("g")

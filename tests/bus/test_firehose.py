@@ -1,0 +1,245 @@
+"""The firehose: what becomes of every trace, once each, in order; alone or shared by a group."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import anyio
+import pytest
+
+from tracewire_bus import firehose
+from tracewire_bus.connection import BusError
+from tracewire_bus.firehose import GroupRemoved, GroupWatch, Lifecycle, Watch, telling
+from tracewire_bus.messages import Failure, Invoke, Submission, Usage
+from tracewire_bus.queue import QueueFull
+from tracewire_bus.streams import Bus
+
+from .proxy import proxy
+
+
+def submission(trace: str, model: str = "m", **more: object) -> Submission:
+    return Submission(trace=trace, model=model, invokes=[Invoke(prompt="x")], client="me", **more)  # type: ignore[arg-type]
+
+
+async def some(watch: Watch | GroupWatch, count: int) -> list[Lifecycle]:
+    """The next so many events."""
+    with anyio.fail_after(30):
+        return [await anext(watch) for _ in range(count)]
+
+
+async def test_a_trace_from_its_submission_to_its_end(bus: Bus) -> None:
+    async with bus.watch() as watch, bus.writer() as out:
+        await bus.submit(submission("t"))
+        await bus.submit(submission("t"))
+        await bus.records.open("t", "e", 1)
+        for seq, kind in enumerate(("accepted", "paused", "resumed")):
+            life = telling(kind, "t", model="m", engine="e", attempt=1)
+            await out.append("t", 1, seq, kind.encode(), life=life)
+        await out.append("t", 1, 3, b"output")
+        life = telling("final", "t", model="m", engine="e", attempt=1, status="finished", usage=Usage(3, 5))
+        await out.append("t", 1, 4, b"end", final=True, life=life)
+        events = await some(watch, 5)
+        assert [event.kind for event in events] == ["queued", "accepted", "paused", "resumed", "final"]
+        assert {(event.trace, event.model, event.client) for event in events} == {("t", "m", "me")}
+        assert [event.engine for event in events] == ["", "e", "e", "e", "e"]
+        assert [event.attempt for event in events] == [0, 1, 1, 1, 1]
+        assert [event.time for event in events] == sorted(event.time for event in events)
+        assert events[0].time > 1.7e9
+        end = events[-1]
+        assert (end.status, end.error, end.prompt_tokens, end.tokens) == ("finished", None, 3, 5)
+        assert [event.status for event in events[:4]] == [None] * 4
+
+
+async def test_ends_by_third_parties_and_refusals_are_told(bus: Bus) -> None:
+    async with bus.watch() as watch:
+        await bus.submit(submission("a"), 1)
+        with pytest.raises(QueueFull):
+            await bus.submit(submission("b"), 1)
+        await bus.cancel("a", by="me")
+        await bus.submit(submission("c"))
+        await bus.records.open("c", "e", 3)
+        await bus.records.end("c", "failed", Failure(type="EngineLost", message="gone"))
+        assert not await bus.records.end("c", "failed", Failure(type="EngineLost", message="gone"))
+        await bus.submit(submission("d", deadline_s=0.001))
+        with anyio.fail_after(20):
+            while not await bus.records.ended("d"):
+                await bus.sweep([bus.keys.tag("d")])
+        seen: dict[str, list[Lifecycle]] = {}
+        for event in await some(watch, 8):
+            seen.setdefault(event.trace, []).append(event)
+    assert [event.kind for event in seen["a"]] == ["queued", "final"]
+    assert (seen["a"][1].status, seen["a"][1].error, seen["a"][1].model) == ("cancelled", "Cancelled", "m")
+    assert [event.kind for event in seen["b"]] == ["queued", "refused"]
+    assert (seen["b"][1].model, seen["b"][1].client) == ("m", "me")
+    assert (seen["c"][1].error, seen["c"][1].engine, seen["c"][1].attempt) == ("EngineLost", "e", 4)
+    assert seen["c"][1].tokens is None
+    assert (seen["d"][1].status, seen["d"][1].error) == ("expired", "DeadlineExceeded")
+
+
+async def test_a_watch_goes_on_from_a_position_without_a_repeat(bus: Bus) -> None:
+    traces = [f"t{number}" for number in range(150)]
+    for trace in traces:
+        await bus.submit(submission(trace))
+        await bus.records.end(trace, "failed", Failure(type="X", message="x"))
+    seen: list[Lifecycle] = []
+    position = "start"
+    while len(seen) < 300:
+        async with bus.watch(position) as watch:
+            seen += await some(watch, min(37, 300 - len(seen)))
+            position = watch.position
+    assert Counter((event.trace, event.kind) for event in seen) == Counter(
+        (trace, kind) for trace in traces for kind in ("queued", "final")
+    )
+    for trace in traces:
+        assert [event.kind for event in seen if event.trace == trace] == ["queued", "final"]
+    async with bus.watch(position) as watch:
+        await bus.submit(submission("last"))
+        assert [event.trace for event in await some(watch, 1)] == ["last"]
+    for nothing in ("", "w1.", "w1.abc", "1-1", "w2." + position[3:], "w1." + "A" * 20_000):
+        with pytest.raises(ValueError, match="a watch begins at"):
+            bus.watch(nothing)
+
+
+async def test_all_streams_share_one_connection_and_are_bounded(
+    bus: Bus, embedded: str, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def connections() -> int:
+        return len((await bus.command("CLIENT", "LIST")).splitlines())
+
+    await bus.submit(submission("first"))
+    before = await connections()
+    async with bus.watch("start") as watch:
+        assert [event.trace for event in await some(watch, 1)] == ["first"]
+        assert await connections() == before + 1
+    for tag in bus.keys.tags:
+        left = await bus.command("TTL", bus.keys.firehose(tag))
+        assert left == -2 or 0 < left <= firehose.KEEP_S
+
+
+async def test_a_connection_that_breaks_loses_and_repeats_nothing(
+    bus: Bus, prefix: str, tmp_path: Path, embedded: str
+) -> None:
+    async with (
+        proxy(embedded, tmp_path) as through,
+        Bus.open(through.url, prefix=prefix) as far,
+        far.watch() as watch,
+        far.watch_group("g", "a", idle_s=1000) as member,
+    ):
+        for number in range(30):
+            await bus.submit(submission(f"t{number}"))
+            if number % 3 == 0:
+                await through.cut()
+            assert [event.trace for event in await some(watch, 1)] == [f"t{number}"]
+            assert [event.trace for event in await some(member, 1)] == [f"t{number}"]
+
+
+async def test_a_large_final_is_told_once(bus: Bus, prefix: str, tmp_path: Path, embedded: str) -> None:
+    """Also where the answer was lost, and it was sent again."""
+    large = b"x" * 1_000_000
+    async with bus.watch() as watch, proxy(embedded, tmp_path) as through:
+        await bus.submit(submission("t"))
+        async with Bus.open(through.url, prefix=prefix) as far, far.writer() as out:
+            through.swallow = b"EVAL"
+            life = telling("final", "t", model="m", status="finished")
+            await out.append("t", 1, 0, large, final=True, life=life)
+            assert through.swallowed.is_set()
+        await bus.submit(submission("t2"))
+        seen = []
+        while not seen or seen[-1].trace != "t2":
+            seen += await some(watch, 1)
+        assert [(event.trace, event.kind) for event in seen] == [("t", "queued"), ("t", "final"), ("t2", "queued")]
+
+
+async def test_closing_wakes_who_waits(bus: Bus) -> None:
+    for watch in (bus.watch(), bus.watch_group("g", "a")):
+        with pytest.raises(anyio.ClosedResourceError), anyio.fail_after(10):
+            async with anyio.create_task_group() as group:
+
+                async def close(watch: Watch | GroupWatch = watch) -> None:
+                    while watch._wait is None:
+                        await anyio.lowlevel.checkpoint()
+                    await watch.aclose()
+
+                group.start_soon(close)
+                try:
+                    await anext(watch)
+                except anyio.ClosedResourceError:
+                    closed = True
+            assert closed
+            await anext(watch)
+
+
+async def test_the_members_of_a_group_share_the_events(bus: Bus) -> None:
+    traces = [f"t{number}" for number in range(200)]
+    seen: dict[str, list[str]] = {"a": [], "b": [], "c": []}
+
+    async def follow(name: str) -> None:
+        async with bus.watch_group("g", name, since="start", idle_s=1000) as member:
+            async for event in member:
+                seen[name].append(event.trace)
+                if sum(map(len, seen.values())) >= 200:
+                    group.cancel_scope.cancel()
+
+    with anyio.fail_after(30):
+        async with anyio.create_task_group() as group:
+            for name in seen:
+                group.start_soon(follow, name)
+            for trace in traces:
+                await bus.submit(submission(trace))
+    assert sorted(trace for found in seen.values() for trace in found) == sorted(traces)
+    assert sum(map(bool, seen.values())) > 1
+
+
+async def test_what_was_not_acknowledged_comes_again_under_the_same_name(bus: Bus) -> None:
+    for number in range(10):
+        await bus.submit(submission(f"t{number}"))
+    first = bus.watch_group("g", "a", since="start", idle_s=1000)
+    before = [event.trace for event in await some(first, 4)]
+    # As if it had been killed.
+    await first._link.drop()
+    async with bus.watch_group("g", "a", since="now", idle_s=1000) as second:
+        after = [event.trace for event in await some(second, 7)]
+    # The last one had been handed out, and nobody asked for the next.
+    assert sorted(before[:3] + after) == sorted(f"t{number}" for number in range(10))
+    assert before[3] in after
+
+
+async def test_what_a_member_leaves_goes_to_the_others_soon(bus: Bus) -> None:
+    for number in range(20):
+        await bus.submit(submission(f"t{number}"))
+    async with bus.watch_group("g", "a", since="start", idle_s=5) as first:
+        before = [event.trace for event in await some(first, 2)]
+    async with bus.watch_group("g", "b", idle_s=5) as second:
+        after = [event.trace for event in await some(second, 19)]
+    assert sorted(before[:1] + after) == sorted(f"t{number}" for number in range(20))
+
+
+async def test_a_group_goes_on_when_its_streams_have_expired(bus: Bus) -> None:
+    async with bus.watch_group("g", "a") as member:
+        await bus.submit(submission("one"))
+        assert [event.trace for event in await some(member, 1)] == ["one"]
+        await bus.command("DEL", *(bus.keys.firehose(tag) for tag in bus.keys.tags))
+        await bus.submit(submission("two"))
+        assert [event.trace for event in await some(member, 1)] == ["two"]
+    # Somebody who was away when they expired.
+    await bus.command("DEL", *(bus.keys.firehose(tag) for tag in bus.keys.tags))
+    await bus.submit(submission("three"))
+    async with bus.watch_group("g", "b") as member:
+        assert [event.trace for event in await some(member, 1)] == ["three"]
+
+
+async def test_groups_are_listed_and_removed(bus: Bus) -> None:
+    async with bus.watch_group("g", "a") as member, bus.watch_group("h", "a"):
+        assert await bus.watch_groups.names() == ["g", "h"]
+        assert await bus.watch_groups.remove("g")
+        assert not await bus.watch_groups.remove("g")
+        assert await bus.watch_groups.names() == ["h"]
+        with pytest.raises(GroupRemoved), anyio.fail_after(30):
+            await anext(member)
+    for arguments in (("", "a"), ("g", ""), ("g", "a", "nonsense"), ("g", "a", "now", 0.0)):
+        with pytest.raises(ValueError, match=r"group|watch"):
+            bus.watch_group(*arguments)  # type: ignore[arg-type]
+    await bus.command("SET", bus.keys.firehose("t0"), "no stream")
+    with pytest.raises(BusError, match="WRONGTYPE"), anyio.fail_after(30):
+        await anext(bus.watch("start"))

@@ -1,0 +1,312 @@
+"""Redis behind TLS, and with users that may do only what they have to."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+import tracewire
+from tests.scripted import engine_info
+from tracewire import ConnectError
+from tracewire_bus.live import live_values
+from tracewire_bus.messages import Invoke, Submission
+from tracewire_bus.streams import Bus, BusError, NotAllowed
+from tracewire_bus.values import pack
+
+from .servers import BINARIES, HOST, Cluster, Running, free_port, running_servers
+from .transports import end_to_end
+
+RULES = Path(__file__).parents[2] / "deploy" / "redis"
+ROLES = ("consumer", "controller", "engine")
+
+
+# --- TLS --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Certificates:
+    """A throw-away authority, and what it signed for a server and a client."""
+
+    authority: Path
+    certificate: Path
+    key: Path
+
+    @classmethod
+    def make(cls, folder: Path) -> Certificates:
+        """One for everybody: signed for this host."""
+        ends = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=1)
+        begins = ends - datetime.timedelta(days=2)
+
+        def signed(name: str, key: Any, issuer: x509.Name, by: Any, *, authority: bool) -> x509.Certificate:
+            builder = x509.CertificateBuilder(
+                issuer_name=issuer,
+                subject_name=x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]),
+                public_key=key.public_key(),
+                serial_number=x509.random_serial_number(),
+                not_valid_before=begins,
+                not_valid_after=ends,
+            )
+            builder = builder.add_extension(x509.BasicConstraints(ca=authority, path_length=None), critical=True)
+            if not authority:
+                names = x509.SubjectAlternativeName([x509.IPAddress(ip_address(HOST))])
+                builder = builder.add_extension(names, critical=False)
+            return builder.sign(by, hashes.SHA256())
+
+        root_key, key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
+        root = signed(
+            "authority",
+            root_key,
+            x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "authority")]),
+            root_key,
+            authority=True,
+        )
+        own = signed("redis", key, root.subject, root_key, authority=False)
+        made = cls(folder / "ca.pem", folder / "own.pem", folder / "key.pem")
+        made.authority.write_bytes(root.public_bytes(serialization.Encoding.PEM))
+        made.certificate.write_bytes(own.public_bytes(serialization.Encoding.PEM))
+        made.key.write_bytes(
+            key.private_bytes(
+                serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+            )
+        )
+        return made
+
+    @property
+    def query(self) -> str:
+        """What a URL says of them."""
+        return f"ssl_ca_certs={self.authority}&ssl_certfile={self.certificate}&ssl_keyfile={self.key}"
+
+
+@asynccontextmanager
+async def terminator(port: int, certificates: Certificates) -> AsyncIterator[int]:
+    """Takes TLS off, in front of a server that knows none, as is done for those."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=str(certificates.authority))
+    context.load_cert_chain(certificates.certificate, certificates.key)
+    context.verify_mode = ssl.CERT_REQUIRED
+    tasks = set()
+
+    async def forward(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+        with suppress(OSError):
+            while data := await source.read(65536):
+                target.write(data)
+                await target.drain()
+        target.close()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        inner, outer = await asyncio.open_connection(HOST, port)
+        tasks.update({asyncio.ensure_future(forward(reader, outer)), asyncio.ensure_future(forward(inner, writer))})
+
+    server = await asyncio.start_server(serve, HOST, free_port(), ssl=context)
+    try:
+        yield server.sockets[0].getsockname()[1]
+    finally:
+        server.close()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@asynccontextmanager
+async def behind_tls(version: str, certificates: Certificates) -> AsyncIterator[str]:
+    """The address of a server that speaks TLS and wants a client's certificate."""
+    async with running_servers(version) as servers:
+        if int(version[0]) >= 7:
+            port = free_port()
+            server = await servers.start(
+                url=f"rediss://{{host}}:{{port}}?{certificates.query}",
+                port=port,
+                settings=[
+                    ("port", 0),
+                    ("tls-port", port),
+                    ("tls-cert-file", certificates.certificate),
+                    ("tls-key-file", certificates.key),
+                    ("tls-ca-cert-file", certificates.authority),
+                ],
+            )
+            yield server.address
+        else:
+            # This build has no TLS.
+            server = await servers.start()
+            async with terminator(server.port, certificates) as port:
+                yield f"{HOST}:{port}"
+
+
+@pytest.mark.parametrize("version", BINARIES)
+async def test_everything_by_tls_with_client_certificates(version: str, prefix: str, tmp_path: Path) -> None:
+    certificates = Certificates.make(tmp_path)
+    (tmp_path / "other").mkdir()
+    other = Certificates.make(tmp_path / "other")
+    async with behind_tls(version, certificates) as address:
+        await end_to_end(f"rediss://{address}?{certificates.query}", prefix)
+        # Neither side takes the other for what it is not, and asking again does not help.
+        for query, wrong in (
+            (f"ssl_ca_certs={other.authority}", "CERTIFICATE_VERIFY_FAILED"),
+            (f"ssl_ca_certs={certificates.authority}", "ALERT|alert|closed|reset"),
+        ):
+            with anyio.fail_after(15), pytest.raises(ConnectError, match=wrong):
+                async with tracewire.connect(f"rediss://{address}?{query}", prefix=prefix):
+                    pass
+
+
+async def test_sentinels_and_a_cluster_by_tls(prefix: str, tmp_path: Path) -> None:
+    """Of each version that has TLS of its own: these name the servers themselves, so nothing can stand in front."""
+    certificates = Certificates.make(tmp_path)
+    for version in (version for version in BINARIES if int(version[0]) >= 7):
+        async with running_servers(version) as servers:
+
+            async def start(*first: str, certificates: Certificates = certificates, **more: Any) -> Running:
+                port = free_port()
+                settings = {
+                    "port": 0,
+                    "tls-port": port,
+                    "tls-cert-file": certificates.certificate,
+                    "tls-key-file": certificates.key,
+                    "tls-ca-cert-file": certificates.authority,
+                    "tls-replication": "yes",
+                    **{name.replace("_", "-"): value for name, value in more.items()},
+                }
+                url = f"rediss://{{host}}:{{port}}?{certificates.query}"
+                return await servers.start(*first, url=url, port=port, settings=[*settings.items()])
+
+            master = await start()
+            config = tmp_path / "sentinel.conf"
+            config.write_text(f"sentinel monitor events {HOST} {master.port} 1\n")
+            sentinel = await start(str(config), "--sentinel")
+            await end_to_end(f"rediss+sentinel://{sentinel.address}/events?{certificates.query}", prefix)
+            cluster = Cluster(
+                [await start(cluster_enabled="yes", tls_cluster="yes") for _ in range(3)],
+                version,
+            )
+            await cluster.join()
+            await end_to_end(f"{cluster.url.replace('redis', 'rediss', 1)}?{certificates.query}", prefix)
+
+
+# --- users ------------------------------------------------------------------------------------------------------------
+
+
+def rules(version: str) -> Path:
+    """The rules for a version."""
+    return RULES / ("users.acl" if int(version[0]) >= 7 else "users-6.2.acl")
+
+
+def test_both_files_say_the_same() -> None:
+    """But that Redis 6.2 cannot tell reading a key from writing it."""
+    for version in ("6.2", "7.0"):
+        assert [line.split()[1] for line in rules(version).read_text().splitlines()] == [
+            f"tracewire-{r}" for r in ROLES
+        ]
+    assert rules("7.0").read_text().replace("%R~", "~") == rules("6.2").read_text()
+
+
+@asynccontextmanager
+async def with_users(version: str) -> AsyncIterator[Callable[[str], str]]:
+    """The URL for each role, of a server with the rules that are shipped."""
+    async with running_servers(version) as servers:
+        server = await servers.start(settings=[("aclfile", rules(version))])
+        for role in ROLES:
+            # Nobody gets in before this.
+            with pytest.raises(BusError, match="credentials"):
+                async with Bus.open(f"redis://tracewire-{role}:x@{server.address}"):
+                    pass
+            await server.ask("ACL", "SETUSER", f"tracewire-{role}", f">secret of {role}")
+        yield lambda role: f"redis://tracewire-{role}:secret%20of%20{role}@{server.address}"
+
+
+def of(trace: str) -> Submission:
+    return Submission(trace=trace, model="tiny", invokes=[Invoke(prompt="hello")], live=pack({"alpha": 0.0}))
+
+
+@pytest.mark.parametrize("version", BINARIES)
+async def test_each_role_can_do_its_part(version: str) -> None:
+    """A controller submits, steers and cancels, a consumer follows, an engine runs it."""
+    async with with_users(version) as url:
+        await end_to_end(url("controller"), "tw", follower=url("consumer"), engine=url("engine"))
+        async with (
+            Bus.open(url("controller")) as controller,
+            Bus.open(url("engine")) as engine,
+            Bus.open(url("consumer")) as consumer,
+        ):
+            # What a client and an engine do besides.
+            await controller.records.hold("lease", 5)
+            assert await engine.records.held(["lease", "none"]) == {"lease"}
+            await controller.records.release("lease")
+            array = np.arange(300_000, dtype=np.float32)
+            ref = await controller.blobs.store("large", array)
+            assert np.array_equal(await consumer.blobs.load("large", ref), array)
+            await controller.submit(of("one"))
+            async with consumer.watch("start") as watch:
+                assert (await anext(watch)).kind == "queued"
+            assert await controller.records.pause("one", by="me")
+            assert await controller.records.pause("one", by="me", resume=True)
+            assert (await consumer.records.live("one")).values == {"alpha": 0.0}
+            assert await controller.queue.waiting("tiny") == 1
+            await controller.cancel("one", by="me")
+            await controller.sweep(controller.keys.tags)
+            await controller.submit(of("two"))
+            (taken,) = await engine.queue.take("tiny", "e", 10, 10)
+            await engine.records.open("two", "e")
+            await engine.records.close("two", 1)
+            await engine.queue.dead_letter("tiny", taken, "a test")
+            assert await engine.queue.dead_count() == 1
+            assert await engine.queue.leases("tiny") == []
+            await engine.bury("tiny", "lease", by="e")
+            await engine.sweep(engine.keys.tags)
+            await engine.command("SADD", "tw:engines", "gone")
+            # Who may not tidy the registry up reads it all the same.
+            assert [info.engine for info in await consumer.engines()] == []
+            await engine.unregister("gone")
+
+
+@pytest.mark.parametrize("version", BINARIES)
+async def test_each_role_is_refused_the_rest_and_told_what(version: str) -> None:
+    async with with_users(version) as url:
+        async with Bus.open(url("engine")) as bus:
+            await bus.register(engine_info(), ttl_s=600)
+
+        async def refused(of_what: str, action: Awaitable[Any]) -> None:
+            with anyio.fail_after(10), pytest.raises(NotAllowed, match=f"does not allow this user {of_what}"):
+                await action
+
+        async with Bus.open(url("consumer")) as bus, bus.writer() as writer:
+            events = r"on tw:\{t\d+\}:events:t: "
+            await refused(r"a script on tw:\{t\d+\}:trace:t", bus.submit(of("t")))
+            await refused(r"a script on tw:\{t\d+\}:trace:t", bus.records.steer("t", live_values({"a": 1}), by="me"))
+            await refused(r"a script on tw:\{t\d+\}:trace:t", bus.cancel("t", by="me"))
+            await refused(r"a script on tw:\{t\d+\}:trace:t", bus.records.pause("t", by="me"))
+            await refused(f"XADD {events}", writer.append("t", 1, 1, b"x"))
+            await refused("SET on tw:engine:", bus.register(engine_info()))
+            await refused("a script on tw:{tiny}:queue:", bus.queue.take("tiny", "e", 1, 10))
+            await refused("GET on other:key", bus.command("GET", "other:key"))
+            await refused("GET on tw:{tiny}:queue:x", bus.command("GET", "tw:{tiny}:queue:x"))
+            await refused("XREAD on tw:dead", anext(bus._reader.subscribe("tw:dead", "start")))
+        async with Bus.open(url("controller")) as bus:
+            if int(version[0]) >= 7:
+                # The registry is to be read, which Redis 6.2 cannot say.
+                await refused("SET on tw:engine:", bus.register(engine_info()))
+            await refused("XADD on tw:dead", bus.command("XADD", "tw:dead", "*", "a", "b"))
+            await refused("XTRIM on tw", bus.command("XTRIM", bus.keys.events("t"), "MAXLEN", 0))
+            await refused("BLPOP on tw", bus.command("BLPOP", bus.keys.queue("tiny", "bell"), 0.01))
+            await refused("FLUSHALL", bus.command("FLUSHALL"))
+        async with Bus.open(url("engine")) as bus:
+            await refused("SET on other:key", bus.command("SET", "other:key", 1))
+            await refused("KEYS", bus.command("KEYS", "*"))
+        # In the client's words.
+        async with tracewire.connect(url("consumer")) as client:
+            with anyio.fail_after(10), pytest.raises(ConnectError, match="does not allow this user"):
+                async with client.trace("tiny", "hello"):
+                    pass

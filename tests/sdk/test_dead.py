@@ -1,0 +1,172 @@
+"""Dead letters: submissions that were given up can be looked at, submitted again, and dropped."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+
+import anyio
+import anyio.to_thread
+import numpy as np
+import pytest
+
+import tracewire
+from tests.faults.scripted import acts
+from tests.scripted import ScriptedEngine, Stage, engine_info, tiny
+from tracewire import Client, TraceRejected, UnknownDeadLetter, UnknownModel, ValueMissing, cli
+from tracewire_bus.blobs import THRESHOLD_BYTES
+from tracewire_bus.messages import Failure
+from tracewire_bus.queue import Taken
+from tracewire_bus.streams import Bus
+from tracewire_bus.values import ArrayRef, unpack
+
+PATIENCE = 30
+
+
+@tracewire.intervention
+def with_direction(model, tracer, live, direction=None):
+    """Uses a large variable."""
+    kept = direction.save()
+
+
+async def given_up(bus: Bus, trace: str) -> str:
+    """Take a trace and give it up, as happens when its engines are lost. Returns the dead letter's id."""
+    (taken,) = await bus.queue.take("tiny", "doomed", 1, 1000)
+    assert taken.trace == trace
+    await bus.records.open(trace, "doomed", 1)
+    await bus.records.end(trace, "failed", Failure(type="EngineLost", message="each engine was lost"))
+    await bus.queue.dead_letter("tiny", taken, "each engine was lost")
+    return (await bus.queue.dead_letters())[-1].id
+
+
+async def dead(client: Client, bus: Bus, redis_url: str, prefix: str, block: object = None) -> tuple[str, str]:
+    """A dead letter of a trace that was submitted while no engine took it: its id, and its trace's."""
+    info = engine_info()
+    await bus.register(info, 600)
+    trace = client.trace("tiny", "hello", block, deadline=1000)  # type: ignore[arg-type]
+    await trace.start()
+    id_ = await given_up(bus, trace.id)
+    await bus.unregister(info.engine)
+    await trace.aclose()
+    return id_, trace.id
+
+
+async def test_a_dead_letter_is_submitted_again_as_a_new_trace(
+    client: Client, bus: Bus, redis_url: str, prefix: str
+) -> None:
+    id_, trace = await dead(client, bus, redis_url, prefix, acts)
+    (letter,) = await client.dead_letters()
+    assert (letter.id, letter.trace, letter.model, letter.reason) == (id_, trace, "tiny", "each engine was lost")
+    assert letter.submission is not None
+    assert letter.submission.invokes[0].prompt == "hello"
+    assert letter.time > 1.7e9
+    async with tracewire.connect(redis_url, prefix=prefix) as other:
+        with pytest.raises(UnknownModel):
+            await other.resubmit(id_)
+    assert len(await client.dead_letters()) == 1
+    async with ScriptedEngine.running(redis_url, prefix, tiny) as engine:
+        new = await client.resubmit(id_)
+        assert new != trace
+        with anyio.fail_after(PATIENCE):
+            events = [event async for event in client.subscribe(new)]
+        assert events[-1].status == "finished"  # type: ignore[union-attr]
+        assert (await client.state(trace)).status == "failed"
+        (taken,) = engine.taken
+        assert (taken.detach, taken.lease, taken.deadline_s, taken.client) == (True, "", 1000, client._name)
+        assert taken.block is not None
+    assert await client.dead_letters() == []
+    for call in (client.resubmit(id_), client.resubmit("1-1")):
+        with pytest.raises(UnknownDeadLetter):
+            await call
+
+
+async def test_resubmitting_twice_runs_it_once(
+    client: Client, bus: Bus, redis_url: str, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    id_, _ = await dead(client, bus, redis_url, prefix)
+    async with ScriptedEngine.running(redis_url, prefix, tiny) as engine:
+        with monkeypatch.context() as patch:
+
+            async def fail(self: object, id_: str) -> bool:
+                raise tracewire.ConnectError("away")
+
+            patch.setattr("tracewire_bus.queue.Queue.drop_dead_letter", fail)
+            with pytest.raises(tracewire.ConnectError):
+                await client.resubmit(id_)
+        new = await client.resubmit(id_)
+        with anyio.fail_after(PATIENCE):
+            assert [event async for event in client.subscribe(new)]
+        assert [one.trace for one in engine.taken] == [new]
+
+
+async def test_large_variables_come_along(client: Client, bus: Bus, redis_url: str, prefix: str) -> None:
+    direction = np.arange(THRESHOLD_BYTES, dtype="float32")
+    id_, trace = await dead(client, bus, redis_url, prefix, with_direction(direction=direction))
+    found = []
+
+    async def script(stage: Stage) -> None:
+        assert stage.submission.block is not None
+        ref = unpack(stage.submission.block.variables)["direction"]
+        assert isinstance(ref, ArrayRef)
+        found.append(await stage.bus.blobs.load(stage.trace, ref))
+        await tiny(stage)
+
+    async with ScriptedEngine.running(redis_url, prefix, script):
+        blobs = await bus.command("DUMP", bus.keys.blobs(trace))
+        await bus.command("DEL", bus.keys.blobs(trace))
+        with pytest.raises(ValueMissing, match="direction"):
+            await client.resubmit(id_)
+        await bus.command("RESTORE", bus.keys.blobs(trace), 0, blobs)
+        new = await client.resubmit(id_)
+        with anyio.fail_after(PATIENCE):
+            assert [event async for event in client.subscribe(new)]
+    assert np.array_equal(found[0], direction)
+
+
+async def test_what_cannot_be_read_is_shown_and_not_submitted(client: Client, bus: Bus) -> None:
+    await bus.queue.dead_letter("tiny", Taken("t\udcff", {b"v": b"1.0", b"t": b"t\xff", b"d": b"garbage"}, 0.0), "bad")
+    await bus.queue.dead_letter("tiny", Taken("u", {b"v": b"99.0", b"t": b"u", b"d": b""}, 0.0), "new")
+    one, two = await client.dead_letters()
+    assert (one.trace, one.submission, two.submission) == ("t\udcff", None, None)
+    assert "99.0" in (two.problem or "")
+    for letter in (one, two):
+        with pytest.raises(TraceRejected, match="cannot be read"):
+            await client.resubmit(letter.id)
+    assert [letter.id for letter in await client.dead_letters(one.id)] == [two.id]
+    assert [letter.id for letter in await client.dead_letters(count=1)] == [one.id]
+    assert await client.drop_dead_letter(one.id)
+    assert not await client.drop_dead_letter(one.id)
+    with pytest.raises(tracewire.ConnectError):
+        await client.drop_dead_letter("nonsense")
+
+
+async def test_the_command(
+    client: Client, bus: Bus, redis_url: str, prefix: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def command(*arguments: str) -> int:
+        arguments = (*arguments, "--url", redis_url, "--prefix", prefix)
+        return await anyio.to_thread.run_sync(partial(cli.main, list(arguments)))
+
+    id_, trace = await dead(client, bus, redis_url, prefix, acts)
+    other, _ = await dead(client, bus, redis_url, prefix)
+    assert await command("dead", "list", "--model", "tiny") == 0
+    lines = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
+    assert [line[0] for line in lines] == [id_, other]
+    assert lines[0][2:] == ["tiny", trace, "each engine was lost"]
+    assert await command("dead", "list", "--model", "another") == 0
+    assert capsys.readouterr().out == ""
+    assert await command("dead", "show", id_) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["trace"], shown["submission"]["invokes"]) == (trace, [{"prompt": "hello"}])
+    async with ScriptedEngine.running(redis_url, prefix, tiny) as engine:
+        assert await command("dead", "resubmit", id_) == 0
+        said = capsys.readouterr().out.strip()
+        with anyio.fail_after(PATIENCE):
+            while not engine.taken:
+                await anyio.lowlevel.checkpoint()
+        assert said == f"{id_} is trace {engine.taken[0].trace} now"
+    assert await command("dead", "drop", other) == 0
+    assert await command("dead", "drop", other) == 1
+    assert "no dead letter" in capsys.readouterr().err
+    assert await command("dead", "show", other) == 1
+    assert await client.dead_letters() == []
