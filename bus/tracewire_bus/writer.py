@@ -160,7 +160,7 @@ class Writer:
         data: bytes,
         final: bool = False,
         *,
-        done: tuple[str, str, str] | None = None,
+        done: tuple[str, str, str, int] | tuple[str, str, str] | None = None,
         told: int | None = None,
         life: Sequence[Any] | None = None,
     ) -> Coroutine[Any, Any, str]:
@@ -170,8 +170,8 @@ class Writer:
         else. While Redis is away it waits. A cancelled append may still be carried out, so its number is spent.
 
         `final` gives it the greatest id of all and lets the trace expire, its blobs with it. `done`, a model, the trace
-        of a queue entry and who holds it, settles that entry in the same round trip, if it is held so; also where the
-        event is refused. `told` says that the event tells of all
+        of a queue entry, who holds it and from which take (its number), settles that entry in the same round trip, if
+        it is held so; also where the event is refused. `told` says that the event tells of all
         changes of live parameters up to that version. `life` is what the firehose is told of it, as `telling` makes it.
 
         Raises:
@@ -205,7 +205,7 @@ class Writer:
         self._wanted.notify()
         return self._outcome(item, done)
 
-    async def _outcome(self, item: _Append, done: tuple[str, str, str] | None) -> str:
+    async def _outcome(self, item: _Append, done: tuple[Any, ...] | None) -> str:
         error = await item.outcome
         if error is not None:
             raise error

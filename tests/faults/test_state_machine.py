@@ -194,6 +194,7 @@ class Claims(RuleBasedStateMachine):
     def _take(self, engine: str, count: int) -> list[Run]:
         held_before = {trace.id for trace in self.traces.values() if trace.holder == engine}
         room = sum(trace.there and trace.holder is None and not trace.suspect for trace in self.traces.values())
+        broken = bool(_losses.next)
         found: list[Taken] = self._do(self.bus.queue.take, MODEL, engine, count, 0)
         assert len(found) <= count
         runs = []
@@ -208,7 +209,7 @@ class Claims(RuleBasedStateMachine):
             runs.append(Run(trace, engine, one.attempt))
         if not found:
             # Only where its call broke on the way is something left.
-            assert not room or self._taken_by(engine) - held_before
+            assert broken or not room
         self._adopt(engine)
         return runs
 
@@ -279,7 +280,7 @@ class Claims(RuleBasedStateMachine):
         data = encode(Final(attempt=run.attempt, seq=run.seq, status="finished"))
         run.over = True
         # As an adapter does it.
-        done = (MODEL, trace.id, run.engine)
+        done = (MODEL, trace.id, run.engine, run.attempt)
         try:
             self._do(self.writer.append, trace.id, run.attempt, run.seq, data, True, done=done)
         except Fenced:
@@ -300,7 +301,7 @@ class Claims(RuleBasedStateMachine):
             self._do(self.bus.queue.done, MODEL, trace.id, run.engine)
             self._settled(trace, run.engine)
         else:
-            self._put_back(run.engine, lost=True, only=trace)
+            self._put_back(run.engine, lost=True, only=trace, attempt=run.attempt)
             self.bus.queue.settled(MODEL, trace.id)
 
     @rule(engine=st.sampled_from(ENGINES), lost=st.booleans())
@@ -308,13 +309,15 @@ class Claims(RuleBasedStateMachine):
         """What an engine had waits again: it left, or somebody takes it for lost, rightly or not."""
         self._put_back(engine, lost=lost)
 
-    def _put_back(self, engine: str, *, lost: bool, only: Trace | None = None) -> None:
+    def _put_back(self, engine: str, *, lost: bool, only: Trace | None = None, attempt: int = 0) -> None:
         was, _losses.next = _losses.next, []
         self._adopt(engine)
         _losses.next = was
-        self._do(self.bus.queue.put_back, MODEL, engine, "why", lost=lost, trace=only.id if only else "")
+        self._do(
+            self.bus.queue.put_back, MODEL, engine, "why", lost=lost, trace=only.id if only else "", attempt=attempt
+        )
         for trace in self.traces.values():
-            if trace.holder == engine and (only is None or trace is only):
+            if trace.holder == engine and (only is None or (trace is only and trace.taken == attempt)):
                 trace.lost += lost
                 trace.holder = "given up" if lost and trace.lost >= trace.tries else None
 
@@ -369,7 +372,7 @@ class Claims(RuleBasedStateMachine):
             assert trace.there == (trace.id in entries), trace
             assert trace.there or trace.ended, f"{trace} is forgotten"
             holder = holders.get(trace.id)
-            assert (holder == "\1given up" if trace.holder == "given up" else holder == trace.holder), (trace, holder)
+            assert holder == "\1given up" if trace.holder == "given up" else holder == trace.holder, (trace, holder)
         assert self._do(self.bus.queue.waiting, MODEL) == sum(
             trace.there and trace.holder is None for trace in self.traces.values()
         )
