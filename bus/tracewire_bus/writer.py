@@ -65,7 +65,9 @@ end
 if ARGV[5] == '1' then
   redis.call('EXPIRE', KEYS[3], ARGV[4])
   redis.call('EXPIRE', KEYS[7], ARGV[4])
-  redis.call('DEL', KEYS[4], KEYS[5])
+  redis.call('DEL', KEYS[4])
+  -- For a controller whose answer was lost, and who asks again.
+  redis.call('EXPIRE', KEYS[5], 60)
   redis.call('ZREM', KEYS[6], ARGV[8])
 end
 if ARGV[9] then tell(KEYS[8], 'c', redis.call('HGET', KEYS[3], 'c') or '', unpack(ARGV, 9)) end

@@ -138,8 +138,11 @@ def _compare(trace: str, name: str, entries: Entries, stream: Entries) -> list[V
     found = [
         Violation("wrong", trace, f"{name} got an event {id_} that is not the stream's")
         for id_, data in entries
-        if held.get(id_) != data
+        if held.get(id_, data) != data
     ]
+    gone = [id_ for id_ in got if id_ not in held]
+    if gone:
+        found.append(Violation("lost", trace, f"{name} got {', '.join(gone[:5])}, which the stream has not"))
     missing = [id_ for id_ in held if id_ not in set(got)]
     if missing:
         found.append(Violation("lost", trace, f"{name} never got {', '.join(missing[:5])} ({len(missing)} in all)"))

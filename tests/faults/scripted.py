@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import json
 import os
 import signal
@@ -281,7 +282,9 @@ async def _main(options: argparse.Namespace) -> int:
     if options.command is not None and connection.Link.ask.__kwdefaults__ is not None:
         connection.Link.ask.__kwdefaults__["timeout_s"] = options.command
     settings = Settings(heartbeat_s=options.lease / 5, lease_s=options.lease, drain_s=options.drain)
-    async with Bus.open(options.url, prefix=options.prefix) as bus, anyio.create_task_group() as group:
+    settings = dataclasses.replace(settings, retain_events=options.retain_events)
+    opened = Bus.open(options.url, prefix=options.prefix, retention_s=options.retention)
+    async with opened as bus, anyio.create_task_group() as group:
         adapter = Adapter(engine, described, bus, settings)
 
         async def watch_signals() -> None:
@@ -328,6 +331,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--patience", type=float, default=recovery.PATIENCE_S, help="seconds: recovery's PATIENCE_S")
     parser.add_argument("--certain", type=float, default=recovery.CERTAIN_S, help="seconds: recovery's CERTAIN_S")
     parser.add_argument("--command", type=float, help="seconds that one command may take")
+    parser.add_argument("--retention", type=float, default=3600.0, help="seconds that a trace is kept after its end")
+    parser.add_argument("--retain-events", type=int, default=0, help="trim a stream that has more events than this")
     return anyio.run(_main, parser.parse_args(arguments))
 
 

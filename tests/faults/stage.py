@@ -161,7 +161,7 @@ class Stage:
             for what, count in ((await engine.holds()) or {"unknown": 1}).items():
                 held[f"{engine.name}: {what}"] = count
         for trace in traces:
-            held[f"{trace}: changes"] = await bus.command("EXISTS", keys.changes(trace), keys.operations(trace))
+            held[f"{trace}: changes"] = await bus.command("EXISTS", keys.changes(trace))
             for key in (keys.events(trace), keys.record(trace)):
                 held[f"{key}: outlives its retention"] = int(await bus.command("TTL", key) > 3600)
         return check_leftovers(counts, await self._without_expiry(), WITHOUT_EXPIRY, held)
