@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tests.faults.scripted import expected
-from tracewire_bus.codec import decode_event
+from tracewire_bus.codec import decode_event, decode_snapshot
 from tracewire_bus.fold import DigestMismatch, Fold, FoldError
 from tracewire_bus.keys import FINAL_ID, parse_id
 from tracewire_bus.messages import Final, Restarted, SteeredBase
@@ -20,7 +20,8 @@ __all__ = ["KINDS", "Asked", "Entries", "Violation", "check_leftovers", "check_t
 #: What can be wrong.
 KINDS = ("lost", "duplicated", "reordered", "two finals", "no final", "leftover", "wrong")
 
-#: A stream or a consumer's journal: id and data of each entry, in the order in which they came.
+#: A stream or a consumer's journal: id and data of each entry, in the order in which they came. Entries that were
+#: trimmed before they were read stand as one, `gap <since> <until>`, with the state that they came to.
 Entries = Sequence[tuple[str, bytes]]
 
 
@@ -60,8 +61,11 @@ def folded(entries: Entries) -> Fold:
         FoldError: they do not follow from each other.
     """
     fold = Fold(verifying=True)
-    for _, data in entries:
-        fold.apply(decode_event(data))
+    for id_, data in entries:
+        if id_.startswith("gap "):
+            fold.resume(decode_snapshot(data))
+        else:
+            fold.apply(decode_event(data))
     return fold
 
 
@@ -103,7 +107,7 @@ def _order(trace: str, where: str, entries: Entries) -> list[Violation]:
     def wrong(kind: str, detail: str) -> None:
         found.append(Violation(kind, trace, f"{where}: {detail}"))
 
-    finals = sum(id_ == FINAL_ID or isinstance(decode_event(data), Final) for id_, data in entries)
+    finals = sum(id_ == FINAL_ID for id_, _ in entries)
     if finals > 1:
         wrong("two finals", f"{finals} of {len(entries)} events are finals")
     elif not finals or entries[-1][0] != FINAL_ID:
@@ -111,6 +115,12 @@ def _order(trace: str, where: str, entries: Entries) -> list[Violation]:
     attempt, seq = 0, -1
     seen: set[str] = set()
     for id_, data in entries:
+        if id_.startswith("gap "):
+            _, since, until = id_.split()
+            if since != (f"{attempt}-{seq}" if attempt else "start") or parse_id(until) <= (attempt, seq):
+                wrong("lost", f"{id_} comes behind {attempt}-{seq}")
+            attempt, seq = parse_id(until)
+            continue
         event = decode_event(data)
         if id_ in seen and id_ != FINAL_ID:
             wrong("duplicated", f"event {id_} comes again behind {attempt}-{seq}")
@@ -133,17 +143,21 @@ def _order(trace: str, where: str, entries: Entries) -> list[Violation]:
 
 def _compare(trace: str, name: str, entries: Entries, stream: Entries) -> list[Violation]:
     """Whether a consumer got what stands in the stream."""
-    held = dict(stream)
+    held = {id_: data for id_, data in stream if not id_.startswith("gap ")}
+    # What lies before this was trimmed, since or before.
+    trimmed = max(
+        (parse_id(id_.split()[-1]) for id_, _ in [*stream, *entries] if id_.startswith("gap ")), default=(0, 0)
+    )
     got = [id_ for id_, _ in entries]
     found = [
         Violation("wrong", trace, f"{name} got an event {id_} that is not the stream's")
         for id_, data in entries
         if held.get(id_, data) != data
     ]
-    gone = [id_ for id_ in got if id_ not in held]
+    gone = [id_ for id_ in got if id_ not in held and not id_.startswith("gap ") and parse_id(id_) > trimmed]
     if gone:
         found.append(Violation("lost", trace, f"{name} got {', '.join(gone[:5])}, which the stream has not"))
-    missing = [id_ for id_ in held if id_ not in set(got)]
+    missing = [id_ for id_ in held if id_ not in set(got) and parse_id(id_) > trimmed]
     if missing:
         found.append(Violation("lost", trace, f"{name} never got {', '.join(missing[:5])} ({len(missing)} in all)"))
     return found
@@ -175,6 +189,9 @@ def _steers(asked: Asked, stream: Entries, fold: Fold) -> list[Violation]:
     """Whether each accepted change of live parameters was told of once, in order."""
     found = []
     told: list[int] = []
+    if any(id_.startswith("gap ") for id_, _ in stream):
+        # What is not there any more may have told of them.
+        return []
     for _, data in stream:
         event = decode_event(data)
         if isinstance(event, SteeredBase):

@@ -17,9 +17,10 @@ from pathlib import Path
 import anyio
 import msgspec
 
+from tracewire_bus.reader import Entry, Gap
 from tracewire_bus.streams import Bus, BusUnavailable
 
-__all__ = ["journal_of", "main"]
+__all__ = ["journal_of", "main", "noted", "position"]
 
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -57,6 +58,18 @@ async def _opened(options: argparse.Namespace) -> AsyncIterator[Bus]:
         await bus.aclose()
 
 
+def noted(entry: Entry | Gap) -> tuple[str, bytes]:
+    """An entry's id and data. What was trimmed before it was read stands as `gap <since> <until>`, with its state."""
+    if isinstance(entry, Gap):
+        return f"gap {entry.since} {entry.until}", entry.snapshot.data
+    return entry.id, entry.data
+
+
+def position(entries: Sequence[tuple[str, bytes]]) -> str:
+    """Where to go on behind these entries."""
+    return entries[-1][0].split()[-1] if entries else "start"
+
+
 async def _main(options: argparse.Namespace) -> None:
     path = Path(options.journal)
     before = journal_of(path)
@@ -64,9 +77,8 @@ async def _main(options: argparse.Namespace) -> None:
     async with _opened(options) as bus, anyio.create_task_group() as group:
 
         async def follow(trace: str) -> None:
-            known = before.get(trace)
-            async for entry in bus.read(trace, known[-1][0] if known else "start"):
-                line = _encode((trace, entry.id, entry.data))
+            async for entry in bus.read(trace, position(before.get(trace, []))):
+                line = _encode((trace, *noted(entry)))
                 os.write(file, struct.pack(">I", len(line)) + line)
 
         for trace in options.traces:

@@ -96,10 +96,8 @@ async def run_fault(fault: Fault, seeds: Sequence[int], folder: Path, births: Nu
     )
     while left:
         own = Path(tempfile.mkdtemp(prefix="s", dir=folder))
-        async with stage(
-            own, births, Random(left[0]), settings=fault.settings, options=options, wired=fault.wired
-        ) as on:
-            while left:
+        async with stage(own, births, Random(left[0]), backend=fault.backend, options=options, wired=fault.wired) as on:
+            for _ in range(min(fault.lasts, len(left))):
                 seed = left.pop(0)
                 began = time.monotonic()
                 found = await trial(on, fault, seed, tally)

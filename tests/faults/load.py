@@ -14,7 +14,7 @@ import anyio
 
 import tracewire
 from tests.faults.checker import Asked, Violation, check_trace
-from tests.faults.consumer import journal_of
+from tests.faults.consumer import journal_of, noted, position
 from tests.faults.processes import Child
 from tests.faults.scripted import acts
 from tests.faults.stage import MODEL, Stage
@@ -37,6 +37,8 @@ class _Plan:
     cancel_after: float | None = None
     #: After how many events its restless consumer leaves, to go on with another client.
     stays: list[int] = field(default_factory=list)
+    #: For how long it is away each time.
+    nap: float = 0.0
 
 
 class Load:
@@ -77,6 +79,7 @@ class Load:
             steers=[random.uniform(0, 0.3) for _ in range(random.randint(1, 5))] if live else [],
             cancel_after=random.uniform(0.05, 0.5) if asked.cancelled else None,
             stays=[random.randint(1, 25) for _ in range(random.randint(1, 3))],
+            nap=random.choice([0.0, random.uniform(0.0, 0.5)]),
         )
 
     # --- running ------------------------------------------------------------------------------------------------------
@@ -130,7 +133,9 @@ class Load:
             if plan.twice is not None:
                 group.start_soon(self._submit, self._trace(plan, self.stage.clients[plan.twice], True))
             group.start_soon(self._read, plan.asked.trace, "a reader", plan.submitter, [])
-            group.start_soon(self._read, plan.asked.trace, "a restless reader", plan.submitter + 1, plan.stays)
+            group.start_soon(
+                self._read, plan.asked.trace, "a restless reader", plan.submitter + 1, plan.stays, plan.nap
+            )
             if plan.steers:
                 group.start_soon(self._steer, plan)
             if plan.cancel_after is not None:
@@ -193,7 +198,7 @@ class Load:
             except tracewire.ConnectError:
                 await anyio.sleep(0.05)
 
-    async def _read(self, trace: str, name: str, client: int, stays: list[int]) -> None:
+    async def _read(self, trace: str, name: str, client: int, stays: list[int], nap: float = 0.0) -> None:
         """A consumer: folds as it reads, and leaves and comes back by id as often as it is told."""
         entries = self.got[trace].setdefault(name, [])
         arrived = self.arrived[trace] if not stays else None
@@ -201,10 +206,14 @@ class Load:
         stays = [*stays]
         while True:
             room = stays.pop(0) if stays else None
-            since = entries[-1][0] if entries else "start"
+            since = position(entries)
             try:
                 async with self._subscription(trace, client, since, entries) as events:
                     async for event in events:
+                        if isinstance(event, tracewire.Gap):
+                            entries.append((f"gap {event.since} {event.until}", event._data))
+                            fold.resume(event.snapshot())
+                            continue
                         fold.apply(event)
                         if arrived is not None:
                             arrived.append((time.monotonic(), type(event).__name__, event.attempt))
@@ -219,6 +228,7 @@ class Load:
             if fold.finished:
                 break
             client += 1
+            await anyio.sleep(nap)
         try:
             fold.verify()
         except DigestMismatch as error:
@@ -253,8 +263,10 @@ class Load:
             self.journal(name).unlink(missing_ok=True)
         found = [*self.violations]
         for trace, asked in self.asked.items():
-            reply = await bus.command("XRANGE", bus.keys.events(trace), "-", "+")
-            stream = [(id_.decode(), flat[flat.index(b"d") + 1]) for id_, flat in reply]
+            stream = []
+            with anyio.move_on_after(5):
+                async for entry in bus.read(trace):
+                    stream.append(noted(entry))
             found += check_trace(asked, stream, self.got[trace])
             self.restarts += len({attempt for _, kind, attempt in self.arrived[trace] if kind == "Restarted"})
         return found

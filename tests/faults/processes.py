@@ -19,12 +19,14 @@ import traceback
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import anyio
 import anyio.abc
 import anyio.to_thread
 
 from tracewire_bus import embedded
+from tracewire_bus.connection import Link, Server
 
 __all__ = ["Child", "Nursery", "RedisServer", "free_port", "nursery"]
 
@@ -54,6 +56,19 @@ class RedisServer:
         """Its process."""
         assert self._process is not None
         return self._process.pid
+
+    def nodes(self) -> list[RedisServer]:
+        """Where keys lie."""
+        return [self]
+
+    async def ask(self, *command: Any) -> Any:
+        """The reply to one command."""
+        link = Link(Server(self.url))
+        try:
+            (reply,) = await link.ask(command)
+        finally:
+            await link.drop()
+        return reply
 
     async def start(self) -> None:
         """Start it, and wait until it answers."""

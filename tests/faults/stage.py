@@ -9,8 +9,8 @@ import signal
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -20,7 +20,7 @@ import anyio
 import tracewire
 from tests.faults.checker import Violation, check_leftovers
 from tests.faults.network import Wire, wire
-from tests.faults.processes import Child, Nursery, RedisServer
+from tests.faults.processes import Child, Nursery
 from tracewire import Client
 from tracewire_bus.streams import Bus
 
@@ -64,7 +64,7 @@ class Engine:
 class Stage:
     """What a fault acts on, and a load runs on."""
 
-    def __init__(self, folder: Path, server: RedisServer, births: Nursery, options: tuple[str, ...]) -> None:
+    def __init__(self, folder: Path, server: Any, births: Nursery, options: tuple[str, ...]) -> None:
         self.folder = folder
         self.server = server
         self.nursery = births
@@ -94,6 +94,13 @@ class Stage:
 
     async def start_engine(self) -> Engine:
         """Start another engine, and wait until it serves."""
+        while True:
+            with suppress(RuntimeError):
+                return await self._start_engine()
+            # Redis was away just then: whoever supervises it starts it again.
+            self.done["engine that did not start"] += 1
+
+    async def _start_engine(self) -> Engine:
         self._count += 1
         name = f"engine-{self._count}"
         line = self.engine_wires[self._count % len(self.engine_wires)] if self.engine_wires else None
@@ -105,6 +112,7 @@ class Stage:
         with anyio.fail_after(60):
             while not await self.bus.alive(name):
                 if child.ended.is_set():
+                    del self.engines[name]
                     raise RuntimeError(f"{name} ended with {child.status} as it started:\n{engine.log()[-2000:]}")
                 await anyio.sleep(0.02)
         return engine
@@ -167,14 +175,16 @@ class Stage:
         return check_leftovers(counts, await self._without_expiry(), WITHOUT_EXPIRY, held)
 
     async def _without_expiry(self) -> list[str]:
-        cursor: Any = b"0"
         found: list[str] = []
-        while True:
-            cursor, names = await self.bus.command("SCAN", cursor, "MATCH", f"{self.prefix}:*", "COUNT", 1000)
-            left = [await self.bus.command("TTL", name) for name in names]
-            found += [name.decode() for name, ttl in zip(names, left, strict=True) if ttl == -1]
-            if cursor == b"0":
-                return found
+        for node in self.server.nodes():
+            cursor: Any = b"0"
+            while True:
+                cursor, names = await node.ask("SCAN", cursor, "MATCH", f"{self.prefix}:*", "COUNT", 1000)
+                left = [await self.bus.command("TTL", name) for name in names]
+                found += [name.decode() for name, ttl in zip(names, left, strict=True) if ttl == -1]
+                if cursor == b"0":
+                    break
+        return found
 
 
 @asynccontextmanager
@@ -183,17 +193,15 @@ async def stage(
     births: Nursery,
     random: Random,
     *,
-    settings: dict[str, str],
+    backend: Callable[[Path], AbstractAsyncContextManager[Any]],
     options: tuple[str, ...],
     wired: bool,
     clients: int = 3,
 ) -> AsyncIterator[Stage]:
     """A stage with its Redis, its clients and no engine yet. Everything on it is ended with it."""
-    server = RedisServer(folder, **settings)
-    built = Stage(folder, server, births, options)
     async with AsyncExitStack() as stack:
-        stack.push_async_callback(server.kill)
-        await server.start()
+        server = await stack.enter_async_context(backend(folder))
+        built = Stage(folder, server, births, options)
         for lines, count in ((built.engine_wires, 3), (built.client_wires, clients)) if wired else ():
             for _ in range(count):
                 lines.append(await stack.enter_async_context(wire(server.port, random)))
