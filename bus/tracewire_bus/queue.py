@@ -312,7 +312,8 @@ return found
 
 # Entries that a holder has, up to `count`, or one of them, wait again, where they did: those that its loss was the last
 # try of are given up. KEYS[11]: the holders. ARGV: holder, why, '1' if it was lost, who holds what is given up, one
-# trace or '', most at once, the number of that trace's take or 0. Returns how many wait again, and whether there is more.
+# trace or '', most at once, the number of that trace's take or 0. Returns how many wait again, and whether there is
+# more.
 _PUT_BACK: Final = Script(
     _COMMON
     + """

@@ -53,6 +53,8 @@ _APPEND: Final = Script(
     + """
 redis.call('HDEL', KEYS[3], '')
 if tonumber(redis.call('HGET', KEYS[3], 'a') or 0) > tonumber(ARGV[7]) then
+  -- Nor is anything of this attempt to come behind it, which needs no script and would leave a hole.
+  redis.pcall('XSETID', KEYS[1], ARGV[7] .. '-18446744073709551615')
   return redis.error_reply('FENCED by a later attempt')
 end
 local said = redis.pcall('XADD', KEYS[1], ARGV[1], 'v', ARGV[2], 'd', ARGV[3])

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import statistics
 import sys
 import tempfile
@@ -28,7 +29,7 @@ from typing import Any
 import anyio
 
 from tests.faults.checker import Violation
-from tests.faults.faults import FAULTS, LEASE_S, Fault
+from tests.faults.faults import FAULTS, LEASE_S, Fault, KillRedis
 from tests.faults.load import Load
 from tests.faults.processes import Nursery, nursery
 from tests.faults.stage import Stage, stage
@@ -112,6 +113,58 @@ async def run_fault(fault: Fault, seeds: Sequence[int], folder: Path, births: Nu
                     break
 
 
+class Recovery(Fault):
+    """What recovery times are measured with: longer traces, engines as they are by default."""
+
+    engines = 2
+    settings = KillRedis.settings
+    traces = (20, 30)
+    tokens = (80, 140)
+    rate = 40
+
+
+async def recover(count: int, seed: int) -> dict[str, Any]:
+    """Measure `count` recoveries of each kind, with the adapter's own leases."""
+    times: dict[str, list[float]] = {"adapter killed": [], "engine died": [], "redis back": []}
+    fault = Recovery()
+    options = ("--lease", "5", "--rate", str(fault.rate), "--capacity", str(fault.capacity))
+    with tempfile.TemporaryDirectory(prefix="tracewire-faults-") as folder:
+        async with nursery(Path(folder)) as births, anyio.create_task_group() as group:
+
+            async def measure(kind: str) -> None:
+                own = Path(tempfile.mkdtemp(prefix="s", dir=folder))
+                async with stage(own, births, Random(seed), backend=fault.backend, options=options, wired=False) as on:
+                    for number in range(count):
+                        await on.staff(fault.engines)
+                        oldest = on.alive()[0]
+                        # Whoever has just begun to look is not sure of what it misses, and waits longer.
+                        await anyio.sleep(max(0.0, oldest.since + 9 - time.monotonic()))
+                        random = Random(seed + number)
+                        load = Load(on, random, f"r{number}", traces=fault.traces, tokens=fault.tokens)
+                        async with anyio.create_task_group() as trial:
+                            trial.start_soon(load.run)
+                            await load.begun.wait()
+                            await anyio.sleep(random.uniform(1.0, 1.6))
+                            if kind == "redis back":
+                                await on.server.kill()
+                                await anyio.sleep(random.uniform(0.0, 2.0))
+                                await on.server.start()
+                                on.mark(kind)
+                            else:
+                                number_ = signal.SIGKILL if kind == "adapter killed" else signal.SIGUSR1
+                                await on.end(on.alive()[-1], number_)
+                        assert not await load.check()
+                        if kind == "redis back":
+                            first = load.first_event(on.marks[kind])
+                            times[kind] += [] if first is None else [first]
+                        else:
+                            times[kind] += load.recovered(on.marks["engine lost"])
+
+            for kind in times:
+                group.start_soon(measure, kind)
+    return {kind: _times(found) for kind, found in times.items()}
+
+
 async def run(names: Sequence[str], trials: int, seed: int, lanes: int = 2) -> dict[str, Tally]:
     """`trials` trials, in turns of the faults of these names."""
     tallies = {name: Tally() for name in names}
@@ -186,7 +239,13 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--lanes", type=int, default=2, help="how many faults at once, each on a stage of its own")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument(
+        "--recovery", type=int, metavar="N", help="measure N recoveries of each kind instead, with leases as by default"
+    )
     options = parser.parse_args()
+    if options.recovery:
+        print(json.dumps(anyio.run(recover, options.recovery, options.seed)))
+        return 0
     tallies = anyio.run(run, options.fault or list(FAULTS), options.trials, options.seed, options.lanes)
     said = summary(tallies)
     if options.json:

@@ -40,6 +40,7 @@ class Engine:
         self.name = name
         self.child = child
         self.wire = line
+        self.since = time.monotonic()
         #: Whether somebody meant it to end.
         self.doomed = False
 

@@ -316,6 +316,22 @@ async def test_a_refused_end_leaves_everything_as_it_is(bus: Bus) -> None:
     assert await bus.command("HLEN", keys.queue("demo", "taken")) == 0
 
 
+async def test_what_follows_a_refused_event_is_refused_too(bus: Bus) -> None:
+    """A later attempt has been begun, and has written nothing yet: a refused `Steered` leaves no hole behind it."""
+    await bus.records.open("t", "one", 1)
+    async with bus.writer() as writer:
+        await writer.append("t", 1, 0, b"accepted")
+        await bus.records.open("t", "two", 2)
+        # What goes with no other key is not refused for the record alone.
+        await writer.append("t", 1, 1, b"output")
+        both = writer.queue("t", 1, 2, b"steered", told=1), writer.queue("t", 1, 3, b"output")
+        for outcome in await asyncio.gather(*both, return_exceptions=True):
+            assert isinstance(outcome, Fenced)
+        await writer.append("t", 2, 0, b"restarted")
+    entries = await bus.command("XRANGE", bus.keys.events("t"), "-", "+")
+    assert [id_ for id_, _ in entries] == [b"1-0", b"1-1", b"2-0"]
+
+
 async def test_the_end_of_an_old_attempt_settles_nothing_of_its_engines_new_one(bus: Bus) -> None:
     """The engine has the trace again, after another had it: its first attempt's end is refused, its entry stays."""
     keys = bus.keys
