@@ -93,6 +93,19 @@ def slope(done: list[int], values: list[float]) -> float:
     return float(np.polyfit(np.array(done) / 1000, np.array(values), 1)[0]) if len(done) > 2 else float("nan")
 
 
+async def _kept(bus: Bus) -> dict[str, float]:
+    """What Redis has, by the kind of key, in KiB."""
+    kept: dict[str, float] = {}
+    cursor: Any = b"0"
+    while True:
+        cursor, names = await bus.command("SCAN", cursor, "COUNT", 1000)
+        for name in names:
+            kind = name.decode().split("}")[-1].split(":")[1 if b"}" in name else -1]
+            kept[kind] = kept.get(kind, 0.0) + (await bus.command("MEMORY", "USAGE", name, "SAMPLES", 0) or 0) / 1024
+        if cursor == b"0":
+            return {kind: round(size, 1) for kind, size in sorted(kept.items())}
+
+
 async def soak(options: argparse.Namespace) -> dict[str, Any]:
     """Run it, and say what came of it."""
     done = 0
@@ -153,6 +166,7 @@ async def soak(options: argparse.Namespace) -> dict[str, Any]:
                         traces.start_soon(one, number)
                 seconds = time.monotonic() - began
                 left = await bus.command("HLEN", bus.keys.queue(MODEL, "entries"))
+                kept = await _kept(bus)
                 group.cancel_scope.cancel()
         finally:
             with anyio.CancelScope(shield=True):
@@ -182,6 +196,7 @@ async def soak(options: argparse.Namespace) -> dict[str, Any]:
         "lost": options.traces - done,
         "wrong": [wrong for consumer in consumers for wrong in consumer.wrong],
         "left_on_the_queue": left,
+        "redis_keeps": kept,
         "samples": len(steady),
         "memory": memory,
     }
