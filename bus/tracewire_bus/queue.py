@@ -312,16 +312,17 @@ return found
 
 # Entries that a holder has, up to `count`, or one of them, wait again, where they did: those that its loss was the last
 # try of are given up. KEYS[11]: the holders. ARGV: holder, why, '1' if it was lost, who holds what is given up, one
-# trace or '', most at once. Returns how many wait again, and whether there is more.
+# trace or '', most at once, the number of that trace's take or 0. Returns how many wait again, and whether there is
+# more.
 _PUT_BACK: Final = Script(
     _COMMON
     + """
-local holder, why, lost, given_up, only, count = unpack(ARGV)
+local holder, why, lost, given_up, only, count, attempt = unpack(ARGV)
 call('HDEL', taken, '')
 local held = {}
 if only ~= '' then
   local entry = call('HGET', taken, only) == holder and entry_of(only)
-  if entry then held[1] = {only, entry} end
+  if entry and (attempt == '0' or attempt == tostring(entry[8] or 0)) then held[1] = {only, entry} end
 else
   held = held_by(holder, {})
 end
@@ -359,12 +360,17 @@ return all_shown(ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]))
 """
 )
 
-# An entry leaves the queue, if `holder` (anybody: '') has it. Last where it is found again by: a crash between leaves
-# nothing behind.
+# An entry leaves the queue, if `holder` (anybody: '') has it, from its take of this number (any: 0). Last where it is
+# found again by: a crash between leaves nothing behind.
 _SETTLE: Final = Script(
     """
 local holder = redis.call('HGET', KEYS[3], ARGV[1])
 if ARGV[2] ~= '' and holder ~= ARGV[2] then return 0 end
+if ARGV[3] ~= '0' then
+  -- Its holder may have it again, after others.
+  local packed = redis.call('HGET', KEYS[2], ARGV[1])
+  if packed and tostring(cmsgpack.unpack(packed)[8] or 0) ~= ARGV[3] then return 0 end
+end
 for index = 1, 3 do redis.call('HDEL', KEYS[index], ARGV[1]) end
 return 1
 """
@@ -508,13 +514,14 @@ def _dead_letter(id_: bytes, flat: Sequence[bytes]) -> DeadLetter:
     )
 
 
-def settling(keys: Keys, model: str, trace: str, holder: str = "") -> tuple[Any, ...]:
-    """The command by which an entry that was taken leaves the queue, if `holder` has it (anybody, without).
+def settling(keys: Keys, model: str, trace: str, holder: str = "", attempt: int = 0) -> tuple[Any, ...]:
+    """The command by which an entry that was taken leaves the queue, if `holder` has it (anybody, without), from the
+    take of this number (any, without).
 
     It may be carried out again.
     """
     names = [keys.queue(model, part) for part in ("data", "entries", "taken")]
-    return After(_SETTLE(names, _bytes(trace), holder))
+    return After(_SETTLE(names, _bytes(trace), holder, attempt))
 
 
 def claiming(
@@ -603,13 +610,14 @@ class Queue:
             intake = self._intakes[model, engine] = _Intake(self._connections.link(), names, engine)
         return await intake.take(count, block_ms)
 
-    async def done(self, model: str, trace: str, holder: str = "") -> None:
-        """Settle an entry that was taken: it leaves the queue, if `holder` has it (anybody, without). Idempotent.
+    async def done(self, model: str, trace: str, holder: str = "", attempt: int = 0) -> None:
+        """Settle an entry that was taken: it leaves the queue, if `holder` has it (anybody, without), from the take
+        numbered `attempt` (any, without). Idempotent.
 
         Raises:
             BusUnavailable: Redis stayed away.
         """
-        await self._connections.command(*settling(self._keys, model, trace, holder))
+        await self._connections.command(*settling(self._keys, model, trace, holder, attempt))
         self.settled(model, trace)
 
     async def holders(self, model: str) -> list[str]:
@@ -621,8 +629,12 @@ class Queue:
         found = await self._connections.command("SMEMBERS", self._keys.queue(model, "holders"))
         return [_text(name) for name in found]
 
-    async def put_back(self, model: str, holder: str, why: str, *, lost: bool, trace: str = "") -> int:
+    async def put_back(
+        self, model: str, holder: str, why: str, *, lost: bool, trace: str = "", attempt: int = 0
+    ) -> int:
         """Let everything (or one trace) that `holder` has taken wait again, ahead of what its clients queued later.
+
+        One trace only if it has it from the take numbered `attempt`, if that is given.
 
         With `lost` it counts as a try of each, and those that had no other left are given up instead. Whoever held them
         holds them no more. Returns how many wait again.
@@ -634,7 +646,7 @@ class Queue:
         back = 0
         while True:
             call = _PUT_BACK(
-                names, holder, why[:1000], "1" if lost else "", _GIVEN_UP, _bytes(trace), _PUT_BACK_AT_ONCE
+                names, holder, why[:1000], "1" if lost else "", _GIVEN_UP, _bytes(trace), _PUT_BACK_AT_ONCE, attempt
             )
             some, more = await self._connections.command(*call)
             back += int(some)

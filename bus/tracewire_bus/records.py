@@ -93,7 +93,8 @@ local function finish(base, trace, schema, head, tail, retention, status, kind)
   for _, key in ipairs({{events, record, base .. 'blobs:' .. trace, base .. 'snapshot:' .. trace}}) do
     redis.call('EXPIRE', key, retention)
   end
-  redis.call('DEL', base .. 'changes:' .. trace, base .. 'operations:' .. trace)
+  redis.call('DEL', base .. 'changes:' .. trace)
+  redis.call('EXPIRE', base .. 'operations:' .. trace, 60)
   local known = redis.call('HMGET', record, 'm', 'c', 'e')
   tell(base .. 'firehose', 'k', 'final', 't', trace, 'm', known[1] or '', 'c', known[2] or '', 'e', known[3] or '',
     'a', attempt, 's', status, 'x', kind)

@@ -32,7 +32,7 @@ import msgspec
 from .codec import schema_text
 from .connection import Background, Backoff, BusError, BusFull, Connections, Wakeup, as_bus_error, is_full, is_transient
 from .firehose import TELL
-from .keys import Keys, event_id, parse_id
+from .keys import FINAL_ID, Keys, event_id, parse_id
 from .queue import settling
 from .scripts import Script, with_text
 
@@ -96,12 +96,17 @@ _APPEND: Final = Script(
     + """
 redis.call('HDEL', KEYS[3], '')
 if ARGV[2] ~= '' then
-  if not follows(KEYS[1], ARGV[9]) then return redis.error_reply('BEHIND ' .. ARGV[9]) end
   if tonumber(redis.call('HGET', KEYS[3], 'a') or 0) > tonumber(ARGV[7]) then
+    -- Nor is anything of this attempt to come behind it, which needs no script and would leave a hole.
+    redis.pcall('XSETID', KEYS[1], ARGV[7] .. '-18446744073709551615')
     return redis.error_reply('FENCED by a later attempt')
   end
+  if not follows(KEYS[1], ARGV[9]) then return redis.error_reply('BEHIND ' .. ARGV[9]) end
   local said = redis.pcall('XADD', KEYS[1], ARGV[1], 'v', ARGV[2], 'd', ARGV[3])
   if type(said) == 'table' and said.err then return said end
+elseif ARGV[5] ~= '1' and #redis.call('XRANGE', KEYS[1], 'FINAL_ID', 'FINAL_ID') > 0 then
+  -- What was done before is done again, and the trace has ended meanwhile: its keys are not to be kept for longer.
+  return ARGV[1]
 end
 if ARGV[6] ~= '' then redis.call('ZREMRANGEBYSCORE', KEYS[4], '-inf', ARGV[6]) end
 if ARGV[4] ~= '' then
@@ -111,12 +116,14 @@ end
 if ARGV[5] == '1' then
   redis.call('EXPIRE', KEYS[3], ARGV[4])
   redis.call('EXPIRE', KEYS[7], ARGV[4])
-  redis.call('DEL', KEYS[4], KEYS[5])
+  redis.call('DEL', KEYS[4])
+  -- For a controller whose answer was lost, and who asks again.
+  redis.call('EXPIRE', KEYS[5], 60)
   redis.call('ZREM', KEYS[6], ARGV[8])
 end
 if ARGV[10] then tell(KEYS[8], 'c', redis.call('HGET', KEYS[3], 'c') or '', unpack(ARGV, 10)) end
 return ARGV[1]
-"""
+""".replace("FINAL_ID", FINAL_ID)
 )
 
 # A stream gets back what it lacks of the events that were acknowledged last, and the firehose what it was told of
@@ -366,7 +373,7 @@ class Writer:
         data: bytes,
         final: bool = False,
         *,
-        done: tuple[str, str, str] | None = None,
+        done: tuple[str, str, str, int] | tuple[str, str, str] | None = None,
         told: int | None = None,
         life: Sequence[Any] | None = None,
     ) -> Coroutine[Any, Any, str]:
@@ -376,9 +383,10 @@ class Writer:
         else. While Redis is away it waits. A cancelled append may still be carried out, so its number is spent.
 
         `final` gives it the greatest id of all and lets the trace expire, its blobs with it. `done`, a model, the trace
-        of a queue entry and who holds it, settles that entry in the same round trip, if it is held so; also where the
-        event is refused, unless Redis has lost what was before it. `told` says that the event tells of all
-        changes of live parameters up to that version. `life` is what the firehose is told of it, as `telling` makes it.
+        of a queue entry, who holds it and from which take (its number), settles that entry in the same round trip, if
+        it is held so; also where the event is refused, unless Redis has lost what was before it. `told` says that the
+        event tells of all changes of live parameters up to that version. `life` is what the firehose is told of it, as
+        `telling` makes it.
 
         Raises:
             Fenced: the stream holds this event or a later one, or lacks one before it that cannot be appended again.
@@ -431,7 +439,7 @@ class Writer:
         self._wanted.notify()
         return self._outcome(item, done)
 
-    async def _outcome(self, item: _Append, done: tuple[str, str, str] | None) -> str:
+    async def _outcome(self, item: _Append, done: tuple[Any, ...] | None) -> str:
         error = await item.outcome
         if error is not None:
             raise error

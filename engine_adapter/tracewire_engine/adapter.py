@@ -357,7 +357,7 @@ class Adapter:
             else:
                 # Another engine's by now, and if not, whoever's that takes it next.
                 why = "somebody else wrote to its stream"
-                await self._bus.queue.put_back(model, engine, why, lost=True, trace=entry.trace)
+                await self._bus.queue.put_back(model, engine, why, lost=True, trace=entry.trace, attempt=entry.attempt)
                 self._bus.queue.settled(model, entry.trace)
 
     # --- a Redis that is away ---------------------------------------------------------------------------------------
@@ -538,7 +538,7 @@ class Adapter:
             await self._bus.queue.dead_letter(self._info.model, entry, failure.message)
             return None
         final = Final(attempt=entry.attempt, seq=0, status="rejected", error=failure, time=time.time())
-        settled = (self._info.model, entry.trace, self._info.engine)
+        settled = (self._info.model, entry.trace, self._info.engine, entry.attempt)
         try:
             life = telling(
                 "final",

@@ -345,7 +345,7 @@ class TraceRun:
             data,
             final=final,
             # With its final a trace leaves the queue, in one go.
-            done=(self._info.model, self._submission.trace, self._info.engine) if final else None,
+            done=(self._info.model, self._submission.trace, self._info.engine, self.attempt) if final else None,
             told=event.version if isinstance(event, RawSteered) else None,
             life=self._life(event) if type(event) in _TOLD else None,
         )

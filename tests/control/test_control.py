@@ -311,3 +311,18 @@ def test_what_no_live_parameter_can_be(client: Client, live: dict[str, Any], sai
     with pytest.raises(tracewire.TraceRejected, match=said) as caught:
         client.trace("tiny", "hello", live=live)
     assert caught.value.field.startswith("live")
+
+
+async def test_a_change_whose_answer_was_lost_is_accepted_though_its_trace_has_ended_since(
+    client: Client, bus: Bus, registered: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who asks again under the same operation is told what came of it."""
+    async with client.trace("tiny", "hello", live={"alpha": 0.0}, detach=True) as trace:
+        with monkeypatch.context() as patched:
+            patched.setattr("tracewire_bus.records.secrets.token_hex", lambda _: "the operation")
+            assert await bus.records.steer(trace.id, live_values({"alpha": 1.0}), by="x") == 1
+            assert await trace.cancel()
+            assert await bus.records.steer(trace.id, live_values({"alpha": 1.0}), by="x") == 1
+        with pytest.raises(tracewire.TraceEnded):
+            await trace.steer(alpha=2.0)
+        assert 0 < await bus.command("TTL", bus.keys.operations(trace.id)) <= 60

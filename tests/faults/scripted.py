@@ -3,18 +3,21 @@
 Every request puts out tokens that its prompt, its seed and their index alone determine, and saves a small array with
 each, so that whoever reads a trace can tell whether it has all of it, whichever attempt it comes from. `python -m
 tests.faults.scripted --url URL --prefix PREFIX` serves as a process of its own until SIGTERM; it prints `ready ENGINE`.
+On SIGUSR1 its engine dies under it, and on SIGUSR2 it prints `holds` and what it still holds of any trace, as JSON.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
+import json
 import os
 import signal
 import struct
 import sys
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from hashlib import blake2b
@@ -27,12 +30,13 @@ import msgspec
 
 import tracewire
 from tests.scripted import engine_info
+from tracewire_bus import connection, recovery
 from tracewire_bus.messages import Append, EngineInfo, Manifest, Set, Submission
 from tracewire_bus.streams import Bus
 from tracewire_bus.values import array_payload, encoded_array, list_digest, payload_digest
 from tracewire_engine.adapter import Adapter, Settings
 from tracewire_engine.engine import Choice, EngineLost, Prepared, Rejection
-from tracewire_engine.link import Changes, FinishRecord, Report, StepRecord
+from tracewire_engine.link import Applied, Changes, FinishRecord, Report, StepRecord
 
 __all__ = ["ScriptedEngine", "acts", "expected", "info", "serving"]
 
@@ -45,9 +49,9 @@ def acts(model, tracer, live):
     acts = [].save()
 
 
-def info(model: str = "tiny", capacity: int = 256, **fields: Any) -> EngineInfo:
+def info(model: str = "tiny", capacity: int = 256, engine: str = "", **fields: Any) -> EngineInfo:
     """What an engine of this kind registers."""
-    return engine_info(model, f"scripted-{uuid.uuid4().hex[:8]}", capacity=capacity, **fields)
+    return engine_info(model, engine or f"scripted-{uuid.uuid4().hex[:8]}", capacity=capacity, **fields)
 
 
 def _values(prompt: str, seed: int | None, index: int) -> tuple[int, bytes]:
@@ -68,7 +72,7 @@ class _Request:
 
     def __init__(self, name: str, prepared: Prepared) -> None:
         self.name = name
-        self.prompt, self.tokens, self.seed = prepared.params
+        self.prompt, self.tokens, self.seed, self.run = prepared.params
         self.index = 0
         self.digests: list[bytes] = []
         self.over = False
@@ -132,6 +136,8 @@ class ScriptedEngine:
         self._begun = asyncio.Event()
         self._reports: list[Report] = []
         self._arrived = asyncio.Event()
+        #: Versions of live parameters that the next step begins with, by run.
+        self._steered: dict[str, int] = {}
         self.lost = False
         self.holding = False
         #: How often it has stepped.
@@ -140,7 +146,7 @@ class ScriptedEngine:
     async def run(self) -> None:
         """Step for ever."""
         while True:
-            while not self._requests:
+            while not self._requests and not self._steered:
                 self._begun.clear()
                 await self._begun.wait()
             await self._pace()
@@ -154,7 +160,11 @@ class ScriptedEngine:
             self._flush_aborted()
             return
         self.steps += 1
-        records, finishes = [], []
+        records, finishes, applied = [], [], []
+        for run, version in self._steered.items():
+            first = [(one.name, 0, one.index) for one in self._requests.values() if one.run == run and not one.over]
+            applied.append(Applied(run, version, first))
+        self._steered.clear()
         for request in list(self._requests.values()):
             if request.held:
                 continue
@@ -170,7 +180,7 @@ class ScriptedEngine:
             if request.over:
                 finishes.append(request.finish())
                 del self._requests[request.name]
-        self._reports.append(Report(time(), records, finishes))
+        self._reports.append(Report(time(), records, finishes, applied=applied))
         self._arrived.set()
 
     def _flush_aborted(self) -> None:
@@ -195,7 +205,7 @@ class ScriptedEngine:
         tokens = invoke.sampling.get("max_tokens", 16)
         if not isinstance(tokens, int) or tokens < 1:
             raise Rejection("sampling.max_tokens", "expected a positive integer")
-        params = (invoke.prompt or "", tokens, invoke.sampling.get("seed"))
+        params = (invoke.prompt or "", tokens, invoke.sampling.get("seed"), run)
         return Prepared(prompt=None, prompt_tokens=1, params=params, choices=1, sampling=dict(invoke.sampling))
 
     async def start(self, request: str, prepared: Prepared, priority: int) -> _Request:
@@ -214,7 +224,14 @@ class ScriptedEngine:
             running.put(Choice(0, [], "", finish_reason="abort"))
 
     async def steer(self, changes: Changes, over: list[str], since: float) -> None:
-        """Nothing to steer."""
+        """Nothing depends on what is steered, but it is said from which step on it holds."""
+        self._steered.update({run: version for run, (version, _) in changes.items()})
+        self._begun.set()
+
+    @property
+    def tracked(self) -> int:
+        """How many requests it has that have not ended."""
+        return len(self._requests)
 
     async def pause(self, request: str) -> bool:
         """Hold it."""
@@ -283,16 +300,23 @@ async def serving(
 
 async def _main(options: argparse.Namespace) -> int:
     engine = ScriptedEngine(partial(anyio.sleep, 1 / options.rate))
-    described = info(options.model, options.capacity)
+    described = info(options.model, options.capacity, options.engine)
+    recovery.PATIENCE_S, recovery.CERTAIN_S = options.patience, options.certain
+    if options.command is not None and connection.Link.ask.__kwdefaults__ is not None:
+        connection.Link.ask.__kwdefaults__["timeout_s"] = options.command
     settings = Settings(heartbeat_s=options.lease / 5, lease_s=options.lease, drain_s=options.drain)
-    async with Bus.open(options.url, prefix=options.prefix) as bus, anyio.create_task_group() as group:
+    settings = dataclasses.replace(settings, retain_events=options.retain_events)
+    opened = Bus.open(options.url, prefix=options.prefix, retention_s=options.retention)
+    async with opened as bus, anyio.create_task_group() as group:
         adapter = Adapter(engine, described, bus, settings)
 
         async def watch_signals() -> None:
-            with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGUSR1) as signals:
+            with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2) as signals:
                 async for number in signals:
                     if number == signal.SIGUSR1:
                         engine.die()
+                    elif number == signal.SIGUSR2:
+                        print("holds", json.dumps(_held(engine, adapter, bus)), flush=True)
                     else:
                         adapter.stop()
 
@@ -304,7 +328,19 @@ async def _main(options: argparse.Namespace) -> int:
     return 1 if adapter.lost else 0
 
 
-def main() -> int:
+def _held(engine: ScriptedEngine, adapter: Adapter, bus: Bus) -> dict[str, int]:
+    """What is left in this process of traces that have ended, or that run."""
+    return {
+        "requests": engine.tracked,
+        "halves": len(adapter._halves),
+        "runs": len(adapter._runs),
+        "traces": len(adapter._by_trace),
+        "live": len(adapter._reports.live),
+        "claimed": sum(len(intake.claimed) for intake in bus.queue._intakes.values()),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
     """As a process of its own."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--url", required=True)
@@ -314,7 +350,13 @@ def main() -> int:
     parser.add_argument("--rate", type=float, default=100.0, help="steps a second")
     parser.add_argument("--lease", type=float, default=2.0, help="seconds")
     parser.add_argument("--drain", type=float, default=0.2, help="seconds")
-    return anyio.run(_main, parser.parse_args())
+    parser.add_argument("--engine", default="", help="its name in the registry")
+    parser.add_argument("--patience", type=float, default=recovery.PATIENCE_S, help="seconds: recovery's PATIENCE_S")
+    parser.add_argument("--certain", type=float, default=recovery.CERTAIN_S, help="seconds: recovery's CERTAIN_S")
+    parser.add_argument("--command", type=float, help="seconds that one command may take")
+    parser.add_argument("--retention", type=float, default=3600.0, help="seconds that a trace is kept after its end")
+    parser.add_argument("--retain-events", type=int, default=0, help="trim a stream that has more events than this")
+    return anyio.run(_main, parser.parse_args(arguments))
 
 
 if __name__ == "__main__":

@@ -316,6 +316,47 @@ async def test_a_refused_end_leaves_everything_as_it_is(bus: Bus) -> None:
     assert await bus.command("HLEN", keys.queue("demo", "taken")) == 0
 
 
+async def test_what_follows_a_refused_event_is_refused_too(bus: Bus) -> None:
+    """A later attempt has been begun, and has written nothing yet: a refused `Steered` leaves no hole behind it."""
+    await bus.records.open("t", "one", 1)
+    async with bus.writer() as writer:
+        await writer.append("t", 1, 0, b"accepted")
+        await bus.records.open("t", "two", 2)
+        # What goes with no other key is not refused for the record alone.
+        await writer.append("t", 1, 1, b"output")
+        both = writer.queue("t", 1, 2, b"steered", told=1), writer.queue("t", 1, 3, b"output")
+        for outcome in await asyncio.gather(*both, return_exceptions=True):
+            assert isinstance(outcome, Fenced)
+        await writer.append("t", 2, 0, b"restarted")
+    entries = await bus.command("XRANGE", bus.keys.events("t"), "-", "+")
+    assert [id_ for id_, _ in entries] == [b"1-0", b"1-1", b"2-0"]
+
+
+async def test_the_end_of_an_old_attempt_settles_nothing_of_its_engines_new_one(bus: Bus) -> None:
+    """The engine has the trace again, after another had it: its first attempt's end is refused, its entry stays."""
+    keys = bus.keys
+    await bus.queue.put("demo", "t", b"d", tries=3)
+    for engine, attempt in (("one", 1), ("two", 2)):
+        (taken,) = await bus.queue.take("demo", engine, 1, 0)
+        assert taken.attempt == attempt
+        await bus.records.open("t", engine, attempt)
+        assert await bus.queue.put_back("demo", engine, "", lost=False) == 1
+    bus.queue.settled("demo", "t")
+    (again,) = await bus.queue.take("demo", "one", 1, 0)
+    assert again.attempt == 3
+    async with bus.writer() as writer:
+        with pytest.raises(Fenced):
+            await writer.append("t", 1, 5, b"final", True, done=("demo", "t", "one", 1))
+        assert await bus.command("HKEYS", keys.queue("demo", "entries")) == [b"t"]
+        assert await bus.command("HGET", keys.queue("demo", "taken"), "t") == b"one"
+        # What its adapter does then.
+        assert await bus.queue.put_back("demo", "one", "", lost=True, trace="t", attempt=1) == 0
+        assert await bus.command("HGET", keys.queue("demo", "taken"), "t") == b"one"
+        await bus.records.open("t", "one", 3)
+        await writer.append("t", 3, 0, b"final", True, done=("demo", "t", "one", 3))
+    assert await bus.command("HLEN", keys.queue("demo", "entries")) == 0
+
+
 async def test_what_waits_again_waits_where_it_did(bus: Bus, tmp_path: Path) -> None:
     """Ahead of what its client queued later, under its lease, and steerable; hundreds at once."""
     for number in range(250):

@@ -1,0 +1,226 @@
+"""Ten thousand traces, a thousand at once, three consumers each: is anything lost, does anything grow?
+
+    python -m tests.faults.soak [--traces 10000] [--at-once 1000] [--consumers 3] [--tokens 50] [--rate 5]
+
+A scripted engine behind the real adapter puts out `--rate` tokens a second of each trace, each with a small array; it,
+Redis, and each consumer (one client that follows all traces, folds them and checks them against their manifests) are
+processes of their own. Traces are kept for `--retention` seconds after their end. Prints one JSON object: what was
+lost, and for each process its memory (RSS and PSS, in MiB, first and last) and the slope of a straight line through
+the samples, in KiB per 1000 traces. Samples begin when as many traces have ended as run at once, so that what merely
+fills up does not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.abc
+import numpy as np
+import psutil
+
+import tracewire
+from tests.faults.processes import ROOT, RedisServer
+from tests.faults.scripted import acts, expected
+from tracewire_bus.fold import DigestMismatch, Fold, FoldError
+from tracewire_bus.streams import Bus
+
+__all__ = ["soak"]
+
+MODEL = "tiny"
+
+
+async def consume(url: str) -> None:
+    """A consumer: a line on standard input is a trace, a line on standard output is what came of it."""
+    reading = anyio.wrap_file(sys.stdin)
+    async with tracewire.connect(url) as client, anyio.create_task_group() as group:
+
+        async def follow(trace: str, prompt: str, tokens: int) -> None:
+            fold = Fold(verifying=True)
+            wrong = ""
+            try:
+                async for event in client.subscribe(trace):
+                    fold.apply(event)
+                fold.verify()
+                ids, _ = expected(prompt, tokens)
+                if fold.status != "finished" or fold.choices[0, 0].token_ids != ids:
+                    wrong = f"it ended as {fold.status}, with {len(fold.choices[0, 0].token_ids)} of {tokens} tokens"
+            except (FoldError, DigestMismatch, tracewire.TracewireError) as error:
+                wrong = f"{type(error).__name__}: {error}"
+            print(json.dumps([trace, wrong]), flush=True)
+
+        async for line in reading:
+            group.start_soon(follow, *json.loads(line))
+
+
+class Consumer:
+    """A consumer's process, seen from here."""
+
+    def __init__(self, process: anyio.abc.Process) -> None:
+        self.process = process
+        self.wrong: list[str] = []
+        self._waiting: dict[str, anyio.Event] = {}
+
+    async def follow(self, trace: str, prompt: str, tokens: int) -> None:
+        """Have it follow a trace, to its end."""
+        assert self.process.stdin is not None
+        ended = self._waiting[trace] = anyio.Event()
+        await self.process.stdin.send(json.dumps([trace, prompt, tokens]).encode() + b"\n")
+        await ended.wait()
+
+    async def listen(self) -> None:
+        """Take its answers."""
+        assert self.process.stdout is not None
+        rest = b""
+        async for data in self.process.stdout:
+            *lines, rest = (rest + data).split(b"\n")
+            for line in lines:
+                trace, wrong = json.loads(line)
+                if wrong:
+                    self.wrong.append(f"{trace}: {wrong}")
+                self._waiting.pop(trace).set()
+
+
+def slope(done: list[int], values: list[float]) -> float:
+    """By how much a straight line through these rises per 1000 traces."""
+    return float(np.polyfit(np.array(done) / 1000, np.array(values), 1)[0]) if len(done) > 2 else float("nan")
+
+
+async def _kept(bus: Bus) -> dict[str, float]:
+    """What Redis has, by the kind of key, in KiB."""
+    kept: dict[str, float] = {}
+    cursor: Any = b"0"
+    while True:
+        cursor, names = await bus.command("SCAN", cursor, "COUNT", 1000)
+        for name in names:
+            kind = name.decode().split("}")[-1].split(":")[1 if b"}" in name else -1]
+            kept[kind] = kept.get(kind, 0.0) + (await bus.command("MEMORY", "USAGE", name, "SAMPLES", 0) or 0) / 1024
+        if cursor == b"0":
+            return {kind: round(size, 1) for kind, size in sorted(kept.items())}
+
+
+async def soak(options: argparse.Namespace) -> dict[str, Any]:
+    """Run it, and say what came of it."""
+    done = 0
+    samples: list[tuple[int, dict[str, tuple[float, float]]]] = []
+    with tempfile.TemporaryDirectory(prefix="tracewire-soak-") as folder:
+        server = RedisServer(Path(folder), appendonly="no")
+        await server.start()
+        url = server.url
+        command = [sys.executable, "-m", "tests.faults.scripted", "--url", url, "--model", MODEL, "--lease", "5"]
+        command += ["--capacity", str(options.at_once + 24), "--rate", str(options.rate)]
+        command += ["--retention", str(options.retention)]
+        engine = await anyio.open_process(command, cwd=ROOT, stderr=None)
+        command = [sys.executable, "-m", "tests.faults.soak", "--consumer", url]
+        consumers = [
+            Consumer(await anyio.open_process(command, cwd=ROOT, stderr=None)) for _ in range(options.consumers)
+        ]
+        watched = {"redis": psutil.Process(server.pid), "adapter": psutil.Process(engine.pid)}
+        watched |= {f"consumer {place}": psutil.Process(one.process.pid) for place, one in enumerate(consumers)}
+        watched["submitter"] = psutil.Process()
+
+        async def sample() -> None:
+            while True:
+                found = {}
+                for name, process in watched.items():
+                    memory = process.memory_full_info()
+                    found[name] = memory.rss / 1024, memory.pss / 1024
+                samples.append((done, found))
+                await anyio.sleep(options.every)
+
+        try:
+            async with (
+                Bus.open(url) as bus,
+                tracewire.connect(url, lease=120) as client,
+                anyio.create_task_group() as group,
+            ):
+                for consumer in consumers:
+                    group.start_soon(consumer.listen)
+                await client.model(MODEL, wait_for_engine=60)
+                began = time.monotonic()
+                group.start_soon(sample)
+                room = anyio.Semaphore(options.at_once)
+
+                async def one(number: int) -> None:
+                    nonlocal done
+                    trace, prompt = f"soak-{number}", f"prompt {number}"
+                    handle = client.trace(MODEL, prompt, acts, trace_id=trace, detach=True, max_tokens=options.tokens)
+                    await handle.start()
+                    await handle.aclose()
+                    async with anyio.create_task_group() as following:
+                        for consumer in consumers:
+                            following.start_soon(consumer.follow, trace, prompt, options.tokens)
+                    done += 1
+                    room.release()
+
+                async with anyio.create_task_group() as traces:
+                    for number in range(options.traces):
+                        await room.acquire()
+                        traces.start_soon(one, number)
+                seconds = time.monotonic() - began
+                left = await bus.command("HLEN", bus.keys.queue(MODEL, "entries"))
+                kept = await _kept(bus)
+                group.cancel_scope.cancel()
+        finally:
+            with anyio.CancelScope(shield=True):
+                for consumer in consumers:
+                    consumer.process.kill()
+                    await consumer.process.aclose()
+                engine.send_signal(signal.SIGTERM)
+                await engine.wait()
+                await engine.aclose()
+                await server.kill()
+    steady = [(count, found) for count, found in samples if count >= options.at_once]
+    memory = {}
+    for name in watched:
+        counts = [count for count, _ in steady]
+        rss, pss = ([found[name][place] for _, found in steady] for place in (0, 1))
+        memory[name] = {
+            "rss_mib": [round(rss[0] / 1024, 1), round(rss[-1] / 1024, 1)] if rss else None,
+            "rss_kib_per_1000": round(slope(counts, rss), 1),
+            "pss_kib_per_1000": round(slope(counts, pss), 1),
+        }
+    return {
+        "traces": done,
+        "at_once": options.at_once,
+        "consumers": options.consumers,
+        "tokens": done * options.tokens,
+        "seconds": round(seconds, 1),
+        "lost": options.traces - done,
+        "wrong": [wrong for consumer in consumers for wrong in consumer.wrong],
+        "left_on_the_queue": left,
+        "redis_keeps": kept,
+        "samples": len(steady),
+        "memory": memory,
+    }
+
+
+def main() -> int:
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--traces", type=int, default=10_000)
+    parser.add_argument("--at-once", type=int, default=1000)
+    parser.add_argument("--consumers", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=50)
+    parser.add_argument("--rate", type=float, default=5.0, help="tokens a second of each trace")
+    parser.add_argument("--retention", type=float, default=5.0, help="seconds that a trace is kept after its end")
+    parser.add_argument("--every", type=float, default=1.0, help="seconds between samples of memory")
+    parser.add_argument("--consumer", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.consumer:
+        anyio.run(consume, options.consumer)
+        return 0
+    said = anyio.run(soak, options)
+    print(json.dumps(said))
+    return 1 if said["lost"] or said["wrong"] or said["left_on_the_queue"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,184 @@
+"""The checker finds what is wrong: each kind of violation, put into a trace that was right."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.faults.checker import KINDS, Asked, check_leftovers, check_trace
+from tests.faults.scripted import expected
+from tracewire_bus.codec import encode
+from tracewire_bus.keys import FINAL_ID
+from tracewire_bus.messages import (
+    Accepted,
+    Append,
+    Change,
+    Failure,
+    Final,
+    Manifest,
+    Output,
+    Restarted,
+    Set,
+    Steered,
+)
+from tracewire_bus.values import array_payload, encoded_array, list_digest, payload_digest
+
+TOKENS = 4
+
+Entries = list[tuple[str, bytes]]
+
+
+def entry(event: Any) -> tuple[str, bytes]:
+    """An event as it stands in a stream."""
+    return (FINAL_ID if isinstance(event, Final) else f"{event.attempt}-{event.seq}", encode(event))
+
+
+def good() -> tuple[Asked, Entries]:
+    """A trace that was steered twice, lost its engine after two tokens, and finished in its second attempt."""
+    asked = Asked("t", "hello", TOKENS, live=True, steered={1, 2})
+    tokens, _ = expected("hello", TOKENS)
+    payloads = [array_payload("float64", (2,), struct.pack("<dd", token, at)) for at, token in enumerate(tokens)]
+
+    def attempt(number: int, length: int) -> list[Any]:
+        events: list[Any] = [Restarted(attempt=number, seq=0)] if number > 1 else []
+        events.append(Accepted(attempt=number, seq=len(events), engine="e", model="tiny"))
+        version = number
+        change = Change(version=version, by="x", time=0, values={"alpha": 1.0})
+        events.append(Steered(attempt=number, seq=len(events), version=version, changes=[change]))
+        for at in range(length):
+            item = encoded_array(payloads[at])
+            delta = Append(path=("acts",), items=[item]) if at else Set(path=("acts",), value=[item])
+            fields = {"index": at, "token_ids": [tokens[at]], "text": "x", "deltas": [[delta]]}
+            events.append(Output(attempt=number, seq=len(events), **fields))
+        return events
+
+    events = [*attempt(1, 2), *attempt(2, TOKENS)]
+    digest = list_digest([payload_digest(payload) for payload in payloads])
+    manifest = [Manifest(0, 0, "acts", "list", TOKENS, digest)]
+    events.append(Final(attempt=2, seq=events[-1].seq + 1, status="finished", manifest=manifest))
+    return asked, [entry(event) for event in events]
+
+
+def kinds(asked: Asked, stream: Entries, *consumers: Entries) -> set[str]:
+    """What is found."""
+    found = check_trace(asked, stream, {f"consumer {number}": got for number, got in enumerate(consumers)})
+    assert all(violation.kind in KINDS for violation in found)
+    return {violation.kind for violation in found}
+
+
+def test_nothing_is_found_where_nothing_is_wrong() -> None:
+    asked, stream = good()
+    assert kinds(asked, stream, stream, list(stream)) == set()
+
+
+def _swapped(entries: Entries) -> Entries:
+    return [*entries[:3], entries[4], entries[3], *entries[5:]]
+
+
+def _late(entries: Entries) -> Entries:
+    return [*entries[:3], *entries[4:6], entries[3], *entries[6:]]
+
+
+def _two_finals(entries: Entries) -> Entries:
+    return [*entries, entry(Final(attempt=3, seq=0, status="cancelled"))]
+
+
+#: What is done to a good stream's entries, and what kind of violation that is.
+BROKEN: dict[str, tuple[Callable[[Entries], Entries], str]] = {
+    "an entry is missing": (lambda entries: [*entries[:3], *entries[4:]], "lost"),
+    "an attempt's first entry is missing": (lambda entries: [*entries[:4], *entries[5:]], "lost"),
+    "an entry comes twice": (lambda entries: [*entries[:4], entries[3], *entries[4:]], "duplicated"),
+    "two entries are swapped": (_swapped, "reordered"),
+    "an old attempt's comes late": (
+        lambda entries: [*entries[:3], *entries[4:6], entries[3], *entries[6:]],
+        "reordered",
+    ),
+    "the final comes twice": (_two_finals, "two finals"),
+    "the final is missing": (lambda entries: entries[:-1], "no final"),
+    "nothing came": (lambda entries: [], "no final"),
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+@pytest.mark.parametrize("where", ["the stream", "a consumer"])
+def test_what_is_broken_is_found(broken: str, where: str) -> None:
+    asked, stream = good()
+    change, kind = BROKEN[broken]
+    if where == "the stream":
+        assert kind in kinds(asked, change(stream), stream)
+    else:
+        assert kind in kinds(asked, stream, stream, change(list(stream)))
+
+
+def test_what_a_consumer_never_got_at_its_end_is_lost() -> None:
+    """It follows in itself, and is not all that there is."""
+    asked, stream = good()
+    assert "lost" in kinds(asked, stream, stream[:5])
+
+
+def test_other_contents_are_found() -> None:
+    asked, stream = good()
+    asked.prompt = "something else"
+    assert kinds(asked, stream) == {"wrong"}
+    asked, stream = good()
+    asked.tokens += 1
+    assert kinds(asked, stream) == {"wrong"}
+    other = [*stream[:3], (stream[3][0], stream[2][1]), *stream[4:]]
+    asked, stream = good()
+    assert "wrong" in kinds(asked, stream, other)
+    # Not what its manifest says.
+    final = Final(attempt=2, seq=int(stream[-2][0].split("-")[1]) + 1, status="finished", manifest=[])
+    assert kinds(asked, [*stream[:-1], entry(final)]) == {"wrong"}
+    # An attempt that does not say that it is another one.
+    plain = [*stream[:4], entry(Accepted(attempt=2, seq=0, engine="e", model="tiny")), *stream[5:]]
+    assert "wrong" in kinds(asked, plain)
+
+
+@pytest.mark.parametrize(
+    ("status", "error", "asked", "right"),
+    [
+        ("failed", "EngineLost", {"tries": 1}, True),
+        ("failed", "EngineShutdown", {"tries": 1}, True),
+        ("failed", "EngineLost", {"tries": 3}, False),
+        ("failed", "ValueError", {"tries": 1}, False),
+        ("cancelled", "Cancelled", {"cancelled": True}, True),
+        ("cancelled", "Cancelled", {}, False),
+        ("expired", "DeadlineExceeded", {}, False),
+    ],
+)
+def test_an_end_must_be_one_that_it_may_come_to(status: Any, error: str, asked: dict[str, Any], right: bool) -> None:
+    _, stream = good()
+    final = entry(Final(attempt=2, seq=7, status=status, error=Failure(type=error, message="")))
+    trace = Asked("t", "hello", TOKENS, live=True, steered={1, 2}, **asked)
+    assert (kinds(trace, [*stream[:-1], final]) == set()) is right
+
+
+@pytest.mark.parametrize(
+    ("steered", "kind"), [({1, 2, 3}, {"lost"}), ({1}, {"wrong"}), ({1, 2}, set())], ids=["lost", "made up", "right"]
+)
+def test_changes_are_told_of_once(steered: set[int], kind: set[str]) -> None:
+    asked, stream = good()
+    asked.steered = steered
+    assert kinds(asked, stream) == kind
+
+
+def test_a_change_that_is_told_of_twice_is_found() -> None:
+    asked, stream = good()
+    change = Change(version=1, by="x", time=0, values={"alpha": 1.0})
+    again = entry(Steered(attempt=2, seq=2, version=2, changes=[change]))
+    assert "duplicated" in kinds(asked, [again if id_ == "2-2" else (id_, data) for id_, data in stream])
+
+
+def test_leftovers_are_found() -> None:
+    keys = ["tw:engines", "tw:{tiny}:queue:state"]
+    allowed = (":engines", "queue:state")
+    assert check_leftovers({"entries": 0}, keys, allowed, {"engine: requests": 0}) == []
+    for found in (
+        check_leftovers({"entries": 1}, keys, allowed, {}),
+        check_leftovers({}, [*keys, "tw:{t1}:events:t"], allowed, {}),
+        check_leftovers({}, keys, allowed, {"engine: requests": 2}),
+    ):
+        assert [violation.kind for violation in found] == ["leftover"]
