@@ -114,7 +114,7 @@ async def soak(options: argparse.Namespace) -> dict[str, Any]:
         server = RedisServer(Path(folder), appendonly="no")
         await server.start()
         url = server.url
-        command = [sys.executable, "-m", "tests.faults.scripted", "--url", url, "--model", MODEL, "--lease", "5"]
+        command = [sys.executable, "-m", "tests.faults.scripted", "--url", url, "--model", MODEL, "--lease", "30"]
         command += ["--capacity", str(options.at_once + 24), "--rate", str(options.rate)]
         command += ["--retention", str(options.retention)]
         engine = await anyio.open_process(command, cwd=ROOT, stderr=None)
@@ -152,7 +152,13 @@ async def soak(options: argparse.Namespace) -> dict[str, Any]:
                     nonlocal done
                     trace, prompt = f"soak-{number}", f"prompt {number}"
                     handle = client.trace(MODEL, prompt, acts, trace_id=trace, detach=True, max_tokens=options.tokens)
-                    await handle.start()
+                    while True:
+                        try:
+                            await handle.start()
+                            break
+                        except tracewire.UnknownModel:
+                            # Its engine was too busy to renew its entry: it is there.
+                            await anyio.sleep(0.5)
                     await handle.aclose()
                     async with anyio.create_task_group() as following:
                         for consumer in consumers:
