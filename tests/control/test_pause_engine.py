@@ -269,11 +269,12 @@ async def test_all_choices_are_paused(engine: Any, client: Client, model: Model)
 
 
 async def test_a_waiting_request_stays_waiting(engine: Any, client: Client, model: Model) -> None:
-    running = [await start(engine, client, model, max_tokens=100) for _ in range(PLACES)]
+    # Long enough to be there still when it is paused, however busy the machine.
+    running = [await start(engine, client, model, max_tokens=400) for _ in range(PLACES)]
     waiting = await start(engine, client, model, reads, max_tokens=10)
     await engine.pause(waiting.name)
     for one in running:
-        assert len((await one.result()).token_ids) == 100
+        assert len((await one.result()).token_ids) == 400
     await anyio.sleep(0.3)
     assert waiting.count() == 0
     await engine.resume(waiting.name)

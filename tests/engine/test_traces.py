@@ -244,7 +244,8 @@ async def test_resuming_after_an_event_id_gets_the_rest(client: Client, model: M
     async with client.trace(model, PROMPT, blocks.two_names, **GREEDY, max_tokens=8) as trace:
         await trace.result()
     every = await events_of(client, trace.id)
-    for cut in (0, 3, len(every) - 2):
+    # On a busy machine outputs share entries.
+    for cut in (0, len(every) // 2 - 1, len(every) - 2):
         event = every[cut]
         rest = await events_of(client, trace.id, since=f"{event.attempt}-{event.seq}")
         assert [later.seq for later in rest] == [later.seq for later in every[cut + 1 :]]
