@@ -312,16 +312,17 @@ return found
 
 # Entries that a holder has, up to `count`, or one of them, wait again, where they did: those that its loss was the last
 # try of are given up. KEYS[11]: the holders. ARGV: holder, why, '1' if it was lost, who holds what is given up, one
-# trace or '', most at once. Returns how many wait again, and whether there is more.
+# trace or '', most at once, and the attempt that it must be at, or ''. Returns how many wait again, and whether there
+# is more.
 _PUT_BACK: Final = Script(
     _COMMON
     + """
-local holder, why, lost, given_up, only, count = unpack(ARGV)
+local holder, why, lost, given_up, only, count, attempt = unpack(ARGV)
 call('HDEL', taken, '')
 local held = {}
 if only ~= '' then
   local entry = call('HGET', taken, only) == holder and entry_of(only)
-  if entry then held[1] = {only, entry} end
+  if entry and (attempt == '' or entry[8] == tonumber(attempt)) then held[1] = {only, entry} end
 else
   held = held_by(holder, {})
 end
@@ -572,11 +573,14 @@ class Queue:
         found = await self._connections.command("SMEMBERS", self._keys.queue(model, "holders"))
         return [_text(name) for name in found]
 
-    async def put_back(self, model: str, holder: str, why: str, *, lost: bool, trace: str = "") -> int:
+    async def put_back(
+        self, model: str, holder: str, why: str, *, lost: bool, trace: str = "", attempt: int = 0
+    ) -> int:
         """Let everything (or one trace) that `holder` has taken wait again, ahead of what its clients queued later.
 
         With `lost` it counts as a try of each, and those that had no other left are given up instead. Whoever held them
-        holds them no more. Returns how many wait again.
+        holds them no more. `attempt` is the one that the trace must have been taken for, by `holder` (0: any). Returns
+        how many wait again.
 
         Raises:
             BusUnavailable: Redis stayed away; it may have been done.
@@ -585,7 +589,8 @@ class Queue:
         back = 0
         while True:
             call = _PUT_BACK(
-                names, holder, why[:1000], "1" if lost else "", _GIVEN_UP, _bytes(trace), _PUT_BACK_AT_ONCE
+                *(names, holder, why[:1000], "1" if lost else "", _GIVEN_UP, _bytes(trace), _PUT_BACK_AT_ONCE),
+                attempt or "",
             )
             some, more = await self._connections.command(*call)
             back += int(some)
