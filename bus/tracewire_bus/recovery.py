@@ -11,6 +11,7 @@ Nothing rests on the lost engine's being dead. One that was only slow, or cut of
 from __future__ import annotations
 
 import logging
+import math
 from typing import TYPE_CHECKING, Final
 
 import anyio
@@ -30,6 +31,9 @@ logger = logging.getLogger("tracewire")
 PATIENCE_S: Final = 3.0
 #: For how long Redis must have answered for an absence to be proof, in seconds: longer than an engine's lease.
 CERTAIN_S: Final = 8.0
+#: What may lie between two looks, in seconds, for the second to be such proof. In more, Redis may have kept everybody
+#: waiting without a word, or we alone looked away: others had no time to renew what ran out meanwhile.
+STALL_S: Final = 3.0
 
 
 class Recovery:
@@ -39,13 +43,14 @@ class Recovery:
         self._bus = bus
         self._model = model
         self._since: float | None = None
+        self._looked = -math.inf
         self._missing: dict[str, float] = {}
 
     async def look(self, but: str = "") -> list[str]:
         """Find the engines that are gone, except `but`, and let what they had wait again. Returns their names.
 
-        After Redis was away, or when it is first asked, it takes an engine for gone only when it stays missing for some
-        seconds: entries in the registry may have run out with nobody able to renew them.
+        After Redis was away or slow, or when it is first asked, it takes an engine for gone only when it stays missing
+        for some seconds: entries in the registry may have run out with nobody able to renew them.
 
         Raises:
             BusUnavailable: Redis stayed away.
@@ -56,6 +61,9 @@ class Recovery:
         if self._since is None or self._bus.broken_at >= self._since:
             self._since = now
             self._missing.clear()
+        elif now - self._looked > STALL_S:
+            self._since = now
+        self._looked = now
         self._missing = {name: self._missing.get(name, now) for name in names if name not in alive}
         patience = 0.0 if now - self._since >= CERTAIN_S else PATIENCE_S
         gone = [name for name, since in self._missing.items() if now - since >= patience]

@@ -368,7 +368,8 @@ class Bus:
         """
         for taken in await self.queue.withdraw_lease(model, lease):
             try:
-                await self.records.cancel(taken.trace, by=by, reason="its submitter has gone")
+                # Whatever its record says, nobody runs it: an engine that was lost, or left, has it no more.
+                await self.records.cancel(taken.trace, by=by, reason="its submitter has gone", force=True)
             except (TraceEnded, TraceMissing):
                 pass
             await self.queue.done(model, taken.trace)

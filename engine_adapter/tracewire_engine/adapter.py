@@ -4,9 +4,9 @@ Tasks: *intake* takes submissions off the model's queue, up to the engine's capa
 (`trace.py`), which gets what the workers report by `reports.py`; the *blob reader* brings their large arrays to the
 bus first; *control* reads what is asked of running traces, *steering* brings changes of live parameters to the workers,
 the *reaper* aborts what is to end early, and pauses and resumes; the *heartbeat* renews the engine's entry in the
-registry, and looks after clients that have gone and deadlines that have passed; *retention* trims long streams. When
-the adapter is told to stop it takes nothing new, lets what runs finish for a while, fails the rest with the reason on
-each trace's own stream, and leaves.
+registry; another task looks after clients and engines that have gone and deadlines that have passed; *retention* trims
+long streams. When the adapter is told to stop it takes nothing new, lets what runs finish for a while, fails the rest
+with the reason on each trace's own stream, and leaves.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tracewire_bus.keys import TAGS
 from tracewire_bus.live import LiveError, parted
 from tracewire_bus.messages import Block, EngineInfo, Failure, Final, Status, StopWhen, Submission
 from tracewire_bus.queue import claiming
-from tracewire_bus.records import Opened, Overtaken, TraceEnded, cancellation
+from tracewire_bus.records import Opened, Overtaken, TraceEnded, TraceMissing, cancellation
 from tracewire_bus.streams import Bus, BusError, Fenced, Taken, Writer
 from tracewire_bus.tree import ModuleTree, check_block
 
@@ -159,6 +159,7 @@ class Adapter:
             group.start_soon(self._press, writer)
             await self._renew()
             group.start_soon(self._heartbeat)
+            group.start_soon(self._look_after_others)
             logger.info("serving %s as engine %s", self._info.model, self._info.engine)
             async with anyio.create_task_group() as traces:
                 await self._take(writer, traces)
@@ -254,7 +255,12 @@ class Adapter:
                 await self._bus.queue.done(self._info.model, entry.trace, self._info.engine)
                 return
             except Overtaken:
-                # We were slow, and somebody took it from us.
+                # We were slow, and somebody took it from us. Should it be ours still, Redis has forgotten how often it
+                # was taken, as after a failover: the next number may be late enough.
+                why = "somebody else has begun it"
+                await self._bus.queue.put_back(
+                    self._info.model, self._info.engine, why, lost=False, trace=entry.trace, attempt=entry.attempt
+                )
                 self._bus.queue.settled(self._info.model, entry.trace)
                 return
             run = self._run_of(writer, entry, submission, block, declared, opened)
@@ -430,10 +436,22 @@ class Adapter:
                     await anyio.sleep(_CONTROL_MS / 1000)
                     continue
                 for order in orders:
+                    if order.kind == "cancel" and order.trace not in self._by_trace:
+                        await self._cancel(order)
                     self._obey(order)
         finally:
             with anyio.CancelScope(shield=True):
                 await reader.aclose()
+
+    async def _cancel(self, order: Order) -> None:
+        """Cancel a trace that the bus took for ours: it was taken from us, and may wait, or run elsewhere."""
+        try:
+            _, model = await self._bus.records.cancel(order.trace, by=order.by, reason=order.reason, force=True)
+            await self._bus.queue.withdraw(model, order.trace)
+        except (TraceEnded, TraceMissing):
+            return
+        except BusError as error:
+            logger.warning("trace %s could not be cancelled: %s", order.trace, error)
 
     def _obey(self, order: Order) -> None:
         run = self._by_trace.get(order.trace)
@@ -650,7 +668,8 @@ class Adapter:
         asked = anyio.current_time()
         await self._bus.register(self._info, self._settings.lease_s)
         was, self._valid_until = self._valid_until, asked + self._settings.lease_s
-        if was <= asked:
+        if was <= anyio.current_time():
+            # Also where it ran out while it was being renewed: the intake waits for this.
             self._notify()
 
     async def _heartbeat(self) -> None:
@@ -668,13 +687,24 @@ class Adapter:
             info.state = "lost" if self.lost else stopping
             try:
                 await self._renew()
+            except BusError as error:
+                # The engine goes on: what it writes waits for Redis, and its entry comes back with it.
+                logger.warning("the registry could not be renewed: %s", error)
+
+    async def _look_after_others(self) -> None:
+        """See to what nobody else may: clients and engines that are gone, and deadlines.
+
+        It takes as long as there is to do, which must not cost the engine its own entry.
+        """
+        while True:
+            await anyio.sleep(self._settings.heartbeat_s)
+            try:
                 await self._look_after_clients()
-                await self._recovery.look(but=info.engine)
+                await self._recovery.look(but=self._info.engine)
                 await self._bus.sweep([next(self._tags) for _ in range(SWEPT)])
             except BusError as error:
                 self._missing.clear()
-                # The engine goes on: what it writes waits for Redis, and its entry comes back with it.
-                logger.warning("the registry could not be renewed: %s", error)
+                logger.warning("clients and engines that are gone could not be looked after: %s", error)
 
 
 def _patience_of(lease: str) -> float:

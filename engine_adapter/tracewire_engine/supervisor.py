@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import IO
 
 __all__ = ["SUPERVISOR_PID", "supervise"]
@@ -33,34 +34,39 @@ _FOR_GOOD = (0, 2)
 _FIRST_S, _MOST_S = 1.0, 60.0
 #: How many starts in a row may end without an engine that serves.
 _VAIN = 5
+#: How soon a signal ends a wait, in seconds; how long the last words of an adapter may take; and how often is looked
+#: for what it left behind.
+_LOOK_S, _RELAY_S, _ROUNDS = 0.1, 5.0, 3
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 class _Supervisor:
     def __init__(self, command: Sequence[str]) -> None:
         self._command = list(command)
-        self._child: subprocess.Popen[str] | None = None
-        self._stopping = threading.Event()
+        self._child: subprocess.Popen[bytes] | None = None
+        #: No event of `threading`: a signal's handler that interrupts its own thread would wait for its lock for ever.
+        self._stopping = False
         #: Whether the adapter that runs now has served.
         self._served = False
 
     def stop(self, number: int, frame: object) -> None:
         """Hand a signal on."""
-        self._stopping.set()
+        self._stopping = True
         self._tell()
 
     def _tell(self) -> None:
         child = self._child
-        if child is not None and child.poll() is None:
-            child.send_signal(signal.SIGTERM)
+        if child is not None:
+            # It is ours until `_once` has taken its status, and forgets it before.
+            with suppress(ProcessLookupError):
+                os.kill(child.pid, signal.SIGTERM)
 
     def run(self, restarts: int | None) -> int:
         vain = 0
         for left in _countdown(restarts):
             began = time.monotonic()
             status = self._once()
-            _end_children()
-            if self._stopping.is_set() or status in _FOR_GOOD:
+            if self._stopping or status in _FOR_GOOD:
                 return status
             vain = 0 if self._served else vain + 1
             lasted = time.monotonic() - began
@@ -69,29 +75,44 @@ class _Supervisor:
                 return status
             pause = min(_MOST_S, _FIRST_S * 2**vain) * random.uniform(0.5, 1.0)
             logger.warning("starting it again in %.1f s", pause)
-            if self._stopping.wait(pause):
+            if self._stopped_within(pause):
                 return 0
         return 0
+
+    def _stopped_within(self, seconds: float) -> bool:
+        until = time.monotonic() + seconds
+        while not self._stopping and (left_s := until - time.monotonic()) > 0:
+            time.sleep(min(left_s, _LOOK_S))
+        return self._stopping
 
     def _once(self) -> int:
         """Run one adapter to its end; its exit status."""
         self._served = False
         environment = {**os.environ, SUPERVISOR_PID: str(os.getpid())}
         # In a group of its own: a Ctrl-C at the terminal comes by us. On this thread, which the kernel ties it to.
-        self._child = subprocess.Popen(
-            self._command, stdout=subprocess.PIPE, text=True, env=environment, process_group=0
-        )
-        if self._stopping.is_set():
+        child = self._child = subprocess.Popen(self._command, stdout=subprocess.PIPE, env=environment, process_group=0)
+        if self._stopping:
             self._tell()
-        assert self._child.stdout is not None
-        threading.Thread(target=self._relay, args=(self._child.stdout,), daemon=True).start()
-        status = self._child.wait()
+        assert child.stdout is not None
+        relay = threading.Thread(target=self._relay, args=(child.stdout,), daemon=True)
+        relay.start()
+        _reap_until(child.pid)
+        self._child = None
+        status = child.wait()
+        _end_children()
+        # Nobody has the other end any more, so it ends; whether it has served is known then.
+        relay.join(_RELAY_S)
         return status if status >= 0 else 128 - status
 
-    def _relay(self, lines: IO[str]) -> None:
+    def _relay(self, lines: IO[bytes]) -> None:
+        """Pass on what an adapter prints, to its end: one that nobody reads from would stand still."""
         for line in lines:
-            self._served = self._served or line.startswith("ready ")
-            print(line, end="", flush=True)
+            self._served = self._served or line.startswith(b"ready ")
+            try:
+                sys.stdout.buffer.write(line)
+                sys.stdout.buffer.flush()
+            except (OSError, ValueError) as error:
+                logger.debug("what the adapter prints reaches nobody: %s", error)
 
 
 def _countdown(count: int | None) -> Sequence[int] | range:
@@ -99,15 +120,32 @@ def _countdown(count: int | None) -> Sequence[int] | range:
     return range(sys.maxsize - 1, -1, -1) if count is None else range(count, -1, -1)
 
 
+def _reap_until(pid: int) -> None:
+    """Wait until this child has ended, and leave its status. Others that end meanwhile are orphans, and ours."""
+    while True:
+        found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+        if found is None or found.si_pid == pid:
+            return
+        with suppress(ChildProcessError):
+            os.waitpid(found.si_pid, 0)
+
+
 def _end_children() -> None:
     """Kill what is left of an adapter's children: they are ours, once it is gone."""
     import psutil
 
-    left = psutil.Process().children(recursive=True)
-    for process in left:
-        logger.warning("killing process %d, which outlived its adapter", process.pid)
-        process.kill()
-    psutil.wait_procs(left, timeout=30)
+    # Again, for what they started meanwhile.
+    for _ in range(_ROUNDS):
+        left = psutil.Process().children(recursive=True)
+        if not left:
+            return
+        for process in left:
+            # Some end by themselves, with their parents.
+            with suppress(psutil.Error):
+                if process.status() != psutil.STATUS_ZOMBIE:
+                    logger.warning("killing process %d, which outlived its adapter", process.pid)
+                process.kill()
+        psutil.wait_procs(left, timeout=30 / _ROUNDS)
 
 
 def supervise(command: Sequence[str], restarts: int | None) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 import logging
 import math
+import random
 import secrets
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ from .large import without_large
 
 if TYPE_CHECKING:
     from tracewire_bus.messages import Submission
+    from tracewire_bus.recovery import Recovery
     from tracewire_bus.streams import Bus
 
 __all__ = ["Presence"]
@@ -30,6 +32,8 @@ logger = logging.getLogger("tracewire")
 
 #: How long after its deadline a trace is looked at again, in seconds: engines have had their time by then.
 _AGAIN_S = 5.5
+#: How often a client looks for engines that are gone, in seconds, about.
+RECOVER_S = 2.0
 _SOON_S = 0.05
 #: How often a client that waits for engines to accept its traces looks whether Redis was away, in seconds.
 LOOK_S = 1.0
@@ -54,6 +58,7 @@ class Presence:
         #: What was submitted and no engine has accepted yet, as far as was read; and when Redis was last found away.
         self._expected: dict[str, tuple[float, Submission]] = {}
         self._broken_at = bus.broken_at
+        self._recoveries: dict[str, Recovery] = {}
 
     def expect(self, submission: Submission) -> None:
         """Submit a trace again should Redis have forgotten it after an outage, until `content`, or for a minute."""
@@ -66,6 +71,12 @@ class Presence:
     def content(self, trace: str) -> None:
         """A trace needs that no more."""
         self._expected.pop(trace, None)
+
+    def look_after(self, model: str) -> None:
+        """See to it that traces of this model whose engines are lost wait again or end, also with no engine alive."""
+        if model not in self._recoveries:
+            self._recoveries[model] = self._bus.recovery(model)
+        self._run()
 
     async def lease(self) -> str:
         """The client's lease, held from now on."""
@@ -104,6 +115,7 @@ class Presence:
         async with anyio.create_task_group() as group:
             # By itself: a look at deadlines that takes its time must not cost the lease.
             group.start_soon(self._renew)
+            group.start_soon(self._recover)
             await self._watch()
 
     async def _renew(self) -> None:
@@ -123,6 +135,19 @@ class Presence:
                 await anyio.sleep(max(_SOON_S, begun + every - anyio.current_time()))
         finally:
             await link.drop()
+
+    async def _recover(self) -> None:
+        """Look for engines that are gone, for ever. Engines do so more often: this is for when there is none."""
+        while True:
+            await anyio.sleep(RECOVER_S * random.uniform(0.75, 1.25))
+            for model, recovery in list(self._recoveries.items()):
+                try:
+                    await recovery.look()
+                except NotAllowed as error:
+                    logger.debug("engines that are gone are not this client's to find: %s", error)
+                    del self._recoveries[model]
+                except BusError as error:
+                    logger.debug("engines could not be looked for: %s", error)
 
     async def _watch(self) -> None:
         """See to deadlines, and to what was submitted, for ever."""

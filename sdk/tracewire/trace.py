@@ -141,6 +141,7 @@ class Trace:
                         await self._leave()
                     raise
                 presence.expect(whole)
+                presence.look_after(whole.model)
                 if submission.deadline_s is not None:
                     presence.watch(self.id, submission.deadline_s)
             except (TraceElsewhere, TraceEnded) as error:

@@ -13,7 +13,7 @@ import pytest
 
 import tracewire
 from tests.faults.scripted import ScriptedEngine, acts, expected, info, serving
-from tracewire import Client, Final, Output, Restarted
+from tracewire import Client, Final, Output, Restarted, presence
 from tracewire_bus import recovery
 from tracewire_bus.codec import decode_submission
 from tracewire_bus.messages import Failure
@@ -182,6 +182,44 @@ async def test_a_trace_that_is_not_to_be_restarted_fails(client: Client, bus: Bu
     assert caught.value.type == "EngineLost"
     assert await bus.queue.dead_count() == 0
     assert await bus.command("HLEN", bus.keys.queue("tiny", "entries")) == 0
+
+
+async def test_a_trace_fails_with_its_last_engine(
+    client: Client, bus: Bus, embedded: str, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody is left to say so but its submitter."""
+    monkeypatch.setattr(presence, "RECOVER_S", 0.1)
+    described = info()
+    async with Bus.open(embedded, prefix=prefix) as far:
+        gate = Gate()
+        async with serving(far, ScriptedEngine(gate), described, heartbeat_s=10_000, lease_s=10_000):
+            await client.model("tiny", wait_for_engine=PATIENCE)
+            async with client.trace("tiny", "hello", acts, on_engine_loss="fail", max_tokens=20) as trace:
+                gate.step(2)
+                await some(trace, 2)
+                await bus.unregister(described.engine)
+                with anyio.fail_after(PATIENCE), pytest.raises(tracewire.TraceFailed) as caught:
+                    await trace.result()
+    assert caught.value.type == "EngineLost"
+
+
+async def test_a_trace_that_was_taken_from_its_engine_can_be_cancelled(client: Client, bus: Bus) -> None:
+    """It waits, and its record still names the engine that had it, which lives."""
+    gate, described = Gate(), info(capacity=1)
+    async with serving(bus, ScriptedEngine(gate), described):
+        await client.model("tiny", wait_for_engine=PATIENCE)
+        async with client.trace("tiny", "other", acts, max_tokens=20, detach=True) as other:
+            gate.step(2)
+            await some(other, 2)
+            async with client.trace("tiny", "hello", acts, max_tokens=20, detach=True) as trace:
+                await bus.records.open(trace.id, described.engine, 1)
+                await trace.cancel()
+                with anyio.fail_after(PATIENCE), pytest.raises(tracewire.TraceFailed) as caught:
+                    await trace.result()
+            assert caught.value.status == "cancelled"
+            assert await bus.queue.waiting("tiny") == 0
+            gate.open()
+            await whole(client, other.id, "other", 20)
 
 
 @pytest.mark.parametrize("how", ["restart", "fail"])

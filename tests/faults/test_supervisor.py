@@ -95,3 +95,51 @@ sys.exit(2 if not os.path.exists(f"/proc/{child}") else 1)
         process.communicate(timeout=60)
     assert process.returncode == 2
     assert not psutil.pid_exists(int((tmp_path / "child").read_text()))
+
+
+def test_what_an_adapter_prints_is_passed_on_as_it_is_and_to_its_end(tmp_path: Path) -> None:
+    """Also where it is no text, and where nobody reads any more: an adapter that cannot print would stand still."""
+    then = """
+sys.stdout.buffer.write(b"\\xff\\xfe\\n")
+for _ in range(1000):
+    sys.stdout.buffer.write(b"x" * 1000 + b"\\n")
+sys.stdout.flush()
+"""
+    with supervised(tmp_path, then) as process:
+        assert process.stdout is not None
+        assert process.stdout.buffer.readline() == b"ready engine-0\n"
+        assert process.stdout.buffer.readline() == b"\xff\xfe\n"
+        process.stdout.close()
+        assert process.wait(timeout=60) == 0
+
+
+def test_an_orphan_that_ends_is_reaped_while_the_adapter_runs(tmp_path: Path) -> None:
+    """A supervisor is its adapter's init: in a container it may be everybody's."""
+    then = """
+import subprocess
+for _ in range(3):
+    orphan = int(subprocess.check_output(["sh", "-c", "sleep 0.05 >/dev/null & echo $!"]))
+    while os.path.exists(f"/proc/{{orphan}}"):
+        time.sleep(0.01)
+"""
+    with supervised(tmp_path, then.replace("{{", "{").replace("}}", "}")) as process:
+        assert process.wait(timeout=60) == 0
+
+
+def test_signals_that_come_all_at_once(tmp_path: Path) -> None:
+    """While it waits to start an adapter again, and while it hands another one on."""
+    run = RUN.replace("_FIRST_S = 0.01", "_FIRST_S = 1000")
+    (tmp_path / "adapter.py").write_text(ADAPTER.format(then="sys.exit(1)", serves="True"))
+    process = subprocess.Popen(
+        [sys.executable, "-c", run, "None", sys.executable, str(tmp_path / "adapter.py"), str(tmp_path / "count")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        assert process.stderr is not None
+        assert "the adapter ended with 1" in process.stderr.readline()
+        for _ in range(200):
+            for number in (signal.SIGTERM, signal.SIGINT):
+                process.send_signal(number)
+        assert process.wait(timeout=60) in (0, -signal.SIGINT, -signal.SIGTERM)
