@@ -164,8 +164,8 @@ class Load:
             try:
                 await trace.start()
                 return
-            except (tracewire.ConnectError, tracewire.UnknownModel):
-                # No engine for the moment, or nobody knows whether it was queued: once more, under the same id.
+            except (tracewire.ConnectError, tracewire.UnknownModel, tracewire.BusFull):
+                # No engine or no memory for now, or nobody knows whether it was queued: again, under the same id.
                 await anyio.sleep(0.05)
 
     async def _result(self, trace: tracewire.Trace) -> None:
