@@ -1,8 +1,8 @@
-"""Control streams: what an engine is asked to do for the traces that it runs.
+"""Control streams: what an engine is asked to do, for the traces that it runs or altogether.
 
 There is one for each engine and hash tag of traces, so that a script that changes a trace's record (`records.py`) can
 put an order on it in the same breath. An engine reads all of its own in one call, or, on a cluster, in one for each
-slot.
+slot. What is no single trace's stands on the first of them.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import anyio
 
 from .connection import Background, Backoff, Connections, Link, Wakeup, as_bus_error, is_transient
 from .keys import Keys
+from .scripts import Script
 
-__all__ = ["ControlReader", "Order", "SlotControlReaders"]
+__all__ = ["ControlReader", "Order", "SlotControlReaders", "draining"]
 
 logger = logging.getLogger("tracewire")
 
@@ -27,17 +28,39 @@ logger = logging.getLogger("tracewire")
 _PAGE: Final = 512
 #: On a cluster, how long one wait at a node lasts, in milliseconds: it does not hear of a key that is being moved.
 _BLOCK_SLOT_MS: Final = 1000
+#: What is read; a later version may ask for more.
+_KINDS: Final = frozenset(("steer", "cancel", "pause", "resume", "drain"))
+
+# KEYS: a control stream. ARGV: by, how many seconds it may take or '', how long to keep the stream. Begins with what a
+# Redis that is full does not refuse.
+_DRAIN: Final = Script(
+    """
+redis.call('EXPIRE', KEYS[1], ARGV[3])
+redis.call('XADD', KEYS[1], '*', 'k', 'drain', 't', '', 'b', ARGV[1], 'w', ARGV[2])
+redis.call('EXPIRE', KEYS[1], ARGV[3])
+return 1
+"""
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What an engine is to do for one of its traces: apply `change` (encoded), cancel, pause or resume it."""
+    """What an engine is to do for one of its traces: apply `change` (encoded), cancel, pause or resume it. Or for none:
+    `drain`, within `within_s` seconds if that is given.
+    """
 
-    kind: Literal["steer", "cancel", "pause", "resume"]
+    kind: Literal["steer", "cancel", "pause", "resume", "drain"]
     trace: str
     change: bytes = b""
     by: str = ""
     reason: str = ""
+    within_s: float | None = None
+
+
+def draining(keys: Keys, engine: str, by: str, within_s: float | None, keep_s: int) -> tuple[Any, ...]:
+    """The command that asks an engine to drain. May be repeated. `keep_s`: how long to keep the stream."""
+    key = keys.control(keys.tags[0], engine)
+    return _DRAIN((key,), by, "" if within_s is None else within_s, keep_s)
 
 
 class ControlReader:
@@ -84,7 +107,7 @@ class ControlReader:
             for _, flat in entries:
                 fields = dict(zip(flat[::2], flat[1::2], strict=True))
                 kind = _text(fields.get(b"k", b""))
-                if kind in ("steer", "cancel", "pause", "resume"):
+                if kind in _KINDS:
                     orders.append(
                         Order(
                             kind,  # type: ignore[arg-type]
@@ -92,6 +115,7 @@ class ControlReader:
                             fields.get(b"d", b""),
                             _text(fields.get(b"b", b"")),
                             _text(fields.get(b"r", b"")),
+                            _seconds(_text(fields.get(b"w", b""))),
                         )
                     )
             self._positions[_text(key)] = entries[-1][0]
@@ -162,6 +186,15 @@ def _after(id_: bytes) -> bytes:
     """The least id that is greater."""
     milliseconds, _, number = id_.partition(b"-")
     return b"%s-%d" % (milliseconds, int(number) + 1)
+
+
+def _seconds(text: str) -> float | None:
+    """A time that somebody gave, if it is one."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        return None
+    return seconds if seconds >= 0 else None
 
 
 def _text(data: bytes | str) -> str:

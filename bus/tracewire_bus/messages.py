@@ -70,7 +70,7 @@ __all__ = [
 ]
 
 #: The schema this package writes, `(major, minor)`. On an entry it stands as `"major.minor"`.
-SCHEMA: tuple[int, int] = (1, 0)
+SCHEMA: tuple[int, int] = (1, 1)
 
 PathKey: TypeAlias = Any
 """One step of a path into a saved value: a list's index, or a dict's key (str, int, float, bool, bytes or None)."""
@@ -558,7 +558,9 @@ class EngineInfo(Message):
     the names that can be read on a module besides its children. `layers` is the path of the list of decoder layers,
     which [`residual(i)`] counts in. `taps`, on an engine that replays CUDA graphs, are the only locations that can be
     read or edited, as `model.layers.3.output`; an engine without serves all. `queue_limit` is how many submissions may
-    wait for its model, 0 for any number.
+    wait for its model, 0 for any number. `state` is `serving`, `holding` (until Redis has taken what waits),
+    `draining` (it takes nothing new, and leaves), or `lost` (its vLLM has died). `host` is the name of its machine, or
+    pod.
     """
 
     engine: str
@@ -581,3 +583,4 @@ class EngineInfo(Message):
     started_at: float = 0.0
     taps: list[str] = []
     queue_limit: int = 0
+    host: str = ""

@@ -38,14 +38,14 @@ from .connection import (
     is_transient,
     redacted,
 )
-from .control import ControlReader, SlotControlReaders
+from .control import ControlReader, SlotControlReaders, draining
 from .firehose import Groups, GroupWatch, Watch
 from .keys import FINAL_ID, Keys
 from .live import parted
 from .messages import EngineInfo, Submission
 from .queue import Queue, QueueFull, Taken
 from .reader import Entry, EventsLost, Gap, Reader, SlotReaders, Subscription, tail_id
-from .records import RENEW, Records, TraceElsewhere, TraceEnded, TraceMissing
+from .records import CONTROL_S, RENEW, Records, TraceElsewhere, TraceEnded, TraceMissing
 from .recovery import Recovery
 from .snapshots import Snapshots
 from .writer import ENTRY_BYTES, EntryTooLarge, Fenced, Writer
@@ -497,6 +497,17 @@ class Bus:
             BusUnavailable: Redis stayed away.
         """
         await self._connections.commands(("DEL", self.keys.engine(engine)), ("SREM", self.keys.engines(), engine))
+
+    async def drain(self, engine: str, *, by: str, within_s: float | None = None) -> None:
+        """Ask an engine to take nothing new, to finish what it runs, and to leave for good.
+
+        What has not ended after `within_s` seconds, if that is given, waits for other engines. It may be asked again;
+        of several times the earliest counts. Nothing comes of it where no such engine serves.
+
+        Raises:
+            BusUnavailable: Redis stayed away; it may have been asked.
+        """
+        await self._connections.command(*draining(self.keys, engine, by, within_s, CONTROL_S))
 
     async def engines(self) -> list[EngineInfo]:
         """The engines that serve now, by model, then by when they started.

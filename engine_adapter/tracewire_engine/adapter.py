@@ -120,6 +120,14 @@ class Adapter:
         self._tags = itertools.cycle(bus.keys.tags[os.getpid() % TAGS :] + bus.keys.tags[: os.getpid() % TAGS])
         self._runs: set[anyio.CancelScope] = set()
         self._stopping = anyio.Event()
+        #: Set when it was asked on the bus to leave for good: nobody is to start it again.
+        self.draining = anyio.Event()
+        #: By when what runs has to end, by the event loop's clock.
+        self._until = math.inf
+        #: Whether new traces are taken.
+        self._taking = True
+        #: What the registry says is to be said anew.
+        self._beat = Wakeup()
         self._changed = anyio.Event()
         self._blocks = msgspec.msgpack.Encoder()
         #: What runs, and by when it is to have ended, for a Redis that has forgotten.
@@ -138,6 +146,19 @@ class Adapter:
 
     def stop(self) -> None:
         """Take nothing new; `run` returns when what runs has ended, or `drain_s` later."""
+        self._stop(self._settings.drain_s)
+
+    def drain(self, within_s: float | None = None) -> None:
+        """Likewise, for good, and when what runs has ended, or `within_s` later, if that is given."""
+        if not self.draining.is_set():
+            within = "" if within_s is None else f", within {within_s:g} s"
+            logger.info("engine %s was asked to drain%s", self._info.engine, within)
+            self.draining.set()
+        self._stop(math.inf if within_s is None else within_s)
+
+    def _stop(self, within_s: float) -> None:
+        # Of several times the earliest counts.
+        self._until = min(self._until, anyio.current_time() + within_s)
         self._stopping.set()
         self._notify()
 
@@ -163,6 +184,8 @@ class Adapter:
             logger.info("serving %s as engine %s", self._info.model, self._info.engine)
             async with anyio.create_task_group() as traces:
                 await self._take(writer, traces)
+                self._taking = False
+                self._beat.notify()
                 await self._drain()
             group.cancel_scope.cancel()
         await self._leave()
@@ -200,9 +223,9 @@ class Adapter:
                 traces.start_soon(self._serve, writer, entry, scope)
 
     async def _drain(self) -> None:
-        """Let what runs finish for a while, then end it."""
-        with anyio.move_on_after(0 if self.lost else self._settings.drain_s):
-            while self._runs:
+        """Let what runs finish, for as long as there is, then end it."""
+        while self._runs and not self.lost and (left_s := self._until - anyio.current_time()) > 0:
+            with anyio.move_on_after(left_s):
                 await self._changed.wait()
         for scope in self._runs:
             scope.cancel()
@@ -436,6 +459,9 @@ class Adapter:
                     await anyio.sleep(_CONTROL_MS / 1000)
                     continue
                 for order in orders:
+                    if order.kind == "drain":
+                        self.drain(order.within_s)
+                        continue
                     if order.kind == "cancel" and order.trace not in self._by_trace:
                         await self._cancel(order)
                     self._obey(order)
@@ -675,7 +701,8 @@ class Adapter:
     async def _heartbeat(self) -> None:
         info = self._info
         while True:
-            await anyio.sleep(self._settings.heartbeat_s)
+            with anyio.move_on_after(self._settings.heartbeat_s):
+                await self._beat.wait()
             if self._engine.lost and not self.lost:
                 logger.error("the engine of %s has died", info.engine)
                 self.lost = True
@@ -683,7 +710,7 @@ class Adapter:
             # Of requests that nobody follows: plain ones.
             self._reports.pull()
             info.running = len(self._runs)
-            stopping = "draining" if self._stopping.is_set() else "holding" if self.holding else "serving"
+            stopping = "holding" if self.holding and self._taking else "serving" if self._taking else "draining"
             info.state = "lost" if self.lost else stopping
             try:
                 await self._renew()

@@ -2,7 +2,8 @@
 
 Besides its own options it takes every option of vLLM's engine (`--max-model-len`, `--tensor-parallel-size`, ...). It
 prints `ready ENGINE` on its standard output each time it serves, logs to standard error, and leaves on SIGTERM or
-SIGINT after what runs has ended. It exits with 0 then, and with 2 on settings that it refuses; with `--restarts 0`, or
+SIGINT after what runs has ended. So it does when it is asked to on the bus (`tracewire drain`), and prints
+`draining ENGINE` then. It exits with 0 then, and with 2 on settings that it refuses; with `--restarts 0`, or
 when its engine dies again and again, with what the adapter ended with: 1 when its engine died.
 """
 
@@ -18,14 +19,20 @@ import sys
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import anyio
 
 from tracewire_bus.blobs import THRESHOLD_BYTES
 from tracewire_bus.connection import BusError, BusUnavailable
+from tracewire_bus.fleet import LEAVING, differences, disagreements
 
 from .orphans import die_with_parent
-from .supervisor import SUPERVISOR_PID, supervise
+from .supervisor import DRAINING, SUPERVISOR_PID, supervise
+
+if TYPE_CHECKING:
+    from tracewire_bus.messages import EngineInfo
+    from tracewire_bus.streams import Bus
 
 __all__ = ["LOOP", "demo_model", "main"]
 
@@ -264,6 +271,9 @@ async def _run(model: object, link: object, blobs: object, info: object, options
         except BusError as error:
             print(f"tracewire engine: {error}", file=sys.stderr)
             return 2
+        if stranger := await _stranger(bus, info):  # type: ignore[arg-type]
+            print(f"tracewire engine: {stranger}", file=sys.stderr)
+            return 2
         adapter = Adapter(engine, info, bus, settings)  # type: ignore[arg-type]
 
         async def watch_signals() -> None:
@@ -272,12 +282,41 @@ async def _run(model: object, link: object, blobs: object, info: object, options
                     logger.info("%s: draining", signal.Signals(number).name)
                     adapter.stop()
 
+        async def tell_of_draining() -> None:
+            await adapter.draining.wait()
+            # For the supervisor, too: it starts nothing again.
+            print(f"{DRAINING}{info.engine}", flush=True)  # type: ignore[attr-defined]
+
         async with anyio.create_task_group() as group:
             group.start_soon(watch_signals)
+            group.start_soon(tell_of_draining)
             print(f"ready {info.engine}", flush=True)  # type: ignore[attr-defined]
             await adapter.run()
             group.cancel_scope.cancel()
     return 1 if adapter.lost else 0
+
+
+async def _stranger(bus: Bus, info: EngineInfo) -> str:
+    """Why it must not serve beside the engines that serve this model's name now: one message, or none."""
+    try:
+        engines = await bus.engines()
+    except BusError as error:
+        logger.warning("which other engines serve %s is not known: %s", info.model, error)
+        return ""
+    for other in engines:
+        if other.model != info.model or other.engine == info.engine or other.state in LEAVING:
+            continue
+        if why := disagreements(info, other):
+            return (
+                f"engine {other.engine} serves another model as {info.model!r} (this one has {'; '.join(why)}): "
+                "give this one another --name, or drain that one first"
+            )
+        if differs := differences([info, other]):
+            logger.warning(
+                "engine %s serves %s too, and differs in: %s; a block must fit both",
+                *(other.engine, info.model, ", ".join(differs)),
+            )
+    return ""
 
 
 if __name__ == "__main__":

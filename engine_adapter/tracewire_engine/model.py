@@ -178,6 +178,7 @@ def describe(model: EngineModel, name: str, capacity: int, queue_limit: int = 0)
         names.update(attribute for attribute in dir(child) if not attribute.startswith("_"))
     return EngineInfo(
         engine=f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:6]}",
+        host=socket.gethostname(),
         model=name,
         path=str(config.model),
         revision=str(config.revision or ""),

@@ -21,12 +21,15 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import IO
 
-__all__ = ["SUPERVISOR_PID", "supervise"]
+__all__ = ["DRAINING", "SUPERVISOR_PID", "supervise"]
 
 logger = logging.getLogger("tracewire")
 
 #: Environment variable of the adapter: the process id of its supervisor.
 SUPERVISOR_PID = "TRACEWIRE_SUPERVISOR_PID"
+
+#: What an adapter's line begins with that says that it leaves for good, however it ends.
+DRAINING = "draining "
 
 #: Exit statuses of an adapter that was told to leave, or refuses its settings: it would again.
 _FOR_GOOD = (0, 2)
@@ -48,6 +51,8 @@ class _Supervisor:
         self._stopping = False
         #: Whether the adapter that runs now has served.
         self._served = False
+        #: Whether it was asked on the bus to leave.
+        self._draining = False
 
     def stop(self, number: int, frame: object) -> None:
         """Hand a signal on."""
@@ -66,7 +71,7 @@ class _Supervisor:
         for left in _countdown(restarts):
             began = time.monotonic()
             status = self._once()
-            if self._stopping or status in _FOR_GOOD:
+            if self._stopping or self._draining or status in _FOR_GOOD:
                 return status
             vain = 0 if self._served else vain + 1
             lasted = time.monotonic() - began
@@ -108,6 +113,7 @@ class _Supervisor:
         """Pass on what an adapter prints, to its end: one that nobody reads from would stand still."""
         for line in lines:
             self._served = self._served or line.startswith(b"ready ")
+            self._draining = self._draining or line.startswith(DRAINING.encode())
             try:
                 sys.stdout.buffer.write(line)
                 sys.stdout.buffer.flush()

@@ -28,12 +28,14 @@ from tracewire_bus.values import ArrayRef
 from .blocks import Intervention, intervention
 from .client import Client, Prompt, connect
 from .dead import DeadLetter
+from .engines import Draining, Engine
 from .errors import (
     AmbiguousResult,
     BlockError,
     BrokenStream,
     BusFull,
     ConnectError,
+    EngineTooOld,
     EventsLost,
     InterventionError,
     Overloaded,
@@ -44,6 +46,7 @@ from .errors import (
     TraceRejected,
     TracewireError,
     UnknownDeadLetter,
+    UnknownEngine,
     UnknownModel,
     UnknownModulePath,
     UnknownTrace,
@@ -71,6 +74,9 @@ __all__ = [
     "Client",
     "ConnectError",
     "DeadLetter",
+    "Draining",
+    "Engine",
+    "EngineTooOld",
     "Event",
     "EventsLost",
     "Final",
@@ -105,6 +111,7 @@ __all__ = [
     "TraceRejected",
     "TracewireError",
     "UnknownDeadLetter",
+    "UnknownEngine",
     "UnknownModel",
     "UnknownModulePath",
     "UnknownTrace",

@@ -10,8 +10,10 @@ from __future__ import annotations
 import argparse
 import json
 import signal
+import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
@@ -24,12 +26,16 @@ from tracewire_bus.firehose import Lifecycle
 
 from .client import Client, connect
 from .dead import DeadLetter
-from .errors import TracewireError, UnknownDeadLetter
+from .errors import ConnectError, TracewireError, UnknownDeadLetter
 from .events import Accepted, Event, Final, Gap, Paused, Restarted, Resumed, Steered
 
 __all__ = ["main"]
 
 GROUP = "tracewire.commands"
+#: Subcommands of this module, which no package replaces.
+OWN = ("models", "engines", "drain", "ready", "watch", "dead", "redis")
+#: How long `tracewire ready` waits for a Redis that does not answer, in seconds: whoever probes has little time.
+_PROBE_S = 3.0
 
 
 def _commands() -> dict[str, EntryPoint]:
@@ -40,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status: 0, 1 for an error that was reported, or what a subcommand returns."""
     argv = list(sys.argv[1:] if arguments is None else arguments)
     if argv and not argv[0].startswith("-"):
-        if argv[0] not in ("models", "watch", "dead", "redis") and (found := _commands().get(argv[0])) is not None:
+        if argv[0] not in OWN and (found := _commands().get(argv[0])) is not None:
             command: Callable[[list[str]], int | None] = found.load()
             return command(argv[1:]) or 0
         if argv[0] == "engine":
@@ -76,6 +82,38 @@ def _parser() -> argparse.ArgumentParser:
     models.add_argument("--tree", action="store_true", help="print each model's modules, too")
     models.set_defaults(run=_models)
 
+    engines = commands.add_parser("engines", parents=[shared], help="list the engines that live")
+    engines.add_argument("--model", metavar="MODEL", help="only those of this model")
+    engines.add_argument("--json", action="store_true", help="print one JSON list, with all that is known of each")
+    engines.set_defaults(run=_engines)
+
+    drain = commands.add_parser(
+        "drain", parents=[shared], help="have engines take nothing new, finish what they run, and leave; waits for that"
+    )
+    drain.add_argument("engines", metavar="ENGINE", nargs="*", help="an engine's name")
+    _add_host(drain, "all engines of this machine, or pod; of HOST, if it is given")
+    drain.add_argument(
+        "--timeout",
+        type=float,
+        metavar="SECONDS",
+        help="put back what has not ended by then, for other engines (default: wait for it)",
+    )
+    drain.add_argument("--no-wait", action="store_true", help="return when they have been asked to")
+    drain.set_defaults(run=_drain)
+
+    ready = commands.add_parser(
+        "ready", parents=[shared], help="exit with 0 if an engine serves, else with 1: a probe for whoever runs engines"
+    )
+    ready.add_argument("engine", metavar="ENGINE", nargs="?", help="the engine's name (default: any engine)")
+    ready.add_argument("--model", metavar="MODEL", help="one that serves this model")
+    _add_host(ready, "one of this machine, or pod; of HOST, if it is given")
+    ready.add_argument(
+        "--alive",
+        action="store_true",
+        help="one that lives, also if it drains; and 0 as well if Redis does not answer, which is no engine's fault",
+    )
+    ready.set_defaults(run=_ready)
+
     watch = commands.add_parser(
         "watch", parents=[shared], help="follow a trace to its end; without one, what becomes of all traces"
     )
@@ -108,6 +146,82 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_host(parser: argparse.ArgumentParser, text: str) -> None:
+    parser.add_argument("--host", metavar="HOST", nargs="?", const=socket.gethostname(), help=text)
+
+
+async def _engines(options: argparse.Namespace) -> int:
+    async with connect(options.url, prefix=options.prefix) as client:
+        engines = await client.engines(options.model)
+    if options.json:
+        print(json.dumps([asdict(engine) for engine in engines], indent=2))
+        return 0
+    for engine in engines:
+        versions = " ".join(f"{name} {version}" for name, version in engine.versions.items() if version)
+        running = f"{engine.running} of {engine.capacity} traces"
+        print("\t".join((engine.name, engine.model, engine.state, running, engine.host or "-", versions)).rstrip())
+    return 0
+
+
+async def _drain(options: argparse.Namespace) -> int:
+    """Returns 0 when all of them have been asked to and, unless nobody waits, have left."""
+    if options.timeout is not None and not options.timeout >= 0:
+        print(f"tracewire: --timeout takes a number of seconds, got {options.timeout:g}", file=sys.stderr)
+        return 2
+    if not options.engines and options.host is None:
+        print("tracewire: name an engine (tracewire engines lists them), or give --host", file=sys.stderr)
+        return 2
+    async with connect(options.url, prefix=options.prefix) as client:
+        names = list(options.engines)
+        if options.host is not None:
+            names += [engine.name for engine in await client.engines() if engine.host == options.host]
+            if not names:
+                print(f"tracewire: no engine of host {options.host!r} lives (tracewire engines)", file=sys.stderr)
+                return 1
+        drained = [await client.drain(name, timeout=options.timeout) for name in dict.fromkeys(names)]
+        asked = {one.engine.name for one in drained}
+        for one in drained:
+            print(f"{one.engine.name}: asked to drain; it runs {one.engine.running} traces", flush=True)
+            if one.waiting and asked.issuperset(one.others):
+                print(
+                    f"tracewire: no other engine serves {one.engine.model!r}: the {one.waiting} submissions that wait "
+                    "for it, and what is put back, wait until one does",
+                    file=sys.stderr,
+                )
+        for one in drained if not options.no_wait else ():
+            await one.wait()
+            print(f"{one.engine.name}: has left", flush=True)
+    return 0
+
+
+async def _ready(options: argparse.Namespace) -> int:
+    """Returns 0 if there is such an engine."""
+    try:
+        async with connect(options.url, prefix=options.prefix, patience=_PROBE_S) as client:
+            engines = await client.engines(options.model)
+    except ConnectError as error:
+        if not options.alive:
+            raise
+        print(f"tracewire: whether an engine lives is not known: {error}", file=sys.stderr)
+        return 0
+    for engine in engines:
+        named = options.engine in (None, engine.name) and options.host in (None, engine.host)
+        if named and (engine.ready or options.alive):
+            print(f"{engine.name}\t{engine.state}")
+            return 0
+    wanted = " ".join(
+        text
+        for text in (
+            f"engine {options.engine}" if options.engine else "engine",
+            f"of {options.model!r}" if options.model else "",
+            f"on {options.host}" if options.host else "",
+        )
+        if text
+    )
+    print(f"tracewire: no {wanted} {'lives' if options.alive else 'serves'}", file=sys.stderr)
+    return 1
+
+
 async def _models(options: argparse.Namespace) -> int:
     async with connect(options.url, prefix=options.prefix) as client:
         for info in await client.models():
@@ -115,6 +229,7 @@ async def _models(options: argparse.Namespace) -> int:
             print(
                 f"{info.name}\t{engines}\t{info.running} of {info.capacity} traces\t{info.dtype}\t"
                 f"{info.layer_count} layers of {info.hidden_size}\t{info.max_model_len} tokens"
+                + (f"\tits engines differ in: {', '.join(info.differs)}" if info.differs else "")
             )
             if options.tree:
                 print((await client.model(info.name)).tree)

@@ -24,13 +24,16 @@ from tracewire_bus.streams import Bus, BusError, QueueFull
 
 from .blocks import Intervention
 from .dead import DeadLetter, fresh
+from .engines import Draining, Engine
 from .errors import (
     ConnectError,
+    EngineTooOld,
     Overloaded,
     SteerRejected,
     TraceEnded,
     TraceRejected,
     UnknownDeadLetter,
+    UnknownEngine,
     UnknownModel,
     UnknownTrace,
     UntransportableVariable,
@@ -136,8 +139,8 @@ class Client:
         self._name = name
         self._presence = presence
         self._registry: dict[str, list[EngineInfo]] = {}
-        #: Built once for each engine that published one.
-        self._trees: dict[str, tuple[str, ModuleTree]] = {}
+        #: Those of a model's engines that differ, built once for the engines that serve it.
+        self._trees: dict[str, tuple[tuple[str, ...], list[ModuleTree]]] = {}
         self._looked = -math.inf
 
     @property
@@ -159,6 +162,46 @@ class Client:
         """The models that live engines serve now."""
         await self._look(0)
         return [ModelInfo.of(engines) for engines in self._registry.values()]
+
+    async def engines(self, model: Model | str | None = None) -> list[Engine]:
+        """The engines that live now (of one model, if one is named), by model, then by when they started."""
+        await self._look(0)
+        wanted = None if model is None else _model_name(model)
+        found = (engine for engines in self._registry.values() for engine in engines)
+        return [Engine.of(engine) for engine in found if wanted in (None, engine.model)]
+
+    async def drain(
+        self, engine: Engine | str, *, timeout: float | timedelta | None = None, by: str | None = None
+    ) -> Draining:
+        """Have an engine take nothing new, finish what it runs, and leave; its supervisor does not start it again.
+
+        It has been asked to on return; the registry says `draining` as soon as it takes nothing new, and
+        [`Draining.wait`][tracewire.Draining.wait] returns when it has left. What has not ended after `timeout` seconds
+        is put back, ahead of what came later, and runs anew on another engine; without, it takes as long as its traces
+        do, paused ones among them. Asking again does no harm; of several timeouts the earliest counts.
+
+        Raises:
+            UnknownEngine: no such engine lives. Names those that do.
+            EngineTooOld: it is of a version that cannot be asked to. SIGTERM drains it.
+            ConnectError: Redis does not answer; it may have been asked.
+            ValueError: `timeout` is negative.
+        """
+        name = engine.name if isinstance(engine, Engine) else _text("engine", engine)
+        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+        if seconds is not None and not 0 <= seconds <= 1e9:
+            raise ValueError(f"timeout: expected a number of seconds, got {_shown(timeout)}")
+        engines = {one.name: one for one in await self.engines()}
+        if name not in engines:
+            raise UnknownEngine(name, engines)
+        drained = engines[name]
+        if not drained.drains:
+            raise EngineTooOld(name, drained.schema)
+        bus = self._open_bus()
+        with bus_errors():
+            await bus.drain(name, by=self._name if by is None else _text("by", by), within_s=seconds)
+            waiting = await bus.queue.waiting(drained.model)
+        others = [one.name for one in engines.values() if one.model == drained.model and one.ready]
+        return Draining(bus, drained, tuple(other for other in others if other != name), waiting)
 
     async def model(self, name: str, wait_for_engine: float | None = None) -> Model:
         """A model's handle, with its module tree.
@@ -184,11 +227,16 @@ class Client:
         from tracewire_bus.tree import ModuleTree
 
         engines = self._registry[name]
-        engine, tree = self._trees.get(name, ("", None))
-        if tree is None or engine != engines[0].engine:
-            tree = ModuleTree(engines[0])
-            self._trees[name] = (engines[0].engine, tree)
-        return Model(ModelInfo.of(engines), tree)
+        names = tuple(engine.engine for engine in engines)
+        known, trees = self._trees.get(name, ((), []))
+        if known != names:
+            different: list[EngineInfo] = []
+            for engine in engines:
+                if not any(_same_tree(engine, other) for other in different):
+                    different.append(engine)
+            trees = [ModuleTree(engine) for engine in different]
+            self._trees[name] = (names, trees)
+        return Model(ModelInfo.of(engines), trees)
 
     async def _look(self, age: float) -> None:
         """Read the registry, unless what was read is younger than `age` seconds."""
@@ -519,6 +567,10 @@ class Client:
             with anyio.CancelScope(shield=True):
                 await reader.aclose()
         return State(trace_id, fold)
+
+
+def _same_tree(one: EngineInfo, other: EngineInfo) -> bool:
+    return all(getattr(one, name) == getattr(other, name) for name in ("modules", "attributes", "layers", "taps"))
 
 
 # --- what a submission is made of, checked before it leaves -----------------------------------------------------------

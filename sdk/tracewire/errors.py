@@ -26,6 +26,7 @@ __all__ = [
     "BrokenStream",
     "BusFull",
     "ConnectError",
+    "EngineTooOld",
     "EventsLost",
     "InterventionError",
     "Overloaded",
@@ -36,6 +37,7 @@ __all__ = [
     "TraceRejected",
     "TracewireError",
     "UnknownDeadLetter",
+    "UnknownEngine",
     "UnknownModel",
     "UnknownModulePath",
     "UnknownTrace",
@@ -81,6 +83,32 @@ class UnknownModel(TracewireError, LookupError):
         if waited is None:
             message += " (wait_for_engine= waits for one to start)"
         super().__init__(message)
+
+
+class UnknownEngine(TracewireError, LookupError):
+    """No live engine is called so.
+
+    Attributes:
+        engine: the name that was asked for.
+        available: the names of those that live.
+    """
+
+    def __init__(self, engine: str, available: Iterable[str]) -> None:
+        self.engine = engine
+        self.available = sorted(available)
+        live = f"live now: {', '.join(self.available)}" if self.available else "no engine is registered at all"
+        super().__init__(f"no engine is called {engine!r}; {live}")
+
+
+class EngineTooOld(TracewireError):
+    """An engine's version cannot do what it was asked to. `engine` is its name, `schema` the one that it writes."""
+
+    def __init__(self, engine: str, schema: str) -> None:
+        self.engine = engine
+        self.schema = schema
+        super().__init__(
+            f"engine {engine} writes schema {schema}, and cannot be asked to drain before 1.1: SIGTERM drains it"
+        )
 
 
 class Overloaded(TracewireError):

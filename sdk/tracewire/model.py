@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from tracewire_bus.messages import EngineInfo
     from tracewire_bus.tree import ModuleTree
 
@@ -17,7 +19,8 @@ class ModelInfo:
     """A model that is served now, and by how many engines. `capacity` and `running` count traces, on all of them.
 
     `queue_limit` is how many submissions may wait before more are refused, the most that any engine says; 0 for any
-    number.
+    number. `differs` names what its engines do not have in common (`"revision"`, `"module tree"`, ...): any of them may
+    run a trace, and each other field is what the one that started first says.
     """
 
     name: str
@@ -31,10 +34,13 @@ class ModelInfo:
     capacity: int
     running: int
     queue_limit: int
+    differs: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, engines: list[EngineInfo]) -> ModelInfo:
         """What the engines of one model say together; what they should agree on is the first one's word."""
+        from tracewire_bus.fleet import differences
+
         first = engines[0]
         limits = [engine.queue_limit for engine in engines]
         return cls(
@@ -49,6 +55,7 @@ class ModelInfo:
             capacity=sum(engine.capacity for engine in engines),
             running=sum(engine.running for engine in engines),
             queue_limit=max(limits) if all(limits) else 0,
+            differs=tuple(differences(engines)),
         )
 
 
@@ -56,16 +63,18 @@ class Model:
     """A handle of a served model: its name, and the module tree that a block can reach.
 
     It prints as the tree. Attributes that it does not have itself are the tree's, so that `model.model.layers[2]` can
-    be explored as in a block; a path that does not exist is an error that names the nearest one which does.
+    be explored as in a block; a path that does not exist is an error that names the nearest one which does. `trees`
+    are those of all its engines, where they differ: a block must fit each.
     """
 
-    def __init__(self, info: ModelInfo, tree: ModuleTree) -> None:
+    def __init__(self, info: ModelInfo, trees: Sequence[ModuleTree]) -> None:
         self.name = info.name
         self.info = info
-        self.tree = tree
+        self.tree = trees[0]
+        self.trees = tuple(trees)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "tree":
+        if name.startswith("__") or name in ("tree", "trees"):
             # Asked of an object that is not set up yet, as copying does.
             raise AttributeError(name)
         return getattr(self.tree, name)

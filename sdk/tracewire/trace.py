@@ -166,7 +166,9 @@ class Trace:
         block = self._submission.block
         if block is None:
             return model
-        for problem in check_block(model.tree, block.source, block.parameters[0]):
+        # Any engine of the model may run it.
+        problems = (problem for tree in model.trees for problem in check_block(tree, block.source, block.parameters[0]))
+        for problem in problems:
             filename, line = block.filename, block.first_line + problem.line - 1
             source = block.source.splitlines()[problem.line - 1].strip()
             if problem.reason:
@@ -182,13 +184,10 @@ class Trace:
         from tracewire_bus.declared import DeclarationError, check, decoded
         from tracewire_bus.values import unpack
 
+        interventions, live = decoded(self._submission.interventions), unpack(self._submission.live)
         try:
-            check(
-                decoded(self._submission.interventions),
-                model.tree,
-                hidden_size=model.info.hidden_size,
-                live=unpack(self._submission.live),
-            )
+            for tree in model.trees:
+                check(interventions, tree, hidden_size=model.info.hidden_size, live=live)
         except DeclarationError as error:
             raise TraceRejected(error.field, error.message) from None
 

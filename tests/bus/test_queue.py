@@ -12,7 +12,7 @@ import anyio
 import pytest
 
 from tracewire_bus import queue
-from tracewire_bus.codec import decode_submission
+from tracewire_bus.codec import decode_submission, schema_text
 from tracewire_bus.embedded import EmbeddedServer
 from tracewire_bus.messages import Invoke, Submission
 from tracewire_bus.queue import _PUT, Taken
@@ -79,7 +79,7 @@ async def test_a_submission_is_taken_by_one_engine_and_settled(bus: Bus) -> None
     assert await bus.queue.waiting("demo") == 1
     (taken,) = await bus.queue.take("demo", "e1", 5, 1000)
     assert taken.trace == "t"
-    assert (taken.fields[b"v"], taken.fields[b"t"]) == (b"1.0", b"t")
+    assert (taken.fields[b"v"], taken.fields[b"t"]) == (schema_text().encode(), b"t")
     assert decode_submission(taken.fields[b"d"]) == submission()
     assert abs(taken.queued_at - before) < 60
     assert await bus.queue.waiting("demo") == 0
@@ -605,7 +605,7 @@ async def test_a_lease_takes_what_waits_under_it_along(bus: Bus) -> None:
     assert set(await bus.queue.leases("demo")) == {"one", "two"}
     found = await bus.queue.withdraw_lease("demo", "one")
     assert traces(found) == ["A-1", "A-2", "B-1", "B-2"]
-    assert found[0].fields == {b"v": b"1.0", b"t": b"A-1", b"d": b"d"}
+    assert found[0].fields == {b"v": schema_text().encode(), b"t": b"A-1", b"d": b"d"}
     assert found[0].queued_at > 0
     assert await bus.queue.withdraw_lease("demo", "") == []
     assert await bus.queue.clients("demo") == {"A": 3}

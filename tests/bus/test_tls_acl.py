@@ -257,6 +257,10 @@ async def test_each_role_can_do_its_part(version: str) -> None:
             assert await controller.queue.waiting("tiny") == 1
             await controller.cancel("one", by="me")
             await controller.sweep(controller.keys.tags)
+            await controller.drain("e", by="me", within_s=1.5)
+            orders = engine.control("e")
+            assert [order.kind for order in await orders.read(1000)] == ["drain"]
+            await orders.aclose()
             await controller.submit(of("two"))
             (taken,) = await engine.queue.take("tiny", "e", 10, 10)
             await engine.records.open("two", "e")
@@ -294,6 +298,7 @@ async def test_each_role_is_refused_the_rest_and_told_what(version: str) -> None
             await refused(r"a script on tw:\{t\d+\}:trace:t", bus.submit(of("t")))
             await refused(r"a script on tw:\{t\d+\}:trace:t", bus.records.steer("t", live_values({"a": 1}), by="me"))
             await refused(r"a script on tw:\{t\d+\}:trace:t", bus.cancel("t", by="me"))
+            await refused(r"a script on tw:\{t0\}:control:e", bus.drain("e", by="me"))
             await refused(r"a script on tw:\{t\d+\}:trace:t", bus.records.pause("t", by="me"))
             await refused(f"XADD {events}", writer.append("t", 1, 1, b"x"))
             await refused("a script on tw:engine:", bus.register(engine_info()))

@@ -14,6 +14,7 @@ import dataclasses
 import json
 import os
 import signal
+import socket
 import struct
 import sys
 import uuid
@@ -51,7 +52,8 @@ def acts(model, tracer, live):
 
 def info(model: str = "tiny", capacity: int = 256, engine: str = "", **fields: Any) -> EngineInfo:
     """What an engine of this kind registers."""
-    return engine_info(model, engine or f"scripted-{uuid.uuid4().hex[:8]}", capacity=capacity, **fields)
+    name = engine or f"scripted-{uuid.uuid4().hex[:8]}"
+    return engine_info(model, name, **{"capacity": capacity, "host": socket.gethostname()} | fields)
 
 
 def _values(prompt: str, seed: int | None, index: int) -> tuple[int, bytes]:

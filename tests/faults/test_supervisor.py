@@ -67,6 +67,14 @@ def test_what_dies_is_started_again_and_serves_anew(tmp_path: Path) -> None:
     assert starts(tmp_path) == 3
 
 
+@pytest.mark.parametrize("then", ["os.kill(os.getpid(), 9)", "sys.exit(1)", "sys.exit(0)"])
+def test_what_was_asked_to_drain_is_not_started_again_however_it_ends(tmp_path: Path, then: str) -> None:
+    with supervised(tmp_path, f"print('draining engine-0', flush=True); {then}") as process:
+        said, _ = process.communicate(timeout=60)
+    assert said == "ready engine-0\ndraining engine-0\n"
+    assert starts(tmp_path) == 1
+
+
 def test_no_more_often_than_it_was_told(tmp_path: Path) -> None:
     with supervised(tmp_path, "sys.exit(1)", "1") as process:
         process.communicate(timeout=60)
