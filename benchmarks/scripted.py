@@ -154,6 +154,8 @@ class Pacer:
 class _Outputs:
     """A request's outputs at the adapter: those that nobody has taken yet are merged, as vLLM's collector does."""
 
+    cached_tokens = 0
+
     def __init__(self) -> None:
         self._waiting: Choice | None = None
         self._ready = asyncio.Event()

@@ -487,10 +487,11 @@ class Failure(Message):
 
 
 class Usage(Message):
-    """Tokens of all invokes and choices together."""
+    """Tokens of all invokes and choices together; `cached_tokens` of the prompts' were found in the prefix cache."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    cached_tokens: int = 0
 
 
 class Final(Event, tag="final"):

@@ -125,6 +125,13 @@ def _adapter(arguments: list[str]) -> int:
         help="saved arrays of more bytes than this are fetched by those who want them (0: no array is)",
     )
     ours.add_argument(
+        "--kept-kv-bytes",
+        type=int,
+        default=8 << 30,
+        metavar="BYTES",
+        help="how much KV of preempted traces each worker keeps in host memory; what is more is computed anew",
+    )
+    ours.add_argument(
         "--retain-events",
         type=int,
         default=0,
@@ -175,7 +182,7 @@ def _adapter(arguments: list[str]) -> int:
         parser.error(f"--blob-threshold takes a number of bytes, or 0; got {options.blob_threshold}")
     if options.queue_limit < 0:
         parser.error(f"--queue-limit takes a number of submissions, or 0; got {options.queue_limit}")
-    for setting in ("retain_events", "retain_bytes"):
+    for setting in ("retain_events", "retain_bytes", "kept_kv_bytes"):
         if getattr(options, setting) < 0:
             parser.error(f"--{setting.replace('_', '-')} takes a number, or 0; got {getattr(options, setting)}")
     if options.buffer_bytes <= 0:
@@ -208,7 +215,11 @@ def _adapter(arguments: list[str]) -> int:
     except BusError as error:
         print(f"tracewire engine: {error}", file=sys.stderr)
         return 2
-    return _serve(vllm_arguments, name or Path(folder).name, options)
+    try:
+        return _serve(vllm_arguments, name or Path(folder).name, options)
+    except UnsupportedSetting as error:
+        print(f"tracewire engine: {error}", file=sys.stderr)
+        return 2
 
 
 async def _refuse_eviction(url: str, prefix: str) -> None:
@@ -236,6 +247,7 @@ def _serve(vllm_arguments: object, name: str, options: argparse.Namespace) -> in
             check_collect=options.check_collect,
             block_timeout_s=options.block_timeout,
             blob_threshold=options.blob_threshold,
+            kept_bytes=options.kept_kv_bytes,
         )
         try:
             info = describe(model, name, options.capacity, options.queue_limit)

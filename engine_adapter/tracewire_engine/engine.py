@@ -64,6 +64,11 @@ class Outputs(Protocol):
         """
         ...
 
+    @property
+    def cached_tokens(self) -> int:
+        """How many of the prompt's tokens were in the prefix cache and not computed, as far as is known."""
+        ...
+
     def size(self) -> int:
         """How much memory what `get` would return takes, in bytes, about."""
         ...

@@ -1,8 +1,8 @@
 """vLLM's `AsyncLLM` with our workers, and the description of it that goes into the registry.
 
-The engine is built by nnsight's own `VLLM` model in its async mode, with our worker class in place of nnsight's: the
-defaults that make blocks see whole prompts (chunked prefill and prefix caching off), CUDA-graph taps and the choice of
-vLLM's first model runner are then nnsight's, and follow it.
+The engine is built by nnsight's own `VLLM` model in its async mode, with our worker class in place of nnsight's:
+CUDA-graph taps and the choice of vLLM's first model runner are then nnsight's, and follow it. Chunked prefill and
+prefix caching, which nnsight turns off, are as vLLM has them: our scheduler keeps traced requests out of both.
 """
 
 from __future__ import annotations
@@ -26,9 +26,12 @@ from tracewire_bus.messages import EngineInfo, ModuleInfo, Versions
 
 from .orphans import ADAPTER_PID
 from .residual import find_layers
-from .wiring import BLOB_THRESHOLD, BLOCK_TIMEOUT, CHECK_COLLECT, LINK_ADDRESS
+from .wiring import BLOB_THRESHOLD, BLOCK_TIMEOUT, CHECK_COLLECT, KEPT_BYTES, LINK_ADDRESS, STEP_TOKENS
 
 __all__ = ["EngineModel", "UnsupportedSetting", "build_engine", "describe", "refuse_unsupported", "versions"]
+
+#: How many tokens `AsyncLLM` schedules for a step when nobody says how many.
+_STEP_TOKENS = 2048
 
 #: What EngineCore, a process of its own, builds its scheduler from.
 SCHEDULER = "tracewire_engine.scheduler.pausing_scheduler"
@@ -76,16 +79,6 @@ def refuse_unsupported(arguments: AsyncEngineArgs) -> None:
             "vLLM would hold outputs back, and every delta with them",
         ),
         (
-            "--enable-chunked-prefill",
-            bool(getattr(arguments, "enable_chunked_prefill", False)),
-            "a block would see its prompt in pieces",
-        ),
-        (
-            "--long-prefill-token-threshold",
-            (getattr(arguments, "long_prefill_token_threshold", 0) or 0) > 0,
-            "a block would see a long prompt in pieces",
-        ),
-        (
             "--scheduler-cls",
             getattr(arguments, "scheduler_cls", None) is not None,
             "requests are paused and resumed by a scheduler of Tracewire's own",
@@ -104,13 +97,18 @@ def build_engine(
     check_collect: bool = False,
     block_timeout_s: float = 10.0,
     blob_threshold: int = 0,
+    kept_bytes: int = 8 << 30,
 ) -> EngineModel:
     """Start `AsyncLLM` (its processes included) and return nnsight's model around it.
 
     Blocks until the engine is ready. `vllm_entrypoint` of the result is the `AsyncLLM`. With `check_collect`, every
     trace's manifest is made from what nnsight's own collect returns, at the cost of that collect. `block_timeout_s`
     limits each turn of a block (see `watchdog.py`); 0 for no limit. Saved arrays of more than `blob_threshold` bytes
-    travel in blobs; with 0, none does.
+    travel in blobs; with 0, none does. Of preempted requests that are traced, each worker keeps up to `kept_bytes` of
+    KV in host memory; beyond, they are computed anew.
+
+    Raises:
+        UnsupportedSetting: the model, or how it is to be served, is not supported.
     """
     refuse_unsupported(arguments)
     os.environ[ADAPTER_PID] = str(os.getpid())
@@ -129,14 +127,41 @@ def build_engine(
         if field.init and field.name not in ("model", "worker_cls", "enforce_eager") and _changed(arguments, field)
     }
     options["scheduler_cls"] = SCHEDULER
+    options.update(_scheduling(arguments))
     options["additional_config"] = {
         **(options.get("additional_config") or {}),
         LINK_ADDRESS: link_address,
         CHECK_COLLECT: check_collect,
         BLOCK_TIMEOUT: block_timeout_s,
         BLOB_THRESHOLD: blob_threshold,
+        KEPT_BYTES: kept_bytes,
+        STEP_TOKENS: getattr(arguments, "max_num_scheduled_tokens", None) or _STEP_TOKENS,
     }
     return EngineModel(arguments.model, mode="async", dispatch=True, taps=taps, **options)
+
+
+def _scheduling(arguments: AsyncEngineArgs) -> dict[str, Any]:
+    """Options under which plain requests are chunked and cached as vLLM does it, and any traced prompt fits a step.
+
+    The workers can take a prompt of the model's length in one step, unless `max_num_batched_tokens` says otherwise; how
+    many tokens a step has when it need not is the scheduler's to keep to (`STEP_TOKENS`).
+    """
+    config = arguments.create_model_config()
+    # Named, so that nnsight's own defaults do not count: what is None, vLLM decides.
+    options: dict[str, Any] = {
+        "enable_prefix_caching": arguments.enable_prefix_caching,
+        "enable_chunked_prefill": arguments.enable_chunked_prefill,
+    }
+    if config.is_hybrid or config.is_attention_free:
+        if arguments.enable_prefix_caching:
+            raise UnsupportedSetting(
+                "--enable-prefix-caching is not supported for a model with recurrent layers: their state can be cached "
+                "only where prompts are cut, and traced prompts are computed whole"
+            )
+        options["enable_prefix_caching"] = False
+    if arguments.max_num_batched_tokens is None and arguments.enable_chunked_prefill is not False:
+        options["max_num_batched_tokens"] = max(_STEP_TOKENS, config.max_model_len)
+    return options
 
 
 def _changed(arguments: AsyncEngineArgs, field: dataclasses.Field[Any]) -> bool:

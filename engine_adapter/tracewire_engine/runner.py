@@ -35,6 +35,7 @@ from .blob_link import BlobSender
 from .blocks import BlockCache, BlockMediator, failure_of, is_stop
 from .declared import Declaration, DeclaredInterleaver, DeclaredRequests
 from .hosting import HostArray, HostCopy, ToHost, encoded_late
+from .kept import KeptCache
 from .large import Hold
 from .link import Applied, FinishRecord, LinkSender, Report, StepRecord
 from .live import LIVE, LiveRun, LiveRuns
@@ -252,6 +253,7 @@ class TracewireRunner(NNsightGPUModelRunner):
         self.tracewire_unsent = _Unsent(Report())
         self.tracewire_behind: deque[_Unsent] = deque()
         self.tracewire_unwatched = False
+        self.tracewire_kept: KeptCache | None = None
         kind: Any = type(model)
         self.tracewire_phases = frozenset(value._location(model) for value in (kind.logits, kind.samples))
         # Every rank runs every block, and gathers what it reads: one rank's values are all there are.
@@ -261,12 +263,18 @@ class TracewireRunner(NNsightGPUModelRunner):
         self.tracewire_blobs = BlobSender(address) if address and reporting else None
 
     def _update_states(self, scheduler_output: Any) -> Any:
+        self._keep_preempted(scheduler_output)
         if scheduler_output.finished_req_ids:
             self._finish_requests(scheduler_output.finished_req_ids)
         changed = self.nnsight_requests.live.apply()
         for run in changed:
             self.tracewire_declared.renew(run)
         corrections = self._scope_step(scheduler_output)
+        if self.tracewire_kept:
+            cached = scheduler_output.scheduled_cached_reqs
+            for request_id, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
+                if request_id in cached.resumed_req_ids:
+                    self.tracewire_kept.restore(request_id, blocks)
         scheduled = scheduler_output.num_scheduled_tokens
         for request_id, traced in self.nnsight_requests.traced.items():
             state = self.requests.get(request_id)
@@ -286,6 +294,18 @@ class TracewireRunner(NNsightGPUModelRunner):
         # A step without tokens is the last one for now.
         self._send(wait=not scheduler_output.total_num_scheduled_tokens)
         return corrections
+
+    def _keep_preempted(self, scheduler_output: Any) -> None:
+        """Copy the KV of requests that the scheduler has just preempted: their blocks are anybody's from now on."""
+        kept, finished = self.tracewire_kept, scheduler_output.finished_req_ids
+        if kept and finished:
+            kept.forget(finished)
+        leaving = [one for one in getattr(scheduler_output, "tracewire_leaving", ()) if one not in finished]
+        if leaving and kept is None:
+            kept = self.tracewire_kept = KeptCache(self.kv_caches, self.kv_cache_config.num_blocks)
+        for request_id in leaving:
+            if request_id in self.requests and kept is not None:
+                kept.keep(request_id, self.requests[request_id].block_ids)
 
     def _applied(self, run: LiveRun, scheduled: dict[str, int]) -> Applied:
         """From which token of each of its choices on a run's live parameters hold, if they do from this step on."""
@@ -585,4 +605,7 @@ class TracewireRunner(NNsightGPUModelRunner):
     def tracewire_request_count(self) -> int:
         """How many requests this worker still holds anything for: 0 when the engine is idle. A leak gauge, by RPC."""
         book = self.nnsight_requests
-        return max(len(book.requests), len(book.traced), len(book.declared.live), len(book.live.runs), len(book.runs))
+        kept = len(self.tracewire_kept or ())
+        return max(
+            len(book.requests), len(book.traced), len(book.declared.live), len(book.live.runs), len(book.runs), kept
+        )

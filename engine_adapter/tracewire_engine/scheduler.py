@@ -1,15 +1,27 @@
-"""vLLM's scheduler, which can also pause single requests.
+"""vLLM's scheduler, which can also pause single requests, and knows those with interventions from plain ones.
+
+Plain requests are scheduled as vLLM does: long prompts in chunks, what is cached of them not at all. A request with
+interventions, a *traced* one, is different in three ways:
+
+- Its prompt is computed in one step, since a block is to see it whole. When it does not fit beside what else a step
+  would compute, the next step makes room for it: prompts that are under way in chunks rest, and the step may have as
+  many tokens as the workers can take, as far as they are needed.
+- Its KV blocks never enter the prefix cache. What is computed under an edit serves nobody else, and blocks without a
+  future are the first to be used again, so that they do not push out what plain requests share.
+- When it is preempted, the workers copy its KV blocks to the host (`kept.py`) and back when it goes on. It is not
+  computed anew, and what it reads and edits is what it would have been.
 
 A paused request is not scheduled, and takes neither a step's tokens nor a place among the running requests. It stays in
 vLLM's own queues, where an abort, and a token that is still on its way, find it. Only while vLLM decides on a step, or
 counts what is left to do, is it set aside from them. Its KV blocks stay its own until somebody finds none free: then
-paused requests are preempted first, and computed anew when they are resumed.
+paused requests are preempted first.
 
 An engine that has nothing but paused requests is idle to vLLM, and waits for messages. It makes one step without tokens
 before, so that the workers report the last step that had any.
 
 EngineCore builds the scheduler from a dotted path, [`pausing_scheduler`][], and answers the utility calls
-`tracewire_pause`, `tracewire_resume` and `tracewire_hold` (which pauses all there are, and all that come) from then on.
+`tracewire_pause`, `tracewire_resume`, `tracewire_hold` (which pauses all there are, and all that come) and
+`tracewire_counts` from then on.
 A step that has been given to the workers is not called back: a pause takes hold after at most one such step, or two
 with async scheduling.
 """
@@ -24,10 +36,15 @@ from typing import Any
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
+from vllm.v1.kv_cache_interface import AttentionSpec
+from vllm.v1.request import RequestStatus
 
-from .wiring import BLOCK_ARG, DECLARED_ARG
+from .wiring import BLOCK_ARG, DECLARED_ARG, KEPT_BYTES, STEP_TOKENS
 
 __all__ = ["PausingAsyncScheduler", "PausingScheduler", "pausing_scheduler"]
+
+#: How many bytes of KV a worker keeps of preempted requests, unless `additional_config` says otherwise.
+_KEPT_BYTES = 8 << 30
 
 #: vLLM's queues of requests that do not run: each version has two of them.
 _WAITING = ("waiting", "kv_holding_waiting", "skipped_waiting")
@@ -40,6 +57,9 @@ class _Pausing:
     waiting: Any
     requests: dict[str, Any]
     max_num_running_reqs: int
+    max_num_scheduled_tokens: int
+    scheduler_config: Any
+    vllm_config: Any
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -49,12 +69,29 @@ class _Pausing:
         #: What vLLM does not see among the running requests now, and may take blocks from: the last first.
         self.tracewire_aside: list[Any] = []
         self.tracewire_preempted: list[Any] = []
+        extra = self.vllm_config.additional_config
+        if self.scheduler_config.enable_chunked_prefill:
+            self.max_num_scheduled_tokens = min(
+                self.max_num_scheduled_tokens, extra.get(STEP_TOKENS, self.max_num_scheduled_tokens)
+            )
         #: Whether the last step had tokens.
         self.tracewire_stepped = False
+        #: The traced request that did not fit what the last step had left.
+        self.tracewire_unfit: Any = None
+        #: Whose KV blocks the workers are to copy to the host before the next step, and whose they hold: how many.
+        self.tracewire_leaving: list[str] = []
+        self.tracewire_kept: dict[Any, int] = {}
+        self.tracewire_preemptions = self.tracewire_steps = 0
         manager: Any = self.kv_cache_manager  # type: ignore[attr-defined]
         self._allocate = manager.allocate_slots
         # The one place where running and waiting requests alike learn that there are no free blocks.
         manager.allocate_slots = self._allocate_slots
+        coordinator: Any = manager.coordinator
+        self._cache = coordinator.cache_blocks
+        # Through which all blocks go into the prefix cache.
+        coordinator.cache_blocks = self._cache_blocks
+        groups: Any = self.kv_cache_config.kv_cache_groups  # type: ignore[attr-defined]
+        self._keepable = int(extra.get(KEPT_BYTES, _KEPT_BYTES) / _block_bytes(groups)) if _by_position(groups) else 0
 
     def pause_requests(self, request_ids: Iterable[str]) -> int:
         """Leave these out of every step until they are resumed; returns how many of them there still are."""
@@ -77,10 +114,27 @@ class _Pausing:
 
     def schedule(self, *args: Any, **options: Any) -> Any:
         """vLLM's next step, without the paused."""
-        with self._set_aside():
+        with self._set_aside(), self._make_room():
             output: Any = super().schedule(*args, **options)  # type: ignore[misc]
         self.tracewire_stepped = output.total_num_scheduled_tokens > 0
+        self.tracewire_steps += self.tracewire_stepped
+        # The workers look for it before they write to any block.
+        output.tracewire_leaving, self.tracewire_leaving = self.tracewire_leaving, []
         return output
+
+    def counts(self) -> dict[str, int]:
+        """What is in the queues and in the KV cache, for tests and for whoever looks for a leak."""
+        pool: Any = self.kv_cache_manager.block_pool  # type: ignore[attr-defined]
+        return {
+            "requests": len(self.requests),
+            "paused": len(self._still_paused()),
+            "kept": len(self._still_kept()),
+            "preemptions": self.tracewire_preemptions,
+            "steps": self.tracewire_steps,
+            # One is vLLM's own, which stands for no block.
+            "blocks": pool.num_gpu_blocks - 1,
+            "free_blocks": pool.get_num_free_blocks(),
+        }
 
     def get_num_unfinished_requests(self) -> int:
         """How many requests there is something to do for."""
@@ -106,7 +160,7 @@ class _Pausing:
         There can be more: while a request was paused, its place was another's. It then waits for one, blocks and all.
         """
         paused = self._still_paused()
-        limit: int = getattr(self, "max_num_active_reqs", None) or self.max_num_running_reqs
+        limit = self._places()
         if not paused and len(self.running) <= limit:
             yield
             return
@@ -131,25 +185,139 @@ class _Pausing:
             self.waiting.prepend_requests(self.tracewire_preempted)
             self.tracewire_aside, self.tracewire_preempted = [], []
 
-    def _victim(self) -> Any:
-        """Who of those set aside is to be computed anew: the last that has no interventions, or else the last.
+    def _places(self) -> int:
+        """How many requests may run at once."""
+        return getattr(self, "max_num_active_reqs", None) or self.max_num_running_reqs
 
-        A block sees all tokens of such a request in one step, and live parameters have the values that they have then.
+    @contextmanager
+    def _make_room(self) -> Iterator[None]:
+        """Show vLLM a step in which the traced prompt fits that did not fit the last one, if there is one.
+
+        Prompts under way in chunks rest for the step; if the others' tokens are too many beside it, they do too.
         """
+        request, self.tracewire_unfit = self.tracewire_unfit, None
+        if request is None or request.is_finished() or len(self.running) >= self._places():
+            yield
+            return
+        config, usual = self.scheduler_config, self.max_num_scheduled_tokens
+        threshold = config.long_prefill_token_threshold
+        needed = request.num_tokens - request.num_computed_tokens
+        before = list(self.running)
+        going = [one for one in before if _tokens_left(one) <= 1]
+        if needed + len(going) > config.max_num_batched_tokens:
+            going = []
+        self.running = list(going)
+        places = "max_num_active_reqs" if hasattr(self, "max_num_active_reqs") else "max_num_running_reqs"
+        limit = getattr(self, places)
+        setattr(self, places, limit - (len(before) - len(going)))
+        self.max_num_scheduled_tokens = max(usual, needed + len(going))
+        config.long_prefill_token_threshold = 0
+        try:
+            yield
+        finally:
+            self.max_num_scheduled_tokens, config.long_prefill_token_threshold = usual, threshold
+            setattr(self, places, limit)
+            # In their order, without those that were preempted; whoever is new behind them.
+            gone = set(going) - set(self.running)
+            fresh = [one for one in self.running if one not in going]
+            self.running = [one for one in before if one not in gone] + fresh
+
+    def _victim(self) -> Any:
+        """Who of those set aside is to be preempted: the last that has no interventions, or else the last."""
         aside = self.tracewire_aside
         return aside.pop(next((place for place in range(len(aside) - 1, -1, -1) if _is_plain(aside[place])), -1))
 
     def _allocate_slots(self, request: Any, *args: Any, **options: Any) -> Any:
-        """vLLM's allocation, which finds the blocks of those set aside when there are no others."""
+        """vLLM's allocation, which finds the blocks of those set aside when there are no others.
+
+        A traced prompt gets blocks as a whole, or none yet.
+        """
+        running = request.status == RequestStatus.RUNNING
+        if not running and not _is_plain(request) and self._is_cut(request, *args, **options):
+            self.tracewire_unfit = request
+            return None
+        if request in self.tracewire_kept and request.num_computed_tokens:
+            # As of a request whose KV comes from elsewhere.
+            options["num_external_computed_tokens"] = computed = request.num_computed_tokens
+            request.num_computed_tokens = 0
+            try:
+                return self._allocate_anyhow(request, *args, **options)
+            finally:
+                request.num_computed_tokens = computed
+        return self._allocate_anyhow(request, *args, **options)
+
+    def _is_cut(self, request: Any, num_new_tokens: int, num_new_computed_tokens: int = 0, **options: Any) -> bool:
+        """Whether vLLM would compute only a part of what is to be computed of a request that is about to run."""
+        computed = (
+            request.num_computed_tokens + num_new_computed_tokens + options.get("num_external_computed_tokens", 0)
+        )
+        left: int = request.num_tokens - computed
+        most: int = self.scheduler_config.max_num_batched_tokens
+        # What no step can take is let through, so that it does not stand in everybody's way.
+        return num_new_tokens < left <= most
+
+    def _allocate_anyhow(self, request: Any, *args: Any, **options: Any) -> Any:
         blocks = self._allocate(request, *args, **options)
         while blocks is None and self.tracewire_aside:
             victim = self._victim()
-            self._preempt_request(victim, time.monotonic())  # type: ignore[attr-defined]
+            self._preempt_request(victim, time.monotonic())
             # Not to be scheduled in this very step.
             self.waiting.remove_request(victim)
             self.tracewire_preempted.append(victim)
             blocks = self._allocate(request, *args, **options)
         return blocks
+
+    def _cache_blocks(self, request: Any, *args: Any, **options: Any) -> None:
+        """vLLM's way into the prefix cache, for plain requests."""
+        if _is_plain(request):
+            self._cache(request, *args, **options)
+
+    def _preempt_request(self, request: Any, *args: Any, **options: Any) -> None:
+        """vLLM's, which forgets what was computed; of a traced request, the workers keep it."""
+        computed, blocks = request.num_computed_tokens, 0
+        # vLLM 0.25 knows no tokens of a preempted request that are still on their way.
+        settled = hasattr(request, "num_stale_output_tokens") or not request.num_output_placeholders
+        # Dropped, it is because the KV is no longer valid.
+        if not _is_plain(request) and computed and settled and not options.get("drop_stale_output", False):
+            manager: Any = self.kv_cache_manager  # type: ignore[attr-defined]
+            blocks = sum(map(len, manager.get_block_ids(request.request_id)))
+        super()._preempt_request(request, *args, **options)  # type: ignore[misc]
+        self.tracewire_preemptions += 1
+        self.tracewire_kept.pop(request, None)
+        if blocks and sum(self._still_kept().values()) + blocks <= self._keepable:
+            request.num_computed_tokens = computed
+            self.tracewire_kept[request] = blocks
+            self.tracewire_leaving.append(request.request_id)
+
+    def _still_kept(self) -> dict[Any, int]:
+        """How many blocks the workers hold of each preempted request."""
+        kept = self.tracewire_kept
+        for request in [one for one in kept if one.is_finished() or one.status != RequestStatus.PREEMPTED]:
+            del kept[request]
+        return kept
+
+
+def _specs(group: Any) -> list[Any]:
+    """What each layer of a KV cache group keeps in a block."""
+    inner = getattr(group.kv_cache_spec, "kv_cache_specs", None)
+    return list(inner.values()) if inner else [group.kv_cache_spec] * len(group.layer_names)
+
+
+def _by_position(groups: Any) -> bool:
+    """Whether all layers are attention's: the state of others is not of blocks of positions."""
+    return bool(groups) and all(isinstance(spec, AttentionSpec) for group in groups for spec in _specs(group))
+
+
+def _block_bytes(groups: Any) -> int:
+    """How many bytes a block has, in all layers of a worker."""
+    size: int = max(sum(spec.page_size_bytes for spec in _specs(group)) for group in groups)
+    return size
+
+
+def _tokens_left(request: Any) -> int:
+    """How many tokens of a running request are to be computed: 1 when it generates."""
+    left: int = request.num_tokens + request.num_output_placeholders - request.num_computed_tokens
+    return left
 
 
 def _is_plain(request: Any) -> bool:
@@ -179,8 +347,14 @@ def _hold(core: Any, on: bool) -> None:
     core.scheduler.hold(on)
 
 
+def _counts(core: Any) -> dict[str, int]:
+    counts: dict[str, int] = core.scheduler.counts()
+    return counts
+
+
 def pausing_scheduler(vllm_config: Any, **options: Any) -> _Pausing:
     """Make EngineCore's scheduler, and let EngineCore answer calls about it: what `scheduler_cls` names."""
     EngineCore.tracewire_pause, EngineCore.tracewire_resume, EngineCore.tracewire_hold = _pause, _resume, _hold
+    EngineCore.tracewire_counts = _counts
     kind = PausingAsyncScheduler if vllm_config.scheduler_config.async_scheduling else PausingScheduler
     return kind(vllm_config=vllm_config, **options)

@@ -712,6 +712,7 @@ class TraceRun:
         return Usage(
             prompt_tokens=sum(request.prepared.prompt_tokens for request in self.requests),
             completion_tokens=sum(len(ids) for request in self.requests for ids in request.token_ids),
+            cached_tokens=sum(request.outputs.cached_tokens for request in self.requests),
         )
 
     async def fail(self, failure: Failure, *, status: Status = "failed") -> None:

@@ -32,12 +32,14 @@ __all__ = ["VllmEngine"]
 class _VllmOutputs:
     def __init__(self, collector: Any) -> None:
         self._collector = collector
+        self.cached_tokens = 0
 
     async def get(self) -> tuple[list[Choice], bool]:
         try:
             output = self._collector.get_nowait() or await self._collector.get()
         except EngineDeadError as error:
             raise EngineLost(str(error)) from error
+        self.cached_tokens = max(self.cached_tokens, output.num_cached_tokens or 0)
         choices = [
             Choice(
                 index=completion.index,
@@ -120,6 +122,13 @@ class VllmEngine:
                 extra[LIVE_ARG], extra[RUN_ARG] = submission.live, run
             # A token served from the prefix cache runs no forward pass, and a block would not see it.
             params.skip_reading_prefix_cache = True
+        budget = self.llm.vllm_config.scheduler_config.max_num_batched_tokens
+        if extra and len(token_ids) > budget:
+            raise Rejection(
+                f"{where}prompt",
+                f"the prompt has {len(token_ids)} tokens; with a block or interventions it is computed in one step, "
+                f"which takes {budget} on this engine (max_num_batched_tokens)",
+            )
         params.extra_args = extra or None
         params.output_kind = RequestOutputKind.DELTA
         prompt = TokensPrompt(prompt_token_ids=token_ids)

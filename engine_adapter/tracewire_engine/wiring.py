@@ -10,9 +10,11 @@ __all__ = [
     "BLOCK_TIMEOUT",
     "CHECK_COLLECT",
     "DECLARED_ARG",
+    "KEPT_BYTES",
     "LINK_ADDRESS",
     "LIVE_ARG",
     "RUN_ARG",
+    "STEP_TOKENS",
     "blob_address",
     "inputs_folder",
 ]
@@ -35,6 +37,12 @@ BLOCK_TIMEOUT = "tracewire_block_timeout"
 
 #: Key of `additional_config`: arrays of more bytes than this travel in blobs; 0 for none.
 BLOB_THRESHOLD = "tracewire_blob_threshold"
+
+#: Key of `additional_config`: how many bytes of the KV of preempted requests a worker may keep in host memory.
+KEPT_BYTES = "tracewire_kept_bytes"
+
+#: Key of `additional_config`: how many tokens the scheduler puts into a step, whatever more the workers can take.
+STEP_TOKENS = "tracewire_step_tokens"
 
 
 def blob_address(link_address: str) -> str:

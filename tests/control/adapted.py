@@ -25,6 +25,8 @@ _NO_DELTAS = msgspec.Raw(msgspec.msgpack.encode([]))
 class PlayedOutputs:
     """The outputs of one request, which a test puts out."""
 
+    cached_tokens = 0
+
     def __init__(self) -> None:
         self._send, self._receive = anyio.create_memory_object_stream[tuple[Choice, bool]](100)
         self.tokens = 0

@@ -9,7 +9,6 @@ behind the adapter's back.
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -21,10 +20,9 @@ import pytest
 
 import tracewire
 from tests.engine import blocks_for_tests as blocks
+from tests.engine_inside import engine_inside, forgotten
 from tracewire import Client, Model, Output
-from tracewire_bus.embedded import EmbeddedServer
 from tracewire_bus.messages import Probe
-from tracewire_bus.streams import Bus
 
 pytestmark = pytest.mark.engine
 
@@ -55,58 +53,9 @@ def edits(model, tracer, live):
 @pytest.fixture(scope="module")
 async def served() -> AsyncIterator[tuple[Any, str]]:
     """The engine, which notes the names of the requests that it is given, and the URL of the Redis that it serves."""
-    before = dict(os.environ)
-    os.environ.update(VLLM_USE_V2_MODEL_RUNNER="0", VLLM_CPU_ATTN_SPLIT_KV="0", VLLM_NO_USAGE_STATS="1")
-    from vllm.engine.arg_utils import AsyncEngineArgs
-
-    from tracewire_engine.adapter import Adapter, Settings
-    from tracewire_engine.blob_link import BlobReceiver
-    from tracewire_engine.cli import demo_model
-    from tracewire_engine.link import LinkReceiver
-    from tracewire_engine.model import build_engine, describe
-    from tracewire_engine.vllm_engine import VllmEngine
-
-    class Noting(VllmEngine):
-        started: list[str]
-
-        async def start(self, request: str, *rest: Any) -> Any:
-            outputs = await super().start(request, *rest)
-            self.started.append(request)
-            return outputs
-
-    arguments = AsyncEngineArgs(
-        model=str(demo_model()),
-        max_num_seqs=PLACES,
-        max_model_len=LENGTH,
-        block_size=BLOCK_SIZE,
-        num_gpu_blocks_override=BLOCKS,
-        kv_cache_memory_bytes=64 << 20,
-    )
-    with LinkReceiver() as link, BlobReceiver(link.address) as large:
-        model = build_engine(arguments, link.address, check_collect=True)
-        engine = Noting(model, link, large)
-        engine.started = []
-        try:
-            async with EmbeddedServer.start() as server, Bus.open(server.url) as bus:
-                adapter = Adapter(engine, describe(model, "demo", 64), bus, Settings(drain_s=1))
-                serving = asyncio.create_task(adapter.run())
-                yield engine, server.url
-                adapter.stop()
-                await serving
-        finally:
-            model.vllm_entrypoint.shutdown()
-            model.vllm_entrypoint = engine.llm = None
-            os.environ.clear()
-            os.environ.update(before)
-
-
-async def forgotten(engine: Any) -> None:
-    """Wait until the workers hold nothing any more."""
-    for _ in range(500):
-        if not await engine.tracked():
-            return
-        await anyio.sleep(0.02)
-    raise AssertionError("the workers still hold a request")
+    options = {"max_num_seqs": PLACES, "max_model_len": LENGTH}
+    async with engine_inside(**options, block_size=BLOCK_SIZE, num_gpu_blocks_override=BLOCKS) as served:
+        yield served
 
 
 @pytest.fixture

@@ -1,8 +1,7 @@
 """Pausing in vLLM's own schedulers, without an engine: a made-up model stands behind them.
 
-Requests come, are paused, resumed and aborted at random, with few blocks and few places. The made-up worker keeps what
-vLLM's keeps, and checks what it is told: which tokens a request has, which are computed, and whose a block is. Whatever
-happens, each request's tokens are what they are on its own.
+Requests come, are paused, resumed and aborted at random, with few blocks and few places. Whatever happens, each
+request's tokens are what they are on its own.
 """
 
 # mypy: ignore-errors
@@ -10,166 +9,23 @@ happens, each request's tokens are what they are on its own.
 from __future__ import annotations
 
 import random
-from collections import deque
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from vllm import SamplingParams  # noqa: E402
-from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: E402
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler  # noqa: E402
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec  # noqa: E402
-from vllm.v1.outputs import ModelRunnerOutput  # noqa: E402
-from vllm.v1.request import Request, RequestStatus  # noqa: E402
-from vllm.v1.structured_output import StructuredOutputManager  # noqa: E402
+from vllm.v1.request import RequestStatus
 
-from tracewire_engine.scheduler import pausing_scheduler  # noqa: E402
-
-MODEL = Path(__file__).parents[2] / "examples" / "demo_model" / "model"
-BLOCK, PLACES, LENGTH = 4, 3, 48
-
-
-def following(tokens: list[int]) -> int:
-    """The made-up model: the token after these."""
-    return (sum(place * token for place, token in enumerate(tokens, 1)) * 2654435761 >> 7) % 1000 + 1
-
-
-def alone(prompt: list[int], count: int) -> list[int]:
-    """What a request of its own generates."""
-    tokens = list(prompt)
-    for _ in range(count):
-        tokens.append(following(tokens))
-    return tokens[len(prompt) :]
+from tests.control.schedulers import PLACES, Core, alone, configuration
 
 
 @pytest.fixture(scope="module")
 def config() -> Any:
-    """vLLM's configuration of an engine with few places and short texts."""
-    arguments = AsyncEngineArgs(
-        model=str(MODEL), max_num_seqs=PLACES, max_model_len=LENGTH, max_num_batched_tokens=64, block_size=16
-    )
-    config = arguments.create_engine_config()
-    config.scheduler_config.enable_chunked_prefill = False
-    config.cache_config.enable_prefix_caching = False
-    config.cache_config.block_size = BLOCK
-    return config
-
-
-class Worker:
-    """What vLLM's worker keeps of requests, and a model that is right only if that is."""
-
-    def __init__(self) -> None:
-        self.tokens: dict[str, list[int]] = {}
-        self.blocks: dict[str, list[int]] = {}
-        #: By block, who wrote which of its slots.
-        self.slots: dict[int, list[Any]] = {}
-        self.batch: set[str] = set()
-
-    def execute(self, output: Any) -> Any:
-        for name in output.finished_req_ids:
-            self.tokens.pop(name, None)
-            self.blocks.pop(name, None)
-        self.batch -= output.finished_req_ids
-        scheduled = output.num_scheduled_tokens
-        before, self.batch = self.batch, set(scheduled)
-        computed = {}
-        for data in output.scheduled_new_reqs:
-            self.tokens[data.req_id] = list(data.prompt_token_ids)
-            self.blocks[data.req_id] = list(data.block_ids[0])
-            computed[data.req_id] = data.num_computed_tokens
-        cached = output.scheduled_cached_reqs
-        for place, name in enumerate(cached.req_ids):
-            computed[name] = cached.num_computed_tokens[place]
-            known, new = cached.all_token_ids.get(name), cached.new_block_ids[place]
-            if name in cached.resumed_req_ids:
-                assert name not in before
-                self.blocks[name] = []
-            if name not in before:
-                # As vLLM's worker does with async scheduling: it takes the tokens that it is told.
-                assert list(known) == self.tokens[name], "a token was still on its way"
-            self.blocks[name].extend(new[0] if new else [])
-        sampled = []
-        for name, count in scheduled.items():
-            tokens, blocks, first = self.tokens[name], self.blocks[name], computed[name]
-            for position in range(first, first + count):
-                block = blocks[position // BLOCK]
-                self.slots.setdefault(block, [None] * BLOCK)[position % BLOCK] = (name, position)
-            for position in range(first + count):
-                assert self.slots[blocks[position // BLOCK]][position % BLOCK] == (name, position), "another's KV"
-            assert first + count == len(tokens)
-            tokens.append(following(tokens))
-            sampled.append([tokens[-1]])
-        names = list(scheduled)
-        return ModelRunnerOutput(
-            req_ids=names, req_id_to_index={name: place for place, name in enumerate(names)}, sampled_token_ids=sampled
-        )
-
-
-class Core:
-    """EngineCore's loop: one step at a time, or one decided on while the one before runs."""
-
-    def __init__(self, config: Any, blocks: int, depth: int, policy: str) -> None:
-        config.scheduler_config.async_scheduling = depth > 1
-        config.scheduler_config.policy = policy
-        config.cache_config.num_gpu_blocks = blocks
-        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
-        self.scheduler: Any = pausing_scheduler(
-            config,
-            kv_cache_config=KVCacheConfig(
-                num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)]
-            ),
-            structured_output_manager=StructuredOutputManager(config),
-            block_size=BLOCK,
-            log_stats=False,
-        )
-        assert isinstance(self.scheduler, AsyncScheduler) == (depth > 1)
-        self.worker = Worker()
-        self.queue: deque[Any] = deque()
-        self.depth = depth
-        self.generated: dict[str, list[int]] = {}
-        self.finished: dict[str, str] = {}
-        #: Steps made, with whom.
-        self.steps: list[set[str]] = []
-
-    def add(self, name: str, prompt: list[int], count: int, priority: int = 0) -> None:
-        params = SamplingParams(max_tokens=count, ignore_eos=True)
-        params.skip_reading_prefix_cache = True
-        self.generated[name] = []
-        self.scheduler.add_request(Request(name, prompt, params, None, priority=priority))
-
-    @property
-    def has_work(self) -> bool:
-        return self.scheduler.has_requests() or bool(self.queue)
-
-    def step(self) -> None:
-        if self.scheduler.has_requests():
-            output = self.scheduler.schedule()
-            self.steps.append(set(output.num_scheduled_tokens))
-            self.queue.appendleft((output, self.worker.execute(output)))
-            if len(self.queue) < self.depth and (self.steps[-1] or self.scheduler.has_requests()):
-                return
-        if self.queue:
-            for outputs in self.scheduler.update_from_output(*self.queue.pop()).values():
-                for output in outputs.outputs:
-                    self.generated[output.request_id] += output.new_token_ids
-                    if output.finish_reason is not None:
-                        self.finished[output.request_id] = str(output.finish_reason)
-
-    def settle(self, limit: int = 200) -> None:
-        for _ in range(limit):
-            if not self.has_work:
-                return
-            self.step()
-        raise AssertionError("the engine does not come to rest")
-
-    def count(self, name: str) -> int:
-        """In how many steps a request has been."""
-        return sum(name in step for step in self.steps)
+    """vLLM's configuration, without chunks and caching."""
+    return configuration()
 
 
 @pytest.fixture(params=[1, 2], ids=["sync", "async"])

@@ -72,6 +72,8 @@ def expected(prompt: str, tokens: int, seed: int | None = None) -> tuple[list[in
 class _Request:
     """A request, and what of it nobody has taken yet: merged, as vLLM's collector does."""
 
+    cached_tokens = 0
+
     def __init__(self, name: str, prepared: Prepared) -> None:
         self.name = name
         self.prompt, self.tokens, self.seed, self.run = prepared.params

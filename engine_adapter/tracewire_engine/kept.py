@@ -1,0 +1,105 @@
+"""The KV of preempted requests, kept in host memory until they go on.
+
+vLLM computes what it has preempted anew, all tokens in one step. A block would then see all of them at once, once more,
+and what it had changed at earlier positions would be changed as the step at hand has it. So the scheduler
+(`scheduler.py`) counts what a traced request had computed as computed, and the workers see to it that it is: each
+copies its own share of the request's KV blocks before the step in which others may write to them, and puts it into the
+blocks that the request is given later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any
+
+import torch
+
+__all__ = ["KeptCache"]
+
+
+class _Kept:
+    __slots__ = ("groups", "places", "tensors")
+
+    def __init__(self, groups: list[list[int]], places: dict[int, int], tensors: list[torch.Tensor]) -> None:
+        #: The blocks that the request had, by KV cache group.
+        self.groups = groups
+        #: Where in the copies each of them is.
+        self.places = places
+        self.tensors = tensors
+
+
+class KeptCache:
+    """What this worker keeps of the KV of preempted requests, by the scheduler's name of each.
+
+    `caches` are the runner's KV caches (tensors, or lists of tensors), in each of which one of the first two
+    dimensions counts `blocks` blocks, or so many times some number of smaller ones.
+    """
+
+    def __init__(self, caches: Iterable[Any], blocks: int) -> None:
+        self._caches: list[tuple[torch.Tensor, int]] = []
+        self._blocks = blocks
+        self._kept: dict[str, _Kept] = {}
+        seen: set[tuple[int, Any, Any]] = set()
+        for cache in _flat(caches):
+            # Layers that share their KV.
+            key = cache.data_ptr(), cache.shape, cache.stride()
+            if key not in seen:
+                seen.add(key)
+                self._caches.append((cache, _block_dimension(cache, blocks)))
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def keep(self, request: str, groups: Iterable[Iterable[int]]) -> None:
+        """Copy the blocks that a request had, a list of ids for each group."""
+        held = [list(group) for group in groups]
+        # Block 0 stands for none.
+        ids = sorted({block for group in held for block in group} - {0})
+        tensors = [self._view(*cache).index_select(0, self._index(ids, cache[0])).cpu() for cache in self._caches]
+        self._kept[request] = _Kept(held, {block: place for place, block in enumerate(ids)}, tensors)
+
+    def restore(self, request: str, groups: Iterable[Iterable[int]]) -> None:
+        """Write what was kept of a request, if anything was, into the blocks that it has now, and forget it."""
+        kept = self._kept.pop(request, None)
+        if kept is None:
+            return
+        pairs = {
+            new: kept.places[old]
+            for had, has in zip(kept.groups, groups, strict=True)
+            for old, new in zip(had, has, strict=False)
+            if old and new
+        }
+        if not pairs:
+            return
+        for (cache, dimension), copy in zip(self._caches, kept.tensors, strict=True):
+            values = copy[list(pairs.values())].to(cache.device)
+            self._view(cache, dimension).index_copy_(0, self._index(list(pairs), cache), values)
+
+    def forget(self, requests: Collection[str]) -> None:
+        """Drop what is kept of requests that are over."""
+        for request in self._kept.keys() & requests:
+            del self._kept[request]
+
+    def _view(self, cache: torch.Tensor, dimension: int) -> torch.Tensor:
+        """A cache as `[blocks, smaller blocks in each, ...]`, whatever its elements mean."""
+        plain = cache.view(torch.uint8) if cache.element_size() == 1 else cache
+        return plain.unflatten(dimension, (self._blocks, -1)).movedim(dimension, 0)
+
+    @staticmethod
+    def _index(ids: list[int], cache: torch.Tensor) -> torch.Tensor:
+        return torch.tensor(ids, dtype=torch.int64, device=cache.device)
+
+
+def _flat(caches: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for cache in caches:
+        if isinstance(cache, torch.Tensor):
+            yield cache
+        else:
+            yield from _flat(cache)
+
+
+def _block_dimension(cache: torch.Tensor, blocks: int) -> int:
+    for dimension in (0, 1):
+        if cache.ndim > dimension and cache.shape[dimension] and cache.shape[dimension] % blocks == 0:
+            return dimension
+    raise ValueError(f"a KV cache of shape {tuple(cache.shape)} has no dimension of {blocks} blocks")
