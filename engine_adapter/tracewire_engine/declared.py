@@ -28,6 +28,7 @@ from tracewire_bus.values import ext_hook
 from .hosting import TORCH_DTYPES
 from .link import Batch, Layout, LayoutEntry, Part, Placed, Slot
 from .live import LiveRun
+from .recorded import Recorded, Recorder
 from .serving import BlockServing
 from .tensors import to_tensors
 
@@ -37,6 +38,9 @@ _placed = msgspec.msgpack.Decoder(list[Placed], ext_hook=ext_hook)
 
 #: Bytes of vectors kept on the device for further requests that bring the same ones.
 CACHE_BYTES = 256 * 1024 * 1024
+
+#: After how many steps a plan is recorded: about as many as recording costs of those that it saves.
+RECORD_AFTER = 8
 
 
 class VectorCache:
@@ -274,11 +278,20 @@ class _Collector:
             return {"token_ids": top.indices.to(torch.int32).reshape(shape), "logits": top.values.reshape(shape)}
         return {"": values}
 
+    def reset(self) -> None:
+        """The step is over."""
+        self.found = [None] * len(self.found)
+
     @property
     def counts(self) -> list[int]:
         """Rows of the result for each member."""
         mean = isinstance(self.one, Probe) and self.one.reduce == "mean"
         return [1] * len(self.members) if mean else self.rows.counts
+
+
+def _raw(values: torch.Tensor) -> torch.Tensor:
+    """Its bytes, flat."""
+    return values.contiguous().view(-1).view(torch.uint8)
 
 
 class _Read(_Group):
@@ -348,15 +361,20 @@ def _like(bound: float | torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return torch.full_like(other, bound) if isinstance(bound, float) else bound.expand_as(other)
 
 
+def _tensors(value: Any, side: str) -> list[torch.Tensor]:
+    """The tensors of a location's value."""
+    if side == "input":
+        positional, named = value
+        value = [*positional, *named.values()]
+    several = value if isinstance(value, (tuple, list)) else (value,)
+    return [item for item in several if isinstance(item, torch.Tensor)]
+
+
 class _Serving:
     """One location's values while its groups run: a module's first tensor, and the other half of a residual stream."""
 
     def __init__(self, value: Any, side: str, total: int) -> None:
-        if side == "input":
-            positional, named = value
-            value = [*positional, *named.values()]
-        several = list(value) if isinstance(value, (tuple, list)) else [value]
-        tensors = [item for item in several if isinstance(item, torch.Tensor)]
+        tensors = _tensors(value, side)
         if not tensors:
             raise ValueError("there is no tensor to read at this location")
         # A model run by vLLM's Transformers backend has a leading dimension of one.
@@ -404,11 +422,47 @@ class Stage:
         #: Whether the model has come by.
         self.reached = False
         self._owner = owner
+        self._recorded: Recorded | None = None
+        #: Where the values lay when it was recorded, and what the groups read then, which each replay writes anew.
+        self._addresses: tuple[int, ...] = ()
+        self._found: list[tuple[_Read, torch.Tensor | None]] = []
 
     @property
     def edits(self) -> bool:
         """Whether any group changes the value."""
         return any(isinstance(group, _Edit) for group in self.groups)
+
+    def replay(self, value: Any) -> None:
+        """As `run`, for a value that lies where it lay in the plan's other steps, as those of CUDA graphs do.
+
+        Once a plan has held for `RECORD_AFTER` steps, its kernels are recorded as a CUDA graph, and launched together.
+        """
+        plan = self._owner.plan
+        if plan is None or (self._recorded is None and not (plan.recordable and plan.steps >= RECORD_AFTER)):
+            return self.run(value)
+        addresses = tuple([item.data_ptr() for item in _tensors(value, self.side)])
+        if self._recorded is None:
+            plan.recordable = not self._owner.stale and self._record(value)
+            self._addresses = addresses
+        if self._recorded is None or addresses != self._addresses:
+            return self.run(value)
+        self._recorded.replay()
+        for group, found in self._found:
+            group.collector.found[group.site] = found
+        plan.replayed += 1
+        return None
+
+    def _record(self, value: Any) -> bool:
+        """Record what `run` does with values that lie there. Whether it can be recorded."""
+
+        def serve() -> None:
+            serving = _Serving(value, self.side, self._owner.total)
+            for group in self.groups:
+                group.run(serving)
+
+        self._recorded = self._owner.recorder.record(serve)
+        self._found = [(group, group.collector.found[group.site]) for group in self.groups if isinstance(group, _Read)]
+        return self._recorded is not None
 
     def run(self, value: Any) -> None:
         """Serve the location's value to the groups; edits land in it, in place. Raises nothing."""
@@ -446,6 +500,14 @@ class _Plan:
         self.layout: Layout | None = None
         #: Of which step the layout is.
         self.laid_out = 0
+        #: Whether its stages can be CUDA graphs; how many were launched as one in the step under way.
+        self.recordable = True
+        self.replayed = 0
+        #: Whether it was tried to join what they read likewise.
+        self.settled = False
+        #: What was read, one piece after the other, where each launch leaves it; and what joins the pieces.
+        self.flat: torch.Tensor | None = None
+        self.join: Recorded | None = None
 
 
 class DeclaredRequests:
@@ -458,6 +520,7 @@ class DeclaredRequests:
         self.stages: dict[str, Stage] = {}
         self.total = 0
         self.plan: _Plan | None = None
+        self.recorder = Recorder(device)
         self._device = device
         self._layouts = 0
         #: Whether the plan no longer holds: a request came or went, or failed.
@@ -525,6 +588,7 @@ class DeclaredRequests:
         else:
             plan.computed = computed
             plan.steps += 1
+            plan.replayed = 0
         self.stages = plan.stages
 
     def _build(
@@ -591,6 +655,16 @@ class DeclaredRequests:
                         self.fail(group.members, ValueError("the model's forward pass does not come by there"))
         if plan is None or not plan.reads:
             return None
+        replayed = plan.replayed == len(plan.stages) and plan.layout is not None and not self.stale
+        if replayed and plan.flat is not None:
+            if plan.join is not None:
+                plan.join.replay()
+            for collector in plan.collectors:
+                collector.reset()
+            return None, self._batch(plan), plan.flat
+        if replayed and not plan.settled:
+            plan.settled = True
+            self._settle(plan)
         pieces: list[torch.Tensor] = []
         found: list[tuple[_Collector, dict[str, torch.Tensor]]] = []
         for collector in plan.collectors:
@@ -602,14 +676,40 @@ class DeclaredRequests:
             if results is None:
                 continue
             found.append((collector, results))
-            pieces.extend(values.contiguous().view(-1).view(torch.uint8) for values in results.values())
-            collector.found = [None] * len(collector.found)
+            pieces.extend(_raw(values) for values in results.values())
+            collector.reset()
         fresh = None
         if plan.layout is None or self.stale:
             fresh = plan.layout = self._layout(plan, found)
             plan.laid_out = plan.steps
         flat = torch.cat(pieces) if len(pieces) > 1 else pieces[0] if pieces else torch.empty(0, dtype=torch.uint8)
-        return fresh, Batch(layout=plan.layout.id, step=plan.steps - plan.laid_out), flat
+        return fresh, self._batch(plan), flat
+
+    @staticmethod
+    def _batch(plan: _Plan) -> Batch:
+        assert plan.layout is not None
+        return Batch(layout=plan.layout.id, step=plan.steps - plan.laid_out)
+
+    def _settle(self, plan: _Plan) -> None:
+        """Each step leaves what it reads where it lies now: have it joined from there from now on.
+
+        A logit lens takes the model's head, whose kernels are vLLM's: it is not recorded.
+        """
+        if any(isinstance(collector.one, LogitLens) for collector in plan.collectors):
+            return
+        only = plan.collectors[0] if len(plan.collectors) == 1 else None
+        if only is not None and not only.pattern and only.found[0] is not None and only.found[0].is_contiguous():
+            plan.flat = _raw(only.found[0])
+            return
+        joined: list[torch.Tensor] = []
+
+        def join() -> None:
+            results = [collector.results(lambda _: None) or {} for collector in plan.collectors]
+            joined.append(torch.cat([_raw(values) for found in results for values in found.values()]))
+
+        plan.join = self.recorder.record(join)
+        if plan.join is not None:
+            plan.flat = joined[0]
 
     def _layout(self, plan: _Plan, found: list[tuple[_Collector, dict[str, torch.Tensor]]]) -> Layout:
         slots: dict[int, list[Slot]] = {id(declaration): [] for declaration, *_ in plan.declarations}
@@ -714,7 +814,7 @@ class DeclaredInterleaver(VLLMInterleaver, BlockServing):
         if self.busy or (stage is not None and self._fragmented(location)):
             super().replay(location, live)
         elif stage is not None and self.interleaving:
-            stage.run(live)
+            stage.replay(live)
 
     def _fragmented(self, location: str) -> bool:
         fragments = self.fragments

@@ -162,7 +162,7 @@ class Report(msgspec.Struct, array_like=True):
 
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Report)
+_decoder = msgspec.msgpack.Decoder(list[Report])
 
 
 class LinkSender:
@@ -175,9 +175,9 @@ class LinkSender:
         self._socket.connect(address)
         self._buffer = bytearray()
 
-    def send(self, report: Report) -> None:
-        """Queue one step's report. What it refers to may change as soon as this returns."""
-        _encoder.encode_into(report, self._buffer)
+    def send(self, *reports: Report) -> None:
+        """Queue reports of steps, in one message. What they refer to may change as soon as this returns."""
+        _encoder.encode_into(reports, self._buffer)
         # Copied: sending without one wakes a Python thread for each message, which the model would wait for.
         self._socket.send(self._buffer)
 
@@ -228,7 +228,7 @@ class LinkReceiver(Receiver):
             except zmq.Again:
                 return found
             try:
-                found.append(_decoder.decode(message))
+                found.extend(_decoder.decode(message))
             except msgspec.MsgspecError:
                 # A defect, but one step's: the traces that it leaves waiting end with an error, the others go on.
                 logger.exception("a report of the workers could not be read")

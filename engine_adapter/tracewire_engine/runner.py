@@ -211,20 +211,31 @@ class _Unsent:
         #: The copy that was begun last.
         self.copy: ToHost | None = None
 
-    def send(self, link: LinkSender) -> None:
-        """Complete the report and send it; waits for its bytes."""
+    @property
+    def urgent(self) -> bool:
+        """Whether somebody waits for more in it than what was saved."""
+        report = self.report
+        return bool(report.finishes or report.applied) or any(step.ended for step in report.steps)
+
+    def complete(self) -> Report:
+        """The whole report, good until `release`; waits for its bytes."""
         for record, deltas in self.steps:
             record.deltas = msgspec.Raw(_encoded(deltas))
         if self.batch is not None and self.report.batch is not None:
             self.report.batch.data = self.batch.lend()
-        self.report.time = time.time()
-        link.send(self.report)
+        return self.report
+
+    def release(self) -> None:
+        """It was sent."""
         if self.batch is not None:
             self.batch.release()
 
 
 #: How many steps may wait for their bytes before the model waits for them.
 BEHIND = 2
+
+#: Steps that follow one another faster than this, in seconds, are reported two at a time where they come late anyhow.
+PACE = 0.0025
 
 
 class TracewireRunner(NNsightGPUModelRunner):
@@ -252,6 +263,7 @@ class TracewireRunner(NNsightGPUModelRunner):
         self.tracewire_norm = find_norm(self.get_model(), model.__dict__["_tracewire_layers"])
         self.tracewire_unsent = _Unsent(Report())
         self.tracewire_behind: deque[_Unsent] = deque()
+        self.tracewire_sent = 0.0
         self.tracewire_unwatched = False
         self.tracewire_kept: KeptCache | None = None
         kind: Any = type(model)
@@ -594,9 +606,26 @@ class TracewireRunner(NNsightGPUModelRunner):
             self.tracewire_unsent = _Unsent(Report())
             if self.tracewire_link is not None:
                 behind.append(unsent)
-        while behind and (wait or len(behind) > BEHIND or (copy := behind[0].copy) is None or copy.there):
-            assert self.tracewire_link is not None
-            behind.popleft().send(self.tracewire_link)
+        ready = 0
+        now = time.time()
+        for waiting in behind:
+            if not waiting.report.time:
+                copy = waiting.copy
+                if not wait and len(behind) - ready <= BEHIND and copy is not None and not copy.there:
+                    break
+                waiting.report.time = now
+            ready += 1
+        if not ready or self.tracewire_link is None:
+            return
+        first = behind[0]
+        soon = 0 <= now - self.tracewire_sent < PACE
+        if ready == 1 and soon and not wait and first.copy is not None and not first.urgent:
+            return
+        self.tracewire_sent = now
+        sent = [behind.popleft() for _ in range(ready)]
+        self.tracewire_link.send(*[one.complete() for one in sent])
+        for one in sent:
+            one.release()
 
     def tracewire_steer(self, changes: bytes) -> None:
         """Take changes of live parameters, which hold from the next step on; by RPC, between two steps."""
