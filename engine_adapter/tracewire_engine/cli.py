@@ -172,6 +172,11 @@ def _adapter(arguments: list[str]) -> int:
         action="store_true",
         help="check every trace's saves against what nnsight's own collect returns (costs throughput)",
     )
+    ours.add_argument(
+        "--log-stats",
+        action="store_true",
+        help="keep vLLM's own statistics, its line in the log every ten seconds (costs throughput)",
+    )
     AsyncEngineArgs.add_cli_args(parser)
     # A trace's priority is to reach vLLM's scheduler, unless the operator chooses otherwise.
     parser.set_defaults(scheduling_policy="priority")
@@ -200,6 +205,7 @@ def _adapter(arguments: list[str]) -> int:
         if options.kv_cache_memory_bytes is None:
             options.kv_cache_memory_bytes = 512 * 1024 * 1024
     options.model = folder
+    options.disable_log_stats = not options.log_stats
     try:
         vllm_arguments = AsyncEngineArgs.from_cli_args(options)
         refuse_unsupported(vllm_arguments)
@@ -234,6 +240,8 @@ async def _refuse_eviction(url: str, prefix: str) -> None:
 
 
 def _serve(vllm_arguments: object, name: str, options: argparse.Namespace) -> int:
+    from vllm.envs import enable_envs_cache
+
     from .blob_link import BlobReceiver
     from .link import LinkReceiver
     from .model import build_engine, describe
@@ -250,6 +258,8 @@ def _serve(vllm_arguments: object, name: str, options: argparse.Namespace) -> in
             kept_bytes=options.kept_kv_bytes,
         )
         try:
+            # Its settings are asked for with every output.
+            enable_envs_cache()
             info = describe(model, name, options.capacity, options.queue_limit)
             # What has been built by now stays: a collection that walks it all would hold every trace up.
             gc.collect()
