@@ -695,7 +695,7 @@ class DeclaredRequests:
 
         A logit lens takes the model's head, whose kernels are vLLM's: it is not recorded.
         """
-        if any(isinstance(collector.one, LogitLens) for collector in plan.collectors):
+        if not plan.collectors or any(isinstance(collector.one, LogitLens) for collector in plan.collectors):
             return
         only = plan.collectors[0] if len(plan.collectors) == 1 else None
         if only is not None and not only.pattern and only.found[0] is not None and only.found[0].is_contiguous():

@@ -19,12 +19,14 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.engine.conftest import ENGINELESS
 from tracewire_bus.declared import decoded, normalized, resolved
 from tracewire_bus.fold import apply_delta
 from tracewire_bus.messages import Ablate, Append, Clamp, Delta, Live, LogitLens, Probe, Steer, StopWhen
 from tracewire_bus.values import digest, ext_hook, pack
+from tracewire_engine import declared as declared_module
 from tracewire_engine.declared import Declaration, DeclaredRequests
 from tracewire_engine.feed import ChoiceReads, Feed, joined
 from tracewire_engine.link import Placed, encode_changes
@@ -103,6 +105,41 @@ class Request:
         return changed
 
 
+class Graph(TorchDispatchMode):
+    """What a CUDA graph is, on a CPU: operations and the memory they read and write, recorded without a change."""
+
+    def __init__(self, launch: Any) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, Any, Any, Any]] = []
+        self.replays = 0
+        with self:
+            launch()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = args[0] if function._schema.is_mutable else function(*args, **(kwargs or {}))
+        self.calls.append((function, args, kwargs or {}, made))
+        return made
+
+    def replay(self) -> None:
+        self.replays += 1
+        for function, args, kwargs, made in self.calls:
+            both = [x if isinstance(x, (tuple, list)) else (x,) for x in (made, function(*args, **kwargs))]
+            for tensor, fresh in zip(*both, strict=True):
+                if isinstance(tensor, torch.Tensor) and tensor.data_ptr() != fresh.data_ptr():
+                    tensor.copy_(fresh)
+
+
+class Graphs:
+    """Stands for the recorder of a GPU."""
+
+    def __init__(self) -> None:
+        self.made: list[Graph] = []
+
+    def record(self, launch: Any) -> Graph:
+        self.made.append(Graph(launch))
+        return self.made[-1]
+
+
 def naive(request: Request, streams: list[torch.Tensor], first: int, count: int, start: int) -> None:
     """What the request's interventions mean for its rows, in place, layer by layer."""
     prompt, end = request.prompt, first + count
@@ -173,9 +210,26 @@ def naive(request: Request, streams: list[torch.Tensor], first: int, count: int,
 
 @pytest.mark.parametrize("seed", range(30))
 def test_plans_are_what_a_loop_over_requests_gives(seed: int) -> None:
+    play(seed, DeclaredRequests(torch.device("cpu")))
+
+
+def test_recorded_plans_are_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(declared_module, "RECORD_AFTER", 1)
+    graphs = Graphs()
+    for seed in range(8):
+        declared = DeclaredRequests(torch.device("cpu"))
+        declared.recorder = graphs
+        play(seed, declared)
+    assert len(graphs.made) > 10
+    assert sum(graph.replays for graph in graphs.made) > 20
+
+
+def play(seed: int, declared: DeclaredRequests) -> None:
     rng = random.Random(seed)
     torch.manual_seed(seed)
-    declared, feed, runs = DeclaredRequests(torch.device("cpu")), Feed(), LiveRuns()
+    feed, runs = Feed(), LiveRuns()
+    #: As a CUDA graph has them: where they lie depends on the size of the batch.
+    buffers: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
     versions = count(1)
     live: dict[str, Request] = {}
     finished: list[Request] = []
@@ -210,12 +264,16 @@ def test_plans_are_what_a_loop_over_requests_gives(seed: int) -> None:
         declared.begin([request.name for request in batch], scheduled, total, states)
         built += declared.plan is not before
         # The residual stream is the sum of two halves; a graph's tensors are longer than the step.
-        halves = [(torch.randn(total + 3, HIDDEN), torch.randn(total + 3, HIDDEN)) for _ in range(LAYERS)]
+        if total not in buffers:
+            buffers[total] = [(torch.empty(total + 3, HIDDEN), torch.empty(total + 3, HIDDEN)) for _ in range(LAYERS)]
+        halves = buffers[total]
+        for half in (half for pair in halves for half in pair):
+            half.copy_(torch.randn(total + 3, HIDDEN))
         streams = [(hidden + residual)[:total].clone() for hidden, residual in halves]
         for layer, pair in enumerate(halves):
             stage = declared.stages.get(f"layer.{layer}.output")
             if stage is not None:
-                stage.run(pair)
+                stage.replay(pair)
         collected = declared.collect(lambda values: values @ HEAD.T)
         start = 0
         for request in batch:
