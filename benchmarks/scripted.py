@@ -209,7 +209,13 @@ class ScriptedEngine:
                     del self._outputs[token.request]
 
     async def prepare(
-        self, submission: Submission, index: int, block: bytes | None, declared: bytes | None, run: str
+        self,
+        submission: Submission,
+        index: int,
+        block: bytes | None,
+        declared: bytes | None,
+        run: str,
+        edits: bytes | None = None,
     ) -> Prepared:
         """Every submission is as good as another; `max_tokens` counts."""
         sampling = submission.invokes[index].sampling

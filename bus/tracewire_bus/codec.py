@@ -18,6 +18,8 @@ from .messages import (
     Accepted,
     Change,
     Delta,
+    Edit,
+    EditRecord,
     EngineInfo,
     Final,
     Message,
@@ -39,6 +41,8 @@ __all__ = [
     "check_schema",
     "decode_change",
     "decode_deltas",
+    "decode_edit",
+    "decode_edit_record",
     "decode_engine",
     "decode_event",
     "decode_plain",
@@ -202,6 +206,26 @@ def decode_submission(data: bytes | memoryview) -> Submission:
         msgspec.DecodeError: it is no msgpack, or holds a malformed value.
     """
     return cast(Submission, _checked(_decode(Submission), data))
+
+
+def decode_edit(data: bytes | memoryview) -> Edit:
+    """A standing intervention.
+
+    Raises:
+        msgspec.ValidationError: its fields have other types than they should.
+        msgspec.DecodeError: it is no msgpack, or holds a malformed value.
+    """
+    return cast(Edit, _checked(_decode(Edit), data))
+
+
+def decode_edit_record(data: bytes | memoryview) -> EditRecord:
+    """What an edit left. Arrays in it share memory with `data`.
+
+    Raises:
+        msgspec.ValidationError: its fields have other types than they should.
+        msgspec.DecodeError: it is no msgpack, or holds a malformed value.
+    """
+    return cast(EditRecord, _checked(_decode(EditRecord), data))
 
 
 def decode_engine(data: bytes | memoryview) -> EngineInfo:

@@ -45,6 +45,23 @@ class Keys:
         """Says that a trace was submitted, beside its queue."""
         return f"{self.prefix}:{{{model}}}:submitted:{trace}"
 
+    def edits(self, model: str, part: str) -> str:
+        """One of the keys of a model's standing interventions:
+
+        - `entries`, hash: each encoded, by name; `about`, hash: place, version and time of each; `disabled`, hash: why,
+          of those that are.
+        - `state`, hash: counters; `changes`, stream: an entry for each change of them.
+        """
+        return f"{self.prefix}:{{{model}}}:edits:{part}"
+
+    def edit_saves(self, model: str, edit: str) -> str:
+        """Stream of what one edit left on requests that are no traces: see `edits.py`."""
+        return f"{self.prefix}:{{{model}}}:edit-saves:{edit}"
+
+    def edit_sizes(self, model: str) -> str:
+        """Hash of how many bytes each of these streams holds."""
+        return f"{self.prefix}:{{{model}}}:edit-sizes"
+
     def tag(self, trace: str) -> str:
         """The hash tag of a trace."""
         return f"t{crc32(trace.encode('utf-8', 'surrogatepass')) % TAGS}"

@@ -35,6 +35,8 @@ __all__ = [
     "Declared",
     "Delete",
     "Delta",
+    "Edit",
+    "EditRecord",
     "EngineInfo",
     "Event",
     "Failure",
@@ -248,13 +250,15 @@ Declared: TypeAlias = Probe | LogitLens | Steer | Clamp | Ablate | StopWhen
 class Invoke(Message):
     """One prompt of a trace: text, token ids or chat messages (exactly one of the three), and its sampling params.
 
-    `sampling` holds fields of vLLM's `SamplingParams` by name, plain values only.
+    `sampling` holds fields of vLLM's `SamplingParams` by name, plain values only. `edits`, where given, counts in place
+    of the submission's.
     """
 
     prompt: str | None = None
     token_ids: list[int] | None = None
     messages: list[dict[str, Any]] | None = None
     sampling: dict[str, Any] = {}
+    edits: list[str] | None = None
 
 
 class Submission(Message):
@@ -264,7 +268,8 @@ class Submission(Message):
     by Redis's clock. `priority` orders a client's own traces on the queue and all in vLLM's scheduler, lower first.
     `client` is the name under which submissions take turns. `detach` keeps the trace running when its submitter goes
     away; otherwise `lease` is the lease that its submitter holds while it lives (`""`: none). `max_attempts` is how
-    many engines may be lost over it until it fails; until then another begins it anew.
+    many engines may be lost over it until it fails; until then another begins it anew. `edits` names the standing
+    interventions that it asks for ([`Edit`][tracewire_bus.messages.Edit]); none at all and an empty list differ.
     """
 
     trace: str
@@ -280,6 +285,32 @@ class Submission(Message):
     interventions: list[Declared] = []
     lease: str = ""
     max_attempts: int = 3
+    edits: list[str] | None = None
+
+
+# --- standing interventions -------------------------------------------------------------------------------------------
+
+
+class Edit(Message):
+    """A standing intervention: installed on all engines of a model under `name`, and run on requests from then on.
+
+    A request is a trace's invoke, or one of a plain client. `scope` says on which: `all`; `default`, those that do not
+    say which edits they ask for, and those that ask for it; `asked`, those that ask for it alone. A request is given
+    those that are installed when its engine takes it, in the order in which they were first installed, before its own
+    interventions.
+
+    What it saves has the name `<edit>/<name>` on a trace. With `on_error="continue"` a request goes on without an edit
+    that raised on it, and an edit that raised on `max_failures` requests of an engine in a row (0: any number) is
+    disabled; with `"fail"` the request ends as failed.
+    """
+
+    name: str
+    scope: Literal["all", "default", "asked"] = "all"
+    block: Block | None = None
+    interventions: list[Declared] = []
+    on_error: Literal["continue", "fail"] = "continue"
+    max_failures: int = 10
+    by: str = ""
 
 
 # --- save deltas ------------------------------------------------------------------------------------------------------
@@ -357,7 +388,8 @@ class Accepted(Event, tag="accepted"):
 
     `queued_at` is when it was queued (Redis's clock), `sampling` the params of each invoke as vLLM resolved them,
     `prompt_tokens` the length of each invoke's prompt. `live_version` is the version of the live parameters that it
-    starts with (0, or that of the last change made before it started), `live` their values by name.
+    starts with (0, or that of the last change made before it started), `live` their values by name. `edits` lists, for
+    each invoke, the standing interventions that run on it, with their versions.
     """
 
     engine: str
@@ -371,6 +403,7 @@ class Accepted(Event, tag="accepted"):
     prompt_tokens: list[int] = []
     live_version: int = 0
     live: dict[str, Any] = {}
+    edits: list[list[tuple[str, int]]] = []
 
 
 class OutputBase(Event):
@@ -516,6 +549,36 @@ class Final(Event, tag="final"):
         return FINAL_ID
 
 
+# --- what standing interventions leave --------------------------------------------------------------------------------
+
+
+class EditRecord(Message):
+    """What an edit left of one choice of one request, on the stream of the edit's own: an entry when it has ended.
+
+    Of a request that is no trace, what was saved: `deltas` (an encoded `list[list[Delta]]`) from nothing on, under the
+    names that the block gave, and `manifest` to check the fold against. Large arrays in it are blobs of `blobs`. What a
+    trace saved stands on the trace; only an `error` on it is told here, too. `dropped` says why saves were left out.
+    `request` is the id that its client knows.
+    """
+
+    edit: str
+    version: int
+    engine: str
+    request: str
+    trace: str = ""
+    invoke: int = 0
+    choice: int = 0
+    time: float = 0.0
+    tokens: int = 0
+    finish_reason: FinishReason | None = None
+    deltas: msgspec.Raw = msgspec.Raw(b"\x90")
+    blobs: str = ""
+    manifest: list[Manifest] = []
+    save_errors: dict[str, str] = {}
+    error: Failure | None = None
+    dropped: str = ""
+
+
 # --- snapshots --------------------------------------------------------------------------------------------------------
 
 
@@ -561,7 +624,8 @@ class EngineInfo(Message):
     read or edited, as `model.layers.3.output`; an engine without serves all. `queue_limit` is how many submissions may
     wait for its model, 0 for any number. `state` is `serving`, `holding` (until Redis has taken what waits),
     `draining` (it takes nothing new, and leaves), or `lost` (its vLLM has died). `host` is the name of its machine, or
-    pod.
+    pod. `edits` is the generation of the model's standing interventions that it runs;
+    `edit_errors` says why it runs some of them not, by name. `openai` is where it serves vLLM's HTTP API, if it does.
     """
 
     engine: str
@@ -585,3 +649,6 @@ class EngineInfo(Message):
     taps: list[str] = []
     queue_limit: int = 0
     host: str = ""
+    edits: int = 0
+    edit_errors: dict[str, str] = {}
+    openai: str = ""

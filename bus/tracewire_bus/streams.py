@@ -39,6 +39,7 @@ from .connection import (
     redacted,
 )
 from .control import ControlReader, SlotControlReaders, draining
+from .edits import EditRecords, Edits
 from .firehose import Groups, GroupWatch, Watch
 from .keys import FINAL_ID, Keys
 from .live import parted
@@ -104,6 +105,7 @@ class Bus:
         self._blobs: Blobs | None = None
         self._snapshots: Snapshots | None = None
         self._watches: weakref.WeakSet[Watch | GroupWatch] = weakref.WeakSet()
+        self._edit_records: weakref.WeakSet[EditRecords] = weakref.WeakSet()
         self._records: Records | None = None
         self._queue: Queue | None = None
         self._memory: float | None = None
@@ -172,7 +174,7 @@ class Bus:
         with anyio.CancelScope(shield=True):
             if reader is not None:
                 await reader.aclose()
-            for watch in list(self._watches):
+            for watch in [*self._watches, *self._edit_records]:
                 await watch.aclose()
             if queue is not None:
                 await queue.aclose()
@@ -323,6 +325,23 @@ class Bus:
         if self._snapshots is None:
             raise anyio.ClosedResourceError
         return self._snapshots
+
+    # --- standing interventions ---------------------------------------------------------------------------------------
+
+    @property
+    def edits(self) -> Edits:
+        """What is installed on all engines of a model."""
+        return Edits(self._connections, self.keys)
+
+    def edit_records(self, model: str, edit: str, since: str = "now") -> EditRecords:
+        """Follow what an edit leaves on requests that are no traces: see `Edits.records`. Whoever asks closes it.
+
+        Raises:
+            ValueError: `since` is no place to begin at.
+        """
+        records = self.edits.records(model, edit, since)
+        self._edit_records.add(records)
+        return records
 
     # --- traces -------------------------------------------------------------------------------------------------------
 

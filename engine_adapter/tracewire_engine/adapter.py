@@ -29,7 +29,6 @@ from tracewire_bus.blobs import THRESHOLD_BYTES
 from tracewire_bus.codec import NewerSchema, check_schema, decode_submission, encode
 from tracewire_bus.connection import Wakeup
 from tracewire_bus.control import Order
-from tracewire_bus.declared import DeclarationError, check, normalized
 from tracewire_bus.firehose import telling
 from tracewire_bus.keys import TAGS
 from tracewire_bus.live import LiveError, parted
@@ -40,9 +39,9 @@ from tracewire_bus.streams import Bus, BusError, Fenced, Taken, Writer
 from tracewire_bus.tree import ModuleTree, check_block
 
 from .blob_link import BlobChunk
+from .edits import Chosen, Standing, place
 from .engine import Engine, EngineLost, Rejection
 from .inputs import Inputs
-from .link import Placed
 from .reports import Reports
 from .retention import Retention
 from .steering import LiveTrace, Steering
@@ -100,6 +99,7 @@ class Adapter:
         self._settings = settings or Settings()
         self._tree = ModuleTree(info)
         self._halves: dict[str, Half] = {}
+        self._standing = Standing(bus, info, self._tree, self._check_source, self._renew)
         self._inputs = Inputs(bus.blobs, engine.inputs)
         self._reports = Reports(engine, self._halves, (settings or Settings()).blob_threshold)
         self._retention = Retention(bus.snapshots, self._settings.retain_events, self._settings.retain_bytes)
@@ -178,8 +178,11 @@ class Adapter:
             group.start_soon(self._reaper)
             group.start_soon(self._retention.run)
             group.start_soon(self._press, writer)
+            await self._standing.look()
             await self._renew()
             group.start_soon(self._heartbeat)
+            group.start_soon(self._standing.follow)
+            group.start_soon(self._standing.tell)
             group.start_soon(self._look_after_others)
             logger.info("serving %s as engine %s", self._info.model, self._info.engine)
             async with anyio.create_task_group() as traces:
@@ -187,6 +190,8 @@ class Adapter:
                 self._taking = False
                 self._beat.notify()
                 await self._drain()
+            with anyio.move_on_after(self._settings.last_words_s):
+                await self._standing.told()
             group.cancel_scope.cancel()
         await self._leave()
         self.ended.set()
@@ -263,6 +268,7 @@ class Adapter:
         submission: Submission,
         block: bytes | None,
         declared: bytes | None,
+        edits: list[Chosen],
     ) -> None:
         trace = submission.trace
         while trace in self._by_trace:
@@ -286,7 +292,7 @@ class Adapter:
                 )
                 self._bus.queue.settled(self._info.model, entry.trace)
                 return
-            run = self._run_of(writer, entry, submission, block, declared, opened)
+            run = self._run_of(writer, entry, submission, block, declared, edits, opened)
             due = None if opened.left_s is None else anyio.current_time() + opened.left_s
             self._claimed[trace] = entry, submission, due
             self._by_trace[trace] = run
@@ -309,6 +315,7 @@ class Adapter:
         submission: Submission,
         block: bytes | None,
         declared: bytes | None,
+        edits: list[Chosen],
         opened: Opened,
     ) -> TraceRun:
         live: LiveTrace | None = None
@@ -334,6 +341,8 @@ class Adapter:
             close=partial(self._bus.records.close, submission.trace, opened.attempt),
             why=entry.why,
             tally=self._retention.tally(submission.trace, opened.attempt),
+            edits=edits,
+            standing=self._standing,
         )
         if opened.cancelled is not None:
             run.end("cancelled", cancellation(*opened.cancelled))
@@ -554,8 +563,11 @@ class Adapter:
                 if lease in waiting:
                     await self._bus.bury(self._info.model, lease, by="the bus")
 
-    async def _open(self, writer: Writer, entry: Taken) -> tuple[Submission, bytes | None, bytes | None] | None:
-        """Decode and check an entry: its submission, encoded block and encoded declared interventions.
+    async def _open(
+        self, writer: Writer, entry: Taken
+    ) -> tuple[Submission, bytes | None, bytes | None, list[Chosen]] | None:
+        """Decode and check an entry: its submission, encoded block and encoded declared interventions, and the standing
+        interventions of each invoke, if there are any.
 
         What cannot be run is answered or dead-lettered, and is `None`.
         """
@@ -567,6 +579,7 @@ class Adapter:
                 raise ValueError(f"its entry names trace {trace!r}, its body {submission.trace!r}")
             block = self._check(submission)
             declared = self._place(submission)
+            edits = self._choose(submission)
         except Rejection as rejection:
             failure = rejection.failure
         except NewerSchema as error:
@@ -576,7 +589,7 @@ class Adapter:
                 type="TraceRejected", message=f"the submission could not be decoded: {error}", field="submission"
             )
         else:
-            return submission, block, declared
+            return submission, block, declared, edits
         if not 0 < len(trace) <= MAX_TRACE_ID or "\ufffd" in trace:
             logger.warning("dead-lettering entry %s: %s", entry.trace, failure.message)
             await self._bus.queue.dead_letter(self._info.model, entry, failure.message)
@@ -629,17 +642,23 @@ class Adapter:
         if not interventions:
             return None
         live = {name: value.value for name, value in parted(submission.live).items()}
-        try:
-            places = check(interventions, self._tree, hidden_size=self._info.hidden_size, live=live)
-            plain = normalized(interventions)
-        except DeclarationError as error:
-            raise Rejection(error.field, error.message) from error
-        return self._blocks.encode(
-            [
-                Placed(one, [(f"model.{site.location}", site.value == "residual") for site in sites], pattern)
-                for one, (sites, pattern) in zip(plain, places, strict=True)
-            ]
-        )
+        return self._blocks.encode(place(interventions, self._tree, self._info.hidden_size, live))
+
+    def _choose(self, submission: Submission) -> list[Chosen]:
+        """The standing interventions of each invoke; nothing if none has any.
+
+        Raises:
+            Rejection: it asks for one that does not run here.
+        """
+        several = len(submission.invokes) > 1
+        chosen = [
+            self._standing.choose(submission.edits if invoke.edits is None else invoke.edits, field)
+            for invoke, field in (
+                (invoke, f"invokes[{index}].edits" if several and invoke.edits is not None else "edits")
+                for index, invoke in enumerate(submission.invokes)
+            )
+        ]
+        return chosen if any(chosen) else []
 
     def _check_source(self, block: Block) -> None:
         for name, source, first_line in [

@@ -60,6 +60,8 @@ class BlockMediator(Mediator):
         #: What the block raised, with its traceback, however it was thrown in.
         self.raised: BaseException | None = None
         self.compiled: _Compiled | None = None
+        #: Of a standing intervention: whether its request ends with it if it raises.
+        self.fatal = False
         #: What it has saved, by name, between a step's end and its report.
         self.found: dict[str, Any] | None = None
 

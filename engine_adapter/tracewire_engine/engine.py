@@ -78,11 +78,18 @@ class Engine(Protocol):
     """What an adapter drives."""
 
     async def prepare(
-        self, submission: Submission, index: int, block: bytes | None, declared: bytes | None, run: str
+        self,
+        submission: Submission,
+        index: int,
+        block: bytes | None,
+        declared: bytes | None,
+        run: str,
+        edits: bytes | None = None,
     ) -> Prepared:
-        """Validate invoke `index`; `block` and `declared` are what the workers are to run with it, encoded.
+        """Validate invoke `index`; `block`, `declared` and `edits` are what the workers are to run with it, encoded.
 
-        `run` names what shares the submission's live parameters, for `steer`.
+        `edits` holds the blocks of standing interventions. `run` names what shares the submission's live parameters,
+        for `steer`.
 
         Raises:
             Rejection: naming the field.

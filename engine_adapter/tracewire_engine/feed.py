@@ -10,8 +10,8 @@ What blocks save comes encoded from the workers. Of lists of arrays, which most 
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -30,7 +30,7 @@ from tracewire_bus.values import (
 
 from .link import Batch, Layout, LayoutEntry, Part, Slot
 
-__all__ = ["ChoiceReads", "Feed", "Item", "PassingDigests", "joined"]
+__all__ = ["ChoiceReads", "Feed", "Item", "Passing", "PassingDigests", "joined", "parted_by_edit"]
 
 _encoder = msgspec.msgpack.Encoder()
 _HOLE = b"\xc4\x10" + bytes(range(200, 216))
@@ -207,7 +207,10 @@ class _Delete(msgspec.Struct, array_like=True, tag="d"):
     path: tuple[PathKey, ...]
 
 
-_deltas = msgspec.msgpack.Decoder(list[_Append | _Set | _Delete])
+Passing: TypeAlias = _Append | _Set | _Delete
+"""A delta whose values are encoded still."""
+
+_deltas = msgspec.msgpack.Decoder(list[Passing])
 _items = msgspec.msgpack.Decoder(list[msgspec.Raw])
 
 
@@ -261,3 +264,15 @@ def joined(raw: bytes | memoryview, more: Sequence[bytes]) -> msgspec.Raw:
     count += len(more)
     head = bytes([0x90 | count]) if count < 16 else b"\xdd" + count.to_bytes(4, "big")
     return msgspec.Raw(b"".join((head, raw[start:], *more)))
+
+
+def parted_by_edit(raws: Iterable[msgspec.Raw]) -> dict[str, list[Passing]]:
+    """Encoded lists of deltas, by the edit that saved, under the names that its block gave."""
+    found: dict[str, list[Passing]] = {}
+    for raw in raws:
+        for delta in _deltas.decode(raw):
+            edit, slash, name = str(delta.path[0]).partition("/")
+            if slash:
+                delta.path = (name, *delta.path[1:])
+                found.setdefault(edit, []).append(delta)
+    return found

@@ -25,6 +25,7 @@ __all__ = [
     "Applied",
     "Batch",
     "Changes",
+    "EditBlock",
     "FinishRecord",
     "Layout",
     "LayoutEntry",
@@ -72,6 +73,8 @@ class FinishRecord(msgspec.Struct, array_like=True):
     stopped: bool = False
     #: How many step records there are of this choice: those with large arrays come by another way than the rest.
     steps: int = 0
+    #: What standing interventions raised on it, by the edit's name.
+    edit_errors: dict[str, Failure] = {}
 
 
 class Placed(msgspec.Struct, array_like=True):
@@ -84,6 +87,14 @@ class Placed(msgspec.Struct, array_like=True):
     intervention: Declared
     sites: list[tuple[str, bool]] = []
     pattern: bool = False
+
+
+class EditBlock(msgspec.Struct, array_like=True):
+    """The block of a standing intervention on its way to the workers. `fatal`: if it raises, the request ends."""
+
+    name: str
+    block: msgspec.Raw
+    fatal: bool = False
 
 
 class Part(msgspec.Struct, array_like=True):

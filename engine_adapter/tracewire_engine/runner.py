@@ -34,6 +34,7 @@ from . import marks, watchdog
 from .blob_link import BlobSender
 from .blocks import BlockCache, BlockMediator, failure_of, is_stop
 from .declared import Declaration, DeclaredInterleaver, DeclaredRequests
+from .edit_blocks import EditedRequest
 from .hosting import HostArray, HostCopy, ToHost, encoded_late
 from .kept import KeptCache
 from .large import Hold
@@ -48,6 +49,7 @@ from .wiring import (
     BLOCK_TIMEOUT,
     CHECK_COLLECT,
     DECLARED_ARG,
+    EDITS_ARG,
     LINK_ADDRESS,
     LIVE_ARG,
     RUN_ARG,
@@ -117,19 +119,23 @@ class TracedRequests(Requests):
         super().add(new_requests, persistent_objects)
         for data in new_requests:
             arguments = _arguments(data)
-            block = arguments.get(BLOCK_ARG)
+            block, edits = arguments.get(BLOCK_ARG), arguments.get(EDITS_ARG)
+            if edits is not None and data.req_id not in self.traced:
+                self.requests[data.req_id] = EditedRequest(data.req_id)
             request = self.requests[data.req_id]
             try:
                 live = self._join(data.req_id, request, arguments)
             except Exception as exception:  # values that are none
                 live, request.error = LiveRun(""), failure_of(exception, None)
             names = self._declare(data.req_id, request, arguments, live)
-            if block is None and request.error is None and not request.workers():
+            if block is None and edits is None and request.error is None and not request.workers():
                 del self.requests[data.req_id]
-            if (block is None and request.error is None) or data.req_id in self.traced:
+            if (block is None and edits is None and request.error is None) or data.req_id in self.traced:
                 continue
             traced = self.traced[data.req_id] = _Traced(self.hold)
             traced.tracker.reserved = frozenset(names)
+            if isinstance(request, EditedRequest) and edits is not None:
+                request.take(edits, self.blocks)
             if block is None:
                 continue
             try:
@@ -172,6 +178,9 @@ class TracedRequests(Requests):
         super().unflatten(model)
         model.interleaver.batcher.counts = ()
 
+    def harvest(self, finished: set[str]) -> None:
+        """Nothing: what edits saved is reported with the request's own saves."""
+
     def record(self, mediator: Any) -> None:
         """Note the names that hold something saved. Errors are read off the mediator when its request is reported."""
         if isinstance(mediator, BlockMediator):
@@ -182,7 +191,7 @@ class TracedRequests(Requests):
 
 
 #: What a request with a block brings: ours, or nnsight's own.
-_BLOCKS = {BLOCK_ARG, "nnsight_mediator", "nnsight_edits"}
+_BLOCKS = {BLOCK_ARG, EDITS_ARG, "nnsight_mediator", "nnsight_edits"}
 
 
 def _arguments(data: Any) -> dict[str, Any]:
@@ -424,8 +433,12 @@ class TracewireRunner(NNsightGPUModelRunner):
             mediator = request.mediator
             # As recorded a moment ago, if its block was in the step.
             saves = getattr(mediator, "found", None)
-            if saves is None:
+            edited = isinstance(request, EditedRequest)
+            if saves is None or edited:
                 saves = request.saves()
+            if edited:
+                request.settle()
+                request.prune()
             if mediator is not None:
                 mediator.found = None
                 marks.prune(mediator, saves)
@@ -467,9 +480,8 @@ class TracewireRunner(NNsightGPUModelRunner):
 
     @staticmethod
     def _is_over(request: Request) -> bool:
-        """Whether this request's block has run to its end, whatever that was."""
-        mediator = request.mediator
-        return mediator is None or mediator.worker is None or mediator.worker.dead
+        """Whether this request's blocks have run to their ends, whatever those were."""
+        return all(mediator.worker is None or mediator.worker.dead for mediator in request.workers())
 
     def _changes(self, tensor: Any) -> bool:
         """Whether a tensor is KV cache, which a block can reach and later steps write to."""
@@ -514,8 +526,16 @@ class TracewireRunner(NNsightGPUModelRunner):
                     with watchdog.turn():
                         requests.finish_dangling(mediator, taps)
                 requests.record(mediator)
+            if isinstance(request, EditedRequest):
+                for _, copy in request.mediators():
+                    with watchdog.turn():
+                        requests.finish_dangling(copy, taps, quiet=True)
+                    requests.record(copy)
+                request.settle()
             if self.tracewire_link is not None:
                 self._report_finish(request, traced)
+            if isinstance(request, EditedRequest):
+                request.dispose()
             if mediator is not None:
                 marks.release(mediator)
                 if isinstance(mediator, BlockMediator):
@@ -580,6 +600,7 @@ class TracewireRunner(NNsightGPUModelRunner):
             error=error,
             stopped=stopped,
             steps=traced.steps,
+            edit_errors=request.edit_errors if isinstance(request, EditedRequest) else {},
         )
         if later and self.tracewire_blobs is not None:
             self.tracewire_blobs.finish(record, ending, check)

@@ -39,7 +39,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.request import RequestStatus
 
-from .wiring import BLOCK_ARG, DECLARED_ARG, KEPT_BYTES, STEP_TOKENS
+from .wiring import BLOCK_ARG, DECLARED_ARG, EDITS_ARG, KEPT_BYTES, STEP_TOKENS
 
 __all__ = ["PausingAsyncScheduler", "PausingScheduler", "pausing_scheduler"]
 
@@ -322,7 +322,7 @@ def _tokens_left(request: Any) -> int:
 
 def _is_plain(request: Any) -> bool:
     arguments = getattr(request.sampling_params, "extra_args", None) or {}
-    return arguments.keys().isdisjoint((BLOCK_ARG, DECLARED_ARG))
+    return arguments.keys().isdisjoint((BLOCK_ARG, DECLARED_ARG, EDITS_ARG))
 
 
 class PausingScheduler(_Pausing, Scheduler):

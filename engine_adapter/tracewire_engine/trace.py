@@ -53,6 +53,7 @@ from .link import Applied, FinishRecord, StepRecord
 from .steering import LiveTrace
 
 if TYPE_CHECKING:
+    from .edits import Chosen, Standing
     from .reports import Reports
     from .retention import Tally
 
@@ -78,6 +79,7 @@ class RawAccepted(Accepted, tag="accepted"):
     """An `Accepted` whose live parameters are already encoded."""
 
     live: msgspec.Raw = msgspec.Raw(b"\x80")  # type: ignore[assignment]
+    edits: list[list[tuple[str, int]]] = []  # noqa: RUF012
 
 
 #: What the firehose is told of.
@@ -107,6 +109,20 @@ class _ChoiceHalf:
         self.finish: FinishRecord | None = None
         #: How many records of steps have come, and how many steps' reads.
         self.stepped = self.read = 0
+
+    def left(self, tokens: int) -> list[msgspec.Raw]:
+        """What was reported of steps that nobody has taken, in order; of reads, those of the first `tokens` tokens."""
+        found = []
+        for index in sorted(self.steps.keys() | self.reads.steps.keys()):
+            raw = self.steps.get(index, _NO_DELTAS)
+            more = self.reads.steps.get(index) if index < tokens else None
+            found.append(joined(bytes(raw), more) if more else raw)
+        return found
+
+    def forget(self) -> None:
+        """Let go of what was reported of steps."""
+        self.steps.clear()
+        self.reads.steps.clear()
 
     def over(self, reads: bool) -> bool:
         """Whether nothing more will come: its end may overtake what takes another way."""
@@ -144,6 +160,13 @@ class Half:
         self._held = 0
         #: For the one task that publishes the request's outputs.
         self._changed = Wakeup()
+
+    def forget(self) -> None:
+        """Let go of what was reported of steps, which nobody will take."""
+        self._held = 0
+        for choice in self.choices:
+            choice.forget()
+            choice.reads.blobs.clear()
 
     @property
     def held(self) -> int:
@@ -281,6 +304,8 @@ class TraceRun:
         blobs: Blobs | None = None,
         reports: Reports | None = None,
         tally: Tally | None = None,
+        edits: Sequence[Chosen] = (),
+        standing: Standing | None = None,
     ) -> None:
         self._engine = engine
         self._info = info
@@ -304,6 +329,9 @@ class TraceRun:
         self._blobs = blobs
         self._reports = reports
         self._tally = tally
+        #: The standing interventions of each invoke, if there are any; and who is told what became of them.
+        self._edits = edits
+        self._standing = standing
         self._seq = -1
         self.attempt = attempt
         self.requests: list[_Request] = []
@@ -507,21 +535,26 @@ class TraceRun:
         run = self.live.run if self.live is not None else ""
         if self.live is not None and self._reports is not None:
             self._reports.live[run] = self.live
-        prepared = [
-            await self._engine.prepare(self._submission, index, self._block, self._declared, run)
-            for index in range(len(self._submission.invokes))
-        ]
+        prepared = []
+        for index in range(len(self._submission.invokes)):
+            edits = self._edits[index] if self._edits else None
+            declared = edits.declared(self._declared) if edits else self._declared
+            blocks = edits.blocks if edits else None
+            prepared.append(
+                await self._engine.prepare(self._submission, index, self._block, declared, run, edits=blocks)
+            )
         for invoke, ready in enumerate(prepared):
             if self._ending is not None:
                 return
             name = f"t{next(self._names)}"
             half = None
-            if self._block is not None or self._declared is not None:
+            edits = self._edits[invoke] if self._edits else None
+            if self._block is not None or self._declared is not None or edits:
                 half = self._halves[name] = Half(
                     ready.choices,
                     self._submission.trace,
-                    block=self._block is not None,
-                    reads=self._reads,
+                    block=self._block is not None or (edits is not None and edits.blocks is not None),
+                    reads=self._reads or (edits is not None and edits.reads),
                     stops=self._stops,
                     reports=self._reports,
                     live=self.live,
@@ -547,6 +580,7 @@ class TraceRun:
                 prompt_tokens=[request.prepared.prompt_tokens for request in self.requests],
                 live_version=self.live.first_version if self.live is not None else 0,
                 live=msgspec.Raw(self._submission.live),
+                edits=[edits.versions for edits in self._edits],
             )
         )
         self._accepted = True
@@ -661,6 +695,14 @@ class TraceRun:
                     manifest.append(entry)
                 save_errors.update(
                     {f"{request.invoke}.{index}.{name}": reason for name, reason in record.save_errors.items()}
+                )
+                if self._edits and self._standing is not None:
+                    self._standing.ended(self._edits[request.invoke], record, trace=self._trace, invoke=request.invoke)
+                save_errors.update(
+                    {
+                        f"{request.invoke}.{index}.{edit}": f"the edit raised {failure.type}: {failure.message}"
+                        for edit, failure in record.edit_errors.items()
+                    }
                 )
                 error = error or record.error
                 stopped = stopped or record.stopped or choice.reads.stopped is not None

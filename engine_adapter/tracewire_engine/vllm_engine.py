@@ -24,7 +24,7 @@ from .blob_link import BlobChunk, BlobReceiver
 from .engine import Choice, EngineLost, Outputs, Prepared, Rejection
 from .link import Changes, LinkReceiver, Report, encode_changes
 from .model import EngineModel
-from .wiring import BLOCK_ARG, DECLARED_ARG, LIVE_ARG, RUN_ARG, inputs_folder
+from .wiring import BLOCK_ARG, DECLARED_ARG, EDITS_ARG, LIVE_ARG, RUN_ARG, inputs_folder
 
 __all__ = ["VllmEngine"]
 
@@ -97,7 +97,13 @@ class VllmEngine:
         self._fields = [name for name in SamplingParams.__struct_fields__ if not name.startswith("_")]
 
     async def prepare(
-        self, submission: Submission, index: int, block: bytes | None, declared: bytes | None, run: str
+        self,
+        submission: Submission,
+        index: int,
+        block: bytes | None,
+        declared: bytes | None,
+        run: str,
+        edits: bytes | None = None,
     ) -> Prepared:
         invoke = submission.invokes[index]
         where = f"invokes[{index}]." if len(submission.invokes) > 1 else ""
@@ -117,6 +123,8 @@ class VllmEngine:
             extra[BLOCK_ARG] = block
         if declared is not None:
             extra[DECLARED_ARG] = declared
+        if edits is not None:
+            extra[EDITS_ARG] = edits
         if extra:
             if submission.live != _NONE_LIVE:
                 extra[LIVE_ARG], extra[RUN_ARG] = submission.live, run

@@ -10,6 +10,7 @@ __all__ = [
     "BLOCK_TIMEOUT",
     "CHECK_COLLECT",
     "DECLARED_ARG",
+    "EDITS_ARG",
     "KEPT_BYTES",
     "LINK_ADDRESS",
     "LIVE_ARG",
@@ -20,11 +21,13 @@ __all__ = [
 ]
 
 #: Keys of a request's `SamplingParams.extra_args`: an encoded `Block`, its encoded declared interventions (a list of
-#: `Placed`), their packed live parameters, and the run that these belong to.
+#: `Placed`), their packed live parameters, the run that these belong to, and the encoded blocks of standing
+#: interventions (a list of `EditBlock`).
 BLOCK_ARG = "tracewire_block"
 DECLARED_ARG = "tracewire_declared"
 LIVE_ARG = "tracewire_live"
 RUN_ARG = "tracewire_run"
+EDITS_ARG = "tracewire_edits"
 
 #: Key of vLLM's `additional_config` under which the workers find the adapter's address.
 LINK_ADDRESS = "tracewire_link"

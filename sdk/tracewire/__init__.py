@@ -28,6 +28,7 @@ from tracewire_bus.values import ArrayRef
 from .blocks import Intervention, intervention
 from .client import Client, Prompt, connect
 from .dead import DeadLetter
+from .edits import Edit, EditOutput, Edits, EditWatch
 from .engines import Draining, Engine
 from .errors import (
     AmbiguousResult,
@@ -35,6 +36,9 @@ from .errors import (
     BrokenStream,
     BusFull,
     ConnectError,
+    EditConflict,
+    EditPending,
+    EditRejected,
     EngineTooOld,
     EventsLost,
     InterventionError,
@@ -46,6 +50,7 @@ from .errors import (
     TraceRejected,
     TracewireError,
     UnknownDeadLetter,
+    UnknownEdit,
     UnknownEngine,
     UnknownModel,
     UnknownModulePath,
@@ -75,6 +80,13 @@ __all__ = [
     "ConnectError",
     "DeadLetter",
     "Draining",
+    "Edit",
+    "EditConflict",
+    "EditOutput",
+    "EditPending",
+    "EditRejected",
+    "EditWatch",
+    "Edits",
     "Engine",
     "EngineTooOld",
     "Event",
@@ -111,6 +123,7 @@ __all__ = [
     "TraceRejected",
     "TracewireError",
     "UnknownDeadLetter",
+    "UnknownEdit",
     "UnknownEngine",
     "UnknownModel",
     "UnknownModulePath",

@@ -24,6 +24,7 @@ from tracewire_bus.streams import Bus, BusError, QueueFull
 
 from .blocks import Intervention
 from .dead import DeadLetter, fresh
+from .edits import Edits
 from .engines import Draining, Engine
 from .errors import (
     ConnectError,
@@ -66,14 +67,27 @@ _TRACE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 class Prompt:
-    """A prompt with sampling params of its own, for one of several: `prompts=[Prompt("a", max_tokens=3), "b"]`."""
+    """A prompt with sampling params of its own, for one of several: `prompts=[Prompt("a", max_tokens=3), "b"]`.
 
-    def __init__(self, prompt: str | Sequence[int] | Sequence[Mapping[str, Any]], /, **sampling: Any) -> None:
+    `edits`, where given, counts in place of the trace's.
+    """
+
+    def __init__(
+        self,
+        prompt: str | Sequence[int] | Sequence[Mapping[str, Any]],
+        /,
+        *,
+        edits: Sequence[str] | None = None,
+        **sampling: Any,
+    ) -> None:
         self.prompt = prompt
+        self.edits = edits
         self.sampling = sampling
 
     def __repr__(self) -> str:
         parts = [repr(self.prompt), *(f"{name}={value!r}" for name, value in self.sampling.items())]
+        if self.edits is not None:
+            parts.append(f"edits={self.edits!r}")
         return f"Prompt({', '.join(parts)})"
 
 
@@ -267,6 +281,7 @@ class Client:
         detach: bool = False,
         on_engine_loss: Literal["restart", "fail"] = "restart",
         max_attempts: int = 3,
+        edits: Sequence[str] | None = None,
         trace_id: str | None = None,
         **sampling: Any,
     ) -> Trace:
@@ -282,7 +297,8 @@ class Client:
         the client goes away; otherwise it is cancelled then. A trace whose engine is lost, or shut down, runs anew on
         another (iterating yields a [`Restarted`][tracewire.Restarted]; sampling without a seed is given one, so that it
         samples the same) until `max_attempts` engines were lost over it; with `on_engine_loss="fail"` it fails with the
-        first. `trace_id` is made up unless given; submitting the same id
+        first. `edits` names the standing interventions that it asks for ([`edits`][tracewire.Client.edits]): none at
+        all and an empty list differ. `trace_id` is made up unless given; submitting the same id
         twice runs it once. Everything else is sampling params, by vLLM's names: `max_tokens=64`, `temperature=0.0`.
 
         Raises:
@@ -303,6 +319,7 @@ class Client:
                 client=self._name,
                 interventions=_interventions(interventions),
                 max_attempts=_attempts(on_engine_loss, max_attempts),
+                edits=_edits("edits", edits),
             ),
         )
 
@@ -364,6 +381,13 @@ class Client:
         """Forget a group, with what was not acknowledged in it. Returns whether there was one."""
         with bus_errors():
             return await self._open_bus().watch_groups.remove(group)
+
+    # --- standing interventions ---------------------------------------------------------------------------------------
+
+    def edits(self, model: Model | str) -> Edits:
+        """The standing interventions of a model: installed on all its engines, and run on requests from then on."""
+        self._open_bus()
+        return Edits(self, _model_name(model))
 
     # --- dead letters -------------------------------------------------------------------------------------------------
 
@@ -619,14 +643,16 @@ def _invokes(prompt: Any, prompts: Any, sampling: dict[str, Any]) -> list[Invoke
 
 def _invoke(field: str, prompt: Any, sampling: dict[str, Any]) -> InvokeMessage:
     params = {name: _plain(f"sampling.{name}", value) for name, value in sampling.items()}
+    edits = None
     if isinstance(prompt, Prompt):
+        edits = _edits(f"{field}.edits" if field != "prompt" else "edits", prompt.edits)
         own = f"{field}.sampling" if field != "prompt" else "sampling"
         params |= {name: _plain(f"{own}.{name}", value) for name, value in prompt.sampling.items()}
         prompt = prompt.prompt
     if isinstance(prompt, str):
         if not prompt:
             raise TraceRejected(field, "the prompt is empty")
-        return InvokeMessage(prompt=prompt, sampling=params)
+        return InvokeMessage(prompt=prompt, sampling=params, edits=edits)
     if isinstance(prompt, bytes | Mapping):
         raise TraceRejected(field, f"expected text, token ids or chat messages, got {_shown(prompt)}")
     listed = prompt.tolist() if hasattr(prompt, "tolist") else prompt
@@ -638,14 +664,16 @@ def _invoke(field: str, prompt: Any, sampling: dict[str, Any]) -> InvokeMessage:
         raise TraceRejected(field, "the prompt is empty")
     if all(isinstance(item, Mapping) for item in items):
         return InvokeMessage(
-            messages=[_message(f"{field}[{index}]", item) for index, item in enumerate(items)], sampling=params
+            messages=[_message(f"{field}[{index}]", item) for index, item in enumerate(items)],
+            sampling=params,
+            edits=edits,
         )
     for index, item in enumerate(items):
         if isinstance(item, Mapping | bool) or not hasattr(item, "__index__"):
             raise TraceRejected(f"{field}[{index}]", f"expected token ids or chat messages, got {_shown(item)}")
         if int(item) < 0:
             raise TraceRejected(f"{field}[{index}]", f"expected a token id, which is not negative, got {int(item)}")
-    return InvokeMessage(token_ids=[int(item) for item in items], sampling=params)
+    return InvokeMessage(token_ids=[int(item) for item in items], sampling=params, edits=edits)
 
 
 def _message(field: str, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -691,6 +719,18 @@ def _block(block: Any) -> Block | None:
         return block.block()
     advice = ": decorate it with @tracewire.intervention" if callable(block) else ""
     raise TraceRejected("block", f"expected an intervention, got {_shown(block)}{advice}")
+
+
+def _edits(field: str, edits: Any) -> list[str] | None:
+    if edits is None:
+        return None
+    if isinstance(edits, str | bytes | Mapping) or not isinstance(edits, Iterable):
+        raise TraceRejected(field, f"expected a list of names of edits, got {_shown(edits)}")
+    names = list(edits)
+    for name in names:
+        if not isinstance(name, str):
+            raise TraceRejected(field, f"expected names of edits, got {_shown(name)}")
+    return names
 
 
 def _interventions(interventions: Any) -> list[Declared]:

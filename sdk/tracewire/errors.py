@@ -26,6 +26,9 @@ __all__ = [
     "BrokenStream",
     "BusFull",
     "ConnectError",
+    "EditConflict",
+    "EditPending",
+    "EditRejected",
     "EngineTooOld",
     "EventsLost",
     "InterventionError",
@@ -37,6 +40,7 @@ __all__ = [
     "TraceRejected",
     "TracewireError",
     "UnknownDeadLetter",
+    "UnknownEdit",
     "UnknownEngine",
     "UnknownModel",
     "UnknownModulePath",
@@ -286,6 +290,49 @@ class VersionConflict(SteerRejected):
     def __init__(self, trace: str, message: str, version: int) -> None:
         super().__init__(trace, "if_version", message, reason="version")
         self.version = version
+
+
+class EditRejected(TracewireError):
+    """An edit was not installed: the SDK or an engine refused it. What stood there before stands there still.
+
+    Attributes:
+        name: the edit's name.
+        field: the part at fault as the caller wrote it.
+        message: what was observed, and what was expected.
+    """
+
+    def __init__(self, name: str, field: str, message: str) -> None:
+        self.name = name
+        self.field = field
+        self.message = message
+        super().__init__(f"edit {name!r}: {field}: {message}")
+
+
+class EditConflict(EditRejected):
+    """Another version of the edit is installed than the one to replace. `version` is that one, 0 if there is none."""
+
+    def __init__(self, name: str, message: str, version: int) -> None:
+        super().__init__(name, "replacing", message)
+        self.version = version
+
+
+class EditPending(TracewireError):
+    """A change of the edits was made, but some live engines have not said yet that they follow it. `engines` names
+    them: they do when they hear of it.
+    """
+
+    def __init__(self, name: str, engines: Iterable[str], waited: float) -> None:
+        self.name = name
+        self.engines = sorted(engines)
+        super().__init__(f"edit {name!r}: after {waited:g} s, not yet followed by {', '.join(self.engines)}")
+
+
+class UnknownEdit(TracewireError, LookupError):
+    """No edit of this name is installed on the model, or none of this version."""
+
+    def __init__(self, name: str, message: str) -> None:
+        self.name = name
+        super().__init__(message)
 
 
 class TraceFailed(TracewireError):

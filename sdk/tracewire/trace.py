@@ -40,10 +40,12 @@ from .large import without_large
 from .state import Result, State
 
 if TYPE_CHECKING:
+    from tracewire_bus.messages import Block
+
     from .client import Client
     from .model import Model
 
-__all__ = ["Subscription", "Trace"]
+__all__ = ["Subscription", "Trace", "check_paths"]
 
 logger = logging.getLogger("tracewire")
 
@@ -52,6 +54,28 @@ Item: TypeAlias = Output | Steered | Paused | Resumed | Restarted | Gap
 
 #: How long leaving a trace waits for Redis to hear of it, in seconds.
 _LEAVE_S = 2.0
+
+
+def check_paths(block: Block, model: Model) -> None:
+    """Refuse a block with a literal module path that the model does not have.
+
+    Raises:
+        UnknownModulePath: for the first such path.
+        TraceRejected: a path that the model's engines do not serve.
+    """
+    from tracewire_bus.tree import check_block
+
+    # Any engine of the model may run it.
+    for problem in (
+        problem for tree in model.trees for problem in check_block(tree, block.source, block.parameters[0])
+    ):
+        filename, line = block.filename, block.first_line + problem.line - 1
+        source = block.source.splitlines()[problem.line - 1].strip()
+        if problem.reason:
+            raise TraceRejected(
+                "block", problem.reason, type="UntappedLocation", filename=filename, line=line, source=source
+            )
+        raise UnknownModulePath(problem.path, problem.nearest, filename=filename, line=line, source=source)
 
 
 class Trace:
@@ -159,23 +183,10 @@ class Trace:
             self._reader = EventReader(self.id, bus, "start")
 
     async def _check_paths(self) -> Model:
-        from tracewire_bus.tree import check_block
-
         model = await self._client._find(self.model, None)
         self._check_interventions(model)
-        block = self._submission.block
-        if block is None:
-            return model
-        # Any engine of the model may run it.
-        problems = (problem for tree in model.trees for problem in check_block(tree, block.source, block.parameters[0]))
-        for problem in problems:
-            filename, line = block.filename, block.first_line + problem.line - 1
-            source = block.source.splitlines()[problem.line - 1].strip()
-            if problem.reason:
-                raise TraceRejected(
-                    "block", problem.reason, type="UntappedLocation", filename=filename, line=line, source=source
-                )
-            raise UnknownModulePath(problem.path, problem.nearest, filename=filename, line=line, source=source)
+        if self._submission.block is not None:
+            check_paths(self._submission.block, model)
         return model
 
     def _check_interventions(self, model: Model) -> None:

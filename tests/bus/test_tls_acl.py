@@ -23,8 +23,9 @@ from cryptography.x509.oid import NameOID
 import tracewire
 from tests.scripted import engine_info
 from tracewire import ConnectError
+from tracewire_bus.codec import encode
 from tracewire_bus.live import live_values
-from tracewire_bus.messages import Invoke, Submission
+from tracewire_bus.messages import Block, Edit, EditRecord, Invoke, Submission
 from tracewire_bus.streams import Bus, BusError, NotAllowed
 from tracewire_bus.values import pack
 
@@ -32,7 +33,7 @@ from .servers import BINARIES, HOST, Cluster, Running, free_port, running_server
 from .transports import end_to_end
 
 RULES = Path(__file__).parents[2] / "deploy" / "redis"
-ROLES = ("consumer", "controller", "engine")
+ROLES = ("consumer", "controller", "editor", "engine")
 
 
 # --- TLS --------------------------------------------------------------------------------------------------------------
@@ -281,6 +282,40 @@ async def test_each_role_can_do_its_part(version: str) -> None:
             # Who may not tidy the registry up reads it all the same.
             assert [info.engine for info in await consumer.engines()] == []
             await engine.unregister("gone")
+
+
+@pytest.mark.parametrize("version", BINARIES)
+async def test_standing_interventions_are_an_editors(version: str) -> None:
+    edit = Edit(name="a", block=Block(name="f", source="pass"))
+    async with (
+        with_users(version) as url,
+        Bus.open(url("editor")) as editor,
+        Bus.open(url("engine")) as engine,
+        Bus.open(url("consumer")) as consumer,
+        Bus.open(url("controller")) as controller,
+    ):
+        await engine.register(engine_info(), ttl_s=600)
+        first = await editor.edits.install("tiny", edit)
+        await editor.edits.install("tiny", edit, replacing=first)
+        (one,) = (await engine.edits.load("tiny")).edits
+        await engine.edits.disable("tiny", "a", one.version, "it raised")
+        assert [found.disabled for found in (await editor.edits.load("tiny")).edits] == ["it raised"]
+        changes = engine.edits.changes("tiny")
+        await changes.wait(10)
+        await changes.aclose()
+        await engine.edits.tell("tiny", "a", encode(EditRecord(edit="a", version=1, engine="e", request="r")))
+        for reader in (consumer, editor):
+            async with reader.edit_records("tiny", "a", "start") as records:
+                assert (await anext(records))[1].request == "r"
+        async with consumer.edit_records("tiny", "a") as records:
+            assert records.position != "0-0"
+        assert [info.model for info in await editor.engines()] == ["tiny"]
+        await editor.edits.remove("tiny", "a")
+        for other in (consumer, controller):
+            with anyio.fail_after(10), pytest.raises(NotAllowed, match=r"a script on tw:\{tiny\}:edits:"):
+                await other.edits.install("tiny", edit)
+        with anyio.fail_after(10), pytest.raises(NotAllowed, match="does not allow this user"):
+            await editor.submit(of("t"))
 
 
 @pytest.mark.parametrize("version", BINARIES)

@@ -66,7 +66,13 @@ class PlayedEngine:
         self._arrived.set()
 
     async def prepare(
-        self, submission: Submission, index: int, block: bytes | None, declared: bytes | None, run: str
+        self,
+        submission: Submission,
+        index: int,
+        block: bytes | None,
+        declared: bytes | None,
+        run: str,
+        edits: bytes | None = None,
     ) -> Prepared:
         """Everything is as good as anything."""
         return Prepared(prompt=None, prompt_tokens=1, params=None, choices=1, sampling={})

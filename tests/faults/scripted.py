@@ -202,7 +202,13 @@ class ScriptedEngine:
             request.ready.set()
 
     async def prepare(
-        self, submission: Submission, index: int, block: bytes | None, declared: bytes | None, run: str
+        self,
+        submission: Submission,
+        index: int,
+        block: bytes | None,
+        declared: bytes | None,
+        run: str,
+        edits: bytes | None = None,
     ) -> Prepared:
         """`max_tokens` and `seed` count."""
         invoke = submission.invokes[index]

@@ -68,6 +68,7 @@ def every_message() -> dict[str, tuple[str, messages.Message]]:
         prompt_tokens=[4],
         live_version=1,
         live={"alpha": 0.5},
+        edits=[[("calm", 3)]],
     )
     value = {"scores": [0.5, 1], 3: (None, True), "big": 2**70, "array": _ARRAY, "bytes": b"\0\xff"}
     reference = ArrayRef("float32", (2, 3), digest(_ARRAY), "ab")
@@ -96,7 +97,7 @@ def every_message() -> dict[str, tuple[str, messages.Message]]:
         model="m",
         invokes=[
             Invoke(prompt="a", sampling={"max_tokens": 3, "stop": ["\n"]}),
-            Invoke(token_ids=[1, 2]),
+            Invoke(token_ids=[1, 2], edits=["calm"]),
             Invoke(messages=[{"role": "user", "content": "hi"}]),
         ],
         block=Block(
@@ -134,6 +135,16 @@ def every_message() -> dict[str, tuple[str, messages.Message]]:
         ],
         lease="l.10",
         max_attempts=5,
+        edits=["calm", "watch"],
+    )
+    edit = messages.Edit(
+        name="calm",
+        scope="asked",
+        block=submission.block,
+        interventions=submission.interventions[:5],
+        on_error="fail",
+        max_failures=3,
+        by="c",
     )
     held = messages.HeldChoice(
         invoke=0,
@@ -145,6 +156,24 @@ def every_message() -> dict[str, tuple[str, messages.Message]]:
         saves={"xs": wire([1, _ARRAY])},
     )
     manifest = messages.Manifest(invoke=0, choice=1, name="xs", kind="list", length=2, digest=b"\1" * 16)
+    left = messages.EditRecord(
+        edit="calm",
+        version=3,
+        engine="e",
+        request="chatcmpl-1",
+        trace="t",
+        invoke=1,
+        choice=2,
+        time=8.5,
+        tokens=6,
+        finish_reason="stop",
+        deltas=msgspec.Raw(msgspec.msgpack.encode([deltas])),
+        blobs="e:o1",
+        manifest=[manifest],
+        save_errors={"y": "cannot travel"},
+        error=failure,
+        dropped="too large",
+    )
     engine = messages.EngineInfo(
         engine="e",
         model="m",
@@ -166,6 +195,9 @@ def every_message() -> dict[str, tuple[str, messages.Message]]:
         started_at=1.5,
         taps=["model.layers.0.output"],
         queue_limit=4096,
+        edits=4,
+        edit_errors={"watch": "block: it does not compile"},
+        openai="http://127.0.0.1:8000/v1",
     )
     return {
         "accepted": ("event", accepted),
@@ -189,6 +221,8 @@ def every_message() -> dict[str, tuple[str, messages.Message]]:
         ),
         "submission": ("submission", submission),
         "engine": ("engine", engine),
+        "edit": ("edit", edit),
+        "edit record": ("edit_record", left),
         "change": ("change", change),
         "snapshot": (
             "snapshot",
@@ -215,7 +249,7 @@ def plain(value: Any) -> Any:
         return {"reference": value.blob, "shape": list(value.shape), "of": value.dtype, "digest": value.digest.hex()}
     if isinstance(value, np.ndarray):
         return {"array": value.dtype.name, "shape": list(value.shape), "data": value.tobytes().hex()}
-    if isinstance(value, bytes | memoryview):
+    if isinstance(value, bytes | memoryview | msgspec.Raw):
         return {"bytes": bytes(value).hex()}
     if isinstance(value, bool | int | float | str) or value is None:
         return value
