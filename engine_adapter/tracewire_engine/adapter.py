@@ -5,8 +5,8 @@ Tasks: *intake* takes submissions off the model's queue, up to the engine's capa
 bus first; *control* reads what is asked of running traces, *steering* brings changes of live parameters to the workers,
 the *reaper* aborts what is to end early, and pauses and resumes; the *heartbeat* renews the engine's entry in the
 registry; another task looks after clients and engines that have gone and deadlines that have passed; *retention* trims
-long streams. When the adapter is told to stop it takes nothing new, lets what runs finish for a while, fails the rest
-with the reason on each trace's own stream, and leaves.
+long streams, and drops finished traces that are too many. When the adapter is told to stop it takes nothing new, lets
+what runs finish for a while, fails the rest with the reason on each trace's own stream, and leaves.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import msgspec
 
 from tracewire_bus.blobs import THRESHOLD_BYTES
 from tracewire_bus.codec import NewerSchema, check_schema, decode_submission, encode
-from tracewire_bus.connection import Wakeup
+from tracewire_bus.connection import Backoff, Wakeup
 from tracewire_bus.control import Order
 from tracewire_bus.firehose import telling
 from tracewire_bus.keys import TAGS
@@ -43,7 +43,7 @@ from .edits import Chosen, Standing, place
 from .engine import Engine, EngineLost, Rejection
 from .inputs import Inputs
 from .reports import Reports
-from .retention import Retention
+from .retention import FinishedRetention, Retention
 from .steering import LiveTrace, Steering
 from .trace import Half, TraceRun
 
@@ -63,6 +63,8 @@ _PRESS_S = 0.05
 _CONTROL_MS = 2000
 #: What a heartbeat may take longer than it should before clients get their time anew, in seconds.
 _STALL_S = 1.0
+#: How long Redis is let be after it has refused what would be asked again at once, in seconds: first, and at most.
+_REFUSED_S, _REFUSED_MOST_S = 0.2, 5.0
 _NO_LIVE = msgspec.msgpack.encode({})
 
 
@@ -83,6 +85,9 @@ class Settings:
     #: About how many events, and how many bytes of them as they were encoded, a trace's stream keeps (0: any number).
     retain_events: int = 0
     retain_bytes: int = 0
+    #: How many finished traces are kept, and how many bytes of Redis they may take, in all (0: any number).
+    retain_traces: int = 0
+    retain_total_bytes: int = 0
     #: How much of what Redis has not acknowledged yet is kept here, in bytes, before the engine is held.
     buffer_bytes: int = 256 * 1024 * 1024
     #: How long a trace waits for a Redis whose memory is full before it fails.
@@ -103,6 +108,11 @@ class Adapter:
         self._inputs = Inputs(bus.blobs, engine.inputs)
         self._reports = Reports(engine, self._halves, (settings or Settings()).blob_threshold)
         self._retention = Retention(bus.snapshots, self._settings.retain_events, self._settings.retain_bytes)
+        self._finished = FinishedRetention(
+            *(bus, info.engine, self._settings.retain_traces, self._settings.retain_total_bytes),
+            every_s=self._settings.heartbeat_s,
+        )
+        info.retention_s = bus.retention_s
         self._names = itertools.count()
         self._steering = Steering(engine)
         #: The runs that orders may come for; a list of orders for a trace that is about to have one.
@@ -113,6 +123,8 @@ class Adapter:
         #: Since when the lease of a client with running or waiting traces has been missing.
         self._missing: dict[str, float] = {}
         self._recovery = bus.recovery(info.model)
+        #: Waits after Redis has refused to hand out an entry, or to have one begun.
+        self._refused = Backoff(_REFUSED_S, _REFUSED_MOST_S)
         #: Until when others see that this engine lives, at least.
         self._valid_until = -math.inf
         #: When it was last looked for.
@@ -168,6 +180,17 @@ class Adapter:
 
     async def run(self) -> None:
         """Serve until `stop` is called or the engine is lost (see `lost`)."""
+        try:
+            await self._run()
+        finally:
+            # Others should have what was left undone soon, also where this ends by a defect of ours.
+            with anyio.move_on_after(self._settings.last_words_s, shield=True) as scope:
+                await self._leave()
+            if scope.cancelled_caught:
+                logger.warning("Redis was away: others find out by themselves that this engine has left")
+            self.ended.set()
+
+    async def _run(self) -> None:
         patience_s = self._settings.memory_patience_s
         async with self._bus.writer(memory_patience_s=patience_s) as writer, anyio.create_task_group() as group:
             writer.claims = self._claims
@@ -177,6 +200,7 @@ class Adapter:
             group.start_soon(self._steering.run)
             group.start_soon(self._reaper)
             group.start_soon(self._retention.run)
+            group.start_soon(self._finished.run)
             group.start_soon(self._press, writer)
             await self._standing.look()
             await self._renew()
@@ -193,8 +217,6 @@ class Adapter:
             with anyio.move_on_after(self._settings.last_words_s):
                 await self._standing.told()
             group.cancel_scope.cancel()
-        await self._leave()
-        self.ended.set()
 
     async def _leave(self) -> None:
         """Let others have what was left undone, and leave the registry. Both come to pass by themselves otherwise."""
@@ -221,11 +243,22 @@ class Adapter:
                 await self._changed.wait()
                 continue
             wait_ms = int(min(self._settings.poll_s, valid_s) * 1000)
-            taken = await self._bus.queue.take(self._info.model, self._info.engine, min(room, 64), wait_ms)
+            try:
+                taken = await self._bus.queue.take(self._info.model, self._info.engine, min(room, 64), wait_ms)
+            except BusError as error:
+                # What runs goes on, and whoever has made it so may mend it.
+                logger.error("nothing can be taken from the queue: %s", error)
+                await self._let_be()
+                continue
             for entry in taken:
                 scope = anyio.CancelScope()
                 self._runs.add(scope)
                 traces.start_soon(self._serve, writer, entry, scope)
+
+    async def _let_be(self) -> None:
+        """Wait a while before asking again for what Redis has refused, or until we are told to stop."""
+        with anyio.move_on_after(self._refused.next()):
+            await self._stopping.wait()
 
     async def _drain(self) -> None:
         """Let what runs finish, for as long as there is, then end it."""
@@ -242,8 +275,9 @@ class Adapter:
             if opened is not None:
                 await self._run_trace(writer, entry, scope, *opened)
         except BusError as error:
-            # It is ours still, and comes again.
+            # It is ours still, and comes again, but not at once: the next answer may be the same.
             logger.warning("queue entry %s could not be served: %s", entry.trace, error)
+            await self._let_be()
             self._bus.queue.forgo(self._info.model, self._info.engine, entry.trace)
         except Exception as error:  # a defect of ours: one entry's misfortune
             logger.exception("queue entry %s could not be served", entry.trace)
@@ -257,8 +291,11 @@ class Adapter:
         try:
             await self._bus.records.end(entry.trace, "failed", failure)
             await self._bus.queue.done(self._info.model, entry.trace, self._info.engine)
-        except Exception:
-            logger.exception("nor could queue entry %s be answered", entry.trace)
+        except BusError as error:
+            # It comes again, and is answered then.
+            logger.warning("nor could queue entry %s be answered: %s", entry.trace, error)
+            await self._let_be()
+            self._bus.queue.forgo(self._info.model, self._info.engine, entry.trace)
 
     async def _run_trace(
         self,
@@ -284,6 +321,7 @@ class Adapter:
                 await self._bus.queue.done(self._info.model, entry.trace, self._info.engine)
                 return
             except Overtaken:
+                self._refused.reset()
                 # We were slow, and somebody took it from us. Should it be ours still, Redis has forgotten how often it
                 # was taken, as after a failover: the next number may be late enough.
                 why = "somebody else has begun it"
@@ -292,6 +330,7 @@ class Adapter:
                 )
                 self._bus.queue.settled(self._info.model, entry.trace)
                 return
+            self._refused.reset()
             run = self._run_of(writer, entry, submission, block, declared, edits, opened)
             due = None if opened.left_s is None else anyio.current_time() + opened.left_s
             self._claimed[trace] = entry, submission, due
@@ -362,6 +401,7 @@ class Adapter:
             else:
                 timer = asyncio.get_running_loop().call_later(opened.left_s, self._end, run, "expired", failure)
         problem: Failure | None = None
+        handed_over = False
         status: Status = "failed"
         model, engine = self._info.model, self._info.engine
         try:
@@ -370,9 +410,15 @@ class Adapter:
                     await run.run()
         except Rejection as rejection:
             status, problem = "rejected", rejection.failure
-        except EngineLost:
-            self.lost = True
-            self.stop()
+        except EngineLost as error:
+            if self._stopping.is_set() and not self._engine.lost:
+                # All processes were told to stop at once, us among them. The others finish what they run.
+                logger.info("trace %s is handed over: %s", submission.trace, error)
+                handed_over = True
+            else:
+                logger.error("engine %s is lost: %s", engine, error)
+                self.lost = True
+                self.stop()
         except Fenced:
             raise
         except Exception as error:
@@ -381,7 +427,7 @@ class Adapter:
         finally:
             if timer is not None:
                 timer.cancel()
-        if scope.cancelled_caught and not self.lost and entry.tries <= 1:
+        if (scope.cancelled_caught or handed_over) and not self.lost and entry.tries <= 1:
             # Any other waits for another engine from when this one has left.
             problem = Failure(type="EngineShutdown", message=f"engine {engine} was shut down while it ran this trace")
         if problem is not None and not run.ended:
@@ -412,7 +458,7 @@ class Adapter:
                 submission = msgspec.structs.replace(submission, deadline_s=max(0.0, due - anyio.current_time()))
             live = run.live
             commands += [
-                records.creation(submission, parted(submission.live)),
+                records.creation(submission, parted(submission.live), self._bus.retention_s),
                 records.claiming(
                     *(trace, engine, run.attempt),
                     closed=run.closed,

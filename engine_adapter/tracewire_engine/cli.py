@@ -38,6 +38,9 @@ __all__ = ["LOOP", "demo_model", "main"]
 
 logger = logging.getLogger("tracewire")
 
+#: How long an adapter may take to leave, besides what it drains, before it is killed, in seconds.
+_GRACE_S = 30.0
+
 _LOG = "%(asctime)s %(name)s %(levelname)s %(message)s"
 
 #: The event loop that an adapter runs on: uvloop where it is installed, as it is with vLLM's server.
@@ -68,8 +71,11 @@ def main(arguments: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format=_LOG, stream=sys.stderr)
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument("--restarts", type=int)
+    early.add_argument("--drain", type=float, default=10.0)
     options, _ = early.parse_known_args(arguments)
-    return supervise([sys.executable, "-m", "tracewire_engine.cli", *arguments], options.restarts)
+    # EngineCore may drain for as long, behind the adapter.
+    grace_s = 2 * max(0.0, options.drain) + _GRACE_S
+    return supervise([sys.executable, "-m", "tracewire_engine.cli", *arguments], options.restarts, grace_s)
 
 
 def _adapter(arguments: list[str]) -> int:
@@ -147,6 +153,21 @@ def _adapter(arguments: list[str]) -> int:
         help="likewise, when its events take more bytes than this (default 0: any number)",
     )
     ours.add_argument(
+        "--retain-traces",
+        type=int,
+        default=0,
+        metavar="N",
+        help="how many finished traces to keep on this Redis, of all models: the oldest are dropped first, whatever "
+        "--retention says (default 0: any number)",
+    )
+    ours.add_argument(
+        "--retain-total-bytes",
+        type=int,
+        default=0,
+        metavar="BYTES",
+        help="likewise, when all finished traces take more bytes of Redis than this (default 0: any number)",
+    )
+    ours.add_argument(
         "--buffer-bytes",
         type=int,
         default=256 * 1024 * 1024,
@@ -187,7 +208,7 @@ def _adapter(arguments: list[str]) -> int:
         parser.error(f"--blob-threshold takes a number of bytes, or 0; got {options.blob_threshold}")
     if options.queue_limit < 0:
         parser.error(f"--queue-limit takes a number of submissions, or 0; got {options.queue_limit}")
-    for setting in ("retain_events", "retain_bytes", "kept_kv_bytes"):
+    for setting in ("retain_events", "retain_bytes", "retain_traces", "retain_total_bytes", "kept_kv_bytes"):
         if getattr(options, setting) < 0:
             parser.error(f"--{setting.replace('_', '-')} takes a number, or 0; got {getattr(options, setting)}")
     if options.buffer_bytes <= 0:
@@ -217,7 +238,7 @@ def _adapter(arguments: list[str]) -> int:
         return 2
     try:
         # Before the model is loaded, which takes its time.
-        anyio.run(_refuse_eviction, options.url, options.prefix)
+        anyio.run(_check_redis, options.url, options.prefix, options.retain_total_bytes > 0)
     except BusError as error:
         print(f"tracewire engine: {error}", file=sys.stderr)
         return 2
@@ -228,12 +249,14 @@ def _adapter(arguments: list[str]) -> int:
         return 2
 
 
-async def _refuse_eviction(url: str, prefix: str) -> None:
+async def _check_redis(url: str, prefix: str, counts_bytes: bool) -> None:
     from tracewire_bus.streams import Bus
 
     try:
         async with Bus.open(url, prefix=prefix) as bus:
             await bus.refuse_eviction()
+            if counts_bytes:
+                await bus.finished.check()
     except BusUnavailable as error:
         # It may be there when the model is.
         logger.warning("%s", error)
@@ -284,6 +307,8 @@ async def _run(model: object, link: object, blobs: object, info: object, options
         memory_patience_s=options.memory_patience,
         retain_events=options.retain_events,
         retain_bytes=options.retain_bytes,
+        retain_traces=options.retain_traces,
+        retain_total_bytes=options.retain_total_bytes,
     )
     async with Bus.open(options.url, prefix=options.prefix, retention_s=options.retention) as bus:
         try:

@@ -1,7 +1,10 @@
-"""Streams that do not grow for ever: a trace that has published more than it may keep is folded and trimmed.
+"""What is kept: of a running trace that has published more than it may keep, and of all finished traces.
 
 Each run counts what it publishes. When that passes a limit, one task, over connections of its own, has the bus write a
 snapshot of the trace's state and trim its stream (`tracewire_bus/snapshots.py`). Nobody who publishes waits for it.
+
+[`FinishedRetention`][tracewire_engine.retention.FinishedRetention] looks at times how much all finished traces take,
+and drops the oldest that are beyond what is to be kept in all (`tracewire_bus/finished.py`).
 
 A snapshot costs what the state takes. So that all of a trace's snapshots together cost no more than a few times what
 the trace publishes, a stream whose state is large is trimmed only when it has a quarter of its state's bytes.
@@ -16,9 +19,9 @@ import anyio
 
 from tracewire_bus.connection import Wakeup
 from tracewire_bus.snapshots import Snapshots
-from tracewire_bus.streams import BusError
+from tracewire_bus.streams import Bus, BusError
 
-__all__ = ["Retention", "Tally"]
+__all__ = ["FinishedRetention", "Retention", "Tally"]
 
 logger = logging.getLogger("tracewire")
 
@@ -106,3 +109,35 @@ class Retention:
             tally.nbytes -= trimmed.nbytes
             tally.state = trimmed.state
             logger.debug("trace %s: trimmed to what follows %s", tally.trace, trimmed.id)
+
+
+class FinishedRetention:
+    """Keeps all finished traces together to `traces` and to `nbytes` of what they take in Redis; 0: any number.
+
+    Engines take turns, as `engine`: one of them looks every `every_s` seconds. Where their bounds differ, the least
+    counts.
+    """
+
+    def __init__(self, bus: Bus, engine: str, traces: int, nbytes: int, every_s: float) -> None:
+        self._bus = bus
+        self._engine = engine
+        self._traces = traces
+        self._nbytes = nbytes
+        self._every_s = every_s
+
+    async def run(self) -> None:
+        """Drop what is too much, for ever; nothing where there is no bound."""
+        while self._traces or self._nbytes:
+            # Its own turn may not come again before it looks again.
+            await anyio.sleep(self._every_s)
+            try:
+                finished = self._bus.finished
+                if not await finished.turn(self._engine, max(1, round(self._every_s * 900))):
+                    continue
+                dropped = await finished.keep(self._traces, self._nbytes)
+            except BusError as error:
+                logger.warning("finished traces could not be looked after: %s", error)
+                await anyio.sleep(_PAUSE_S)
+                continue
+            if dropped:
+                logger.info("dropped the %d oldest finished traces", dropped)

@@ -410,7 +410,7 @@ async def test_the_registry_says_that_an_engine_is_held(redis: Server) -> None:
 
 
 async def test_a_redis_that_evicts_is_refused(redis: Server) -> None:
-    from tracewire_engine.cli import _refuse_eviction
+    from tracewire_engine.cli import _check_redis
 
     async with Bus.open(redis.url) as bus:
         await bus.command("CONFIG", "SET", "maxmemory-policy", "allkeys-lru")
@@ -420,7 +420,7 @@ async def test_a_redis_that_evicts_is_refused(redis: Server) -> None:
             with pytest.raises(BusError, match="noeviction"):
                 await bus.refuse_eviction()
         with pytest.raises(BusError, match="allkeys-lru"):
-            await _refuse_eviction(redis.url, "tw")
+            await _check_redis(redis.url, "tw", False)
         await bus.command("CONFIG", "SET", "maxmemory-policy", "noeviction")
         await bus.refuse_eviction()
 
