@@ -3,7 +3,8 @@
 An adapter whose engine is lost ends: what it ran waits on the bus for another. The supervisor imports nothing of vLLM,
 so that it stays small and cannot die of what an engine dies of. It passes on what the adapter prints, hands it SIGTERM
 and SIGINT as SIGTERM, and takes care that no process of the last engine is left, with the memory it holds, when the
-next one starts. When it dies itself, all below it die with it.
+next one starts. An adapter that has not left some time after it was told to is killed with all below it. When the
+supervisor dies itself, all below it die with it.
 """
 
 from __future__ import annotations
@@ -41,11 +42,14 @@ _VAIN = 5
 #: for what it left behind.
 _LOOK_S, _RELAY_S, _ROUNDS = 0.1, 5.0, 3
 _PR_SET_CHILD_SUBREAPER = 36
+#: How long an adapter may take to leave, in seconds, where nobody says.
+GRACE_S = 60.0
 
 
 class _Supervisor:
-    def __init__(self, command: Sequence[str]) -> None:
+    def __init__(self, command: Sequence[str], grace_s: float) -> None:
         self._command = list(command)
+        self._grace_s = grace_s
         self._child: subprocess.Popen[bytes] | None = None
         #: No event of `threading`: a signal's handler that interrupts its own thread would wait for its lock for ever.
         self._stopping = False
@@ -56,8 +60,19 @@ class _Supervisor:
 
     def stop(self, number: int, frame: object) -> None:
         """Hand a signal on."""
+        if not self._stopping:
+            # From the first one on: whoever sends more is in no less of a hurry.
+            signal.setitimer(signal.ITIMER_REAL, self._grace_s)
         self._stopping = True
         self._tell()
+
+    def kill(self, number: int, frame: object) -> None:
+        """End an adapter that has not left. What is below it follows as after any other death."""
+        child = self._child
+        if child is not None:
+            os.write(2, b"tracewire engine: the adapter did not leave in time, and is killed\n")
+            with suppress(ProcessLookupError):
+                os.kill(child.pid, signal.SIGKILL)
 
     def _tell(self) -> None:
         child = self._child
@@ -154,9 +169,10 @@ def _end_children() -> None:
         psutil.wait_procs(left, timeout=30 / _ROUNDS)
 
 
-def supervise(command: Sequence[str], restarts: int | None) -> int:
+def supervise(command: Sequence[str], restarts: int | None, grace_s: float = GRACE_S) -> int:
     """Run `command`, an adapter, and again when it has died, up to `restarts` times (`None`: any number).
 
+    After SIGTERM or SIGINT it has `grace_s` seconds to leave, and is killed then, with all that it has started.
     Returns the exit status that is to be ours: the last adapter's. Gives up after some starts in a row of which none
     came to serve. On Linux, what its children leave behind is adopted, and ended.
     """
@@ -164,7 +180,8 @@ def supervise(command: Sequence[str], restarts: int | None) -> int:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     except (OSError, AttributeError):
         logger.debug("processes that an adapter leaves behind cannot be adopted here")
-    supervisor = _Supervisor(command)
+    supervisor = _Supervisor(command, grace_s)
+    signal.signal(signal.SIGALRM, supervisor.kill)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, supervisor.stop)
     return supervisor.run(restarts)

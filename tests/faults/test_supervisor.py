@@ -7,14 +7,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import anyio
 import psutil
 import pytest
+
+from tests.faults.servers import server
+from tracewire_bus.streams import Bus
 
 RUN = """
 import sys
 from tracewire_engine import supervisor
 supervisor._FIRST_S = 0.01
-sys.exit(supervisor.supervise(sys.argv[2:], None if sys.argv[1] == "None" else int(sys.argv[1])))
+sys.exit(supervisor.supervise(sys.argv[2:], None if sys.argv[1] == "None" else int(sys.argv[1]), GRACE_S))
 """
 
 #: Counts its starts in a file, and is served by what the test says of the n-th.
@@ -29,12 +33,17 @@ if {serves}:
 """
 
 
-def supervised(tmp_path: Path, then: str, restarts: str = "None", serves: str = "True") -> subprocess.Popen[str]:
+def supervised(
+    tmp_path: Path, then: str, restarts: str = "None", serves: str = "True", grace_s: str = "60.0"
+) -> subprocess.Popen[str]:
     """A supervisor of an adapter that does this once it serves."""
     adapter = tmp_path / "adapter.py"
     adapter.write_text(ADAPTER.format(then=then, serves=serves))
     return subprocess.Popen(
-        [sys.executable, "-c", RUN, restarts, sys.executable, str(adapter), str(tmp_path / "count")],
+        [
+            *(sys.executable, "-c", RUN.replace("GRACE_S", grace_s), restarts),
+            *(sys.executable, str(adapter), str(tmp_path / "count")),
+        ],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -121,6 +130,31 @@ sys.stdout.flush()
         assert process.wait(timeout=60) == 0
 
 
+@pytest.mark.parametrize("hangs", ["signal.pause()", "os.kill(os.getpid(), signal.SIGSTOP)"])
+def test_an_adapter_that_does_not_leave_is_killed_with_all_below_it(tmp_path: Path, hangs: str) -> None:
+    """It ignores the signal, or does not even see it; however often it is told."""
+    then = f"""
+import subprocess
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+deaf = "import signal; signal.signal(15, 1); print(flush=True); signal.pause()"
+child = subprocess.Popen([sys.executable, "-c", deaf], stdout=subprocess.PIPE, start_new_session=True)
+child.stdout.readline()
+print("child", child.pid, flush=True)
+while True:
+    {hangs}
+"""
+    with supervised(tmp_path, then, grace_s="0.5") as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready engine-0\n"
+        child = int(process.stdout.readline().split()[1])
+        for _ in range(3):
+            process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGKILL
+    assert starts(tmp_path) == 1
+    assert not psutil.pid_exists(child)
+
+
 def test_an_orphan_that_ends_is_reaped_while_the_adapter_runs(tmp_path: Path) -> None:
     """A supervisor is its adapter's init: in a container it may be everybody's."""
     then = """
@@ -136,7 +170,7 @@ for _ in range(3):
 
 def test_signals_that_come_all_at_once(tmp_path: Path) -> None:
     """While it waits to start an adapter again, and while it hands another one on."""
-    run = RUN.replace("_FIRST_S = 0.01", "_FIRST_S = 1000")
+    run = RUN.replace("_FIRST_S = 0.01", "_FIRST_S = 1000").replace("GRACE_S", "60.0")
     (tmp_path / "adapter.py").write_text(ADAPTER.format(then="sys.exit(1)", serves="True"))
     process = subprocess.Popen(
         [sys.executable, "-c", run, "None", sys.executable, str(tmp_path / "adapter.py"), str(tmp_path / "count")],
@@ -151,3 +185,23 @@ def test_signals_that_come_all_at_once(tmp_path: Path) -> None:
             for number in (signal.SIGTERM, signal.SIGINT):
                 process.send_signal(number)
         assert process.wait(timeout=60) in (0, -signal.SIGINT, -signal.SIGTERM)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("problem", ["it evicts", "it does not say what keys take"])
+async def test_the_command_ends_for_good_on_a_redis_that_it_refuses(tmp_path: Path, problem: str) -> None:
+    """Exit status 2, which no supervisor starts again, before a model is loaded."""
+    async with server(tmp_path / "redis") as redis, Bus.open(redis.url) as bus:
+        if problem == "it evicts":
+            await bus.command("CONFIG", "SET", "maxmemory", "100mb")
+            await bus.command("CONFIG", "SET", "maxmemory-policy", "allkeys-lru")
+        else:
+            await bus.command("ACL", "SETUSER", "default", "-memory")
+        command = [sys.executable, "-m", "tracewire_engine.cli", "demo", "--url", redis.url]
+        with anyio.fail_after(120):
+            ended = await anyio.run_process([*command, "--retain-total-bytes", "1000000"], check=False)
+    said = ended.stderr.decode()
+    assert ended.returncode == 2, said
+    assert ("maxmemory-policy allkeys-lru" if problem == "it evicts" else "MEMORY USAGE") in said
+    assert "starting it again" not in said
+    assert ended.stdout == b""
