@@ -481,6 +481,23 @@ class Records:
             *(part for pair in live.items() for part in pair),
         )
 
+    async def overtaken(self, engine: str, attempts: Sequence[tuple[str, int]]) -> list[bool]:
+        """Of each of these traces, whether another engine, or a later attempt, has begun since `engine` began this one,
+        whose events are refused then.
+
+        Raises:
+            BusUnavailable: Redis stayed away.
+        """
+        if not attempts:
+            return []
+        known = await self._connections.commands(
+            *(("HMGET", self._keys.record(trace), "a", "e") for trace, _ in attempts)
+        )
+        return [
+            number is not None and (int(number) > attempt or (int(number) == attempt and _text(by or b"") != engine))
+            for (_, attempt), (number, by) in zip(attempts, known, strict=True)
+        ]
+
     async def close(self, trace: str, attempt: int) -> list[bytes]:
         """Accept no more changes of a trace whose end is near, in this attempt, if it is the last one.
 

@@ -88,13 +88,11 @@ return redis.call('XADD', KEYS[1], ARGV[1], 'v', ARGV[2], 'd', ARGV[3])
 # has been begun, whose end this is not, or because the event before it is not there. The script begins with what even a
 # Redis that is full does not refuse, so that an end can always be written. Without data ('' for the schema) the event
 # was appended before. KEYS: events, blobs, record, changes, operations, deadlines, snapshot, firehose, and of finished
-# traces the list and what they take. ARGV: id,
-# schema, data, how long to keep the trace from now on or '', '1' if that is its end, the version of the last change
-# that it tells of or '', attempt, trace, id of the event before or '', then what the firehose is told of it, if
-# anything.
-_APPEND: Final = Script(
+# traces the list and what they take. ARGV: id, schema, data, how long to keep the trace from now on or '', '1' if that
+# is its end, the version of the last change that it tells of or '', attempt, trace, id of the event before or '', then
+# what the firehose is told of it, if anything.
+_APPENDING: Final = (
     TELL
-    + FINISHED
     + _FOLLOWING
     + """
 redis.call('HDEL', KEYS[3], '')
@@ -129,6 +127,9 @@ if ARGV[10] then tell(KEYS[8], 'c', redis.call('HGET', KEYS[3], 'c') or '', unpa
 return ARGV[1]
 """.replace("FINAL_ID", FINAL_ID)
 )
+# It is sent with its text: what no end needs is left out of most.
+_APPEND: Final = Script(_APPENDING)
+_APPEND_FINAL: Final = Script(FINISHED + _APPENDING)
 
 # A stream gets back what it lacks of the events that were acknowledged last, and the firehose what it was told of
 # those. It begins as finals do. KEYS: events, record, firehose. ARGV: schema, id of the last event before them or '' if
@@ -421,7 +422,8 @@ class Writer:
             def more(schema: str, data: bytes, behind: str) -> tuple[Any, ...]:
                 # The firehose is told with the event, and not again with a repeat of the rest.
                 telling = (life or ()) if schema else ()
-                script = _APPEND(names, id_, schema, data, keep, end, version, attempt, trace, behind, *telling)
+                append = _APPEND_FINAL if final else _APPEND
+                script = append(names, id_, schema, data, keep, end, version, attempt, trace, behind, *telling)
                 # With its text: what comes behind it in a pipeline must not overtake it.
                 return _texted(script)
 

@@ -122,6 +122,8 @@ class Adapter:
         self._reap = Wakeup()
         #: Since when the lease of a client with running or waiting traces has been missing.
         self._missing: dict[str, float] = {}
+        #: The last event of each run when it was last looked after.
+        self._told: dict[TraceRun, int] = {}
         self._recovery = bus.recovery(info.model)
         #: Waits after Redis has refused to hand out an entry, or to have one begun.
         self._refused = Backoff(_REFUSED_S, _REFUSED_MOST_S)
@@ -587,6 +589,21 @@ class Adapter:
         except Exception:  # one trace's misfortune
             logger.exception("a trace could not be paused or resumed")
 
+    async def _look_after_own(self) -> None:
+        """Let go of what another engine has begun since: a run that writes finds that out, a paused one never would."""
+        engine, was = self._info.engine, self._told
+        runs = [run for run in self._by_trace.values() if isinstance(run, TraceRun) and not run.ended]
+        self._told = {run: run.seq for run in runs}
+        quiet = [run for run in runs if was.get(run) == run.seq]
+        theirs = await self._bus.records.overtaken(engine, [(run.trace, run.attempt) for run in quiet])
+        for run, over in zip(quiet, theirs, strict=True):
+            if over:
+                logger.warning("trace %s was taken from this engine: its attempt %d ends", run.trace, run.attempt)
+                # Its stream refuses that.
+                self._end(
+                    run, "failed", Failure(type="EngineLost", message="another engine has begun its next attempt")
+                )
+
     async def _look_after_clients(self) -> None:
         """End the traces of clients whose leases are gone, and stay so while a client that lives could have renewed."""
         running: dict[str, list[TraceRun]] = {}
@@ -791,6 +808,7 @@ class Adapter:
         while True:
             await anyio.sleep(self._settings.heartbeat_s)
             try:
+                await self._look_after_own()
                 await self._look_after_clients()
                 await self._recovery.look(but=self._info.engine)
                 await self._bus.sweep([next(self._tags) for _ in range(SWEPT)])

@@ -312,7 +312,7 @@ class TraceRun:
         self._writer = writer
         self._halves = halves
         self._submission = submission
-        self._trace = submission.trace
+        self.trace = self._trace = submission.trace
         self._block = block
         self._declared = declared
         self._reads = any(isinstance(one, (Probe, LogitLens)) for one in submission.interventions)
@@ -426,6 +426,11 @@ class TraceRun:
         for request in self.requests:
             if request.half is not None:
                 request.half.renew(stops)
+
+    @property
+    def seq(self) -> int:
+        """The number of its last event, -1 before the first."""
+        return self._seq
 
     @property
     def paused_by(self) -> str | None:

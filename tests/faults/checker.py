@@ -13,7 +13,7 @@ from tests.faults.scripted import expected
 from tracewire_bus.codec import decode_event, decode_snapshot
 from tracewire_bus.fold import DigestMismatch, Fold, FoldError
 from tracewire_bus.keys import FINAL_ID, parse_id
-from tracewire_bus.messages import Final, Restarted, SteeredBase
+from tracewire_bus.messages import Final, Paused, Restarted, Resumed, SteeredBase
 
 __all__ = ["KINDS", "Asked", "Entries", "Violation", "check_leftovers", "check_trace", "folded"]
 
@@ -41,6 +41,7 @@ class Violation:
 class Asked:
     """What a trace was submitted with, and what was asked of it since.
 
+    `more` are its further prompts, each of as many tokens. `pauses` says how often it may have been paused.
     `steered` has the versions that were accepted; `unsure` says that an answer to such a change never came.
     """
 
@@ -50,6 +51,9 @@ class Asked:
     tries: int = 3
     live: bool = False
     cancelled: bool = False
+    more: list[str] = field(default_factory=list)
+    deadline_s: float | None = None
+    pauses: int = 0
     steered: set[int] = field(default_factory=set)
     unsure: bool = False
 
@@ -96,7 +100,9 @@ def check_trace(asked: Asked, stream: Entries, consumers: Mapping[str, Entries])
         if folded(entries).digest() != fold.digest():
             wrong("wrong", f"{name} folded something else")
     found += _ending(asked, fold)
+    found += _contents(asked, fold)
     found += _steers(asked, stream, fold)
+    found += _pauses(asked, stream)
     return found
 
 
@@ -171,18 +177,54 @@ def _ending(asked: Asked, fold: Fold) -> list[Violation]:
         return []
     if fold.status == "failed" and asked.tries <= 1 and kind in ("EngineLost", "EngineShutdown"):
         return []
+    if fold.status == "expired" and asked.deadline_s is not None and kind == "DeadlineExceeded":
+        return []
     if fold.status != "finished":
         detail = f"it ended as {fold.status}: {error.message if error else ''}"
         return [Violation("wrong", asked.trace, detail)]
+    return []
+
+
+def _contents(asked: Asked, fold: Fold) -> list[Violation]:
+    """Whether each prompt has the tokens and saves that it asks for: all, or, of a trace that was ended, the first."""
     found = []
-    ids, saved = expected(asked.prompt, asked.tokens)
-    state = fold.choices.get((0, 0))
-    if state is None or state.token_ids != ids:
-        count = len(state.token_ids) if state is not None else 0
-        found.append(Violation("wrong", asked.trace, f"{count} tokens are not the {len(ids)} that were expected"))
-    elif [list(map(float, array)) for array in state.saves.get("acts", [])] != saved:
-        found.append(Violation("wrong", asked.trace, "what it saved is not what was expected"))
+    prompts = [asked.prompt, *asked.more]
+    if extra := sorted(set(fold.choices) - {(invoke, 0) for invoke in range(len(prompts))}):
+        found.append(Violation("wrong", asked.trace, f"it has outputs of {extra}, which nobody asked for"))
+    for invoke, prompt in enumerate(prompts):
+        ids, saved = expected(prompt, asked.tokens)
+        state = fold.choices.get((invoke, 0))
+        had = state.token_ids if state is not None else []
+        if fold.status != "finished":
+            ids, saved = ids[: len(had)], saved[: len(had)]
+        if had != ids:
+            detail = f"prompt {invoke}: {len(had)} tokens are not the {len(ids)} that were expected"
+            found.append(Violation("wrong", asked.trace, detail))
+        elif state is not None and [list(map(float, array)) for array in state.saves.get("acts", [])] != saved:
+            found.append(Violation("wrong", asked.trace, f"prompt {invoke}: what it saved is not what was expected"))
     return found
+
+
+def _pauses(asked: Asked, stream: Entries) -> list[Violation]:
+    """Whether an attempt is told to be paused and to go on in turns, and no trace that nobody paused."""
+    told: list[str] = []
+    for id_, data in stream:
+        if id_.startswith("gap "):
+            # Whether it was paused there is in the state that the gap came to.
+            told = ["Paused"] if decode_snapshot(data).paused else ["Resumed"]
+            continue
+        event = decode_event(data)
+        if isinstance(event, Restarted):
+            # It is told again of an attempt that begins paused.
+            told = []
+        elif isinstance(event, Paused | Resumed):
+            kind = type(event).__name__
+            if not asked.pauses:
+                return [Violation("wrong", asked.trace, f"event {id_} is a {kind}, and nobody paused it")]
+            if kind == (told[-1] if told else "Resumed"):
+                return [Violation("duplicated", asked.trace, f"event {id_} is another {kind} behind {told}")]
+            told.append(kind)
+    return []
 
 
 def _steers(asked: Asked, stream: Entries, fold: Fold) -> list[Violation]:

@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -36,6 +37,8 @@ class _Plan:
     twice: int | None
     steers: list[float] = field(default_factory=list)
     cancel_after: float | None = None
+    #: How long it runs before it is paused, and for how long it is, each time.
+    pauses: list[tuple[float, float]] = field(default_factory=list)
     #: After how many events its restless consumer leaves, to go on with another client.
     stays: list[int] = field(default_factory=list)
     #: For how long it is away each time.
@@ -71,6 +74,12 @@ class Load:
             live=live,
             cancelled=random.random() < 0.05,
         )
+        if random.random() < 0.15:
+            asked.more = [f"prompt {random.randrange(1000)}" for _ in range(random.randint(1, 3))]
+        # Most deadlines are far away; some come in the middle of it, or before it has begun.
+        if (draw := random.random()) < 0.2:
+            asked.deadline_s = 120.0 if draw < 0.12 else random.uniform(0.1, 1.5)
+        asked.pauses = random.choice([1, 1, 2, 3]) if random.random() < 0.15 else 0
         return _Plan(
             asked,
             delay=random.uniform(0, 0.6),
@@ -79,6 +88,7 @@ class Load:
             twice=random.randrange(len(self.stage.clients)) if random.random() < 0.2 else None,
             steers=[random.uniform(0, 0.3) for _ in range(random.randint(1, 5))] if live else [],
             cancel_after=random.uniform(0.05, 0.5) if asked.cancelled else None,
+            pauses=[(random.uniform(0, 0.4), random.uniform(0, 0.8)) for _ in range(asked.pauses)],
             stays=[random.randint(1, 25) for _ in range(random.randint(1, 3))],
             nap=random.choice([0.0, random.uniform(0.0, 0.5)]),
         )
@@ -139,6 +149,8 @@ class Load:
             )
             if plan.steers:
                 group.start_soon(self._steer, plan)
+            if plan.pauses:
+                group.start_soon(self._pause, plan)
             if plan.cancel_after is not None:
                 group.start_soon(self._cancel, plan, plan.cancel_after)
             if not plan.detach:
@@ -149,8 +161,10 @@ class Load:
         asked = plan.asked
         return client.trace(
             MODEL,
-            asked.prompt,
+            None,
             acts,
+            prompts=[asked.prompt, *asked.more],
+            deadline=asked.deadline_s,
             live={"alpha": 0.0} if asked.live else None,
             trace_id=asked.trace,
             detach=detach,
@@ -186,6 +200,19 @@ class Load:
                 return
             except tracewire.ConnectError:
                 asked.unsure = True
+
+    async def _pause(self, plan: _Plan) -> None:
+        """Pause it and let it go on, from another client each time. Nobody leaves it paused."""
+        trace, clients = plan.asked.trace, self.stage.clients
+        for number, (before, pause) in enumerate(plan.pauses):
+            await anyio.sleep(before)
+            one, other = (clients[(plan.submitter + number + step) % len(clients)] for step in (0, 1))
+            try:
+                await self._until_answered(partial(one.pause, trace))
+                await anyio.sleep(pause)
+                await self._until_answered(partial(other.resume, trace))
+            except tracewire.TraceEnded:
+                return
 
     async def _cancel(self, plan: _Plan, pause: float) -> None:
         await anyio.sleep(pause)

@@ -16,11 +16,14 @@ from tracewire_bus.messages import (
     Accepted,
     Append,
     Change,
+    Event,
     Failure,
     Final,
     Manifest,
     Output,
+    Paused,
     Restarted,
+    Resumed,
     Set,
     Steered,
 )
@@ -147,6 +150,8 @@ def test_other_contents_are_found() -> None:
         ("cancelled", "Cancelled", {"cancelled": True}, True),
         ("cancelled", "Cancelled", {}, False),
         ("expired", "DeadlineExceeded", {}, False),
+        ("expired", "DeadlineExceeded", {"deadline_s": 1.0}, True),
+        ("expired", "SomethingElse", {"deadline_s": 1.0}, False),
     ],
 )
 def test_an_end_must_be_one_that_it_may_come_to(status: Any, error: str, asked: dict[str, Any], right: bool) -> None:
@@ -154,6 +159,58 @@ def test_an_end_must_be_one_that_it_may_come_to(status: Any, error: str, asked: 
     final = entry(Final(attempt=2, seq=7, status=status, error=Failure(type=error, message="")))
     trace = Asked("t", "hello", TOKENS, live=True, steered={1, 2}, **asked)
     assert (kinds(trace, [*stream[:-1], final]) == set()) is right
+
+
+def test_each_prompt_has_what_it_asks_for() -> None:
+    asked, stream = good()
+    asked.more = ["another"]
+    assert kinds(asked, stream) == {"wrong"}
+    # Of a trace that was ended, what there is must be right.
+    final = entry(Final(attempt=2, seq=7, status="expired", error=Failure(type="DeadlineExceeded", message="")))
+    asked.deadline_s = 1.0
+    assert kinds(asked, [*stream[:-1], final]) == set()
+    asked.prompt = "something else"
+    assert kinds(asked, [*stream[:-1], final]) == {"wrong"}
+    # An output of a prompt that it does not have.
+    asked, stream = good()
+    asked.cancelled = True
+    end = Failure(type="Cancelled", message="")
+    for invoke, index in ((0, TOKENS), (1, 0)):
+        other = Output(attempt=2, seq=7, invoke=invoke, index=index, token_ids=[1], text="x", deltas=[[]])
+        final = entry(Final(attempt=2, seq=8, status="cancelled", error=end))
+        assert kinds(asked, [*stream[:-1], entry(other), final]) == {"wrong"}
+
+
+def _paused(*events: Event) -> Entries:
+    """A trace of these events, which was cancelled then."""
+    numbered = [Accepted(attempt=1, seq=0, engine="e", model="tiny")]
+    for event in events:
+        again = isinstance(event, Restarted)
+        event.attempt = numbered[-1].attempt + again
+        event.seq = 0 if again else numbered[-1].seq + 1
+        numbered.append(event)  # type: ignore[arg-type]
+    end = Final(
+        attempt=event.attempt, seq=event.seq + 1, status="cancelled", error=Failure(type="Cancelled", message="")
+    )
+    return [entry(event) for event in [*numbered, end]]
+
+
+@pytest.mark.parametrize(
+    ("events", "pauses", "kind"),
+    [
+        ([Paused, Resumed, Paused], 2, set()),
+        ([Paused, Restarted, Paused, Resumed], 1, set()),
+        ([Paused, Resumed], 0, {"wrong"}),
+        ([Paused, Paused], 1, {"duplicated"}),
+        ([Resumed], 1, {"duplicated"}),
+        ([Paused, Restarted, Resumed], 1, {"duplicated"}),
+    ],
+)
+def test_a_trace_is_told_to_be_paused_and_to_go_on_in_turns(
+    events: list[type[Event]], pauses: int, kind: set[str]
+) -> None:
+    asked = Asked("t", "hello", TOKENS, cancelled=True, pauses=pauses)
+    assert kinds(asked, _paused(*(event(attempt=0, seq=0) for event in events))) == kind
 
 
 @pytest.mark.parametrize(

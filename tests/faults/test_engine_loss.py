@@ -13,7 +13,7 @@ import pytest
 
 import tracewire
 from tests.faults.scripted import ScriptedEngine, acts, expected, info, serving
-from tracewire import Client, Final, Output, Restarted, presence
+from tracewire import Client, Final, Output, Paused, Restarted, presence
 from tracewire_bus import recovery
 from tracewire_bus.codec import decode_submission
 from tracewire_bus.messages import Failure
@@ -450,6 +450,32 @@ async def test_an_engine_takes_nothing_while_its_lease_is_out(
             events = await whole(client, "t", "hello", 3)
     assert {event.attempt for event in events} == {1}
     assert not stale.steps
+
+
+async def test_a_paused_trace_that_was_taken_from_its_engine_is_let_go_of(client: Client, bus: Bus) -> None:
+    """It writes nothing that would be refused; whoever has it now is told to go on."""
+    async with serving(bus, slow := ScriptedEngine(Gate()), info(capacity=1)) as first:
+        await client.model("tiny", wait_for_engine=PATIENCE)
+        async with client.trace("tiny", "hello", acts, max_tokens=3, detach=True) as trace:
+            await trace.accepted()
+            await trace.pause()
+            async for item in trace:
+                if isinstance(item, Paused):
+                    break
+            assert slow.tracked == 1
+            async with serving(bus, free(), info()):
+                await bus.queue.put_back("tiny", first._info.engine, "it was slow", lost=True)
+                with anyio.fail_after(PATIENCE):
+                    async for item in trace:
+                        if isinstance(item, Paused):
+                            break
+                    assert item.attempt == 2
+                    await trace.resume()
+                    await trace.result()
+                    while slow.tracked or first._by_trace:
+                        slow.step()
+                        await anyio.sleep(0.01)
+            assert not first.lost
 
 
 async def test_an_engine_that_gets_a_trace_back_finishes_it(client: Client, bus: Bus) -> None:
