@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from types import TracebackType
@@ -24,7 +24,7 @@ import anyio
 import msgspec
 
 from .blobs import Blobs
-from .codec import decode_engine, encode
+from .codec import decode_engine, digest_bytes, encode
 from .connection import (
     SCHEMES,
     After,
@@ -40,13 +40,12 @@ from .connection import (
 )
 from .control import ControlReader, SlotControlReaders, draining
 from .edits import EditRecords, Edits
-from .finished import Finished
 from .firehose import Groups, GroupWatch, Watch
 from .keys import FINAL_ID, Keys
 from .live import parted
-from .messages import EngineInfo, Submission
+from .messages import EngineInfo, ModuleInfo, Submission
 from .queue import Queue, QueueFull, Taken
-from .reader import Entry, EventsLost, Gap, Reader, SlotReaders, StreamGone, Subscription, tail_id
+from .reader import Entry, EventsLost, Gap, Reader, SlotReaders, Subscription, tail_id
 from .records import CONTROL_S, RENEW, Records, TraceElsewhere, TraceEnded, TraceMissing
 from .recovery import Recovery
 from .snapshots import Snapshots
@@ -70,7 +69,6 @@ __all__ = [
     "NotAllowed",
     "Queue",
     "QueueFull",
-    "StreamGone",
     "Subscription",
     "Taken",
     "Writer",
@@ -112,6 +110,10 @@ class Bus:
         self._queue: Queue | None = None
         self._memory: float | None = None
         self._memory_at = -math.inf
+        #: What engines of this process last registered in whole, but for how much they run, by its digest.
+        self._registered: dict[str, bytes] = {}
+        #: Modules and attributes of the trees that engines serve, by digest.
+        self._trees: dict[bytes, tuple[list[ModuleInfo], dict[str, list[str]]]] = {}
 
     @classmethod
     def open(cls, url: str, *, prefix: str = "tw", retention_s: float = 3600.0, patience_s: float = 20.0) -> Self:
@@ -119,9 +121,9 @@ class Bus:
 
         `url` is `redis://`, `rediss://` (TLS) or `unix://`; with `redis+sentinel://host:port,host:port/service` the
         master that sentinels name, with `redis+cluster://host:port,host:port` a cluster (either with `rediss`, too); or
-        `embedded://` for a private server that lives as long as the bus. All keys begin with `prefix`. A trace that
-        ends by this bus is kept for `retention_s` seconds then, unless an engine of its model has said how long. While
-        Redis is away, requests wait for up to `patience_s` seconds before they raise `BusUnavailable`.
+        `embedded://` for a private server that lives as long as the bus. All keys begin with `prefix`. A trace's stream
+        is kept for `retention_s` seconds after its final event. While Redis is away, requests wait for up to
+        `patience_s` seconds before they raise `BusUnavailable`.
 
         Raises:
             ValueError: `url` has another scheme.
@@ -197,11 +199,10 @@ class Bus:
 
     # --- submissions --------------------------------------------------------------------------------------------------
 
-    async def submit(self, submission: Submission, limit: int | None = None, retention_s: float | None = None) -> None:
+    async def submit(self, submission: Submission, limit: int | None = None) -> None:
         """Queue a submission. A trace that was submitted before is not queued again.
 
         `limit` is how many may wait, as [`Queue.put`][tracewire_bus.queue.Queue.put] counts; 0 or None: any number.
-        `retention_s` is how long the model's engines keep a trace after its end, should it end before one has it.
 
         Raises:
             EntryTooLarge: it is larger than an entry may be.
@@ -217,7 +218,7 @@ class Bus:
         if len(data) > ENTRY_BYTES:
             raise EntryTooLarge(f"the submission takes {len(data)} bytes, an entry holds {ENTRY_BYTES}")
         model, trace = submission.model, submission.trace
-        creation = self.records.creation(submission, parted(submission.live), retention_s)
+        creation = self.records.creation(submission, parted(submission.live))
         memory = await self._memory_left()
         if memory is not None and memory < RESERVE:
             raise BusFull(f"Redis has {100 * memory:.2g} % of its memory left, and keeps that for traces that run")
@@ -355,16 +356,6 @@ class Bus:
             raise anyio.ClosedResourceError
         return self._records
 
-    @property
-    def retention_s(self) -> float:
-        """How long a trace that ends by this bus is kept, in seconds, where its engines said nothing else."""
-        return self._retention_s
-
-    @property
-    def finished(self) -> Finished:
-        """All finished traces, and the bounds over them."""
-        return Finished(self._connections, self.keys)
-
     def link(self) -> Link:
         """A connection of one's own, which waits behind nobody's calls. Whoever asks drops it."""
         return self._connections.link()
@@ -431,18 +422,15 @@ class Bus:
         """Subscribe to a trace's entries: those after `since`, then what comes, up to the final one.
 
         `since` is `"start"`, `"now"` (after what is there when the subscription starts: see its `start`), or the id of
-        an entry. A trace that does not exist is waited for; one that was there and is gone is a `StreamGone`. In place
-        of entries that were trimmed comes a `Gap`, with the state after them.
+        an entry. A trace that does not exist is waited for. In place of entries that were trimmed comes a `Gap`, with
+        the state after them.
 
         Raises:
             ValueError: `since` is nothing of that.
         """
         if self._reader is None:
             raise anyio.ClosedResourceError
-        keys = self.keys
-        return self._reader.subscribe(
-            keys.events(trace), since, partial(self.snapshots.read, trace), keys.record(trace)
-        )
+        return self._reader.subscribe(self.keys.events(trace), since, partial(self.snapshots.read, trace))
 
     def watch(self, since: str = "now") -> Watch:
         """Follow what becomes of all traces, from `since` on: `"start"`, `"now"`, or a watch's position.
@@ -516,14 +504,27 @@ class Bus:
     async def register(self, info: EngineInfo, ttl_s: float = 5.0) -> None:
         """Say that an engine serves, for `ttl_s` seconds from now. Call it again before they are over.
 
+        A heartbeat carries everything but the model's tree, which is most of it and does not change.
+
         Raises:
             BusUnavailable: Redis stayed away.
         """
-        await self._connections.commands(
-            RENEW((self.keys.engine(info.engine),), encode(info), max(1, round(ttl_s * 1000))),
+        key, milliseconds = self.keys.engine(info.engine), max(1, round(ttl_s * 1000))
+        brief = msgspec.structs.replace(info, modules=[], attributes={}, tree=_tree_digest(info))
+        lasting = digest_bytes(encode(msgspec.structs.replace(brief, running=0)))
+        heartbeat = [
+            RENEW((self.keys.heartbeat(info.engine),), encode(brief), milliseconds),
             # Whoever finds it there and nothing behind it removes it.
             After(("SADD", self.keys.engines(), info.engine)),
-        )
+        ]
+        if self._registered.get(info.engine) == lasting:
+            # Earlier versions read the whole, of which they miss no change but the number of traces.
+            with suppress(NotAllowed):
+                there, *_ = await self._connections.commands(("PEXPIRE", key, milliseconds), *heartbeat)
+                if there:
+                    return
+        await self._connections.commands(RENEW((key,), encode(info), milliseconds), *heartbeat)
+        self._registered[info.engine] = lasting
 
     async def unregister(self, engine: str) -> None:
         """Say that an engine serves no more.
@@ -531,7 +532,12 @@ class Bus:
         Raises:
             BusUnavailable: Redis stayed away.
         """
-        await self._connections.commands(("DEL", self.keys.engine(engine)), ("SREM", self.keys.engines(), engine))
+        self._registered.pop(engine, None)
+        await self._connections.commands(
+            ("DEL", self.keys.engine(engine)),
+            ("DEL", self.keys.heartbeat(engine)),
+            ("SREM", self.keys.engines(), engine),
+        )
 
     async def drain(self, engine: str, *, by: str, within_s: float | None = None) -> None:
         """Ask an engine to take nothing new, to finish what it runs, and to leave for good.
@@ -551,21 +557,59 @@ class Bus:
             BusUnavailable: Redis stayed away.
         """
         names = [name.decode() for name in await self._connections.command("SMEMBERS", self.keys.engines())]
-        if not names:
-            return []
-        found = await self._connections.commands(*(("GET", self.keys.engine(name)) for name in names))
-        infos = []
-        for name, data in zip(names, found, strict=True):
-            if data is None:
+        briefs = await self._infos(names, self.keys.heartbeat)
+        # Those of earlier versions have no heartbeat of their own.
+        others = [name for name in names if name not in briefs]
+        found = await self._infos(others, self.keys.engine)
+        for name in others:
+            if name not in found:
                 # Expired. Should it be back this very moment, its next heartbeat enters it again.
                 with suppress(NotAllowed):
                     await self._connections.command("SREM", self.keys.engines(), name)
+        infos = [info for info in found.values() if info is not None]
+        infos += await self._with_trees([info for info in briefs.values() if info is not None])
+        return sorted(infos, key=lambda info: (info.model, info.started_at, info.engine))
+
+    async def _infos(self, names: Sequence[str], key: Callable[[str], str]) -> dict[str, EngineInfo | None]:
+        """What stands under these engines' keys, where something does; None where it cannot be read."""
+        if not names:
+            return {}
+        infos: dict[str, EngineInfo | None] = {}
+        replies = await self._connections.commands(*(("GET", key(name)) for name in names))
+        for name, data in zip(names, replies, strict=True):
+            if data is None:
                 continue
             try:
-                infos.append(decode_engine(data))
+                infos[name] = decode_engine(data)
             except msgspec.MsgspecError as error:
                 logger.warning("engine %s has registered something else than an engine: %s", name, error)
-        return sorted(infos, key=lambda info: (info.model, info.started_at, info.engine))
+                infos[name] = None
+        return infos
+
+    async def _with_trees(self, briefs: list[EngineInfo]) -> list[EngineInfo]:
+        """Heartbeats with what they leave out, which is fetched once for each tree, from one of its engines."""
+        self._trees = {info.tree: self._trees[info.tree] for info in briefs if info.tree in self._trees}
+        lacking: dict[bytes, list[str]] = {}
+        for info in briefs:
+            if info.tree not in self._trees:
+                lacking.setdefault(info.tree, []).append(info.engine)
+        while lacking:
+            # Should one have gone this very moment, the next of them has it.
+            asked = {names.pop(): tree for tree, names in lacking.items()}
+            for found in (await self._infos(list(asked), self.keys.engine)).values():
+                if found is not None:
+                    self._trees[_tree_digest(found)] = found.modules, found.attributes
+            lacking = {tree: names for tree, names in lacking.items() if names and tree not in self._trees}
+        whole = []
+        for info in briefs:
+            if info.tree in self._trees:
+                modules, attributes = self._trees[info.tree]
+                whole.append(msgspec.structs.replace(info, modules=modules, attributes=attributes, tree=b""))
+        return whole
+
+
+def _tree_digest(info: EngineInfo) -> bytes:
+    return digest_bytes(encode(EngineInfo(engine="", model="", modules=info.modules, attributes=info.attributes)))
 
 
 async def _check(connections: Connections) -> None:

@@ -57,8 +57,10 @@ __all__ = ["Client", "Prompt", "PromptInput", "connect"]
 PromptInput: TypeAlias = "str | Sequence[int] | Sequence[Mapping[str, Any]] | Prompt"
 """A prompt: text, token ids, or chat messages (dicts with `role` and `content`)."""
 
-#: How old what the client knows of the registry may be, in seconds, when a trace is submitted.
+#: How old what the client knows of the registry may be, in seconds, when a trace is submitted; with more than so many
+#: engines, older by as much, so that looking costs no more.
 _REGISTRY_AGE = 1.0
+_REGISTRY_ENGINES = 100
 
 #: Greatest priority, either way: what the queue tells from its neighbour.
 _MOST_PRIORITY = 2**53
@@ -255,7 +257,8 @@ class Client:
     async def _look(self, age: float) -> None:
         """Read the registry, unless what was read is younger than `age` seconds."""
         bus = self._open_bus()
-        if anyio.current_time() - self._looked < age:
+        known = sum(map(len, self._registry.values()))
+        if anyio.current_time() - self._looked < age * max(1.0, known / _REGISTRY_ENGINES):
             return
         with bus_errors():
             engines = await bus.engines()
@@ -424,7 +427,7 @@ class Client:
             submission = await fresh(DeadLetter.of(found), bus, self._name)
             model = await self._find(submission.model, None)
             try:
-                await bus.submit(submission, model.info.queue_limit, model.info.retention_s or None)
+                await bus.submit(submission, model.info.queue_limit)
             except QueueFull as error:
                 raise Overloaded(submission.model, error.waiting, error.limit, error.retry_after_s) from None
             await bus.queue.drop_dead_letter(id_)
@@ -583,7 +586,6 @@ class Client:
             if parse_id(tail) == (0, 0) and not await bus.exists(trace_id):
                 raise UnknownTrace(trace_id)
             reader = EventReader(trace_id, bus, "0-0")
-            reader.expect()
         fold = Fold()
         try:
             while parse_id(reader.position) < parse_id(tail) and await reader.next(fold) is not None:

@@ -529,6 +529,20 @@ async def test_redis_may_forget_the_scripts(bus: Bus) -> None:
     assert await take(bus, 5) == ["A-1", "A-2"]
 
 
+async def test_a_take_is_an_engines_share_of_what_waits(bus: Bus) -> None:
+    """Of two engines that have ever taken, each gets half of the rest at a time; one that is alone gets all."""
+    for trace in ("a", "b"):
+        await bus.submit(submission(trace))
+        assert len(await bus.queue.take("demo", trace, 10, 0)) == 1
+    for number in range(10):
+        await bus.submit(submission(f"t{number}"))
+    sizes = [len(await bus.queue.take("demo", engine, 10, 0)) for engine in ("a", "b", "a", "b", "a")]
+    assert sizes == [5, 3, 1, 1, 0]
+    # One that has gone has no share, and what it had waits again.
+    assert await bus.queue.put_back("demo", "b", "", lost=False) == 5
+    assert len(await bus.queue.take("demo", "a", 10, 0)) == 5
+
+
 async def test_two_engines_that_are_disturbed_get_each_entry_once(bus: Bus, prefix: str, tmp_path: Path) -> None:
     count, chance = 2000, random.Random(8)
     wanted = {f"{client}-{number}" for client in "AB" for number in range(count)}

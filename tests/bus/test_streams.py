@@ -12,10 +12,10 @@ from typing import Any
 import anyio
 import pytest
 
-from tracewire_bus.codec import schema_text
+from tracewire_bus.codec import decode_engine, encode, schema_text
 from tracewire_bus.connection import redacted
 from tracewire_bus.keys import parse_id
-from tracewire_bus.messages import EngineInfo, Invoke, Submission
+from tracewire_bus.messages import EngineInfo, Invoke, ModuleInfo, Submission
 from tracewire_bus.streams import (
     FINAL_ID,
     Bus,
@@ -652,6 +652,67 @@ async def test_an_engine_without_a_heartbeat_expires_and_may_come_back(bus: Bus)
     assert await bus.command("SMEMBERS", bus.keys.engines()) == [b"alive"]
     await bus.register(gone)
     assert len(await bus.engines()) == 2
+
+
+async def test_a_heartbeat_carries_no_tree_and_a_tree_is_read_once(bus: Bus, embedded: str, prefix: str) -> None:
+    tree = {"modules": [ModuleInfo(f"m.{number}", "M") for number in range(1000)], "attributes": {"M": ["weight"]}}
+    infos = [EngineInfo(engine=f"e{number}", model="m", started_at=float(number), **tree) for number in range(5)]
+    async with Bus.open(embedded, prefix=prefix) as reader:
+
+        async def read_and_written(action: Callable[[], Awaitable[Any]]) -> tuple[int, int]:
+            before = await _network(bus)
+            await action()
+            after = await _network(bus)
+            return after[1] - before[1], after[0] - before[0]
+
+        async def beat() -> None:
+            for info in infos:
+                info.running += 1
+                await bus.register(info)
+
+        _, first = await read_and_written(beat)
+        _, again = await read_and_written(beat)
+        size = len(encode(infos[0]))
+        assert first > 5 * size
+        assert again < size
+        looked, _ = await read_and_written(reader.engines)
+        assert size < looked < 2 * size
+        looked, _ = await read_and_written(reader.engines)
+        assert looked < size
+        assert await reader.engines() == infos
+
+        # What earlier versions read is renewed as well, and written anew when more than a number changes.
+        assert decode_engine(await bus.command("GET", bus.keys.engine("e0"))).running == 1
+        infos[0].state = "draining"
+        await bus.register(infos[0])
+        assert decode_engine(await bus.command("GET", bus.keys.engine("e0"))) == infos[0]
+        # A Redis that has lost it is told everything.
+        await bus.command("DEL", *(bus.keys.engine(info.engine) for info in infos), bus.keys.heartbeat("e1"))
+        await beat()
+        assert await reader.engines() == infos
+        assert decode_engine(await bus.command("GET", bus.keys.engine("e1"))) == infos[1]
+
+        # The tree that one engine no longer has is read from another, and one that changes under a name anew.
+        await bus.unregister("e0")
+        infos[1].modules = [ModuleInfo("n", "N")]
+        await bus.register(infos[1])
+        assert await reader.engines() == infos[1:]
+
+
+async def _network(bus: Bus) -> tuple[int, int]:
+    """Bytes that Redis has read from and written to the network."""
+    stats = bytes(await bus.command("INFO", "stats")).decode()
+    lines = dict(line.split(":", 1) for line in stats.splitlines() if ":" in line)
+    return int(lines["total_net_input_bytes"]), int(lines["total_net_output_bytes"])
+
+
+async def test_an_engine_of_an_earlier_version_is_listed_too(bus: Bus) -> None:
+    early, late = EngineInfo(engine="early", model="m"), EngineInfo(engine="late", model="m", started_at=1.0)
+    await bus.command("SET", bus.keys.engine("early"), encode(early))
+    await bus.command("SADD", bus.keys.engines(), "early")
+    await bus.register(late)
+    assert await bus.engines() == [early, late]
+    assert await bus.alive("early", "late") == {"early", "late"}
 
 
 async def test_an_engine_that_nobody_understands_is_left_out(bus: Bus) -> None:

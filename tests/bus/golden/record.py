@@ -198,6 +198,8 @@ def every_message() -> dict[str, tuple[str, messages.Message]]:
         edits=4,
         edit_errors={"watch": "block: it does not compile"},
         openai="http://127.0.0.1:8000/v1",
+        host="a",
+        tree=b"\2" * 16,
     )
     return {
         "accepted": ("event", accepted),
