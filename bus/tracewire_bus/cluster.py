@@ -10,6 +10,11 @@ small then. Several commands of a slot therefore go as a transaction, which a no
 of them is not its own to carry out, not at all. What was refused goes on one by one, each after the last one's reply.
 Across slots there is no order, but for commands marked [`After`][tracewire_bus.connection.After].
 
+**Replaced nodes.** Another node may have a slot since a link last asked there: its replica, which may lack what the
+node had acknowledged. A writer must know before it appends. It *prepares* for its commands, which connects to the nodes
+that have the slots now and so counts as opening (`opened`), and then asks to *stay*: a link that is told by then that a
+slot is elsewhere does not follow, but breaks its connections.
+
 **Moves.** While the keys of a slot are being moved, commands on one key work, by Redis's redirections. Those on several
 keys, scripts above all, are refused until the move is over, and are tried again for as long as whoever asks is patient.
 A script that makes up keys declares one that never exists besides: Redis then refuses it before it begins, instead of
@@ -248,6 +253,8 @@ class ClusterLink(Link):
         self._nodes: dict[_Address, _Node] = {}
         #: How often a connection was opened, to whichever node.
         self.opened = 0
+        #: Whether it goes nowhere where it is not connected.
+        self._stays = False
 
     @property
     def connected(self) -> bool:
@@ -274,10 +281,20 @@ class ClusterLink(Link):
             self._nodes[address] = _Node(self._cluster.server(address), address, self)
         return self._nodes[address]
 
-    async def ask(self, *commands: Sequence[Any], timeout_s: float = COMMAND_S) -> list[Any]:
+    async def prepare(self, *commands: Sequence[Any]) -> None:
+        """Connect to the nodes that `commands` go to.
+
+        Raises:
+            redis.exceptions.RedisError: it could not.
+        """
+        for slot in {self._cluster.slot_of(command) for command in commands} - {None}:
+            await self._node(await self._cluster.owner(slot)).connect()
+
+    async def ask(self, *commands: Sequence[Any], timeout_s: float = COMMAND_S, stay: bool = False) -> list[Any]:
         """Send `commands` and return their raw replies; a refused one's is its `ResponseError`.
 
-        Those of one slot are carried out in this order, and those that are `After` after all others.
+        Those of one slot are carried out in this order, and those that are `After` after all others. With `stay` they
+        go to nodes only that it is connected to, and to those that a slot is being moved to from there.
 
         Raises:
             redis.exceptions.RedisError: a connection failed: some of them may have been carried out.
@@ -287,6 +304,7 @@ class ClusterLink(Link):
         waves = [
             [place for place, one in enumerate(commands) if isinstance(one, After) is late] for late in (False, True)
         ]
+        self._stays = stay
         try:
             with anyio.fail_after(timeout_s):
                 for places in filter(None, waves):
@@ -296,7 +314,17 @@ class ClusterLink(Link):
             self._cluster.doubt()
             await self.drop()
             raise
+        finally:
+            self._stays = False
         return replies
+
+    async def _connect(self, node: _Node) -> None:
+        """Connect to a node that has a slot, where that is allowed."""
+        from redis.exceptions import ConnectionError
+
+        if self._stays and not node.connected:
+            raise ConnectionError("another node has a slot by now")
+        await node.connect()
 
     async def ask_beside(self, other: Link, *commands: Sequence[Any]) -> list[Any]:
         """Ask the node that `other` is connected to."""
@@ -351,7 +379,7 @@ class ClusterLink(Link):
 
         node = self._node(address)
         # What it knows of scripts is known once it is connected.
-        await node.connect()
+        await self._connect(node)
         sent: list[Sequence[Any]] = []
         spans: list[tuple[_Bundle, int, int, bool]] = []
         for bundle in bundles:
@@ -376,11 +404,13 @@ class ClusterLink(Link):
             bundle.replies += replies
 
     def _note(self, slot: int | None, replies: Sequence[Any], asked: _Address) -> None:
-        from redis.exceptions import ClusterDownError, MovedError
+        from redis.exceptions import ClusterDownError, ConnectionError, MovedError
 
         for reply in replies:
             if isinstance(reply, MovedError) and slot is not None:
                 self._cluster.moved(slot, _named(reply, asked))
+                if self._stays:
+                    raise ConnectionError(f"slot {slot} is on another node by now")
                 return
             if isinstance(reply, ClusterDownError):
                 self._cluster.doubt()
@@ -421,7 +451,7 @@ class ClusterLink(Link):
         for _ in range(tries):
             address = elsewhere or await self._where(slot)
             node = self._node(address)
-            await node.connect()
+            await (node.connect() if elsewhere else self._connect(node))
             asking = [("ASKING",)] if elsewhere else []
             *_, reply = await node.exchange([*asking, *node.phrased([command])], timeout_s)
             elsewhere = None

@@ -274,11 +274,19 @@ class Link:
                 raise
             self.opened += 1
 
-    async def ask(self, *commands: Sequence[Any], timeout_s: float = COMMAND_S) -> list[Any]:
+    async def prepare(self, *commands: Sequence[Any]) -> None:
+        """Connect to wherever `commands` go.
+
+        Raises:
+            redis.exceptions.RedisError: it could not.
+        """
+        await self.connect()
+
+    async def ask(self, *commands: Sequence[Any], timeout_s: float = COMMAND_S, stay: bool = False) -> list[Any]:
         """Send `commands` together and return their raw replies; a refused one's is its `ResponseError`.
 
         They are carried out in this order, but for scripts that Redis does not know yet: those come after the others.
-        A server that takes no writes is left: the next call asks where to go.
+        A server that takes no writes is left: the next call asks where to go. `stay` is for clusters.
 
         Raises:
             redis.exceptions.RedisError: the connection failed: some of them may have been carried out.

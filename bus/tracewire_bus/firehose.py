@@ -28,9 +28,10 @@ from typing import Any, Final, Self
 import anyio
 import msgspec
 
-from .connection import Backoff, BusError, Connections, as_bus_error, is_transient
+from .connection import Backoff, BusError, Connections, NotAllowed, as_bus_error, is_transient
 from .keys import TAGS, Keys, parse_id
 from .messages import Status, Usage
+from .scripts import Script
 
 __all__ = ["KEEP", "KEEP_S", "TELL", "GroupRemoved", "GroupWatch", "Groups", "Lifecycle", "Watch", "telling"]
 
@@ -57,6 +58,19 @@ local function tell(key, ...)
   redis.call('EXPIRE', key, {KEEP_S})
 end
 """
+
+# A reader that is gone is forgotten, if it has acknowledged all that it had. KEYS: stream. ARGV: group, reader.
+_FORGET: Final = Script(
+    """
+if #redis.call('XPENDING', KEYS[1], ARGV[1], '-', '+', 1, ARGV[2]) > 0 then return 0 end
+redis.call('XGROUP', 'DELCONSUMER', KEYS[1], ARGV[1], ARGV[2])
+return 1
+"""
+)
+#: After how many of its `idle` times a silent reader that has nothing is forgotten; how many takeovers lie between two
+#: looks for such.
+_SILENT: Final = 10
+_SWEEP: Final = 10
 
 _Id = tuple[int, int]
 
@@ -404,6 +418,8 @@ class GroupWatch(_Reader):
         self._read_at = 0.0
         self._claim_at = 0.0
         self._cursors = dict.fromkeys(self._names, b"0-0")
+        #: Takeovers until others that are gone are looked for.
+        self._sweep_in = 1
 
     async def start(self) -> None:
         """Join the group, which is made if there is none. Idempotent. While Redis is away it waits.
@@ -507,6 +523,26 @@ class GroupWatch(_Reader):
             if reply[1]:
                 # They are ours now, whole or not.
                 self._again = True
+        self._sweep_in -= 1
+        if self._sweep_in <= 0:
+            self._sweep_in = _SWEEP
+            await self._forget_silent()
+
+    async def _forget_silent(self) -> None:
+        """Forget readers that have said nothing for long, and hold nothing. One that lives is made anew as it reads."""
+        try:
+            replies = await self._ask(*(("XINFO", "CONSUMERS", name, self._group) for name in self._names))
+            calls = []
+            for name, consumers in zip(self._names, replies or [], strict=bool(replies)):
+                for flat in consumers:
+                    said = dict(zip(flat[::2], flat[1::2], strict=True))
+                    silent = said[b"idle"] >= _SILENT * self._idle_s * 1000 and not said[b"pending"]
+                    if silent and said[b"name"] != self._consumer.encode("utf-8", "surrogatepass"):
+                        calls.append(_FORGET((name,), self._group, said[b"name"]))
+            if calls:
+                await self._ask(*calls)
+        except NotAllowed as error:
+            logger.debug("readers of %s that are gone are not this one's to forget: %s", self._group, error)
 
     async def _rejoin(self) -> None:
         """A stream of the group has expired: what comes into it anew is all new to the group."""
@@ -523,12 +559,13 @@ class GroupWatch(_Reader):
         held = [(name, id_) for name, id_, _ in self._buffer]
         if self._current is not None:
             held.append(self._current)
-        if held and not closed and self._link.connected and self._wait is None:
+        if not closed and self._joined and self._wait is None:
             age = ("IDLE", round(self._idle_s * 1000) + _AGED_MS, "JUSTID")
             with anyio.move_on_after(1, shield=True):
                 try:
                     await self._link.ask(
-                        *(("XCLAIM", name, self._group, self._consumer, 0, _text(id_), *age) for name, id_ in held)
+                        *(("XCLAIM", name, self._group, self._consumer, 0, _text(id_), *age) for name, id_ in held),
+                        *(_FORGET((name,), self._group, self._consumer) for name in self._names),
                     )
                 except Exception as error:
                     logger.debug("what a watch held goes to others in a while only: %r", error)

@@ -107,6 +107,18 @@ class Keys:
         """Stream of what becomes of the traces of one hash tag: see `firehose.py`."""
         return f"{self.prefix}:{{{tag}}}:firehose"
 
+    def ended(self, tag: str) -> str:
+        """Finished traces of one hash tag by when their time is over: see `finished.py`."""
+        return f"{self.prefix}:{{{tag}}}:ended"
+
+    def ended_bytes(self, tag: str) -> str:
+        """Hash of what each finished trace of one hash tag takes, in bytes, and under `""` of what all take."""
+        return f"{self.prefix}:{{{tag}}}:ended-bytes"
+
+    def ended_turn(self) -> str:
+        """There while somebody has just looked after finished traces."""
+        return f"{self.prefix}:{{{self.tags[0]}}}:ended-turn"
+
     def watch_groups(self) -> str:
         """Hash of the groups that readers of the firehose share entries in, by name: when each was made."""
         return f"{self.prefix}:watch-groups"
@@ -130,6 +142,10 @@ class Keys:
     def dead(self) -> str:
         """Stream of queue entries that could not be answered."""
         return f"{self.prefix}:dead"
+
+    def dead_mark(self, model: str, trace: str) -> str:
+        """Says that a trace's entry has become a dead letter. In the slot of the letters."""
+        return f"{{{self.dead()}}}:{model}:{trace}"
 
 
 def event_id(attempt: int, seq: int, *, final: bool = False) -> str:

@@ -626,6 +626,7 @@ class EngineInfo(Message):
     `draining` (it takes nothing new, and leaves), or `lost` (its vLLM has died). `host` is the name of its machine, or
     pod. `edits` is the generation of the model's standing interventions that it runs;
     `edit_errors` says why it runs some of them not, by name. `openai` is where it serves vLLM's HTTP API, if it does.
+    `retention_s` is how long it keeps a trace after its end, in seconds; 0 where it does not say.
     `tree`, where `modules` and `attributes` are left out of a heartbeat, identifies them.
     """
 
@@ -653,4 +654,5 @@ class EngineInfo(Message):
     edits: int = 0
     edit_errors: dict[str, str] = {}
     openai: str = ""
+    retention_s: float = 0.0
     tree: bytes = b""

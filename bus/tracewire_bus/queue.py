@@ -10,7 +10,8 @@ which leaves, or by whoever finds that its engine's lease is gone (`put_back`). 
 number is the attempt under which it runs: whoever took it before is fenced by it. An entry whose engines were lost as
 often as it may be tried is *given up*: held by nobody's name until somebody has ended its trace. One with a single try
 left is a *suspect*. Suspects wait apart, and an engine gets one at a time: what else ran on an engine when it was lost
-does not share the blame to the end.
+does not share the blame to the end. One that takes its time, because it is paused, or hangs, or is long, has its engine
+to itself for a minute only: it has had the time to do harm.
 
 What a take removed from the ring and never handed out, because it was cancelled or its connection broke, is found by
 the engine's next take. That one first puts a new token in Redis, and takes under an old one do nothing: a take that is
@@ -59,6 +60,8 @@ _TOKEN_S: Final = 24 * 3600
 _GIVEN_UP: Final = b"\1given up"
 #: How many entries one call of a script puts back.
 _PUT_BACK_AT_ONCE: Final = 100
+#: How long the other suspects wait for the one that an engine has, in seconds.
+SUSPECT_S: float = 60.0
 #: Greatest priority, either way, that a sorted set tells from its neighbour.
 _MOST_PRIORITY: Final = 2**53
 
@@ -218,7 +221,7 @@ return false
 _TAKE: Final = Script(
     _COMMON
     + """
-local token, engine, count, most, inline = unpack(ARGV)
+local token, engine, count, most, inline, alone = unpack(ARGV)
 local was = call('HMGET', state, 'waiting', 'turn', 'since', 'span', 'count')
 local waiting, turn, since = tonumber(was[1] or 0), tonumber(was[2] or 0), was[3]
 if call('GET', KEYS[11]) ~= token then
@@ -231,16 +234,21 @@ count, most, inline = tonumber(count), tonumber(most), tonumber(inline)
 count = math.min(count, math.max(1, math.ceil(waiting / math.max(1, call('SCARD', KEYS[12])))))
 
 local found, size, before = {}, 0, waiting
-local suspect = call('HGET', state, 'suspect:' .. engine)
-if not suspect or call('HGET', taken, suspect) ~= engine then
-  if suspect then call('HDEL', state, 'suspect:' .. engine) end
+local time = call('TIME')
+local now = time[1] * 1e6 + time[2]
+local suspect, suspected = unpack(call('HMGET', state, 'suspect:' .. engine, 'suspected:' .. engine))
+if suspect and (call('HGET', taken, suspect) ~= engine or now - (suspected or 0) >= tonumber(alone)) then
+  call('HDEL', state, 'suspect:' .. engine, 'suspected:' .. engine)
+  suspect = false
+end
+if not suspect then
   local trace = call('ZPOPMIN', suspects)[1]
   local entry = trace and entry_of(trace)
   if trace then waiting = waiting - 1 end
   if entry then
     size = entry[7]
     claim(trace, entry, engine)
-    call('HSET', state, 'suspect:' .. engine, trace)
+    call('HSET', state, 'suspect:' .. engine, trace, 'suspected:' .. engine, string.format('%.0f', now))
     found[1] = shown(trace, entry, size <= inline)
   end
 end
@@ -272,8 +280,6 @@ while #found < count do
 end
 
 if waiting ~= before then
-  local time = call('TIME')
-  local now = time[1] * 1e6 + time[2]
   call('HSET', state, 'waiting', waiting, 'turn', turn, 'since', now)
   if #found > 0 then call('SADD', KEYS[12], engine) end
   if since then
@@ -348,7 +354,7 @@ if back > 0 then call('HSET', state, 'waiting', waiting + back, 'turn', turn) en
 local more = #held > tonumber(count)
 if only == '' and not more then
   call('SREM', KEYS[11], holder)
-  call('HDEL', state, 'suspect:' .. holder)
+  call('HDEL', state, 'suspect:' .. holder, 'suspected:' .. holder)
 end
 return {back, more and 1 or 0}
 """
@@ -441,6 +447,19 @@ call('SET', KEYS[11], 1, 'EX', ARGV[12])
 call('HSET', entries, trace, cmsgpack.pack(entry))
 call('HSET', taken, trace, engine)
 call('SADD', KEYS[12], engine)
+return 1
+"""
+)
+
+
+# An entry becomes a dead letter, once. KEYS: dead letters, mark. ARGV: how long to remember the mark, how many letters
+# are kept, then the letter's fields. Begins with what is never refused.
+_DEAD_LETTER: Final = Script(
+    """
+if redis.call('EXPIRE', KEYS[2], ARGV[1]) == 1 then return 0 end
+redis.call('DEL', KEYS[2])
+redis.call('SET', KEYS[2], 1, 'EX', ARGV[1])
+redis.call('XADD', KEYS[1], 'MAXLEN', '~', ARGV[2], '*', unpack(ARGV, 3))
 return 1
 """
 )
@@ -679,6 +698,8 @@ class Queue:
     async def dead_letter(self, model: str, taken: Taken, reason: str) -> None:
         """Move an entry that cannot be answered to the dead letters, with its fields, its model, its id and the reason.
 
+        It may be asked again after a crash or a lost answer: an entry becomes one letter.
+
         Raises:
             BusUnavailable: Redis stayed away.
         """
@@ -686,10 +707,12 @@ class Queue:
         if b"d" not in taken.fields:
             data = await self._connections.command("HGET", self._keys.queue(model, "data"), _bytes(taken.trace))
             fields += [b"d", data or b""]
-        await self._connections.command(
-            *("XADD", self._keys.dead(), "MAXLEN", "~", _DEAD_LETTERS, "*"),
+        call = _DEAD_LETTER(
+            (self._keys.dead(), _bytes(self._keys.dead_mark(model, taken.trace))),
+            *(REMEMBER_S, _DEAD_LETTERS),
             *("model", model, "entry", _bytes(taken.trace), "reason", reason[:1000], *fields),
         )
+        await self._connections.command(*call)
         await self.done(model, taken.trace)
 
     async def dead_letters(self, after: str = "", count: int = 100) -> list[DeadLetter]:
@@ -826,7 +849,7 @@ class _Intake:
                         return found
                 # Settled only once its reply is here: a call that is cancelled leaves claims behind.
                 self._lost = True
-                found = await self._ask(self._call(_TAKE, count), wait_s)
+                found = await self._ask(self._call(_TAKE, count, round(SUSPECT_S * 1e6)), wait_s)
                 if found is None:
                     continue
                 self._lost = False

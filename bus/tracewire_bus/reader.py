@@ -12,12 +12,16 @@ at least that far, and takes only entries after its own last.
 Entries may have been trimmed. An attempt's ids are consecutive, so a subscription sees by the next entry whether some
 are gone. In their place it hands out a [`Gap`][tracewire_bus.reader.Gap] with the folded state after them.
 
+A whole trace may be gone: it had ended, and its time was over, or it was dropped to make room. Nothing is written then
+that would wake who waits, so the reader looks at times whether the traces that it reads are there still.
+
 On a cluster, where one command waits for streams of one slot, there is a reader for each slot of traces.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import weakref
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
@@ -32,7 +36,7 @@ from .connection import Background, Backoff, BusError, BusUnavailable, Connectio
 from .keys import FINAL_ID, parse_id
 from .snapshots import Stored
 
-__all__ = ["Entry", "EventsLost", "Gap", "Reader", "SlotReaders", "Subscription", "tail_id"]
+__all__ = ["Entry", "EventsLost", "Gap", "Reader", "SlotReaders", "StreamGone", "Subscription", "tail_id"]
 
 logger = logging.getLogger("tracewire")
 
@@ -46,6 +50,10 @@ _PAGE_MOST: Final = 256
 _BUFFER_ENTRIES, _BUFFER_BYTES = 256, 16 * 1024 * 1024
 #: How often is looked for what the reader has read and is not there any more: some seconds.
 _MISSING_TRIES: Final = 12
+#: How often the reader looks whether its traces are there, in seconds; and how long one must be gone to be gone for
+#: good: a server that came back may lack it until its engine or its client has written it again.
+LOOK_S: float = 5.0
+GONE_S: float = 10.0
 _BLOCK_S: Final = 5.0
 #: On a cluster: what waits at a node does not hear of what is written to a key that is being moved from there.
 _BLOCK_SLOT_S: Final = 1.0
@@ -89,6 +97,20 @@ class EventsLost(BusError):
         super().__init__(
             f"the events after {since!r} and before {until} are gone, and there is no snapshot of what they came to: "
             f"the stream was trimmed by somebody else than its engine"
+        )
+
+
+class StreamGone(BusError, LookupError):
+    """A trace that was there is there no more: it had ended, and its time was over, or it was dropped to make room.
+
+    `since` is the last entry that was read, or `"start"`.
+    """
+
+    def __init__(self, key: str, since: str) -> None:
+        self.since = since
+        super().__init__(
+            f"{key}: what follows {since!r} is gone with its trace, which had ended and was kept no longer: its time "
+            f"was over, or newer traces needed the room"
         )
 
 
@@ -143,10 +165,20 @@ class Subscription:
     """
 
     def __init__(
-        self, reader: Reader, connections: Connections, key: str, since: str, resync: _Resync | None = None
+        self,
+        reader: Reader,
+        connections: Connections,
+        key: str,
+        since: str,
+        resync: _Resync | None = None,
+        record: str = "",
     ) -> None:
         self._reader = reader
         self._resync = resync
+        #: The key of its trace's record, and whether the trace is known to be, or to have been, there.
+        self.record = record
+        self.known = since not in ("start", "now", "0-0")
+        self._gone_since: float | None = None
         self._connections = connections
         self._last: _Id | None = (0, 0) if since == "start" else None if since == "now" else parse_id(since)
         #: The last entry handed out, or where it began.
@@ -176,6 +208,10 @@ class Subscription:
             if self._last is None:
                 self._last = self._reached = parse_id(last)
 
+    def expect(self) -> None:
+        """Its trace is there: should it be found gone, that is no trace to wait for, but an error."""
+        self.known = True
+
     async def __aenter__(self) -> Self:
         await self.start()
         return self
@@ -203,6 +239,7 @@ class Subscription:
             anyio.ClosedResourceError: the subscription or its bus is closed.
             anyio.BusyResourceError: another task waits for the next entry.
             EventsLost: entries are gone, and there is no snapshot of what they came to.
+            StreamGone: all of the trace is gone.
             BusError: Redis refuses to read this stream.
         """
         with self._guard:
@@ -284,7 +321,11 @@ class Subscription:
             return
         page = _entries(reply[0][1]) if reply else []
         complete = len(page) < self._page
+        if not page and self.record and await self._gone():
+            return
         if page:
+            self.known = True
+            self._gone_since = None
             self.take(page, bounded=False)
             mean = sum(len(entry.data) for _, entry in page) // len(page)
             self._page = max(1, min(_PAGE_MOST, _BUFFER_BYTES // max(1, mean)))
@@ -298,6 +339,29 @@ class Subscription:
         self._missing.reset()
         if complete and not self._over:
             self._reader.attach(self)
+
+    async def _gone(self) -> bool:
+        """Whether nothing of its trace is there, though it was once. Waits a while, in which it may come back.
+
+        Raises:
+            StreamGone: it has been so for too long.
+        """
+        try:
+            there = await self._connections.command("EXISTS", self.key, self.record)
+        except BusUnavailable as error:
+            logger.warning("a subscription waits for Redis: %s", error)
+            return True
+        if there or not self.known:
+            self.known = self.known or bool(there)
+            self._gone_since = None
+            return False
+        now = anyio.current_time()
+        if self._gone_since is None or self._connections.broken_at >= self._gone_since:
+            self._gone_since = now
+        if now - self._gone_since >= GONE_S:
+            raise StreamGone(self.key, self._handed_out or "start")
+        await anyio.sleep(min(self._missing.next(), GONE_S))
+        return True
 
     # --- the reader's side --------------------------------------------------------------------------------------------
 
@@ -374,6 +438,7 @@ class Reader:
         self._taken_up = 0
         self._known = 0
         self._wait: anyio.CancelScope | None = None
+        self._looked = -math.inf
         self._client_id: Any = None
         self._may_unblock = True
         self._task: Background | None = None
@@ -393,12 +458,13 @@ class Reader:
 
     # --- subscriptions ------------------------------------------------------------------------------------------------
 
-    def subscribe(self, key: str, since: str, resync: _Resync | None = None) -> Subscription:
+    def subscribe(self, key: str, since: str, resync: _Resync | None = None, record: str = "") -> Subscription:
         """A new subscription, which it will close in the end if its consumer does not.
 
-        `resync` finds the stream's snapshot. Without it, entries that are gone are passed over.
+        `resync` finds the stream's snapshot. Without it, entries that are gone are passed over. `record` is the key of
+        the trace's record, by which a trace that is gone is told from one that has not begun.
         """
-        subscription = Subscription(self, self._connections, key, since, resync)
+        subscription = Subscription(self, self._connections, key, since, resync, record)
         self._all.add(subscription)
         return subscription
 
@@ -440,6 +506,7 @@ class Reader:
         backoff = Backoff()
         while True:
             try:
+                await self._look()
                 reply, asked = await self._block()
                 backoff.reset()
                 for key, entries in reply:
@@ -449,6 +516,27 @@ class Reader:
                 await checkpoint()
             except Exception as error:
                 await self._failed(error, backoff)
+
+    async def _look(self) -> None:
+        """Let go of those whose traces are gone: each finds out by itself, when it pulls."""
+        now = anyio.current_time()
+        if not self._streams or now - self._looked < LOOK_S:
+            return
+        self._looked = now
+        waiting = [
+            one for stream in self._streams.values() for one in stream.subscriptions() if one.record and one.known
+        ]
+        if not waiting:
+            return
+        # Nearly always all are there, which one command tells.
+        records = {one.record for one in waiting}
+        (count,) = await self._link.ask(("EXISTS", *records))
+        if count == len(records):
+            return
+        found = await self._link.ask(*(("EXISTS", one.key, one.record) for one in waiting))
+        for one, there in zip(waiting, found, strict=True):
+            if there == 0:
+                self.detach(one)
 
     async def _block(self) -> tuple[Any, dict[str, _Id]]:
         """Wait for entries of any stream taken up. Returns the reply and the positions it begins after."""
@@ -543,14 +631,14 @@ class SlotReaders:
         self._connections = connections
         self._readers: dict[int | None, Reader] = {}
 
-    def subscribe(self, key: str, since: str, resync: _Resync | None = None) -> Subscription:
+    def subscribe(self, key: str, since: str, resync: _Resync | None = None, record: str = "") -> Subscription:
         """A new subscription, of its slot's reader."""
         slot = self._connections.slot(key)
         reader = self._readers.get(slot)
         if reader is None:
             reader = self._readers[slot] = Reader(self._connections, key)
             reader.start()
-        return reader.subscribe(key, since, resync)
+        return reader.subscribe(key, since, resync, record)
 
     async def aclose(self) -> None:
         """Close them all."""

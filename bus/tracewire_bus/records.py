@@ -28,8 +28,9 @@ from typing import Any, Final
 
 import msgspec
 
-from .codec import encode, schema_text
+from .codec import decode_event, encode, schema_text
 from .connection import BusError, BusUnavailable, Connections, Link, as_bus_error, is_transient
+from .finished import FINISHED
 from .firehose import TELL
 from .keys import FINAL_ID, Keys, is_text
 from .live import LiveValue, joined
@@ -66,8 +67,8 @@ _ATTEMPT: Final = 2**32 - 1
 _MARK: Final = b"\xce\xff\xff\xff\xff"
 
 # Fields of a record: m model, c client, p lease, t deadline (ms), e engine, a attempts, s state, v version of the live
-# parameters, x why it was cancelled and xb by whom, z by whom it was paused, l:NAME a live value packed, f:NAME its
-# form.
+# parameters, x why it was cancelled and xb by whom, z by whom it was paused, r for how long it is kept after its end
+# (s), l:NAME a live value packed, f:NAME its form.
 
 _NOW = """
 local function now()
@@ -79,6 +80,7 @@ end
 _ENDING = (
     _NOW
     + TELL
+    + FINISHED
     + f"""
 local FINAL = '{FINAL_ID}'
 local function ended(events)
@@ -87,24 +89,26 @@ end
 local function finish(base, trace, schema, head, tail, retention, status, kind)
   local record, events = base .. 'trace:' .. trace, base .. 'events:' .. trace
   local attempt = tonumber(redis.call('HGET', record, 'a') or 0) + 1
+  -- As long as the engines of its model keep theirs, if that is known.
+  retention = redis.call('HGET', record, 'r') or retention
   -- After what is never refused, a Redis that is full takes an end.
   redis.call('HDEL', record, '')
   redis.call('XADD', events, FINAL, 'v', schema, 'd', head .. struct.pack('>I4', attempt) .. tail)
-  for _, key in ipairs({{events, record, base .. 'blobs:' .. trace, base .. 'snapshot:' .. trace}}) do
-    redis.call('EXPIRE', key, retention)
-  end
+  local kept = {{events, record, base .. 'blobs:' .. trace, base .. 'snapshot:' .. trace}}
+  for _, key in ipairs(kept) do redis.call('EXPIRE', key, retention) end
   redis.call('DEL', base .. 'changes:' .. trace)
   redis.call('EXPIRE', base .. 'operations:' .. trace, 60)
   local known = redis.call('HMGET', record, 'm', 'c', 'e')
   tell(base .. 'firehose', 'k', 'final', 't', trace, 'm', known[1] or '', 'c', known[2] or '', 'e', known[3] or '',
     'a', attempt, 's', status, 'x', kind)
   redis.call('ZREM', base .. 'deadlines', trace)
+  finished(trace, retention, base .. 'ended', base .. 'ended-bytes', unpack(kept))
 end
 """
 )
 
-# KEYS: record, deadlines, firehose. ARGV: trace, model, client, lease, deadline in ms or '', how long to remember, then
-# name, form and value of each live parameter.
+# KEYS: record, deadlines, firehose. ARGV: trace, model, client, lease, deadline in ms or '', how long to remember, how
+# long it is to be kept after its end or '', then name, form and value of each live parameter.
 # Returns whether it is new; or, where the id belongs to a trace of another model, that model.
 _CREATE = Script(
     _NOW
@@ -115,7 +119,8 @@ if redis.call('HSETNX', KEYS[1], 'm', ARGV[2]) == 0 then
   return model == ARGV[2] and 0 or model
 end
 redis.call('HSET', KEYS[1], 'c', ARGV[3], 'p', ARGV[4], 'v', 0)
-for i = 7, #ARGV, 3 do
+if ARGV[7] ~= '' then redis.call('HSET', KEYS[1], 'r', ARGV[7]) end
+for i = 8, #ARGV, 3 do
   redis.call('HSET', KEYS[1], 'f:' .. ARGV[i], ARGV[i + 1], 'l:' .. ARGV[i], ARGV[i + 2])
 end
 redis.call('EXPIRE', KEYS[1], ARGV[6])
@@ -143,7 +148,8 @@ return 1
 """
 )
 
-# KEYS: record, events, changes. ARGV: engine, how long to remember, attempt. May be repeated by who was let in.
+# KEYS: record, events, changes. ARGV: engine, how long to remember, attempt, for how long it is kept after its end. May
+# be repeated by who was let in.
 _OPEN = Script(
     _ENDING
     + """
@@ -151,7 +157,7 @@ if ended(KEYS[2]) then return 'ended' end
 local known = redis.call('HMGET', KEYS[1], 'a', 'e')
 local last, attempt = tonumber(known[1] or 0), tonumber(ARGV[3])
 if attempt < last or attempt == last and known[2] ~= ARGV[1] then return 'overtaken' end
-redis.call('HSET', KEYS[1], 'a', attempt, 'e', ARGV[1], 's', 'running')
+redis.call('HSET', KEYS[1], 'a', attempt, 'e', ARGV[1], 's', 'running', 'r', ARGV[4])
 if redis.call('TTL', KEYS[1]) == -1 then redis.call('EXPIRE', KEYS[1], ARGV[2]) end
 return {now(), redis.call('HGETALL', KEYS[1]), redis.call('ZRANGE', KEYS[3], 0, -1)}
 """
@@ -391,14 +397,20 @@ class Records:
 
     # --- a trace's life -----------------------------------------------------------------------------------------------
 
-    def creation(self, submission: Submission, live: Mapping[str, LiveValue]) -> tuple[Any, ...]:
-        """The command that makes the record of a trace about to be queued, with its live parameters; once."""
+    def creation(
+        self, submission: Submission, live: Mapping[str, LiveValue], retention_s: float | None = None
+    ) -> tuple[Any, ...]:
+        """The command that makes the record of a trace about to be queued, with its live parameters; once.
+
+        `retention_s` is how long its engines keep it after its end, if that is known.
+        """
         trace = submission.trace
         deadline = submission.deadline_s
         return _CREATE(
             self._named(trace),
             *(trace, submission.model, submission.client, "" if submission.detach else submission.lease),
             *("" if deadline is None else round(min(deadline * 1000, MAX_DEADLINE_MS)), REMEMBER_S),
+            "" if retention_s is None else max(1, round(retention_s)),
             *_flat(live),
         )
 
@@ -421,7 +433,10 @@ class Records:
         """
         keys = self._keys
         reply = await self._connections.command(
-            *_OPEN((keys.record(trace), keys.events(trace), keys.changes(trace)), engine, REMEMBER_S, attempt)
+            *_OPEN(
+                (keys.record(trace), keys.events(trace), keys.changes(trace)),
+                *(engine, REMEMBER_S, attempt, self._retention_s),
+            )
         )
         if isinstance(reply, bytes):
             if reply == b"ended":
@@ -466,6 +481,23 @@ class Records:
             *(part for pair in live.items() for part in pair),
         )
 
+    async def overtaken(self, engine: str, attempts: Sequence[tuple[str, int]]) -> list[bool]:
+        """Of each of these traces, whether another engine, or a later attempt, has begun since `engine` began this one,
+        whose events are refused then.
+
+        Raises:
+            BusUnavailable: Redis stayed away.
+        """
+        if not attempts:
+            return []
+        known = await self._connections.commands(
+            *(("HMGET", self._keys.record(trace), "a", "e") for trace, _ in attempts)
+        )
+        return [
+            number is not None and (int(number) > attempt or (int(number) == attempt and _text(by or b"") != engine))
+            for (_, attempt), (number, by) in zip(attempts, known, strict=True)
+        ]
+
     async def close(self, trace: str, attempt: int) -> list[bytes]:
         """Accept no more changes of a trace whose end is near, in this attempt, if it is the last one.
 
@@ -489,6 +521,18 @@ class Records:
     async def ended(self, trace: str) -> bool:
         """Whether its final event is there."""
         return bool(await self._connections.command("XRANGE", self._keys.events(trace), FINAL_ID, FINAL_ID))
+
+    async def failed_as(self, trace: str) -> str | None:
+        """The type of the error that a trace has ended with; None if it has not ended so, or cannot be read."""
+        found = await self._connections.command("XRANGE", self._keys.events(trace), FINAL_ID, FINAL_ID)
+        if not found:
+            return None
+        fields = dict(zip(found[0][1][::2], found[0][1][1::2], strict=True))
+        try:
+            event = decode_event(fields.get(b"d", b""))
+        except (ValueError, msgspec.MsgspecError):
+            return None
+        return event.error.type if isinstance(event, FinalEvent) and event.error is not None else None
 
     async def left(self, trace: str) -> tuple[bool, float | None]:
         """Whether a trace is known, and how many seconds are left of its time (`None`: it has no deadline)."""

@@ -80,12 +80,16 @@ class Recovery:
     async def bury(self) -> None:
         """End what was given up.
 
+        Each step may be repeated, so that whoever does it may die anywhere: the end, then the dead letter, then the
+        entry.
+
         Raises:
             BusUnavailable: Redis stayed away.
         """
         for taken in await self._bus.queue.given_up(self._model):
             failure = lost_for_good(taken)
-            if await self._bus.records.end(taken.trace, "failed", failure) and taken.tries > 1:
+            ended = await self._bus.records.end(taken.trace, "failed", failure)
+            if taken.tries > 1 and (ended or await self._bus.records.failed_as(taken.trace) == failure.type):
                 await self._bus.queue.dead_letter(self._model, taken, failure.message)
             else:
                 await self._bus.queue.done(self._model, taken.trace)

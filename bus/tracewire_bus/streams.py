@@ -40,12 +40,13 @@ from .connection import (
 )
 from .control import ControlReader, SlotControlReaders, draining
 from .edits import EditRecords, Edits
+from .finished import Finished
 from .firehose import Groups, GroupWatch, Watch
 from .keys import FINAL_ID, Keys
 from .live import parted
 from .messages import EngineInfo, ModuleInfo, Submission
 from .queue import Queue, QueueFull, Taken
-from .reader import Entry, EventsLost, Gap, Reader, SlotReaders, Subscription, tail_id
+from .reader import Entry, EventsLost, Gap, Reader, SlotReaders, StreamGone, Subscription, tail_id
 from .records import CONTROL_S, RENEW, Records, TraceElsewhere, TraceEnded, TraceMissing
 from .recovery import Recovery
 from .snapshots import Snapshots
@@ -69,6 +70,7 @@ __all__ = [
     "NotAllowed",
     "Queue",
     "QueueFull",
+    "StreamGone",
     "Subscription",
     "Taken",
     "Writer",
@@ -121,9 +123,9 @@ class Bus:
 
         `url` is `redis://`, `rediss://` (TLS) or `unix://`; with `redis+sentinel://host:port,host:port/service` the
         master that sentinels name, with `redis+cluster://host:port,host:port` a cluster (either with `rediss`, too); or
-        `embedded://` for a private server that lives as long as the bus. All keys begin with `prefix`. A trace's stream
-        is kept for `retention_s` seconds after its final event. While Redis is away, requests wait for up to
-        `patience_s` seconds before they raise `BusUnavailable`.
+        `embedded://` for a private server that lives as long as the bus. All keys begin with `prefix`. A trace that
+        ends by this bus is kept for `retention_s` seconds then, unless an engine of its model has said how long. While
+        Redis is away, requests wait for up to `patience_s` seconds before they raise `BusUnavailable`.
 
         Raises:
             ValueError: `url` has another scheme.
@@ -199,10 +201,11 @@ class Bus:
 
     # --- submissions --------------------------------------------------------------------------------------------------
 
-    async def submit(self, submission: Submission, limit: int | None = None) -> None:
+    async def submit(self, submission: Submission, limit: int | None = None, retention_s: float | None = None) -> None:
         """Queue a submission. A trace that was submitted before is not queued again.
 
         `limit` is how many may wait, as [`Queue.put`][tracewire_bus.queue.Queue.put] counts; 0 or None: any number.
+        `retention_s` is how long the model's engines keep a trace after its end, should it end before one has it.
 
         Raises:
             EntryTooLarge: it is larger than an entry may be.
@@ -218,7 +221,7 @@ class Bus:
         if len(data) > ENTRY_BYTES:
             raise EntryTooLarge(f"the submission takes {len(data)} bytes, an entry holds {ENTRY_BYTES}")
         model, trace = submission.model, submission.trace
-        creation = self.records.creation(submission, parted(submission.live))
+        creation = self.records.creation(submission, parted(submission.live), retention_s)
         memory = await self._memory_left()
         if memory is not None and memory < RESERVE:
             raise BusFull(f"Redis has {100 * memory:.2g} % of its memory left, and keeps that for traces that run")
@@ -356,6 +359,16 @@ class Bus:
             raise anyio.ClosedResourceError
         return self._records
 
+    @property
+    def retention_s(self) -> float:
+        """How long a trace that ends by this bus is kept, in seconds, where its engines said nothing else."""
+        return self._retention_s
+
+    @property
+    def finished(self) -> Finished:
+        """All finished traces, and the bounds over them."""
+        return Finished(self._connections, self.keys)
+
     def link(self) -> Link:
         """A connection of one's own, which waits behind nobody's calls. Whoever asks drops it."""
         return self._connections.link()
@@ -422,15 +435,18 @@ class Bus:
         """Subscribe to a trace's entries: those after `since`, then what comes, up to the final one.
 
         `since` is `"start"`, `"now"` (after what is there when the subscription starts: see its `start`), or the id of
-        an entry. A trace that does not exist is waited for. In place of entries that were trimmed comes a `Gap`, with
-        the state after them.
+        an entry. A trace that does not exist is waited for; one that was there and is gone is a `StreamGone`. In place
+        of entries that were trimmed comes a `Gap`, with the state after them.
 
         Raises:
             ValueError: `since` is nothing of that.
         """
         if self._reader is None:
             raise anyio.ClosedResourceError
-        return self._reader.subscribe(self.keys.events(trace), since, partial(self.snapshots.read, trace))
+        keys = self.keys
+        return self._reader.subscribe(
+            keys.events(trace), since, partial(self.snapshots.read, trace), keys.record(trace)
+        )
 
     def watch(self, since: str = "now") -> Watch:
         """Follow what becomes of all traces, from `since` on: `"start"`, `"now"`, or a watch's position.

@@ -31,6 +31,7 @@ import msgspec
 
 from .codec import schema_text
 from .connection import Background, Backoff, BusError, BusFull, Connections, Wakeup, as_bus_error, is_full, is_transient
+from .finished import FINISHED
 from .firehose import TELL
 from .keys import FINAL_ID, Keys, event_id, parse_id
 from .queue import settling
@@ -86,11 +87,11 @@ return redis.call('XADD', KEYS[1], ARGV[1], 'v', ARGV[2], 'd', ARGV[3])
 # An event and what goes with it, which must not happen where the event is refused: for its id, because another attempt
 # has been begun, whose end this is not, or because the event before it is not there. The script begins with what even a
 # Redis that is full does not refuse, so that an end can always be written. Without data ('' for the schema) the event
-# was appended before. KEYS: events, blobs, record, changes, operations, deadlines, snapshot, firehose. ARGV: id,
-# schema, data, how long to keep the trace from now on or '', '1' if that is its end, the version of the last change
-# that it tells of or '', attempt, trace, id of the event before or '', then what the firehose is told of it, if
-# anything.
-_APPEND: Final = Script(
+# was appended before. KEYS: events, blobs, record, changes, operations, deadlines, snapshot, firehose, and of finished
+# traces the list and what they take. ARGV: id, schema, data, how long to keep the trace from now on or '', '1' if that
+# is its end, the version of the last change that it tells of or '', attempt, trace, id of the event before or '', then
+# what the firehose is told of it, if anything.
+_APPENDING: Final = (
     TELL
     + _FOLLOWING
     + """
@@ -120,11 +121,15 @@ if ARGV[5] == '1' then
   -- For a controller whose answer was lost, and who asks again.
   redis.call('EXPIRE', KEYS[5], 60)
   redis.call('ZREM', KEYS[6], ARGV[8])
+  finished(ARGV[8], ARGV[4], KEYS[9], KEYS[10], KEYS[1], KEYS[2], KEYS[3], KEYS[7])
 end
 if ARGV[10] then tell(KEYS[8], 'c', redis.call('HGET', KEYS[3], 'c') or '', unpack(ARGV, 10)) end
 return ARGV[1]
 """.replace("FINAL_ID", FINAL_ID)
 )
+# It is sent with its text: what no end needs is left out of most.
+_APPEND: Final = Script(_APPENDING)
+_APPEND_FINAL: Final = Script(FINISHED + _APPENDING)
 
 # A stream gets back what it lacks of the events that were acknowledged last, and the firehose what it was told of
 # those. It begins as finals do. KEYS: events, record, firehose. ARGV: schema, id of the last event before them or '' if
@@ -409,6 +414,7 @@ class Writer:
             names = (
                 *(key, keys.blobs(trace), keys.record(trace), keys.changes(trace), keys.operations(trace)),
                 *(keys.deadlines(tag), keys.snapshot(trace), keys.firehose(tag)),
+                *(keys.ended(tag), keys.ended_bytes(tag)),
             )
             keep = self._retention_s if final else UNFINISHED_S if seq == 0 else ""
             end, version = "1" if final else "", "" if told is None else told
@@ -416,7 +422,8 @@ class Writer:
             def more(schema: str, data: bytes, behind: str) -> tuple[Any, ...]:
                 # The firehose is told with the event, and not again with a repeat of the rest.
                 telling = (life or ()) if schema else ()
-                script = _APPEND(names, id_, schema, data, keep, end, version, attempt, trace, behind, *telling)
+                append = _APPEND_FINAL if final else _APPEND
+                script = append(names, id_, schema, data, keep, end, version, attempt, trace, behind, *telling)
                 # With its text: what comes behind it in a pipeline must not overtake it.
                 return _texted(script)
 
@@ -602,7 +609,11 @@ class Writer:
                 await self._connect()
                 batch = self._unfenced(batch)
                 commands, places = self._commands(batch)
-                replies = await self._link.ask(*commands) if commands else []
+                await self._link.prepare(*commands)
+                if self._link.opened != self._whole:
+                    # A server that is new to us has some of their streams: first what it lacks.
+                    continue
+                replies = await self._link.ask(*commands, stay=True) if commands else []
             except Exception as error:
                 if not is_transient(error):
                     raise as_bus_error(error) from error
@@ -724,6 +735,9 @@ class Writer:
             try:
                 await self._connect()
                 (reply,) = await self._link.ask(command)
+                if self._link.opened != self._whole:
+                    # It came from a server that was not brought up to date.
+                    continue
                 if not _is_away(reply):
                     return reply
                 await self._leave(reply)

@@ -427,7 +427,7 @@ class Client:
             submission = await fresh(DeadLetter.of(found), bus, self._name)
             model = await self._find(submission.model, None)
             try:
-                await bus.submit(submission, model.info.queue_limit)
+                await bus.submit(submission, model.info.queue_limit, model.info.retention_s or None)
             except QueueFull as error:
                 raise Overloaded(submission.model, error.waiting, error.limit, error.retry_after_s) from None
             await bus.queue.drop_dead_letter(id_)
@@ -586,6 +586,7 @@ class Client:
             if parse_id(tail) == (0, 0) and not await bus.exists(trace_id):
                 raise UnknownTrace(trace_id)
             reader = EventReader(trace_id, bus, "0-0")
+            reader.expect()
         fold = Fold()
         try:
             while parse_id(reader.position) < parse_id(tail) and await reader.next(fold) is not None:

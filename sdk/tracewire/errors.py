@@ -37,6 +37,7 @@ __all__ = [
     "SteerRejected",
     "TraceEnded",
     "TraceFailed",
+    "TraceForgotten",
     "TraceRejected",
     "TracewireError",
     "UnknownDeadLetter",
@@ -417,6 +418,24 @@ class EventsLost(BrokenStream):
         super().__init__(
             f"trace {trace}: the events after {since!r} and before {until} are gone, and there is no snapshot of what "
             f"they came to; its stream was trimmed by hand"
+        )
+
+
+class TraceForgotten(BrokenStream):
+    """A trace that was being read is gone with all its events. It had ended, and its time was over (`tracewire engine
+    --retention`), or it was dropped to make room for newer ones (`--retain-traces`, `--retain-total-bytes`).
+
+    Attributes:
+        trace: the trace's id.
+        since: id of the last event that was read, or `"start"`.
+    """
+
+    def __init__(self, trace: str, since: str) -> None:
+        self.trace = trace
+        self.since = since
+        super().__init__(
+            f"trace {trace}: what follows {since!r} is gone with the trace, which had ended and was kept no longer: "
+            f"its time was over, or newer traces needed the room"
         )
 
 

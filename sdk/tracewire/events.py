@@ -36,12 +36,12 @@ from tracewire_bus.messages import (
     Set,
     Steered,
 )
-from tracewire_bus.streams import BusError
+from tracewire_bus.streams import BusError, StreamGone
 from tracewire_bus.streams import EventsLost as EntriesLost
 from tracewire_bus.streams import Gap as EntryGap
 from tracewire_bus.values import loading_by
 
-from .errors import BrokenStream, EventsLost, bus_errors, connect_error
+from .errors import BrokenStream, EventsLost, TraceForgotten, bus_errors, connect_error
 from .large import LargeValues
 from .state import State
 
@@ -254,12 +254,17 @@ class EventReader:
         self.position = since
 
     async def start(self) -> None:
-        """Settle where reading begins."""
+        """Settle where reading begins. The trace is there."""
+        self.expect()
         with bus_errors():
             await self._entries.start()
         if self.position == "now":
             attempt, seq = self._entries.last
             self.position = f"{attempt}-{seq}"
+
+    def expect(self) -> None:
+        """The trace is there: should it be gone when it is read, that is an error."""
+        self._entries.expect()
 
     async def next(self, fold: Fold | None = None) -> Event | None:
         """The next event, folded into `fold` first if there is one; `None` after the final, or once this is closed.
@@ -269,6 +274,7 @@ class EventReader:
         Raises:
             BrokenStream: it cannot be read, or does not follow what was folded.
             EventsLost: events are gone, and nothing says what they came to.
+            TraceForgotten: all of the trace is gone.
             ConnectError: the client was closed meanwhile, or Redis refuses to go on.
         """
         while True:
@@ -281,6 +287,8 @@ class EventReader:
                     return None
                 if isinstance(error, EntriesLost):
                     raise EventsLost(self.trace, error.since, error.until) from error
+                if isinstance(error, StreamGone):
+                    raise TraceForgotten(self.trace, error.since) from error
                 raise connect_error(error) from error
             if isinstance(entry, EntryGap):
                 gap = Gap(self.trace, entry, self._large.load)

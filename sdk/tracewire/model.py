@@ -20,7 +20,8 @@ class ModelInfo:
 
     `queue_limit` is how many submissions may wait before more are refused, the most that any engine says; 0 for any
     number. `differs` names what its engines do not have in common (`"revision"`, `"module tree"`, ...): any of them may
-    run a trace, and each other field is what the one that started first says.
+    run a trace, and each other field is what the one that started first says. `retention_s` is how long a trace is kept
+    after its end, in seconds, the most that any engine says.
     """
 
     name: str
@@ -35,6 +36,7 @@ class ModelInfo:
     running: int
     queue_limit: int
     differs: tuple[str, ...] = ()
+    retention_s: float = 0.0
 
     @classmethod
     def of(cls, engines: list[EngineInfo]) -> ModelInfo:
@@ -56,6 +58,7 @@ class ModelInfo:
             running=sum(engine.running for engine in engines),
             queue_limit=max(limits) if all(limits) else 0,
             differs=tuple(differences(engines)),
+            retention_s=max(engine.retention_s for engine in engines),
         )
 
 

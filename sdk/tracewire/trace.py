@@ -158,7 +158,7 @@ class Trace:
                 whole = submission
                 submission = self._submission = await without_large(submission, bus)
                 try:
-                    await bus.submit(submission, model.info.queue_limit)
+                    await bus.submit(submission, model.info.queue_limit, model.info.retention_s or None)
                 except anyio.get_cancelled_exc_class():
                     # It may be there: nobody would leave it.
                     if not submission.detach:
@@ -175,12 +175,13 @@ class Trace:
             except NoMemory as error:
                 raise BusFull(
                     f"{error}: start it again later, keep finished traces for a shorter time "
-                    "(tracewire engine --retention), or give Redis more memory"
+                    "or fewer of them (tracewire engine --retention, --retain-total-bytes), or give Redis more memory"
                 ) from None
             except EntryTooLarge as error:
                 hint = "arrays of any size can be submitted; make the block's other variables or the prompts smaller"
                 raise TraceRejected("submission", f"{error}: {hint}") from None
             self._reader = EventReader(self.id, bus, "start")
+            self._reader.expect()
 
     async def _check_paths(self) -> Model:
         model = await self._client._find(self.model, None)

@@ -24,7 +24,7 @@ from tracewire_bus.streams import FINAL_ID, Bus, BusError, BusUnavailable, Entry
 from tracewire_bus.values import pack
 from tracewire_bus.writer import Writer
 
-from .servers import BINARIES, Cluster, free_port, running_servers, slot_of, until
+from .servers import BINARIES, HOST, Cluster, free_port, running_servers, slot_of, until
 from .test_snapshots import Author, read, same
 from .transports import end_to_end
 
@@ -119,6 +119,39 @@ async def test_what_nodes_lack_is_appended_again_to_each(cluster: Cluster, prefi
             entries = await bus.command("XRANGE", bus.keys.firehose(tag), "-", "+")
             told = [dict(zip(flat[::2], flat[1::2], strict=True))[b"t"].decode() for _, flat in entries]
             assert sorted(told) == [trace for trace in sorted(lost) if bus.keys.tag(trace) == tag]
+
+
+@pytest.mark.parametrize("learned", ["by the writer", "by others"])
+async def test_a_node_that_was_replaced_under_living_connections_gets_what_it_lacks(
+    cluster: Cluster, prefix: str, learned: str
+) -> None:
+    """The old node lives, sends its clients on, and what it had not handed to the new one is gone."""
+    async with Bus.open(cluster.url, prefix=prefix) as bus, bus.writer() as writer:
+        slot = slot_of(bus.keys, "t")
+        others = [f"o{number}" for number in range(30)]
+        for seq in range(5):
+            await writer.append("t", 1, seq, b"%d" % seq)
+        source = await cluster.owner(slot)
+        target = next(node for node in cluster.nodes if node is not source)
+        # It has never heard of the new one.
+        assert writer._link._nodes.keys() <= {(HOST, node.port) for node in cluster.nodes}  # type: ignore[attr-defined]
+        opened = writer._link.opened
+        for key in await source.ask("CLUSTER", "GETKEYSINSLOT", slot, 1000):
+            await source.ask("DEL", key)
+        await cluster.end_move(slot, source, target)
+        if learned == "by others":
+            assert await bus.command("EXISTS", bus.keys.events("t")) == 0
+        async with anyio.create_task_group() as group:
+            for seq in range(5, 8):
+                group.start_soon(writer.append, "t", 1, seq, b"%d" % seq)
+            for other in others:
+                group.start_soon(writer.append, other, 1, 0, b"0")
+        await writer.append("t", 1, 8, b"8", final=True)
+        for other in others:
+            await writer.append(other, 1, 1, b"1", final=True)
+            assert_whole(await rest(bus, other), 1)
+        assert_whole(await rest(bus, "t"), 8)
+        assert writer._link.opened > opened
 
 
 async def test_everything_on_a_cluster(cluster: Cluster, prefix: str) -> None:
