@@ -268,3 +268,7 @@ class ScriptedEngine:
     def inputs(self) -> Path:
         """No large variables either."""
         return Path("/nonexistent")
+
+    @property
+    def carrier(self) -> None:
+        """Nothing to carry."""

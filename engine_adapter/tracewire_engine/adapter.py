@@ -105,7 +105,7 @@ class Adapter:
         self._tree = ModuleTree(info)
         self._halves: dict[str, Half] = {}
         self._standing = Standing(bus, info, self._tree, self._check_source, self._renew)
-        self._inputs = Inputs(bus.blobs, engine.inputs)
+        self._inputs = Inputs(bus.blobs, engine.inputs, engine.carrier)
         self._reports = Reports(engine, self._halves, (settings or Settings()).blob_threshold)
         self._retention = Retention(bus.snapshots, self._settings.retain_events, self._settings.retain_bytes)
         self._finished = FinishedRetention(

@@ -25,10 +25,10 @@ import zmq.asyncio
 
 from tracewire_bus.messages import Delta, Failure, Manifest
 
+from .endpoints import Guard, bind, connect, endpoint, extended
 from .large import LargeArray, encode
 from .link import FinishRecord, Receiver, Report, StepRecord
 from .saves import Ending
-from .wiring import blob_address
 
 __all__ = ["BlobChunk", "BlobReceiver", "BlobSender"]
 
@@ -58,7 +58,7 @@ class BlobSender:
     """The worker's end. `step` and `finish` are for the model's thread and return at once."""
 
     def __init__(self, link_address: str) -> None:
-        self._address = blob_address(link_address)
+        self._address = link_address
         self._new: queue.SimpleQueue[tuple[_Lane, Iterator[None]]] = queue.SimpleQueue()
         self._failed: dict[_Lane, Failure] = {}
         # Ends with its process.
@@ -82,7 +82,7 @@ class BlobSender:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
         self._socket.setsockopt(zmq.SNDHWM, QUEUED_CHUNKS)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.connect(self._address)
+        connect(self._socket, self._address, "blobs")
         lanes: dict[_Lane, deque[Iterator[None]]] = {}
         while True:
             while not lanes or not self._new.empty():
@@ -160,17 +160,25 @@ class BlobSender:
 
 
 class BlobReceiver(Receiver):
-    """The adapter's end: yields chunks and reports, in the order in which the worker sent each request's."""
+    """The adapter's end: yields chunks and reports, in the order in which the worker sent each request's.
 
-    def __init__(self, link_address: str) -> None:
+    `address` is the link's with this socket in it; `guard` is the link's.
+    """
+
+    def __init__(self, link_address: str, guard: Guard | None = None) -> None:
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.PULL)
         self._socket.setsockopt(zmq.RCVHWM, QUEUED_CHUNKS)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.bind(blob_address(link_address))
+        self._unprotect = guard.protect(self._context, self._socket) if guard is not None else None
+        at = endpoint(link_address, "blobs") if guard is None else f"{endpoint(link_address).rpartition(':')[0]}:*"
+        self.address = extended(link_address, "blobs", bind(self._socket, at))
 
     def close(self) -> None:
         """Close the socket. Idempotent."""
+        if self._unprotect is not None:
+            unprotect, self._unprotect = self._unprotect, None
+            unprotect()
         self._context.destroy(linger=0)
 
     async def items(self) -> AsyncIterator[BlobChunk | Report]:

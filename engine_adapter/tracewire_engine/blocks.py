@@ -30,6 +30,7 @@ from tracewire_bus.messages import Block, Failure
 from tracewire_bus.values import unpack
 
 from . import watchdog
+from .held_inputs import HeldInputs
 from .live import LiveRun, LiveValues
 from .serving import RowBatcher
 from .tensors import to_tensors
@@ -161,7 +162,7 @@ class _Compiled:
 class BlockCache:
     """Compiled blocks by the digest of their text, the least recently used dropped beyond `size`."""
 
-    def __init__(self, model: Any, device: torch.device, folder: Path = Path(), size: int = 256) -> None:
+    def __init__(self, model: Any, device: torch.device, folder: Path | HeldInputs = Path(), size: int = 256) -> None:
         self._model = model
         self._device = device
         self._folder = folder

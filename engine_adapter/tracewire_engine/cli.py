@@ -28,11 +28,14 @@ from tracewire_bus.connection import BusError, BusUnavailable
 from tracewire_bus.fleet import LEAVING, differences, disagreements
 
 from .orphans import die_with_parent
+from .ray_cluster import Cluster, ClusterError, joined
 from .supervisor import DRAINING, SUPERVISOR_PID, supervise
 
 if TYPE_CHECKING:
     from tracewire_bus.messages import EngineInfo
     from tracewire_bus.streams import Bus
+
+    from .model import EngineModel
 
 __all__ = ["LOOP", "demo_model", "main"]
 
@@ -189,6 +192,25 @@ def _adapter(arguments: list[str]) -> int:
         help="how long a trace can be read after its end",
     )
     ours.add_argument(
+        "--ray-address",
+        default=os.environ.get("RAY_ADDRESS") or None,
+        metavar="ADDRESS",
+        help="with --distributed-executor-backend ray: HOST:PORT of a cluster, 'auto' for the one that runs here, "
+        "'local' for one of this engine's own (default: $RAY_ADDRESS, else auto if there is one, else local)",
+    )
+    ours.add_argument(
+        "--link-host",
+        metavar="ADDRESS",
+        help="with a Ray cluster: this machine's address for the workers (default: the one that Ray knows it by)",
+    )
+    ours.add_argument(
+        "--worker-patience",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="with a Ray cluster: how long nothing is heard of a worker before the engine is given up",
+    )
+    ours.add_argument(
         "--check-collect",
         action="store_true",
         help="check every trace's saves against what nnsight's own collect returns (costs throughput)",
@@ -215,6 +237,8 @@ def _adapter(arguments: list[str]) -> int:
         parser.error(f"--buffer-bytes takes a number of bytes above 0; got {options.buffer_bytes}")
     if not options.memory_patience >= 0:
         parser.error(f"--memory-patience takes a number of seconds; got {options.memory_patience}")
+    if not 2 <= options.worker_patience < math.inf:
+        parser.error(f"--worker-patience takes a number of seconds, at least 2; got {options.worker_patience}")
     if not 1 <= options.retention < math.inf:
         parser.error(f"--retention takes a number of seconds, at least 1; got {options.retention}")
     if not options.url:
@@ -243,8 +267,14 @@ def _adapter(arguments: list[str]) -> int:
         print(f"tracewire engine: {error}", file=sys.stderr)
         return 2
     try:
-        return _serve(vllm_arguments, name or Path(folder).name, options)
-    except UnsupportedSetting as error:
+        if vllm_arguments.distributed_executor_backend != "ray":
+            return _serve(vllm_arguments, name or Path(folder).name, options)
+        from vllm.platforms import current_platform
+
+        devices = vllm_arguments.tensor_parallel_size * vllm_arguments.pipeline_parallel_size
+        with joined(options.ray_address, devices, current_platform.ray_device_key or "CPU") as cluster:
+            return _serve(vllm_arguments, name or Path(folder).name, options, cluster)
+    except (ClusterError, UnsupportedSetting) as error:
         print(f"tracewire engine: {error}", file=sys.stderr)
         return 2
 
@@ -262,24 +292,34 @@ async def _check_redis(url: str, prefix: str, counts_bytes: bool) -> None:
         logger.warning("%s", error)
 
 
-def _serve(vllm_arguments: object, name: str, options: argparse.Namespace) -> int:
+def _serve(vllm_arguments: object, name: str, options: argparse.Namespace, cluster: Cluster | None = None) -> int:
     from vllm.envs import enable_envs_cache
 
     from .blob_link import BlobReceiver
     from .link import LinkReceiver
     from .model import build_engine, describe
+    from .pulse import PulseReceiver
 
-    with LinkReceiver() as link, BlobReceiver(link.address) as blobs:
+    # Workers of a cluster that is not our own may be anywhere.
+    host = None if cluster is None or cluster.own else options.link_host or cluster.node
+    with (
+        LinkReceiver(host) as link,
+        BlobReceiver(link.address, link.guard) as blobs,
+        PulseReceiver(blobs.address, link.guard, options.worker_patience) as pulse,
+    ):
         # Built on the main thread, which the kernel ties the engine's processes to.
         model = build_engine(
             vllm_arguments,
-            link.address,
+            pulse.address,
             options.tap,
             check_collect=options.check_collect,
             block_timeout_s=options.block_timeout,
             blob_threshold=options.blob_threshold,
             kept_bytes=options.kept_kv_bytes,
+            cluster=cluster,
+            worker_patience_s=options.worker_patience,
         )
+        pulse.on_loss(partial(_give_up, model))
         try:
             # Its settings are asked for with every output.
             enable_envs_cache()
@@ -291,6 +331,13 @@ def _serve(vllm_arguments: object, name: str, options: argparse.Namespace) -> in
         finally:
             model.vllm_entrypoint.shutdown()
             model.vllm_entrypoint = None
+
+
+def _give_up(model: EngineModel, why: str) -> None:
+    """End an engine of which a part is gone: EngineCore's end is what everything else follows from."""
+    logger.error("the engine is given up: %s", why)
+    for process in model.vllm_entrypoint.engine_core.resources.engine_manager.processes:
+        process.kill()
 
 
 async def _run(model: object, link: object, blobs: object, info: object, options: argparse.Namespace) -> int:

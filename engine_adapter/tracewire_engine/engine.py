@@ -17,7 +17,7 @@ from tracewire_bus.messages import Failure, Submission
 from .blob_link import BlobChunk
 from .link import Changes, Report
 
-__all__ = ["Choice", "Engine", "EngineLost", "Outputs", "Prepared", "Rejection"]
+__all__ = ["Carrier", "Choice", "Engine", "EngineLost", "Outputs", "Prepared", "Rejection"]
 
 
 class Rejection(Exception):
@@ -71,6 +71,22 @@ class Outputs(Protocol):
 
     def size(self) -> int:
         """How much memory what `get` would return takes, in bytes, about."""
+        ...
+
+
+class Carrier(Protocol):
+    """Brings files to workers that cannot see the folder."""
+
+    async def carry(self, path: Path) -> None:
+        """Have all workers hold the file `path` by its name.
+
+        Raises:
+            EngineLost: the engine died.
+        """
+        ...
+
+    async def drop(self, path: Path) -> None:
+        """Have the workers forget it. What they have mapped stays with them."""
         ...
 
 
@@ -170,6 +186,11 @@ class Engine(Protocol):
     @property
     def inputs(self) -> Path:
         """Folder in which the workers look for submissions' large variables."""
+        ...
+
+    @property
+    def carrier(self) -> Carrier | None:
+        """Who brings them to workers that cannot see that folder; `None` where all can."""
         ...
 
     @property

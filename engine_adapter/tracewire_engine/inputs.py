@@ -19,14 +19,20 @@ from tracewire_bus.blobs import BlobMissing, Blobs
 from tracewire_bus.messages import Submission
 from tracewire_bus.values import ArrayRef, unpack
 
-from .engine import Rejection
+from .engine import Carrier, Rejection
+from .held_inputs import HeldInputs
 
 __all__ = ["Inputs", "input_path"]
 
 
-def input_path(folder: Path, ref: ArrayRef) -> Path:
+def input_name(ref: ArrayRef) -> str:
+    """Name of the file that holds an array's elements."""
+    return f"input-{ref.digest.hex()}"
+
+
+def input_path(folder: Path | HeldInputs, ref: ArrayRef) -> Path:
     """The file that holds an array's elements."""
-    return folder / f"input-{ref.digest.hex()}"
+    return folder / input_name(ref)
 
 
 class _File:
@@ -35,15 +41,17 @@ class _File:
     def __init__(self) -> None:
         self.users = 0
         self.whole = False
+        self.carried = False
         self.turn = anyio.Lock()
 
 
 class Inputs:
-    """The files of all running traces, in `folder`."""
+    """The files of all running traces, in `folder`; with a `carrier`, also with the workers."""
 
-    def __init__(self, blobs: Blobs, folder: Path) -> None:
+    def __init__(self, blobs: Blobs, folder: Path, carrier: Carrier | None = None) -> None:
         self._blobs = blobs
         self._folder = folder
+        self._carrier = carrier
         self._files: dict[Path, _File] = {}
 
     @asynccontextmanager
@@ -61,13 +69,16 @@ class Inputs:
 
     @asynccontextmanager
     async def _file(self, trace: str, field: str, ref: ArrayRef) -> AsyncIterator[None]:
-        path = input_path(self._folder, ref)
+        path = self._folder / input_name(ref)
         file = self._files.setdefault(path, _File())
         file.users += 1
         try:
             async with file.turn:
                 if not file.whole:
                     await self._fetch(trace, field, ref, path)
+                    if self._carrier is not None:
+                        file.carried = True
+                        await self._carrier.carry(path)
                     file.whole = True
             yield
         finally:
@@ -76,6 +87,9 @@ class Inputs:
                 del self._files[path]
                 # What the workers have mapped stays with them.
                 path.unlink(missing_ok=True)
+                if self._carrier is not None and file.carried:
+                    with anyio.CancelScope(shield=True):
+                        await self._carrier.drop(path)
 
     async def _fetch(self, trace: str, field: str, ref: ArrayRef, path: Path) -> None:
         def owned(name: str, flags: int) -> int:

@@ -11,15 +11,18 @@ import asyncio
 import logging
 import os
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeAlias
+from urllib.parse import urlencode
 
 import msgspec
 import zmq
 
 from tracewire_bus.messages import Declared, Failure, Manifest
+
+from .endpoints import Guard, bind, connect
 
 __all__ = [
     "Applied",
@@ -183,7 +186,7 @@ class LinkSender:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.connect(address)
+        connect(self._socket, address)
         self._buffer = bytearray()
 
     def send(self, *reports: Report) -> None:
@@ -212,21 +215,36 @@ class Receiver:
 class LinkReceiver(Receiver):
     """The adapter's end: binds a socket in a private folder and hands out reports.
 
-    The address must be known before the engine starts, so the folder is made on construction; `close` removes it.
+    The address must be known before the engine starts, so the folder is made on construction; `close` removes it. With
+    `host`, an address of this machine, the socket is there for workers on other machines, and guarded by keys that are
+    part of `address`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, host: str | None = None) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="tracewire-link-")
         os.chmod(self._folder.name, 0o700)
-        self.address = f"ipc://{Path(self._folder.name) / 'link'}"
+        self.folder = Path(self._folder.name)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.PULL)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.bind(self.address)
+        self.guard = Guard() if host is not None else None
+        if self.guard is None:
+            self.address = bind(self._socket, f"ipc://{self.folder / 'link'}")
+            return
+        self._unprotect: Callable[[], None] | None = self.guard.protect(self._context, self._socket)
+        try:
+            bound = bind(self._socket, f"tcp://[{host}]:*" if ":" in str(host) else f"tcp://{host}:*")
+        except zmq.ZMQError:
+            self.close()
+            raise
+        self.address = f"{bound}?{urlencode(self.guard.parameters())}"
 
     def close(self) -> None:
         """Close the socket and remove its folder. Idempotent."""
+        if self.guard is not None and self._unprotect is not None:
+            unprotect, self._unprotect = self._unprotect, None
+            unprotect()
         self._context.destroy(linger=0)
         self._folder.cleanup()
 

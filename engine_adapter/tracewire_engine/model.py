@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from importlib import metadata
 from typing import Any
 
+import msgspec
 import torch
 from nnsight.modeling.vllm import VLLM
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -25,8 +26,18 @@ from tracewire_bus.codec import schema_text
 from tracewire_bus.messages import EngineInfo, ModuleInfo, Versions
 
 from .orphans import ADAPTER_PID
+from .ray_cluster import Cluster
 from .residual import find_layers
-from .wiring import BLOB_THRESHOLD, BLOCK_TIMEOUT, CHECK_COLLECT, KEPT_BYTES, LINK_ADDRESS, STEP_TOKENS
+from .wiring import (
+    BLOB_THRESHOLD,
+    BLOCK_TIMEOUT,
+    CHECK_COLLECT,
+    KEPT_BYTES,
+    LINK_ADDRESS,
+    RAY_CLUSTER,
+    STEP_TOKENS,
+    WORKER_PATIENCE,
+)
 
 __all__ = ["EngineModel", "UnsupportedSetting", "build_engine", "describe", "refuse_unsupported", "versions"]
 
@@ -98,6 +109,8 @@ def build_engine(
     block_timeout_s: float = 10.0,
     blob_threshold: int = 0,
     kept_bytes: int = 8 << 30,
+    cluster: Cluster | None = None,
+    worker_patience_s: float = 30.0,
 ) -> EngineModel:
     """Start `AsyncLLM` (its processes included) and return nnsight's model around it.
 
@@ -105,7 +118,8 @@ def build_engine(
     trace's manifest is made from what nnsight's own collect returns, at the cost of that collect. `block_timeout_s`
     limits each turn of a block (see `watchdog.py`); 0 for no limit. Saved arrays of more than `blob_threshold` bytes
     travel in blobs; with 0, none does. Of preempted requests that are traced, each worker keeps up to `kept_bytes` of
-    KV in host memory; beyond, they are computed anew.
+    KV in host memory; beyond, they are computed anew. With a `cluster`, the workers are Ray actors in it; on other
+    machines, they and the adapter wait `worker_patience_s` for each other (see `pulse.py`).
 
     Raises:
         UnsupportedSetting: the model, or how it is to be served, is not supported.
@@ -136,7 +150,13 @@ def build_engine(
         BLOB_THRESHOLD: blob_threshold,
         KEPT_BYTES: kept_bytes,
         STEP_TOKENS: getattr(arguments, "max_num_scheduled_tokens", None) or _STEP_TOKENS,
+        WORKER_PATIENCE: worker_patience_s,
     }
+    if cluster is not None:
+        from .ray_executor import TracewireRayExecutor
+
+        options["distributed_executor_backend"] = TracewireRayExecutor
+        options["additional_config"][RAY_CLUSTER] = msgspec.to_builtins(cluster)
     return EngineModel(arguments.model, mode="async", dispatch=True, taps=taps, **options)
 
 

@@ -35,6 +35,7 @@ from .blob_link import BlobSender
 from .blocks import BlockCache, BlockMediator, failure_of, is_stop
 from .declared import Declaration, DeclaredInterleaver, DeclaredRequests
 from .edit_blocks import EditedRequest
+from .held_inputs import inputs_at
 from .hosting import HostArray, HostCopy, ToHost, encoded_late
 from .kept import KeptCache
 from .large import Hold
@@ -53,7 +54,6 @@ from .wiring import (
     LINK_ADDRESS,
     LIVE_ARG,
     RUN_ARG,
-    inputs_folder,
 )
 
 __all__ = ["TracedModel", "TracedRequests", "TracewireRunner"]
@@ -258,13 +258,14 @@ class TracewireRunner(NNsightGPUModelRunner):
         model.__class__ = TracedModel
         model.__dict__["_tracewire_layers"] = find_layers(self.get_model().named_modules())
         address = self.vllm_config.additional_config.get(LINK_ADDRESS)
+        self.tracewire_inputs = inputs_at(address or "")
         self.tracewire_hold = Hold(self.vllm_config.additional_config.get(BLOB_THRESHOLD, 0))
         self.tracewire_declared = DeclaredRequests(self.device)
         DeclaredInterleaver.install(model.interleaver, self.tracewire_declared, self.get_model())
         model.interleaver.batcher = RowBatcher(None)
         self.tracewire_hold.changes = self._changes
         self.nnsight_requests = TracedRequests(
-            BlockCache(model, self.device, inputs_folder(address or "")),
+            BlockCache(model, self.device, self.tracewire_inputs),
             self.tracewire_declared,
             LiveRuns(),
             self.tracewire_hold,

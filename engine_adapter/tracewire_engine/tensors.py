@@ -10,6 +10,7 @@ import torch
 
 from tracewire_bus.values import ArrayRef
 
+from .held_inputs import HeldInputs
 from .inputs import input_path
 
 __all__ = ["to_tensors"]
@@ -27,14 +28,14 @@ def _tensor(array: np.ndarray[Any, Any], device: torch.device) -> torch.Tensor:
     return torch.frombuffer(flat, dtype=dtype).reshape(array.shape).to(device)
 
 
-def _mapped(ref: ArrayRef, device: torch.device, folder: Path) -> torch.Tensor:
+def _mapped(ref: ArrayRef, device: torch.device, folder: Path | HeldInputs) -> torch.Tensor:
     """A tensor of its own memory from the file of a large array. Pages are read, and copied, as they are needed."""
     dtype = _TORCH_NAMES.get(ref.dtype) or getattr(torch, ref.dtype)
     flat = torch.from_file(str(input_path(folder, ref)), shared=False, size=ref.nbytes, dtype=torch.uint8)
     return flat.view(dtype).reshape(ref.shape).to(device)
 
 
-def to_tensors(value: Any, device: torch.device, folder: Path = Path()) -> Any:
+def to_tensors(value: Any, device: torch.device, folder: Path | HeldInputs = Path()) -> Any:
     """`value` with every array in it as a tensor on `device`; containers are new, so that a block may change them.
 
     What only refers to an array is found in `folder` (see `inputs.py`).

@@ -21,10 +21,11 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from tracewire_bus.messages import Invoke, Submission
 
 from .blob_link import BlobChunk, BlobReceiver
-from .engine import Choice, EngineLost, Outputs, Prepared, Rejection
+from .endpoints import is_remote
+from .engine import Carrier, Choice, EngineLost, Outputs, Prepared, Rejection
 from .link import Changes, LinkReceiver, Report, encode_changes
 from .model import EngineModel
-from .wiring import BLOCK_ARG, DECLARED_ARG, EDITS_ARG, LIVE_ARG, RUN_ARG, inputs_folder
+from .wiring import BLOCK_ARG, DECLARED_ARG, EDITS_ARG, LIVE_ARG, RUN_ARG
 
 __all__ = ["VllmEngine"]
 
@@ -80,6 +81,38 @@ _NONE_LIVE = msgspec.msgpack.encode({})
 
 #: Sampling params that are the engine's own business.
 _RESERVED = frozenset({"extra_args", "output_kind", "skip_reading_prefix_cache", "skip_clone"})
+
+
+#: Pieces in which large variables go to workers on other machines, each between two steps, in bytes.
+_PIECE_BYTES = 2 * 1024 * 1024
+
+
+class _Carrier:
+    """Large variables on their way to workers that cannot see the adapter's files, by vLLM's own queues."""
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+
+    async def carry(self, path: Path) -> None:
+        async with await anyio.open_file(path, "rb") as file:
+            offset = 0
+            while (piece := await file.read(_PIECE_BYTES)) or offset == 0:
+                await self._call("tracewire_input", path.name, offset, piece)
+                offset += len(piece)
+                if not piece:
+                    break
+
+    async def drop(self, path: Path) -> None:
+        try:
+            await self._call("tracewire_drop_input", path.name)
+        except EngineLost:
+            pass
+
+    async def _call(self, method: str, *arguments: Any) -> None:
+        try:
+            await self._llm.collective_rpc(method, args=arguments)
+        except EngineDeadError as error:
+            raise EngineLost(str(error)) from error
 
 
 class VllmEngine:
@@ -272,7 +305,11 @@ class VllmEngine:
 
     @property
     def inputs(self) -> Path:
-        return inputs_folder(self._link.address)
+        return self._link.folder
+
+    @property
+    def carrier(self) -> Carrier | None:
+        return _Carrier(self.llm) if is_remote(self._link.address) else None
 
     @property
     def lost(self) -> bool:

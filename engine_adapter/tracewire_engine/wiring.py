@@ -14,9 +14,10 @@ __all__ = [
     "KEPT_BYTES",
     "LINK_ADDRESS",
     "LIVE_ARG",
+    "RAY_CLUSTER",
     "RUN_ARG",
     "STEP_TOKENS",
-    "blob_address",
+    "WORKER_PATIENCE",
     "inputs_folder",
 ]
 
@@ -47,12 +48,13 @@ KEPT_BYTES = "tracewire_kept_bytes"
 #: Key of `additional_config`: how many tokens the scheduler puts into a step, whatever more the workers can take.
 STEP_TOKENS = "tracewire_step_tokens"
 
+#: Key of `additional_config`: the Ray cluster that the engine's executor joins (`ray_cluster.Cluster`, as a dict).
+RAY_CLUSTER = "tracewire_ray_cluster"
 
-def blob_address(link_address: str) -> str:
-    """Where large arrays go, beside the link at `link_address` (`ipc://PATH`)."""
-    return f"{link_address}-blobs"
+#: Key of `additional_config`: how long workers on other machines and the adapter wait for each other, in seconds.
+WORKER_PATIENCE = "tracewire_worker_patience"
 
 
 def inputs_folder(link_address: str) -> Path:
-    """Folder of the files that hold submissions' large variables: the link's."""
+    """Folder of the files that hold submissions' large variables, on the adapter's machine: the link's."""
     return Path(link_address.removeprefix("ipc://")).parent

@@ -7,12 +7,16 @@ and reports. The swap adds behaviour and no constructor state, so nothing of vLL
 from __future__ import annotations
 
 import gc
+import socket
 from typing import Any
 
 from nnsight.modeling.vllm.workers.GPUWorker import NNsightGPUWorker
 from vllm.platforms import current_platform
 
+from .endpoints import is_remote
+from .pulse import PulseSender
 from .runner import TracewireRunner
+from .wiring import LINK_ADDRESS, WORKER_PATIENCE
 
 __all__ = ["TracewireWorker"]
 
@@ -54,6 +58,11 @@ class TracewireWorker(_PlatformWorker):
         result = super().compile_or_warm_up_model()
         gc.collect()
         gc.freeze()
+        config = self.vllm_config.additional_config
+        address = config.get(LINK_ADDRESS, "")
+        if is_remote(address):
+            name = f"rank {self.rank} on {socket.gethostname()}"
+            self.tracewire_pulse = PulseSender(address, name, config[WORKER_PATIENCE])
         return result
 
     def tracewire_steer(self, changes: bytes) -> None:
@@ -64,6 +73,14 @@ class TracewireWorker(_PlatformWorker):
         """How many requests the runner holds anything for, by `collective_rpc`."""
         count: int = self.model_runner.tracewire_request_count()
         return count
+
+    def tracewire_input(self, name: str, offset: int, piece: bytes) -> None:
+        """Keep a piece of a large variable, by `collective_rpc`; where the adapter's files are out of sight only."""
+        self.model_runner.tracewire_inputs.write(name, offset, piece)
+
+    def tracewire_drop_input(self, name: str) -> None:
+        """Forget one, by `collective_rpc`."""
+        self.model_runner.tracewire_inputs.drop(name)
 
     #: nnsight's own collect, for comparison with what was streamed.
     collect_nnsight = NNsightGPUWorker.collect_nnsight

@@ -289,6 +289,10 @@ class ScriptedEngine:
         """No large variables either."""
         return Path("/nonexistent")
 
+    @property
+    def carrier(self) -> None:
+        """Nothing to carry."""
+
 
 @asynccontextmanager
 async def serving(

@@ -1,0 +1,148 @@
+"""Where the workers find their adapter, and who may connect there.
+
+On one machine both ends are unix sockets in a folder that only their user can enter. Workers on other machines need TCP
+addresses, which anybody can reach: those sockets speak CURVE, ZeroMQ's own encryption, and the adapter takes only who
+shows the key pair that its workers were given. The keys are made anew by each adapter and kept nowhere.
+
+An address is one string: `ipc:///run/x/link`, or `tcp://10.0.0.1:4711?blobs=4712&server=...`, with the ports of the
+other sockets and the keys in hexadecimal.
+
+Over TCP a connection can break and come back, and what was under way is then lost without a word. So a worker whose
+connection breaks ends: its engine is then lost as a whole, and its traces go on elsewhere.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple, Self
+from urllib.parse import parse_qs, urlencode
+
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils import z85
+from zmq.utils.monitor import recv_monitor_message
+
+__all__ = ["Guard", "bind", "connect", "die", "endpoint", "extended", "is_remote"]
+
+logger = logging.getLogger("vllm.tracewire")
+
+#: How often a TCP connection that is silent is tried, and how long it may stay silent, in seconds.
+_BEAT_S, _SILENT_S = 2, 20
+
+#: What the end of a connection looks like to who made it.
+_BROKEN = (
+    zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CLOSED
+    | zmq.EVENT_CONNECT_RETRIED
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+)
+
+
+class _Pair(NamedTuple):
+    public: bytes
+    secret: bytes
+
+    @classmethod
+    def new(cls) -> Self:
+        return cls(*zmq.curve_keypair())
+
+
+class Guard:
+    """The adapter's keys: its own, and the one pair that all its workers show."""
+
+    def __init__(self) -> None:
+        self._server, self._workers = _Pair.new(), _Pair.new()
+
+    def protect(self, context: zmq.Context[Any], socket: zmq.Socket[Any]) -> Callable[[], None]:
+        """Let only this adapter's workers connect to `socket`, of a `context` that nobody has protected yet.
+
+        Before it is bound. Returns what is to be called before the context is destroyed.
+        """
+        authenticator = ThreadAuthenticator(zmq.Context.shadow(context.underlying))
+        authenticator.start()
+        authenticator.configure_curve_callback("*", credentials_provider=self)
+        socket.curve_server = True
+        socket.curve_publickey = self._server.public
+        socket.curve_secretkey = self._server.secret
+        return authenticator.stop
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Whether who shows the public key `key` may connect; asked by pyzmq."""
+        return key == self._workers.public
+
+    def parameters(self) -> dict[str, str]:
+        """What the workers must know, as parts of an address. A secret."""
+        return {
+            "server": _hexadecimal(self._server.public),
+            "public": _hexadecimal(self._workers.public),
+            "secret": _hexadecimal(self._workers.secret),
+        }
+
+
+def _hexadecimal(key: bytes) -> str:
+    return z85.decode(key).hex()
+
+
+def is_remote(address: str) -> bool:
+    """Whether workers on other machines can reach this address."""
+    return address.startswith("tcp://")
+
+
+def endpoint(address: str, role: str = "link") -> str:
+    """ZeroMQ's endpoint of the socket `role` (`"link"`, `"blobs"`, `"pulse"`) of an adapter at `address`."""
+    base, _, parameters = address.partition("?")
+    if role == "link":
+        return base
+    if not is_remote(address):
+        return f"{base}-{role}"
+    return f"{base.rpartition(':')[0]}:{parse_qs(parameters)[role][0]}"
+
+
+def extended(address: str, role: str, bound: str) -> str:
+    """`address` with the socket `role` in it, which is bound to the endpoint `bound`."""
+    return f"{address}&{urlencode({role: bound.rpartition(':')[2]})}" if is_remote(address) else address
+
+
+def bind(socket: zmq.Socket[Any], at: str) -> str:
+    """Bind to an endpoint, `tcp://HOST:*` for any free port; returns the endpoint that it became."""
+    if at.startswith("tcp://["):
+        socket.setsockopt(zmq.IPV6, 1)
+    socket.bind(at)
+    return socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+
+def connect(socket: zmq.Socket[Any], address: str, role: str = "link") -> None:
+    """Connect a worker's socket. If the address is remote, the end of the connection is this process's end."""
+    if is_remote(address):
+        keys = parse_qs(address.partition("?")[2])
+        server, public, secret = (z85.encode(bytes.fromhex(keys[name][0])) for name in ("server", "public", "secret"))
+        socket.curve_serverkey, socket.curve_publickey, socket.curve_secretkey = server, public, secret
+        socket.setsockopt(zmq.IPV6, int(address.startswith("tcp://[")))
+        socket.setsockopt(zmq.RECONNECT_IVL, -1)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, _BEAT_S * 1000)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SILENT_S * 1000)
+        socket.setsockopt(zmq.CONNECT_TIMEOUT, _SILENT_S * 1000)
+        monitor = socket.get_monitor_socket(_BROKEN)
+        watch = threading.Thread(target=_watch, args=(monitor, role), name=f"tracewire {role} watch", daemon=True)
+        watch.start()
+    socket.connect(endpoint(address, role))
+
+
+def _watch(monitor: zmq.Socket[Any], role: str) -> None:
+    try:
+        event = zmq.Event(recv_monitor_message(monitor)["event"])
+    except zmq.ZMQError:  # the process ends
+        return
+    die(f"its connection to the adapter ({role}) is gone: {event.name}")
+
+
+def die(why: str) -> None:
+    """End this process now, as whatever killed it would have: no thread and no collective operation can hold it up."""
+    logger.error("this worker ends: %s", why)
+    os.kill(os.getpid(), signal.SIGKILL)
