@@ -482,20 +482,26 @@ class Records:
         )
 
     async def overtaken(self, engine: str, attempts: Sequence[tuple[str, int]]) -> list[bool]:
-        """Of each of these traces, whether another engine, or a later attempt, has begun since `engine` began this one,
-        whose events are refused then.
+        """Of each of these traces, whether it has ended, or another engine or a later attempt has begun, since `engine`
+        began this one, whose events are refused then.
 
         Raises:
             BusUnavailable: Redis stayed away.
         """
         if not attempts:
             return []
-        known = await self._connections.commands(
-            *(("HMGET", self._keys.record(trace), "a", "e") for trace, _ in attempts)
+        replies = await self._connections.commands(
+            *(("HMGET", self._keys.record(trace), "a", "e") for trace, _ in attempts),
+            *(("XRANGE", self._keys.events(trace), FINAL_ID, FINAL_ID) for trace, _ in attempts),
         )
+        known, finals = replies[: len(attempts)], replies[len(attempts) :]
         return [
-            number is not None and (int(number) > attempt or (int(number) == attempt and _text(by or b"") != engine))
-            for (_, attempt), (number, by) in zip(attempts, known, strict=True)
+            bool(final)
+            or (
+                number is not None
+                and (int(number) > attempt or (int(number) == attempt and _text(by or b"") != engine))
+            )
+            for (_, attempt), (number, by), final in zip(attempts, known, finals, strict=True)
         ]
 
     async def close(self, trace: str, attempt: int) -> list[bytes]:

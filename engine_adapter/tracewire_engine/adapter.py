@@ -590,7 +590,7 @@ class Adapter:
             logger.exception("a trace could not be paused or resumed")
 
     async def _look_after_own(self) -> None:
-        """Let go of what another engine has begun since: a run that writes finds that out, a paused one never would."""
+        """Let go of what others have ended or begun since: who writes finds that out, a paused run never would."""
         engine, was = self._info.engine, self._told
         runs = [run for run in self._by_trace.values() if isinstance(run, TraceRun) and not run.ended]
         self._told = {run: run.seq for run in runs}
@@ -600,9 +600,7 @@ class Adapter:
             if over:
                 logger.warning("trace %s was taken from this engine: its attempt %d ends", run.trace, run.attempt)
                 # Its stream refuses that.
-                self._end(
-                    run, "failed", Failure(type="EngineLost", message="another engine has begun its next attempt")
-                )
+                self._end(run, "failed", Failure(type="EngineLost", message="others have ended or begun it since"))
 
     async def _look_after_clients(self) -> None:
         """End the traces of clients whose leases are gone, and stay so while a client that lives could have renewed."""

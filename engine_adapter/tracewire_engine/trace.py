@@ -462,7 +462,7 @@ class TraceRun:
             return
         self._settling = True
         try:
-            while self._accepted and not self.ended and (self._held is not None) != self._paused:
+            while self._accepted and not self.ended and not self.fenced and (self._held is not None) != self._paused:
                 self._paused = not self._paused
                 paused, by = self._paused, self._holder
                 for request in self.requests:

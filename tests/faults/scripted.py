@@ -246,9 +246,10 @@ class ScriptedEngine:
     async def pause(self, request: str) -> bool:
         """Hold it."""
         running = self._requests.get(request)
-        if running is not None:
-            running.held = True
-        return running is not None
+        if running is None or running.over:
+            return False
+        running.held = True
+        return True
 
     async def resume(self, request: str) -> bool:
         """Let it go on."""
@@ -319,7 +320,12 @@ async def _main(options: argparse.Namespace) -> int:
     if options.command is not None and connection.Link.ask.__kwdefaults__ is not None:
         connection.Link.ask.__kwdefaults__["timeout_s"] = options.command
     settings = Settings(heartbeat_s=options.lease / 5, lease_s=options.lease, drain_s=options.drain)
-    settings = dataclasses.replace(settings, retain_events=options.retain_events)
+    settings = dataclasses.replace(
+        settings,
+        retain_events=options.retain_events,
+        retain_traces=options.retain_traces,
+        retain_total_bytes=options.retain_total_bytes,
+    )
     opened = Bus.open(options.url, prefix=options.prefix, retention_s=options.retention)
     async with opened as bus, anyio.create_task_group() as group:
         adapter = Adapter(engine, described, bus, settings)
@@ -370,6 +376,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--command", type=float, help="seconds that one command may take")
     parser.add_argument("--retention", type=float, default=3600.0, help="seconds that a trace is kept after its end")
     parser.add_argument("--retain-events", type=int, default=0, help="trim a stream that has more events than this")
+    parser.add_argument("--retain-traces", type=int, default=0, help="how many finished traces are kept")
+    parser.add_argument("--retain-total-bytes", type=int, default=0, help="how many bytes finished traces may take")
     return anyio.run(_main, parser.parse_args(arguments))
 
 

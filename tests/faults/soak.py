@@ -4,10 +4,13 @@
 
 A scripted engine behind the real adapter puts out `--rate` tokens a second of each trace, each with a small array; it,
 Redis, and each consumer (one client that follows all traces, folds them and checks them against their manifests) are
-processes of their own. Traces are kept for `--retention` seconds after their end. Prints one JSON object: what was
-lost, and for each process its memory (RSS and PSS, in MiB, first and last) and the slope of a straight line through
-the samples, in KiB per 1000 traces. Samples begin when as many traces have ended as run at once, so that what merely
-fills up does not count.
+processes of their own. Traces are kept for `--retention` seconds after their end, or fewer of them, with
+`--retain-traces`. Prints one JSON object: what was lost, and for each process its memory (RSS and PSS, in MiB, first
+and last) and the slope of a straight line through the samples, in KiB per 1000 traces; of Redis also what it says that
+it uses. Samples begin when as many traces have ended as run at once, so that what merely fills up does not count.
+
+`redis_kept` says what Redis has at the end, when what it kept of the last traces is gone too, beyond what it had before
+the first, in KiB: by kind of key; its tables of keys and of their expiry; and the rest of what it says that it uses.
 """
 
 from __future__ import annotations
@@ -93,17 +96,40 @@ def slope(done: list[int], values: list[float]) -> float:
     return float(np.polyfit(np.array(done) / 1000, np.array(values), 1)[0]) if len(done) > 2 else float("nan")
 
 
+async def _used(bus: Bus) -> float:
+    """What Redis says that it uses, in KiB."""
+    return (await bus.memory())[1] / 1024
+
+
 async def _kept(bus: Bus) -> dict[str, float]:
-    """What Redis has, by the kind of key, in KiB."""
-    kept: dict[str, float] = {}
+    """What Redis has, by the kind of key, in KiB; its tables of keys; and what it has in all."""
+    flat = await bus.command("MEMORY", "STATS")
+    stats = dict(zip(flat[::2], flat[1::2], strict=True))
+    tables = dict(zip(stats[b"db.0"][::2], stats[b"db.0"][1::2], strict=True))
+    kept = {
+        "in all": stats[b"total.allocated"] / 1024,
+        "table of keys": tables[b"overhead.hashtable.main"] / 1024,
+        "table of expiries": tables[b"overhead.hashtable.expires"] / 1024,
+        "clients": stats[b"clients.normal"] / 1024,
+    }
     cursor: Any = b"0"
     while True:
         cursor, names = await bus.command("SCAN", cursor, "COUNT", 1000)
-        for name in names:
+        sizes = await bus._connections.commands(*(("MEMORY", "USAGE", name, "SAMPLES", 0) for name in names), ("PING",))
+        for name, size in zip(names, sizes, strict=False):
             kind = name.decode().split("}")[-1].split(":")[1 if b"}" in name else -1]
-            kept[kind] = kept.get(kind, 0.0) + (await bus.command("MEMORY", "USAGE", name, "SAMPLES", 0) or 0) / 1024
+            kept[kind] = kept.get(kind, 0.0) + (size or 0) / 1024
         if cursor == b"0":
-            return {kind: round(size, 1) for kind, size in sorted(kept.items())}
+            return kept
+
+
+def _gained(first: dict[str, float], last: dict[str, float]) -> dict[str, float]:
+    """What has come since. Keys as Redis counts them have their entries in the table of keys with them."""
+    gained = {kind: round(size - first.get(kind, 0.0), 1) for kind, size in last.items()}
+    named = sum(size for kind, size in gained.items() if kind not in ("in all", "table of keys"))
+    return {kind: size for kind, size in sorted(gained.items()) if abs(size) >= 1} | {
+        "the rest": round(gained["in all"] - named, 1)
+    }
 
 
 async def soak(options: argparse.Namespace) -> dict[str, Any]:
@@ -116,7 +142,7 @@ async def soak(options: argparse.Namespace) -> dict[str, Any]:
         url = server.url
         command = [sys.executable, "-m", "tests.faults.scripted", "--url", url, "--model", MODEL, "--lease", "30"]
         command += ["--capacity", str(options.at_once + 24), "--rate", str(options.rate)]
-        command += ["--retention", str(options.retention)]
+        command += ["--retention", str(options.retention), "--retain-traces", str(options.retain_traces)]
         engine = await anyio.open_process(command, cwd=ROOT, stderr=None)
         command = [sys.executable, "-m", "tests.faults.soak", "--consumer", url]
         consumers = [
@@ -132,6 +158,8 @@ async def soak(options: argparse.Namespace) -> dict[str, Any]:
                 for name, process in watched.items():
                     memory = process.memory_full_info()
                     found[name] = memory.rss / 1024, memory.pss / 1024
+                used = await _used(bus)
+                found["redis, by its own account"] = used, used
                 samples.append((done, found))
                 await anyio.sleep(options.every)
 
@@ -144,6 +172,7 @@ async def soak(options: argparse.Namespace) -> dict[str, Any]:
                 for consumer in consumers:
                     group.start_soon(consumer.listen)
                 await client.model(MODEL, wait_for_engine=60)
+                first = await _kept(bus)
                 began = time.monotonic()
                 group.start_soon(sample)
                 room = anyio.Semaphore(options.at_once)
@@ -172,7 +201,10 @@ async def soak(options: argparse.Namespace) -> dict[str, Any]:
                         traces.start_soon(one, number)
                 seconds = time.monotonic() - began
                 left = await bus.command("HLEN", bus.keys.queue(MODEL, "entries"))
-                kept = await _kept(bus)
+                # What ended last is kept for its time.
+                await anyio.sleep(min(options.retention, 10) + 1)
+                kept = _gained(first, await _kept(bus))
+                finished, _ = await bus.finished.total()
                 group.cancel_scope.cancel()
         finally:
             with anyio.CancelScope(shield=True):
@@ -185,7 +217,7 @@ async def soak(options: argparse.Namespace) -> dict[str, Any]:
                 await server.kill()
     steady = [(count, found) for count, found in samples if count >= options.at_once]
     memory = {}
-    for name in watched:
+    for name in (*watched, "redis, by its own account"):
         counts = [count for count, _ in steady]
         rss, pss = ([found[name][place] for _, found in steady] for place in (0, 1))
         memory[name] = {
@@ -202,7 +234,8 @@ async def soak(options: argparse.Namespace) -> dict[str, Any]:
         "lost": options.traces - done,
         "wrong": [wrong for consumer in consumers for wrong in consumer.wrong],
         "left_on_the_queue": left,
-        "redis_keeps": kept,
+        "redis_kept": kept,
+        "finished_left": finished,
         "samples": len(steady),
         "memory": memory,
     }
@@ -217,6 +250,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=50)
     parser.add_argument("--rate", type=float, default=5.0, help="tokens a second of each trace")
     parser.add_argument("--retention", type=float, default=5.0, help="seconds that a trace is kept after its end")
+    parser.add_argument("--retain-traces", type=int, default=0, help="how many finished traces are kept (0: all)")
     parser.add_argument("--every", type=float, default=1.0, help="seconds between samples of memory")
     parser.add_argument("--consumer", help=argparse.SUPPRESS)
     options = parser.parse_args()

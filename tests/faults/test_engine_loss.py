@@ -478,6 +478,26 @@ async def test_a_paused_trace_that_was_taken_from_its_engine_is_let_go_of(client
             assert not first.lost
 
 
+async def test_a_paused_trace_that_others_ended_is_let_go_of(client: Client, bus: Bus) -> None:
+    async with serving(bus, slow := ScriptedEngine(Gate())) as first:
+        await client.model("tiny", wait_for_engine=PATIENCE)
+        async with client.trace("tiny", "hello", acts, max_tokens=3, detach=True) as trace:
+            await trace.accepted()
+            await trace.pause()
+            async for item in trace:
+                if isinstance(item, Paused):
+                    break
+            await bus.records.end(trace.id, "failed", Failure(type="EngineLost", message="it was taken for lost"))
+            with anyio.fail_after(PATIENCE):
+                while slow.tracked or first._by_trace:
+                    slow.step()
+                    await anyio.sleep(0.01)
+            assert not first.lost
+            state = await client.state(trace.id)
+            assert state.error is not None
+            assert state.error.message == "it was taken for lost"
+
+
 async def test_an_engine_that_gets_a_trace_back_finishes_it(client: Client, bus: Bus) -> None:
     """It was taken from it and given to it again, while it ran it."""
     gate = Gate()
