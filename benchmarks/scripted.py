@@ -216,6 +216,7 @@ class ScriptedEngine:
         declared: bytes | None,
         run: str,
         edits: bytes | None = None,
+        shared: bytes | None = None,
     ) -> Prepared:
         """Every submission is as good as another; `max_tokens` counts."""
         sampling = submission.invokes[index].sampling
@@ -232,6 +233,9 @@ class ScriptedEngine:
 
     async def steer(self, changes: Changes, over: list[str], since: float) -> None:
         """Scripted requests have nothing to steer."""
+
+    async def give_result(self, result: bytes) -> None:
+        """No scripted block asks for it."""
 
     async def pause(self, request: str) -> bool:
         """Scripted requests know no pause."""

@@ -28,6 +28,7 @@ from .messages import (
     Paused,
     Restarted,
     Resumed,
+    Shared,
     Snapshot,
     Steered,
     Submission,
@@ -54,13 +55,14 @@ __all__ = [
 ]
 
 #: What stands on a trace's stream.
-AnyEvent: TypeAlias = Accepted | Output | Steered | Paused | Resumed | Restarted | Final
+AnyEvent: TypeAlias = Accepted | Output | Shared | Steered | Paused | Resumed | Restarted | Final
 
 _SCHEMA_TEXT = f"{SCHEMA[0]}.{SCHEMA[1]}"
 _O = TypeVar("_O", bound=OutputBase)
+_S = TypeVar("_S", bound=OutputBase)
 #: The tags of what this version knows.
 _KINDS = frozenset(
-    kind.__struct_config__.tag for kind in (Accepted, Output, Steered, Paused, Resumed, Restarted, Final)
+    kind.__struct_config__.tag for kind in (Accepted, Output, Shared, Steered, Paused, Resumed, Restarted, Final)
 )
 
 
@@ -89,9 +91,10 @@ def _encoder() -> msgspec.msgpack.Encoder:
 
 @cache
 def _decode(type_: Any) -> Callable[[bytes | memoryview], Any]:
-    if isinstance(type_, type) and issubclass(type_, OutputBase):
-        # An event whose outputs are of this form.
-        type_ = Union[Accepted, type_, Steered, Paused, Resumed, Restarted, Final]  # noqa: UP007  (of a variable)
+    if isinstance(type_, tuple):
+        # An event whose outputs, and those of the trace, are of these forms.
+        output, shared = type_
+        type_ = Union[Accepted, output, shared, Steered, Paused, Resumed, Restarted, Final]  # noqa: UP007  (variables)
     return msgspec.msgpack.Decoder(type_, ext_hook=ext_hook).decode
 
 
@@ -129,19 +132,21 @@ def decode_event(data: bytes | memoryview) -> AnyEvent: ...
 
 @overload
 def decode_event(
-    data: bytes | memoryview, output: type[_O]
-) -> Accepted | _O | Steered | Paused | Resumed | Restarted | Final: ...
+    data: bytes | memoryview, output: type[_O], shared: type[_S]
+) -> Accepted | _O | _S | Steered | Paused | Resumed | Restarted | Final: ...
 
 
-def decode_event(data: bytes | memoryview, output: type[OutputBase] = Output) -> Any:
-    """One event of a trace; an output as an `output`. Arrays in it share memory with `data`.
+def decode_event(data: bytes | memoryview, output: type[OutputBase] = Output, shared: type[OutputBase] = Shared) -> Any:
+    """One event of a trace; an output as an `output`, one of the trace itself as a `shared`.
+
+    Arrays in it share memory with `data`.
 
     Raises:
         UnknownKind: a well-formed event of a kind that a newer version wrote.
         msgspec.ValidationError: its fields have other types than they should.
         msgspec.DecodeError: it is no msgpack, or holds a malformed value.
     """
-    return _event(_decode(output), data)
+    return _event(_decode((output, shared)), data)
 
 
 def decode_plain(data: bytes | memoryview) -> AnyEvent:

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from .messages import (
+    SHARED_INVOKE,
     Accepted,
     Append,
     Delta,
@@ -127,9 +128,10 @@ def _copy(value: Any) -> Any:
 class Fold:
     """The folded state of one trace.
 
-    `names` limits which saved names are folded. `choices` maps `(invoke, choice)` to its state. Events must come from a
-    stream's beginning, each once and in order; after a `FoldError` the fold is good for nothing. With `verifying`,
-    digests of lists' items are taken as they come, so that `verify` has little left to do.
+    `names` limits which saved names are folded. `choices` maps `(invoke, choice)` to its state; what the trace shares
+    is that of `(SHARED_INVOKE, 0)`. Events must come from a stream's beginning, each once and in order; after a
+    `FoldError` the fold is good for nothing. With `verifying`, digests of lists' items are taken as they come, so that
+    `verify` has little left to do.
 
     Its containers are its own: an event that was applied may be changed, and the fold's are not to be. To hand them
     out, `copy` it or take its `state`.
@@ -209,7 +211,7 @@ class Fold:
             raise FoldError(
                 f"{_where(output)} begins at token {output.index}, and {len(state.token_ids)} came before it"
             )
-        if deltas and len(deltas) != len(output.token_ids):
+        if deltas and len(deltas) != len(output.token_ids) and output.invoke != SHARED_INVOKE:
             raise FoldError(f"{_where(output)} has deltas of {len(deltas)} steps for {len(output.token_ids)} tokens")
         state.put_out(output)
         for step in deltas:

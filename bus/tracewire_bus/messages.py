@@ -26,6 +26,7 @@ from .keys import FINAL_ID
 
 __all__ = [
     "SCHEMA",
+    "SHARED_INVOKE",
     "Ablate",
     "Accepted",
     "Append",
@@ -57,10 +58,12 @@ __all__ = [
     "Positions",
     "Probe",
     "RawOutput",
+    "RawShared",
     "Restarted",
     "Resumed",
     "SaveDelta",
     "Set",
+    "Shared",
     "Snapshot",
     "Status",
     "Steer",
@@ -113,8 +116,9 @@ class Block(Message):
     (`parameters`, usually `("model", "tracer", "live")`), plus everything in `variables`, `helpers` and `modules`.
 
     `variables` is the packed dict of plain values by name. `modules` maps a name to an importable module path
-    (`{"np": "numpy"}`); `imports` maps a name to `(module, attribute)`, for `from torch import Tensor`. Helpers see
-    the same names as the block, and each other.
+    (`{"np": "numpy"}`); `imports` maps a name to `(module, attribute)`, for `from torch import Tensor`. `paths` maps a
+    name to the path of one of the model's modules (`""`: the model itself), `shared` to the name of one of the trace's
+    shared values. Helpers see the same names as the block, and each other.
     """
 
     name: str
@@ -126,6 +130,8 @@ class Block(Message):
     helpers: list[Helper] = []
     modules: dict[str, str] = {}
     imports: dict[str, tuple[str, str]] = {}
+    paths: dict[str, str] = {}
+    shared: dict[str, str] = {}
 
 
 # --- declared interventions -------------------------------------------------------------------------------------------
@@ -251,7 +257,7 @@ class Invoke(Message):
     """One prompt of a trace: text, token ids or chat messages (exactly one of the three), and its sampling params.
 
     `sampling` holds fields of vLLM's `SamplingParams` by name, plain values only. `edits`, where given, counts in place
-    of the submission's.
+    of the submission's. `block` is its own block, which runs in place of the submission's.
     """
 
     prompt: str | None = None
@@ -259,10 +265,12 @@ class Invoke(Message):
     messages: list[dict[str, Any]] | None = None
     sampling: dict[str, Any] = {}
     edits: list[str] | None = None
+    block: Block | None = None
 
 
 class Submission(Message):
-    """What a client puts on a model's queue. The block and the declared interventions apply to each invoke.
+    """What a client puts on a model's queue. The declared interventions apply to each invoke, and the block to each
+    that has none of its own.
 
     `live` is the packed dict of the live parameters' first values. `deadline_s` counts from the moment it was queued,
     by Redis's clock. `priority` orders a client's own traces on the queue and all in vLLM's scheduler, lower first.
@@ -270,6 +278,8 @@ class Submission(Message):
     away; otherwise `lease` is the lease that its submitter holds while it lives (`""`: none). `max_attempts` is how
     many engines may be lost over it until it fails; until then another begins it anew. `edits` names the standing
     interventions that it asks for ([`Edit`][tracewire_bus.messages.Edit]); none at all and an empty list differ.
+    `shared` is the packed dict of the first values of what all its blocks share (`Block.shared`): lists, dicts and
+    arrays.
     """
 
     trace: str
@@ -286,6 +296,7 @@ class Submission(Message):
     lease: str = ""
     max_attempts: int = 3
     edits: list[str] | None = None
+    shared: bytes = b"\x80"
 
 
 # --- standing interventions -------------------------------------------------------------------------------------------
@@ -348,7 +359,7 @@ class Manifest(Message, array_like=True):
 
     `kind` is one of the kinds of [`tracewire_bus.values`][]; `length` counts a container's items, an array's elements
     or a text's characters (bytes: its bytes), and is 1 for other scalars. `digest` is
-    [`digest`][tracewire_bus.values.digest] of the value.
+    [`digest`][tracewire_bus.values.digest] of the value. `invoke` is `SHARED_INVOKE` for what the trace shares.
     """
 
     invoke: int
@@ -438,6 +449,25 @@ class Output(OutputBase, tag="o"):
 
 class RawOutput(OutputBase, tag="o"):
     """An `Output` whose steps are already encoded: what the adapter writes, so that it re-encodes nothing."""
+
+    deltas: list[msgspec.Raw] = []  # type: ignore[assignment]
+
+
+#: The invoke of what belongs to no invoke, but to the trace: its shared values.
+SHARED_INVOKE = -1
+
+
+class Shared(OutputBase, tag="x"):
+    """What a trace's shared values gained since the last such event: an output of no invoke (`SHARED_INVOKE`).
+
+    It has no tokens. `deltas` has one list for each step in which they changed.
+    """
+
+    deltas: list[list[Delta]] = []
+
+
+class RawShared(OutputBase, tag="x"):
+    """A `Shared` whose steps are already encoded."""
 
     deltas: list[msgspec.Raw] = []  # type: ignore[assignment]
 

@@ -18,8 +18,10 @@ import math
 import os
 import time
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from types import MappingProxyType
 from typing import Any
 
 import anyio
@@ -37,6 +39,7 @@ from tracewire_bus.queue import claiming
 from tracewire_bus.records import Opened, Overtaken, TraceEnded, TraceMissing, cancellation
 from tracewire_bus.streams import Bus, BusError, Fenced, Taken, Writer
 from tracewire_bus.tree import ModuleTree, check_block
+from tracewire_bus.values import unpack
 
 from .blob_link import BlobChunk
 from .edits import Chosen, Standing, place
@@ -45,7 +48,7 @@ from .inputs import Inputs
 from .reports import Reports
 from .retention import FinishedRetention, Retention
 from .steering import LiveTrace, Steering
-from .trace import Half, TraceRun
+from .trace import Blocks, Half, TraceRun
 
 __all__ = ["Adapter", "Settings"]
 
@@ -66,6 +69,7 @@ _STALL_S = 1.0
 #: How long Redis is let be after it has refused what would be asked again at once, in seconds: first, and at most.
 _REFUSED_S, _REFUSED_MOST_S = 0.2, 5.0
 _NO_LIVE = msgspec.msgpack.encode({})
+_NOTHING: Mapping[Any, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -104,7 +108,7 @@ class Adapter:
         self._settings = settings or Settings()
         self._tree = ModuleTree(info)
         self._halves: dict[str, Half] = {}
-        self._standing = Standing(bus, info, self._tree, self._check_source, self._renew)
+        self._standing = Standing(bus, info, self._tree, self._check_block, self._renew)
         self._inputs = Inputs(bus.blobs, engine.inputs, engine.carrier)
         self._reports = Reports(engine, self._halves, (settings or Settings()).blob_threshold)
         self._retention = Retention(bus.snapshots, self._settings.retain_events, self._settings.retain_bytes)
@@ -305,7 +309,7 @@ class Adapter:
         entry: Taken,
         scope: anyio.CancelScope,
         submission: Submission,
-        block: bytes | None,
+        blocks: Blocks,
         declared: bytes | None,
         edits: list[Chosen],
     ) -> None:
@@ -333,7 +337,7 @@ class Adapter:
                 self._bus.queue.settled(self._info.model, entry.trace)
                 return
             self._refused.reset()
-            run = self._run_of(writer, entry, submission, block, declared, edits, opened)
+            run = self._run_of(writer, entry, submission, blocks, declared, edits, opened)
             due = None if opened.left_s is None else anyio.current_time() + opened.left_s
             self._claimed[trace] = entry, submission, due
             self._by_trace[trace] = run
@@ -354,7 +358,7 @@ class Adapter:
         writer: Writer,
         entry: Taken,
         submission: Submission,
-        block: bytes | None,
+        blocks: Blocks,
         declared: bytes | None,
         edits: list[Chosen],
         opened: Opened,
@@ -371,7 +375,7 @@ class Adapter:
             writer,
             self._halves,
             submission,
-            block,
+            blocks,
             declared,
             attempt=opened.attempt,
             queued_at=entry.queued_at,
@@ -624,11 +628,9 @@ class Adapter:
                 if lease in waiting:
                     await self._bus.bury(self._info.model, lease, by="the bus")
 
-    async def _open(
-        self, writer: Writer, entry: Taken
-    ) -> tuple[Submission, bytes | None, bytes | None, list[Chosen]] | None:
-        """Decode and check an entry: its submission, encoded block and encoded declared interventions, and the standing
-        interventions of each invoke, if there are any.
+    async def _open(self, writer: Writer, entry: Taken) -> tuple[Submission, Blocks, bytes | None, list[Chosen]] | None:
+        """Decode and check an entry: its submission, its invokes' encoded blocks, its encoded declared interventions,
+        and the standing interventions of each invoke, if there are any.
 
         What cannot be run is answered or dead-lettered, and is `None`.
         """
@@ -638,7 +640,7 @@ class Adapter:
             submission = decode_submission(entry.fields.get(b"d", b""))
             if submission.trace != trace:
                 raise ValueError(f"its entry names trace {trace!r}, its body {submission.trace!r}")
-            block = self._check(submission)
+            blocks = self._check(submission)
             declared = self._place(submission)
             edits = self._choose(submission)
         except Rejection as rejection:
@@ -650,7 +652,7 @@ class Adapter:
                 type="TraceRejected", message=f"the submission could not be decoded: {error}", field="submission"
             )
         else:
-            return submission, block, declared, edits
+            return submission, blocks, declared, edits
         if not 0 < len(trace) <= MAX_TRACE_ID or "\ufffd" in trace:
             logger.warning("dead-lettering entry %s: %s", entry.trace, failure.message)
             await self._bus.queue.dead_letter(self._info.model, entry, failure.message)
@@ -673,8 +675,8 @@ class Adapter:
             logger.warning("trace %s has ended already; its rejection was dropped", trace)
         return None
 
-    def _check(self, submission: Submission) -> bytes | None:
-        """What can be told without the engine. Returns the encoded block.
+    def _check(self, submission: Submission) -> Blocks:
+        """What can be told without the engine. Returns the encoded block of each invoke.
 
         Raises:
             Rejection: naming the field.
@@ -687,11 +689,31 @@ class Adapter:
             parted(submission.live)
         except LiveError as error:
             raise Rejection(f"live.{error.name}" if error.name else "live", error.message) from error
-        block = submission.block
-        if block is None:
-            return None
+        try:
+            shared = unpack(submission.shared)
+        except ValueError as error:
+            raise Rejection("shared", f"the shared values could not be decoded: {error}") from error
+        if not isinstance(shared, dict):
+            raise Rejection("shared", "expected a dict of values by name")
+        encoded: dict[int, bytes] = {}
+        for index, block in enumerate([submission.block, *(invoke.block for invoke in submission.invokes)]):
+            if block is not None:
+                self._check_block(block, shared)
+                encoded[index] = self._blocks.encode(block)
+        return [encoded.get(index, encoded.get(0)) for index in range(1, len(submission.invokes) + 1)]
+
+    def _check_block(self, block: Block, shared: Mapping[Any, Any] = _NOTHING) -> None:
+        """Refuse a block that cannot run here, of a trace that shares these values."""
         self._check_source(block)
-        return self._blocks.encode(block)
+        for name, path in block.paths.items():
+            if not self._tree.knows(path):
+                near = self._tree.nearest(path)
+                hint = f"; the nearest that does is {near!r}" if near else ""
+                message = f"{name!r} stands for the module {path!r}, which does not exist in {self._info.model}{hint}"
+                raise Rejection("block", message, type="UnknownModulePath")
+        missing = sorted(set(block.shared.values()) - shared.keys())
+        if missing:
+            raise Rejection("shared", f"{block.name} uses shared values that the trace does not have: {missing}")
 
     def _place(self, submission: Submission) -> bytes | None:
         """The declared interventions with their locations, encoded for the workers.
@@ -736,7 +758,8 @@ class Adapter:
                 line = None if number is None else number + first_line - 1
                 where = "" if line is None else f" at line {line} of {block.filename}"
                 raise Rejection("block", f"{name} does not compile{where}: {message}", type=kind, line=line)
-        problems = check_block(self._tree, block.source, block.parameters[0])
+        names = [block.parameters[0], *(name for name, path in block.paths.items() if not path)]
+        problems = [problem for name in names for problem in check_block(self._tree, block.source, name)]
         if problems:
             problem = problems[0]
             near = f"; the nearest that does is {problem.nearest!r}" if problem.nearest else ""

@@ -16,12 +16,14 @@ import linecache
 import traceback
 import types
 from collections import OrderedDict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 from greenlet import GreenletExit
+from nnsight.intervention.cache import CacheView
 from nnsight.intervention.interleaver import EarlyStopException, Event, Mediator
 from nnsight.modeling.vllm.tracer import VLLMTracer
 
@@ -29,16 +31,21 @@ from tracewire_bus.codec import digest_bytes
 from tracewire_bus.messages import Block, Failure
 from tracewire_bus.values import unpack
 
-from . import watchdog
+from . import marks, watchdog
 from .held_inputs import HeldInputs
 from .live import LiveRun, LiveValues
+from .plain import CopyingCache, plain
 from .serving import RowBatcher
 from .tensors import to_tensors
 
-__all__ = ["BlockCache", "BlockMediator", "BlockTracer", "failure_of", "is_stop"]
+__all__ = ["RESULT", "BlockCache", "BlockMediator", "BlockTracer", "failure_of", "is_stop"]
 
 _blocks = msgspec.msgpack.Decoder(Block)
 _encoder = msgspec.msgpack.Encoder()
+_NOTHING: Mapping[str, Any] = types.MappingProxyType({})
+
+#: nnsight's location of `tracer.result`.
+RESULT = "result"
 
 
 class BlockExit(RuntimeError):
@@ -53,6 +60,8 @@ class BlockMediator(Mediator):
     """nnsight's mediator, started from compiled source instead of a captured `with` block."""
 
     iteration: int | None
+    pending: Any
+    exception: BaseException | None
 
     def __init__(self, code: types.CodeType, glbls: dict[str, Any], lcls: dict[str, Any]) -> None:
         super().__init__(code, glbls, lcls)
@@ -65,11 +74,31 @@ class BlockMediator(Mediator):
         self.fatal = False
         #: What it has saved, by name, between a step's end and its report.
         self.found: dict[str, Any] | None = None
+        #: What stands for saved objects that cannot travel themselves, by identity.
+        self.made: dict[int, tuple[Any, Any]] = {}
+
+    def saved(self) -> dict[str, Any]:
+        """What it has saved and still binds to a name, by name, as it travels."""
+        return {name: plain(value, self.made) for name, value in marks.saved(self).items()}
+
+    def give(self, result: Any) -> bool:
+        """Serve `tracer.result`, if the block waits for it, and let it run on."""
+        pending = self.pending
+        if not self.alive or pending is None or (pending.event, pending.provider) != (Event.VALUE, RESULT):
+            return False
+        self.batch_group = None
+        try:
+            self.pending = self.switch(result)
+        except Exception as exception:
+            self.exception = exception
+            self.pending = None
+        return True
 
     def dispose(self) -> None:
         """Let go of all that the block held. Its scope, frames and traceback refer to each other, and to tensors."""
         self.worker = None
         self.raised = self.exception = self.pending = self.transform = self.found = None
+        self.made.clear()
         self.caches: list[Any] = []
         self.lcls.shared.clear()
         self.lcls.clear()
@@ -121,10 +150,20 @@ class BlockMediator(Mediator):
 
 
 class BlockTracer(VLLMTracer):
-    """The `tracer` of a block: `iter`, `all()`, `stop()`, `cache()` and `result`, without a `with` block of its own."""
+    """The `tracer` of a block, without a `with` block of its own: `iter`, `all()`, `stop()`, `cache()`, `result`, and
+    ours, `live`.
+    """
 
-    def __init__(self, envoy: Any) -> None:
+    def __init__(self, envoy: Any, live: LiveValues) -> None:
         super().__init__(envoy, "__call__")
+        #: The trace's live parameters, as the block's third name has them.
+        self.live = live
+
+    def cache(self, *args: Any, **kwargs: Any) -> CacheView:
+        """nnsight's, of copies."""
+        view = super().cache(*args, **kwargs)
+        view._cache.__class__ = CopyingCache
+        return view
 
     def __repr__(self) -> str:
         return "<tracer>"
@@ -164,13 +203,13 @@ class BlockCache:
 
     def __init__(self, model: Any, device: torch.device, folder: Path | HeldInputs = Path(), size: int = 256) -> None:
         self._model = model
-        self._device = device
-        self._folder = folder
+        self.device = device
+        self.folder = folder
         self._size = size
         self._compiled: OrderedDict[bytes, _Compiled] = OrderedDict()
 
-    def mediator(self, block: bytes, live: LiveRun) -> BlockMediator:
-        """A worker for one request from an encoded `Block` and the live parameters of its run.
+    def mediator(self, block: bytes, live: LiveRun, shared: Mapping[str, Any] = _NOTHING) -> BlockMediator:
+        """A worker for one request from an encoded `Block`, the live parameters of its run and what its trace shares.
 
         Raises whatever compiling, importing a module or decoding a value raises; the caller makes it the request's
         error.
@@ -188,21 +227,25 @@ class BlockCache:
             self._compiled.move_to_end(key)
 
         with watchdog.turn(building=True):
-            return self._bind(message, compiled, live)
+            return self._bind(message, compiled, live, shared)
 
-    def _bind(self, message: Block, compiled: _Compiled, live: LiveRun) -> BlockMediator:
+    def _bind(self, message: Block, compiled: _Compiled, live: LiveRun, shared: Mapping[str, Any]) -> BlockMediator:
         """A mediator over the compiled code, with this request's own values."""
         scope: dict[str, Any] = {"__builtins__": __builtins__, "__name__": f"tracewire.block.{message.name}"}
         for name, module in message.modules.items():
             scope[name] = importlib.import_module(module)
         for name, (module, attribute) in message.imports.items():
             scope[name] = _attribute(importlib.import_module(module), attribute)
+        for name, path in message.paths.items():
+            scope[name] = self._model.get(path) if path else self._model
         model, tracer, live_name = message.parameters
+        values = LiveValues(live, self.device)
         scope[model] = self._model
-        scope[tracer] = BlockTracer(self._model)
-        scope[live_name] = LiveValues(live, self._device)
+        scope[tracer] = BlockTracer(self._model, values)
+        scope[live_name] = values
 
-        variables: dict[str, Any] = to_tensors(unpack(message.variables), self._device, self._folder)
+        variables: dict[str, Any] = to_tensors(unpack(message.variables), self.device, self.folder)
+        variables.update({name: shared[own] for name, own in message.shared.items()})
         if compiled.helpers:
             # Helpers see the block's variables as their globals; defined together, they see each other.
             shared = {**scope, **variables}

@@ -54,10 +54,10 @@ class EditedRequest(Request):
 
     def saves(self) -> dict[str, Any]:
         """What the request's own block has saved, and what its edits have."""
-        found: dict[str, Any] = super().saves()
-        for name, mediator in self.copies.items():
-            saved = getattr(mediator, "nnsight_saved", ())
-            found.update({f"{name}/{own}": mediator.lcls[own] for own in saved if own in mediator.lcls})
+        own = self.mediator
+        found: dict[str, Any] = own.saved() if isinstance(own, BlockMediator) else super().saves()
+        for name, mediator in self.mediators():
+            found.update({f"{name}/{own}": value for own, value in mediator.saved().items()})
         return found
 
     def mediators(self) -> Iterator[tuple[str, BlockMediator]]:

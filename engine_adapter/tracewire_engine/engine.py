@@ -51,6 +51,9 @@ class Prepared(msgspec.Struct):
     params: Any
     choices: int
     sampling: dict[str, Any]
+    #: Whether its block asks for its result (`Engine.give_result`), and its prompt's token ids for that.
+    asks_result: bool = False
+    token_ids: list[int] = []
 
 
 class Outputs(Protocol):
@@ -101,11 +104,12 @@ class Engine(Protocol):
         declared: bytes | None,
         run: str,
         edits: bytes | None = None,
+        shared: bytes | None = None,
     ) -> Prepared:
         """Validate invoke `index`; `block`, `declared` and `edits` are what the workers are to run with it, encoded.
 
         `edits` holds the blocks of standing interventions. `run` names what shares the submission's live parameters,
-        for `steer`.
+        for `steer`. `shared` is an encoded `Share`.
 
         Raises:
             Rejection: naming the field.
@@ -129,7 +133,15 @@ class Engine(Protocol):
         """Change live parameters of runs, each to a version, on all workers before the same step.
 
         The workers report an `Applied` for each. The runs `over` can be forgotten. `since` is when the first of the
-        changes was read, in seconds since the epoch.
+        changes was read, in seconds since the epoch. So can what is shared by the names in `over`.
+        """
+        ...
+
+    async def give_result(self, result: bytes) -> None:
+        """Hand a block what its request has put out, an encoded `Generated`.
+
+        Raises:
+            EngineLost: the engine died.
         """
         ...
 

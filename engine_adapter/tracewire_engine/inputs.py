@@ -107,13 +107,14 @@ class Inputs:
 
 def _references(submission: Submission) -> Iterator[tuple[str, ArrayRef]]:
     """Every reference in a submission, with the field that it stands in. Malformed values are the workers' to name."""
-    try:
-        values = unpack(submission.block.variables) if submission.block is not None else {}
-    except ValueError:
-        return
-    for name, value in values.items() if isinstance(values, dict) else ():
-        for ref in _inside(value):
-            yield f"variables.{name}", ref
+    for block in (submission.block, *(invoke.block for invoke in submission.invokes)):
+        try:
+            values = unpack(block.variables) if block is not None else {}
+        except ValueError:
+            continue
+        for name, value in values.items() if isinstance(values, dict) else ():
+            for ref in _inside(value):
+                yield f"variables.{name}", ref
 
 
 def _inside(value: Any) -> Iterator[ArrayRef]:

@@ -30,6 +30,8 @@ __all__ = [
     "Changes",
     "EditBlock",
     "FinishRecord",
+    "Generated",
+    "GeneratedChoice",
     "Layout",
     "LayoutEntry",
     "LinkReceiver",
@@ -37,6 +39,7 @@ __all__ = [
     "Part",
     "Placed",
     "Report",
+    "Share",
     "Slot",
     "StepRecord",
     "encode_changes",
@@ -78,6 +81,38 @@ class FinishRecord(msgspec.Struct, array_like=True):
     steps: int = 0
     #: What standing interventions raised on it, by the edit's name.
     edit_errors: dict[str, Failure] = {}
+
+
+class Share(msgspec.Struct, array_like=True):
+    """What all requests of a trace share, on its way to the workers with each of them.
+
+    `name` is that of the request as which it is reported. `members` has the names of all the trace's requests, with the
+    number of their choices; `values` the packed first values by name.
+    """
+
+    name: str
+    members: dict[str, int]
+    values: bytes
+
+
+class GeneratedChoice(msgspec.Struct, array_like=True):
+    """What one choice of a request put out in all."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    logprobs: list[dict[int, tuple[float, int | None, str | None]]] | None = None
+
+
+class Generated(msgspec.Struct, array_like=True):
+    """What a request put out, on its way to its block; without choices, nothing that the block could be given."""
+
+    request: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    choices: list[GeneratedChoice] = []
 
 
 class Placed(msgspec.Struct, array_like=True):

@@ -55,8 +55,10 @@ class LiveRuns:
         self._sent = 0.0
         self._begun: deque[float] = deque(maxlen=32)
 
-    def steer(self, encoded: bytes) -> None:
-        """Take changes, for the next step on, and forget runs that are over: see `link.encode_changes`."""
+    def steer(self, encoded: bytes) -> list[str]:
+        """Take changes, for the next step on, and forget runs that are over, which it returns: see
+        `link.encode_changes`.
+        """
         sent, changes, over = _changes.decode(encoded)
         if changes and not self._pending:
             self._sent = sent
@@ -66,6 +68,7 @@ class LiveRuns:
         for name in over:
             self._pending.pop(name, None)
             self.runs.pop(name, None)
+        return over
 
     @property
     def late(self) -> int:

@@ -32,7 +32,7 @@ from tracewire_bus.values import digest
 
 from . import marks, watchdog
 from .blob_link import BlobSender
-from .blocks import BlockCache, BlockMediator, failure_of, is_stop
+from .blocks import RESULT, BlockCache, BlockMediator, failure_of, is_stop
 from .declared import Declaration, DeclaredInterleaver, DeclaredRequests
 from .edit_blocks import EditedRequest
 from .held_inputs import inputs_at
@@ -41,9 +41,12 @@ from .kept import KeptCache
 from .large import Hold
 from .link import Applied, FinishRecord, LinkSender, Report, StepRecord
 from .live import LIVE, LiveRun, LiveRuns
+from .plain import plain
 from .residual import Residual, find_layers, find_norm
+from .results import Results
 from .saves import Ending, SaveTracker
 from .serving import RowBatcher
+from .sharing import SharedRun, SharedRuns
 from .wiring import (
     BLOB_THRESHOLD,
     BLOCK_ARG,
@@ -53,7 +56,9 @@ from .wiring import (
     EDITS_ARG,
     LINK_ADDRESS,
     LIVE_ARG,
+    RESULT_ARG,
     RUN_ARG,
+    SHARED_ARG,
 )
 
 __all__ = ["TracedModel", "TracedRequests", "TracewireRunner"]
@@ -89,7 +94,7 @@ class TracedModel(VLLM):
 class _Traced:
     """What the runner keeps for one live request beside nnsight's own record."""
 
-    __slots__ = ("ended", "index", "steps", "tracker")
+    __slots__ = ("asks_result", "ended", "index", "steps", "tracker")
 
     def __init__(self, hold: Hold) -> None:
         self.tracker = SaveTracker(hold)
@@ -97,6 +102,19 @@ class _Traced:
         self.ended = False
         #: How many steps have been reported.
         self.steps = 0
+        #: Whether its block asks for what the request put out.
+        self.asks_result = False
+
+
+def _waits_for_result(request: Request) -> bool:
+    """Whether its block is parked at `tracer.result`."""
+    mediator = request.mediator
+    pending = getattr(mediator, "pending", None)
+    return mediator is not None and mediator.alive and pending is not None and pending.provider == RESULT
+
+
+def _unchecked(manifest: list[Manifest]) -> None:
+    """Nothing of nnsight's to compare it with."""
 
 
 class TracedRequests(Requests):
@@ -114,6 +132,8 @@ class TracedRequests(Requests):
         self.runs: dict[str, str] = {}
         self.hold = hold
         self.traced: dict[str, _Traced] = {}
+        self.shares = SharedRuns(blocks.device, hold)
+        self.results = Results()
 
     def add(self, new_requests: list[Any], persistent_objects: dict[str, Any]) -> None:
         super().add(new_requests, persistent_objects)
@@ -138,8 +158,11 @@ class TracedRequests(Requests):
                 request.take(edits, self.blocks)
             if block is None:
                 continue
+            traced.asks_result = bool(arguments.get(RESULT_ARG))
             try:
-                request.mediator = self.blocks.mediator(block, live)
+                share = arguments.get(SHARED_ARG)
+                shared = {} if share is None else self.shares.join(share).values
+                request.mediator = self.blocks.mediator(block, live, shared)
             except BaseException as exception:  # what a module or a helper's definition raises, SystemExit included
                 request.error = failure_of(exception, None)
 
@@ -184,7 +207,7 @@ class TracedRequests(Requests):
     def record(self, mediator: Any) -> None:
         """Note the names that hold something saved. Errors are read off the mediator when its request is reported."""
         if isinstance(mediator, BlockMediator):
-            mediator.found = marks.saved(mediator)
+            mediator.found = mediator.saved()
             mediator.nnsight_saved = set(mediator.found)
         else:
             super().record(mediator)
@@ -192,6 +215,15 @@ class TracedRequests(Requests):
 
 #: What a request with a block brings: ours, or nnsight's own.
 _BLOCKS = {BLOCK_ARG, EDITS_ARG, "nnsight_mediator", "nnsight_edits"}
+
+
+def _saves(request: Request) -> dict[str, Any]:
+    """What a request's block has saved so far, by name, as it travels."""
+    mediator = request.mediator
+    if isinstance(mediator, BlockMediator) and not isinstance(request, EditedRequest):
+        return mediator.saved()
+    saves: dict[str, Any] = request.saves()
+    return saves
 
 
 def _arguments(data: Any) -> dict[str, Any]:
@@ -436,7 +468,7 @@ class TracewireRunner(NNsightGPUModelRunner):
             saves = getattr(mediator, "found", None)
             edited = isinstance(request, EditedRequest)
             if saves is None or edited:
-                saves = request.saves()
+                saves = _saves(request)
             if edited:
                 request.settle()
                 request.prune()
@@ -448,6 +480,9 @@ class TracewireRunner(NNsightGPUModelRunner):
                 traced.tracker.fresh(saves, fresh)
         if not live:
             return
+        shares = list(requests.shares.runs.values())
+        for run in shares:
+            run.tracker.fresh(run.values, fresh)
         unsent = self.tracewire_unsent
         host = HostCopy(self.tracewire_hold.threshold)
         try:
@@ -477,7 +512,50 @@ class TracewireRunner(NNsightGPUModelRunner):
                 waiting.append((record, deltas))
             elif deltas:
                 record.deltas = msgspec.Raw(_encoded(deltas))
+        for run in shares:
+            self._report_shared(run, host)
         unsent.copy = host.under_way
+
+    def _report_shared(self, run: SharedRun, host: HostCopy) -> None:
+        """Add what a trace's shared values gained in this step, if anything, to the report."""
+        tracker, blobs = run.tracker, self.tracewire_blobs
+        try:
+            deltas = tracker.step(run.values, host)
+        except Exception:  # values of a hostile type: they end as they were
+            logger.exception("could not read the shared values of %s", run.name)
+            return
+        if not deltas:
+            return
+        record = StepRecord(run.name, 0, run.steps, _NO_DELTAS)
+        run.steps += 1
+        if tracker.large and blobs is not None:
+            blobs.step(record, deltas, tracker.taken)
+            return
+        self.tracewire_unsent.report.steps.append(record)
+        if host.under_way is not None:
+            self.tracewire_unsent.steps.append((record, deltas))
+        else:
+            record.deltas = msgspec.Raw(_encoded(deltas))
+
+    def _report_shared_end(self, run: SharedRun) -> None:
+        """Report what a trace's shared values are in the end: all its requests are over."""
+        tracker, record = run.tracker, FinishRecord(run.name, 0, _NO_DELTAS, steps=run.steps)
+        try:
+            # A dict of its own: it may be compared on another thread, later.
+            ending = tracker.ending(dict(run.values), 0, 0)
+            ending.passed = not tracker.large
+            record.save_errors = tracker.errors
+            if self.tracewire_blobs is not None and (tracker.large or tracker.late):
+                self.tracewire_blobs.finish(record, ending, _unchecked)
+                return
+            deltas, record.manifest, _ = ending.compare()
+            record.deltas = msgspec.Raw(_encoder.encode(deltas))
+        except Exception as exception:
+            logger.exception("could not report the shared values of %s", run.name)
+            record.error = Failure(
+                type=type(exception).__name__, message=f"the shared values could not be read: {exception}"
+            )
+        self.tracewire_unsent.report.finishes.append(record)
 
     @staticmethod
     def _is_over(request: Request) -> bool:
@@ -506,7 +584,6 @@ class TracewireRunner(NNsightGPUModelRunner):
     def _finish_requests(self, finished: set[str]) -> None:
         """Wind up the blocks of requests that the scheduler has ended, report them, and forget them."""
         requests = self.nnsight_requests
-        taps = self.nnsight_model.interleaver.taps
         for request_id in finished:
             traced = requests.traced.pop(request_id, None)
             request = requests.requests.get(request_id) or Request(request_id)
@@ -516,45 +593,71 @@ class TracewireRunner(NNsightGPUModelRunner):
                 failure = None if declaration is None else declaration.failure
                 record = FinishRecord(request.engine_id, request.index, _NO_DELTAS, error=failure)
                 self.tracewire_unsent.report.finishes.append(record)
+                self._leave_share(request)
                 continue
             if declaration is not None and declaration.failure is not None:
                 request.error = request.error or declaration.failure
-            mediator: BlockMediator | None = request.mediator
-            if mediator is not None:
-                with warnings.catch_warnings():
-                    # A loop that outran its request has ended as loops do here: nothing to warn an operator of.
-                    warnings.simplefilter("ignore")
-                    with watchdog.turn():
-                        requests.finish_dangling(mediator, taps)
-                requests.record(mediator)
-            if isinstance(request, EditedRequest):
-                for _, copy in request.mediators():
-                    with watchdog.turn():
-                        requests.finish_dangling(copy, taps, quiet=True)
-                    requests.record(copy)
-                request.settle()
-            if self.tracewire_link is not None:
-                self._report_finish(request, traced)
-            if isinstance(request, EditedRequest):
-                request.dispose()
-            if mediator is not None:
-                marks.release(mediator)
-                if isinstance(mediator, BlockMediator):
-                    mediator.dispose()
             del requests.requests[request_id]
+            if traced.asks_result and not requests.results.there(request.engine_id) and _waits_for_result(request):
+                requests.results.waiting.setdefault(request.engine_id, []).append((request, traced))
+                continue
+            self._wind_up(request, traced)
+            if traced.asks_result and not any(
+                other.engine_id == request.engine_id for other in requests.requests.values()
+            ):
+                requests.results.forget(request.engine_id)
+
+    def _wind_up(self, request: Request, traced: _Traced) -> None:
+        """End the block of a request that is over, and report it."""
+        requests = self.nnsight_requests
+        mediator: BlockMediator | None = request.mediator
+        if mediator is not None:
+            with warnings.catch_warnings():
+                # A loop that outran its request has ended as loops do here: nothing to warn an operator of.
+                warnings.simplefilter("ignore")
+                with watchdog.turn():
+                    if traced.asks_result and isinstance(mediator, BlockMediator):
+                        result = requests.results.of(request.engine_id)
+                        if result is not None:
+                            mediator.give(result)
+                    requests.finish_dangling(mediator, self.nnsight_model.interleaver.taps)
+            requests.record(mediator)
+        if isinstance(request, EditedRequest):
+            for _, copy in request.mediators():
+                with watchdog.turn():
+                    requests.finish_dangling(copy, self.nnsight_model.interleaver.taps, quiet=True)
+                requests.record(copy)
+            request.settle()
+        if self.tracewire_link is not None:
+            self._report_finish(request, traced)
+        if isinstance(request, EditedRequest):
+            request.dispose()
+        if mediator is not None:
+            marks.release(mediator)
+            if isinstance(mediator, BlockMediator):
+                mediator.dispose()
+        self._leave_share(request)
+
+    def _leave_share(self, request: Request) -> None:
+        run = self.nnsight_requests.shares.leave(request.engine_id, request.index)
+        if run is not None:
+            if self.tracewire_link is not None:
+                self._report_shared_end(run)
+            run.dispose()
 
     def _collected(self, request: Request) -> dict[str, Any]:
         """What nnsight's own collect returns for a finished request, by its own way: wound up, pickled, unpickled."""
         # By the scheduler's id, which names this choice alone; nnsight then files it under the id's stem.
-        ids = [request.id]
+        ids, book = [request.id], self.nnsight_requests.requests
+        book[request.id] = request
         payload = self.collect_nnsight(ids, ids)
-        self.nnsight_requests.requests[request.id] = request
+        book.pop(request.id, None)
         sequences = pickle.loads(payload)[request.stem]["sequences"] if payload else {}  # noqa: S301
         saves: dict[str, Any] = sequences[0]["saves"]
         return saves
 
     def _report_finish(self, request: Request, traced: _Traced) -> None:
-        saves = request.saves()
+        saves = _saves(request)
         deltas: list[Any] = []
         manifest: list[Manifest] = []
         ending: Ending | None = None
@@ -562,8 +665,9 @@ class TracewireRunner(NNsightGPUModelRunner):
         collected: dict[str, Any] = {}
 
         def check(manifest: list[Manifest]) -> None:
+            made: dict[int, tuple[Any, Any]] = {}
             for entry in manifest if collected else ():
-                entry.digest = digest(HostCopy()(collected[entry.name]))
+                entry.digest = digest(HostCopy()(plain(collected[entry.name], made)))
 
         error: Any = request.error
         if isinstance(error, dict):  # nnsight's own form
@@ -651,12 +755,21 @@ class TracewireRunner(NNsightGPUModelRunner):
 
     def tracewire_steer(self, changes: bytes) -> None:
         """Take changes of live parameters, which hold from the next step on; by RPC, between two steps."""
-        self.nnsight_requests.live.steer(changes)
+        for name in self.nnsight_requests.live.steer(changes):
+            self.nnsight_requests.shares.forget(name)
+
+    def tracewire_result(self, generated: bytes) -> None:
+        """Take what a request put out in all, and wind up its blocks that wait for it; by RPC, between two steps."""
+        requests = self.nnsight_requests
+        name, waiting = requests.results.take(generated)
+        for request, traced in waiting:
+            self._wind_up(request, traced)
+        if not any(other.engine_id == name for other in requests.requests.values()):
+            requests.results.forget(name)
+        self._send(wait=True)
 
     def tracewire_request_count(self) -> int:
         """How many requests this worker still holds anything for: 0 when the engine is idle. A leak gauge, by RPC."""
         book = self.nnsight_requests
-        kept = len(self.tracewire_kept or ())
-        return max(
-            len(book.requests), len(book.traced), len(book.declared.live), len(book.live.runs), len(book.runs), kept
-        )
+        held = (book.requests, book.traced, book.declared.live, book.live.runs, book.runs, self.tracewire_kept or ())
+        return max(map(len, (*held, book.shares.runs, book.results.waiting)))

@@ -15,7 +15,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import anyio
 import msgspec
@@ -26,6 +26,7 @@ from tracewire_bus.connection import Backoff, BusUnavailable, Wakeup
 from tracewire_bus.declared import resolved
 from tracewire_bus.firehose import telling
 from tracewire_bus.messages import (
+    SHARED_INVOKE,
     Accepted,
     EngineInfo,
     Event,
@@ -36,6 +37,7 @@ from tracewire_bus.messages import (
     Paused,
     Probe,
     RawOutput,
+    RawShared,
     RawSteered,
     Restarted,
     Resumed,
@@ -49,7 +51,7 @@ from tracewire_bus.values import unpack
 
 from .engine import Choice, Engine, EngineLost, Outputs, Prepared, Rejection
 from .feed import ChoiceReads, Item, PassingDigests, joined
-from .link import Applied, FinishRecord, StepRecord
+from .link import Applied, FinishRecord, Generated, GeneratedChoice, Share, StepRecord
 from .steering import LiveTrace
 
 if TYPE_CHECKING:
@@ -57,16 +59,25 @@ if TYPE_CHECKING:
     from .reports import Reports
     from .retention import Tally
 
-__all__ = ["Half", "TraceRun"]
+__all__ = ["Blocks", "Half", "TraceRun"]
 
 logger = logging.getLogger("tracewire")
 
 #: How long a request's finish record may take after its last output, in seconds: it comes with the engine's next step.
 FINISH_S = 60.0
 
+#: How long the end of its shared values may take after that of its last request, in seconds: it comes with it. And how
+#: long the workers may take to be told something.
+SHARED_S = 10.0
+
 _NO_DELTAS = msgspec.Raw(msgspec.msgpack.encode([]))
+_NO_VALUES = msgspec.msgpack.encode({})
 #: What an event is made with: it is numbered as it is queued.
 _UNNUMBERED: dict[str, Any] = {"attempt": 0, "seq": 0}
+
+
+Blocks: TypeAlias = list[bytes | None]
+"""The encoded blocks of a submission's invokes."""
 
 
 class RawFinal(Final, tag="final"):
@@ -94,7 +105,9 @@ _TOLD: dict[type[Event], str] = {
 
 
 class _ChoiceHalf:
-    __slots__ = ("digests", "ended", "ended_at", "finish", "read", "reads", "reason", "stepped", "steps", "time")
+    __slots__ = (
+        *("digests", "ended", "ended_at", "finish", "read", "reads", "reason", "stepped", "steps", "taken", "time"),
+    )
 
     def __init__(self, stops: Sequence[StopWhen]) -> None:
         self.steps: dict[int, msgspec.Raw] = {}
@@ -109,6 +122,8 @@ class _ChoiceHalf:
         self.finish: FinishRecord | None = None
         #: How many records of steps have come, and how many steps' reads.
         self.stepped = self.read = 0
+        #: Of shared values, how many steps were taken.
+        self.taken = 0
 
     def left(self, tokens: int) -> list[msgspec.Raw]:
         """What was reported of steps that nobody has taken, in order; of reads, those of the first `tokens` tokens."""
@@ -203,6 +218,16 @@ class Half:
         self.choices[record.choice].finish = record
         self._changed.notify()
 
+    def gains(self) -> list[msgspec.Raw]:
+        """The encoded deltas of the steps of shared values, as far as they have come and were not taken yet."""
+        choice = self.choices[0]
+        found = []
+        while (deltas := choice.steps.pop(choice.taken, None)) is not None:
+            found.append(deltas)
+            choice.taken += 1
+            self._held -= _size(deltas)
+        return found
+
     def renew(self, stops: Sequence[StopWhen]) -> None:
         """Live parameters have changed: the stop conditions of the steps that follow, if there are any."""
         if stops:
@@ -277,6 +302,10 @@ class _Request:
         self.token_ids: list[list[int]] = [[] for _ in range(prepared.choices)]
         self.text: list[list[str]] = [[] for _ in range(prepared.choices)]
         self.done = [False] * prepared.choices
+        #: Why each choice ended, and its logprobs where they were asked for: for a block that asks for the result.
+        self.ends: list[tuple[str | None, int | str | None]] = [(None, None)] * prepared.choices
+        self.logprobs: list[list[Any]] = [[] for _ in range(prepared.choices)]
+        self.given = False
 
 
 class TraceRun:
@@ -292,7 +321,7 @@ class TraceRun:
         writer: Writer,
         halves: dict[str, Half],
         submission: Submission,
-        block: bytes | None,
+        blocks: Blocks,
         declared: bytes | None = None,
         *,
         attempt: int,
@@ -313,8 +342,11 @@ class TraceRun:
         self._halves = halves
         self._submission = submission
         self.trace = self._trace = submission.trace
-        self._block = block
+        self._blocks = blocks
         self._declared = declared
+        #: What the workers have reported of its shared values, and the name as which they report it.
+        self._shared: Half | None = None
+        self._share = ""
         self._reads = any(isinstance(one, (Probe, LogitLens)) for one in submission.interventions)
         self._stops = _stops(submission)
         self.live = live
@@ -353,7 +385,7 @@ class TraceRun:
 
     async def _append(self, event: Event, *, final: bool = False) -> None:
         # No await between numbering events and queueing them: ids must go up in the stream.
-        waiting = [self._queue(steered) for steered in self._steered(final)]
+        waiting = [self._queue(told) for told in (*self._steered(final), *self._gains())]
         self.ended = self.ended or final
         waiting.append(self._queue(event, final=final))
         if len(waiting) == 1:
@@ -405,6 +437,14 @@ class TraceRun:
             return []
         told = live.told(self._places)
         return [*told, *live.rest()] if final else told
+
+    def _gains(self) -> list[RawShared]:
+        """What the trace's shared values have gained since it was told last."""
+        shared = self._shared
+        if shared is None or not self._accepted or not (gains := shared.gains()):
+            return []
+        time_ = shared.choices[0].time
+        return [RawShared(**_UNNUMBERED, invoke=SHARED_INVOKE, deltas=gains, time=time_)]
 
     def _places(self, first: list[tuple[str, int, int]]) -> list[tuple[int, int, int]]:
         """From which token of each choice on a change holds: where a request has not begun, from its first."""
@@ -520,6 +560,8 @@ class TraceRun:
         finally:
             for request in self.requests:
                 self._halves.pop(request.name, None)
+                await self._give_result(request)
+            await self._forget_shared()
             if self.live is not None and self._reports is not None:
                 self._reports.live.pop(self.live.run, None)
         if lost is not None:
@@ -540,25 +582,26 @@ class TraceRun:
         run = self.live.run if self.live is not None else ""
         if self.live is not None and self._reports is not None:
             self._reports.live[run] = self.live
+        names = [f"t{next(self._names)}" for _ in self._submission.invokes]
+        shared = self._begin_shared(names)
         prepared = []
-        for index in range(len(self._submission.invokes)):
+        for index, block in enumerate(self._blocks):
             edits = self._edits[index] if self._edits else None
             declared = edits.declared(self._declared) if edits else self._declared
             blocks = edits.blocks if edits else None
             prepared.append(
-                await self._engine.prepare(self._submission, index, self._block, declared, run, edits=blocks)
+                await self._engine.prepare(self._submission, index, block, declared, run, edits=blocks, shared=shared)
             )
-        for invoke, ready in enumerate(prepared):
+        for invoke, (name, block, ready) in enumerate(zip(names, self._blocks, prepared, strict=True)):
             if self._ending is not None:
                 return
-            name = f"t{next(self._names)}"
             half = None
             edits = self._edits[invoke] if self._edits else None
-            if self._block is not None or self._declared is not None or edits:
+            if block is not None or self._declared is not None or edits:
                 half = self._halves[name] = Half(
                     ready.choices,
                     self._submission.trace,
-                    block=self._block is not None or (edits is not None and edits.blocks is not None),
+                    block=block is not None or (edits is not None and edits.blocks is not None),
                     reads=self._reads or (edits is not None and edits.reads),
                     stops=self._stops,
                     reports=self._reports,
@@ -593,17 +636,63 @@ class TraceRun:
             await self._queue(steered)
         await self.settle()
 
+    def _begin_shared(self, names: list[str]) -> bytes | None:
+        """What is sent with each request, of the given names, of what they share; `None` if they share nothing."""
+        members = {
+            name: n if isinstance(n := invoke.sampling.get("n"), int) else 1
+            for name, block, invoke in zip(names, self._blocks, self._submission.invokes, strict=True)
+            if block is not None
+        }
+        if self._submission.shared == _NO_VALUES or not members:
+            return None
+        self._share = f"t{next(self._names)}"
+        self._shared = self._halves[self._share] = Half(1, self._trace, reports=self._reports)
+        return msgspec.msgpack.encode(Share(self._share, members, self._submission.shared))
+
+    async def _forget_shared(self) -> None:
+        """Have the workers drop what was shared, if they have not reported its end: some of its requests never came."""
+        shared = self._shared
+        if shared is None:
+            return
+        self._halves.pop(self._share, None)
+        if shared.choices[0].finish is None:
+            with anyio.move_on_after(SHARED_S, shield=True):
+                try:
+                    await self._engine.steer({}, [self._share], time.time())
+                except Exception as error:
+                    logger.debug("what trace %s shared was not forgotten: %s", self._trace, error)
+
     async def _pump(self, request: _Request) -> None:
         """Publish one request's outputs as they come, until it or all its blocks have ended."""
-        finished = False
-        while not finished:
-            choices, finished = await request.outputs.get()
-            for choice in choices:
-                if not request.done[choice.index]:
-                    await self._publish(request, choice)
-            if not finished and all(request.done):
-                await self._engine.abort(request.name)
-                return
+        try:
+            finished = False
+            while not finished:
+                choices, finished = await request.outputs.get()
+                for choice in choices:
+                    if not request.done[choice.index]:
+                        await self._publish(request, choice)
+                if not finished and all(request.done):
+                    await self._engine.abort(request.name)
+                    return
+        finally:
+            await self._give_result(request)
+
+    async def _give_result(self, request: _Request) -> None:
+        """Tell a request's block what it has put out, if it asks: it waits, whatever has become of the trace."""
+        if not request.prepared.asks_result or request.given:
+            return
+        request.given = True
+        invoke = self._submission.invokes[request.invoke]
+        choices = [
+            GeneratedChoice(index, "".join(request.text[index]), ids, *request.ends[index], logprobs or None)
+            for index, (ids, logprobs) in enumerate(zip(request.token_ids, request.logprobs, strict=True))
+        ]
+        result = Generated(request.name, invoke.prompt, request.prepared.token_ids, choices)
+        with anyio.move_on_after(SHARED_S, shield=True):
+            try:
+                await self._engine.give_result(msgspec.msgpack.encode(result))
+            except EngineLost as error:
+                logger.debug("the block of %s has not got its result: %s", request.name, error)
 
     async def _publish(self, request: _Request, choice: Choice) -> None:
         token_ids, text, logprobs = choice.token_ids, choice.text, choice.logprobs
@@ -646,6 +735,9 @@ class TraceRun:
             await self._keep(request.half.choices[choice.index].reads)
         published.extend(token_ids)
         request.text[choice.index].append(text)
+        if request.prepared.asks_result:
+            request.ends[choice.index] = finish_reason, stop_reason
+            request.logprobs[choice.index].extend(logprobs or ())
         if not token_ids and not text and finish_reason is None:
             return
         await self._append(
@@ -713,6 +805,13 @@ class TraceRun:
                 )
                 error = error or record.error
                 stopped = stopped or record.stopped or choice.reads.stopped is not None
+        end = await self._shared_end()
+        if end is not None:
+            error = error or end.error
+            if end.deltas != _NO_DELTAS:
+                deltas.append((SHARED_INVOKE, 0, end.deltas))
+            manifest.extend(msgspec.structs.replace(entry, invoke=SHARED_INVOKE) for entry in end.manifest)
+            save_errors.update({f"{SHARED_INVOKE}.0.{name}": reason for name, reason in end.save_errors.items()})
         status: Status = "failed" if error else "stopped" if stopped else "finished"
         await self._closed()
         if self._ending is not None:
@@ -731,6 +830,24 @@ class TraceRun:
             ),
             final=True,
         )
+
+    async def _shared_end(self) -> FinishRecord | None:
+        """What the workers said of its shared values when the last of its requests was over."""
+        shared = self._shared
+        halves = [request.half for request in self.requests if request.half is not None]
+        if shared is None or not any(choice.stepped for half in halves for choice in half.choices):
+            return None
+        with anyio.move_on_after(None if shared.large else SHARED_S):
+            await shared.finished()
+        choice = shared.choices[0]
+        end = choice.finish
+        if end is None:
+            logger.warning("the workers did not report what trace %s shared in the end", self._trace)
+            return None
+        choice.digests.take(end.deltas)
+        for entry in end.manifest:
+            entry.digest = entry.digest or choice.digests.of(entry.name)
+        return end
 
     async def _closed(self) -> None:
         """Accept no more changes, and have all that were accepted, so that the stream tells of each."""

@@ -18,14 +18,14 @@ from vllm.inputs import TokensPrompt
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from tracewire_bus.messages import Invoke, Submission
+from tracewire_bus.messages import Block, Invoke, Submission
 
 from .blob_link import BlobChunk, BlobReceiver
 from .endpoints import is_remote
 from .engine import Carrier, Choice, EngineLost, Outputs, Prepared, Rejection
 from .link import Changes, LinkReceiver, Report, encode_changes
 from .model import EngineModel
-from .wiring import BLOCK_ARG, DECLARED_ARG, EDITS_ARG, LIVE_ARG, RUN_ARG
+from .wiring import BLOCK_ARG, DECLARED_ARG, EDITS_ARG, LIVE_ARG, RESULT_ARG, RUN_ARG, SHARED_ARG
 
 __all__ = ["VllmEngine"]
 
@@ -137,6 +137,7 @@ class VllmEngine:
         declared: bytes | None,
         run: str,
         edits: bytes | None = None,
+        shared: bytes | None = None,
     ) -> Prepared:
         invoke = submission.invokes[index]
         where = f"invokes[{index}]." if len(submission.invokes) > 1 else ""
@@ -152,8 +153,14 @@ class VllmEngine:
             params.seed = pinned_seed(submission.trace, index)
         sampling = _plain(params)
         extra: dict[str, Any] = {}
+        asks_result = False
         if block is not None:
             extra[BLOCK_ARG] = block
+            asks_result = _asks_result(invoke.block or submission.block)
+            if asks_result:
+                extra[RESULT_ARG] = True
+            if shared is not None:
+                extra[SHARED_ARG] = shared
         if declared is not None:
             extra[DECLARED_ARG] = declared
         if edits is not None:
@@ -177,7 +184,13 @@ class VllmEngine:
             # What is edited ends up in the KV cache, and must serve nobody else.
             prompt["cache_salt"] = submission.trace
         return Prepared(
-            prompt=prompt, prompt_tokens=len(token_ids), params=params, choices=params.n or 1, sampling=sampling
+            prompt=prompt,
+            prompt_tokens=len(token_ids),
+            params=params,
+            choices=params.n or 1,
+            sampling=sampling,
+            asks_result=asks_result,
+            token_ids=token_ids if asks_result else [],
         )
 
     async def _token_ids(self, invoke: Invoke, where: str) -> list[int]:
@@ -263,6 +276,12 @@ class VllmEngine:
         # Between two steps: EngineCore hands it to all workers behind the steps that it has handed them already.
         await self.llm.collective_rpc("tracewire_steer", args=(encode_changes(changes, over, since),))
 
+    async def give_result(self, result: bytes) -> None:
+        try:
+            await self.llm.collective_rpc("tracewire_result", args=(result,))
+        except EngineDeadError as error:
+            raise EngineLost(str(error)) from error
+
     async def pause(self, request: str) -> bool:
         return await self._call_scheduler("tracewire_pause", request)
 
@@ -319,6 +338,14 @@ class VllmEngine:
         """How many requests the workers still hold anything for: 0 when idle. A leak gauge."""
         counts: list[int] = await self.llm.collective_rpc("tracewire_request_count")
         return max(counts)
+
+
+def _asks_result(block: Block | None) -> bool:
+    """Whether a block reads `tracer.result`, perhaps."""
+    if block is None:
+        return False
+    texts = (block.source, *(helper.source for helper in block.helpers))
+    return any(re.search(r"""\.\s*result\b|["']result["']""", text) for text in texts)
 
 
 def pinned_seed(trace: str, invoke: int) -> int:

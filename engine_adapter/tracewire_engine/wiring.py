@@ -15,20 +15,24 @@ __all__ = [
     "LINK_ADDRESS",
     "LIVE_ARG",
     "RAY_CLUSTER",
+    "RESULT_ARG",
     "RUN_ARG",
+    "SHARED_ARG",
     "STEP_TOKENS",
     "WORKER_PATIENCE",
     "inputs_folder",
 ]
 
 #: Keys of a request's `SamplingParams.extra_args`: an encoded `Block`, its encoded declared interventions (a list of
-#: `Placed`), their packed live parameters, the run that these belong to, and the encoded blocks of standing
-#: interventions (a list of `EditBlock`).
+#: `Placed`), their packed live parameters, the run that these belong to, the encoded blocks of standing interventions
+#: (a list of `EditBlock`), an encoded `Share`, and whether its block asks for what the request put out in the end.
 BLOCK_ARG = "tracewire_block"
 DECLARED_ARG = "tracewire_declared"
 LIVE_ARG = "tracewire_live"
 RUN_ARG = "tracewire_run"
 EDITS_ARG = "tracewire_edits"
+SHARED_ARG = "tracewire_shared"
+RESULT_ARG = "tracewire_result"
 
 #: Key of vLLM's `additional_config` under which the workers find the adapter's address.
 LINK_ADDRESS = "tracewire_link"

@@ -69,6 +69,10 @@ class TracewireWorker(_PlatformWorker):
         """Change live parameters from the next step on, by `collective_rpc`."""
         self.model_runner.tracewire_steer(changes)
 
+    def tracewire_result(self, generated: bytes) -> None:
+        """Hand a block what its request has put out, by `collective_rpc`."""
+        self.model_runner.tracewire_result(generated)
+
     def tracewire_request_count(self) -> int:
         """How many requests the runner holds anything for, by `collective_rpc`."""
         count: int = self.model_runner.tracewire_request_count()

@@ -60,10 +60,11 @@ from .errors import (
     ValueMissing,
     VersionConflict,
 )
-from .events import Accepted, Change, Event, Final, Gap, Output, Paused, Restarted, Resumed, Steered
+from .events import Accepted, Change, Event, Final, Gap, Output, Paused, Restarted, Resumed, Shared, Steered
 from .model import Model, ModelInfo
 from .state import Choice, Invoke, Result, State
 from .trace import Subscription, Trace
+from .tracer import Tracer
 from .watch import Watch
 
 __all__ = [
@@ -111,6 +112,7 @@ __all__ = [
     "Restarted",
     "Result",
     "Resumed",
+    "Shared",
     "State",
     "StateMismatch",
     "Steer",
@@ -123,6 +125,7 @@ __all__ = [
     "TraceFailed",
     "TraceForgotten",
     "TraceRejected",
+    "Tracer",
     "TracewireError",
     "UnknownDeadLetter",
     "UnknownEdit",

@@ -4,7 +4,7 @@ A block travels as *source text* plus what it uses. So two things decide what a 
 same without a function around it: it cannot `return`, `yield` or `await`, and nothing that it rebinds comes back
 (`.save()` is the way out). And every name that it uses must stand for something that can travel: a plain value or an
 array (by value), a function of one's own (as source, with what it uses in turn), a module, or a class or function of an
-installed package (by name).
+installed package (by name), or a module of the served model (by path).
 
 The names are looked up when the block is submitted, as a call of the function would look them up then: variables bound
 by `watch(direction=d)` first, then the function's closure, its module's globals, and Python's builtins. A name in a
@@ -25,22 +25,23 @@ import keyword
 import struct
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial, update_wrapper
 from typing import Any
 
 from tracewire_bus.messages import Block, Helper
 
 from .errors import BlockError, TraceRejected, UntransportableVariable, type_name
+from .model import Model
 from .source import FunctionSource, find
 
-__all__ = ["Intervention", "intervention"]
+__all__ = ["ENGINE_MODULES", "ENGINE_NAMES", "Capture", "Intervention", "intervention", "module_path"]
 
 #: Modules that every engine has, whether or not the client does.
 ENGINE_MODULES = ("nnsight", "torch")
 
 #: Names that the engine binds in every block.
-_ENGINE_NAMES = frozenset({"__name__", "__builtins__", "__doc__", "__debug__"})
+ENGINE_NAMES = frozenset({"__name__", "__builtins__", "__doc__", "__debug__"})
 
 _MISSING = object()
 
@@ -100,6 +101,7 @@ class Intervention:
         update_wrapper(self, function)
 
     def _read_signature(self) -> tuple[tuple[str, str, str], list[str], str | None]:
+        assert isinstance(self._source.node, ast.FunctionDef)
         arguments = self._source.node.args
         positional = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
         expected = f"def {self._function.__name__}(model, tracer, live, **variables)"
@@ -200,19 +202,26 @@ class Intervention:
         bound._bound = {**self._bound, **variables}
         return bound
 
-    def block(self) -> Block:
+    def block(self, shared: Collection[str] = ()) -> Block:
         """The block as it travels, with the values that the names in it have now.
+
+        `shared` are the names of the trace's shared values, which variables bound to nothing else, and names that the
+        function takes from around it, then stand for.
 
         Raises:
             BlockError: a name that stands for nothing, or for two different things.
             UntransportableVariable: a value that cannot travel.
             TraceRejected: a variable without a value (field `"variables.NAME"`).
         """
-        capture = _Capture(self.parameters, self._bound)
+        capture = Capture(self.parameters, self._bound)
         line = self._source.node.lineno
         defaults = _defaults(self._function)
         for name in self._variables:
-            value = self._bound.get(name, defaults.get(name, _MISSING))
+            value = self._bound.get(name, _MISSING)
+            if value is _MISSING and name in shared:
+                capture.shared[name] = name
+                continue
+            value = defaults.get(name, _MISSING) if value is _MISSING else value
             if value is _MISSING:
                 raise TraceRejected(
                     f"variables.{name}",
@@ -227,31 +236,44 @@ class Intervention:
         if self._rest and any(isinstance(n, ast.Name) and n.id == self._rest for n in ast.walk(self._source.node)):
             extra = {name: value for name, value in self._bound.items() if name not in self._variables}
             capture.bind(self._rest, extra, self._source, line)
+        capture.offered = frozenset(shared) - self._bound.keys()
         capture.names_of(self._function, self._source, block=True)
-        return Block(
-            name=self.name,
-            source=self.source,
-            filename=self.filename,
-            first_line=self.first_line,
-            parameters=self.parameters,
-            variables=capture.packed(),
-            helpers=capture.helpers,
-            modules=dict(sorted(capture.modules.items())),
-            imports=dict(sorted(capture.imports.items())),
-        )
+        return capture.block(self.name, self._source)
 
 
-class _Capture:
+class Capture:
     """What the names of one block, and of the functions that it calls, stand for; all in one namespace."""
 
     def __init__(self, parameters: tuple[str, str, str], bound: Mapping[str, Any]) -> None:
         self.helpers: list[Helper] = []
         self.modules: dict[str, str] = {}
         self.imports: dict[str, tuple[str, str]] = {}
+        #: Modules of the model, by path; shared values of the trace, by their names there.
+        self.paths: dict[str, str] = {}
+        self.shared: dict[str, str] = {}
+        #: Shared values that a name without any other meaning may stand for.
+        self.offered: frozenset[str] = frozenset()
         self._values: dict[str, bytes] = {}
         self._meanings: dict[str, tuple[Any, FunctionSource]] = {}
         self._parameters = parameters
         self._bound = bound
+
+    def block(self, name: str, source: FunctionSource) -> Block:
+        """The block of this body, with what was captured."""
+        text, line = source.body
+        return Block(
+            name=name,
+            source=text,
+            filename=source.filename,
+            first_line=line,
+            parameters=self._parameters,
+            variables=self.packed(),
+            helpers=self.helpers,
+            modules=dict(sorted(self.modules.items())),
+            imports=dict(sorted(self.imports.items())),
+            paths=dict(sorted(self.paths.items())),
+            shared=dict(sorted(self.shared.items())),
+        )
 
     def packed(self) -> bytes:
         """The plain values by name, as `pack` would make them of one dict; each is packed only once."""
@@ -267,9 +289,12 @@ class _Capture:
         """Bind every free name of `function` to what it stands for."""
         closure = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
         for name, line in source.free_names.items():
-            if name in _ENGINE_NAMES:
+            if name in ENGINE_NAMES:
                 continue
             if block and name in self._bound:
+                continue
+            if name in self.offered:
+                self.shared[name] = name
                 continue
             value: Any = _MISSING
             if name in closure:
@@ -288,14 +313,17 @@ class _Capture:
                     )
                 self.bind(name, value, source, line)
             elif not self._is_known(name):
-                self._bind_absent(name, source, line)
+                self.bind_absent(name, source, line)
 
     def _is_known(self, name: str) -> bool:
         """Whether the engine has a meaning for a name that has none here."""
         return name in self._bound or name in self._parameters or hasattr(builtins, name)
 
-    def _bind_absent(self, name: str, source: FunctionSource, line: int) -> None:
-        """Bind a name that has no value here: by its `import` statement, which did not run."""
+    def bind_absent(self, name: str, source: FunctionSource, line: int) -> None:
+        """Bind a name without a value here: to what the trace shares, or by an `import` statement that did not run."""
+        if name in self.offered:
+            self.shared[name] = name
+            return
         for module, attribute in source.module_imports.get(name, ()):
             if attribute is None:
                 self.modules[name] = module
@@ -328,14 +356,16 @@ class _Capture:
                 )
             return
         self._meanings[name] = (value, source)
-        if isinstance(value, types.ModuleType):
+        if (path := module_path(value)) is not None:
+            self.paths[name] = path
+        elif isinstance(value, types.ModuleType):
             self._bind_module(name, value, source, line)
         elif isinstance(value, Intervention):
             raise self._untransportable(
                 name, f"{name!r} is an intervention, and a block cannot call another", source, line
             )
-        elif (path := _importable(name, value, source)) is not None:
-            self.imports[name] = path
+        elif (importable := _importable(name, value, source)) is not None:
+            self.imports[name] = importable
         elif isinstance(value, types.FunctionType):
             self._bind_function(name, value, source, line)
         else:
@@ -410,6 +440,15 @@ class _Capture:
         return UntransportableVariable(name, reason, filename=source.filename, line=line)
 
 
+def module_path(value: Any) -> str | None:
+    """The path of what stands for a module of a served model on this side: its handle, its tree or a node of that."""
+    from tracewire_bus.tree import ModuleNode, ModuleTree
+
+    if isinstance(value, ModuleNode):
+        return value.path
+    return "" if isinstance(value, Model | ModuleTree) else None
+
+
 def _defaults(function: types.FunctionType) -> dict[str, Any]:
     """Default values by parameter, as they were evaluated."""
     return {
@@ -470,8 +509,6 @@ def _why(name: str, value: Any, error: Exception) -> str:
         return f"{name!r} is a method bound to {type_name(type(value.__self__))}: write a function"
     if isinstance(value, partial):
         return f"{name!r} is a functools.partial: write a function around it"
-    if type(value).__module__.startswith("tracewire.") and type(value).__name__ == "Model":
-        return f"{name!r} is the client's handle of a model: a block has the model itself as its first parameter"
     return f"{name!r} is of type {type_name(type(value))}: {error}"
 
 

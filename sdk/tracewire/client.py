@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import keyword
 import math
 import os
 import re
@@ -52,6 +53,8 @@ from .watch import Watch
 if TYPE_CHECKING:
     from tracewire_bus.tree import ModuleTree
 
+    from .tracer import Queueing, Tracer
+
 __all__ = ["Client", "Prompt", "PromptInput", "connect"]
 
 PromptInput: TypeAlias = "str | Sequence[int] | Sequence[Mapping[str, Any]] | Prompt"
@@ -71,23 +74,28 @@ _TRACE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 class Prompt:
     """A prompt with sampling params of its own, for one of several: `prompts=[Prompt("a", max_tokens=3), "b"]`.
 
-    `edits`, where given, counts in place of the trace's.
+    A `block` of its own runs in place of the trace's; `edits`, where given, count in place of the trace's.
     """
 
     def __init__(
         self,
         prompt: str | Sequence[int] | Sequence[Mapping[str, Any]],
         /,
+        block: Intervention | Block | None = None,
         *,
         edits: Sequence[str] | None = None,
         **sampling: Any,
     ) -> None:
         self.prompt = prompt
+        self.block = block
         self.edits = edits
         self.sampling = sampling
 
     def __repr__(self) -> str:
-        parts = [repr(self.prompt), *(f"{name}={value!r}" for name, value in self.sampling.items())]
+        parts = [repr(self.prompt)]
+        if self.block is not None:
+            parts.append(f"block={self.block.name}")
+        parts += [f"{name}={value!r}" for name, value in self.sampling.items()]
         if self.edits is not None:
             parts.append(f"edits={self.edits!r}")
         return f"Prompt({', '.join(parts)})"
@@ -140,8 +148,10 @@ async def connect(
     try:
         yield connected
     finally:
-        connected._bus = None
         with anyio.CancelScope(shield=True):
+            if connected._queueing is not None:
+                await connected._queueing.empty()
+            connected._bus = None
             await presence.aclose()
         await bus.aclose()
 
@@ -158,6 +168,7 @@ class Client:
         #: Those of a model's engines that differ, built once for the engines that serve it.
         self._trees: dict[str, tuple[tuple[str, ...], list[ModuleTree]]] = {}
         self._looked = -math.inf
+        self._queueing: Queueing | None = None
 
     @property
     def url(self) -> str:
@@ -171,6 +182,15 @@ class Client:
         if self._bus is None:
             raise ConnectError("the client is closed")
         return self._bus
+
+    def _queue(self, tracer: Tracer) -> None:
+        """Submit a trace in the background; this client's end waits for it."""
+        from .tracer import Queueing
+
+        self._open_bus()
+        if self._queueing is None:
+            self._queueing = Queueing()
+        self._queueing.add(tracer)
 
     # --- models -------------------------------------------------------------------------------------------------------
 
@@ -252,7 +272,7 @@ class Client:
                     different.append(engine)
             trees = [ModuleTree(engine) for engine in different]
             self._trees[name] = (names, trees)
-        return Model(ModelInfo.of(engines), trees)
+        return Model(ModelInfo.of(engines), trees, self)
 
     async def _look(self, age: float) -> None:
         """Read the registry, unless what was read is younger than `age` seconds."""
@@ -286,6 +306,7 @@ class Client:
         max_attempts: int = 3,
         edits: Sequence[str] | None = None,
         trace_id: str | None = None,
+        shared: Mapping[str, Any] | None = None,
         **sampling: Any,
     ) -> Trace:
         """A trace of `block` over one prompt, or over each of `prompts`; submitted when it is entered or started.
@@ -302,19 +323,24 @@ class Client:
         samples the same) until `max_attempts` engines were lost over it; with `on_engine_loss="fail"` it fails with the
         first. `edits` names the standing interventions that it asks for ([`edits`][tracewire.Client.edits]): none at
         all and an empty list differ. `trace_id` is made up unless given; submitting the same id
-        twice runs it once. Everything else is sampling params, by vLLM's names: `max_tokens=64`, `temperature=0.0`.
+        twice runs it once. `shared` has first values, by name, of lists, dicts and arrays that the blocks of all
+        prompts share: one object on the engine, whatever order they run in, which a block uses by its name, as a
+        variable or from around it. What it comes to is `result.shared`. Everything else is sampling params, by vLLM's
+        names: `max_tokens=64`, `temperature=0.0`.
 
         Raises:
             TraceRejected: something in it cannot be submitted; `field` names what.
         """
         self._open_bus()
+        packed = _shared(shared)
+        names = frozenset(shared or ())
         return Trace(
             self,
             Submission(
-                trace=_trace_id(trace_id),
+                trace=made_id(trace_id),
                 model=_model_name(model),
-                invokes=_invokes(prompt, prompts, sampling),
-                block=_block(block),
+                invokes=_invokes(prompt, prompts, sampling, names),
+                block=_block(block, names),
                 live=_live(live),
                 deadline_s=_deadline(deadline),
                 priority=_priority(priority),
@@ -323,6 +349,7 @@ class Client:
                 interventions=_interventions(interventions),
                 max_attempts=_attempts(on_engine_loss, max_attempts),
                 edits=_edits("edits", edits),
+                shared=packed,
             ),
         )
 
@@ -609,7 +636,7 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str) and not any("\ud800" <= char <= "\udfff" for char in value)
 
 
-def _trace_id(trace_id: Any) -> str:
+def made_id(trace_id: Any) -> str:
     if trace_id is None:
         return uuid.uuid4().hex
     if not isinstance(trace_id, str) or not _TRACE_ID.fullmatch(trace_id):
@@ -627,11 +654,11 @@ def _model_name(model: Any) -> str:
     return model
 
 
-def _invokes(prompt: Any, prompts: Any, sampling: dict[str, Any]) -> list[InvokeMessage]:
+def _invokes(prompt: Any, prompts: Any, sampling: dict[str, Any], shared: frozenset[str]) -> list[InvokeMessage]:
     if prompts is None:
         if prompt is None:
             raise TraceRejected("prompt", "expected a prompt (text, token ids or chat messages), or prompts=[...]")
-        return [_invoke("prompt", prompt, sampling)]
+        return [_invoke("prompt", prompt, sampling, shared)]
     if prompt is not None:
         raise TraceRejected("prompts", "expected either a prompt or prompts=[...], got both")
     if isinstance(prompts, str | bytes | Mapping | Prompt):
@@ -642,22 +669,29 @@ def _invokes(prompt: Any, prompts: Any, sampling: dict[str, Any]) -> list[Invoke
         raise TraceRejected("prompts", f"expected a list of prompts, got {_shown(prompts)}") from None
     if not several:
         raise TraceRejected("prompts", "expected at least one prompt, got an empty list")
-    return [_invoke(f"prompts[{index}]", one, sampling) for index, one in enumerate(several)]
+    return [_invoke(f"prompts[{index}]", one, sampling, shared) for index, one in enumerate(several)]
 
 
-def _invoke(field: str, prompt: Any, sampling: dict[str, Any]) -> InvokeMessage:
+def _invoke(field: str, prompt: Any, sampling: dict[str, Any], shared: frozenset[str]) -> InvokeMessage:
     params = {name: _plain(f"sampling.{name}", value) for name, value in sampling.items()}
-    edits = None
-    if isinstance(prompt, Prompt):
-        edits = _edits(f"{field}.edits" if field != "prompt" else "edits", prompt.edits)
-        own = f"{field}.sampling" if field != "prompt" else "sampling"
-        params |= {name: _plain(f"{own}.{name}", value) for name, value in prompt.sampling.items()}
-        prompt = prompt.prompt
+    if not isinstance(prompt, Prompt):
+        return _prompt(field, prompt, params)
+    own = f"{field}.sampling" if field != "prompt" else "sampling"
+    params |= {name: _plain(f"{own}.{name}", value) for name, value in prompt.sampling.items()}
+    message = _prompt(field, prompt.prompt, params)
+    message.block = _block(prompt.block, shared)
+    message.edits = _edits(f"{field}.edits" if field != "prompt" else "edits", prompt.edits)
+    return message
+
+
+def _prompt(field: str, prompt: Any, params: dict[str, Any]) -> InvokeMessage:
+    if isinstance(prompt, Mapping):
+        prompt = _of_mapping(field, prompt)
     if isinstance(prompt, str):
         if not prompt:
             raise TraceRejected(field, "the prompt is empty")
-        return InvokeMessage(prompt=prompt, sampling=params, edits=edits)
-    if isinstance(prompt, bytes | Mapping):
+        return InvokeMessage(prompt=prompt, sampling=params)
+    if isinstance(prompt, bytes):
         raise TraceRejected(field, f"expected text, token ids or chat messages, got {_shown(prompt)}")
     listed = prompt.tolist() if hasattr(prompt, "tolist") else prompt
     try:
@@ -670,14 +704,42 @@ def _invoke(field: str, prompt: Any, sampling: dict[str, Any]) -> InvokeMessage:
         return InvokeMessage(
             messages=[_message(f"{field}[{index}]", item) for index, item in enumerate(items)],
             sampling=params,
-            edits=edits,
         )
     for index, item in enumerate(items):
         if isinstance(item, Mapping | bool) or not hasattr(item, "__index__"):
             raise TraceRejected(f"{field}[{index}]", f"expected token ids or chat messages, got {_shown(item)}")
         if int(item) < 0:
             raise TraceRejected(f"{field}[{index}]", f"expected a token id, which is not negative, got {int(item)}")
-    return InvokeMessage(token_ids=[int(item) for item in items], sampling=params, edits=edits)
+    return InvokeMessage(token_ids=[int(item) for item in items], sampling=params)
+
+
+def _of_mapping(field: str, prompt: Mapping[str, Any]) -> Any:
+    """Text or token ids of one of vLLM's prompts, or of a tokenizer's output."""
+    if set(prompt) == {"prompt"}:
+        return prompt["prompt"]
+    if set(prompt) == {"prompt_token_ids"}:
+        return prompt["prompt_token_ids"]
+    if "input_ids" not in prompt:
+        raise TraceRejected(
+            field,
+            "expected text, token ids, chat messages, or a dict with prompt, prompt_token_ids or input_ids, "
+            f"got {_shown(prompt)}",
+        )
+    ids, mask = (_row(prompt.get(name)) for name in ("input_ids", "attention_mask"))
+    if mask is None:
+        return ids
+    if len(mask) != len(ids):
+        raise TraceRejected(f"{field}.attention_mask", f"expected {len(ids)} numbers, one a token, got {len(mask)}")
+    return [token for token, kept in zip(ids, mask, strict=True) if kept]
+
+
+def _row(values: Any) -> Any:
+    """A list of numbers, or the only row of a table of them."""
+    if hasattr(values, "tolist"):
+        values = values.tolist()
+    if isinstance(values, list | tuple) and len(values) == 1 and isinstance(values[0], list | tuple):
+        return values[0]
+    return values
 
 
 def _message(field: str, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -716,11 +778,11 @@ def _plain(field: str, value: Any, depth: int = 0) -> Any:
     )
 
 
-def _block(block: Any) -> Block | None:
+def _block(block: Any, shared: frozenset[str] = frozenset()) -> Block | None:
     if block is None or isinstance(block, Block):
         return block
     if isinstance(block, Intervention):
-        return block.block()
+        return block.block(shared)
     advice = ": decorate it with @tracewire.intervention" if callable(block) else ""
     raise TraceRejected("block", f"expected an intervention, got {_shown(block)}{advice}")
 
@@ -746,6 +808,33 @@ def _interventions(interventions: Any) -> list[Declared]:
         return normalized(list(interventions))
     except DeclarationError as error:
         raise TraceRejected(error.field, error.message) from None
+
+
+#: The most that the first values of what a trace shares may take, packed, in bytes: they go with each of its requests.
+_MOST_SHARED = 2**20
+
+
+def _shared(shared: Any) -> bytes:
+    from tracewire_bus.values import Unsavable, is_array, pack
+
+    if shared is not None and not isinstance(shared, Mapping):
+        raise TraceRejected("shared", f"expected a dict of shared values by name, got {_shown(shared)}")
+    for name, value in (shared or {}).items():
+        if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name):
+            raise TraceRejected("shared", f"expected names that a block can use, got {_shown(name)}")
+        if not isinstance(value, list | dict) and not is_array(value):
+            raise TraceRejected(
+                f"shared.{name}",
+                f"expected a list, a dict or an array, which blocks change in place, got {_shown(value)}",
+            )
+        try:
+            pack(value)
+        except Unsavable as error:
+            raise UntransportableVariable(name, str(error), field=f"shared.{name}") from None
+    packed = pack(dict(shared or {}))
+    if len(packed) > _MOST_SHARED:
+        raise TraceRejected("shared", f"expected first values of at most {_MOST_SHARED} bytes, got {len(packed)}")
+    return packed
 
 
 def _live(live: Any) -> bytes:

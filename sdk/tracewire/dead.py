@@ -10,7 +10,7 @@ import msgspec
 
 from tracewire_bus.blobs import BlobMissing
 from tracewire_bus.codec import NewerSchema, check_schema, decode_submission
-from tracewire_bus.messages import Submission
+from tracewire_bus.messages import Block, Submission
 from tracewire_bus.values import ArrayRef, pack, unpack
 
 from .errors import TraceRejected, ValueMissing
@@ -74,11 +74,14 @@ async def fresh(letter: DeadLetter, bus: Bus, client: str) -> Submission:
         lease="",
         client=client,
     )
-    if submission.block is not None:
-        variables = await _loaded(letter.trace, submission.block.variables, bus)
-        submission = msgspec.structs.replace(
-            submission, block=msgspec.structs.replace(submission.block, variables=variables)
-        )
+
+    async def loaded(block: Block | None) -> Block | None:
+        if block is None:
+            return None
+        return msgspec.structs.replace(block, variables=await _loaded(letter.trace, block.variables, bus))
+
+    invokes = [msgspec.structs.replace(invoke, block=await loaded(invoke.block)) for invoke in submission.invokes]
+    submission = msgspec.structs.replace(submission, block=await loaded(submission.block), invokes=invokes)
     return await without_large(submission, bus)
 
 

@@ -60,6 +60,7 @@ __all__ = [
     "Paused",
     "Restarted",
     "Resumed",
+    "Shared",
     "Steered",
     "only",
 ]
@@ -126,6 +127,17 @@ class Output(OutputBase, tag="o", dict=True):
             for change in step:
                 _merge(merged, change)
         return merged
+
+
+class Shared(Output, tag="x", dict=True):
+    """What the trace's shared values gained, in one step or several: an output of no prompt, without tokens or text.
+
+    `invoke` is -1. What was shared is one value for all its prompts, so it stands apart from what each of them saves.
+    """
+
+    def __repr__(self) -> str:
+        size = memoryview(self.encoded_deltas).nbytes
+        return f"<Shared {self.id}: shared values gained {size} bytes>"
 
 
 class Gap:
@@ -313,7 +325,7 @@ class EventReader:
         try:
             check_schema(entry.schema)
             with loading_by(self._large.load):
-                event = decode_event(entry.data, Output)
+                event = decode_event(entry.data, Output, Shared)
         except NewerSchema as error:
             raise BrokenStream(f"trace {self.trace}, event {entry.id}: {error}") from error
         except UnknownKind as error:

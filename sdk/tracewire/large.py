@@ -18,7 +18,7 @@ from .errors import ValueMissing, bus_errors
 if TYPE_CHECKING:
     import numpy as np
 
-    from tracewire_bus.messages import Submission
+    from tracewire_bus.messages import Block, Submission
     from tracewire_bus.streams import Bus
 
 __all__ = ["LargeValues", "without_large"]
@@ -50,11 +50,18 @@ async def without_large(submission: Submission, bus: Bus) -> Submission:
 
     Blobs of a trace that no engine accepts expire by themselves.
     """
-    block = submission.block
-    if block is not None and len(block.variables) > THRESHOLD_BYTES:
+
+    async def moved(block: Block | None) -> Block | None:
+        if block is None or len(block.variables) <= THRESHOLD_BYTES:
+            return block
         variables = await _referring(submission.trace, block.variables, bus)
-        block = msgspec.structs.replace(block, variables=variables)
-    return msgspec.structs.replace(submission, block=block)
+        return msgspec.structs.replace(block, variables=variables)
+
+    invokes = [
+        invoke if invoke.block is None else msgspec.structs.replace(invoke, block=await moved(invoke.block))
+        for invoke in submission.invokes
+    ]
+    return msgspec.structs.replace(submission, block=await moved(submission.block), invokes=invokes)
 
 
 async def _referring(trace: str, packed: bytes, bus: Bus) -> bytes:

@@ -5,11 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from .errors import TracewireError
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tracewire_bus.messages import EngineInfo
     from tracewire_bus.tree import ModuleTree
+
+    from .client import Client, PromptInput
+    from .tracer import Tracer
 
 __all__ = ["Model", "ModelInfo"]
 
@@ -70,11 +75,43 @@ class Model:
     are those of all its engines, where they differ: a block must fit each.
     """
 
-    def __init__(self, info: ModelInfo, trees: Sequence[ModuleTree]) -> None:
+    def __init__(self, info: ModelInfo, trees: Sequence[ModuleTree], client: Client | None = None) -> None:
         self.name = info.name
         self.info = info
         self.tree = trees[0]
         self.trees = tuple(trees)
+        self._client = client
+
+    def trace(
+        self, prompt: PromptInput | None = None, /, *, prompts: Sequence[PromptInput] | None = None, **options: Any
+    ) -> Tracer:
+        """A trace whose block is the body of a `with`, which is captured as source and runs on the engine only.
+
+            with model.trace("The Eiffel Tower is in", max_tokens=5) as tracer:
+                logits = model.logits.save()
+            async for output in tracer:
+                print(output.text)
+            tracer.saves["logits"]
+
+        Without a prompt, each `with tracer.invoke(prompt):` in the body is a block with a prompt of its own
+        ([`Tracer.invoke`][tracewire.Tracer.invoke]). Everything else is as for
+        [`Client.trace`][tracewire.Client.trace], sampling params included.
+
+        Raises:
+            BlockError: as the `with` is entered or left, for a body that cannot be captured.
+            TraceRejected: as it is left; something in it cannot be submitted.
+        """
+        from .tracer import Tracer
+
+        if self._client is None:
+            raise TracewireError("this handle has no client to submit by: take it from client.model()")
+        if "max_new_tokens" in options:
+            # nnsight's word.
+            options["max_tokens"] = options.pop("max_new_tokens")
+        return Tracer(self._client, self, prompt, prompts, options)
+
+    #: nnsight's other word for the same: there is no forward pass apart from generation.
+    generate = trace
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name in ("tree", "trees"):

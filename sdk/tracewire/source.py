@@ -9,6 +9,7 @@ from __future__ import annotations
 import __future__
 
 import ast
+import dis
 import io
 import linecache
 import re
@@ -21,8 +22,9 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from .errors import BlockError
+from .names import FreeNames
 
-__all__ = ["FunctionSource", "find"]
+__all__ = ["FunctionSource", "WithSource", "find", "find_with"]
 
 _ANNOTATIONS = __future__.annotations.compiler_flag
 
@@ -172,7 +174,7 @@ class FunctionSource:
 
     name: str
     filename: str
-    node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+    node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.With
     file: _File
 
     def error(self, message: str, line: int | None = None) -> BlockError:
@@ -184,7 +186,7 @@ class FunctionSource:
     @cached_property
     def body(self) -> tuple[str, int]:
         """The body alone, dedented, and the line that it starts at. A comment before the first statement is dropped."""
-        assert isinstance(self.node, ast.FunctionDef)
+        assert isinstance(self.node, ast.FunctionDef | ast.With)
         first = self.node.body[0]
         line, column = first.lineno, first.col_offset
         if isinstance(first, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and first.decorator_list:
@@ -201,6 +203,7 @@ class FunctionSource:
         A lambda becomes an assignment of it. Decorators are left out.
         """
         node = self.node
+        assert not isinstance(node, ast.With)
         end_line, end_column = _end(node)
         lines = [text.encode() for text in self.file.lines[node.lineno - 1 : end_line]]
         if isinstance(node, ast.Lambda):
@@ -274,6 +277,7 @@ class FunctionSource:
 
     def default_names(self) -> dict[str, ast.expr]:
         """Expressions of the default values, by parameter."""
+        assert not isinstance(self.node, ast.With)
         arguments = self.node.args
         positional = [*arguments.posonlyargs, *arguments.args]
         found: dict[str, ast.expr] = {}
@@ -293,7 +297,7 @@ class FunctionSource:
         Raises:
             BlockError: at the first such line.
         """
-        assert isinstance(self.node, ast.FunctionDef)
+        assert isinstance(self.node, ast.FunctionDef | ast.With)
         refused = [node for node in _own_level(self.node.body) if type(node) in _REFUSED]
         refused += [
             node for node in _own_level(self.node.body) if isinstance(node, ast.comprehension) and node.is_async
@@ -338,6 +342,142 @@ class FunctionSource:
         if "nonlocal" in str(error.msg):
             return self.error(f"a block cannot rebind its own names from a nested function ({error.msg})", line)
         return self.error(f"the source does not compile by itself: {error.msg}", line)
+
+
+# --- `with` blocks ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class WithSource(FunctionSource):
+    """The body of a `with` statement, and the file that it stands in."""
+
+    node: ast.With
+
+    @cached_property
+    def names(self) -> FreeNames:
+        """The names that the body takes from around it."""
+        return FreeNames(self.node.body)
+
+    @cached_property
+    def checked(self) -> bool:
+        """Refuses what a block cannot do, once.
+
+        Raises:
+            BlockError: at the first such line.
+        """
+        self.check_block()
+        return True
+
+    @property
+    def begins(self) -> int:
+        """The line on which the body begins to run."""
+        first = self.node.body[0]
+        decorators: list[ast.expr] = getattr(first, "decorator_list", [])
+        return min([first.lineno, *(one.lineno for one in decorators)])
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing in the body to run."""
+        return all(
+            isinstance(one, ast.Pass) or (isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant))
+            for one in self.node.body
+        )
+
+
+#: `with` statements found so far, by where they are entered.
+_entered: dict[tuple[types.CodeType, int], WithSource] = {}
+
+
+def find_with(frame: types.FrameType, name: str) -> WithSource:
+    """The source of the `with` statement that `frame` is entering; `name` is what it enters, for messages.
+
+    Raises:
+        BlockError: it enters none, its source cannot be read, or its body cannot be kept from running there.
+    """
+    code, line = frame.f_code, frame.f_lineno
+    known = _entered.get((code, frame.f_lasti))
+    if known is not None:
+        return known
+    filename = code.co_filename
+    linecache.checkcache(filename)
+    lines = linecache.getlines(filename, frame.f_globals)
+    if not lines:
+        raise BlockError(
+            f"the source around {name} cannot be read, and a block travels as source: "
+            "write it in a file or in a notebook's cell",
+            filename=filename,
+            line=line,
+        )
+    try:
+        file = _parse(filename, "".join(lines))
+    except SyntaxError as error:
+        raise BlockError(
+            "the file has changed since it was imported; import it again", filename=filename, line=line
+        ) from error
+    place = list(code.co_positions())[frame.f_lasti // 2]
+    found = []
+    for node in ast.walk(file.tree):
+        if isinstance(node, ast.With):
+            parts: list[ast.With | ast.expr] = [node, *_contexts(node)]
+            spans = [_spans(part) for part in parts]
+            # Python may have been told to keep no columns.
+            if place in spans if place[2] is not None else line in [span[0] for span in spans]:
+                found.append(node)
+    if not found:
+        raise BlockError(
+            f"{name} is not entered by a with statement here (or the file has changed since it was imported): "
+            f"write `with {name} as tracer:`, and the block below it",
+            filename=filename,
+            line=line,
+        )
+    source = WithSource(
+        name=code.co_name if code.co_name.isidentifier() else "block", filename=filename, node=found[0], file=file
+    )
+    _check_with(source, _item(frame, found[0], place), name)
+    while len(_entered) >= _FOUND_MOST:
+        del _entered[next(iter(_entered))]
+    _entered[code, frame.f_lasti] = source
+    return source
+
+
+def _check_with(source: WithSource, item: int, name: str) -> None:
+    node = source.node
+    if item != len(node.items) - 1:
+        raise source.error(f"{name} comes last in its with statement: what comes after it would be entered here")
+    if source.is_empty:
+        return
+    if source.begins <= (_end(node.items[-1].optional_vars or node.items[-1].context_expr)[0]):
+        raise source.error("the block starts on a line of its own, below the with", source.begins)
+    if isinstance(node.body[0], ast.Try | ast.TryStar):
+        # No handler of Python's covers the line of the `try` itself.
+        raise source.error(
+            "a block cannot begin with try: put another statement before it, or the try around the with", source.begins
+        )
+
+
+def _contexts(node: ast.With) -> list[ast.expr]:
+    return [item.context_expr for item in node.items]
+
+
+def _spans(node: ast.With | ast.expr) -> tuple[int | None, int | None, int | None, int | None]:
+    return node.lineno, node.end_lineno, node.col_offset, node.end_col_offset
+
+
+def _item(frame: types.FrameType, node: ast.With, place: tuple[int | None, ...]) -> int:
+    """Which of a statement's items is being entered."""
+    contexts = _contexts(node)
+    if len(contexts) == 1:
+        return 0
+    for index, context in enumerate(contexts):
+        if _spans(context) == place:
+            return index
+    # Before Python 3.12, all of them stand at the statement's place, one after the other.
+    entered = [
+        one.offset
+        for one in dis.get_instructions(frame.f_code)
+        if one.opname == "BEFORE_WITH" and one.positions == place
+    ]
+    return entered.index(frame.f_lasti) % len(contexts) if frame.f_lasti in entered else len(contexts) - 1
 
 
 def _line(node: ast.AST) -> int:

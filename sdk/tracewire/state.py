@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from tracewire_bus.messages import Accepted, Failure, Manifest, Status, Usage
+from tracewire_bus.messages import SHARED_INVOKE, Accepted, Failure, Manifest, Status, Usage
 
 from .errors import AmbiguousResult
 
@@ -48,6 +48,7 @@ class State:
     Attributes:
         trace: the trace's id.
         invokes: its prompts, in order, with their choices.
+        shared: what its prompts' blocks share, by name: values of the trace, and of none of its prompts.
         attempt, seq: the last event folded; `seq` is -1 before the first.
         position: where to go on, as `subscribe(trace, since=state.position)`.
         status, error, usage: as the final has them.
@@ -74,6 +75,8 @@ class State:
         self.manifest: list[Manifest] = list(copy.manifest)
         self.position = FINAL_ID if copy.finished else "start" if copy.seq < 0 else f"{copy.attempt}-{copy.seq}"
         self.invokes = _invokes(copy)
+        held = copy.choices.get((SHARED_INVOKE, 0))
+        self.shared: dict[str, Any] = {} if held is None else held.saves
         self._digest = copy.digest
 
     @property
@@ -135,6 +138,8 @@ def _invokes(fold: Fold) -> list[Invoke]:
             wanted = sampling[index].get("n") if index < len(sampling) else None
             counts[index] = wanted if isinstance(wanted, int) else 1
     for invoke, choice in fold.choices:
+        if invoke == SHARED_INVOKE:
+            continue
         counts[invoke] = max(counts.get(invoke, 1), choice + 1)
     invokes = []
     for index in range(max(counts, default=-1) + 1):

@@ -65,10 +65,10 @@ def check_paths(block: Block, model: Model) -> None:
     """
     from tracewire_bus.tree import check_block
 
+    names = [block.parameters[0], *(name for name, path in block.paths.items() if not path)]
     # Any engine of the model may run it.
-    for problem in (
-        problem for tree in model.trees for problem in check_block(tree, block.source, block.parameters[0])
-    ):
+    problems = (problem for tree in model.trees for name in names for problem in check_block(tree, block.source, name))
+    for problem in problems:
         filename, line = block.filename, block.first_line + problem.line - 1
         source = block.source.splitlines()[problem.line - 1].strip()
         if problem.reason:
@@ -76,6 +76,10 @@ def check_paths(block: Block, model: Model) -> None:
                 "block", problem.reason, type="UntappedLocation", filename=filename, line=line, source=source
             )
         raise UnknownModulePath(problem.path, problem.nearest, filename=filename, line=line, source=source)
+    for path in block.paths.values():
+        tree = next((tree for tree in model.trees if not tree.knows(path)), None)
+        if tree is not None:
+            raise UnknownModulePath(path, tree.nearest(path))
 
 
 class Trace:
@@ -186,8 +190,9 @@ class Trace:
     async def _check_paths(self) -> Model:
         model = await self._client._find(self.model, None)
         self._check_interventions(model)
-        if self._submission.block is not None:
-            check_paths(self._submission.block, model)
+        for block in (self._submission.block, *(invoke.block for invoke in self._submission.invokes)):
+            if block is not None:
+                check_paths(block, model)
         return model
 
     def _check_interventions(self, model: Model) -> None:

@@ -51,6 +51,7 @@ class PlayedEngine:
     """An engine without a model. What it was asked to do stands in `asked`."""
 
     inputs = Path("/nonexistent")
+    carrier = None
 
     def __init__(self) -> None:
         self.lost = False
@@ -73,6 +74,7 @@ class PlayedEngine:
         declared: bytes | None,
         run: str,
         edits: bytes | None = None,
+        shared: bytes | None = None,
     ) -> Prepared:
         """Everything is as good as anything."""
         return Prepared(prompt=None, prompt_tokens=1, params=None, choices=1, sampling={})
@@ -96,6 +98,9 @@ class PlayedEngine:
     async def steer(self, changes: Changes, over: list[str], since: float) -> None:
         """Change live parameters."""
         self.asked.append(("steer", changes))
+
+    async def give_result(self, result: bytes) -> None:
+        """No scripted block asks for it."""
 
     async def pause(self, request: str) -> bool:
         """Hold."""

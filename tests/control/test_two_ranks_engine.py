@@ -137,3 +137,24 @@ async def test_an_engine_takes_no_more_than_its_capacity(client: Client, two: Mo
     assert max(itertools.accumulate(change for _, change in marks)) <= CAPACITY
     later = [name for name, (begin, _) in spans.items() if begin > spans["single"][0]]
     assert len(later) > 30
+
+
+async def test_two_ranks_share_each_value_once(client: Client, two: Model) -> None:
+    """What all invokes share is changed on both ranks and told once, for more of them than run at once."""
+    with two.trace(max_tokens=4, temperature=0.0, ignore_eos=True) as tracer:
+        rows, total = [].save(), np.zeros(1).save()
+        for index in range(8):
+            with tracer.invoke([index + 1, 7]):
+                for step in tracer.iter[:4]:
+                    rows.append((index, step, two.samples.item()))
+                    total += 1
+                text = tracer.result.outputs[0].text.save()
+    result = await tracer.result()
+    generated = [
+        (invoke.index, step, token)
+        for invoke in result.invokes
+        for step, token in enumerate(invoke.choices[0].token_ids)
+    ]
+    assert sorted(result.shared["rows"]) == generated
+    assert result.shared["total"] == [32.0]
+    assert tracer.saves["text"] == [invoke.choices[0].text for invoke in result.invokes]

@@ -209,6 +209,7 @@ class ScriptedEngine:
         declared: bytes | None,
         run: str,
         edits: bytes | None = None,
+        shared: bytes | None = None,
     ) -> Prepared:
         """`max_tokens` and `seed` count."""
         invoke = submission.invokes[index]
@@ -242,6 +243,9 @@ class ScriptedEngine:
     def tracked(self) -> int:
         """How many requests it has that have not ended."""
         return len(self._requests)
+
+    async def give_result(self, result: bytes) -> None:
+        """No scripted block asks for it."""
 
     async def pause(self, request: str) -> bool:
         """Hold it."""

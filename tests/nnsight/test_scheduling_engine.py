@@ -296,3 +296,47 @@ async def test_cancelled_traces_leave_nothing(engine: Any, client: Client, model
     async with anyio.create_task_group() as group:
         for number in range(9):
             group.start_soon(one, number)
+
+
+async def test_what_preempted_invokes_share(engine: Any, client: Client, model: Model) -> None:
+    """Nothing twice, nothing missing, each invoke's in order; and nothing left of it in the worker."""
+    before, count = (await counts(engine))["preemptions"], 100
+    with model.trace(max_tokens=count, **GREEDY) as tracer:
+        rows = [].save()
+        for number in range(1, 5):
+            with tracer.invoke(ids(number, 120 + number)):
+                for step in tracer.iter[:]:
+                    rows.append((number, step, model.samples.item()))
+    result = await tracer.result()
+    assert (await counts(engine))["preemptions"] > before
+    for invoke in result.invokes:
+        (choice,) = invoke.choices
+        mine = [row[1:] for row in result.shared["rows"] if row[0] == invoke.index + 1]
+        assert mine == list(enumerate(choice.token_ids))
+
+
+async def test_nothing_is_left_of_what_was_shared_or_asked_for(engine: Any, client: Client, model: Model) -> None:
+    """Refused halfway, failed, or cancelled while some of the invokes wait. The fixture looks."""
+
+    async def end(tracer: Any, seen: int | None) -> None:
+        if seen is not None:
+            async for _ in tracer:
+                seen -= 1
+                if seen < 0:
+                    break
+            await tracer.cancel()
+        with pytest.raises(tracewire.TracewireError):
+            await tracer.result()
+
+    async with anyio.create_task_group() as group:
+        for case in range(6):
+            with model.trace(max_tokens=40, **GREEDY) as tracer:
+                rows = [].save()
+                for number in range(PLACES + 2):
+                    with tracer.invoke(ids(number, 30), logprobs=5000 if case == 0 and number == 3 else None):
+                        for step in tracer.iter[:40]:
+                            rows.append(model.samples.item())
+                            if case == 1 and step == 2:
+                                raise ValueError
+                        result = tracer.result.save()
+            group.start_soon(end, tracer, None if case < 2 else 8 * (case - 2))

@@ -91,6 +91,7 @@ def every_message() -> dict[str, tuple[str, messages.Message]]:
         logprobs=[{5: (-0.5, 1, "a")}, {6: (-1.5, None, None)}],
         deltas=[deltas, []],
     )
+    shared = messages.Shared(**event, invoke=messages.SHARED_INVOKE, time=3.5, deltas=[deltas])
     change = messages.Change(version=2, by="c", time=4500, values={"alpha": 1.5, "vector": wire(_ARRAY)})
     submission = messages.Submission(
         trace="t",
@@ -204,6 +205,7 @@ def every_message() -> dict[str, tuple[str, messages.Message]]:
     return {
         "accepted": ("event", accepted),
         "output": ("event", output),
+        "shared": ("event", shared),
         "steered": ("event", messages.Steered(**event, version=2, first=[(0, 1, 4)], time=4.5, changes=[change])),
         "paused": ("event", messages.Paused(**event, by="c", time=5.5)),
         "resumed": ("event", messages.Resumed(**event, by="c", time=6.5)),

@@ -1,0 +1,75 @@
+"""What nnsight and vLLM hand a block as objects of their own, as plain values that can travel.
+
+A `tracer.cache()` becomes a dict: for each module's path, a list with a dict for each visit, of its `output` and its
+`inputs` (positional, by name) as far as they were recorded. A `tracer.result` becomes a dict of the fields of vLLM's
+`RequestOutput`. Each is made once for an object, and grows with it, so that what is new in a step is all that is sent.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from nnsight.intervention.cache import Cache, CacheView
+from nnsight.util import apply
+from vllm.outputs import RequestOutput
+
+__all__ = ["CopyingCache", "plain"]
+
+
+class CopyingCache(Cache):
+    """nnsight's cache, which keeps copies. A tensor that is on the device asked for would be the model's own buffer."""
+
+    def _transform(self, value: Any) -> Any:
+        return apply(value, self._kept, torch.Tensor)
+
+    def _kept(self, tensor: torch.Tensor) -> torch.Tensor:
+        kept = tensor.detach() if self.detach else tensor
+        if self.device is not None or self.dtype is not None:
+            kept = kept.to(device=self.device, dtype=self.dtype, non_blocking=self.non_blocking)
+        return kept.clone() if kept.data_ptr() == tensor.data_ptr() else kept
+
+
+def plain(value: Any, made: dict[int, tuple[Any, Any]]) -> Any:
+    """`value`, or what stands for it. `made` holds what was made before, with what it was made of, by identity."""
+    if type(value) is CacheView:
+        _, known = made.setdefault(id(value), (value, {}))
+        _extend(known, value._cache)
+        return known
+    if isinstance(value, RequestOutput):
+        if id(value) not in made:
+            made[id(value)] = value, _output(value)
+        return made[id(value)][1]
+    return value
+
+
+def _extend(known: dict[str, list[Any]], cache: Cache) -> None:
+    for path, entries in cache.entries.items():
+        visits = known.setdefault(path, [])
+        for entry in entries[len(visits) :]:
+            visit: dict[str, Any] = {}
+            if cache.include_output:
+                visit["output"] = entry.output
+            if cache.include_inputs:
+                visit["inputs"] = entry.inputs
+            visits.append(visit)
+
+
+def _output(output: RequestOutput) -> dict[str, Any]:
+    return {
+        "request_id": output.request_id,
+        "prompt": output.prompt,
+        "prompt_token_ids": list(output.prompt_token_ids or ()),
+        "outputs": [
+            {
+                "index": one.index,
+                "text": one.text,
+                "token_ids": list(one.token_ids),
+                "cumulative_logprob": one.cumulative_logprob,
+                "finish_reason": one.finish_reason,
+                "stop_reason": one.stop_reason,
+            }
+            for one in output.outputs
+        ],
+        "finished": output.finished,
+    }

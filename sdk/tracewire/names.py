@@ -1,0 +1,177 @@
+"""Which names a piece of code uses that it has not bound by then: what must come from around it.
+
+For a function, Python itself says which names are free. The body of a `with` block is not a function: a name that it
+binds may be one that it has read before, as in `count = count + 1`, and then it comes from around it after all. So the
+statements are gone through in the order in which they run, with the names that are bound for certain at each.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable
+
+__all__ = ["FreeNames"]
+
+_Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+_Comprehension = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
+
+
+class FreeNames:
+    """The free names of `statements`, each with the line of its first use.
+
+    `required` are bound nowhere in them. `possible` are bound somewhere, but perhaps not before they are used: in one
+    branch, or further down.
+    """
+
+    def __init__(self, statements: Iterable[ast.stmt]) -> None:
+        self._free: dict[str, int] = {}
+        self._stored: set[str] = set()
+        self._flow(statements, set())
+        self.required = {name: line for name, line in self._free.items() if name not in self._stored}
+        self.possible = {name: line for name, line in self._free.items() if name in self._stored}
+
+    def _flow(self, statements: Iterable[ast.stmt], bound: set[str]) -> set[str]:
+        """Go through statements; `bound` are the names bound before them, and becomes those bound after."""
+        for statement in statements:
+            self._statement(statement, bound)
+        return bound
+
+    def _statement(self, node: ast.stmt, bound: set[str]) -> None:
+        match node:
+            case ast.Assign(targets=targets, value=value):
+                self._expression(value, bound)
+                for target in targets:
+                    self._expression(target, bound)
+            case ast.AugAssign(target=target, value=value):
+                if isinstance(target, ast.Name):
+                    self._load(target.id, target.lineno, bound)
+                self._expression(value, bound)
+                self._expression(target, bound)
+            case ast.AnnAssign(target=target, value=value):
+                if value is not None:
+                    self._expression(value, bound)
+                    self._expression(target, bound)
+                elif not isinstance(target, ast.Name):
+                    self._expression(target, bound)
+            case ast.For() | ast.AsyncFor():
+                self._expression(node.iter, bound)
+                inner = set(bound)
+                self._expression(node.target, inner)
+                self._flow(node.body, inner)
+                self._flow(node.orelse, set(bound))
+            case ast.While(test=test, body=body, orelse=orelse):
+                self._expression(test, bound)
+                self._flow(body, set(bound))
+                self._flow(orelse, set(bound))
+            case ast.If(test=test, body=body, orelse=orelse):
+                self._expression(test, bound)
+                bound |= self._flow(body, set(bound)) & self._flow(orelse, set(bound))
+            case ast.With() | ast.AsyncWith():
+                for item in node.items:
+                    self._expression(item.context_expr, bound)
+                    if item.optional_vars is not None:
+                        self._expression(item.optional_vars, bound)
+                self._flow(node.body, bound)
+            case ast.Try() | ast.TryStar():
+                after = self._flow(node.orelse, self._flow(node.body, set(bound)))
+                for handler in node.handlers:
+                    if handler.type is not None:
+                        self._expression(handler.type, bound)
+                    inner = set(bound)
+                    if handler.name is not None:
+                        self._store(handler.name, inner)
+                    after &= self._flow(handler.body, inner)
+                self._flow(node.finalbody, set(bound))
+                bound |= after
+            case ast.Match(subject=subject, cases=cases):
+                self._expression(subject, bound)
+                for case in cases:
+                    inner = set(bound)
+                    self._pattern(case.pattern, inner)
+                    if case.guard is not None:
+                        self._expression(case.guard, inner)
+                    self._flow(case.body, inner)
+            case ast.FunctionDef() | ast.AsyncFunctionDef():
+                for decorator in node.decorator_list:
+                    self._expression(decorator, bound)
+                self._store(node.name, bound)
+                self._function(node, bound)
+            case ast.ClassDef():
+                for expression in (*node.decorator_list, *node.bases, *(keyword.value for keyword in node.keywords)):
+                    self._expression(expression, bound)
+                for name, line in FreeNames(node.body)._free.items():
+                    self._load(name, line, bound)
+                self._store(node.name, bound)
+            case ast.Import(names=names) | ast.ImportFrom(names=names):
+                for alias in names:
+                    self._store(alias.asname or alias.name.partition(".")[0], bound)
+            case _:
+                for child in ast.iter_child_nodes(node):
+                    self._expression(child, bound)
+
+    def _expression(self, node: ast.AST, bound: set[str]) -> None:
+        match node:
+            case ast.Name(id=name, ctx=ast.Store()):
+                self._store(name, bound)
+            case ast.Name(id=name):
+                self._load(name, node.lineno, bound)
+                if isinstance(node.ctx, ast.Del):
+                    bound.discard(name)
+            case ast.NamedExpr(target=target, value=value):
+                self._expression(value, bound)
+                self._expression(target, bound)
+            case ast.Lambda():
+                self._function(node, bound)
+            case ast.ListComp() | ast.SetComp() | ast.DictComp() | ast.GeneratorExp():
+                self._comprehension(node, bound)
+            case _:
+                for child in ast.iter_child_nodes(node):
+                    self._expression(child, bound)
+
+    def _comprehension(self, node: _Comprehension, bound: set[str]) -> None:
+        inner = set(bound)
+        own: set[str] = set()
+        for generator in node.generators:
+            self._expression(generator.iter, inner)
+            targets = {name.id for name in ast.walk(generator.target) if isinstance(name, ast.Name)}
+            own |= targets
+            inner |= targets
+            for condition in generator.ifs:
+                self._expression(condition, inner)
+        for part in (node.key, node.value) if isinstance(node, ast.DictComp) else (node.elt,):
+            self._expression(part, inner)
+        # What `:=` bound in it is bound around it.
+        bound |= inner - own
+
+    def _function(self, node: _Function, bound: set[str]) -> None:
+        arguments = node.args
+        for default in (*arguments.defaults, *arguments.kw_defaults):
+            if default is not None:
+                self._expression(default, bound)
+        own = {argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
+        own |= {argument.arg for argument in (arguments.vararg, arguments.kwarg) if argument is not None}
+        body: list[ast.stmt] = [ast.Expr(node.body)] if isinstance(node, ast.Lambda) else node.body
+        inner = FreeNames(body)
+        # In a function a name is its own or not, wherever it is bound.
+        for name, line in inner.required.items():
+            if name not in own:
+                self._load(name, line, bound)
+
+    def _pattern(self, node: ast.AST, bound: set[str]) -> None:
+        for inner in ast.walk(node):
+            match inner:
+                case ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)) | ast.MatchMapping(rest=str(name)):
+                    self._store(name, bound)
+                case ast.MatchValue(value=expression) | ast.MatchClass(cls=expression):
+                    self._expression(expression, bound)
+                case ast.MatchMapping(keys=keys):
+                    for key in keys:
+                        self._expression(key, bound)
+
+    def _load(self, name: str, line: int, bound: set[str]) -> None:
+        if name not in bound:
+            self._free[name] = min(line, self._free.get(name, line))
+
+    def _store(self, name: str, bound: set[str]) -> None:
+        self._stored.add(name)
+        bound.add(name)
