@@ -247,6 +247,9 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         setup["engine"] |= {"load_format": "dummy", "gpu_memory_utilization": 0.2}
     else:
         setup["engine"]["kv_cache_memory_bytes"] = 512 * 1024 * 1024
+    for option in options.engine:
+        name, _, value = option.partition("=")
+        setup["engine"][name] = int(value) if value.isdigit() else value
     roles: dict[str, Role] = {}
     rounds: dict[str, list[dict[str, Any]]] = {}
     async with EmbeddedServer.start() as server:
@@ -362,6 +365,13 @@ def main() -> None:
     parser.add_argument("--workload", choices=sorted(WORKLOADS), default="last")
     parser.add_argument("--layers", type=int, nargs="*", default=[])
     parser.add_argument("--tap", action="append", default=[], help="as of `tracewire engine`, for a GPU")
+    parser.add_argument(
+        "--engine",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="vLLM's, for all ways: tensor_parallel_size=2",
+    )
     parser.add_argument("--dummy", action="store_true", help="random weights; the baseline is vLLM at its defaults")
     parser.add_argument("--no-eager", action="store_true", help="leave the eager baseline out, on a GPU")
     parser.add_argument("--no-default", action="store_true", help="leave vLLM at its defaults out")
