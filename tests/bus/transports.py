@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import uuid
+
 import anyio
 
 import tracewire
 from tests.scripted import ScriptedEngine, Stage, engine_info
 from tracewire import Final, Output, Steered
+from tracewire_bus.messages import Invoke, Submission
+from tracewire_bus.streams import Bus
 
 __all__ = ["end_to_end"]
 
@@ -57,3 +61,15 @@ async def end_to_end(url: str, prefix: str, *, follower: str = "", engine: str =
                 assert await trace.cancel("enough")
                 statuses = [event.status async for event in other.subscribe(trace.id) if isinstance(event, Final)]
             assert statuses == ["cancelled"]
+
+        # One that no engine runs is ended by whoever cancels it; engines count what is kept, and drop it.
+        async with Bus.open(url, prefix=prefix) as bus, Bus.open(engine or url, prefix=prefix) as keeper:
+            waits = f"waits-{uuid.uuid4().hex}"
+            await bus.submit(Submission(trace=waits, model="tiny", invokes=[Invoke(prompt="hello")], detach=True))
+            await bus.cancel(waits, by="one")
+            await keeper.finished.check()
+            count, size = await keeper.finished.total()
+            assert count >= 3
+            assert size > 100 * count
+            assert await keeper.finished.keep(1, 0) == count - 1
+            assert await bus.records.ended(waits)
