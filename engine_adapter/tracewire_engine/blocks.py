@@ -62,6 +62,7 @@ class BlockMediator(Mediator):
     iteration: int | None
     pending: Any
     exception: BaseException | None
+    worker: Any
 
     def __init__(self, code: types.CodeType, glbls: dict[str, Any], lcls: dict[str, Any]) -> None:
         super().__init__(code, glbls, lcls)
@@ -72,6 +73,7 @@ class BlockMediator(Mediator):
         self.compiled: _Compiled | None = None
         #: Of a standing intervention: whether its request ends with it if it raises.
         self.fatal = False
+        self.live = LiveRun("")
         #: What it has saved, by name, between a step's end and its report.
         self.found: dict[str, Any] | None = None
         #: What stands for saved objects that cannot travel themselves, by identity.
@@ -201,8 +203,16 @@ class _Compiled:
 class BlockCache:
     """Compiled blocks by the digest of their text, the least recently used dropped beyond `size`."""
 
-    def __init__(self, model: Any, device: torch.device, folder: Path | HeldInputs = Path(), size: int = 256) -> None:
+    def __init__(
+        self,
+        model: Any,
+        device: torch.device,
+        folder: Path | HeldInputs = Path(),
+        size: int = 256,
+        kind: type[BlockMediator] = BlockMediator,
+    ) -> None:
         self._model = model
+        self._kind = kind
         self.device = device
         self.folder = folder
         self._size = size
@@ -253,8 +263,8 @@ class BlockCache:
                 exec(code, shared)
             for helper in message.helpers:
                 scope[helper.name] = shared[helper.name]
-        mediator = BlockMediator(compiled.code, scope, variables)
-        mediator.compiled = compiled
+        mediator = self._kind(compiled.code, scope, variables)
+        mediator.compiled, mediator.live = compiled, live
         return mediator
 
 

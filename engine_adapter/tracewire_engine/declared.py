@@ -30,9 +30,10 @@ from .link import Batch, Layout, LayoutEntry, Part, Placed, Slot
 from .live import LiveRun
 from .recorded import Recorded, Recorder
 from .serving import BlockServing
+from .stand_ins import Topology
 from .tensors import to_tensors
 
-__all__ = ["Declaration", "DeclaredInterleaver", "DeclaredRequests"]
+__all__ = ["Declaration", "DeclaredInterleaver", "DeclaredRequests", "is_early"]
 
 _placed = msgspec.msgpack.Decoder(list[Placed], ext_hook=ext_hook)
 
@@ -140,8 +141,9 @@ class Declaration:
         #: Positions up to here have been read, and are not read again when a preempted request is recomputed.
         self.seen = 0
         self.failure: Failure | None = None
-        #: Whether the failure has been reported with a step.
+        #: Whether the failure has been reported with a step; whether other pipeline stages were told.
         self.reported = False
+        self.told = False
 
     def renew(self, vectors: VectorCache) -> bool:
         """Take the live parameters as they are now. Returns whether any intervention has one."""
@@ -151,6 +153,15 @@ class Declaration:
                 self.ops[place] = _Op(placed, self.live.values, vectors)
                 found = True
         return found
+
+
+def is_early(encoded: bytes, topology: Topology) -> bool:
+    """Whether any of a request's interventions is on another pipeline stage than the last."""
+    try:
+        sites = [site for placed in _placed.decode(encoded) for site in placed.sites]
+    except Exception:  # as it will fail to be taken
+        return False
+    return any(topology.owner(location) != topology.last for location, _ in sites)
 
 
 class _Rows:
@@ -257,8 +268,18 @@ def _along(coefficients: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
 class _Collector:
     """What one read of some requests yields in a step, from all its locations."""
 
-    def __init__(self, members: list[_Member], rows: _Rows, one: Probe | LogitLens, sites: int, pattern: bool) -> None:
+    def __init__(
+        self,
+        members: list[_Member],
+        rows: _Rows,
+        one: Probe | LogitLens,
+        sites: int,
+        pattern: bool,
+        order: int,
+    ) -> None:
         self.members = members
+        #: The intervention's place in its trace's list.
+        self.order = order
         self.rows = rows
         self.one = one
         self.pattern = pattern
@@ -281,6 +302,13 @@ class _Collector:
     def reset(self) -> None:
         """The step is over."""
         self.found = [None] * len(self.found)
+
+    def shares(self) -> list[tuple[str, int, int]]:
+        """The request and choice of each member, and its rows of the result."""
+        return [
+            (member.declaration.request, member.declaration.choice, count)
+            for member, count in zip(self.members, self.counts, strict=True)
+        ]
 
     @property
     def counts(self) -> list[int]:
@@ -523,6 +551,8 @@ class DeclaredRequests:
         self.recorder = Recorder(device)
         self._device = device
         self._layouts = 0
+        #: Under pipeline parallelism, whether a location is on this stage.
+        self.here: Callable[[str], bool] | None = None
         #: Whether the plan no longer holds: a request came or went, or failed.
         self.stale = False
 
@@ -619,7 +649,7 @@ class DeclaredRequests:
                         gathered.setdefault(key, []).append(_Member(declaration, op, span))
             start += count
         known: dict[tuple[tuple[int, int], ...], _Rows] = {}
-        for (_, sites, *_), members in sorted(gathered.items(), key=lambda item: item[0][0]):
+        for (order, sites, *_), members in sorted(gathered.items(), key=lambda item: item[0][0]):
             spans = tuple(member.span for member in members)
             rows = known.get(spans)
             if rows is None:
@@ -627,9 +657,13 @@ class DeclaredRequests:
             op = members[0].op
             collector = None
             if isinstance(op.one, (Probe, LogitLens)):
-                collector = _Collector(members, rows, op.one, len(sites), op.pattern)
+                collector = _Collector(members, rows, op.one, len(sites), op.pattern, order)
                 plan.collectors.append(collector)
             for place, (location, residual) in enumerate(sites):
+                if self.here is not None and not self.here(location):
+                    # What another stage reads does not lie in the same place in each step.
+                    plan.settled |= collector is not None
+                    continue
                 stage = plan.stages.setdefault(location, Stage(location, self))
                 group: _Group
                 if collector is not None:
@@ -640,6 +674,64 @@ class DeclaredRequests:
                 stage.groups.append(group)
         return plan
 
+    def check_reached(self) -> None:
+        """Fail what the forward pass of a plan's first step did not come by."""
+        plan = self.plan
+        if plan is not None and not plan.steps:
+            for stage in plan.stages.values():
+                if not stage.reached:
+                    for group in stage.groups:
+                        self.fail(group.members, ValueError("the model's forward pass does not come by there"))
+
+    def read(self) -> list[tuple[int, int, list[tuple[str, int, int]], torch.Tensor]]:
+        """What this pipeline stage read in the step, for the one that reports; and forget it.
+
+        By intervention (its place in its trace's list) and site: the members (request, choice and their rows of the
+        result, in order), and the rows.
+        """
+        if self.plan is None:
+            return []
+        found = []
+        for collector in self.plan.collectors:
+            members = collector.shares()
+            for site, values in enumerate(collector.found):
+                if values is not None:
+                    found.append((collector.order, site, members, values))
+            collector.found = [None] * len(collector.found)
+        return found
+
+    def supply(self, read: list[tuple[int, int, list[tuple[str, int, int]], torch.Tensor]]) -> None:
+        """Take what another stage has read in this step."""
+        if self.plan is None or not read:
+            return
+        rows: dict[tuple[int, int, str, int], torch.Tensor] = {}
+        for order, site, members, values in read:
+            pieces = values.split([count for _, _, count in members])
+            for (request, choice, _), piece in zip(members, pieces, strict=True):
+                rows[order, site, request, choice] = piece
+        for collector in self.plan.collectors:
+            for site in range(len(collector.found)):
+                keys = [(collector.order, site, request, choice) for request, choice, _ in collector.shares()]
+                if all(key in rows for key in keys):
+                    pieces = [rows[key] for key in keys]
+                    collector.found[site] = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+
+    def failures(self) -> dict[str, Failure]:
+        """By the scheduler's names, requests whose interventions have failed here since this was asked last."""
+        found = {}
+        for request_id, declaration in self.live.items():
+            if declaration.failure is not None and not declaration.told:
+                declaration.told = True
+                found[request_id] = declaration.failure
+        return found
+
+    def fail_with(self, failures: dict[str, Failure]) -> None:
+        """Take failures on another stage."""
+        for request_id, failure in failures.items():
+            declaration = self.live.get(request_id)
+            if declaration is not None and declaration.failure is None:
+                declaration.failure, self.stale = failure, True
+
     def collect(
         self, lens: Callable[[torch.Tensor], torch.Tensor | None]
     ) -> tuple[Layout | None, Batch, torch.Tensor] | None:
@@ -647,12 +739,8 @@ class DeclaredRequests:
 
         `None` if nothing is saved by the requests of this step.
         """
+        self.check_reached()
         plan = self.plan
-        if plan is not None and not plan.steps:
-            for stage in plan.stages.values():
-                if not stage.reached:
-                    for group in stage.groups:
-                        self.fail(group.members, ValueError("the model's forward pass does not come by there"))
         if plan is None or not plan.reads:
             return None
         replayed = plan.replayed == len(plan.stages) and plan.layout is not None and not self.stale
@@ -766,6 +854,9 @@ class DeclaredInterleaver(VLLMInterleaver, BlockServing):
     declared: DeclaredRequests
     module: torch.nn.Module
     armed: set[str]
+    #: Under pipeline parallelism, who holds what, and what another stage serves though the model comes by here.
+    topology: Topology | None = None
+    elsewhere: frozenset[str] = frozenset()
 
     @classmethod
     def install(cls, interleaver: VLLMInterleaver, declared: DeclaredRequests, module: torch.nn.Module) -> None:
@@ -799,10 +890,12 @@ class DeclaredInterleaver(VLLMInterleaver, BlockServing):
         return hook
 
     def _hooked(self, location: str, value: Any) -> Any:
-        stage = self.declared.stages.get(location)
+        stage = None if location in self.elsewhere else self.declared.stages.get(location)
         return None if stage is None or self.busy or not self.interleaving else self._serve(stage, value)
 
     def handle(self, provider: str, value: Any) -> Any:
+        if provider in self.elsewhere:
+            return value
         stage = self.declared.stages.get(provider)
         if stage is not None and self.interleaving:
             value = self._serve(stage, value)

@@ -120,8 +120,10 @@ class LiveValues:
         if name not in run.values:
             declared = ", ".join(sorted(run.values)) or "none"
             raise AttributeError(f"no live parameter {name!r} was declared at submission (declared: {declared})")
-        _wait_for_step()
-        value, held = run.values[name], self.__dict__["_held"]
+        mediator = _wait_for_step()
+        # Under pipeline parallelism a block can be behind the model (`pipeline.py`).
+        values = getattr(mediator, "live_values", None) or run.values
+        value, held = values.get(name, run.values[name]), self.__dict__["_held"]
         found = held.get(name)
         if found is None or found[0] is not value:
             # The block's own: it may change it.
@@ -137,12 +139,13 @@ class LiveValues:
         return f"live({', '.join(f'{name}={value!r}' for name, value in self._run.values.items())})"
 
 
-def _wait_for_step() -> None:
-    """Wait for the step that the running block is at, if the model has not begun it."""
+def _wait_for_step() -> Mediator | None:
+    """Wait for the step that the running block is at, if the model has not begun it; and return its mediator."""
     own = getattr(getcurrent(), "mediator", None)
     mediator: Mediator | None = own() if own is not None else None
     if mediator is None or mediator.iteration is None:
         # Not in a block; or the block was served something of this step, and follows the model.
-        return
+        return mediator
     if mediator.iteration >= mediator.occurrence(LIVE):
         Mediator.value(LIVE)
+    return mediator

@@ -80,11 +80,6 @@ def refuse_unsupported(arguments: AsyncEngineArgs) -> None:
             "each replica would need a link of its own; start one engine for each replica instead",
         ),
         (
-            "--pipeline-parallel-size",
-            (getattr(arguments, "pipeline_parallel_size", 1) or 1) > 1,
-            "nnsight's blocks reach one stage only; use --tensor-parallel-size",
-        ),
-        (
             "--stream-interval",
             (getattr(arguments, "stream_interval", 1) or 1) > 1,
             "vLLM would hold outputs back, and every delta with them",
@@ -143,6 +138,14 @@ def build_engine(
     }
     options["scheduler_cls"] = SCHEDULER
     options.update(_scheduling(arguments))
+    if arguments.pipeline_parallel_size > 1:
+        # A stage must have been told of a request's last step before it begins the next.
+        options["async_scheduling"] = False
+        if check_collect:
+            raise UnsupportedSetting(
+                "--check-collect is not supported with --pipeline-parallel-size: nnsight's collect reports the first "
+                "stage's saves"
+            )
     options["additional_config"] = {
         **(options.get("additional_config") or {}),
         LINK_ADDRESS: link_address,

@@ -33,7 +33,7 @@ from tracewire_bus.values import digest
 from . import marks, watchdog
 from .blob_link import BlobSender
 from .blocks import RESULT, BlockCache, BlockMediator, failure_of, is_stop
-from .declared import Declaration, DeclaredInterleaver, DeclaredRequests
+from .declared import Declaration, DeclaredInterleaver, DeclaredRequests, is_early
 from .edit_blocks import EditedRequest
 from .held_inputs import inputs_at
 from .hosting import HostArray, HostCopy, ToHost, encoded_late
@@ -41,6 +41,7 @@ from .kept import KeptCache
 from .large import Hold
 from .link import Applied, FinishRecord, LinkSender, Report, StepRecord
 from .live import LIVE, LiveRun, LiveRuns
+from .pipeline import Pipeline, Said, Share, StagedMediator, StagesDiffer, shared
 from .plain import plain
 from .residual import Residual, find_layers, find_norm
 from .results import Results
@@ -123,8 +124,18 @@ class TracedRequests(Requests):
     A request without a block is not in it, so that it costs a step nothing; what it declares is in `declared`.
     """
 
-    def __init__(self, blocks: BlockCache, declared: DeclaredRequests, live: LiveRuns, hold: Hold) -> None:
+    out: set[Any]
+
+    def __init__(
+        self,
+        blocks: BlockCache,
+        declared: DeclaredRequests,
+        live: LiveRuns,
+        hold: Hold,
+        pipeline: Pipeline | None,
+    ) -> None:
         super().__init__()
+        self.pipeline = pipeline
         self.blocks = blocks
         self.declared = declared
         self.live = live
@@ -136,6 +147,19 @@ class TracedRequests(Requests):
         self.results = Results()
 
     def add(self, new_requests: list[Any], persistent_objects: dict[str, Any]) -> None:
+        fresh = [data for data in new_requests if data.req_id not in self.traced]
+        self._add(new_requests, persistent_objects)
+        pipeline = self.pipeline
+        for data in fresh if pipeline is not None else ():
+            assert pipeline is not None
+            # By what it brings, which all stages see alike, and not by what has become of it here.
+            if not {BLOCK_ARG, EDITS_ARG}.isdisjoint(_arguments(data)):
+                pipeline.blocks[data.req_id] = set()
+                request = self.requests[data.req_id]
+                for name, mediator in self.copies(data.req_id).items():
+                    mediator.name(f"{request.engine_id}/{request.index}/{name}")
+
+    def _add(self, new_requests: list[Any], persistent_objects: dict[str, Any]) -> None:
         super().add(new_requests, persistent_objects)
         for data in new_requests:
             arguments = _arguments(data)
@@ -185,6 +209,8 @@ class TracedRequests(Requests):
         encoded = arguments.get(DECLARED_ARG)
         if encoded is None or request_id in self.declared.live:
             return []
+        if self.pipeline is not None and is_early(encoded, self.pipeline.topology):
+            self.pipeline.early.add(request_id)
         try:
             declaration = Declaration(request.engine_id, request.index, encoded, live, self.declared.vectors)
         except Exception as exception:  # too large for the device, say
@@ -192,6 +218,47 @@ class TracedRequests(Requests):
             return []
         self.declared.add(request_id, declaration)
         return declaration.names
+
+    def settle(self, model: Any) -> None:
+        """Let no worker count as its own what passed in steps that it was not in: `scope`'s, before the next step."""
+        counts = model.interleaver.counts
+        for mediator in self.out:
+            start = mediator.counts_at_start
+            for location, count in counts.items():
+                passed = count - self.counts.get(location, 0)
+                if passed:
+                    start[location] = start.get(location, 0) + passed
+        self.out = set()
+
+    def copies(self, request: str) -> dict[str, StagedMediator]:
+        """Under pipeline parallelism, a request's blocks on this stage: standing ones by name, and its own (empty)."""
+        known = self.requests.get(request)
+        if known is None:
+            return {}
+        found: dict[str, StagedMediator] = dict(known.copies)
+        if known.mediator is not None:
+            found[""] = known.mediator
+        return found
+
+    def with_sharers(self, requests: set[str]) -> set[str]:
+        """These requests, and all whose blocks share values with theirs."""
+        shares = self.shares
+        if not shares.runs:
+            return requests
+        runs = {shares.of(Request(request).engine_id) for request in requests} - {None}
+        return requests | {name for name, request in self.requests.items() if shares.of(request.engine_id) in runs}
+
+    def fail(self, said: Said) -> None:
+        """Take what failed on another pipeline stage, unless it has failed here too."""
+        request, copies = self.requests.get(said.request), self.copies(said.request)
+        for name, error in said.errors.items():
+            mediator = copies.get(name)
+            if request is None or (mediator is not None and mediator.exception is not None):
+                continue
+            if not name:
+                request.error = request.error or error
+            if mediator is not None:
+                mediator.halt(StagesDiffer(error.message))
 
     def scope(self, model: Any, spans: list[tuple[str, int]]) -> None:
         super().scope(model, spans)
@@ -291,16 +358,26 @@ class TracewireRunner(NNsightGPUModelRunner):
         model.__dict__["_tracewire_layers"] = find_layers(self.get_model().named_modules())
         address = self.vllm_config.additional_config.get(LINK_ADDRESS)
         self.tracewire_inputs = inputs_at(address or "")
+        pipeline: Pipeline | None = getattr(self, "tracewire_pipeline", None)
+        self.tracewire_pipeline = pipeline
         self.tracewire_hold = Hold(self.vllm_config.additional_config.get(BLOB_THRESHOLD, 0))
         self.tracewire_declared = DeclaredRequests(self.device)
         DeclaredInterleaver.install(model.interleaver, self.tracewire_declared, self.get_model())
         model.interleaver.batcher = RowBatcher(None)
         self.tracewire_hold.changes = self._changes
+        kind_of_block: type[BlockMediator] = BlockMediator
+        if pipeline is not None:
+            topology = model.interleaver.topology = pipeline.topology
+            model.interleaver.elsewhere = topology.elsewhere
+            self.tracewire_declared.here = lambda location: topology.owner(location) in (None, topology.index)
+            topology.adopt(model)
+            kind_of_block = StagedMediator
         self.nnsight_requests = TracedRequests(
-            BlockCache(model, self.device, self.tracewire_inputs),
+            BlockCache(model, self.device, self.tracewire_inputs, kind=kind_of_block),
             self.tracewire_declared,
             LiveRuns(),
             self.tracewire_hold,
+            pipeline,
         )
         self.tracewire_norm = find_norm(self.get_model(), model.__dict__["_tracewire_layers"])
         self.tracewire_unsent = _Unsent(Report())
@@ -310,14 +387,28 @@ class TracewireRunner(NNsightGPUModelRunner):
         self.tracewire_kept: KeptCache | None = None
         kind: Any = type(model)
         self.tracewire_phases = frozenset(value._location(model) for value in (kind.logits, kind.samples))
-        # Every rank runs every block, and gathers what it reads: one rank's values are all there are.
-        reporting = get_tp_group().rank_in_group == 0 and get_pp_group().rank_in_group == 0
+        # Every rank runs every block, and gathers what it reads: one rank's values are all there are. Of a pipeline's
+        # stages, the last has them in the step that they belong to.
+        reporting = get_tp_group().rank_in_group == 0 and get_pp_group().is_last_rank
         self.tracewire_check_collect = bool(self.vllm_config.additional_config.get(CHECK_COLLECT))
         self.tracewire_link = LinkSender(address) if address and reporting else None
         self.tracewire_blobs = BlobSender(address) if address and reporting else None
 
+    def execute_model(self, scheduler_output: Any, intermediate_tensors: Any = None) -> Any:
+        output = super().execute_model(scheduler_output, intermediate_tensors)
+        pipeline = self.tracewire_pipeline
+        if pipeline is not None and pipeline.index < pipeline.topology.last:
+            self.tracewire_declared.check_reached()
+            self._tell(pipeline)
+        return output
+
     def _update_states(self, scheduler_output: Any) -> Any:
         self._keep_preempted(scheduler_output)
+        pipeline = self.tracewire_pipeline
+        if pipeline is not None:
+            self.nnsight_requests.settle(self.nnsight_model)
+            involved = scheduler_output.finished_req_ids | scheduler_output.num_scheduled_tokens.keys()
+            pipeline.catch_up(self.nnsight_requests.with_sharers(involved), self.nnsight_requests)
         if scheduler_output.finished_req_ids:
             self._finish_requests(scheduler_output.finished_req_ids)
         changed = self.nnsight_requests.live.apply()
@@ -345,6 +436,12 @@ class TracewireRunner(NNsightGPUModelRunner):
             self.nnsight_model.interleaver.arm(declared.stages)
         elif declared.stages:
             declared.begin([], {}, 0, {})
+        if pipeline is not None:
+            for message in pipeline.take_earlier(self.nnsight_requests):
+                declared.fail_with(message.failures)
+                declared.supply(message.read)
+            if pipeline.sharing:
+                self.nnsight_model.interleaver.reindex()
         # A step without tokens is the last one for now.
         self._send(wait=not scheduler_output.total_num_scheduled_tokens)
         return corrections
@@ -382,6 +479,8 @@ class TracewireRunner(NNsightGPUModelRunner):
         fresh = scheduler_output.scheduled_new_reqs
         if book.requests or book.templates or any(_BLOCKS & _arguments(data).keys() for data in fresh):
             corrections = super()._update_states(scheduler_output)
+            if self.tracewire_pipeline is not None:
+                self._begin_shared(self.tracewire_pipeline, scheduler_output.num_scheduled_tokens)
             # The step begins, for blocks that wait for its live parameters.
             self.nnsight_model.interleaver.handle(LIVE, None)
             return corrections
@@ -393,7 +492,33 @@ class TracewireRunner(NNsightGPUModelRunner):
                 tokens = scheduler_output.num_scheduled_tokens
                 book.scope(self.nnsight_model, [(name, tokens[name]) for name in self.input_batch.req_ids])
         self.nnsight_model.interleaver.batcher.total = scheduler_output.total_num_scheduled_tokens
+        if self.tracewire_pipeline is not None:
+            self._begin_shared(self.tracewire_pipeline, scheduler_output.num_scheduled_tokens)
         return corrections
+
+    def _begin_shared(self, pipeline: Pipeline, scheduled: dict[str, int]) -> None:
+        """A step begins: note whose blocks share it with other pipeline stages."""
+        pipeline.begin(scheduled)
+        for request_id in pipeline.sharing:
+            for mediator in self.nnsight_requests.copies(request_id).values():
+                mediator.begin_step()
+
+    def _tell(self, pipeline: Pipeline) -> None:
+        """This stage's part of the step is over: tell the others."""
+        book, declared = self.nnsight_requests, self.tracewire_declared
+
+        def share(request_id: str) -> Share:
+            return shared(book.copies(request_id), book.requests[request_id].error)
+
+        if pipeline.index == pipeline.topology.last or not pipeline.reads:
+            pipeline.tell(share, [], {})
+            return
+        failures = declared.failures()
+        for request_id in pipeline.early - declared.live.keys():
+            # Its interventions could not be made here.
+            if request_id in book.requests and (error := share(request_id).errors.get("")) is not None:
+                failures[request_id] = error
+        pipeline.tell(share, declared.read(), failures)
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         stepped = self.execute_model_state is not None
@@ -404,10 +529,16 @@ class TracewireRunner(NNsightGPUModelRunner):
             self.nnsight_requests.record_saves()
         else:
             output = super().sample_tokens(*args, **kwargs)
+        pipeline = self.tracewire_pipeline
         if stepped:
             self._report_step()
             self._report_declared()
             self._send()
+            if pipeline is not None:
+                self._tell(pipeline)
+        elif pipeline is not None:
+            # What the blocks marked as saved and hold no more is let go.
+            self._report_step()
         return output
 
     def _skip_sampling_phases(self) -> bool:
@@ -589,6 +720,8 @@ class TracewireRunner(NNsightGPUModelRunner):
             request = requests.requests.get(request_id) or Request(request_id)
             declaration = self.tracewire_declared.pop(request_id)
             requests.leave(request_id)
+            if self.tracewire_pipeline is not None:
+                self.tracewire_pipeline.forget(request_id)
             if traced is None:
                 failure = None if declaration is None else declaration.failure
                 record = FinishRecord(request.engine_id, request.index, _NO_DELTAS, error=failure)
@@ -772,4 +905,5 @@ class TracewireRunner(NNsightGPUModelRunner):
         """How many requests this worker still holds anything for: 0 when the engine is idle. A leak gauge, by RPC."""
         book = self.nnsight_requests
         held = (book.requests, book.traced, book.declared.live, book.live.runs, book.runs, self.tracewire_kept or ())
-        return max(map(len, (*held, book.shares.runs, book.results.waiting)))
+        most = max(map(len, (*held, book.shares.runs, book.results.waiting)))
+        return most if self.tracewire_pipeline is None else max(most, self.tracewire_pipeline.count)

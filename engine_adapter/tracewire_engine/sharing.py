@@ -76,6 +76,10 @@ class SharedRuns:
         self.forget(run.name)
         return run
 
+    def of(self, request: str) -> str | None:
+        """Which run a request is in, by the adapter's names."""
+        return self._members.get(request)
+
     def forget(self, name: str) -> None:
         """Drop a run, if it is there: some of its requests may never come."""
         if self.runs.pop(name, None) is not None:

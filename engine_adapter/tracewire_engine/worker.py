@@ -14,6 +14,7 @@ from nnsight.modeling.vllm.workers.GPUWorker import NNsightGPUWorker
 from vllm.platforms import current_platform
 
 from .endpoints import is_remote
+from .pipeline import PipelineMixin
 from .pulse import PulseSender
 from .runner import TracewireRunner
 from .wiring import LINK_ADDRESS, WORKER_PATIENCE
@@ -28,7 +29,7 @@ else:
     from vllm.v1.worker.gpu_worker import Worker as _PlatformWorker
 
 
-class _Runner(TracewireRunner, _PlatformRunner):
+class _Runner(TracewireRunner, PipelineMixin, _PlatformRunner):
     """Our runner over the platform's own."""
 
 

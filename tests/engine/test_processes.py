@@ -30,7 +30,6 @@ async def own_bus() -> AsyncIterator[str]:
 @pytest.mark.parametrize(
     ("options", "environment", "said"),
     [
-        (["--pipeline-parallel-size", "2"], {}, "--pipeline-parallel-size"),
         (["--data-parallel-size", "2"], {}, "--data-parallel-size"),
         (["--stream-interval", "4"], {}, "--stream-interval"),
         (["--scheduler-cls", "vllm.v1.core.sched.scheduler.Scheduler"], {}, "--scheduler-cls"),

@@ -1,0 +1,126 @@
+"""An engine of two pipeline stages: what blocks and declared interventions do is the same as on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import anyio
+import pytest
+
+import tracewire
+from tests.distributed import blocks
+from tests.distributed.layouts import Served, served
+from tests.distributed.scenarios import GREEDY, PROMPT, SCENARIOS, check_events, outcome, same
+from tests.engine_process import EngineProcess
+from tracewire import Client, Model
+
+
+@pytest.fixture(scope="module")
+async def stages(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
+    """An engine of two stages, with a core each."""
+    async with served(tmp_path_factory.mktemp("stages"), "--pipeline-parallel-size", "2") as engine:
+        yield engine
+
+
+@pytest.fixture
+async def client(stages: Served) -> AsyncIterator[Client]:
+    """A client of that engine's bus."""
+    async with stages.client() as client:
+        yield client
+
+
+@pytest.fixture
+async def two(client: Client) -> Model:
+    """Its model."""
+    return await client.model("demo", wait_for_engine=30)
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+async def test_it_is_as_on_one_rank(
+    name: str, client: Client, two: Model, engine: EngineProcess, engine_bus: str
+) -> None:
+    ours = await SCENARIOS[name](client, two)
+    async with tracewire.connect(engine_bus) as other:
+        theirs = await SCENARIOS[name](other, await other.model("demo", wait_for_engine=30))
+    assert not same(theirs, ours, tolerance=0.02)
+
+
+REFUSED = {
+    "weights of the first": (blocks.weights(layer=1), "weight is on pipeline stage 0 only", "down_proj.weight"),
+    "weights of the last": (blocks.weights(layer=6), "weight is on pipeline stage 1 only", "down_proj.weight"),
+    "a call back": (blocks.calls_back, "which has done its part of this step", "mlp(late)"),
+    "passed meanwhile": (blocks.too_late, "the model had passed it before model.layers.5.mlp", "residual(2)"),
+    "inside a module": (blocks.inside, "are not served under pipeline parallelism", ".source"),
+    "a call of all": (blocks.calls_all, "cannot be called", "model.model("),
+    "something else": (blocks.differs, "must do the same on all of them", "residual("),
+    "failing on the first": (blocks.fails_on_one(stage=0), "only stage 0", "raise"),
+    "failing on the last": (blocks.fails_on_one(stage=1), "only stage 1", "raise"),
+    "endless on the first": (blocks.endless(layer=1), "ran for 3 s", "math.sqrt"),
+    "endless on the last": (blocks.endless(layer=6), "ran for 3 s", "math.sqrt"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+async def test_what_stages_cannot_do_ends_its_own_trace_at_its_line(what: str, client: Client, two: Model) -> None:
+    block, message, source = REFUSED[what]
+    plain: list[Any] = []
+
+    async def beside() -> None:
+        plain.append(await outcome(client, two, max_tokens=20))
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(beside)
+        with anyio.fail_after(30):
+            came_to = await outcome(client, two, block)
+    assert came_to["status"] == "failed"
+    kind, said, line, at = came_to["error"]
+    assert message in said, (kind, said)
+    assert source in at
+    assert line > 1
+    assert plain[0]["status"] == "finished"
+    again = await outcome(client, two, max_tokens=20)
+    assert again["choices"][0][0] == plain[0]["choices"][0][0]
+
+
+async def test_cancelled_in_the_middle(client: Client, two: Model) -> None:
+    for block in (blocks.reads_in_order, blocks.carried(amount=0.1), None):
+        async with client.trace(two, PROMPT, block, **GREEDY, max_tokens=400) as trace:
+            async for item in trace:
+                if isinstance(item, tracewire.Output) and item.index >= 4:
+                    break
+            await trace.cancel()
+            events = [event async for event in client.subscribe(trace.id, since="start")]
+        check_events(events)
+        assert events[-1].status == "cancelled"
+    assert (await outcome(client, two, blocks.arithmetic))["status"] == "finished"
+
+
+async def test_paused_and_resumed(client: Client, two: Model) -> None:
+    expected = await outcome(client, two, blocks.carried(amount=0.125), max_tokens=40)
+    async with (
+        client.trace(two, PROMPT, blocks.reads_in_order, **GREEDY, max_tokens=200) as beside,
+        client.trace(two, PROMPT, blocks.carried(amount=0.125), **GREEDY, max_tokens=40) as trace,
+    ):
+        async for item in trace:
+            if isinstance(item, tracewire.Output) and item.index >= 4:
+                break
+        assert await trace.pause()
+        seen = 0
+        async for item in beside:
+            seen += isinstance(item, tracewire.Output)
+            if seen == 30:
+                break
+        await trace.resume()
+        result = await trace.result()
+    assert result.token_ids == expected["choices"][0][0]
+    assert not same(expected["choices"][0][1], result.saves, tolerance=0.02)
+
+
+async def test_random_numbers_are_the_same_on_all_stages(client: Client, two: Model) -> None:
+    one, other = [await outcome(client, two, blocks.noisy) for _ in range(2)]
+    for came_to in (one, other):
+        for noise, added in came_to["choices"][0][1]["seen"]:
+            assert not same(added, noise, tolerance=0.05)
+    drawn = [item[0].tobytes() for came_to in (one, other) for item in came_to["choices"][0][1]["seen"]]
+    assert len(set(drawn)) == 12
