@@ -38,6 +38,7 @@ class Keys:
         - `suspects`, sorted set: waiting entries with one try left, in the order they came.
         - `holders`, set: the engines that have taken entries.
         - `engine:<engine>`, string: whose takes count as this engine's.
+        - `caretaker:<role>`, string: who of many looks at all that is taken, for now.
         """
         return f"{self.prefix}:{{{model}}}:queue:{part}"
 

@@ -58,6 +58,8 @@ _POLL_S: Final = 1.0
 _TOKEN_S: Final = 24 * 3600
 #: Who holds what was given up: no engine is called so, nor is a lease held by such a name.
 _GIVEN_UP: Final = b"\1given up"
+#: How long one of many looks after a queue for all of them without saying so again, in seconds.
+CARE_S: Final = 2.5
 #: How many entries one call of a script puts back.
 _PUT_BACK_AT_ONCE: Final = 100
 #: How long the other suspects wait for the one that an engine has, in seconds.
@@ -360,6 +362,18 @@ return {back, more and 1 or 0}
 """
 )
 
+# Who asks first does what one of many is to do, until it has not asked for so long. KEYS: who does. ARGV: who asks, for
+# how many milliseconds. Begins with what is never refused.
+_CARE: Final = Script(
+    """
+local who = redis.call('GET', KEYS[1])
+if who and who ~= ARGV[1] then return 0 end
+redis.call('DEL', KEYS[1])
+redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+return 1
+"""
+)
+
 # What a holder has. ARGV: holder, most bytes in all, most bytes of one.
 _HELD: Final = Script(
     _COMMON
@@ -649,6 +663,16 @@ class Queue:
         """
         found = await self._connections.command("SMEMBERS", self._keys.queue(model, "holders"))
         return [_text(name) for name in found]
+
+    async def cares(self, model: str, role: str, who: str) -> bool:
+        """Whether `who`, of all in this role, is to look at whatever is taken. One at a time is enough: it takes the
+        longer, the more there is. It stays so for who asks again within `CARE_S` seconds.
+
+        Raises:
+            BusUnavailable: Redis stayed away.
+        """
+        key = self._keys.queue(model, f"caretaker:{role}")
+        return bool(await self._connections.command(*_CARE((key,), who, round(CARE_S * 1000))))
 
     async def put_back(
         self, model: str, holder: str, why: str, *, lost: bool, trace: str = "", attempt: int = 0

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
+import uuid
 from typing import TYPE_CHECKING, Final
 
 import anyio
@@ -45,6 +46,9 @@ class Recovery:
         self._since: float | None = None
         self._looked = -math.inf
         self._missing: dict[str, float] = {}
+        self._who = uuid.uuid4().hex
+        #: Whether, as of the last look, this one of all that look sees to what is taken by nobody that lives.
+        self.cares = False
 
     async def look(self, but: str = "") -> list[str]:
         """Find the engines that are gone, except `but`, and let what they had wait again. Returns their names.
@@ -74,7 +78,9 @@ class Recovery:
             del self._missing[name]
             if back:
                 logger.warning("engine %s has gone: %d traces of %s wait again", name, back, self._model)
-        await self.bury()
+        self.cares = await self._bus.queue.cares(self._model, "engines" if but else "clients", self._who)
+        if gone or self.cares:
+            await self.bury()
         return gone
 
     async def bury(self) -> None:

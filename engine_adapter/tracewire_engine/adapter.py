@@ -612,7 +612,9 @@ class Adapter:
         for run in self._by_trace.values():
             if isinstance(run, TraceRun) and run.lease:
                 running.setdefault(run.lease, []).append(run)
-        waiting = {lease for lease in await self._bus.queue.leases(self._info.model) if lease}
+        # All that waits is looked at by one of the engines.
+        cares = self._recovery.cares
+        waiting = {lease for lease in await self._bus.queue.leases(self._info.model) if lease} if cares else set()
         leases = [*running, *(waiting - running.keys())]
         held = await self._bus.records.held(leases)
         now = anyio.current_time()

@@ -553,10 +553,13 @@ async def test_two_engines_that_are_disturbed_get_each_entry_once(bus: Bus, pref
 
         async def serve(engine: str) -> None:
             nonlocal cancelled
+            vain = 0
             while len(taken) < len(wanted):
-                with anyio.move_on_after(chance.uniform(0, 0.004)) as scope:
+                # On a busy machine, too, some get through.
+                with anyio.move_on_after(chance.uniform(0, 0.004) * (1 + vain)) as scope:
                     taken.extend(traces(await far.queue.take("demo", engine, chance.randint(1, 5), 50)))
                 cancelled += scope.cancelled_caught
+                vain = vain + 1 if scope.cancelled_caught else 0
 
         async def settle() -> None:
             settled = 0

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import anyio
 import pytest
 
 from benchmarks.fleet import Phase, Shape, run
+from tracewire_bus import queue
+from tracewire_bus.streams import Bus
 
 
 def judge(phases: list[Phase], shape: Shape) -> None:
@@ -41,3 +44,22 @@ async def test_two_thousand_traces_while_engines_come_and_go() -> None:
     """With an engine's own times: its lease is five seconds."""
     shape = Shape()
     judge(await run(shape), shape)
+
+
+async def test_one_engine_of_many_looks_at_all_that_is_taken(
+    bus: Bus, embedded: str, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes the longer, the more engines there are. Another does when that one has gone, and clients do besides."""
+    monkeypatch.setattr(queue, "CARE_S", 0.1)
+    async with Bus.open(embedded, prefix=prefix) as other:
+        first, second, client = bus.recovery("tiny"), other.recovery("tiny"), other.recovery("tiny")
+        for one, name in ((first, "a"), (second, "b"), (first, "a")):
+            await one.look(but=name)
+        await client.look()
+        assert (first.cares, second.cares, client.cares) == (True, False, True)
+        with anyio.fail_after(10):
+            while not second.cares:
+                await anyio.sleep(0.05)
+                await second.look(but="b")
+        await first.look(but="a")
+        assert (first.cares, second.cares) == (False, True)
