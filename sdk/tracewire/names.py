@@ -160,13 +160,15 @@ class FreeNames:
     def _pattern(self, node: ast.AST, bound: set[str]) -> None:
         for inner in ast.walk(node):
             match inner:
-                case ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)) | ast.MatchMapping(rest=str(name)):
+                case ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)):
                     self._store(name, bound)
                 case ast.MatchValue(value=expression) | ast.MatchClass(cls=expression):
                     self._expression(expression, bound)
-                case ast.MatchMapping(keys=keys):
+                case ast.MatchMapping(keys=keys, rest=rest):
                     for key in keys:
                         self._expression(key, bound)
+                    if rest is not None:
+                        self._store(rest, bound)
 
     def _load(self, name: str, line: int, bound: set[str]) -> None:
         if name not in bound:
