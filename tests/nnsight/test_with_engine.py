@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import anyio
+import nnsight
 import numpy as np
 import pytest
 import torch
@@ -84,7 +85,7 @@ async def test_both_forms_save_the_same(client: Client, model: Model) -> None:
         for step in tracer.iter[:]:
             hidden = model.residual(layer).output[-1].float()
             scores.append((hidden @ direction).item() + tracer.live.alpha)
-        last = hidden.save()
+        last = nnsight.save(hidden)
     two = await tracer.result()
     assert len(two.saves["scores"]) == GREEDY["max_tokens"]
     assert one.digest() == two.digest()
