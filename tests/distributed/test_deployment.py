@@ -10,9 +10,11 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import socket
 import subprocess
 import sys
+import zipfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -97,8 +99,40 @@ def test_everything_that_is_referred_to_is_there() -> None:
     }
     stages = re.findall(r"^FROM \S+ AS (\S+)$", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE)
     assert COMPOSE["services"]["engine"]["build"]["target"] in stages
-    for source in re.findall(r"^COPY (?!--from)(.+) \S+$", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE):
-        assert all((ROOT / name).exists() for name in source.split()), source
+    for sources, _ in copied():
+        assert all((ROOT / name).exists() for name in sources), sources
+
+
+def copied() -> Iterator[tuple[list[str], str]]:
+    """What the Dockerfile copies from the repository, and where to."""
+    for line in re.findall(r"^COPY (?!--from)(.+)$", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE):
+        *sources, target = line.split()
+        yield sources, target
+
+
+def test_what_an_image_is_given_makes_a_whole_wheel(tmp_path: Path) -> None:
+    """The first stage's last command, on the files that it copies and no others."""
+    for sources, target in copied():
+        if target.startswith("/"):
+            continue
+        for source in sources:
+            where = tmp_path / target / Path(source).name if target == "./" else tmp_path / target
+            where.parent.mkdir(parents=True, exist_ok=True)
+            if (ROOT / source).is_dir():
+                shutil.copytree(ROOT / source, where, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy(ROOT / source, where)
+    build = ["pip", "wheel", "--no-cache-dir", "--no-deps", "--no-build-isolation", "-w", "dist", "."]
+    assert f"RUN {' '.join(build)}\n" in (DEPLOY / "Dockerfile").read_text()
+    subprocess.run([sys.executable, "-m", *build], cwd=tmp_path, check=True, capture_output=True, timeout=300)
+    (wheel,) = (tmp_path / "dist").glob("*.whl")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert names >= {
+        "tracewire/cli.py",
+        "tracewire_bus/streams.py",
+        "tracewire_engine/cli.py",
+        "tracewire_engine/demo_model/config.json",
+    }
 
 
 def test_both_start_redis_alike_and_it_never_evicts() -> None:
