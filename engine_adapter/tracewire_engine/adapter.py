@@ -675,6 +675,7 @@ class Adapter:
             await writer.append(trace, entry.attempt, 0, encode(final), final=True, done=settled, life=life)
         except Fenced:
             logger.warning("trace %s has ended already; its rejection was dropped", trace)
+            self._bus.queue.settled(self._info.model, entry.trace)
         return None
 
     def _check(self, submission: Submission) -> Blocks:

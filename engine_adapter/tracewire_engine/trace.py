@@ -888,7 +888,8 @@ class TraceRun:
         try:
             await self._append(final, final=True)
         except Fenced:
-            return
+            # Others have ended it, or run it by now.
+            self.fenced = True
 
     async def abort_all(self) -> None:
         """End all of the trace's requests in the engine."""

@@ -17,11 +17,11 @@ from tests.faults.test_engine_loss import Gate, free, whole
 from tests.faults.test_redis_loss import until
 from tracewire import Client, Restarted
 from tracewire_bus import queue, recovery
-from tracewire_bus.messages import Failure
+from tracewire_bus.messages import Failure, Invoke, Submission
 from tracewire_bus.streams import Bus, BusError, BusUnavailable, NotAllowed
 from tracewire_engine import adapter as adapters
 from tracewire_engine.adapter import Adapter, Settings
-from tracewire_engine.engine import Choice
+from tracewire_engine.engine import Choice, Rejection
 
 PATIENCE = 10
 
@@ -215,6 +215,48 @@ async def test_an_engine_that_was_told_to_stop_with_its_adapter_costs_no_try(cli
     assert not [event for event in events if isinstance(event, Restarted)]
 
 
+@pytest.mark.parametrize("where", ["in its check", "in its engine"])
+async def test_a_rejected_trace_that_others_had_ended_leaves_nothing_behind(
+    client: Client, bus: Bus, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """Its final is refused, and its entry is not claimed any more."""
+    engine = free()
+    ended = anyio.Event()
+
+    async def ends(submission: Submission) -> None:
+        await bus.records.end(submission.trace, "failed", Failure(type="Test", message="ended by others"))
+        ended.set()
+        raise Rejection("prompt", "it is not to the engine's liking")
+
+    async def prepare(submission: Submission, *_: Any, **__: Any) -> Any:
+        await ends(submission)
+
+    async with serving(bus, engine) as adapter:
+        opening = adapter._open
+
+        async def checks(writer: Any, entry: Any) -> Any:
+            await bus.records.end(entry.trace, "failed", Failure(type="Test", message="ended by others"))
+            return await opening(writer, entry)
+
+        def check(_: Any) -> None:
+            ended.set()
+            raise Rejection("prompt", "it is not to the adapter's liking")
+
+        if where == "in its check":
+            monkeypatch.setattr(adapter, "_open", checks)
+            monkeypatch.setattr(adapter, "_check", check)
+        else:
+            monkeypatch.setattr(engine, "prepare", prepare)
+        await client.model("tiny", wait_for_engine=PATIENCE)
+        async with client.trace("tiny", "hello", acts, max_tokens=3) as trace:
+            with anyio.fail_after(PATIENCE), pytest.raises(tracewire.TraceFailed, match="ended by others"):
+                await trace.result()
+        await ended.wait()
+        await until(lambda: not adapter._by_trace and not adapter._runs)
+        await until(lambda: _empty(bus))
+        assert [intake.claimed for intake in bus.queue._intakes.values()] == [set()]
+
+
 # --- suspects and dead letters ----------------------------------------------------------------------------------------
 
 
@@ -361,7 +403,5 @@ async def _are(readers: Any, names: set[bytes]) -> bool:
     return bool(await readers() == names)
 
 
-def _submission(trace: str) -> Any:
-    from tracewire_bus.messages import Invoke, Submission
-
+def _submission(trace: str) -> Submission:
     return Submission(trace=trace, model="tiny", invokes=[Invoke(prompt="hello")], detach=True)
