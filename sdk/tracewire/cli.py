@@ -35,7 +35,9 @@ GROUP = "tracewire.commands"
 #: Subcommands of this module, which no package replaces.
 OWN = ("models", "engines", "drain", "ready", "watch", "dead", "redis")
 #: How long `tracewire ready` waits for a Redis that does not answer, in seconds: whoever probes has little time.
-_PROBE_S = 3.0
+_PROBE_S = 5.0
+#: Within how many seconds an engine that lives is in the registry again.
+_RENEWED_S = 3.0
 
 
 def _commands() -> dict[str, EntryPoint]:
@@ -174,8 +176,9 @@ async def _drain(options: argparse.Namespace) -> int:
     async with connect(options.url, prefix=options.prefix) as client:
         names = list(options.engines)
         if options.host is not None:
-            names += [engine.name for engine in await client.engines() if engine.host == options.host]
-            if not names:
+            here = await _of_host(client, options.host)
+            names += here
+            if not here:
                 print(f"tracewire: no engine of host {options.host!r} lives (tracewire engines)", file=sys.stderr)
                 return 1
         drained = [await client.drain(name, timeout=options.timeout) for name in dict.fromkeys(names)]
@@ -192,6 +195,16 @@ async def _drain(options: argparse.Namespace) -> int:
             await one.wait()
             print(f"{one.engine.name}: has left", flush=True)
     return 0
+
+
+async def _of_host(client: Client, host: str) -> list[str]:
+    """The names of a host's engines. One that Redis has just kept waiting may be out of the registry for a moment."""
+    with anyio.move_on_after(_RENEWED_S):
+        while True:
+            if found := [engine.name for engine in await client.engines() if engine.host == host]:
+                return found
+            await anyio.sleep(0.2)
+    return []
 
 
 async def _ready(options: argparse.Namespace) -> int:

@@ -304,7 +304,8 @@ async def test_probes_and_the_hook_do_what_they_are_there_for(tmp_path: Path) ->
             assert said.returncode == 1, (name, said)
             assert socket.gethostname() in said.stderr
         engine = subprocess.Popen(
-            [sys.executable, "-m", "tests.faults.scripted", "--url", one.engines_url(), "--rate", "50"], cwd=ROOT
+            [sys.executable, "-m", "tests.faults.scripted", "--url", one.engines_url(), "--rate", "50", "--lease", "5"],
+            cwd=ROOT,
         )
         try:
             async with tracewire.connect(one.url("controller")) as client:

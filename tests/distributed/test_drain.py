@@ -365,6 +365,22 @@ async def test_draining_the_last_engine_with_work_waiting_is_warned_of(
     await trace.aclose()
 
 
+async def test_a_host_is_given_a_moment_to_be_in_the_registry_again(client: Client, bus: Bus) -> None:
+    found: list[str] = []
+
+    async def look() -> None:
+        found.extend(await cli._of_host(client, "here"))
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(look)
+        await anyio.lowlevel.checkpoint()
+        await bus.register(engine_info("tiny", "elsewhere", host="there"))
+        await bus.register(engine_info("tiny", "e", host="here"))
+    assert found == ["e"]
+    with anyio.fail_after(PATIENCE):
+        assert await cli._of_host(client, "nowhere") == []
+
+
 async def test_a_probe_for_life_does_not_blame_an_engine_for_redis(capsys: pytest.CaptureFixture[str]) -> None:
     where = ("--url", "unix:///nowhere/redis.sock")
     assert await command("ready", *where) == 1
