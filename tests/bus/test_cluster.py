@@ -194,9 +194,12 @@ async def test_everything_on_a_cluster(cluster: Cluster, prefix: str) -> None:
         await bus.sweep(bus.keys.tags)
         await bus.records.hold("one", 5)
         assert await bus.records.held(["one", "two", "three"]) == {"one"}
-        for name in ("a", "b", "c"):
-            await bus.register(engine_info(engine=name))
-        assert sorted(info.engine for info in await bus.engines()) == ["a", "b", "c"]
+        for running in (0, 1):
+            for name in ("a", "b", "c"):
+                await bus.register(engine_info(engine=name, running=running))
+            assert [(info.engine, info.running) for info in await bus.engines()] == [(one, running) for one in "abc"]
+        await bus.drain("a", by="me")
+        assert await bus.recovery("m").look() == []
         await bus.unregister("b")
         assert sorted(info.engine for info in await bus.engines()) == ["a", "c"]
         array = np.arange(700_000, dtype=np.float32)
