@@ -44,6 +44,10 @@ __all__ = ["Ending", "SaveTracker"]
 WINDOW = 256
 
 
+#: How many items one list or dict may gain in one step. A block's loop that asks the model for nothing makes millions
+#: until it is interrupted, and everybody would wait for them.
+MOST_ITEMS = 2**18
+
 #: How deep a glance for new tensors goes into what is new.
 _GLANCE = 4
 
@@ -127,6 +131,8 @@ class SaveTracker:
     def fresh(self, saves: Mapping[str, Any], found: list[Any]) -> None:
         """Add the tensors that the next `step` will send, as far as a glance tells: for one host copy of them all."""
         for name, value in saves.items():
+            if name in self.errors:
+                continue
             shadow = self._names.get(name)
             if shadow is None or shadow.value is not value:
                 _flat(value, 0, found)
@@ -328,6 +334,7 @@ def _adopt(value: Any, path: _Path, copies: Copies) -> tuple[Any, _Shadow]:
     elif cls is list or cls in _DICTS:
         if len(path) > MAX_DEPTH:
             raise Unsavable(path[:3], f"containers nest deeper than {MAX_DEPTH} or refer to themselves")
+        _check_gain(len(value), path)
         box = _Box(value)
         if cls is list:
             sent: Any = []
@@ -367,6 +374,7 @@ def _walk(box: _Box, path: _Path, copies: Copies, deltas: list[Delta], whole: bo
         for index in _replaced(items, value, start, stop):
             _put(box, index, value[index], (*path, index), copies, deltas)
         if len(value) > known:
+            _check_gain(len(value) - known, path)
             sent = []
             for index in range(known, len(value)):
                 wired, shadow = _adopt(value[index], (*path, index), copies)
@@ -374,6 +382,7 @@ def _walk(box: _Box, path: _Path, copies: Copies, deltas: list[Delta], whole: bo
                 box.append(value[index], shadow)
             deltas.append(Append(path=path, items=sent))
     else:
+        _check_gain(len(value) - len(box.items), path)
         for key in [key for key in box.items if key not in value]:
             deltas.append(Delete(path=(*path, path_key(key, path))))
             del box.items[key], box.shadows[key]
@@ -387,6 +396,11 @@ def _walk(box: _Box, path: _Path, copies: Copies, deltas: list[Delta], whole: bo
         # What was put just now has nothing new; walking it again costs little and finds nothing.
         if len(box.boxes) <= WINDOW or type(value) is not list or start <= key < stop:
             _walk(child, (*path, path_key(key, path)), copies, deltas, whole)
+
+
+def _check_gain(count: int, path: _Path) -> None:
+    if count > MOST_ITEMS:
+        raise Unsavable(path, f"it gained {count} items in one step, more than the {MOST_ITEMS} that can be sent")
 
 
 def _put(box: _Box, key: Any, item: Any, path: _Path, copies: Copies, deltas: list[Delta]) -> None:

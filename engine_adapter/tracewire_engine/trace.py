@@ -655,7 +655,7 @@ class TraceRun:
         if shared is None:
             return
         self._halves.pop(self._share, None)
-        if shared.choices[0].finish is None:
+        if shared.choices[0].finish is None and self.requests:
             with anyio.move_on_after(SHARED_S, shield=True):
                 try:
                     await self._engine.steer({}, [self._share], time.time())

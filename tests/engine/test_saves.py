@@ -47,6 +47,34 @@ class Replay:
         return self.fold.choices[0, 0].saves
 
 
+@pytest.mark.parametrize("nested", [False, True])
+def test_what_gains_too_much_in_one_step_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, nested: bool) -> None:
+    """A loop that asks the model for nothing: nobody waits for what it appended. The other saves go on."""
+    monkeypatch.setattr(saves_module, "MOST_ITEMS", 100)
+    replay = Replay()
+    runaway: list[Any] = []
+    keys: dict[int, int] = {}
+    replay.saves = {"runaway": [runaway] if nested else runaway, "keys": keys, "good": []}
+    for step in range(3):
+        runaway.extend(range(100))
+        keys.update(dict.fromkeys(range(100 * step, 100 * step + 100)))
+        replay.saves["good"].append(step)
+        replay.step()
+    assert not replay.tracker.errors
+    runaway.extend(range(101))
+    keys.update(dict.fromkeys(range(1000, 1101)))
+    replay.saves["good"].append(3)
+    replay.step()
+    assert set(replay.tracker.errors) == {"runaway", "keys"}
+    assert "gained 101 items in one step" in replay.tracker.errors["runaway"]
+    found: list[Any] = []
+    runaway.append(torch.zeros(1))
+    replay.tracker.fresh(replay.saves, found)
+    assert found == []
+    replay.finish()
+    assert replay.folded == {"good": [0, 1, 2, 3]}
+
+
 def test_a_growing_list_sends_each_item_once() -> None:
     replay = Replay()
     values: list[Any] = []

@@ -534,18 +534,19 @@ async def test_an_invoke_that_fails_leaves_what_was_shared(model: Model) -> None
         rows = [].save()
         with tracer.invoke("one"):
             for step in tracer.iter[:]:
-                rows.append((0, step))
+                rows.append((0, step, model.samples.item()))
         with tracer.invoke("two"):
             for step in tracer.iter[:]:
-                rows.append((1, step))
-                model.samples
+                rows.append((1, step, model.samples.item()))
                 if step == 1:
                     raise ValueError("no more")
     error = await failed(tracer)
     assert (error.type, error.source) == ("ValueError", 'raise ValueError("no more")')
-    steps = {index: [step for which, step in error.result.shared["rows"] if which == index] for index in (0, 1)}
-    assert steps[1] == [0, 1]
-    assert steps[0][:4] == [0, 1, 2, 3]
+    rows = error.result.shared["rows"]
+    ids = [invoke.choices[0].token_ids for invoke in error.result.invokes]
+    assert [row[1:] for row in rows if row[0] == 0] == list(enumerate(ids[0]))
+    assert [row[1:] for row in rows if row[0] == 1] == list(enumerate(ids[1]))
+    assert [len(each) for each in ids] == [4, 2]
 
 
 async def test_a_shared_value_of_a_trace_that_was_cancelled(model: Model) -> None:
