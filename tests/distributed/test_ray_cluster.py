@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tracewire_engine import ray_cluster
-from tracewire_engine.ray_cluster import Cluster, ClusterError, cores_of, joined, parse_address
+from tracewire_engine.ray_cluster import Cluster, ClusterError, ClusterUnavailable, cores_of, joined, parse_address
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_without_an_address_it_is_the_one_that_runs_here_or_its_own(monkeypatch:
     monkeypatch.setattr(ray_cluster, "_ask", lambda *question: {"address": None})
     with joined(None, 2, "CPU") as cluster:
         assert cluster.own
-    with pytest.raises(ClusterError, match="no Ray cluster runs on this machine"), joined("auto", 2, "CPU"):
+    with pytest.raises(ClusterUnavailable, match="no Ray cluster runs on this machine"), joined("auto", 2, "CPU"):
         pytest.fail("it ran")
 
 
@@ -73,7 +73,7 @@ def test_nobody_answers() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     address = f"127.0.0.1:{port}"
-    with pytest.raises(ClusterError, match=f"no Ray cluster answers at {address}"), joined(address, 2, "CPU"):
+    with pytest.raises(ClusterUnavailable, match=f"no Ray cluster answers at {address}"), joined(address, 2, "CPU"):
         pytest.fail("it ran")
 
 
@@ -81,7 +81,7 @@ def test_what_answers_is_no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_cluster, "_ASK_S", 5.0)
     with (
         listener() as server,
-        pytest.raises(ClusterError, match="Ray cluster"),
+        pytest.raises(ClusterUnavailable, match="Ray cluster"),
         joined(f"127.0.0.1:{server.getsockname()[1]}", 2, "CPU"),
     ):
         pytest.fail("it ran")
@@ -100,13 +100,14 @@ def test_one_that_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
         },
     }
     monkeypatch.setattr(ray_cluster, "_ask", lambda question, *_: answers[question])
+    monkeypatch.setattr(ray_cluster, "_runs_here", lambda node: node == "127.0.0.1")
     with listener() as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         with joined(address, 3, "CPU") as cluster:
             assert cluster == Cluster(address, "127.0.0.1")
             assert not cluster.own
-        said = r"has 3 CPU, and this engine needs 4 \(its nodes: 127.0.0.1 2, 10.0.0.2 1\)"
-        with pytest.raises(ClusterError, match=said), joined(address, 4, "CPU"):
+        said = r"has 3 CPU, and this engine needs 4 \(its nodes: 10.0.0.2 1, 127.0.0.1 2\)"
+        with pytest.raises(ClusterUnavailable, match=said), joined(address, 4, "CPU"):
             pytest.fail("it ran")
 
 
@@ -117,10 +118,11 @@ def test_a_cluster_that_asks_for_a_token(monkeypatch: pytest.MonkeyPatch, tmp_pa
     def ask(question: str, *_: str) -> object:
         asked.append(os.environ.get("RAY_AUTH_MODE"))
         if os.environ.get("RAY_AUTH_MODE") != "token":
-            raise ClusterError("the Ray cluster could not be joined: AuthenticationError: InvalidAuthToken")
+            raise ClusterUnavailable("the Ray cluster could not be joined: AuthenticationError: InvalidAuthToken")
         return {"nodes": ["127.0.0.1"]} if question == "nodes" else {"total": {"CPU": 2.0}, "nodes": []}
 
     monkeypatch.setattr(ray_cluster, "_ask", ask)
+    monkeypatch.setattr(ray_cluster, "_runs_here", lambda node: True)
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
         monkeypatch.delenv(name, raising=False)
@@ -143,12 +145,16 @@ def test_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_command_says_it_and_loads_nothing(tmp_path: Path, embedded: str) -> None:
-    """Exit status 2: the supervisor does not try again."""
-    command = [sys.executable, "-m", "tracewire.cli", "engine", "demo", "--url", embedded]
-    options = ["--distributed-executor-backend", "ray", "--ray-address", "ray://head:10001"]
-    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2
-    assert "Ray's client protocol cannot run an engine" in done.stderr
+    """With exit status 2 the supervisor does not try again, with 1 it does."""
+    command = [sys.executable, "-m", "tracewire.cli", "engine", "demo", "--url", embedded, "--restarts", "0"]
+    for address, status, said in (
+        ("ray://head:10001", 2, "Ray's client protocol cannot run an engine"),
+        ("127.0.0.1:1", 1, "no Ray cluster answers at 127.0.0.1:1"),
+    ):
+        options = ["--distributed-executor-backend", "ray", "--ray-address", address]
+        done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=240)
+        assert done.returncode == status
+        assert said in done.stderr
 
 
 @pytest.mark.parametrize(
