@@ -1,0 +1,88 @@
+"""Every scenario on engines of several layouts, one engine after the other, beside the first: for hosts with GPUs.
+
+    python -m tests.distributed.compare --layout one --layout tp2 --layout pp2 --layout tp2-ray [--json] -- --enforce-eager
+
+What stands behind `--` is given to each engine. The last line says for each layout which scenarios came out as on the
+first one, values to `--tolerance` of the largest, and where the others differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import anyio
+
+from tests.distributed.layouts import served
+from tests.distributed.scenarios import SCENARIOS, same
+
+LAYOUTS: dict[str, list[str]] = {
+    "one": [],
+    "tp2": ["--tensor-parallel-size", "2"],
+    "pp2": ["--pipeline-parallel-size", "2"],
+    "tp2-pp2": ["--tensor-parallel-size", "2", "--pipeline-parallel-size", "2"],
+    "tp2-ray": ["--tensor-parallel-size", "2", "--distributed-executor-backend", "ray"],
+    "pp2-ray": ["--pipeline-parallel-size", "2", "--distributed-executor-backend", "ray"],
+}
+
+
+async def run(layout: str, options: list[str], names: list[str], folder: Path) -> dict[str, Any]:
+    """What each scenario comes to on an engine of this layout; one that raises comes to its error."""
+    found: dict[str, Any] = {}
+    await anyio.Path(folder).mkdir()
+    began = time.monotonic()
+    async with served(folder, *LAYOUTS[layout], *options) as engine, engine.client() as client:
+        model = await client.model("demo", wait_for_engine=60)
+        print(f"{layout}: ready after {time.monotonic() - began:.0f} s", file=sys.stderr)
+        for name in names:
+            try:
+                with anyio.fail_after(120):
+                    found[name] = await SCENARIOS[name](client, model)
+            except Exception as error:
+                found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+async def compare(options: argparse.Namespace) -> dict[str, Any]:
+    """By layout, how many scenarios came out as on the first layout, and where the others differ."""
+    names = options.scenario or list(SCENARIOS)
+    first: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for layout in options.layout:
+            found = await run(layout, options.engine, names, Path(folder) / layout)
+            first = first or found
+            failed = {name: found[name] for name in names if isinstance(found[name], str)}
+            differing = {
+                name: lines[:3]
+                for name in names
+                if name not in failed and (lines := same(first[name], found[name], tolerance=options.tolerance))
+            }
+            equal = len(names) - len(failed) - len(differing)
+            figures[layout] = {"scenarios": len(names), "equal": equal, "differing": differing, "failed": failed}
+            print(f"{layout}: {figures[layout]}", file=sys.stderr)
+    return figures
+
+
+def main() -> int:
+    """Run from the command line; 1 if any scenario came out otherwise."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--layout", action="append", choices=sorted(LAYOUTS), required=True)
+    parser.add_argument("--scenario", action="append", choices=sorted(SCENARIOS), default=[])
+    parser.add_argument("--tolerance", type=float, default=0.02)
+    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    parser.add_argument("engine", nargs="*", help="options of every engine")
+    options = parser.parse_args()
+    figures = anyio.run(compare, options)
+    if options.json:
+        print(json.dumps(figures))
+    return int(any(one["equal"] != one["scenarios"] for one in figures.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
