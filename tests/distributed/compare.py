@@ -1,6 +1,6 @@
 """Every scenario on engines of several layouts, one engine after the other, beside the first: for hosts with GPUs.
 
-    python -m tests.distributed.compare --layout one --layout tp2 --layout pp2 --layout tp2-ray [--json] -- --enforce-eager
+    python -m tests.distributed.compare --layout one --layout tp2 --layout pp2 --layout tp2-ray -- --enforce-eager
 
 What stands behind `--` is given to each engine. The last line says for each layout which scenarios came out as on the
 first one, values to `--tolerance` of the largest, and where the others differ.
