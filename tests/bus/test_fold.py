@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tracewire_bus.codec import decode_event, encode
+from tracewire_bus.codec import decode_event, decode_plain, decode_snapshot, encode
 from tracewire_bus.fold import DigestMismatch, Fold, FoldError
 from tracewire_bus.messages import (
+    SHARED_INVOKE,
     Accepted,
     Append,
     Delete,
@@ -26,6 +27,7 @@ from tracewire_bus.messages import (
     Output,
     Restarted,
     Set,
+    Shared,
     Usage,
 )
 from tracewire_bus.values import ArrayRef, digest, equal, kind, length, wire
@@ -329,3 +331,39 @@ def test_references_are_verified_without_what_they_stand_for() -> None:
     events[0] = output(0, Set(path=("acts",), value=wire([refs[2]])))
     with pytest.raises(DigestMismatch, match="acts"):
         folded(*events).verify()
+
+
+def gain(seq: int, *steps: list[Delta], attempt: int = 1) -> Shared:
+    """What the trace shares has gained this, step by step."""
+    return Shared(attempt=attempt, seq=seq, invoke=SHARED_INVOKE, deltas=list(steps))
+
+
+def test_what_a_trace_shares_is_folded_apart_from_its_invokes_and_verified() -> None:
+    events: list[Event] = [
+        output(0, Set(path=("rows",), value=["own"])),
+        gain(1, [Set(path=("rows",), value=[1])], [Append(path=("rows",), items=[2]), Set(path=("n",), value={})]),
+        output(2, Append(path=("rows",), items=["more"]), index=1),
+        gain(3, [Append(path=("rows",), items=[3])]),
+    ]
+    shared, own = {"rows": [1, 2, 3, 4], "n": {}}, {"rows": ["own", "more"]}
+    manifest = manifest_of(own) + manifest_of(shared, invoke=SHARED_INVOKE)
+    last: list[Delta] = [Append(path=("rows",), items=[4])]
+    final = Final(attempt=1, seq=4, status="finished", deltas=[(SHARED_INVOKE, 0, last)], manifest=manifest)
+    fold = folded(*events, final)
+    fold.verify()
+    assert fold.state() == {(0, 0): own, (SHARED_INVOKE, 0): shared}
+    # From a snapshot on, as an engine takes it.
+    plain = Fold()
+    for event in events[:2]:
+        plain.apply(decode_plain(encode(event)))
+    resumed = Fold()
+    resumed.resume(decode_snapshot(encode(plain.snapshot())))
+    for event in (*events[2:], final):
+        resumed.apply(decode_event(encode(event)))
+    resumed.verify()
+    assert resumed.state() == fold.state()
+    with pytest.raises(DigestMismatch, match=r"-1\.0\.rows"):
+        folded(*events, Final(attempt=1, seq=4, status="finished", manifest=manifest)).verify()
+    # Another attempt begins with none of it.
+    again = folded(*events, Restarted(attempt=2, seq=0), gain(1, [Set(path=("rows",), value=[9])], attempt=2))
+    assert again.state() == {(SHARED_INVOKE, 0): {"rows": [9]}}
