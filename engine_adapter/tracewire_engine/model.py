@@ -25,7 +25,7 @@ from vllm.platforms import current_platform
 from tracewire_bus.codec import schema_text
 from tracewire_bus.messages import EngineInfo, ModuleInfo, Versions
 
-from .orphans import ADAPTER_PID, SLEEPS
+from .orphans import ADAPTER_PID
 from .ray_cluster import Cluster
 from .residual import find_layers
 from .wiring import (
@@ -130,7 +130,6 @@ def build_engine(
         # The engine is eager, but vLLM compiles a helper of logprobs on first use, which holds every request up for
         # seconds on a CPU.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-        os.environ.setdefault(SLEEPS, "1")
     options = {
         field.name: getattr(arguments, field.name)
         for field in dataclasses.fields(arguments)

@@ -11,13 +11,10 @@ import ctypes
 import os
 import signal
 
-__all__ = ["ADAPTER_PID", "SLEEPS", "die_with_parent", "register"]
+__all__ = ["ADAPTER_PID", "die_with_parent", "register"]
 
 #: Environment variable holding the adapter's process id, which its children inherit.
 ADAPTER_PID = "TRACEWIRE_ADAPTER_PID"
-
-#: Environment variable that says that they are to wait for each other without spinning.
-SLEEPS = "TRACEWIRE_SLEEPS"
 
 _PR_SET_PDEATHSIG = 1
 
@@ -38,14 +35,10 @@ def die_with_parent(parent: int | None = None) -> None:
 
 
 def register() -> None:
-    """Plugin entry point: tie a descendant of an adapter to its parent, and more. A no-op in any other vLLM process."""
+    """Plugin entry point: tie a descendant of an adapter to its parent. A no-op in any other vLLM process."""
     adapter = os.environ.get(ADAPTER_PID, "")
     if adapter and adapter != str(os.getpid()):
         # In a group of its own, so that a Ctrl-C at the terminal reaches the adapter alone, which drains first.
         if os.getpgid(0) == os.getpgid(os.getppid()):
             os.setpgid(0, 0)
         die_with_parent()
-        if os.environ.get(SLEEPS):
-            from .spinning import sleep_instead
-
-            sleep_instead()
