@@ -70,7 +70,20 @@ class TracewireRayWorker(ray_executor_v2.RayWorkerProc):  # type: ignore[misc, u
             if bind != "nobind":
                 os.sched_setaffinity(0, cores)
             torch.set_num_threads(len(cores))
+            _tell_nodes_apart(ray.get_runtime_context().get_node_id())
         super().initialize_worker(local_rank, *args, **kwargs)
+
+
+def _tell_nodes_apart(node: str) -> None:
+    """Have vLLM's ranks on a CPU share memory only with those of the same node.
+
+    It asks whether their groups have the same name, which they have on two machines as well, and then one waits for
+    memory that the other has opened elsewhere. Those of different names talk by Gloo.
+    """
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+
+    theirs = _CPUSHMDistributed.make_group_name
+    _CPUSHMDistributed.make_group_name = staticmethod(lambda communicator: f"{theirs(communicator)}-{node[:12]}")
 
 
 def _card_of(address: str) -> str | None:
@@ -138,6 +151,9 @@ class TracewireRayExecutor(ray_executor_v2.RayExecutorV2):  # type: ignore[misc,
 
     def shutdown(self) -> None:
         """End the workers, and leave the cluster: one of our own ends with that."""
+        if not ray.is_initialized():
+            # Ray would join anew to end actors that it does not know then.
+            self.ray_worker_handles: list[Any] = []
         super().shutdown()
         # Else two of its processes would outlive the engine by minutes.
         ray.shutdown()

