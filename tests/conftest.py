@@ -44,6 +44,14 @@ async def engine_bus() -> AsyncIterator[str]:
 @pytest.fixture(scope="session")
 def engine(engine_bus: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
     """The shared engine. Every trace's saves are also collected by nnsight's own collect and compared by digest."""
-    options = ("--check-collect", "--block-timeout", "3", "--blob-threshold", str(BLOB_THRESHOLD))
+    options = (
+        "--check-collect",
+        "--block-timeout",
+        "3",
+        "--blob-threshold",
+        str(BLOB_THRESHOLD),
+        "--openai",
+        "127.0.0.1:0",
+    )
     with running_engine(engine_bus, tmp_path_factory.mktemp("engine"), *options) as engine:
         yield engine

@@ -45,6 +45,7 @@ from .blob_link import BlobChunk
 from .edits import Chosen, Standing, place
 from .engine import Engine, EngineLost, Rejection
 from .inputs import Inputs
+from .plain_requests import PlainRequests
 from .reports import Reports
 from .retention import FinishedRetention, Retention
 from .steering import LiveTrace, Steering
@@ -118,6 +119,8 @@ class Adapter:
         )
         info.retention_s = bus.retention_s
         self._names = itertools.count()
+        #: The requests that are made of the engine beside its traces.
+        self.plain = PlainRequests(bus, self._standing, self._reports, self._halves, info.engine, self._notify)
         self._steering = Steering(engine)
         #: The runs that orders may come for; a list of orders for a trace that is about to have one.
         self._by_trace: dict[str, TraceRun | list[Order]] = {}
@@ -137,7 +140,8 @@ class Adapter:
         self._looked = -math.inf
         self._tags = itertools.cycle(bus.keys.tags[os.getpid() % TAGS :] + bus.keys.tags[: os.getpid() % TAGS])
         self._runs: set[anyio.CancelScope] = set()
-        self._stopping = anyio.Event()
+        #: Set when it takes nothing new any more.
+        self.stopping = anyio.Event()
         #: Set when it was asked on the bus to leave for good: nobody is to start it again.
         self.draining = anyio.Event()
         #: By when what runs has to end, by the event loop's clock.
@@ -160,7 +164,7 @@ class Adapter:
     @property
     def busy(self) -> bool:
         """Whether it runs any trace, or has something left to say to its engine about one."""
-        return bool(self._runs or self._reaping or self._steering.busy)
+        return bool(self._runs or self._reaping or self._steering.busy or self.plain.busy)
 
     def stop(self) -> None:
         """Take nothing new; `run` returns when what runs has ended, or `drain_s` later."""
@@ -177,7 +181,7 @@ class Adapter:
     def _stop(self, within_s: float) -> None:
         # Of several times the earliest counts.
         self._until = min(self._until, anyio.current_time() + within_s)
-        self._stopping.set()
+        self.stopping.set()
         self._notify()
 
     def _notify(self) -> None:
@@ -213,6 +217,7 @@ class Adapter:
             group.start_soon(self._heartbeat)
             group.start_soon(self._standing.follow)
             group.start_soon(self._standing.tell)
+            group.start_soon(self.plain.run)
             group.start_soon(self._look_after_others)
             logger.info("serving %s as engine %s", self._info.model, self._info.engine)
             async with anyio.create_task_group() as traces:
@@ -242,8 +247,8 @@ class Adapter:
     # --- intake -----------------------------------------------------------------------------------------------------
 
     async def _take(self, writer: Writer, traces: anyio.abc.TaskGroup) -> None:
-        while not self._stopping.is_set():
-            room = self._info.capacity - len(self._runs)
+        while not self.stopping.is_set():
+            room = self._info.capacity - len(self._runs) - self.plain.running
             valid_s = self._valid_until - anyio.current_time()
             if room <= 0 or valid_s <= 0 or self.holding:
                 await self._changed.wait()
@@ -264,11 +269,11 @@ class Adapter:
     async def _let_be(self) -> None:
         """Wait a while before asking again for what Redis has refused, or until we are told to stop."""
         with anyio.move_on_after(self._refused.next()):
-            await self._stopping.wait()
+            await self.stopping.wait()
 
     async def _drain(self) -> None:
         """Let what runs finish, for as long as there is, then end it."""
-        while self._runs and not self.lost and (left_s := self._until - anyio.current_time()) > 0:
+        while (self._runs or self.plain.busy) and not self.lost and (left_s := self._until - anyio.current_time()) > 0:
             with anyio.move_on_after(left_s):
                 await self._changed.wait()
         for scope in self._runs:
@@ -417,7 +422,7 @@ class Adapter:
         except Rejection as rejection:
             status, problem = "rejected", rejection.failure
         except EngineLost as error:
-            if self._stopping.is_set() and not self._engine.lost:
+            if self.stopping.is_set() and not self._engine.lost:
                 # All processes were told to stop at once, us among them. The others finish what they run.
                 logger.info("trace %s is handed over: %s", submission.trace, error)
                 handed_over = True
@@ -438,7 +443,7 @@ class Adapter:
             problem = Failure(type="EngineShutdown", message=f"engine {engine} was shut down while it ran this trace")
         if problem is not None and not run.ended:
             # A Redis that is away must not keep a stopping engine from leaving.
-            with anyio.move_on_after(self._settings.last_words_s if self._stopping.is_set() else None, shield=True):
+            with anyio.move_on_after(self._settings.last_words_s if self.stopping.is_set() else None, shield=True):
                 await run.abort_all()
                 await run.fail(problem, status=status)
         if run.fenced:
@@ -815,7 +820,7 @@ class Adapter:
                 self.stop()
             # Of requests that nobody follows: plain ones.
             self._reports.pull()
-            info.running = len(self._runs)
+            info.running = len(self._runs) + self.plain.running
             stopping = "holding" if self.holding and self._taking else "serving" if self._taking else "draining"
             info.state = "lost" if self.lost else stopping
             try:

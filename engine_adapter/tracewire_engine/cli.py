@@ -15,6 +15,7 @@ import logging
 import math
 import os
 import signal
+import socket
 import sys
 from functools import partial
 from importlib.util import find_spec
@@ -35,7 +36,9 @@ if TYPE_CHECKING:
     from tracewire_bus.messages import EngineInfo
     from tracewire_bus.streams import Bus
 
+    from .adapter import Adapter
     from .model import EngineModel
+    from .openai_api import HttpApi
 
 __all__ = ["LOOP", "demo_model", "main"]
 
@@ -211,6 +214,18 @@ def _adapter(arguments: list[str]) -> int:
         help="with a Ray cluster: how long nothing is heard of a worker before the engine is given up",
     )
     ours.add_argument(
+        "--openai",
+        metavar="HOST:PORT",
+        help="serve vLLM's OpenAI-compatible HTTP API, too, with standing interventions on its requests",
+    )
+    ours.add_argument(
+        "--openai-option",
+        action="append",
+        default=[],
+        metavar="OPTION",
+        help="an option of vLLM's HTTP server (repeatable), as --openai-option=--chat-template=FILE",
+    )
+    ours.add_argument(
         "--check-collect",
         action="store_true",
         help="check every trace's saves against what nnsight's own collect returns (costs throughput)",
@@ -266,6 +281,17 @@ def _adapter(arguments: list[str]) -> int:
     except BusError as error:
         print(f"tracewire engine: {error}", file=sys.stderr)
         return 2
+    #: Where HTTP is served, if it is: bound before the model is loaded, which takes its time.
+    listener: socket.socket | None = None
+    if options.openai is not None:
+        try:
+            from .openai_api import bound
+
+            listener = bound(options.openai)
+        except (ValueError, OSError, ImportError) as error:
+            print(f"tracewire engine: --openai: {error}", file=sys.stderr)
+            return 2
+    options.listener = listener
     try:
         if vllm_arguments.distributed_executor_backend != "ray":
             return _serve(vllm_arguments, name or Path(folder).name, options)
@@ -281,6 +307,9 @@ def _adapter(arguments: list[str]) -> int:
     except (ClusterError, UnsupportedSetting) as error:
         print(f"tracewire engine: {error}", file=sys.stderr)
         return 2
+    finally:
+        if listener is not None:
+            listener.close()
 
 
 async def _check_redis(url: str, prefix: str, counts_bytes: bool) -> None:
@@ -374,6 +403,20 @@ async def _run(model: object, link: object, blobs: object, info: object, options
             return 2
         adapter = Adapter(engine, info, bus, settings)  # type: ignore[arg-type]
 
+        api: HttpApi | None = None
+        if options.listener is not None:
+            from .openai_api import HttpApi
+
+            api = await HttpApi.of(
+                engine.llm,
+                adapter.plain,
+                options.listener,
+                model=info.model,  # type: ignore[attr-defined]
+                path=info.path,  # type: ignore[attr-defined]
+                options=options.openai_option,
+            )
+            info.openai = api.url  # type: ignore[attr-defined]
+
         async def watch_signals() -> None:
             with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
                 async for number in signals:
@@ -388,10 +431,22 @@ async def _run(model: object, link: object, blobs: object, info: object, options
         async with anyio.create_task_group() as group:
             group.start_soon(watch_signals)
             group.start_soon(tell_of_draining)
+            if api is not None:
+                group.start_soon(api.run)
+                group.start_soon(_stop_with, api, adapter)
+                logger.info("serving vLLM's OpenAI-compatible API at %s", api.url)
             print(f"ready {info.engine}", flush=True)  # type: ignore[attr-defined]
             await adapter.run()
+            if api is not None:
+                await api.drop()
             group.cancel_scope.cancel()
     return 1 if adapter.lost else 0
+
+
+async def _stop_with(api: HttpApi, adapter: Adapter) -> None:
+    """Take no HTTP requests any more when the adapter takes no traces."""
+    await adapter.stopping.wait()
+    api.stop()
 
 
 async def _stranger(bus: Bus, info: EngineInfo) -> str:

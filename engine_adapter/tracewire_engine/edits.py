@@ -20,7 +20,7 @@ import anyio
 import msgspec
 
 from tracewire_bus.codec import encode
-from tracewire_bus.connection import BusError, Wakeup
+from tracewire_bus.connection import BusError, BusUnavailable, Wakeup
 from tracewire_bus.declared import DeclarationError, check, normalized
 from tracewire_bus.edits import RECORD_BYTES, EditSet, Installed, selected
 from tracewire_bus.messages import Block, Declared, Edit, EditRecord, EngineInfo, LogitLens, Probe, StopWhen
@@ -271,13 +271,12 @@ class Standing:
                 self._disabling.append((edit.name, edit.version, why[:2000]))
                 self._new.notify()
 
-    def leave(
-        self, chosen: Chosen, half: Half, request: str, tokens: list[int], reasons: list[str | None], dropped: str
-    ) -> None:
+    def leave(self, chosen: Chosen, half: Half, request: str, tokens: list[int], reasons: list[str | None]) -> None:
         """A request that is no trace has ended, and all that was reported of it is in `half`: tell what its edits left.
 
         `tokens` counts those of each choice.
         """
+        dropped = f"what edits saved on the request takes more than {RECORD_BYTES} bytes" if half.dropped else ""
         for index, choice in enumerate(half.choices):
             record = choice.finish
             if record is None:
@@ -357,13 +356,16 @@ class Standing:
                     edit, data = self._records[0]
                     try:
                         await edits.tell(model, edit, data)
-                    finally:
-                        # Once: what Redis refused it would refuse again.
-                        if self._records and self._records[0][1] is data:
-                            self._records.popleft()
-                            self._waiting -= len(data)
+                    except BusUnavailable:
+                        raise
+                    except BusError as error:
+                        # It would be refused again.
+                        logger.warning("what edit %s left on a request is lost: %s", edit, error)
+                    if self._records and self._records[0][1] is data:
+                        self._records.popleft()
+                        self._waiting -= len(data)
             except BusError as error:
-                logger.warning("what edits left on requests could not be told: %s", error)
+                logger.warning("what edits left on requests waits for Redis: %s", error)
                 await anyio.sleep(_LOOK_MS / 1000)
 
 

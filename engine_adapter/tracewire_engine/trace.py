@@ -163,6 +163,7 @@ class Half:
         stops: Sequence[StopWhen] = (),
         reports: Reports | None = None,
         live: LiveTrace | None = None,
+        limit: int = 0,
     ) -> None:
         self.trace = trace
         self._reports = reports
@@ -173,12 +174,17 @@ class Half:
         self._block = block
         self._reads = reads
         self._held = 0
+        self._limit = limit
+        #: Whether what was reported of steps took more than `limit`, and was let go of.
+        self.dropped = False
         #: For the one task that publishes the request's outputs.
         self._changed = Wakeup()
 
-    def forget(self) -> None:
-        """Let go of what was reported of steps, which nobody will take."""
-        self._held = 0
+    def _bound(self) -> None:
+        """Let go of what was reported of steps, which nobody will take, when it is too much."""
+        if not self._limit or not (self.dropped or self.held > self._limit):
+            return
+        self.dropped, self._held = True, 0
         for choice in self.choices:
             choice.forget()
             choice.reads.blobs.clear()
@@ -199,6 +205,7 @@ class Half:
             choice.digests.take(record.deltas)
         if record.ended:
             choice.ended, choice.ended_at = record.ended, record.index
+        self._bound()
         self._changed.notify()
 
     def read(self, choice_index: int, index: int, items: Sequence[Item], data: memoryview, ended_at: float) -> None:
@@ -211,6 +218,7 @@ class Half:
         self._held += sum(map(len, reads.steps.get(index, ())))
         if reads.stopped is not None and choice.ended_at is None:
             choice.ended, choice.ended_at, choice.reason = "stop", reads.stopped_at, f"StopWhen({reads.stopped.probe})"
+        self._bound()
         self._changed.notify()
 
     def finish(self, record: FinishRecord) -> None:
@@ -267,6 +275,16 @@ class Half:
                 if more:
                     found[place] = joined(bytes(found[place]), more)
         return found
+
+    @property
+    def failed(self) -> bool:
+        """Whether the workers have ended a choice with an error."""
+        return any(choice.ended == "error" for choice in self.choices)
+
+    async def until_failed(self) -> None:
+        """Wait until they have."""
+        while not self.failed:
+            await self._more()
 
     async def finished(self) -> None:
         """Wait until the workers have reported the end of every choice."""

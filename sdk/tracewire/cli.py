@@ -26,6 +26,7 @@ from tracewire_bus.firehose import Lifecycle
 
 from .client import Client, connect
 from .dead import DeadLetter
+from .edit_commands import add_edits
 from .errors import ConnectError, TracewireError, UnknownDeadLetter
 from .events import Accepted, Event, Final, Gap, Paused, Restarted, Resumed, Steered
 
@@ -33,7 +34,7 @@ __all__ = ["main"]
 
 GROUP = "tracewire.commands"
 #: Subcommands of this module, which no package replaces.
-OWN = ("models", "engines", "drain", "ready", "watch", "dead", "redis")
+OWN = ("models", "engines", "drain", "ready", "watch", "edits", "dead", "redis")
 #: How long `tracewire ready` waits for a Redis that does not answer, in seconds: whoever probes has little time.
 _PROBE_S = 5.0
 #: Within how many seconds an engine that lives is in the registry again.
@@ -127,6 +128,8 @@ def _parser() -> argparse.ArgumentParser:
         help="'start' (default for a trace), 'now' (default without one), an event's id, or where a watch was left",
     )
     watch.set_defaults(run=_watch)
+
+    add_edits(commands, shared)
 
     dead = commands.add_parser("dead", help="submissions that were given up: list, show, resubmit or drop them")
     actions = dead.add_subparsers(required=True, metavar="ACTION")

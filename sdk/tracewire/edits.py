@@ -16,7 +16,6 @@ import ast
 import logging
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -61,8 +60,7 @@ logger = logging.getLogger("tracewire")
 _POLL_S = 0.05
 
 
-@dataclass(frozen=True)
-class Edit:
+class Edit(msgspec.Struct, frozen=True):
     """A standing intervention as it is installed.
 
     Attributes:
@@ -93,7 +91,7 @@ class Edit:
     interventions: tuple[Declared, ...] = ()
     disabled: str = ""
     engines: tuple[str, ...] = ()
-    problems: dict[str, str] = field(default_factory=dict)
+    problems: dict[str, str] = {}
 
     @classmethod
     def of(cls, one: Installed, engines: Sequence[EngineInfo]) -> Edit:
@@ -125,8 +123,7 @@ class Edit:
         )
 
 
-@dataclass(frozen=True)
-class EditOutput:
+class EditOutput(msgspec.Struct, frozen=True):
     """What an edit left of one choice of one request, when that has ended.
 
     Attributes:
@@ -181,7 +178,7 @@ class EditOutput:
             raise BrokenStream(
                 f"entry {id_} of edit {record.edit!r} differs from what the engine collected: {', '.join(wrong)}"
             )
-        names = set(cls.__dataclass_fields__) - {"id", "saves"}
+        names = set(cls.__struct_fields__) - {"id", "saves"}
         return cls(id=id_, saves=saves, **{name: getattr(record, name) for name in names})
 
 
@@ -245,10 +242,10 @@ class Edits:
             except EditsFull as error:
                 raise EditRejected(name, "name", str(error)) from None
             engines = await self._followed(name, version, wait)
-            refusals = {engine.engine: engine.edit_errors[name] for engine in engines if name in engine.edit_errors}
+            refusals = [(engine.engine, why) for engine in engines if (why := engine.edit_errors.get(name)) is not None]
             if refusals:
                 await self._put_back(name, version, before)
-                engine, reason = next(iter(refusals.items()))
+                engine, reason = refusals[0]
                 where, _, message = reason.partition(": ")
                 raise EditRejected(name, where, f"{message} (says engine {engine})")
         return await self.get(name)
@@ -409,19 +406,19 @@ class Edits:
             raise EditRejected(edit.name, error.field, message) from None
 
     async def _followed(self, name: str, generation: int, wait: float | None) -> Sequence[EngineInfo]:
-        """The live engines of the model, when they follow this change."""
+        """The live engines of the model, when they follow this change; none if nobody is to wait."""
+        if wait is None:
+            return ()
         bus = self._client._open_bus()
         behind: list[str] = []
-        with anyio.move_on_after(wait or 0):
-            while wait is not None:
+        with anyio.move_on_after(wait):
+            while True:
                 engines = [engine for engine in await bus.engines() if engine.model == self.model]
                 behind = [engine.engine for engine in engines if engine.edits < generation]
                 if not behind:
                     return engines
                 await anyio.sleep(_POLL_S)
-        if wait is not None and behind:
-            raise EditPending(name, behind, wait)
-        return [engine for engine in await bus.engines() if engine.model == self.model]
+        raise EditPending(name, behind, wait)
 
 
 class EditWatch:

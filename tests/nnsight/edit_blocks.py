@@ -95,3 +95,11 @@ def steered(model, tracer, live):
 def large(model, tracer, live):
     """Saves an array that travels beside the stream."""
     rows = model.model.layers[1].output[0].float().repeat(1, 64).save()
+
+
+@tracewire.intervention
+def much(model, tracer, live):
+    """Saves some 48 kB a step, each of which is not large."""
+    rows = [].save()
+    for step in tracer.iter[:]:
+        rows.append(model.model.layers[1].output[0][-1].float().repeat(48))
