@@ -11,6 +11,7 @@ it uses. Samples begin when as many traces have ended as run at once, so that wh
 
 `redis_kept` says what Redis has at the end, when what it kept of the last traces is gone too, beyond what it had before
 the first, in KiB: by kind of key; its tables of keys and of their expiry; and the rest of what it says that it uses.
+`redis_pages` says what its RSS is made of then, in KiB.
 """
 
 from __future__ import annotations
@@ -123,6 +124,19 @@ async def _kept(bus: Bus) -> dict[str, float]:
             return kept
 
 
+async def _pages(bus: Bus) -> dict[str, float]:
+    """Of the pages that Redis holds, in KiB: what is in use, what is left between that, and what else there is."""
+    flat = await bus.command("MEMORY", "STATS")
+    stats = dict(zip(flat[::2], flat[1::2], strict=True))
+    used, active, resident = (stats[b"allocator." + name] for name in (b"allocated", b"active", b"resident"))
+    return {
+        "in use": round(used / 1024, 1),
+        "between": round((active - used) / 1024, 1),
+        "kept by the allocator": round((resident - active) / 1024, 1),
+        "outside of it": round(stats[b"rss-overhead.bytes"] / 1024, 1),
+    }
+
+
 def _gained(first: dict[str, float], last: dict[str, float]) -> dict[str, float]:
     """What has come since. Keys as Redis counts them have their entries in the table of keys with them."""
     gained = {kind: round(size - first.get(kind, 0.0), 1) for kind, size in last.items()}
@@ -204,6 +218,7 @@ async def soak(options: argparse.Namespace) -> dict[str, Any]:
                 # What ended last is kept for its time.
                 await anyio.sleep(min(options.retention, 10) + 1)
                 kept = _gained(first, await _kept(bus))
+                pages = await _pages(bus)
                 finished, _ = await bus.finished.total()
                 group.cancel_scope.cancel()
         finally:
@@ -235,6 +250,7 @@ async def soak(options: argparse.Namespace) -> dict[str, Any]:
         "wrong": [wrong for consumer in consumers for wrong in consumer.wrong],
         "left_on_the_queue": left,
         "redis_kept": kept,
+        "redis_pages": pages,
         "finished_left": finished,
         "samples": len(steady),
         "memory": memory,
