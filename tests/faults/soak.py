@@ -104,15 +104,7 @@ async def _used(bus: Bus) -> float:
 
 async def _kept(bus: Bus) -> dict[str, float]:
     """What Redis has, by the kind of key, in KiB; its tables of keys; and what it has in all."""
-    flat = await bus.command("MEMORY", "STATS")
-    stats = dict(zip(flat[::2], flat[1::2], strict=True))
-    tables = dict(zip(stats[b"db.0"][::2], stats[b"db.0"][1::2], strict=True))
-    kept = {
-        "in all": stats[b"total.allocated"] / 1024,
-        "table of keys": tables[b"overhead.hashtable.main"] / 1024,
-        "table of expiries": tables[b"overhead.hashtable.expires"] / 1024,
-        "clients": stats[b"clients.normal"] / 1024,
-    }
+    kept: dict[str, float] = {}
     cursor: Any = b"0"
     while True:
         cursor, names = await bus.command("SCAN", cursor, "COUNT", 1000)
@@ -121,7 +113,18 @@ async def _kept(bus: Bus) -> dict[str, float]:
             kind = name.decode().split("}")[-1].split(":")[1 if b"}" in name else -1]
             kept[kind] = kept.get(kind, 0.0) + (size or 0) / 1024
         if cursor == b"0":
-            return kept
+            break
+    # Now that what had expired was met, and is gone.
+    flat = await bus.command("MEMORY", "STATS")
+    stats = dict(zip(flat[::2], flat[1::2], strict=True))
+    tables = dict(zip(stats[b"db.0"][::2], stats[b"db.0"][1::2], strict=True))
+    kept |= {
+        "in all": stats[b"total.allocated"] / 1024,
+        "table of keys": tables[b"overhead.hashtable.main"] / 1024,
+        "table of expiries": tables[b"overhead.hashtable.expires"] / 1024,
+        "clients": stats[b"clients.normal"] / 1024,
+    }
+    return kept
 
 
 async def _pages(bus: Bus) -> dict[str, float]:

@@ -1,0 +1,51 @@
+"""What clients and engines hold does not grow with the traces that they have seen."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+
+import anyio
+import pytest
+
+import tracewire
+from tests.faults.scripted import acts, info, serving
+from tests.faults.test_engine_loss import free
+from tests.faults.test_redis_loss import until
+from tracewire import presence
+from tracewire_bus import writer as writing
+from tracewire_bus.streams import Bus
+
+
+async def test_nothing_that_python_counts_is_left_of_traces_that_have_ended(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What Redis has acknowledged is kept for a while, should it come back with less.
+    monkeypatch.setattr(writing, "KEEP_S", 0.0)
+    monkeypatch.setattr(writing, "LOOK_S", 0.05)
+    monkeypatch.setattr(presence, "EXPECT_S", 0.0)
+
+    async with tracewire.connect(bus.url, prefix=bus.keys.prefix) as client, serving(bus, free(), info()) as adapter:
+        await client.model("tiny", wait_for_engine=10)
+        room = anyio.Semaphore(20)
+
+        async def one(number: int) -> None:
+            async with client.trace("tiny", "hello", acts, max_tokens=5, trace_id=f"t{number}", detach=True) as trace:
+                await trace.result()
+            room.release()
+
+        async def run(first: int, last: int) -> Counter[str]:
+            async with anyio.create_task_group() as group:
+                for number in range(first, last):
+                    await room.acquire()
+                    group.start_soon(one, number)
+            await until(lambda: not (adapter.busy or adapter._by_trace or adapter._told))
+            # Both look at what they keep once more.
+            await anyio.sleep(1)
+            gc.collect()
+            return Counter(type(thing).__qualname__ for thing in gc.get_objects())
+
+        before = await run(0, 100)
+        after = await run(100, 400)
+    grown = {kind: count - before[kind] for kind, count in after.items() if count - before[kind] >= 100}
+    assert grown == {}
