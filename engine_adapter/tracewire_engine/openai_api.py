@@ -119,10 +119,13 @@ class HttpApi:
         self._server.should_exit = True
 
     async def drop(self) -> None:
-        """End it now, whatever runs."""
-        self._server.should_exit = self._server.force_exit = True
-        with anyio.move_on_after(_END_S):
-            await self._over.wait()
+        """End it now: what is being answered has a moment to be sent."""
+        self.stop()
+        for force in (False, True):
+            self._server.force_exit = force
+            with anyio.move_on_after(_END_S):
+                await self._over.wait()
+                return
 
 
 def _of_vllm() -> tuple[Any, Any, Any]:

@@ -18,6 +18,7 @@ import tracewire
 from tests.control.blocks import added, dawdles, scheduled, steered
 from tests.control.common import LONG, PROMPT, check_order, direction, held_up, schedule_of, steer_along
 from tests.engine_process import EngineProcess, running_engine
+from tests.nnsight import edit_blocks
 from tracewire import Client, Live, Model, Steer
 from tracewire_bus.embedded import EmbeddedServer
 
@@ -82,6 +83,29 @@ async def test_a_declared_intervention_steered_on_two_ranks(client: Client, two:
         async with client.trace(two, PROMPT, added(vectors=vectors), **sampling) as trace:
             known = await trace.result()
     assert result.token_ids == known.token_ids
+
+
+async def test_edits_on_two_ranks(client: Client, two: Model) -> None:
+    """Each rank runs them: what is read is gathered, and what is changed is changed on both."""
+    sampling = {"max_tokens": 12, "temperature": 0.0, "ignore_eos": True}
+    vector = direction(two)
+    async with client.trace(two, PROMPT, scheduled(direction=vector, schedule=[3.0] * 12), **sampling) as trace:
+        known = await trace.result()
+    edits = client.edits(two)
+    await edits.install("bent", scheduled(direction=vector, schedule=[3.0] * 12))
+    await edits.install("read", edit_blocks.watch)
+    try:
+        async with client.trace(two, PROMPT, edit_blocks.watch, **sampling) as trace:
+            result = await trace.result()
+    finally:
+        await edits.clear()
+    assert result.token_ids == known.token_ids
+    assert result.save_errors == {}
+    for read, own in zip(result.saves["read/hidden"], result.saves["hidden"], strict=True):
+        assert np.array_equal(read, own)
+    async with client.trace(two, PROMPT, edit_blocks.watch, **sampling) as trace:
+        plain = await trace.result()
+    assert not np.array_equal(plain.saves["hidden"][0], result.saves["hidden"][0])
 
 
 async def test_priorities_reach_the_scheduler(client: Client, two: Model) -> None:
