@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
+from nnsight.intervention.batching import SkipParts
 from nnsight.modeling.vllm.interleaver import VLLMInterleaver
 
 from tracewire_bus.codec import digest_bytes
@@ -863,6 +864,7 @@ class DeclaredInterleaver(VLLMInterleaver, BlockServing):
         """Make `interleaver` one of these, over `module`, the model that its locations count from."""
         interleaver.__class__ = cls
         interleaver.declared, interleaver.module, interleaver.armed = declared, module, set()
+        interleaver.skipped = {}
 
     def arm(self, locations: Iterable[str]) -> None:
         """Reach these locations without blocks, too."""
@@ -896,10 +898,13 @@ class DeclaredInterleaver(VLLMInterleaver, BlockServing):
     def handle(self, provider: str, value: Any) -> Any:
         if provider in self.elsewhere:
             return value
+        if self.skipped:
+            value = self.put_skipped(provider, value)
         stage = self.declared.stages.get(provider)
         if stage is not None and self.interleaving:
             value = self._serve(stage, value)
-        return super().handle(provider, value)
+        value = super().handle(provider, value)
+        return self.keep_skipped(provider, value) if type(value) is SkipParts else value
 
     def replay(self, location: str, live: Any) -> None:
         # Most steps of most engines have nobody at most taps, and few need what nnsight does for a block.

@@ -4,6 +4,10 @@ nnsight serves any run: one invoke or many, values of any nesting, blocks that w
 common case is narrow: many blocks of one request each are parked at one location, whose value is a tensor or a tuple of
 tensors with a row for each token. Each call for each block counts here, since the model waits. What differs from
 nnsight is how often something is looked up, never what a block is handed; all else goes nnsight's own way.
+
+One thing is different: `.skip()`. To nnsight a module can only be skipped by all that share its batch, and a block that
+skips one beside another request would end the engine. Here the module runs for all, and what a block puts in the place
+of its output is put there, at the block's own rows.
 """
 
 from __future__ import annotations
@@ -12,7 +16,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from greenlet import getcurrent
+from nnsight.intervention.batching import SkipParts
 from nnsight.intervention.interleaver import Interleaver
+from nnsight.intervention.source import NO_SKIP
 from nnsight.modeling.vllm.batching import VLLMBatcher
 
 from . import watchdog
@@ -55,6 +62,41 @@ class RowBatcher(VLLMBatcher):
             return self._pieces[mediator.row]
         return self.narrow(value, mediator.batch_group)
 
+    def widen(self, full: Any, group: Any, edited: Any) -> Any:
+        """`full` with a block's own rows replaced, as nnsight has it; of another shape they would break everybody's.
+
+        Raises:
+            ValueError: what the block gives is not made like what it was served.
+        """
+        return super().widen(full, group, edited if group is None else self._fitting(full, group, edited, "it"))
+
+    def _fitting(self, full: Any, group: Any, edited: Any, name: str) -> Any:
+        """`edited`, of the dtype and on the device of what it replaces."""
+        if isinstance(full, _Tensor):
+            wanted = tuple(self._narrow_tensor(full, group).shape)
+            if not isinstance(edited, _Tensor):
+                raise ValueError(f"{name} is replaced by a tensor of shape {wanted}, got {type(edited).__name__}")
+            if tuple(edited.shape) != wanted:
+                raise ValueError(f"{name} is replaced by a tensor of shape {wanted}, got {tuple(edited.shape)}")
+            return edited.to(device=full.device, dtype=full.dtype)
+        if isinstance(full, list | tuple):
+            if not isinstance(edited, list | tuple) or len(edited) != len(full):
+                got = f"{len(edited)} items" if isinstance(edited, list | tuple) else type(edited).__name__
+                raise ValueError(f"{name} is replaced by a {type(full).__name__} of {len(full)} items, got {got}")
+            pairs = enumerate(zip(full, edited, strict=True))
+            return tuple(self._fitting(one, group, other, f"{name}[{place}]") for place, (one, other) in pairs)
+        if isinstance(full, dict):
+            if not isinstance(edited, dict) or edited.keys() != full.keys():
+                raise ValueError(f"{name} is replaced by a dict of {sorted(map(str, full))}")
+            return {key: self._fitting(full[key], group, edited[key], f"{name}[{key!r}]") for key in full}
+        if isinstance(edited, _Tensor):
+            raise ValueError(f"{name} is {type(full).__name__} here, and is not replaced by a tensor")
+        return edited
+
+    def assemble_skip(self, running: Any) -> Any:
+        """What blocks put in place of a module's output, as it is: see `BlockServing.put_skipped`."""
+        return running
+
     def end(self) -> None:
         """Forget the value."""
         self._whole, self._pieces, self.busy = _NOTHING, (), False
@@ -62,6 +104,32 @@ class RowBatcher(VLLMBatcher):
 
 class BlockServing(Interleaver):
     """nnsight's interleaver, which looks once at each block to know who is parked here, and who is parked where."""
+
+    #: By the location of a module's output, what blocks want there of this visit, with the rows.
+    skipped: dict[str, list[tuple[Any, Any]]]
+
+    def keep_skipped(self, provider: str, value: SkipParts) -> Any:
+        """Note what blocks that skip a module put in place of its output; returns what has the module run."""
+        self.skipped[provider.removesuffix("skip") + "output"] = value.parts
+        return NO_SKIP
+
+    def put_skipped(self, provider: str, value: Any) -> Any:
+        """A module's output, with what blocks that skip it have in its place. What does not fit ends its block."""
+        parts = self.skipped.pop(provider, None)
+        if parts is None:
+            return value
+        undo = None
+        if self.fragments is not None and self.fragments.enabled and self.fragments.fragmented(provider):
+            value, undo = self.fragments.whole(provider, value)
+        for group, replacement in parts:
+            try:
+                value = self.batcher.widen(value, group, replacement)
+            except Exception as exception:
+                for mediator in self.mediators:
+                    if mediator.batch_group is group:
+                        mediator.exception = exception
+                        mediator.pending = None
+        return value if undo is None else undo(value)
 
     def handle(self, provider: str, value: Any) -> Any:
         if (
@@ -86,14 +154,27 @@ class BlockServing(Interleaver):
                     try:
                         value = mediator.handle(provider, value)
                     except Exception as exception:
-                        mediator.exception = exception
-                        mediator.pending = None
+                        self._fail(mediator, exception)
                 ready = self._look(provider)
         finally:
             batcher.end()
             watchdog.let_go()
         self.counts[provider] = occurrence + 1
         return batcher.assemble_skip(value)
+
+    @staticmethod
+    def _fail(mediator: Any, exception: BaseException) -> None:
+        """Have a block's exception be its end; one of serving it is raised in it first, at the line that asked."""
+        if mediator.alive:
+            try:
+                with watchdog.turn():
+                    mediator.worker.parent = getcurrent()
+                    mediator.pending = mediator.worker.throw(exception)
+                return
+            except BaseException as thrown:  # as a rule, the same
+                exception = thrown
+        mediator.exception = exception
+        mediator.pending = None
 
     def _look(self, provider: str) -> list[Any]:
         """Who is parked on this visit of `provider`; notes on the way where everybody is parked."""

@@ -1,0 +1,24 @@
+"""A client of the shared engine."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+import tracewire
+from tests.engine_process import EngineProcess
+from tracewire import Client, Model
+
+
+@pytest.fixture
+async def client(engine: EngineProcess, engine_bus: str) -> AsyncIterator[Client]:
+    """A client of the shared engine's bus."""
+    async with tracewire.connect(engine_bus) as client:
+        yield client
+
+
+@pytest.fixture
+async def model(client: Client) -> Model:
+    """The demo model as the client sees it."""
+    return await client.model("demo", wait_for_engine=30)
