@@ -155,6 +155,7 @@ class _Outputs:
     """A request's outputs at the adapter: those that nobody has taken yet are merged, as vLLM's collector does."""
 
     cached_tokens = 0
+    prompt_logprobs: tuple[()] = ()
 
     def __init__(self) -> None:
         self._waiting: Choice | None = None

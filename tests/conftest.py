@@ -43,7 +43,10 @@ async def engine_bus() -> AsyncIterator[str]:
 
 @pytest.fixture(scope="session")
 def engine(engine_bus: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
-    """The shared engine. Every trace's saves are also collected by nnsight's own collect and compared by digest."""
+    """The shared engine. Every trace's saves are also collected by nnsight's own collect and compared by digest.
+
+    After the last test, nothing of any request may be left in it.
+    """
     options = (
         "--check-collect",
         "--block-timeout",
@@ -55,3 +58,5 @@ def engine(engine_bus: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     )
     with running_engine(engine_bus, tmp_path_factory.mktemp("engine"), *options) as engine:
         yield engine
+    # Whatever the tests did with it.
+    assert "leaving: nothing tracked, all KV blocks free" in engine.log.read_text()

@@ -24,6 +24,7 @@ _SHARED: Final = {name: name for name in _MUST} | {
     "max_model_len": "longest sequence",
     "modules": "module tree",
     "taps": "taps",
+    "loras": "LoRA adapters",
     "versions": "versions",
 }
 

@@ -152,6 +152,7 @@ class Fold:
         self.usage = Usage()
         self.save_errors: dict[str, str] = {}
         self.manifest: list[Manifest] = []
+        self.prompt_logprobs: list[list[dict[int, tuple[float, int | None, str | None]]]] = []
 
     @property
     def finished(self) -> bool:
@@ -225,6 +226,7 @@ class Fold:
         self.usage = final.usage
         self.save_errors = dict(final.save_errors)
         self.manifest = list(final.manifest)
+        self.prompt_logprobs = list(final.prompt_logprobs)
 
     def _deltas(self, state: ChoiceState, deltas: Iterable[Delta]) -> None:
         for delta in deltas:

@@ -257,7 +257,8 @@ class Invoke(Message):
     """One prompt of a trace: text, token ids or chat messages (exactly one of the three), and its sampling params.
 
     `sampling` holds fields of vLLM's `SamplingParams` by name, plain values only. `edits`, where given, counts in place
-    of the submission's. `block` is its own block, which runs in place of the submission's.
+    of the submission's. `block` is its own block, which runs in place of the submission's. `lora` names an adapter of
+    the engine's, to run with.
     """
 
     prompt: str | None = None
@@ -266,6 +267,7 @@ class Invoke(Message):
     sampling: dict[str, Any] = {}
     edits: list[str] | None = None
     block: Block | None = None
+    lora: str | None = None
 
 
 class Submission(Message):
@@ -562,7 +564,8 @@ class Final(Event, tag="final"):
 
     `deltas` holds what was saved after the last output, and a `Set` for every value whose fold would differ from what
     nnsight collected, as `(invoke, choice, deltas)`. `save_errors` names saves that cannot travel (by
-    `invoke.choice.name`), each with the reason.
+    `invoke.choice.name`), each with the reason. `prompt_logprobs`, if any were asked for, holds for each invoke and
+    each token of its prompt what `Output.logprobs` does for a generated one; nothing for the first.
     """
 
     status: Status
@@ -572,6 +575,7 @@ class Final(Event, tag="final"):
     manifest: list[Manifest] = []
     save_errors: dict[str, str] = {}
     time: float = 0.0
+    prompt_logprobs: list[list[dict[int, tuple[float, int | None, str | None]]]] = []
 
     @property
     def id(self) -> str:
@@ -658,6 +662,7 @@ class EngineInfo(Message):
     `edit_errors` says why it runs some of them not, by name. `openai` is where it serves vLLM's HTTP API, if it does.
     `retention_s` is how long it keeps a trace after its end, in seconds; 0 where it does not say.
     `tree`, where `modules` and `attributes` are left out of a heartbeat, identifies them.
+    `loras` names the LoRA adapters that a prompt can ask for.
     """
 
     engine: str
@@ -686,3 +691,4 @@ class EngineInfo(Message):
     openai: str = ""
     retention_s: float = 0.0
     tree: bytes = b""
+    loras: list[str] = []

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from .adapter import Adapter
     from .model import EngineModel
     from .openai_api import HttpApi
+    from .vllm_engine import VllmEngine
 
 __all__ = ["LOOP", "demo_model", "main"]
 
@@ -121,6 +122,13 @@ def _adapter(arguments: list[str]) -> int:
         default=[],
         metavar="PATTERN",
         help="keep CUDA graphs, and serve this location in them (repeatable), as model.layers.*.output",
+    )
+    ours.add_argument(
+        "--lora",
+        action="append",
+        default=[],
+        metavar="NAME=FOLDER",
+        help="serve a LoRA adapter (PEFT's format) to the prompts that ask for it by name (repeatable)",
     )
     ours.add_argument(
         "--block-timeout",
@@ -241,6 +249,9 @@ def _adapter(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
 
     logging.basicConfig(level=logging.INFO, format=_LOG, stream=sys.stderr)
+    wrong = [one for one in options.lora if not all(one.partition("="))]
+    if wrong:
+        parser.error(f"--lora takes NAME=FOLDER; got {wrong[0]!r}")
     if options.blob_threshold < 0:
         parser.error(f"--blob-threshold takes a number of bytes, or 0; got {options.blob_threshold}")
     if options.queue_limit < 0:
@@ -351,6 +362,7 @@ def _serve(vllm_arguments: object, name: str, options: argparse.Namespace, clust
             kept_bytes=options.kept_kv_bytes,
             cluster=cluster,
             worker_patience_s=options.worker_patience,
+            loras=dict(one.split("=", 1) for one in options.lora),
         )
         pulse.on_loss(partial(_give_up, model))
         try:
@@ -439,6 +451,8 @@ async def _run(model: object, link: object, blobs: object, info: object, options
             await adapter.run()
             if api is not None:
                 await api.drop()
+            if not adapter.lost:
+                await _tell_held(engine)
             group.cancel_scope.cancel()
     return 1 if adapter.lost else 0
 
@@ -447,6 +461,22 @@ async def _stop_with(api: HttpApi, adapter: Adapter) -> None:
     """Take no HTTP requests any more when the adapter takes no traces."""
     await adapter.stopping.wait()
     api.stop()
+
+
+async def _tell_held(engine: VllmEngine) -> None:
+    """Say what an engine without traces still holds: what is left after a moment is a leak."""
+    held: dict[str, int] = {}
+    try:
+        with anyio.move_on_after(5):
+            # What ended last is forgotten in one more step.
+            while any((held := await engine.held()).values()):  # noqa: ASYNC110
+                await anyio.sleep(0.05)
+            logger.info("leaving: nothing tracked, all KV blocks free")
+            return
+    except Exception as error:  # told to stop at the same time
+        logger.info("leaving: what vLLM still holds is not known: %s", error)
+        return
+    logger.warning("leaving with something left of requests: %s", held)
 
 
 async def _stranger(bus: Bus, info: EngineInfo) -> str:

@@ -54,6 +54,7 @@ class Prepared(msgspec.Struct):
     #: Whether its block asks for its result (`Engine.give_result`), and its prompt's token ids for that.
     asks_result: bool = False
     token_ids: list[int] = []
+    lora: Any = None
 
 
 class Outputs(Protocol):
@@ -70,6 +71,11 @@ class Outputs(Protocol):
     @property
     def cached_tokens(self) -> int:
         """How many of the prompt's tokens were in the prefix cache and not computed, as far as is known."""
+        ...
+
+    @property
+    def prompt_logprobs(self) -> list[dict[int, tuple[float, int | None, str | None]]]:
+        """Those of the prompt's tokens, if they were asked for and have come."""
         ...
 
     def size(self) -> int:

@@ -8,18 +8,24 @@ prefix caching, which nnsight turns off, are as vLLM has them: our scheduler kee
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import socket
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
+from unittest import mock
 
 import msgspec
 import torch
 from nnsight.modeling.vllm import VLLM
+from vllm.config.lora import MaxLoRARanks
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.lora.request import LoRARequest
+from vllm.model_executor.model_loader import base_loader
 from vllm.platforms import current_platform
 
 from tracewire_bus.codec import schema_text
@@ -56,6 +62,15 @@ class EngineModel(VLLM):
     """nnsight's vLLM model, whose workers are ours."""
 
     _WORKER_CLS = "tracewire_engine.worker.TracewireWorker"
+    #: The adapters that prompts can ask for.
+    loras: Sequence[LoRARequest] = ()
+
+    def _load_meta(self, repo_id: str, **kwargs: Any) -> torch.nn.Module:
+        # What is made of weights for the device's kernels has no place in a tree without weights, and on a CPU cannot
+        # be made of the experts of a mixture.
+        with mock.patch.object(base_loader, "process_weights_after_loading", return_value=None):
+            tree: torch.nn.Module = super()._load_meta(repo_id, **kwargs)
+        return tree
 
 
 def refuse_unsupported(arguments: AsyncEngineArgs) -> None:
@@ -106,6 +121,7 @@ def build_engine(
     kept_bytes: int = 8 << 30,
     cluster: Cluster | None = None,
     worker_patience_s: float = 30.0,
+    loras: Mapping[str, str] | None = None,
 ) -> EngineModel:
     """Start `AsyncLLM` (its processes included) and return nnsight's model around it.
 
@@ -115,6 +131,7 @@ def build_engine(
     travel in blobs; with 0, none does. Of preempted requests that are traced, each worker keeps up to `kept_bytes` of
     KV in host memory; beyond, they are computed anew. With a `cluster`, the workers are Ray actors in it; on other
     machines, they and the adapter wait `worker_patience_s` for each other (see `pulse.py`).
+    `loras` has the folders of LoRA adapters by name, in PEFT's format.
 
     Raises:
         UnsupportedSetting: the model, or how it is to be served, is not supported.
@@ -145,6 +162,8 @@ def build_engine(
                 "--check-collect is not supported with --pipeline-parallel-size: nnsight's collect reports the first "
                 "stage's saves"
             )
+    if loras:
+        options.update(_adapters(arguments, loras))
     options["additional_config"] = {
         **(options.get("additional_config") or {}),
         LINK_ADDRESS: link_address,
@@ -160,7 +179,10 @@ def build_engine(
 
         options["distributed_executor_backend"] = TracewireRayExecutor
         options["additional_config"][RAY_CLUSTER] = msgspec.to_builtins(cluster)
-    return EngineModel(arguments.model, mode="async", dispatch=True, taps=taps, **options)
+    model = EngineModel(arguments.model, mode="async", dispatch=True, taps=taps, **options)
+    named = enumerate((loras or {}).items(), 1)
+    model.__dict__["loras"] = [LoRARequest(name, number, path) for number, (name, path) in named]
+    return model
 
 
 def _scheduling(arguments: AsyncEngineArgs) -> dict[str, Any]:
@@ -185,6 +207,29 @@ def _scheduling(arguments: AsyncEngineArgs) -> dict[str, Any]:
     if arguments.max_num_batched_tokens is None and arguments.enable_chunked_prefill is not False:
         options["max_num_batched_tokens"] = max(_STEP_TOKENS, config.max_model_len)
     return options
+
+
+def _adapters(arguments: AsyncEngineArgs, loras: Mapping[str, str]) -> dict[str, Any]:
+    """Options under which vLLM serves these adapters, by name their folders.
+
+    Raises:
+        UnsupportedSetting: one of them is none that it can serve.
+    """
+    ranks = []
+    for name, folder in loras.items():
+        try:
+            ranks.append(int(json.loads((Path(folder) / "adapter_config.json").read_text())["r"]))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UnsupportedSetting(f"--lora {name}={folder}: no LoRA adapter in PEFT's format ({error!r})") from error
+    known = sorted(get_args(MaxLoRARanks))
+    if max(ranks) > known[-1]:
+        raise UnsupportedSetting(f"--lora: an adapter of rank {max(ranks)}; vLLM serves ranks up to {known[-1]}")
+    least = next(rank for rank in known if rank >= max(ranks))
+    places = arguments.max_loras
+    if current_platform.is_cpu():
+        # There, vLLM counts a request without an adapter, beside one with, as of the last place: which stays empty.
+        places = max(places, len(loras) + 1)
+    return {"enable_lora": True, "max_lora_rank": max(arguments.max_lora_rank, least), "max_loras": places}
 
 
 def _changed(arguments: AsyncEngineArgs, field: dataclasses.Field[Any]) -> bool:
@@ -216,7 +261,7 @@ def describe(model: EngineModel, name: str, capacity: int, queue_limit: int = 0)
     """What the registry says of this engine: its model's tree, sizes and versions."""
     config = model.vllm_entrypoint.model_config
     module: torch.nn.Module = model._module
-    layers = find_layers(module.named_modules())
+    layers = find_layers(module.named_modules(), getattr(config.hf_text_config, "num_hidden_layers", 0))
     attributes: dict[str, set[str]] = {}
     modules: list[ModuleInfo] = []
     for path, child in module.named_modules():
@@ -245,4 +290,5 @@ def describe(model: EngineModel, name: str, capacity: int, queue_limit: int = 0)
         started_at=time.time(),
         # Of the envoy tree, whose root is "model".
         taps=[tap.removeprefix("model.") for tap in model.taps],
+        loras=[one.lora_name for one in model.loras],
     )

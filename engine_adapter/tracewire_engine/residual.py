@@ -19,12 +19,21 @@ __all__ = ["Residual", "find_layers", "find_norm"]
 _LAYER_LISTS = re.compile(r"(^|\.)(layers|h|blocks|decoder_layers|block)$")
 
 
-def find_layers(paths: Iterable[tuple[str, torch.nn.Module]]) -> str:
-    """The path of the model's list of decoder layers: the longest `ModuleList` by one of its usual names, or `""`."""
-    best, size = "", 0
+#: What stands beside the language model in a model of several senses, or before it.
+_TOWERS = re.compile(r"(^|\.)(visual|vision\w*|audio\w*|image\w*|\w*encoder)(\.|$)")
+
+
+def find_layers(paths: Iterable[tuple[str, torch.nn.Module]], count: int = 0) -> str:
+    """The path of the language model's list of decoder layers, or `""`.
+
+    It is a `ModuleList` by one of its usual names: one of `count` layers, where that is known, or else the longest.
+    """
+    best, rank = "", (False, False, 0)
     for path, module in paths:
-        if isinstance(module, torch.nn.ModuleList) and _LAYER_LISTS.search(path) and len(module) > size:
-            best, size = path, len(module)
+        if isinstance(module, torch.nn.ModuleList) and _LAYER_LISTS.search(path):
+            its = (_TOWERS.search(path) is None, len(module) == count, len(module))
+            if its > rank:
+                best, rank = path, its
     return best
 
 

@@ -355,7 +355,10 @@ class TracewireRunner(NNsightGPUModelRunner):
         watchdog.limit_turns(self.vllm_config.additional_config.get(BLOCK_TIMEOUT, 0.0))
         model = self.nnsight_model
         model.__class__ = TracedModel
-        model.__dict__["_tracewire_layers"] = find_layers(self.get_model().named_modules())
+        model.__dict__["_tracewire_layers"] = find_layers(
+            self.get_model().named_modules(),
+            getattr(self.model_config.hf_text_config, "num_hidden_layers", 0),
+        )
         address = self.vllm_config.additional_config.get(LINK_ADDRESS)
         self.tracewire_inputs = inputs_at(address or "")
         pipeline: Pipeline | None = getattr(self, "tracewire_pipeline", None)

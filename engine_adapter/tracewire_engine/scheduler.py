@@ -275,8 +275,8 @@ class _Pausing:
     def _preempt_request(self, request: Any, *args: Any, **options: Any) -> None:
         """vLLM's, which forgets what was computed; of a traced request, the workers keep it."""
         computed, blocks = request.num_computed_tokens, 0
-        # vLLM 0.25 knows no tokens of a preempted request that are still on their way.
-        settled = hasattr(request, "num_stale_output_tokens") or not request.num_output_placeholders
+        # vLLM 0.25 lets a preempted request go on whatever is still on its way: one token is there by then.
+        settled = hasattr(request, "num_stale_output_tokens") or request.num_output_placeholders <= 1
         # Dropped, it is because the KV is no longer valid.
         if not _is_plain(request) and computed and settled and not options.get("drop_stale_output", False):
             manager: Any = self.kv_cache_manager  # type: ignore[attr-defined]

@@ -845,6 +845,9 @@ class TraceRun:
                 manifest=manifest,
                 save_errors=save_errors,
                 time=time.time(),
+                prompt_logprobs=[request.outputs.prompt_logprobs for request in self.requests]
+                if any(request.outputs.prompt_logprobs for request in self.requests)
+                else [],
             ),
             final=True,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import re
 from collections.abc import AsyncIterator
@@ -15,7 +16,7 @@ import msgspec
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.inputs import TokensPrompt
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from tracewire_bus.messages import Block, Invoke, Submission
@@ -34,6 +35,7 @@ class _VllmOutputs:
     def __init__(self, collector: Any) -> None:
         self._collector = collector
         self.cached_tokens = 0
+        self.prompt_logprobs: list[dict[int, tuple[float, int | None, str | None]]] = []
 
     async def get(self) -> tuple[list[Choice], bool]:
         try:
@@ -41,6 +43,8 @@ class _VllmOutputs:
         except EngineDeadError as error:
             raise EngineLost(str(error)) from error
         self.cached_tokens = max(self.cached_tokens, output.num_cached_tokens or 0)
+        if output.prompt_logprobs:
+            self.prompt_logprobs = _logprobs(output.prompt_logprobs) or []
         choices = [
             Choice(
                 index=completion.index,
@@ -79,8 +83,16 @@ _TOKEN_BYTES, _LOGPROB_BYTES = 48, 250
 #: No live parameters, packed.
 _NONE_LIVE = msgspec.msgpack.encode({})
 
+#: What vLLM's structured outputs are described by.
+_CONSTRAINTS = [one.name for one in dataclasses.fields(StructuredOutputsParams) if one.init]
+
 #: Sampling params that are the engine's own business.
-_RESERVED = frozenset({"extra_args", "output_kind", "skip_reading_prefix_cache", "skip_clone"})
+_RESERVED = frozenset(
+    {
+        *("extra_args", "flat_logprobs", "output_kind", "output_text_buffer_length", "skip_clone"),
+        *("skip_reading_prefix_cache", "stream_interval"),
+    }
+)
 
 
 #: Pieces in which large variables go to workers on other machines, each between two steps, in bytes.
@@ -127,6 +139,7 @@ class VllmEngine:
         self._longest_token = max((len(token) for token in self._tokenizer.get_vocab()), default=1)
         # One thread at a time: a tokenizer is not made to be shared.
         self._tokenizing = anyio.CapacityLimiter(1)
+        self._loras = {one.lora_name: one for one in model.loras}
         self._fields = [name for name in SamplingParams.__struct_fields__ if not name.startswith("_")]
 
     async def prepare(
@@ -141,6 +154,10 @@ class VllmEngine:
     ) -> Prepared:
         invoke = submission.invokes[index]
         where = f"invokes[{index}]." if len(submission.invokes) > 1 else ""
+        lora = None
+        if invoke.lora is not None and (lora := self._loras.get(invoke.lora)) is None:
+            have = ", ".join(self._loras) or "none"
+            raise Rejection(f"{where}lora", f"this engine has no adapter {invoke.lora!r} (it has {have})")
         token_ids = await self._token_ids(invoke, where)
         limit = self.llm.model_config.max_model_len
         if len(token_ids) >= limit:
@@ -191,6 +208,7 @@ class VllmEngine:
             sampling=sampling,
             asks_result=asks_result,
             token_ids=token_ids if asks_result else [],
+            lora=lora,
         )
 
     async def _token_ids(self, invoke: Invoke, where: str) -> list[int]:
@@ -206,6 +224,13 @@ class VllmEngine:
             if wrong is not None:
                 raise Rejection(f"{where}token_ids", f"token id {wrong} is outside the vocabulary of {vocabulary}")
         elif invoke.messages is not None:
+            for place, message in enumerate(invoke.messages):
+                parts = message.get("content")
+                kinds = (
+                    {one.get("type", "text") for one in parts if isinstance(one, dict)} if type(parts) is list else ()
+                )
+                if set(kinds) - {"text"}:
+                    raise Rejection(f"{where}messages[{place}].content", "expected text: media are not taken")
             try:
                 text = self._tokenizer.apply_chat_template(invoke.messages, add_generation_prompt=True, tokenize=False)
             except Exception as error:
@@ -243,6 +268,13 @@ class VllmEngine:
                 near = difflib.get_close_matches(name, self._fields, 1)
                 hint = f"; did you mean {near[0]!r}?" if near else ""
                 raise Rejection(field, f"{name!r} is not one of vLLM's sampling params{hint}")
+        constraint = given.get("structured_outputs")
+        for name in constraint if isinstance(constraint, dict) else ():
+            if name not in _CONSTRAINTS:
+                near = difflib.get_close_matches(str(name), _CONSTRAINTS, 1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                field = f"{where}sampling.structured_outputs.{name}"
+                raise Rejection(field, f"{name!r} is not one of vLLM's constraints{hint}")
         try:
             return msgspec.convert(given, SamplingParams)
         except msgspec.ValidationError as error:
@@ -255,11 +287,16 @@ class VllmEngine:
 
     async def start(self, request: str, prepared: Prepared, priority: int) -> Outputs:
         try:
-            collector = await self.llm.add_request(request, prepared.prompt, prepared.params, priority=priority)
+            collector = await self.llm.add_request(
+                request, prepared.prompt, prepared.params, lora_request=prepared.lora, priority=priority
+            )
         except EngineDeadError as error:
             raise EngineLost(str(error)) from error
         except (VLLMValidationError, ValueError, TypeError) as error:
             named = getattr(error, "parameter", None)
+            if named not in self._fields and prepared.params.structured_outputs is not None:
+                # The prompt was looked at before: a grammar, a schema.
+                named = "structured_outputs"
             field = f"sampling.{named}" if named in self._fields else "prompt"
             raise Rejection(field, str(error)) from error
         return _VllmOutputs(collector)
@@ -309,6 +346,8 @@ class VllmEngine:
             raise EngineLost(str(error)) from error
 
     def decode(self, token_ids: list[int], prepared: Prepared) -> str:
+        if not prepared.params.detokenize:
+            return ""
         skip = prepared.params.skip_special_tokens
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=skip)
         return text
@@ -338,6 +377,15 @@ class VllmEngine:
         """How many requests the workers still hold anything for: 0 when idle. A leak gauge."""
         counts: list[int] = await self.llm.collective_rpc("tracewire_request_count")
         return max(counts)
+
+    async def held(self) -> dict[str, int]:
+        """What there still is of any request, in the workers, the scheduler and the KV cache: all 0 when idle."""
+        counts = await self.llm.engine_core.call_utility_async("tracewire_counts")
+        return {
+            "tracked": await self.tracked(),
+            "requests": counts["requests"],
+            "blocks": counts["blocks"] - counts["free_blocks"],
+        }
 
 
 def _asks_result(block: Block | None) -> bool:

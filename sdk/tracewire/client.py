@@ -72,7 +72,7 @@ _TRACE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 class Prompt:
-    """A prompt with sampling params of its own, for one of several: `prompts=[Prompt("a", max_tokens=3), "b"]`.
+    """A prompt with sampling params, or a LoRA adapter, of its own: `prompts=[Prompt("a", max_tokens=3), "b"]`.
 
     A `block` of its own runs in place of the trace's; `edits`, where given, count in place of the trace's.
     """
@@ -323,10 +323,10 @@ class Client:
         samples the same) until `max_attempts` engines were lost over it; with `on_engine_loss="fail"` it fails with the
         first. `edits` names the standing interventions that it asks for ([`edits`][tracewire.Client.edits]): none at
         all and an empty list differ. `trace_id` is made up unless given; submitting the same id
-        twice runs it once. `shared` has first values, by name, of lists, dicts and arrays that the blocks of all
-        prompts share: one object on the engine, whatever order they run in, which a block uses by its name, as a
-        variable or from around it. What it comes to is `result.shared`. Everything else is sampling params, by vLLM's
-        names: `max_tokens=64`, `temperature=0.0`.
+        twice runs it once. `lora="name"` runs it with an adapter that the engine was started with. `shared` has first
+        values, by name, of lists, dicts and arrays that the blocks of all prompts share: one object on the engine,
+        whatever order they run in, which a block uses by its name, as a variable or from around it. What it comes to is
+        `result.shared`. Everything else is sampling params, by vLLM's names: `max_tokens=64`, `temperature=0.0`.
 
         Raises:
             TraceRejected: something in it cannot be submitted; `field` names what.
@@ -674,13 +674,17 @@ def _invokes(prompt: Any, prompts: Any, sampling: dict[str, Any], shared: frozen
 
 def _invoke(field: str, prompt: Any, sampling: dict[str, Any], shared: frozenset[str]) -> InvokeMessage:
     params = {name: _plain(f"sampling.{name}", value) for name, value in sampling.items()}
-    if not isinstance(prompt, Prompt):
-        return _prompt(field, prompt, params)
-    own = f"{field}.sampling" if field != "prompt" else "sampling"
-    params |= {name: _plain(f"{own}.{name}", value) for name, value in prompt.sampling.items()}
-    message = _prompt(field, prompt.prompt, params)
-    message.block = _block(prompt.block, shared)
-    message.edits = _edits(f"{field}.edits" if field != "prompt" else "edits", prompt.edits)
+    if isinstance(prompt, Prompt):
+        own = f"{field}.sampling" if field != "prompt" else "sampling"
+        params |= {name: _plain(f"{own}.{name}", value) for name, value in prompt.sampling.items()}
+    lora = params.pop("lora", None)
+    if lora is not None and (not isinstance(lora, str) or not lora):
+        raise TraceRejected("lora", f"expected the name of an adapter, got {_shown(lora)}")
+    message = _prompt(field, prompt.prompt if isinstance(prompt, Prompt) else prompt, params)
+    message.lora = lora
+    if isinstance(prompt, Prompt):
+        message.block = _block(prompt.block, shared)
+        message.edits = _edits(f"{field}.edits" if field != "prompt" else "edits", prompt.edits)
     return message
 
 
@@ -747,6 +751,11 @@ def _message(field: str, message: Mapping[str, Any]) -> dict[str, Any]:
         raise TraceRejected(f"{field}.role", f"expected a chat message with a role, got {_shown(message.get('role'))}")
     if "content" not in message:
         raise TraceRejected(f"{field}.content", "expected a chat message with a content")
+    parts = message["content"]
+    for index, part in enumerate(parts if isinstance(parts, list | tuple) else ()):
+        kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
+        if kind != "text":
+            raise TraceRejected(f"{field}.content[{index}]", f"expected text, got {kind!r}: media are not taken")
     plain = _plain(field, message)
     assert isinstance(plain, dict)
     return plain

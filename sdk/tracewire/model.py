@@ -42,6 +42,8 @@ class ModelInfo:
     queue_limit: int
     differs: tuple[str, ...] = ()
     retention_s: float = 0.0
+    #: The LoRA adapters that all of its engines have.
+    loras: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, engines: list[EngineInfo]) -> ModelInfo:
@@ -64,6 +66,7 @@ class ModelInfo:
             queue_limit=max(limits) if all(limits) else 0,
             differs=tuple(differences(engines)),
             retention_s=max(engine.retention_s for engine in engines),
+            loras=tuple(name for name in first.loras if all(name in engine.loras for engine in engines)),
         )
 
 

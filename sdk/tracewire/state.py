@@ -55,6 +55,7 @@ class State:
         accepted: the engine's acceptance, or None.
         save_errors: saves that could not travel, by `invoke.choice.name`, with the reason.
         manifest: kind, length and digest of every save, as the engine collected it (at the end only).
+        prompt_logprobs: by prompt and token, if they were asked for (at the end only).
     """
 
     def __init__(self, trace: str, fold: Fold) -> None:
@@ -73,6 +74,7 @@ class State:
         self.accepted: Accepted | None = copy.accepted
         self.save_errors: dict[str, str] = dict(copy.save_errors)
         self.manifest: list[Manifest] = list(copy.manifest)
+        self.prompt_logprobs = list(copy.prompt_logprobs)
         self.position = FINAL_ID if copy.finished else "start" if copy.seq < 0 else f"{copy.attempt}-{copy.seq}"
         self.invokes = _invokes(copy)
         held = copy.choices.get((SHARED_INVOKE, 0))

@@ -26,6 +26,7 @@ class PlayedOutputs:
     """The outputs of one request, which a test puts out."""
 
     cached_tokens = 0
+    prompt_logprobs: tuple[()] = ()
 
     def __init__(self) -> None:
         self._send, self._receive = anyio.create_memory_object_stream[tuple[Choice, bool]](100)

@@ -73,6 +73,7 @@ class _Request:
     """A request, and what of it nobody has taken yet: merged, as vLLM's collector does."""
 
     cached_tokens = 0
+    prompt_logprobs: tuple[()] = ()
 
     def __init__(self, name: str, prepared: Prepared) -> None:
         self.name = name
