@@ -190,6 +190,7 @@ class Trace:
     async def _check_paths(self) -> Model:
         model = await self._client._find(self.model, None)
         self._check_interventions(model)
+        self._check_edits()
         for invoke in self._submission.invokes:
             if invoke.lora is not None and invoke.lora not in model.info.loras:
                 have = ", ".join(model.info.loras) or "none"
@@ -198,6 +199,15 @@ class Trace:
             if block is not None:
                 check_paths(block, model)
         return model
+
+    def _check_edits(self) -> None:
+        submission = self._submission
+        if submission.edits is None and all(invoke.edits is None for invoke in submission.invokes):
+            return
+        for engine in self._client._registry[self.model]:
+            if engine.schema == "1.0":
+                why = f"engine {engine.engine} is of a version that knows no edits, and would run the trace without"
+                raise TraceRejected("edits", why)
 
     def _check_interventions(self, model: Model) -> None:
         if not self._submission.interventions:

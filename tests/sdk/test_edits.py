@@ -121,6 +121,19 @@ async def test_what_an_edit_left_is_folded_and_compared(edits: Edits, redis_url:
         edits.watch("a", since="yesterday")
 
 
+async def test_an_engine_that_knows_no_edits_is_not_asked_for_any(client: Client, redis_url: str, prefix: str) -> None:
+    info = engine_info("tiny", "old", schema="1.0")
+    async with ScriptedEngine.running(redis_url, prefix, tiny, info) as engine:
+        for options in ({"edits": []}, {"edits": ["a"]}):
+            with pytest.raises(tracewire.TraceRejected, match="engine old is of a version that knows no edits") as old:
+                async with client.trace("tiny", "hello", **options):
+                    pass
+            assert old.value.field == "edits"
+        async with client.trace("tiny", prompts=["hello"]) as trace:
+            await trace.result()
+        assert [submission.edits for submission in engine.taken] == [None]
+
+
 async def test_edits_end_with_their_client(redis_url: str, prefix: str) -> None:
     async with tracewire.connect(redis_url, prefix=prefix) as client:
         edits = client.edits("tiny")
