@@ -347,7 +347,8 @@ class Subscription:
             StreamGone: it has been so for too long.
         """
         try:
-            there = await self._connections.command("EXISTS", self.key, self.record)
+            # One by one: a slot that is being moved answers to nothing else.
+            there = sum(await self._connections.commands(("EXISTS", self.key), ("EXISTS", self.record)))
         except BusUnavailable as error:
             logger.warning("a subscription waits for Redis: %s", error)
             return True
@@ -533,9 +534,9 @@ class Reader:
         (count,) = await self._link.ask(("EXISTS", *records))
         if count == len(records):
             return
-        found = await self._link.ask(*(("EXISTS", one.key, one.record) for one in waiting))
-        for one, there in zip(waiting, found, strict=True):
-            if there == 0:
+        found = await self._link.ask(*(("EXISTS", key) for one in waiting for key in (one.key, one.record)))
+        for one, events, record in zip(waiting, found[::2], found[1::2], strict=True):
+            if events == record == 0:
                 self.detach(one)
 
     async def _block(self) -> tuple[Any, dict[str, _Id]]:
