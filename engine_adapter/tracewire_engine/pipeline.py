@@ -460,8 +460,7 @@ class Pipeline:
         try:
             for _ in range(last + 1):
                 due.popleft()
-                for stage in range(self.index + 1, self.topology.count):
-                    self._take(stage, book)
+                self._take(range(self.index + 1, self.topology.count), book)
         finally:
             self.topology.told = False
 
@@ -469,28 +468,31 @@ class Pipeline:
         """Take what earlier stages served in the step under way. Waits for it."""
         if not self.sharing and not self.reads:
             return []
-        return [self._take(stage, book) for stage in range(self.index)]
+        return self._take(range(self.index), book)
 
-    def _take(self, stage: int, book: Book) -> Message:
-        message, tensors = self._receive(stage)
-        queue: list[tuple[int, StagedMediator]] = []
-        for said in message.said:
-            copies = book.copies(said.request)
-            for name, log in said.logs.items():
-                mediator = copies.get(name)
-                if mediator is not None:
-                    entries: list[Entry] = _Unpickler(log, tensors).load()
-                    mediator.incoming.extend(entries)
-                    queue.extend((entry.order, mediator) for entry in entries)
-        queue.sort(key=itemgetter(0))
-        for _, mediator in queue:
+    def _take(self, stages: range, book: Book) -> list[Message]:
+        # All of them first: who is fed from one looks at what will come of the others.
+        told = [(stage, *self._receive(stage)) for stage in stages]
+        queue: list[tuple[int, int, StagedMediator]] = []
+        for stage, message, tensors in told:
+            for said in message.said:
+                copies = book.copies(said.request)
+                for name, log in said.logs.items():
+                    mediator = copies.get(name)
+                    if mediator is not None:
+                        entries: list[Entry] = _Unpickler(log, tensors).load()
+                        mediator.incoming.extend(entries)
+                        queue.extend((stage, entry.order, mediator) for entry in entries)
+        queue.sort(key=itemgetter(0, 1))
+        for _, _, mediator in queue:
             mediator.feed()
-        for said in message.said:
-            if said.errors:
-                book.fail(said)
-            if said.ended:
-                self._end(said.request, stage)
-        return message
+        for stage, message, _ in told:
+            for said in message.said:
+                if said.errors:
+                    book.fail(said)
+                if said.ended:
+                    self._end(said.request, stage)
+        return [message for _, message, _ in told]
 
     def _end(self, request: str, stage: int) -> None:
         ended = self.blocks.get(request)

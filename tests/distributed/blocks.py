@@ -189,6 +189,23 @@ def cached(model, tracer, live):
 
 
 @tracewire.intervention
+def collects(model, tracer, live, seen, sums):
+    """Adds to what all prompts share, from both stages."""
+    for step in tracer.iter[:]:
+        early = float(model.residual(1).output[-1].float().norm())
+        late = float(model.residual(6).output[-1].float().norm())
+        seen.append(model.samples.item())
+        sums[step] += early + late
+
+
+@tracewire.intervention
+def asks_result(model, tracer, live):
+    """Goes on when its request is over, with what it has put out."""
+    early = model.residual(1).output[-1].float().clone().save()
+    ids = list(tracer.result.outputs[0].token_ids).save()
+
+
+@tracewire.intervention
 def steered(model, tracer, live, direction, pace=0.01):
     """Adds the live `alpha` times a direction on both stages. Whoever steers keeps up with it."""
     used = [].save()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 #: Test files of this folder that start engines.
-ENGINES = {"test_pipeline_parallel.py"}
+ENGINES = {"test_tensor_parallel.py", "test_pipeline_parallel.py", "test_both_parallel.py"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -67,9 +67,11 @@ def steps(events: list[Any]) -> dict[tuple[int, int, int], list[tuple[str, Any]]
     for event in events:
         if isinstance(event, Output):
             for offset, deltas in enumerate(event.deltas):
-                found[event.invoke, event.choice, event.index + offset] = [
-                    (type(delta).__name__, delta.path) for delta in deltas
-                ]
+                kinds = [(type(delta).__name__, delta.path) for delta in deltas]
+                # The order of names is nobody's.
+                found[event.invoke, event.choice, event.index + offset] = sorted(
+                    kinds, key=lambda kind: str(kind[1][0])
+                )
     return found
 
 
@@ -222,6 +224,39 @@ async def large_values(client: Client, model: Model) -> Any:
         result = await trace.result()
         loaded = {name: await value.load() if hasattr(value, "load") else value for name, value in result.saves.items()}
     return [result.token_ids, loaded]
+
+
+@scenario
+async def shared_values(client: Client, model: Model) -> Any:
+    shared = {"seen": [], "sums": np.zeros(6)}
+    async with client.trace(model, prompts=PROMPTS, block=blocks.collects, shared=shared, **GREEDY, max_tokens=6) as t:
+        result = await t.result()
+    ids = [token for invoke in result.invokes for token in invoke.choices[0].token_ids]
+    assert sorted(result.shared["seen"]) == sorted(ids)
+    return [ids, result.shared["sums"]]
+
+
+@scenario
+async def a_result(client: Client, model: Model) -> Any:
+    found = await outcome(client, model, blocks.asks_result)
+    assert found["choices"][0][1]["ids"] == found["choices"][0][0]
+    return found
+
+
+@scenario
+async def standing(client: Client, model: Model) -> Any:
+    """Edits on every request, beside a block and without one; one of them fails on its own."""
+    edits = client.edits(model.name)
+    await edits.clear()
+    try:
+        await edits.install("carried", blocks.carried(amount=0.125))
+        await edits.install("seen", blocks.arithmetic)
+        found = [await outcome(client, model), await outcome(client, model, blocks.reads_in_order)]
+        await edits.install("broken", blocks.raises(layer=6, at=2))
+        found.append(await outcome(client, model))
+    finally:
+        await edits.clear()
+    return found
 
 
 # --- what goes wrong --------------------------------------------------------------------------------------------------

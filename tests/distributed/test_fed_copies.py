@@ -1,4 +1,4 @@
-"""Two copies of a block in one process, each beside its own half of a model, and fed from each other's log."""
+"""Copies of a block in one process, each beside its own part of a model, and fed from each other's logs."""
 
 # mypy: ignore-errors
 
@@ -8,6 +8,8 @@ import tracewire_engine  # noqa: F401 (before nnsight, which puts its save on ev
 
 # isort: split
 from collections.abc import Callable
+from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -65,6 +67,8 @@ class Copy:
     def __init__(self, own: range, block: Any) -> None:
         self.model, self.block = Root(own), block
         self.mediator: StagedMediator
+        #: What it served in the last step.
+        self.said: list[Any] = []
 
     def open(self, topology: Topology) -> None:
         """Complete it."""
@@ -100,38 +104,43 @@ class Copy:
                 interleaver.reindex()
             return self.model(x)
 
-    def told_by(self, other: Copy) -> None:
-        """Feed it what the other has served."""
-        entries = list(other.mediator.log)
-        other.mediator.log.clear()
-        self.mediator.incoming.extend(entries)
-        for _ in entries:
+    def tell(self) -> None:
+        """Its part of the step is over."""
+        self.said = list(self.mediator.log)
+        self.mediator.log.clear()
+
+    def told_by(self, others: list[Copy]) -> None:
+        """Feed it what others have served."""
+        for other in others:
+            self.mediator.incoming.extend(deepcopy(other.said))
+        for _ in range(sum(len(other.said) for other in others)):
             self.mediator.feed()
 
 
-def run(block: Any, steps: int = 3, alone: bool = False) -> tuple[list[torch.Tensor], list[Copy]]:
-    """The model's outputs, on one stage or on two, and the stages."""
+def run(block: Any, steps: int = 3, stages: int = 2) -> tuple[list[torch.Tensor], list[Copy]]:
+    """The model's outputs, on so many stages, and the stages."""
     inc()
     marks.install()
-    parts = [range(LAYERS)] if alone else [range(2), range(2, LAYERS)]
-    copies = [Copy(part, block) for part in parts]
+    size = LAYERS // stages
+    copies = [Copy(range(first, first + size), block) for first in range(0, LAYERS, size)]
     trees = [described(copy.model) for copy in copies]
     for index, copy in enumerate(copies):
         copy.open(Topology(index, trees))
     outputs = []
-    first, last = copies[0], copies[-1]
     for step in range(steps):
         x = torch.arange(6.0).reshape(2, 3) + step
-        if alone:
-            outputs.append(first.step(x))
-            continue
-        if step:
-            with torch.inference_mode(), first.interleaver:
-                first.interleaver.topology.told = True
-                first.told_by(last)
-                first.interleaver.topology.told = False
-        y = first.step(x)
-        outputs.append(last.step(y, lambda: last.told_by(first)))
+        # As they are told before the step: nobody has done anything of it.
+        before = [copies[index + 1 :] for index in range(stages)]
+        for copy, later in zip(copies, before, strict=True):
+            if step:
+                with torch.inference_mode(), copy.interleaver:
+                    copy.interleaver.topology.told = True
+                    copy.told_by(later)
+                    copy.interleaver.topology.told = False
+        for index, copy in enumerate(copies):
+            x = copy.step(x, partial(copy.told_by, copies[:index]))
+            copy.tell()
+        outputs.append(x)
     return outputs, copies
 
 
@@ -192,16 +201,20 @@ def noise(model, tracer, live):
         seen.append(model.model.layers[3].output.clone())
 
 
-@pytest.mark.parametrize("block", [reads, edits, calls, noise], ids=lambda block: block.__name__)
-def test_copies_do_what_one_does(block: Any) -> None:
-    outputs, copies = run(block.block())
-    expected, (alone,) = run(block.block(), alone=True)
+@pytest.mark.parametrize(
+    ("block", "stages"),
+    [(reads, 2), (reads, 4), (edits, 2), (edits, 4), (noise, 2), (noise, 4), (calls, 2)],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_copies_do_what_one_does(block: Any, stages: int) -> None:
+    outputs, copies = run(block.block(), stages=stages)
+    expected, (alone,) = run(block.block(), stages=1)
     for mine, theirs in zip(outputs, expected, strict=True):
         assert torch.equal(mine, theirs)
     ours, whole = saves(copies[-1])["seen"], saves(alone)["seen"]
     assert len(ours) == len(whole) > 0
     assert all(map(torch.equal, ours, whole))
-    assert [copy.mediator.exception for copy in copies] == [None, None]
+    assert [copy.mediator.exception for copy in copies] == [None] * stages
 
 
 def test_a_cache_sees_all_stages() -> None:
@@ -233,6 +246,12 @@ def weight(model, tracer, live):
     shape = list(model.model.layers[3].weight.shape).save()
 
 
+def test_a_call_of_the_last_stage_is_too_late_for_one_between() -> None:
+    _, copies = run(calls.block(), stages=4)
+    assert isinstance(copies[2].mediator.exception, OtherStage)
+    assert "model.layers.2.output is on pipeline stage 2" in str(copies[2].mediator.exception)
+
+
 @pytest.mark.parametrize(
     ("block", "stage", "words"),
     [
@@ -254,7 +273,7 @@ def test_a_copy_that_parts_from_its_log_fails_where_it_waits() -> None:
     _, (first, last) = run(block, steps=1)
     with torch.inference_mode(), first.interleaver:
         first.interleaver.topology.told = True
-        wrong = [entry for entry in last.mediator.log if "layers.3" in entry.location]
+        wrong = [entry for entry in last.said if "layers.3" in entry.location]
         first.mediator.incoming.extend(wrong)
         first.mediator.feed()
     assert isinstance(first.mediator.exception, StagesDiffer)

@@ -124,3 +124,29 @@ async def test_random_numbers_are_the_same_on_all_stages(client: Client, two: Mo
             assert not same(added, noise, tolerance=0.05)
     drawn = [item[0].tobytes() for came_to in (one, other) for item in came_to["choices"][0][1]["seen"]]
     assert len(set(drawn)) == 12
+
+
+@tracewire.intervention
+def counts_messages(model, tracer, live):  # type: ignore[no-untyped-def]
+    """How many messages this stage has sent so far."""
+    model.residual(0).output
+    count = vars(model)["interleaver"].topology.messages.save()
+
+
+async def test_what_shares_nothing_sends_nothing(client: Client, two: Model) -> None:
+    """Steps without blocks, with blocks that have ended, and with interventions on the last stage only."""
+
+    async def counted() -> int:
+        return int((await outcome(client, two, counts_messages, max_tokens=1))["choices"][0][1]["count"])
+
+    before = await counted()
+    assert await counted() - before <= 2
+    before = await counted()
+    await outcome(client, two, max_tokens=50)
+    await outcome(client, two, max_tokens=50, interventions=[tracewire.Probe("late", "residual(6)")])
+    await outcome(client, two, blocks.without_a_loop, max_tokens=50)
+    between = await counted() - before
+    assert 1 <= between <= 6
+    before = await counted()
+    await outcome(client, two, blocks.reads_in_order, max_tokens=50)
+    assert await counted() - before >= 50

@@ -1,0 +1,35 @@
+"""Engines of four workers: two stages of two tensor-parallel ranks each, and four stages. As on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+import tracewire
+from tests.distributed.layouts import Served, served
+from tests.distributed.scenarios import SCENARIOS, same
+from tests.engine_process import EngineProcess
+
+pytestmark = pytest.mark.full
+
+LAYOUTS = {
+    "two by two": ("--tensor-parallel-size", "2", "--pipeline-parallel-size", "2"),
+    "four stages": ("--pipeline-parallel-size", "4"),
+}
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+async def workers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
+    """An engine of four workers, two of them on each core."""
+    async with served(tmp_path_factory.mktemp("workers"), *LAYOUTS[request.param], cores="0|1|0|1") as engine:
+        yield engine
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+async def test_it_is_as_on_one_rank(name: str, workers: Served, engine: EngineProcess, engine_bus: str) -> None:
+    async with workers.client() as client:
+        ours = await SCENARIOS[name](client, await client.model("demo", wait_for_engine=30))
+    async with tracewire.connect(engine_bus) as client:
+        theirs = await SCENARIOS[name](client, await client.model("demo", wait_for_engine=30))
+    assert not same(theirs, ours, tolerance=0.02)
