@@ -77,12 +77,11 @@ class Entry(NamedTuple):
 class Said(NamedTuple):
     """What a stage tells of one request's blocks in a step: its own, whose name is empty, and standing ones.
 
-    `logs` are pickled, their tensors apart; `ended` when none of the blocks will ask for anything more; `errors` are
-    those that were not told before.
+    `ended` when none of the blocks will ask for anything more; `errors` are those that were not told before.
     """
 
     request: str
-    logs: dict[str, bytes]
+    logs: dict[str, list[Entry]]
     ended: bool
     errors: dict[str, Failure]
 
@@ -341,12 +340,6 @@ class _Tensors:
         self.size += flat.numel()
         return len(self.table) - 1
 
-    def cut(self, length: int) -> None:
-        """Forget all but the first `length`."""
-        del self.table[length:]
-        del self.found[length:]
-        self.size = sum(flat.numel() for flat in self.found)
-
     def bytes(self) -> torch.Tensor:
         """All of them, in host memory."""
         if not self.found:
@@ -472,27 +465,26 @@ class Pipeline:
 
     def _take(self, stages: range, book: Book) -> list[Message]:
         # All of them first: who is fed from one looks at what will come of the others.
-        told = [(stage, *self._receive(stage)) for stage in stages]
+        told = [(stage, self._receive(stage)) for stage in stages]
         queue: list[tuple[int, int, StagedMediator]] = []
-        for stage, message, tensors in told:
+        for stage, message in told:
             for said in message.said:
                 copies = book.copies(said.request)
-                for name, log in said.logs.items():
+                for name, entries in said.logs.items():
                     mediator = copies.get(name)
                     if mediator is not None:
-                        entries: list[Entry] = _Unpickler(log, tensors).load()
                         mediator.incoming.extend(entries)
                         queue.extend((stage, entry.order, mediator) for entry in entries)
         queue.sort(key=itemgetter(0, 1))
         for _, _, mediator in queue:
             mediator.feed()
-        for stage, message, _ in told:
+        for stage, message in told:
             for said in message.said:
                 if said.errors:
                     book.fail(said)
                 if said.ended:
                     self._end(said.request, stage)
-        return [message for _, message, _ in told]
+        return [message for _, message in told]
 
     def _end(self, request: str, stage: int) -> None:
         ended = self.blocks.get(request)
@@ -501,7 +493,7 @@ class Pipeline:
             if len(ended) == self.topology.count:
                 del self.blocks[request]
 
-    def _receive(self, stage: int) -> tuple[Message, list[torch.Tensor]]:
+    def _receive(self, stage: int) -> Message:
         source, group = self._group.ranks[stage], self._group.cpu_group
         sizes = torch.empty(2, dtype=torch.int64)
         torch.distributed.recv(sizes, source, group=group, tag=_TAG)
@@ -511,7 +503,7 @@ class Pipeline:
         table, body = pickle.loads(data[:head].numpy().data)  # noqa: S301
         tensors = _unpacked(table, data[head:], self._device)
         message: Message = _Unpickler(body, tensors).load()
-        return message, tensors
+        return message
 
     # --- sending ----------------------------------------------------------------------------------------------------
 
@@ -523,9 +515,14 @@ class Pipeline:
         if not later and not earlier:
             return
         self.topology.messages += len(later) + len(earlier)
+        said = [self._said(request, share(request)) for request in self.sharing]
         tensors = _Tensors()
-        said = [self._said(request, share(request), tensors) for request in self.sharing]
-        body = _pickled(Message(said, read, failures), tensors)
+        try:
+            body = _pickled(Message(said, read, failures), tensors)
+        except Exception:  # of a value that a block was served
+            said = [self._sendable(one) for one in said]
+            tensors = _Tensors()
+            body = _pickled(Message(said, read, failures), tensors)
         head = pickle.dumps((tensors.table, body), protocol=5)
         flat = tensors.bytes()
         data = torch.cat([torch.frombuffer(bytearray(head), dtype=torch.uint8), flat])
@@ -542,25 +539,29 @@ class Pipeline:
         if self.index < self.topology.last and self.sharing:
             self._due.append(frozenset(self.sharing))
 
-    def _said(self, request: str, share: Share, tensors: _Tensors) -> Said:
-        logs: dict[str, bytes] = {}
-        errors = dict(share.errors)
+    def _said(self, request: str, share: Share) -> Said:
+        logs: dict[str, list[Entry]] = {}
         for name, mediator in share.copies.items():
-            if not mediator.log:
-                continue
-            known = len(tensors.table)
+            if mediator.log:
+                logs[name], mediator.log = mediator.log, []
+        ended = "" in share.errors or all(mediator.over for mediator in share.copies.values())
+        told = self._told.setdefault(request, set())
+        fresh = {name: error for name, error in share.errors.items() if name not in told}
+        told.update(fresh)
+        return Said(request, logs, ended, fresh)
+
+    @staticmethod
+    def _sendable(said: Said) -> Said:
+        """The same without what cannot be pickled, which the request fails with."""
+        logs, errors = {}, dict(said.errors)
+        for name, log in said.logs.items():
             try:
-                logs[name] = _pickled(mediator.log, tensors)
+                _pickled(log, _Tensors())
+                logs[name] = log
             except Exception as exception:
-                tensors.cut(known)
                 message = f"what the block was served cannot be sent to other pipeline stages: {exception}"
                 errors.setdefault(name, Failure(type=type(exception).__name__, message=message, field="block"))
-            mediator.log.clear()
-        ended = "" in errors or all(mediator.over for mediator in share.copies.values())
-        told = self._told.setdefault(request, set())
-        fresh = {name: error for name, error in errors.items() if name not in told}
-        told.update(errors)
-        return Said(request, logs, ended, fresh)
+        return said._replace(logs=logs, errors=errors)
 
 
 class PipelineMixin:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from vllm.model_executor.models.utils import PPMissingLayer
 
-from tracewire_engine.pipeline import Entry, _pickled, _Tensors, _unpacked, _Unpickler
+from tracewire_engine.pipeline import Entry, Pipeline, Said, _pickled, _Tensors, _unpacked, _Unpickler
 from tracewire_engine.stand_ins import StandIn, Topology, described
 
 
@@ -118,14 +118,9 @@ def test_values_travel_whole(dtype: torch.dtype) -> None:
     assert second.value.shape == (0, 5)
 
 
-def test_what_cannot_be_sent_leaves_the_others_whole() -> None:
-    tensors = _Tensors()
-    first = _pickled(torch.ones(3), tensors)
-    known = len(tensors.table)
-    with pytest.raises(Exception, match="pickle"):
-        _pickled([torch.zeros(5), lambda: None], tensors)
-    tensors.cut(known)
-    second = _pickled(torch.full((2,), 7.0), tensors)
-    read = _unpacked(tensors.table, tensors.bytes(), torch.device("cpu"))
-    assert _Unpickler(first, read).load().tolist() == [1, 1, 1]
-    assert _Unpickler(second, read).load().tolist() == [7, 7]
+def test_what_cannot_be_sent_is_left_out_by_name() -> None:
+    good, bad = [Entry("VALUE", "a", 0, torch.ones(3))], [Entry("VALUE", "b", 0, lambda: None)]
+    kept = Pipeline._sendable(Said("r", {"": good, "edit": bad}, False, {}))
+    assert kept.logs == {"": good}
+    assert list(kept.errors) == ["edit"]
+    assert "cannot be sent to other pipeline stages" in kept.errors["edit"].message
