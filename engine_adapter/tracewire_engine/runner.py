@@ -33,6 +33,7 @@ from tracewire_bus.values import digest
 from . import marks, watchdog
 from .blob_link import BlobSender
 from .blocks import RESULT, BlockCache, BlockMediator, failure_of, is_stop
+from .columns import ColumnFragments
 from .declared import Declaration, DeclaredInterleaver, DeclaredRequests, is_early
 from .edit_blocks import EditedRequest
 from .held_inputs import inputs_at
@@ -367,6 +368,7 @@ class TracewireRunner(NNsightGPUModelRunner):
         self.tracewire_declared = DeclaredRequests(self.device)
         DeclaredInterleaver.install(model.interleaver, self.tracewire_declared, self.get_model())
         model.interleaver.batcher = RowBatcher(None)
+        model.interleaver.fragments.__class__ = ColumnFragments
         self.tracewire_hold.changes = self._changes
         kind_of_block: type[BlockMediator] = BlockMediator
         if pipeline is not None:

@@ -29,11 +29,15 @@ from tracewire import (
     TraceFailed,
 )
 
-__all__ = ["SCENARIOS", "check_events", "outcome", "same"]
+__all__ = ["SCENARIOS", "TIES", "check_events", "outcome", "same"]
 
 PROMPT = "def add(a, b):\n    return"
 PROMPTS = ["import os\n", "class A:\n    ", "The module provides"]
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
+
+#: In which the demo model finds tokens about as likely as each other: rounding that is done in another order, as with
+#: tensor parallelism, decides between them.
+TIES = {"several_invokes", "several_choices", "shared_values", "module_calls", "declared_reads"}
 
 Scenario = Callable[[Client, Model], Awaitable[Any]]
 SCENARIOS: dict[str, Scenario] = {}
