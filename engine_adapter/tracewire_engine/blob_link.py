@@ -184,7 +184,11 @@ class BlobReceiver(Receiver):
     async def items(self) -> AsyncIterator[BlobChunk | Report]:
         """Yield every chunk and report. Never ends by itself. Nothing more is received than a few chunks ahead."""
         while True:
-            frames = await self._socket.recv_multipart(copy=False)
+            try:
+                frames = await self._socket.recv_multipart(copy=False)
+            except zmq.Again:
+                # A connection that is being let in can look like a message.
+                continue
             try:
                 if len(frames) == 1:
                     yield _reports.decode(frames[0].buffer)

@@ -53,8 +53,10 @@ class TracewireRayWorker(ray_executor_v2.RayWorkerProc):  # type: ignore[misc, u
 
     def initialize_worker(self, local_rank: int, *args: Any, **kwargs: Any) -> None:
         """Build the worker, once it is known who else is on this node."""
-        # Gloo would take what the machine's own name resolves to, which is often the loopback.
-        card = _card_of(ray.util.get_node_ip_address())
+        # vLLM would ask for the way to the Internet, and Gloo what the machine's own name resolves to: the loopback.
+        address = ray.util.get_node_ip_address()
+        os.environ.setdefault("VLLM_HOST_IP", address)
+        card = _card_of(address)
         if card is not None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", card)
         if _CPU:
