@@ -249,6 +249,10 @@ class ScriptedEngine:
     async def hold(self) -> None:
         """Nor this: what they put out merges."""
 
+    async def takes_requests(self) -> bool:
+        """Always."""
+        return True
+
     async def go_on(self) -> None:
         """Nor this."""
 

@@ -177,6 +177,10 @@ class Engine(Protocol):
         """
         ...
 
+    async def takes_requests(self) -> bool:
+        """Whether it still runs what it is given: not if it died, or was told to stop by somebody else."""
+        ...
+
     async def go_on(self) -> None:
         """End a hold.
 

@@ -743,7 +743,7 @@ class TraceRun:
                 request.done[choice.index] = True
         if finish_reason in ("abort", "error") and not request.done[choice.index] and self._ending is None:
             # Not by us. vLLM gave it up: for what is wrong with it, or because its processes were told to stop.
-            if finish_reason == "abort":
+            if finish_reason == "abort" and not await self._engine.takes_requests():
                 raise EngineLost("vLLM takes no requests any more: its engine was told to stop")
             reason = f"vLLM ended the request with {finish_reason!r} after {first + len(token_ids)} tokens"
             self._broken = Failure(type="EngineError", message=reason)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import logging
 import re
 from collections.abc import AsyncIterator
 from hashlib import blake2b
@@ -29,6 +30,8 @@ from .model import EngineModel
 from .wiring import BLOCK_ARG, DECLARED_ARG, EDITS_ARG, LIVE_ARG, RESULT_ARG, RUN_ARG, SHARED_ARG
 
 __all__ = ["VllmEngine"]
+
+logger = logging.getLogger("tracewire")
 
 
 class _VllmOutputs:
@@ -79,6 +82,9 @@ def _logprobs(entries: Any) -> list[dict[int, tuple[float, int | None, str | Non
 
 #: What a token and a logprob take in this process, in bytes, about.
 _TOKEN_BYTES, _LOGPROB_BYTES = 48, 250
+
+#: How long vLLM may take to answer whether it goes on, in seconds.
+_ANSWER_S = 5.0
 
 #: No live parameters, packed.
 _NONE_LIVE = msgspec.msgpack.encode({})
@@ -335,6 +341,17 @@ class VllmEngine:
 
     async def hold(self) -> None:
         await self._hold(True)
+
+    async def takes_requests(self) -> bool:
+        # An EngineCore that was told to stop answers no calls any more, or says so.
+        with anyio.move_on_after(_ANSWER_S):
+            try:
+                await self.llm.engine_core.call_utility_async("tracewire_counts")
+            except Exception as error:  # of a type of its own, or a plain one with the reason as text
+                logger.warning("vLLM does not answer: %s", error)
+            else:
+                return True
+        return False
 
     async def go_on(self) -> None:
         await self._hold(False)

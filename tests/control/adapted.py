@@ -117,6 +117,10 @@ class PlayedEngine:
         """Make no more tokens."""
         self.asked.append(("hold", ""))
 
+    async def takes_requests(self) -> bool:
+        """As long as it plays."""
+        return True
+
     async def go_on(self) -> None:
         """Make them again."""
         self.asked.append(("go on", ""))

@@ -143,7 +143,7 @@ class ScriptedEngine:
         self._arrived = asyncio.Event()
         #: Versions of live parameters that the next step begins with, by run.
         self._steered: dict[str, int] = {}
-        self.lost = False
+        self.lost = self.told_to_stop = False
         self.holding = False
         #: How often it has stepped.
         self.steps = 0
@@ -266,6 +266,10 @@ class ScriptedEngine:
     async def hold(self) -> None:
         """Make no more steps."""
         self.holding = True
+
+    async def takes_requests(self) -> bool:
+        """Whether nobody has told it to stop."""
+        return not self.told_to_stop
 
     async def go_on(self) -> None:
         """Make steps again."""

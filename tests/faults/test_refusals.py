@@ -180,6 +180,7 @@ async def test_an_engine_that_was_told_to_stop_by_itself_costs_an_attempt(client
         await trace.start()
         await trace.accepted()
         (request,) = stopping._requests.values()
+        stopping.told_to_stop = True
         request.put(Choice(0, [], "", finish_reason="abort"))
         gate.step()
         with anyio.fail_after(PATIENCE):
@@ -204,6 +205,7 @@ async def test_an_engine_that_was_told_to_stop_with_its_adapter_costs_no_try(cli
                 await trace.accepted()
             first.stop()
             request = next(one for one in stopping._requests.values() if one.prompt == "aborted")
+            stopping.told_to_stop = True
             request.put(Choice(0, [], "", finish_reason="abort"))
             gate.open()
             with anyio.fail_after(PATIENCE):
