@@ -87,7 +87,14 @@ class HttpApi:
         tasks = await llm.get_supported_tasks()
         client = EditedClient(llm, plain)
         # Not all of vLLM's versions know each of these.
-        app = build_app(arguments, **_known(build_app, supported_tasks=tasks, model_config=llm.model_config))
+        root = logging.getLogger()
+        level, handlers = root.level, list(root.handlers)
+        try:
+            app = build_app(arguments, **_known(build_app, supported_tasks=tasks, model_config=llm.model_config))
+        finally:
+            # A package that it imports sets the root logger up anew, to errors only.
+            root.setLevel(level)
+            root.handlers[:] = handlers
         known = _known(init_app_state, vllm_config=llm.vllm_config, supported_tasks=tasks)
         known |= {"engine_client": client, "state": app.state, "args": arguments}
         await init_app_state(**known)

@@ -52,8 +52,9 @@ class Residual:
     """The residual stream after decoder layer `index`, at this request's tokens of the step.
 
     `output` reads it, shape `[tokens, hidden_size]`: all prompt tokens in the first step, then one token a step. It is
-    a value of its own, safe to keep. Assigning to `output` (also `+=`) replaces the stream for the rest of the
-    forward pass; the replacement must have the same shape.
+    a value of its own, safe to keep, and changing it in place (`output[:] += v`, `output[-1] = v`) changes only it.
+    Assigning to `output` (also `output += v`) replaces the stream for the rest of the forward pass; the replacement
+    must have the same shape.
     """
 
     def __init__(self, layer: Any, index: int) -> None:

@@ -20,7 +20,7 @@ def steered(model, tracer, live, direction, pace=0.01):
     for step in tracer.iter[:]:
         alpha = live.alpha
         time.sleep(pace)
-        model.residual(2).output[:] += (alpha * direction).to(model.residual(2).output.dtype)
+        model.residual(2).output += (alpha * direction).to(model.residual(2).output.dtype)
         used.append(alpha)
         norms.append(model.residual(4).output[-1].float().clone())
 
@@ -32,7 +32,7 @@ def scheduled(model, tracer, live, direction, schedule):
     norms = [].save()
     for step in tracer.iter[:]:
         alpha = schedule[step] if step < len(schedule) else schedule[-1]
-        model.residual(2).output[:] += (alpha * direction).to(model.residual(2).output.dtype)
+        model.residual(2).output += (alpha * direction).to(model.residual(2).output.dtype)
         used.append(alpha)
         norms.append(model.residual(4).output[-1].float().clone())
 
