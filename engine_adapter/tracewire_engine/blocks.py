@@ -35,6 +35,7 @@ from . import marks, watchdog
 from .held_inputs import HeldInputs
 from .live import LiveRun, LiveValues
 from .plain import CopyingCache, plain
+from .residual import Streams
 from .serving import RowBatcher
 from .tensors import to_tensors
 
@@ -78,6 +79,7 @@ class BlockMediator(Mediator):
         self.found: dict[str, Any] | None = None
         #: What stands for saved objects that cannot travel themselves, by identity.
         self.made: dict[int, tuple[Any, Any]] = {}
+        self.streams = Streams()
 
     def saved(self) -> dict[str, Any]:
         """What it has saved and still binds to a name, by name, as it travels."""
@@ -113,6 +115,13 @@ class BlockMediator(Mediator):
             watchdog.end()
 
     def handle(self, provider: str, value: Any) -> Any:
+        try:
+            return self._handle(provider, value)
+        finally:
+            if self.streams:
+                self.streams.settle()
+
+    def _handle(self, provider: str, value: Any) -> Any:
         # A read that is due, as most are, by nnsight's steps; the rest is nnsight's.
         pending: Any = self.pending
         batcher = self.interleaver.batcher

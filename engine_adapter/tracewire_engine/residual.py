@@ -13,8 +13,9 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from nnsight.intervention.interleaver import Mediator
 
-__all__ = ["Residual", "find_layers", "find_norm"]
+__all__ = ["Residual", "Streams", "find_layers", "find_norm"]
 
 _LAYER_LISTS = re.compile(r"(^|\.)(layers|h|blocks|decoder_layers|block)$")
 
@@ -48,40 +49,77 @@ def find_norm(model: torch.nn.Module, layers: str) -> torch.nn.Module | None:
     return next((child for name in _NORMS if isinstance(child := getattr(parent, name, None), torch.nn.Module)), None)
 
 
+class Streams:
+    """The residual streams that a block has read on this visit of a layer: what it changes in place, the layer gets."""
+
+    def __init__(self) -> None:
+        self._read: list[tuple[torch.Tensor, int, torch.Tensor, torch.Tensor | None]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._read)
+
+    def read(self, hidden: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        """The stream that is the sum of these halves, as a new tensor."""
+        self.settle()
+        # Not an inference tensor: those do not count their changes.
+        with torch.inference_mode(False):
+            made = hidden.clone() if residual is None else hidden + residual
+        self._read.append((made, made._version, hidden, residual))
+        return made
+
+    def replace(self, hidden: torch.Tensor, residual: torch.Tensor | None, value: torch.Tensor) -> None:
+        """Make `value` the stream. What was read before counts no more."""
+        self._read.clear()
+        # Written in place, and the other half cleared: the next norm's sum is then exactly `value`.
+        hidden[:] = value
+        if residual is not None:
+            residual.zero_()
+
+    def settle(self) -> None:
+        """Make what was changed in place the stream."""
+        read, self._read = self._read, []
+        for made, version, hidden, residual in read:
+            if made._version != version:
+                self.replace(hidden, residual, made)
+
+
 class Residual:
     """The residual stream after decoder layer `index`, at this request's tokens of the step.
 
     `output` reads it, shape `[tokens, hidden_size]`: all prompt tokens in the first step, then one token a step. It is
-    a value of its own, safe to keep, and changing it in place (`output[:] += v`, `output[-1] = v`) changes only it.
-    Assigning to `output` (also `output += v`) replaces the stream for the rest of the forward pass; the replacement
-    must have the same shape.
+    a value of its own, safe to keep. Assigning to `output` replaces the stream for the rest of the forward pass; the
+    replacement must have the same shape. So does changing what was read in place (`output[-1] += v`), up to the
+    block's next read of the model.
     """
 
     def __init__(self, layer: Any, index: int) -> None:
         self._layer = layer
         self.index = index
 
+    def _streams(self) -> Streams:
+        mediator: Any = Mediator.current(f"residual({self.index})")
+        streams: Streams = mediator.streams
+        return streams
+
+    def _halves(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        served = self._layer.output
+        if isinstance(served, tuple):
+            return served[0], served[1] if len(served) > 1 else None
+        return served, None
+
     @property
     def output(self) -> torch.Tensor:
         """The stream, as a new tensor of shape `[tokens, hidden_size]`."""
-        served = self._layer.output
-        if isinstance(served, tuple):
-            hidden, residual = served[0], served[1] if len(served) > 1 else None
-            return hidden.clone() if residual is None else hidden + residual
-        return torch.clone(served)
+        return self._streams().read(*self._halves())
 
     @output.setter
     def output(self, value: torch.Tensor) -> None:
-        served = self._layer.output
-        hidden = served[0] if isinstance(served, tuple) else served
+        hidden, residual = self._halves()
         if tuple(value.shape) != tuple(hidden.shape):
             raise ValueError(
                 f"residual({self.index}).output takes a tensor of shape {tuple(hidden.shape)}, got {tuple(value.shape)}"
             )
-        # Written in place, and the other half cleared: the next norm's sum is then exactly `value`.
-        hidden[:] = value
-        if isinstance(served, tuple) and len(served) > 1 and served[1] is not None:
-            served[1].zero_()
+        self._streams().replace(hidden, residual, value)
 
     def __repr__(self) -> str:
         return f"<residual({self.index}), after {self._layer.path}>"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import anyio
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -117,6 +118,52 @@ async def test_the_residual_stream_can_be_replaced(client: Client, model: Model)
     # What the next layer's norm adds up is the replacement, to the bit.
     assert np.array_equal(after, 2 * before)
     assert np.array_equal(entering, after)
+
+
+async def test_the_residual_stream_can_be_changed_in_place(client: Client, model: Model) -> None:
+    @tracewire.intervention
+    def assigned(model, tracer, live, vector):
+        seen = [].save()
+        for step in tracer.iter[:]:
+            model.residual(2).output += vector
+            seen.append(model.residual(2).output[-1].clone())
+
+    @tracewire.intervention
+    def in_place(model, tracer, live, vector):
+        seen = [].save()
+        for step in tracer.iter[:]:
+            model.residual(2).output[:] += vector
+            seen.append(model.residual(2).output[-1].clone())
+
+    @tracewire.intervention
+    def a_row(model, tracer, live, vector):
+        seen = [].save()
+        for step in tracer.iter[:]:
+            stream = model.residual(2).output
+            for row in range(stream.shape[0]):
+                part = stream[row]
+                part += vector
+            seen.append(model.residual(2).output[-1].clone())
+
+    @tracewire.intervention
+    def read_only(model, tracer, live, vector):
+        seen = [].save()
+        for step in tracer.iter[:]:
+            scratch = model.residual(2).output.clone()
+            scratch += vector
+            seen.append(model.residual(2).output[-1].clone())
+
+    vector = np.linspace(-4, 4, model.info.hidden_size, dtype=np.float32).astype(ml_dtypes.bfloat16)
+    plain, _ = await run(client, model, None, max_tokens=8)
+    same, _ = await run(client, model, read_only(vector=vector), max_tokens=8)
+    assert same.token_ids == plain.token_ids
+    known, _ = await run(client, model, assigned(vector=vector), max_tokens=8)
+    assert known.token_ids != plain.token_ids
+    for block in (in_place, a_row):
+        result, _ = await run(client, model, block(vector=vector), max_tokens=8)
+        assert result.token_ids == known.token_ids
+        for one, other in zip(result.saves["seen"], known.saves["seen"], strict=True):
+            assert np.array_equal(one, other)
 
 
 async def test_variables_helpers_modules_and_live_parameters(client: Client, model: Model) -> None:
