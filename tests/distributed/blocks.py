@@ -60,7 +60,7 @@ def carried(model, tracer, live, amount):
     push = None
     for step in tracer.iter[:]:
         if push is not None:
-            model.residual(1).output += push
+            model.residual(1).output[:] += push
         early = model.residual(2).output.clone()
         model.residual(5).output = model.residual(5).output + amount * early
         late = model.residual(6).output[-1].clone()
@@ -213,7 +213,7 @@ def steered(model, tracer, live, direction, pace=0.01):
     for step in tracer.iter[:]:
         alpha = live.alpha
         time.sleep(pace)
-        model.residual(2).output += (alpha * direction).to(model.residual(2).output.dtype)
+        model.residual(2).output[:] += (alpha * direction).to(model.residual(2).output.dtype)
         model.residual(5).output += (live.alpha * direction).to(model.residual(5).output.dtype)
         used.append([alpha, live.alpha])
         seen.append(model.residual(7).output[-1].float().clone())
