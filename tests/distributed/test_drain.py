@@ -3,7 +3,6 @@
 # ruff: noqa: ASYNC110, ASYNC220
 from __future__ import annotations
 
-import asyncio
 import json
 import socket
 import subprocess
@@ -23,6 +22,7 @@ import pytest
 import tracewire
 from tests.engine_process import running_engine
 from tests.faults.scripted import ScriptedEngine, acts, expected, info, serving
+from tests.faults.test_engine_loss import Gate, free
 from tests.scripted import engine_info
 from tracewire import Client, Final, Output, Restarted, cli
 from tracewire_bus.control import draining
@@ -32,36 +32,6 @@ from tracewire_bus.streams import Bus
 from tracewire_engine.cli import _stranger
 
 PATIENCE = 20
-
-
-class Gate:
-    """Lets an engine step when a test says so."""
-
-    def __init__(self) -> None:
-        self._steps = asyncio.Semaphore(0)
-        self._open = False
-
-    async def __call__(self) -> None:
-        """Wait for the next step."""
-        if self._open:
-            await anyio.lowlevel.checkpoint()
-        else:
-            await self._steps.acquire()
-
-    def step(self, count: int = 1) -> None:
-        """Let it make some steps."""
-        for _ in range(count):
-            self._steps.release()
-
-    def open(self) -> None:
-        """Let it run."""
-        self._open = True
-        self._steps.release()
-
-
-def free() -> ScriptedEngine:
-    """An engine that runs as fast as it can."""
-    return ScriptedEngine(partial(anyio.sleep, 0))
 
 
 @pytest.fixture
