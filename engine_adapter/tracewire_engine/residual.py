@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -49,38 +50,69 @@ def find_norm(model: torch.nn.Module, layers: str) -> torch.nn.Module | None:
     return next((child for name in _NORMS if isinstance(child := getattr(parent, name, None), torch.nn.Module)), None)
 
 
+@dataclass(slots=True)
+class _Reading:
+    made: torch.Tensor
+    version: int
+    hidden: torch.Tensor
+    residual: torch.Tensor | None
+    #: How often the stream had been replaced when this was it.
+    at: int
+
+
 class Streams:
     """The residual streams that a block has read on this visit of a layer: what it changes in place, the layer gets."""
 
     def __init__(self) -> None:
-        self._read: list[tuple[torch.Tensor, int, torch.Tensor, torch.Tensor | None]] = []
+        self._read: list[_Reading] = []
+        self._replaced = 0
 
     def __bool__(self) -> bool:
         return bool(self._read)
 
     def read(self, hidden: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         """The stream that is the sum of these halves, as a new tensor."""
-        self.settle()
+        self._take()
         # Not an inference tensor: those do not count their changes.
         with torch.inference_mode(False):
             made = hidden.clone() if residual is None else hidden + residual
-        self._read.append((made, made._version, hidden, residual))
+        self._read.append(_Reading(made, made._version, hidden, residual, self._replaced))
         return made
 
     def replace(self, hidden: torch.Tensor, residual: torch.Tensor | None, value: torch.Tensor) -> None:
         """Make `value` the stream. What was read before counts no more."""
         self._read.clear()
+        self._write(hidden, residual, value)
+
+    def settle(self) -> None:
+        """Make what was changed in place the stream; the layer is left, and what was read there counts no more.
+
+        Raises:
+            RuntimeError: two readings were changed, and the second does not have what the first changed.
+        """
+        try:
+            self._take()
+        finally:
+            self._read.clear()
+
+    def _take(self) -> None:
+        # A reading stays one until the layer is left: `output[:] += f(output)` reads twice before it changes the first.
+        for reading in self._read:
+            if reading.made._version != reading.version:
+                if reading.at != self._replaced:
+                    raise RuntimeError(
+                        "residual(...).output was read twice and both readings were changed in place: the second "
+                        "change would undo the first; keep one reading in a variable, or assign to output"
+                    )
+                self._write(reading.hidden, reading.residual, reading.made)
+                reading.version, reading.at = reading.made._version, self._replaced
+
+    def _write(self, hidden: torch.Tensor, residual: torch.Tensor | None, value: torch.Tensor) -> None:
+        self._replaced += 1
         # Written in place, and the other half cleared: the next norm's sum is then exactly `value`.
         hidden[:] = value
         if residual is not None:
             residual.zero_()
-
-    def settle(self) -> None:
-        """Make what was changed in place the stream."""
-        read, self._read = self._read, []
-        for made, version, hidden, residual in read:
-            if made._version != version:
-                self.replace(hidden, residual, made)
 
 
 class Residual:
@@ -89,7 +121,7 @@ class Residual:
     `output` reads it, shape `[tokens, hidden_size]`: all prompt tokens in the first step, then one token a step. It is
     a value of its own, safe to keep. Assigning to `output` replaces the stream for the rest of the forward pass; the
     replacement must have the same shape. So does changing what was read in place (`output[-1] += v`), up to the
-    block's next read of the model.
+    block's next read elsewhere in the model.
     """
 
     def __init__(self, layer: Any, index: int) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 import tracewire
 from tests.engine import blocks_for_tests as blocks
-from tracewire import Client, Model, Output
+from tracewire import Client, InterventionError, Model, Output
 from tracewire_bus.fold import Fold
 from tracewire_bus.messages import Append, Final, Set
 from tracewire_bus.values import digest, equal
@@ -146,6 +146,23 @@ async def test_the_residual_stream_can_be_changed_in_place(client: Client, model
             seen.append(model.residual(2).output[-1].clone())
 
     @tracewire.intervention
+    def read_twice(model, tracer, live, vector):
+        seen = [].save()
+        for step in tracer.iter[:]:
+            model.residual(2).output[:] += vector.to(model.residual(2).output.dtype)
+            seen.append(model.residual(2).output[-1].clone())
+
+    @tracewire.intervention
+    def in_two_parts(model, tracer, live, vector):
+        seen = [].save()
+        for step in tracer.iter[:]:
+            stream = model.residual(2).output
+            stream[:, :100] += vector[:100]
+            between = model.residual(2).output
+            stream[:, 100:] += vector[100:]
+            seen.append(model.residual(2).output[-1].clone())
+
+    @tracewire.intervention
     def read_only(model, tracer, live, vector):
         seen = [].save()
         for step in tracer.iter[:]:
@@ -159,11 +176,23 @@ async def test_the_residual_stream_can_be_changed_in_place(client: Client, model
     assert same.token_ids == plain.token_ids
     known, _ = await run(client, model, assigned(vector=vector), max_tokens=8)
     assert known.token_ids != plain.token_ids
-    for block in (in_place, a_row):
+    for block in (in_place, a_row, read_twice, in_two_parts):
         result, _ = await run(client, model, block(vector=vector), max_tokens=8)
         assert result.token_ids == known.token_ids
         for one, other in zip(result.saves["seen"], known.saves["seen"], strict=True):
             assert np.array_equal(one, other)
+
+
+async def test_two_readings_of_the_residual_stream_cannot_both_be_changed(client: Client, model: Model) -> None:
+    @tracewire.intervention
+    def both(model, tracer, live):
+        one, other = model.residual(2).output, model.residual(2).output
+        one[-1] += 1
+        other[-1] += 1
+        model.residual(3).output[-1].save()
+
+    with pytest.raises(InterventionError, match="both readings were changed in place"):
+        await run(client, model, both, max_tokens=4)
 
 
 async def test_variables_helpers_modules_and_live_parameters(client: Client, model: Model) -> None:
