@@ -38,7 +38,7 @@ from tracewire_bus.messages import (
     Submission,
     Usage,
 )
-from tracewire_bus.records import Opened, TraceEnded, cancellation
+from tracewire_bus.records import Opened, Overtaken, TraceEnded, cancellation
 from tracewire_bus.streams import Bus, Writer
 from tracewire_bus.values import ArrayRef, digest, kind, length, unpack, wire
 
@@ -324,7 +324,7 @@ class ScriptedEngine:
                 self.taken.append(submission)
                 try:
                     opened = await self._bus.records.open(submission.trace, self.info.engine, entry.attempt)
-                except TraceEnded:
+                except (TraceEnded, Overtaken):
                     await self._bus.queue.done(self.info.model, entry.trace)
                     continue
                 stage = Stage(submission, writer, self.info, entry.queued_at, self._bus, opened)

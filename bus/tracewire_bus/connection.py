@@ -207,6 +207,10 @@ class Server:
             options["socket_keepalive"] = True
         # Redis-py's pool, for what it knows of URLs: it makes connections and holds none.
         self._factory: Any = ConnectionPool.from_url(url, **options)
+        try:
+            self._factory.make_connection()  # type: ignore[no-untyped-call]
+        except TypeError as error:
+            raise ValueError(f"the URL {redacted(url)} has an option that redis-py does not know: {error}") from None
 
     async def open(self, spare: Any = None) -> Any:
         """A connection to it."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -166,11 +166,19 @@ def _normalized(one: Any, field: str) -> Declared:
         # What a struct's constructor does not check: types, and the words that a field takes.
         msgspec.convert({name: _bare(getattr(plain, name)) for name in plain.__struct_fields__} | _tag(plain), Declared)
     except msgspec.ValidationError as error:
-        text = str(error)
-        named = re.search(r" - at `\$\.(\w+)", text)
-        where = f"{field}.{named[1]}" if named else field
-        raise DeclarationError(where, text.partition(" - at ")[0]) from None
+        named = re.search(r" - at `\$\.(\w+)", str(error))
+        if named is None:
+            raise DeclarationError(field, str(error)) from None
+        name = named[1]
+        expected = _expected(get_type_hints(type(one))[name])
+        raise DeclarationError(f"{field}.{name}", f"expected {expected}, got {getattr(one, name)!r}"[:200]) from None
     return plain
+
+
+def _expected(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return f"one of {', '.join(map(repr, get_args(kind)))}"
+    return {str: "a string", int: "an integer"}.get(kind, "a number or Live(name)")
 
 
 def _bare(value: Any) -> Any:

@@ -8,6 +8,7 @@ so that Redis can compare (`records.py`) without knowing what a value is.
 
 from __future__ import annotations
 
+import keyword
 import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
@@ -55,7 +56,7 @@ def live_values(values: Mapping[Any, Any]) -> dict[str, LiveValue]:
 
 
 def _prepared(name: Any, value: Any) -> LiveValue:
-    if not isinstance(name, str) or not name.isidentifier() or name.startswith("_"):
+    if not isinstance(name, str) or not name.isidentifier() or name.startswith("_") or keyword.iskeyword(name):
         raise LiveError(
             "", f"expected names that a block can read as live.NAME, without a leading '_', got {str(name)[:80]!r}"
         )

@@ -289,7 +289,8 @@ def _adapter(arguments: list[str]) -> int:
     try:
         # Before the model is loaded, which takes its time.
         anyio.run(_check_redis, options.url, options.prefix, options.retain_total_bytes > 0)
-    except BusError as error:
+    except (BusError, ValueError) as error:
+        # A ValueError is a URL that is none of a Redis.
         print(f"tracewire engine: {error}", file=sys.stderr)
         return 2
     #: Where HTTP is served, if it is: bound before the model is loaded, which takes its time.

@@ -82,7 +82,7 @@ class Intervention:
         if hasattr(function, "__wrapped__"):
             raise BlockError(
                 f"{function.__name__} is decorated already, and decorators do not travel: "
-                "put @tracewire.intervention under the others, next to the def",
+                "put what they do into its body, and leave @tracewire.intervention alone",
                 filename=function.__code__.co_filename,
                 line=function.__code__.co_firstlineno,
             )
@@ -334,7 +334,7 @@ class Capture:
             self.modules[name] = name
             return
         candidates = {*self._parameters, *self._meanings, *vars(builtins)}
-        near = difflib.get_close_matches(name, sorted(candidates), 1)
+        near = difflib.get_close_matches(name, sorted(one for one in candidates if not one.startswith("_tw_")), 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise source.error(
             f"the name {name!r} stands for nothing: it is no variable, and neither the closure of {source.name}() "
@@ -509,7 +509,9 @@ def _why(name: str, value: Any, error: Exception) -> str:
         return f"{name!r} is a method bound to {type_name(type(value.__self__))}: write a function"
     if isinstance(value, partial):
         return f"{name!r} is a functools.partial: write a function around it"
-    return f"{name!r} is of type {type_name(type(value))}: {error}"
+    # What can travel is said by whoever raises this.
+    reason = str(error).partition("; what can: None")[0]
+    return f"{name!r} is of type {type_name(type(value))}: {reason}"
 
 
 def _brief(value: Any) -> str:

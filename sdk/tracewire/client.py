@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import keyword
 import math
 import os
@@ -34,6 +36,7 @@ from .errors import (
     SteerRejected,
     TraceEnded,
     TraceRejected,
+    TracewireError,
     UnknownDeadLetter,
     UnknownEngine,
     UnknownModel,
@@ -117,25 +120,31 @@ async def connect(
     and ends with the context (`client.url` tells other processes where it is); without one, `TRACEWIRE_URL`
     counts. `prefix` stands before every key. `client` names this client to the engines, which serve clients in turns.
 
-    This alone owns tasks and connections: when the context is left, none is left, and the traces that it submitted and
-    that still run are cancelled, unless they were detached. So they are when it dies, or its event loop stands still,
-    for `lease` seconds. While Redis is away, what is asked of it waits for up to `patience` seconds; reading a trace
-    waits as long as the reader does.
+    It runs on asyncio, and is used on the event loop that it was made on: other threads call it by
+    `anyio.from_thread.run`. This alone owns tasks and connections: when the context is left, none is left, and the
+    traces that it submitted and that still run are cancelled, unless they were detached. So they are when it dies, or
+    its event loop stands still, for `lease` seconds. While Redis is away, what is asked of it waits for up to
+    `patience` seconds; reading a trace waits as long as the reader does.
 
     Raises:
-        ConnectError: no URL is given, or nothing answers there.
-        ValueError: `lease` is not at least 1 second.
+        ConnectError: no URL is given, it is none of a Redis, or nothing answers there.
+        ValueError: `lease` is not at least 1 second, `patience` is negative, or `prefix` has braces.
     """
-    if not lease >= 1:
-        raise ValueError(f"a client's lease is at least 1 second, got {lease}")
+    _seconds("lease", lease, 1)
+    _seconds("patience", patience, most=math.inf)
     if client is not None:
         _text("client", client)
-    address = url or os.environ.get("TRACEWIRE_URL")
+    if "{" in _text("prefix", prefix) or "}" in prefix:
+        raise ValueError(f"prefix: expected text without braces, which mark slots of a cluster, got {_shown(prefix)}")
+    address = os.environ.get("TRACEWIRE_URL") if not url else _text("url", url)
     if not address:
         raise ConnectError(
             "no URL: pass one to connect(), or set TRACEWIRE_URL "
             "(redis://host:port, or embedded:// for a private Redis that ends with this client)"
         )
+    loop = _running_loop()
+    if loop is None:
+        raise TracewireError("tracewire runs on asyncio, and no event loop of asyncio runs here")
     from tracewire_bus.embedded import EmbeddedServerError
 
     try:
@@ -144,7 +153,7 @@ async def connect(
     except (BusError, EmbeddedServerError, ValueError) as error:
         raise ConnectError(f"cannot connect: {error}") from error
     presence = Presence(bus, lease)
-    connected = Client(bus, client if client is not None else f"{socket.gethostname()}:{os.getpid()}", presence)
+    connected = Client(bus, client if client is not None else f"{socket.gethostname()}:{os.getpid()}", presence, loop)
     try:
         yield connected
     finally:
@@ -156,11 +165,23 @@ async def connect(
         await bus.aclose()
 
 
-class Client:
-    """Made by [`connect`][tracewire.connect]. Any task may use it."""
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
 
-    def __init__(self, bus: Bus, name: str, presence: Presence) -> None:
+
+class Client:
+    """Made by [`connect`][tracewire.connect]. Any task of its event loop may use it.
+
+    An argument of the wrong type is a `TypeError`, or, in a submission, a `TraceRejected` with its field. What is asked
+    of a client that is closed is a `ConnectError`.
+    """
+
+    def __init__(self, bus: Bus, name: str, presence: Presence, loop: asyncio.AbstractEventLoop) -> None:
         self._bus: Bus | None = bus
+        self._loop = loop
         self._url = bus.url
         self._name = name
         self._presence = presence
@@ -181,6 +202,11 @@ class Client:
     def _open_bus(self) -> Bus:
         if self._bus is None:
             raise ConnectError("the client is closed")
+        if _running_loop() not in (None, self._loop):
+            # Its connections would break under those who use them there.
+            raise TracewireError(
+                "the client belongs to another event loop: connect() in each, or call it by anyio.from_thread.run"
+            )
         return self._bus
 
     def _queue(self, tracer: Tracer) -> None:
@@ -224,8 +250,8 @@ class Client:
         """
         name = engine.name if isinstance(engine, Engine) else _text("engine", engine)
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-        if seconds is not None and not 0 <= seconds <= 1e9:
-            raise ValueError(f"timeout: expected a number of seconds, got {_shown(timeout)}")
+        if seconds is not None:
+            _seconds("timeout", seconds)
         engines = {one.name: one for one in await self.engines()}
         if name not in engines:
             raise UnknownEngine(name, engines)
@@ -246,7 +272,11 @@ class Client:
 
         Raises:
             UnknownModel: no live engine serves a model of this name. Names those that are served.
+            ValueError: `wait_for_engine` is negative.
         """
+        _text("name", name)
+        if wait_for_engine is not None:
+            _seconds("wait_for_engine", wait_for_engine, most=math.inf)
         return await self._find(name, wait_for_engine, 0)
 
     async def _find(self, name: str, wait_for_engine: float | None, age: float = _REGISTRY_AGE) -> Model:
@@ -334,6 +364,8 @@ class Client:
         self._open_bus()
         packed = _shared(shared)
         names = frozenset(shared or ())
+        if not isinstance(detach, bool):
+            raise TraceRejected("detach", f"expected True or False, got {_shown(detach)}")
         return Trace(
             self,
             Submission(
@@ -366,7 +398,7 @@ class Client:
         _known(trace_id)
         bus = self._open_bus()
         try:
-            reader = EventReader(trace_id, bus, since)
+            reader = EventReader(trace_id, bus, _text("since", since))
         except ValueError:
             raise ValueError(f"since is 'start', 'now' or an event's id '<attempt>-<seq>', not {since!r}") from None
         return Subscription(self, trace_id, reader, names)
@@ -394,13 +426,23 @@ class Client:
         event may come twice, then, but none is left out.
 
         Raises:
-            ValueError: `since` is none of these, a name is empty, or `idle` is not positive.
+            ValueError: `since` is none of these, a name is empty, there is a `consumer` without a `group`, or `idle` is
+                not positive.
         """
         bus = self._open_bus()
+        _text("since", since)
+        wanted = None if model is None else _model_name(model)
         if group is None:
-            return Watch(bus.watch(since), None if model is None else _model_name(model))
-        member = bus.watch_group(group, self._name if consumer is None else consumer, since, idle)
-        return Watch(member, None if model is None else _model_name(model))
+            if consumer is not None:
+                raise ValueError(f"consumer: expected a group with it, got {_shown(consumer)} alone")
+            return Watch(bus.watch(since), wanted)
+        name = self._name if consumer is None else consumer
+        for field, value in (("group", group), ("consumer", name)):
+            if not _text(field, value):
+                raise ValueError(f"{field}: expected a name, got an empty one")
+        if not _seconds("idle", idle):
+            raise ValueError("idle: expected more than 0 seconds")
+        return Watch(bus.watch_group(group, name, since, idle), wanted)
 
     async def watch_groups(self) -> list[str]:
         """The names of the groups that watches share events in."""
@@ -410,7 +452,7 @@ class Client:
     async def remove_watch_group(self, group: str) -> bool:
         """Forget a group, with what was not acknowledged in it. Returns whether there was one."""
         with bus_errors():
-            return await self._open_bus().watch_groups.remove(group)
+            return await self._open_bus().watch_groups.remove(_text("group", group))
 
     # --- standing interventions ---------------------------------------------------------------------------------------
 
@@ -426,8 +468,13 @@ class Client:
         up to `count`, of those that came after the dead letter of id `after`. Some 10000 are kept.
 
         Raises:
-            ConnectError: Redis does not answer, or `after` is no id.
+            ConnectError: Redis does not answer.
+            ValueError: `after` is no dead letter's id, or `count` is no positive integer.
         """
+        if _text("after", after) and not _is_id(after):
+            raise ValueError(f"after: expected a dead letter's id, got {_shown(after)}")
+        if type(count) is not int or not 0 < count < 2**31:
+            raise ValueError(f"count: expected a positive integer, got {_shown(count)}")
         with bus_errors():
             found = await self._open_bus().queue.dead_letters(after, count)
         return [DeadLetter.of(one) for one in found]
@@ -448,7 +495,7 @@ class Client:
         """
         bus = self._open_bus()
         with bus_errors():
-            found = await bus.queue.find_dead_letter(id_)
+            found = await bus.queue.find_dead_letter(id_) if _is_id(id_) else None
             if found is None:
                 raise UnknownDeadLetter(id_)
             submission = await fresh(DeadLetter.of(found), bus, self._name)
@@ -464,10 +511,11 @@ class Client:
         """Remove a dead letter. Returns whether it was there.
 
         Raises:
-            ConnectError: Redis does not answer, or `id_` is no id.
+            ConnectError: Redis does not answer.
         """
+        bus = self._open_bus()
         with bus_errors():
-            return await self._open_bus().queue.drop_dead_letter(id_)
+            return _is_id(id_) and await bus.queue.drop_dead_letter(id_)
 
     # --- what is asked of traces --------------------------------------------------------------------------------------
 
@@ -513,6 +561,8 @@ class Client:
         from tracewire_bus.live import LiveError, cast_to, live_values
 
         _known(trace_id)
+        if values is not None and not isinstance(values, Mapping):
+            raise SteerRejected(trace_id, "live", f"expected a dict of live parameters, got {_shown(values)}")
         given = {**(values or {}), **more}
         if not given:
             raise SteerRejected(trace_id, "live", "expected at least one live parameter to change, got none")
@@ -633,7 +683,7 @@ def _same_tree(one: EngineInfo, other: EngineInfo) -> bool:
 
 def _is_text(value: Any) -> bool:
     """Whether it is a string that can be sent: one without half of a surrogate pair."""
-    return isinstance(value, str) and not any("\ud800" <= char <= "\udfff" for char in value)
+    return isinstance(value, str) and is_text(value)
 
 
 def made_id(trace_id: Any) -> str:
@@ -649,7 +699,7 @@ def made_id(trace_id: Any) -> str:
 def _model_name(model: Any) -> str:
     if isinstance(model, Model):
         return model.name
-    if not isinstance(model, str) or not model:
+    if not isinstance(model, str) or not model or not is_text(model):
         raise TraceRejected("model", f"expected a model of client.model(), or its name, got {_shown(model)}")
     return model
 
@@ -694,7 +744,7 @@ def _prompt(field: str, prompt: Any, params: dict[str, Any]) -> InvokeMessage:
     if isinstance(prompt, str):
         if not prompt:
             raise TraceRejected(field, "the prompt is empty")
-        return InvokeMessage(prompt=prompt, sampling=params)
+        return InvokeMessage(prompt=_plain(field, prompt), sampling=params)
     if isinstance(prompt, bytes):
         raise TraceRejected(field, f"expected text, token ids or chat messages, got {_shown(prompt)}")
     listed = prompt.tolist() if hasattr(prompt, "tolist") else prompt
@@ -712,8 +762,8 @@ def _prompt(field: str, prompt: Any, params: dict[str, Any]) -> InvokeMessage:
     for index, item in enumerate(items):
         if isinstance(item, Mapping | bool) or not hasattr(item, "__index__"):
             raise TraceRejected(f"{field}[{index}]", f"expected token ids or chat messages, got {_shown(item)}")
-        if int(item) < 0:
-            raise TraceRejected(f"{field}[{index}]", f"expected a token id, which is not negative, got {int(item)}")
+        if not 0 <= int(item) < 2**63:
+            raise TraceRejected(f"{field}[{index}]", f"expected a token id, which is not negative, got {_shown(item)}")
     return InvokeMessage(token_ids=[int(item) for item in items], sampling=params)
 
 
@@ -765,6 +815,12 @@ def _plain(field: str, value: Any, depth: int = 0) -> Any:
     """`value` if it is made of plain values only; scalars of NumPy and torch become Python's."""
     if depth > 32:
         raise TraceRejected(field, "the value nests too deep, or refers to itself")
+    if isinstance(value, str) and not is_text(value):
+        raise TraceRejected(field, f"expected text, got half of a surrogate pair in {_shown(value)}")
+    if isinstance(value, int) and not -(2**63) <= value < 2**64:
+        raise TraceRejected(field, f"expected an integer of at most 64 bits, got {_shown(value)}")
+    if isinstance(value, float) and math.isnan(value):
+        raise TraceRejected(field, "expected a number, got NaN")
     if value is None or isinstance(value, bool | str | int | float):
         for base in (bool, int, float, str):
             if isinstance(value, base):
@@ -775,6 +831,7 @@ def _plain(field: str, value: Any, depth: int = 0) -> Any:
         for key, item in value.items():
             if not isinstance(key, str | int):
                 raise TraceRejected(field, f"expected keys that are strings or integers, got {_shown(key)}")
+            _plain(field, key)
             result[key] = _plain(f"{field}.{key}", item, depth + 1)
         return result
     if isinstance(value, list | tuple | set | frozenset):
@@ -787,12 +844,18 @@ def _plain(field: str, value: Any, depth: int = 0) -> Any:
     )
 
 
+def _is_intervention(value: Any) -> bool:
+    return isinstance(value, Intervention)
+
+
 def _block(block: Any, shared: frozenset[str] = frozenset()) -> Block | None:
     if block is None or isinstance(block, Block):
         return block
     if isinstance(block, Intervention):
         return block.block(shared)
     advice = ": decorate it with @tracewire.intervention" if callable(block) else ""
+    if callable(block) and isinstance(inspect.unwrap(block, stop=_is_intervention), Intervention):
+        advice = ": decorators do not travel; take the one above @tracewire.intervention away"
     raise TraceRejected("block", f"expected an intervention, got {_shown(block)}{advice}")
 
 
@@ -803,7 +866,7 @@ def _edits(field: str, edits: Any) -> list[str] | None:
         raise TraceRejected(field, f"expected a list of names of edits, got {_shown(edits)}")
     names = list(edits)
     for name in names:
-        if not isinstance(name, str):
+        if not _is_text(name):
             raise TraceRejected(field, f"expected names of edits, got {_shown(name)}")
     return names
 
@@ -900,6 +963,25 @@ def _text(field: str, value: Any) -> str:
     if not is_text(value):
         raise ValueError(f"{field}: expected text, got half of a surrogate pair in {_shown(value)}")
     return value
+
+
+def _seconds(field: str, value: Any, least: float = 0.0, most: float = 1e9) -> float:
+    """`value` if it is a number of seconds between these."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{field}: expected a number of seconds, got {_shown(value)}")
+    if not least <= value <= most:
+        limit = "" if most == math.inf else f", {most:g} at most"
+        raise ValueError(f"{field}: expected {least:g} seconds or more{limit}, got {_shown(value)}")
+    return value
+
+
+def _is_id(value: Any) -> bool:
+    """Whether it could be an entry's id."""
+    try:
+        parse_id(_text("id", value))
+    except ValueError:
+        return False
+    return True
 
 
 def _shown(value: Any) -> str:

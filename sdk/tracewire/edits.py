@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ast
 import logging
+import math
 import re
 from collections.abc import Sequence
 from types import TracebackType
@@ -228,8 +229,12 @@ class Edits:
             UnknownModel: no live engine serves the model.
             EditPending: it is installed, but some engines have not said yet that they run it.
             ConnectError: Redis does not answer; it may have been installed.
+            ValueError: `wait` is negative.
         """
         edit = self._checked(name, block, interventions, scope, on_error, max_failures)
+        if replacing is not None and (type(replacing) is not int or replacing < 0):
+            raise EditRejected(name, "replacing", f"expected a version's number, or 0 for none, got {replacing!r}")
+        _check_wait(wait)
         if wait is not None:
             self._check_against(edit, await self._client._find(self.model, None))
         bus = self._client._open_bus()
@@ -296,7 +301,9 @@ class Edits:
             UnknownEdit: none such is installed.
             EditPending: it is removed, but some engines have not said yet that they know.
             ConnectError: Redis does not answer; it may have been removed.
+            ValueError: `wait` is negative.
         """
+        _check_wait(wait)
         bus = self._client._open_bus()
         with bus_errors():
             try:
@@ -321,10 +328,17 @@ class Edits:
         was left under this name by whatever version, and has a connection of its own.
 
         Raises:
-            ValueError: `since` is none of these.
+            ValueError: `since` is none of these, or no edit can have this name.
         """
+        from .client import _shown, _text
+
         bus = self._client._open_bus()
-        return EditWatch(bus, bus.edit_records(self.model, name, since))
+        if not is_edit_name(_text("name", name)):
+            raise ValueError(f"name: no edit can be called {_shown(name)}")
+        try:
+            return EditWatch(bus, bus.edit_records(self.model, name, _text("since", since)))
+        except ValueError:
+            raise ValueError(f"since is 'start', 'now' or an item's id, not {since!r}") from None
 
     # --- what is looked at ------------------------------------------------------------------------------------------
 
@@ -419,6 +433,13 @@ class Edits:
                     return engines
                 await anyio.sleep(_POLL_S)
         raise EditPending(name, behind, wait)
+
+
+def _check_wait(wait: float | None) -> None:
+    from .client import _seconds
+
+    if wait is not None:
+        _seconds("wait", wait, most=math.inf)
 
 
 class EditWatch:

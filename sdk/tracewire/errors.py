@@ -236,7 +236,7 @@ class UnknownModulePath(TraceRejected):
 
 
 class UntransportableVariable(TraceRejected):
-    """A variable that a block uses holds a value that cannot travel. `variable` is its name."""
+    """A variable of a block, a live parameter or a shared value cannot travel: `variable` is which, `reason` why."""
 
     def __init__(
         self,
@@ -251,7 +251,8 @@ class UntransportableVariable(TraceRejected):
         self.reason = reason
         super().__init__(
             field or f"variables.{variable}",
-            f"{reason}. What can travel: {TRANSPORTABLE}",
+            # What is no variable has an expectation of its own, which the reason says.
+            reason if field else f"{reason}. What can travel: {TRANSPORTABLE}",
             type="UntransportableVariable",
             filename=filename,
             line=line,

@@ -362,8 +362,9 @@ class Trace:
             try:
                 event = await self._reader.next(self._fold)
                 if event is None:
+                    fate = "it goes on" if self._submission.detach else "it was cancelled then"
                     raise TracewireError(
-                        f"trace {self.id} was closed before its end was read: it goes on, and "
+                        f"trace {self.id} was closed before its end was read: {fate}, and "
                         f"client.subscribe({self.id!r}) or client.state({self.id!r}) reads it"
                     )
                 self._take(event)
@@ -416,12 +417,17 @@ class Subscription:
     """
 
     def __init__(self, client: Client, trace: str, reader: EventReader, names: Iterable[str] | None) -> None:
-        if isinstance(names, str):
-            raise TypeError(f"names is a collection of saved names, as in {{{names!r}}}, not a string")
+        if names is not None:
+            if isinstance(names, str) or not isinstance(names, Iterable):
+                raise TypeError(f"names is a collection of saved names, as in {{'projection'}}, not {names!r}")
+            names = frozenset(names)
+            for name in names:
+                if not isinstance(name, str):
+                    raise TypeError(f"names is a collection of saved names, and {name!r} is none")
         self.trace = trace
         self._client = client
         self._reader = reader
-        self._names = None if names is None else frozenset(names)
+        self._names = names
         self._started = False
         self._ended = False
 

@@ -82,7 +82,7 @@ def test_an_input_is_a_location_of_its_own() -> None:
         (Probe("p", "residual(0)", weight=["a"]), "weight", "numbers"),
         (Steer("residual(0)", None), "vector", "expected an array"),
         (Steer("residual(0)", np.ones((2, 8))), "vector", "[hidden]"),
-        (Steer("residual(0)", V, scale="big"), "scale", "float"),  # type: ignore[arg-type]
+        (Steer("residual(0)", V, scale="big"), "scale", "a number or Live"),  # type: ignore[arg-type]
         (Steer("residual(0)", V, scale=float("nan")), "scale", "NaN"),
         (Steer("residual(0)", V, scale=Live("beta")), "scale", "beta"),
         (Steer("residual(0)", V, scale=Live("name")), "scale", "a number"),

@@ -828,7 +828,7 @@ def test_what_is_no_function_of_ones_own() -> None:
     def wrapped(model, tracer, live):
         pass
 
-    with pytest.raises(BlockError, match="next to the def"):
+    with pytest.raises(BlockError, match="put what they do into its body"):
         intervention(wrapped)
 
 

@@ -90,7 +90,7 @@ async def test_closing_ends_a_watch_and_so_does_its_client(redis_url: str, prefi
 async def test_groups(client: Client, redis_url: str, prefix: str) -> None:
     with pytest.raises(ValueError, match="a watch begins at"):
         client.watch(since="yesterday")
-    with pytest.raises(ValueError, match="names"):
+    with pytest.raises(ValueError, match="group: expected a name"):
         client.watch(group="")
     async with ScriptedEngine.running(redis_url, prefix, tiny):
         async with client.trace("tiny", "hello") as trace:
