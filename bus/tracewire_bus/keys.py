@@ -25,6 +25,10 @@ class Keys:
 
     prefix: str = "tw"
 
+    def __post_init__(self) -> None:
+        if "{" in self.prefix or "}" in self.prefix:
+            raise ValueError(f"a prefix has no braces, which mark the slots of a cluster; got {self.prefix!r}")
+
     def queue(self, model: str, part: str) -> str:
         """One of the keys of a model's queue:
 

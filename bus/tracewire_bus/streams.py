@@ -128,7 +128,7 @@ class Bus:
         Redis is away, requests wait for up to `patience_s` seconds before they raise `BusUnavailable`.
 
         Raises:
-            ValueError: `url` has another scheme.
+            ValueError: `url` has another scheme, or `prefix` has braces; on entering, an option that there is not.
             BusUnavailable: on entering; nothing answers there.
             BusError: on entering; Redis refuses us.
             EmbeddedServerError: on entering; no private server could be started.

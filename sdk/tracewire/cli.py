@@ -260,6 +260,9 @@ async def _watch(options: argparse.Namespace) -> int:
 
 async def _follow_all(client: Client, options: argparse.Namespace) -> int:
     """Prints until it is interrupted; then where to go on, on standard error."""
+    if options.names is not None:
+        print("tracewire: --names shows saved names of one trace: tracewire watch TRACE --names NAME", file=sys.stderr)
+        return 2
     try:
         watch = client.watch(model=options.model, since=options.since or "now")
     except ValueError as error:

@@ -127,15 +127,14 @@ async def connect(
     `patience` seconds; reading a trace waits as long as the reader does.
 
     Raises:
-        ConnectError: no URL is given, it is none of a Redis, or nothing answers there.
-        ValueError: `lease` is not at least 1 second, `patience` is negative, or `prefix` has braces.
+        ConnectError: no URL is given, it is none of a Redis, `prefix` has braces, or nothing answers there.
+        ValueError: `lease` is not at least 1 second, or `patience` is negative.
     """
     _seconds("lease", lease, 1)
     _seconds("patience", patience, most=math.inf)
     if client is not None:
         _text("client", client)
-    if "{" in _text("prefix", prefix) or "}" in prefix:
-        raise ValueError(f"prefix: expected text without braces, which mark slots of a cluster, got {_shown(prefix)}")
+    _text("prefix", prefix)
     address = os.environ.get("TRACEWIRE_URL") if not url else _text("url", url)
     if not address:
         raise ConnectError(

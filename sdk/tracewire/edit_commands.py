@@ -68,10 +68,17 @@ def _line(edit: Edit) -> str:
 
 async def _install(options: argparse.Namespace) -> int:
     block = _found(options.name, options.file)
+    variables = {}
+    for one in options.set:
+        name, _, value = one.partition("=")
+        try:
+            variables[name] = json.loads(value)
+        except ValueError:
+            example = "--set layer=3, --set 'word=\"text\"'"
+            raise EditRejected(options.name, "--set", f"expected NAME=JSON, as in {example}; got {one!r}") from None
     try:
-        variables = {name: json.loads(value) for name, _, value in (one.partition("=") for one in options.set)}
         bound = block(**variables) if variables else block
-    except (ValueError, TypeError) as error:
+    except TypeError as error:
         raise EditRejected(options.name, "--set", str(error)) from None
     async with connect(options.url, prefix=options.prefix) as client:
         edit = await client.edits(options.model).install(

@@ -172,7 +172,7 @@ async def test_the_command_installs_lists_and_removes(
         for arguments, message in (
             ((f"{file}:other",), "no intervention 'other' (it has: watch)"),
             (("nothing.py",), "expected a Python file"),
-            ((str(file), "--set", "layer=x"), "--set"),
+            ((str(file), "--set", "layer=x"), "--set: expected NAME=JSON, as in --set layer=3"),
             ((str(file), "--set", "depth=1"), "takes no variable 'depth'"),
         ):
             assert await command("edits", "install", "tiny", "norms", *arguments, *where) == 1

@@ -162,7 +162,7 @@ async def test_a_wrong_argument_is_named(client: Client, case: str) -> None:
 CONNECTING: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a url that is a number": ({"url": 6379}, TypeError, "url: expected text"),
     "a prefix that is a number": ({"prefix": 5}, TypeError, "prefix: expected text"),
-    "a prefix with braces": ({"prefix": "a{b"}, ValueError, "prefix: expected text without braces"),
+    "a prefix with braces": ({"prefix": "a{b"}, tracewire.ConnectError, "a prefix has no braces"),
     "a lease of text": ({"lease": "10"}, TypeError, "lease: expected a number of seconds"),
     "a short lease": ({"lease": 0.5}, ValueError, "lease: expected 1 seconds or more"),
     "an endless lease": ({"lease": math.inf}, ValueError, "lease: expected"),
