@@ -12,7 +12,9 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 
 from tracewire import (
+    BusFull,
     ConnectError,
+    Overloaded,
     SteerRejected,
     TraceEnded,
     TraceRejected,
@@ -67,11 +69,9 @@ def within(seconds: float) -> Iterator[None]:
 
 def of_bus(error: TracewireError) -> Problem:
     """What an error of the SDK is to a caller of this service."""
-    # `tracewire.Overloaded`, on a bus that limits how much may wait.
-    retry_after = getattr(error, "retry_after", None)
-    if retry_after is not None:
-        return Problem(503, str(error), retry_after=float(retry_after))
     match error:
+        case Overloaded():
+            return Problem(503, str(error), retry_after=error.retry_after)
         case VersionConflict():
             return Problem(409, error.message, field="if_version", version=error.version)
         case SteerRejected():
@@ -82,7 +82,7 @@ def of_bus(error: TracewireError) -> Problem:
             return Problem(409, "the answer has ended: it cannot be bent any more")
         case UnknownTrace():
             return Problem(404, "there is no such answer, or it has been forgotten")
-        case ConnectError() | UnknownModel():
+        case ConnectError() | BusFull() | UnknownModel():
             return Problem(503, str(error), retry_after=RETRY_AFTER_S)
         case _:
             # What this service submits is its own: a fault there is not the caller's.

@@ -775,13 +775,11 @@ async def test_without_redis_one_is_told_to_come_back(settings: Settings) -> Non
                 assert int(response.headers["Retry-After"]) > 0
 
 
-def test_an_overloaded_bus_says_when_to_come_back() -> None:
-    class Overloaded(tracewire.TracewireError):
-        retry_after = 2.3
-
-    response = of_bus(Overloaded("4096 traces wait")).response()
-    assert response.status_code == 503
-    assert response.headers["Retry-After"] == "3"
+def test_a_bus_that_is_overloaded_or_full_says_when_to_come_back() -> None:
+    for error, seconds in ((tracewire.Overloaded("demo", 4096, 4096, 2.3), "3"), (tracewire.BusFull("no memory"), "2")):
+        response = of_bus(error).response()
+        assert response.status_code == 503
+        assert response.headers["Retry-After"] == seconds
 
 
 # --- conversations ----------------------------------------------------------------------------------------------------

@@ -1,0 +1,168 @@
+"""What the pages say is there is there: code that compiles, names, calls, commands, options, files, tests and links."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+import inspect
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import tracewire
+from tracewire.cli import _parser
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").glob("*/README.md"))]
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+#: What these names stand for in the pages' code.
+HANDLES = {
+    "client": tracewire.Client,
+    "edits": tracewire.Edits,
+    "model": tracewire.Model,
+    "trace": tracewire.Trace,
+    "tracewire": tracewire,
+}
+#: Options of programs that are not ours.
+FOREIGN = {
+    *("--address", "--head", "--num-cpus"),
+    *("--factory", "--timeout-graceful-shutdown", "--workers"),
+    *("--from-literal", "--scale", "--strict", "--target", "--wait"),
+}
+#: nnsight's own tests, which docs/nnsight.md and docs/edits.md compare with (tests/nnsight/test_page.py sees to ours).
+NNSIGHT_PAGES = ("nnsight.md", "edits.md")
+
+
+@functools.cache
+def files() -> list[str]:
+    """What is in the repository, by path."""
+    folders = ("benchmarks", "bus", "deploy", "docs", "engine_adapter", "examples", "locks", "sdk", "tests")
+    found = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
+    return [str(path.relative_to(ROOT)) for path in [*found, *ROOT.glob("*.*")] if "__pycache__" not in path.parts]
+
+
+@functools.cache
+def options() -> set[str]:
+    """The options that our programs take, vLLM's engine's among them."""
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None
+    assert spec.origin is not None
+    sources = [ROOT / path for path in files() if path.endswith(".py")]
+    sources.append(Path(spec.origin).parent / "engine" / "arg_utils.py")
+    return {option for path in sources for option in re.findall(r'"(--[a-z][\w-]+)"', path.read_text())}
+
+
+def blocks(page: Path, *kinds: str) -> list[str]:
+    """The fenced blocks of these kinds."""
+    found = re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+    return [text for kind, text in found if kind in kinds]
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """Each `tracewire` command in a block of the page, or between backticks, as it would be typed."""
+    text = page.read_text()
+    lines = re.findall(r"^(?:    )?(tracewire [a-z].*)$", text, re.MULTILINE)
+    for line in [*lines, *re.findall(r"`(tracewire [a-z][^`]*)`", text)]:
+        yield shlex.split(re.sub(r" \[any option.*|[\[\]]", "", line.replace("\n", " ")), comments=True)[1:]
+
+
+@each_page
+def test_code_compiles_and_calls_what_there_is(page: Path) -> None:
+    for text in blocks(page, "python"):
+        code = compile(text, str(page), "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT | ast.PyCF_ONLY_AST)
+        for node in ast.walk(code):
+            match node:
+                case ast.ImportFrom(module="tracewire", names=names):
+                    assert [one.name for one in names if not hasattr(tracewire, one.name)] == []
+                case ast.Call(func=ast.Attribute(value=ast.Name(id=handle), attr=name), keywords=keywords) if (
+                    handle in HANDLES and handle != "model"
+                ):
+                    called = getattr(HANDLES[handle], name)
+                    taken = inspect.signature(called).parameters
+                    if not any(one.kind is one.VAR_KEYWORD for one in taken.values()):
+                        assert {one.arg for one in keywords} <= taken.keys(), f"{handle}.{name}"
+                case ast.Attribute(value=ast.Name(id="tracewire"), attr=name):
+                    assert hasattr(tracewire, name), name
+
+
+@each_page
+def test_calls_in_the_text_are_there(page: Path) -> None:
+    for handle, name in re.findall(r"`(?:await )?(client|edits|trace)\.(\w+)\(", page.read_text()):
+        assert hasattr(HANDLES[handle], name), f"{handle}.{name}"
+
+
+@each_page
+def test_commands_are_there_with_their_options(page: Path) -> None:
+    actions = next(action for action in _parser()._actions if action.choices)
+    assert isinstance(actions.choices, dict)
+    for words in commands(page):
+        given = {word.partition("=")[0] for word in words if word.startswith("--")}
+        if words[0] == "engine":
+            assert given <= options(), words
+            continue
+        parser = actions.choices[words[0].partition("|")[0]]
+        nested = next((action.choices for action in parser._actions if isinstance(action.choices, dict)), None)
+        if nested is not None and len(words) > 1:
+            names = words[1].split("|")
+            assert set(names) <= nested.keys(), words
+            parser = nested[names[0]]
+        assert given <= parser._option_string_actions.keys(), words
+
+
+@each_page
+def test_options_modules_and_targets_are_there(page: Path) -> None:
+    text = page.read_text()
+    assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", text)) <= options() | FOREIGN
+    for module in re.findall(r"python -m ([\w.]+)", text):
+        assert importlib.util.find_spec(module) is not None, module
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"(?:^|`)make ([a-z-]+)", text, re.MULTILINE)) <= targets
+
+
+@each_page
+def test_variables_of_the_environment_are_read_somewhere(page: Path) -> None:
+    sources = "\n".join((ROOT / path).read_text() for path in files() if path.endswith((".py", ".sh", ".yaml")))
+    for name in re.findall(r"\b(?:TRACEWIRE|CHAT)_[A-Z_]+\b", page.read_text()):
+        assert name in sources, name
+
+
+@each_page
+def test_files_and_tests_are_there(page: Path) -> None:
+    text = page.read_text()
+    for name in re.findall(r"`([\w./-]+\.(?:py|yaml|sh|acl|html|json|npy|txt))`", text):
+        if page.name in NNSIGHT_PAGES and re.search(r"test_\w+\.py|redteam", name):
+            continue
+        assert any(path == name or path.endswith(f"/{name}") for path in files()), name
+    tests = "\n".join((ROOT / path).read_text() for path in files() if path.startswith("tests/"))
+    for name in re.findall(r"::(test_\w+)`", text):
+        assert f"def {name}(" in tests, name
+
+
+def test_the_tests_that_the_page_of_edits_names_are_there() -> None:
+    text = (ROOT / "docs" / "edits.md").read_text()
+    files_by_letter = dict(re.findall(r"`(\w)` is `(tests/[\w/]+\.py)`", text))
+    assert set(files_by_letter) == {"E", "O"}
+    named = re.findall(r"\b([EO]) ((?:`\w+`(?:, )?)+)", text)
+    assert len(named) > 10
+    for letter, names in named:
+        source = (ROOT / files_by_letter[letter]).read_text()
+        for name in re.findall(r"`(\w+)`", names):
+            assert f"def test_{name}(" in source, f"{letter} {name}"
+
+
+@each_page
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if target.startswith("http"):
+            continue
+        path, _, anchor = target.partition("#")
+        there = page.parent / path if path else page
+        assert there.exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", there.read_text(), re.MULTILINE)
+            assert anchor in [re.sub(r"[^\w\- ]", "", one.lower()).replace(" ", "-") for one in headings], target
