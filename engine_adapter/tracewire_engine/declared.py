@@ -402,14 +402,14 @@ def _tensors(value: Any, side: str) -> list[torch.Tensor]:
 class _Serving:
     """One location's values while its groups run: a module's first tensor, and the other half of a residual stream."""
 
-    def __init__(self, value: Any, side: str, total: int) -> None:
+    def __init__(self, value: Any, side: str, total: int, sums: bool = True) -> None:
         tensors = _tensors(value, side)
         if not tensors:
             raise ValueError("there is no tensor to read at this location")
         # A model run by vLLM's Transformers backend has a leading dimension of one.
         flat = [item.squeeze(0) if item.dim() == 3 and item.shape[0] == 1 else item for item in tensors]
         self.hidden = flat[0]
-        self.residual = flat[1] if len(flat) > 1 and flat[1].shape == self.hidden.shape else None
+        self.residual = flat[1] if sums and len(flat) > 1 and flat[1].shape == self.hidden.shape else None
         if not self.hidden.dim() or self.hidden.shape[0] < total:
             raise ValueError(f"values of shape {list(self.hidden.shape)} do not have a row for each of {total} tokens")
         self._known: dict[tuple[int, bool], torch.Tensor] = {}
@@ -485,7 +485,7 @@ class Stage:
         """Record what `run` does with values that lie there. Whether it can be recorded."""
 
         def serve() -> None:
-            serving = _Serving(value, self.side, self._owner.total)
+            serving = _Serving(value, self.side, self._owner.total, self._owner.sums)
             for group in self.groups:
                 group.run(serving)
 
@@ -497,7 +497,7 @@ class Stage:
         """Serve the location's value to the groups; edits land in it, in place. Raises nothing."""
         self.reached = True
         try:
-            serving = _Serving(value, self.side, self._owner.total)
+            serving = _Serving(value, self.side, self._owner.total, self._owner.sums)
         except Exception as error:
             for group in self.groups:
                 self._owner.fail(group.members, error)
@@ -542,7 +542,9 @@ class _Plan:
 class DeclaredRequests:
     """The declared interventions of the worker's live requests, and the plan of the step under way."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, sums: bool = True) -> None:
+        #: Whether the residual stream is the sum of what a decoder layer returns, if that is two tensors.
+        self.sums = sums
         self.vectors = VectorCache(device)
         self.live: dict[str, Declaration] = {}
         #: By location, what runs in the step under way.

@@ -2,13 +2,17 @@
 
 What a decoder layer returns is not the same thing in every model. On Llama-like models in vLLM a layer returns
 `(hidden, residual)`: `hidden` is the output of its MLP alone, and the residual stream after the layer is the sum of
-both, which the next layer's norm computes. Others return one tensor, which is the stream. A block that reads or bends
-the stream should not have to know.
+both, which the next layer's norm computes. Others return one tensor, which is the stream. Others again (Cohere's,
+StableLM's, Granite's hybrids) return two of which the next layer takes the first alone: it is the stream, and the other
+one a leftover. A block that reads or bends the stream should not have to know.
 """
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
+import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +20,7 @@ from typing import Any
 import torch
 from nnsight.intervention.interleaver import Mediator
 
-__all__ = ["Residual", "Streams", "find_layers", "find_norm"]
+__all__ = ["Residual", "Streams", "find_layers", "find_norm", "takes_residual"]
 
 _LAYER_LISTS = re.compile(r"(^|\.)(layers|h|blocks|decoder_layers|block)$")
 
@@ -48,6 +52,32 @@ def find_norm(model: torch.nn.Module, layers: str) -> torch.nn.Module | None:
         return None
     parent = model.get_submodule(layers.rpartition(".")[0])
     return next((child for name in _NORMS if isinstance(child := getattr(parent, name, None), torch.nn.Module)), None)
+
+
+def takes_residual(layers: Iterable[torch.nn.Module]) -> bool:
+    """Whether decoder layers take the `residual` that they are handed, so that the stream is the sum of both.
+
+    Read off the source of their `forward`: whether it uses the argument before it binds the name anew. Where there is
+    no source, they are taken to be as most are.
+    """
+    return any(_takes_residual(kind) for kind in {type(layer) for layer in layers})
+
+
+def _takes_residual(kind: type[torch.nn.Module]) -> bool:
+    forward = inspect.unwrap(kind.forward)
+    try:
+        (function,) = ast.parse(textwrap.dedent(inspect.getsource(forward))).body
+    except (OSError, TypeError, ValueError, SyntaxError):
+        return True
+    if not isinstance(function, ast.FunctionDef) or "residual" not in inspect.signature(forward).parameters:
+        return False
+    for statement in function.body:
+        names = [node for node in ast.walk(statement) if isinstance(node, ast.Name) and node.id == "residual"]
+        if any(isinstance(node.ctx, ast.Load) for node in names):
+            return True
+        if isinstance(statement, ast.Assign) and names:
+            return False
+    return False
 
 
 @dataclass(slots=True)
@@ -124,9 +154,11 @@ class Residual:
     block's next read elsewhere in the model.
     """
 
-    def __init__(self, layer: Any, index: int) -> None:
+    def __init__(self, layer: Any, index: int, is_sum: bool = True) -> None:
         self._layer = layer
         self.index = index
+        #: Whether the stream is the sum of what the layer returns, if that is two tensors.
+        self._is_sum = is_sum
 
     def _streams(self) -> Streams:
         mediator: Any = Mediator.current(f"residual({self.index})")
@@ -136,7 +168,7 @@ class Residual:
     def _halves(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         served = self._layer.output
         if isinstance(served, tuple):
-            return served[0], served[1] if len(served) > 1 else None
+            return served[0], served[1] if len(served) > 1 and self._is_sum else None
         return served, None
 
     @property

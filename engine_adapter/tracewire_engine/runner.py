@@ -44,7 +44,7 @@ from .link import Applied, FinishRecord, LinkSender, Report, StepRecord
 from .live import LIVE, LiveRun, LiveRuns
 from .pipeline import Pipeline, Said, Share, StagedMediator, StagesDiffer, shared
 from .plain import plain
-from .residual import Residual, find_layers, find_norm
+from .residual import Residual, find_layers, find_norm, takes_residual
 from .results import Results
 from .saves import Ending, SaveTracker
 from .serving import RowBatcher
@@ -90,7 +90,7 @@ class TracedModel(VLLM):
         count = len(layers)
         if not -count <= index < count:
             raise IndexError(f"residual({index}): {path} has {count} layers, 0 to {count - 1}")
-        return Residual(layers[index % count], index % count)
+        return Residual(layers[index % count], index % count, self.__dict__["_tracewire_sums"])
 
 
 class _Traced:
@@ -356,7 +356,7 @@ class TracewireRunner(NNsightGPUModelRunner):
         watchdog.limit_turns(self.vllm_config.additional_config.get(BLOCK_TIMEOUT, 0.0))
         model = self.nnsight_model
         model.__class__ = TracedModel
-        model.__dict__["_tracewire_layers"] = find_layers(
+        model.__dict__["_tracewire_layers"] = layers = find_layers(
             self.get_model().named_modules(),
             getattr(self.model_config.hf_text_config, "num_hidden_layers", 0),
         )
@@ -365,7 +365,9 @@ class TracewireRunner(NNsightGPUModelRunner):
         pipeline: Pipeline | None = getattr(self, "tracewire_pipeline", None)
         self.tracewire_pipeline = pipeline
         self.tracewire_hold = Hold(self.vllm_config.additional_config.get(BLOB_THRESHOLD, 0))
-        self.tracewire_declared = DeclaredRequests(self.device)
+        decoder: Any = self.get_model().get_submodule(layers) if layers else ()
+        model.__dict__["_tracewire_sums"] = takes_residual(decoder)
+        self.tracewire_declared = DeclaredRequests(self.device, sums=model.__dict__["_tracewire_sums"])
         DeclaredInterleaver.install(model.interleaver, self.tracewire_declared, self.get_model())
         model.interleaver.batcher = RowBatcher(None)
         model.interleaver.fragments.__class__ = ColumnFragments
@@ -587,7 +589,11 @@ class TracewireRunner(NNsightGPUModelRunner):
         """Logits `[rows, vocabulary]` of residual streams `[rows, hidden]`; `None` on a rank that is not given them."""
         if self.tracewire_norm is None:
             raise ValueError("this model has no final norm that could be told")
-        logits: torch.Tensor | None = self.get_model().compute_logits(self.tracewire_norm(values))
+        normed = self.tracewire_norm(values)
+        # Cohere's gives its residual back as well.
+        logits: torch.Tensor | None = self.get_model().compute_logits(
+            normed[0] if isinstance(normed, tuple) else normed
+        )
         return logits
 
     def _report_step(self) -> None:

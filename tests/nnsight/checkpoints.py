@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["KINDS", "LAYERS", "make_checkpoint", "make_lora"]
+__all__ = ["DTYPES", "KINDS", "LAYERS", "make_checkpoint", "make_idefics", "make_lora"]
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo_model" / "model"
 LAYERS, HIDDEN, VOCABULARY = 4, 64, 4096
@@ -33,6 +33,15 @@ _COMMON = {
     "initializer_range": 0.2,
 }
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "router_aux_loss_coef": 0.0}
+_MAMBA = {
+    "mamba_n_heads": 4,
+    "mamba_d_head": 32,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 1,
+    "mamba_chunk_size": 16,
+}
+#: By kind, the dtype that vLLM's kernels for a CPU want it in, where that is not float32.
+DTYPES = {"qwen3_next": "bfloat16"}
 #: By kind, transformers' configuration class, its model class, and what differs from the common settings.
 KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt2": (
@@ -56,7 +65,51 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Qwen3MoeForCausalLM",
         {**_EXPERTS, "num_experts": 4, "norm_topk_prob": True, "decoder_sparse_step": 1},
     ),
+    "cohere": ("CohereConfig", "CohereForCausalLM", {"num_attention_heads": 2, "tie_word_embeddings": True}),
+    "stablelm": ("StableLmConfig", "StableLmForCausalLM", {"num_attention_heads": 2}),
+    "mamba2": (
+        "Mamba2Config",
+        "Mamba2ForCausalLM",
+        {"num_heads": 4, "head_dim": 32, "state_size": 16, "n_groups": 1, "chunk_size": 16},
+    ),
+    "falcon_h1": ("FalconH1Config", "FalconH1ForCausalLM", {**_MAMBA, "mamba_d_ssm": 128}),
+    "granitemoehybrid": (
+        "GraniteMoeHybridConfig",
+        "GraniteMoeHybridForCausalLM",
+        {
+            **_MAMBA,
+            "num_attention_heads": 2,
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 64,
+            "residual_multiplier": 0.5,
+            "attention_multiplier": 0.17,
+        },
+    ),
+    "qwen3_next": (
+        "Qwen3NextConfig",
+        "Qwen3NextForCausalLM",
+        {
+            **_EXPERTS,
+            "num_experts": 4,
+            "norm_topk_prob": True,
+            "shared_expert_intermediate_size": 32,
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 64,
+            "linear_value_head_dim": 64,
+        },
+    ),
 }
+
+
+def _draw(model: Any) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0, parameter.shape[-1] ** -0.5)
 
 
 def make_checkpoint(kind: str, folder: Path) -> Path:
@@ -69,14 +122,47 @@ def make_checkpoint(kind: str, folder: Path) -> Path:
     torch.manual_seed(0)
     config = getattr(transformers, config_class)(**settings)
     model = getattr(transformers, model_class)(config).to(torch.float32).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(0, parameter.shape[-1] ** -0.5)
+    _draw(model)
     path = folder / kind
     model.save_pretrained(path)
     for file in DEMO.glob("*token*"):
         shutil.copy(file, path)
+    return path
+
+
+def make_idefics(folder: Path) -> Path:
+    """A model of images and text: Idefics 3's, whose language model is a Llama. `<image>` becomes 7 positions."""
+    import transformers
+    from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(DEMO)
+    words = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": words})
+    edge = {"longest_edge": 56}
+    config = transformers.Idefics3Config(
+        text_config=transformers.LlamaConfig(**{**_COMMON, "vocab_size": VOCABULARY + 64}),
+        vision_config={
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": LAYERS + 2,
+            "num_attention_heads": 2,
+            "image_size": edge["longest_edge"],
+            "patch_size": 14,
+        },
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+        scale_factor=2,
+        pad_token_id=0,
+    )
+    torch.manual_seed(0)
+    model = transformers.Idefics3ForConditionalGeneration(config).to(torch.float32).eval()
+    _draw(model)
+    path = folder / "idefics"
+    model.save_pretrained(path)
+    transformers.Idefics3Processor(
+        image_processor=Idefics3ImageProcessorPil(do_image_splitting=False, size=edge, max_image_size=edge),
+        tokenizer=tokenizer,
+        image_seq_len=4,
+    ).save_pretrained(path)
     return path
 
 
