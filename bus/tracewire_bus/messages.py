@@ -399,10 +399,12 @@ class Versions(Message):
 class Accepted(Event, tag="accepted"):
     """An engine has taken the trace and vLLM has taken its requests.
 
-    `queued_at` is when it was queued (Redis's clock), `sampling` the params of each invoke as vLLM resolved them,
-    `prompt_tokens` the length of each invoke's prompt. `live_version` is the version of the live parameters that it
-    starts with (0, or that of the last change made before it started), `live` their values by name. `edits` lists, for
-    each invoke, the standing interventions that run on it, with their versions.
+    `queued_at` is when it was queued (by Redis's clock) and `accepted_at` when it was taken (by the engine's), both in
+    seconds since the epoch; `sampling` are the params of each invoke as vLLM resolved them, `prompt_tokens` the length
+    of each invoke's prompt. `engine`, `model`, `revision`, `dtype` and `versions` say what runs it. `live_version` is
+    the version of the live parameters that it starts with (0, or that of the last change made before it started),
+    `live` their values by name. `edits` lists, for each invoke, the standing interventions that run on it, with their
+    versions.
     """
 
     engine: str
@@ -516,21 +518,24 @@ class RawSteered(SteeredBase, tag="steered"):
 
 
 class Paused(Event, tag="paused"):
-    """The trace is held where it is: outputs of at most two further steps follow, until `Resumed`."""
+    """The trace is held where it is: outputs of at most two further steps follow, until `Resumed`.
+
+    `by` is the client that asked for it; `time` when the engine did it, in seconds since the epoch.
+    """
 
     by: str = ""
     time: float = 0.0
 
 
 class Resumed(Event, tag="resumed"):
-    """The trace goes on from where it was paused."""
+    """The trace goes on from where it was paused. `by` and `time` are as for `Paused`."""
 
     by: str = ""
     time: float = 0.0
 
 
 class Restarted(Event, tag="restarted"):
-    """The trace runs again from its beginning: whoever folds starts over."""
+    """The trace runs again from its beginning, as the next attempt: whoever folds starts over. `reason` says why."""
 
     reason: str = ""
 
@@ -562,6 +567,8 @@ class Usage(Message):
 class Final(Event, tag="final"):
     """The last event of a trace, exactly one.
 
+    `status` is how it ended: `finished` and `stopped` are good ends; of the others (`failed`, `cancelled`, `expired`,
+    `rejected`) `error` says why. `time` is in seconds since the epoch; `manifest` has the digest of every save.
     `deltas` holds what was saved after the last output, and a `Set` for every value whose fold would differ from what
     nnsight collected, as `(invoke, choice, deltas)`. `save_errors` names saves that cannot travel (by
     `invoke.choice.name`), each with the reason. `prompt_logprobs`, if any were asked for, holds for each invoke and

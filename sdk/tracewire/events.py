@@ -72,6 +72,14 @@ class Output(OutputBase, tag="o", dict=True):
     """What one vLLM output adds to one choice: usually one token, its text, and what the block newly saved.
 
     `token_ids[k]` has index `index + k` in its choice, and `deltas[k]` is what was saved in the step that sampled it.
+
+    Attributes:
+        id: where to go on, as `subscribe(trace, since=output.id)`: `<attempt>-<seq>`.
+        invoke, choice: which of the trace's prompts, and which of its `n` sampled sequences; both from 0.
+        text: what the tokens add to the choice's text.
+        time: when the step of the last of them ended, in seconds since the epoch by the engine's clock.
+        finish_reason, stop_reason: vLLM's words for why the choice ended, when this is its last output.
+        logprobs: if they were asked for, for each token a dict of token id to `(logprob, rank, text)`.
     """
 
     #: `deltas` as they arrived, of all names.

@@ -23,6 +23,8 @@ __all__ = ["Model", "ModelInfo"]
 class ModelInfo:
     """A model that is served now, and by how many engines. `capacity` and `running` count traces, on all of them.
 
+    `dtype` and `revision` are the weights', `vocabulary` counts its tokens, `max_model_len` those that
+    a prompt and its output may have together at most, and `loras` are the adapters that all of its engines have.
     `queue_limit` is how many submissions may wait before more are refused, the most that any engine says; 0 for any
     number. `differs` names what its engines do not have in common (`"revision"`, `"module tree"`, ...): any of them may
     run a trace, and each other field is what the one that started first says. `retention_s` is how long a trace is kept
@@ -42,7 +44,6 @@ class ModelInfo:
     queue_limit: int
     differs: tuple[str, ...] = ()
     retention_s: float = 0.0
-    #: The LoRA adapters that all of its engines have.
     loras: tuple[str, ...] = ()
 
     @classmethod
