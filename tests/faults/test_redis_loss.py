@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,16 @@ from tests.bus.proxy import proxy
 from tests.faults.scripted import ScriptedEngine, acts, info, serving
 from tests.faults.servers import Server, free_port, server
 from tests.faults.test_engine_loss import Gate, free, some, whole
-from tracewire import Final, Output, Restarted
+from tracewire import Client, Final, Output, Restarted
 from tracewire.presence import Presence
 from tracewire_bus import recovery
 from tracewire_bus import writer as writing
 from tracewire_bus.connection import BusFull
 from tracewire_bus.firehose import telling
 from tracewire_bus.keys import FINAL_ID
-from tracewire_bus.messages import Invoke, Submission
+from tracewire_bus.messages import EngineInfo, Invoke, Submission
 from tracewire_bus.streams import Bus, BusError, Fenced
+from tracewire_engine.adapter import Adapter
 
 PATIENCE = 20
 
@@ -43,6 +45,26 @@ async def redis(tmp_path: Path) -> AsyncIterator[Server]:
         yield one
 
 
+@asynccontextmanager
+async def played(
+    url: str, described: EngineInfo | None = None, **settings: Any
+) -> AsyncIterator[tuple[Gate, Client, Bus, Adapter]]:
+    """An engine that steps as its gate says, and a client: both there, on the bus at `url`."""
+    gate = Gate()
+    async with (
+        tracewire.connect(url) as client,
+        Bus.open(url) as bus,
+        serving(bus, ScriptedEngine(gate), described, **settings) as adapter,
+    ):
+        await client.model("tiny", wait_for_engine=PATIENCE)
+        yield gate, client, bus, adapter
+
+
+async def limit(bus: Bus, size: int | str) -> None:
+    """Set how much memory Redis may take; 0 for any amount."""
+    await bus.command("CONFIG", "SET", "maxmemory", size)
+
+
 async def until(there: Callable[[], Awaitable[Any]] | Callable[[], bool]) -> None:
     """Wait until something is so."""
     with anyio.fail_after(PATIENCE):
@@ -59,38 +81,30 @@ def ids(events: list[Any]) -> list[tuple[int, int]]:
 
 
 async def test_with_every_write_on_the_disk_nothing_is_lost(tmp_path: Path) -> None:
-    gate = Gate()
     async with (
         server(tmp_path / "redis", appendfsync="always") as redis,
-        tracewire.connect(redis.url) as client,
-        Bus.open(redis.url) as bus,
-        serving(bus, ScriptedEngine(gate)),
+        played(redis.url) as (gate, client, _, _),
+        client.trace("tiny", "hello", acts, max_tokens=60, detach=True) as trace,
     ):
-        await client.model("tiny", wait_for_engine=PATIENCE)
-        async with client.trace("tiny", "hello", acts, max_tokens=60, detach=True) as trace:
-            for _ in range(3):
-                gate.step(15)
-                await some(trace, 15)
-                redis.kill()
-                gate.step(3)
-                await redis.start()
-                await some(trace, 3)
-            gate.open()
-            assert not any(isinstance(event, Restarted) for event in await whole(client, trace.id, "hello", 60))
+        for _ in range(3):
+            gate.step(15)
+            await some(trace, 15)
+            redis.kill()
+            gate.step(3)
+            await redis.start()
+            await some(trace, 3)
+        gate.open()
+        assert not any(isinstance(event, Restarted) for event in await whole(client, trace.id, "hello", 60))
 
 
 @pytest.mark.parametrize("what", ["events", "everything", "end"])
 async def test_what_a_killed_redis_lost_is_appended_again(redis: Server, what: str) -> None:
     """Also the record and the queue entry, if it forgot those, and when nothing more was to be appended."""
-    gate = Gate()
     described = info()
     async with (
-        tracewire.connect(redis.url) as client,
+        played(redis.url, described) as (gate, client, bus, adapter),
         tracewire.connect(redis.url) as late,
-        Bus.open(redis.url) as bus,
-        serving(bus, ScriptedEngine(gate), described) as adapter,
     ):
-        await client.model("tiny", wait_for_engine=PATIENCE)
         before = redis.written
         trace = client.trace(
             "tiny", "hello", acts, max_tokens=30, detach=True, live={"alpha": 1.0}, deadline=600, trace_id="t"
@@ -144,13 +158,7 @@ async def _settled(bus: Bus) -> bool:
 
 async def test_a_redis_that_keeps_dying_among_many_traces(redis: Server) -> None:
     count, tokens = 20, 40
-    gate = Gate()
-    async with (
-        tracewire.connect(redis.url) as client,
-        Bus.open(redis.url) as bus,
-        serving(bus, ScriptedEngine(gate)),
-    ):
-        await client.model("tiny", wait_for_engine=PATIENCE)
+    async with played(redis.url) as (gate, client, _, _):
         traces = [client.trace("tiny", f"prompt {one}", acts, max_tokens=tokens, detach=True) for one in range(count)]
         for trace in traces:
             await trace.start()
@@ -209,25 +217,21 @@ async def test_a_replica_that_lagged_gets_what_it_lacks(tmp_path: Path) -> None:
 
 async def test_a_trace_of_which_too_much_is_lost_runs_again(redis: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writing, "KEEP_BYTES", 1500)
-    gate = Gate()
     async with (
-        tracewire.connect(redis.url) as client,
-        Bus.open(redis.url) as bus,
-        serving(bus, ScriptedEngine(gate)),
+        played(redis.url) as (gate, client, _, _),
+        client.trace("tiny", "hello", acts, max_tokens=30, detach=True) as trace,
     ):
-        await client.model("tiny", wait_for_engine=PATIENCE)
-        async with client.trace("tiny", "hello", acts, max_tokens=30, detach=True) as trace:
-            gate.step(5)
-            await some(trace, 5)
-            since = redis.written
-            for _ in range(10):
-                gate.step()
-                await some(trace, 1)
-            await redis.lose(since)
-            gate.open()
-            events = await whole(client, trace.id, "hello", 30)
-            assert [event.attempt for event in events if isinstance(event, Restarted)] == [2]
-            assert (await trace.result()).token_ids == (await client.state(trace.id)).token_ids
+        gate.step(5)
+        await some(trace, 5)
+        since = redis.written
+        for _ in range(10):
+            gate.step()
+            await some(trace, 1)
+        await redis.lose(since)
+        gate.open()
+        events = await whole(client, trace.id, "hello", 30)
+        assert [event.attempt for event in events if isinstance(event, Restarted)] == [2]
+        assert (await trace.result()).token_ids == (await client.state(trace.id)).token_ids
 
 
 async def test_what_others_wrote_to_a_server_that_came_back_stays(redis: Server) -> None:
@@ -384,26 +388,22 @@ async def test_while_redis_is_away_the_engine_is_held_and_loses_nothing(redis: S
 
 
 async def test_the_registry_says_that_an_engine_is_held(redis: Server) -> None:
-    gate = Gate()
     async with (
-        tracewire.connect(redis.url) as client,
-        Bus.open(redis.url) as bus,
-        serving(bus, ScriptedEngine(gate), buffer_bytes=20_000, memory_patience_s=1000) as adapter,
+        played(redis.url, buffer_bytes=20_000, memory_patience_s=1000) as (gate, client, bus, adapter),
+        client.trace("tiny", "hello", acts, max_tokens=2000, detach=True) as trace,
     ):
-        await client.model("tiny", wait_for_engine=PATIENCE)
-        async with client.trace("tiny", "hello", acts, max_tokens=2000, detach=True) as trace:
-            gate.step(5)
-            await some(trace, 5)
-            await bus.command("CONFIG", "SET", "maxmemory", 1)
-            gate.open()
+        gate.step(5)
+        await some(trace, 5)
+        await limit(bus, 1)
+        gate.open()
 
-            async def held() -> bool:
-                return [one.state for one in await bus.engines()] == ["holding"]
+        async def held() -> bool:
+            return [one.state for one in await bus.engines()] == ["holding"]
 
-            await until(held)
-            assert adapter.holding
-            await bus.command("CONFIG", "SET", "maxmemory", 0)
-            await whole(client, trace.id, "hello", 2000)
+        await until(held)
+        assert adapter.holding
+        await limit(bus, 0)
+        await whole(client, trace.id, "hello", 2000)
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
@@ -415,7 +415,7 @@ async def test_a_redis_that_evicts_is_refused(redis: Server) -> None:
     async with Bus.open(redis.url) as bus:
         await bus.command("CONFIG", "SET", "maxmemory-policy", "allkeys-lru")
         await bus.refuse_eviction()
-        await bus.command("CONFIG", "SET", "maxmemory", "100mb")
+        await limit(bus, "100mb")
         for _ in range(2):
             with pytest.raises(BusError, match="noeviction"):
                 await bus.refuse_eviction()
@@ -426,19 +426,19 @@ async def test_a_redis_that_evicts_is_refused(redis: Server) -> None:
 
 
 async def test_a_full_redis_takes_no_submission_and_says_so(redis: Server) -> None:
-    async with tracewire.connect(redis.url) as client, Bus.open(redis.url) as bus, serving(bus, free()):
-        await client.model("tiny", wait_for_engine=PATIENCE)
+    async with played(redis.url) as (gate, client, bus, _):
+        gate.open()
         trace = client.trace("tiny", "hello", acts, max_tokens=3, trace_id="t")
-        await bus.command("CONFIG", "SET", "maxmemory", 1)
+        await limit(bus, 1)
         with pytest.raises(tracewire.BusFull, match="--retention"):
             await trace.start()
         used = (await bus.memory())[1]
-        await bus.command("CONFIG", "SET", "maxmemory", int(used / 0.97))
+        await limit(bus, int(used / 0.97))
         client._open_bus()._memory_at = 0.0
         with pytest.raises(tracewire.BusFull, match="left"):
             await trace.start()
         assert await bus.queue.waiting("tiny") == 0
-        await bus.command("CONFIG", "SET", "maxmemory", 0)
+        await limit(bus, 0)
         client._open_bus()._memory_at = 0.0
         await trace.start()
         assert len((await trace.result()).token_ids) == 3
@@ -446,42 +446,32 @@ async def test_a_full_redis_takes_no_submission_and_says_so(redis: Server) -> No
 
 
 async def test_traces_wait_for_memory_and_go_on(redis: Server) -> None:
-    gate = Gate()
     async with (
-        tracewire.connect(redis.url) as client,
-        Bus.open(redis.url) as bus,
-        serving(bus, ScriptedEngine(gate), memory_patience_s=1000),
+        played(redis.url, memory_patience_s=1000) as (gate, client, bus, _),
+        client.trace("tiny", "hello", acts, max_tokens=20) as trace,
     ):
-        await client.model("tiny", wait_for_engine=PATIENCE)
-        async with client.trace("tiny", "hello", acts, max_tokens=20) as trace:
-            gate.step(5)
-            await some(trace, 5)
-            last = await bus.tail_id(trace.id)
-            await bus.command("CONFIG", "SET", "maxmemory", 1)
-            gate.step(10)
-            async with bus.writer() as other:
-                # Somebody else's end fits, large or not.
-                await other.append("a", 1, 0, b"begun")
-                await other.append("a", 1, 1, b"the end", final=True)
-                await other.append("b", 1, 0, b"x" * 100_000, final=True)
-            assert await bus.tail_id(trace.id) == last
-            await bus.command("CONFIG", "SET", "maxmemory", 0)
-            gate.open()
-            await whole(client, trace.id, "hello", 20)
+        gate.step(5)
+        await some(trace, 5)
+        last = await bus.tail_id(trace.id)
+        await limit(bus, 1)
+        gate.step(10)
+        async with bus.writer() as other:
+            # Somebody else's end fits, large or not.
+            await other.append("a", 1, 0, b"begun")
+            await other.append("a", 1, 1, b"the end", final=True)
+            await other.append("b", 1, 0, b"x" * 100_000, final=True)
+        assert await bus.tail_id(trace.id) == last
+        await limit(bus, 0)
+        gate.open()
+        await whole(client, trace.id, "hello", 20)
 
 
 async def test_a_trace_that_waits_too_long_for_memory_ends_and_its_end_fits(redis: Server) -> None:
-    gate = Gate()
-    async with (
-        tracewire.connect(redis.url) as client,
-        Bus.open(redis.url) as bus,
-        serving(bus, ScriptedEngine(gate), memory_patience_s=0.2),
-    ):
-        await client.model("tiny", wait_for_engine=PATIENCE)
+    async with played(redis.url, memory_patience_s=0.2) as (gate, client, bus, _):
         async with client.trace("tiny", "hello", acts, max_tokens=1000, live={"alpha": 1.0}) as trace:
             gate.step(5)
             await some(trace, 5)
-            await bus.command("CONFIG", "SET", "maxmemory", 1)
+            await limit(bus, 1)
             gate.open()
             with anyio.fail_after(PATIENCE), pytest.raises(tracewire.TraceFailed) as caught:
                 await trace.result()
@@ -490,23 +480,17 @@ async def test_a_trace_that_waits_too_long_for_memory_ends_and_its_end_fits(redi
         assert ids(events) == [(1, seq) for seq in range(len(events))]
         assert sum(len(event.token_ids) for event in events if isinstance(event, Output)) >= 5
         assert await _settled(bus)
-        await bus.command("CONFIG", "SET", "maxmemory", 0)
+        await limit(bus, 0)
         async with client.trace("tiny", "again", acts, max_tokens=10, detach=True) as trace:
             await whole(client, trace.id, "again", 10)
 
 
 async def test_a_trace_that_waits_for_memory_can_be_cancelled(redis: Server) -> None:
-    gate = Gate()
-    async with (
-        tracewire.connect(redis.url) as client,
-        Bus.open(redis.url) as bus,
-        serving(bus, ScriptedEngine(gate), memory_patience_s=1000),
-    ):
-        await client.model("tiny", wait_for_engine=PATIENCE)
+    async with played(redis.url, memory_patience_s=1000) as (gate, client, bus, _):
         async with client.trace("tiny", "hello", acts, max_tokens=1000, detach=True) as trace:
             gate.step(5)
             await some(trace, 5)
-            await bus.command("CONFIG", "SET", "maxmemory", 1)
+            await limit(bus, 1)
             gate.step(5)
             assert await trace.cancel("why not")
             gate.open()
@@ -526,9 +510,9 @@ async def test_nothing_overtakes_what_was_refused(redis: Server) -> None:
             full = False
             while not done:
                 full = not full
-                await bus.command("CONFIG", "SET", "maxmemory", int(full))
+                await limit(bus, int(full))
                 await anyio.sleep(0.002)
-            await bus.command("CONFIG", "SET", "maxmemory", 0)
+            await limit(bus, 0)
 
         async def write(trace: str) -> None:
             async with anyio.create_task_group() as group:
@@ -554,7 +538,7 @@ async def test_what_was_given_up_is_numbered_anew(redis: Server) -> None:
     async with Bus.open(redis.url) as bus, bus.writer(memory_patience_s=0.05) as writer:
         await writer.append("t", 1, 0, b"begun")
         await writer.append("t", 1, 1, b"one")
-        await bus.command("CONFIG", "SET", "maxmemory", 1)
+        await limit(bus, 1)
         refused = [writer.queue("t", 1, seq, b"more") for seq in (2, 3)]
         for one in refused:
             with pytest.raises(BusFull):
@@ -569,14 +553,7 @@ async def test_what_was_given_up_is_numbered_anew(redis: Server) -> None:
 
 async def test_an_engine_that_takes_what_redis_forgot_was_taken_does_no_harm(redis: Server) -> None:
     """The one that ran it and the one that found it waiting sort it out, and each trace ends once and is whole."""
-    gate = Gate()
-    async with (
-        tracewire.connect(redis.url) as client,
-        Bus.open(redis.url) as bus,
-        Bus.open(redis.url) as far,
-        serving(bus, ScriptedEngine(gate)),
-    ):
-        await client.model("tiny", wait_for_engine=PATIENCE)
+    async with played(redis.url) as (gate, client, bus, _), Bus.open(redis.url) as far:
         traces = [client.trace("tiny", f"prompt {one}", acts, max_tokens=12, detach=True) for one in range(6)]
         for trace in traces[:3]:
             await trace.start()

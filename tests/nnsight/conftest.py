@@ -1,4 +1,4 @@
-"""A client of the shared engine."""
+"""A client of the shared engine, its model, and the edits that stand on that."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 import tracewire
 from tests.engine_process import EngineProcess
-from tracewire import Client, Model
+from tracewire import Client, Edits, Model
 
 
 @pytest.fixture
@@ -22,3 +22,12 @@ async def client(engine: EngineProcess, engine_bus: str) -> AsyncIterator[Client
 async def model(client: Client) -> Model:
     """The demo model as the client sees it."""
     return await client.model("demo", wait_for_engine=30)
+
+
+@pytest.fixture
+async def edits(client: Client) -> AsyncIterator[Edits]:
+    """The model's edits: none before, and none after."""
+    edits = client.edits("demo")
+    await edits.clear()
+    yield edits
+    await edits.clear()

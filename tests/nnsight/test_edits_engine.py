@@ -5,7 +5,6 @@ The shared engine checks what a traced block saves, and what edits save beside i
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from typing import Any
 
 import anyio
@@ -13,7 +12,6 @@ import numpy as np
 import pytest
 
 import tracewire
-from tests.engine_process import EngineProcess
 from tests.nnsight import edit_blocks as blocks
 from tracewire import Client, Edits, Probe, Prompt, Steer, StopWhen
 from tracewire_bus.messages import Block, Edit
@@ -23,22 +21,6 @@ pytestmark = pytest.mark.engine
 PROMPT = "def add(a, b):\n    return"
 GREEDY = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 5}
 MODEL = "demo"
-
-
-@pytest.fixture
-async def client(engine: EngineProcess, engine_bus: str) -> AsyncIterator[Client]:
-    """A client of the shared engine's bus."""
-    async with tracewire.connect(engine_bus) as client:
-        yield client
-
-
-@pytest.fixture
-async def edits(client: Client) -> AsyncIterator[Edits]:
-    """The model's edits: none before, and none after."""
-    edits = client.edits(MODEL)
-    await edits.clear()
-    yield edits
-    await edits.clear()
 
 
 async def run(client: Client, block: Any = None, prompt: Any = PROMPT, **options: Any) -> Any:

@@ -12,7 +12,6 @@ import openai
 import pytest
 
 import tracewire
-from tests.engine_process import EngineProcess
 from tests.nnsight import edit_blocks as blocks
 from tracewire import Client, Edits, Probe
 
@@ -22,22 +21,6 @@ PROMPT = "def add(a, b):\n    return"
 MODEL = "demo"
 GREEDY = {"temperature": 0.0, "max_tokens": 5, "extra_body": {"ignore_eos": True}}
 PATIENCE = 60
-
-
-@pytest.fixture
-async def client(engine: EngineProcess, engine_bus: str) -> AsyncIterator[Client]:
-    """A client of the shared engine's bus."""
-    async with tracewire.connect(engine_bus) as client:
-        yield client
-
-
-@pytest.fixture
-async def edits(client: Client) -> AsyncIterator[Edits]:
-    """The model's edits: none before, and none after."""
-    edits = client.edits(MODEL)
-    await edits.clear()
-    yield edits
-    await edits.clear()
 
 
 @pytest.fixture
