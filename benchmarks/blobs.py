@@ -39,7 +39,8 @@ import anyio
 import psutil
 
 import tracewire
-from benchmarks.overhead import ROOT, quantiles, start_engine
+from benchmarks.overhead import ROOT, start_engine
+from benchmarks.quantiles import quantiles
 from tracewire_bus.embedded import EmbeddedServer
 from tracewire_bus.streams import Bus
 

@@ -38,6 +38,7 @@ import numpy as np
 import zmq
 
 import tracewire
+from benchmarks.quantiles import quantiles
 from benchmarks.scripted import ELEMENTS, Command, Pacer, ScriptedEngine, scripted_info
 from tracewire_bus.embedded import EmbeddedServer
 from tracewire_bus.fold import Fold
@@ -302,11 +303,6 @@ class Bench:
         for role in self._roles:
             used[role.name] = used.get(role.name, 0.0) + role.cpu_s
         return used
-
-
-def quantiles(ages: Any) -> dict[str, float]:
-    """p50, p95 and p99 in milliseconds."""
-    return {f"p{share}": round(1000 * float(np.percentile(ages, share)), 2) for share in (50, 95, 99)}
 
 
 def summary(rounds: list[dict[str, Any]], options: argparse.Namespace, rate: float) -> dict[str, Any]:

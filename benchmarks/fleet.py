@@ -32,6 +32,7 @@ from random import Random
 import anyio
 
 import tracewire
+from benchmarks.quantiles import quantile
 from tests.faults.checker import Asked, Violation, check_trace
 from tests.faults.processes import Child, Nursery, RedisServer, nursery
 from tests.faults.scripted import acts
@@ -333,15 +334,14 @@ async def _judge(
     }
     assert not counts, f"engines that nobody started: {counts}"
     rates = [count / max(during, 0.1) for count, during, _ in engines.values()]
-    cuts = statistics.quantiles(waits, n=100, method="inclusive") if len(waits) > 1 else [0.0] * 99
     return Phase(
         name=load.name,
         traces=len(load.asked),
         seconds=round(seconds, 1),
         finished=finished,
         attempts=attempts,
-        accept_p50=round(cuts[49], 2),
-        accept_p99=round(cuts[98], 2),
+        accept_p50=round(quantile(waits, 0.5), 2),
+        accept_p99=round(quantile(waits, 0.99), 2),
         accept_max=round(max(waits, default=0.0), 2),
         engines=engines,
         unevenness=round(statistics.pstdev(rates) / statistics.mean(rates), 3) if any(rates) else 0.0,

@@ -36,6 +36,7 @@ import anyio
 import numpy as np
 
 import tracewire
+from benchmarks.quantiles import quantiles
 from benchmarks.roles import cpu_seconds, prompts, sampling
 from tracewire_bus.embedded import EmbeddedServer
 from tracewire_bus.streams import Bus
@@ -196,15 +197,6 @@ async def tracewire_round(url: str, workload: dict[str, Any]) -> dict[str, Any]:
     marks["generating"] = max(steps) - min(steps)
     marks_ms = {name: round(1000 * seconds, 1) for name, seconds in marks.items()}
     return {**totals, "seconds": seconds, "latencies": latencies, "marks_ms": marks_ms}
-
-
-def quantiles(values: list[float]) -> dict[str, float]:
-    """p50, p95 and p99 in milliseconds."""
-    ordered = sorted(values)
-    return {
-        f"p{share}": round(1000 * ordered[min(len(ordered) - 1, int(len(ordered) * share / 100))], 2)
-        for share in (50, 95, 99)
-    }
 
 
 async def settle() -> None:

@@ -38,6 +38,7 @@ import numpy as np
 
 import tracewire
 from benchmarks.blobs import put_redis_first
+from benchmarks.quantiles import quantile
 from tracewire_bus.embedded import EmbeddedServer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -49,11 +50,6 @@ def steered(model, tracer, live, vector):
     for step in tracer.iter[:]:
         alpha = live.alpha
         model.model.layers[2].output[0].add_(alpha * vector)
-
-
-def quantile(values: list[float], share: float) -> float:
-    """The value under which this share of `values` lies."""
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
 async def one(
