@@ -17,8 +17,7 @@ import logging
 import math
 import re
 from collections.abc import Sequence
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal
 
 import anyio
 import msgspec
@@ -29,7 +28,6 @@ from tracewire_bus.edits import UnknownEdit as NoSuchEdit
 from tracewire_bus.fold import FoldError, apply_delta
 from tracewire_bus.messages import Block, Declared, EditRecord, Failure, StopWhen
 from tracewire_bus.messages import Edit as EditMessage
-from tracewire_bus.streams import BusError
 from tracewire_bus.values import digest, loading_by
 
 from .blocks import Intervention
@@ -41,9 +39,9 @@ from .errors import (
     TraceRejected,
     UnknownEdit,
     bus_errors,
-    connect_error,
 )
 from .large import LargeValues
+from .readers import Watcher
 from .trace import check_paths
 
 if TYPE_CHECKING:
@@ -442,7 +440,7 @@ def _check_wait(wait: float | None) -> None:
         _seconds("wait", wait, most=math.inf)
 
 
-class EditWatch:
+class EditWatch(Watcher[tuple[str, EditRecord]]):
     """An async iterator of [`EditOutput`][tracewire.EditOutput] items, and an async context manager. It has no end.
 
     Reading begins with `start()`, with entering, or with the first item; `since="now"` means that moment. It owns no
@@ -450,35 +448,8 @@ class EditWatch:
     """
 
     def __init__(self, bus: Bus, records: EditRecords) -> None:
+        super().__init__(records)
         self._bus = bus
-        self._records = records
-        self._closed = False
-
-    async def start(self) -> None:
-        """Settle where it begins. A second call does nothing.
-
-        Raises:
-            ConnectError: Redis refuses, or the client is closed.
-        """
-        with bus_errors():
-            await self._records.start()
-
-    async def aclose(self) -> None:
-        """Stop reading. Idempotent, and finishes even when cancelled."""
-        self._closed = True
-        await self._records.aclose()
-
-    async def __aenter__(self) -> Self:
-        await self.start()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        await self.aclose()
-
-    def __aiter__(self) -> Self:
-        return self
 
     async def __anext__(self) -> EditOutput:
         """The next item, when there is one.
@@ -488,12 +459,5 @@ class EditWatch:
             BrokenStream: an item cannot be read, or differs from what the engine collected; the next one may be read.
             ConnectError: Redis refuses, or the client was closed.
         """
-        if self._closed:
-            raise StopAsyncIteration
-        try:
-            id_, record = await anext(self._records)
-        except (anyio.ClosedResourceError, BusError) as error:
-            if self._closed:
-                raise StopAsyncIteration from None
-            raise connect_error(error) from error
+        id_, record = await self._next()
         return EditOutput.of(id_, record, self._bus)

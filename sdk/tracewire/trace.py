@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 import anyio
@@ -37,6 +36,7 @@ from .errors import (
 )
 from .events import Accepted, Event, EventReader, Final, Gap, Output, Paused, Restarted, Resumed, Steered, only
 from .large import without_large
+from .readers import Reader
 from .state import Result, State
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def check_paths(block: Block, model: Model) -> None:
             raise UnknownModulePath(path, tree.nearest(path))
 
 
-class Trace:
+class Trace(Reader):
     """One submission, and its outputs as they come.
 
     An async context manager: entering it returns once the submission is durable, and leaving it stops reading.
@@ -245,15 +245,6 @@ class Trace:
             except TracewireError as error:
                 logger.debug("trace %s could not be cancelled: %s", self.id, error)
 
-    async def __aenter__(self) -> Self:
-        await self.start()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        await self.aclose()
-
     # --- control ------------------------------------------------------------------------------------------------------
 
     async def steer(
@@ -407,7 +398,7 @@ class Trace:
         )
 
 
-class Subscription:
+class Subscription(Reader):
     """A trace's events, in order, each once: first what is there, then what comes, up to and with the final.
 
     In place of events that were trimmed comes a [`Gap`][tracewire.Gap] with the state after them.
@@ -459,18 +450,6 @@ class Subscription:
         self._ended = True
         with anyio.CancelScope(shield=True):
             await self._reader.aclose()
-
-    async def __aenter__(self) -> Self:
-        await self.start()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        await self.aclose()
-
-    def __aiter__(self) -> Self:
-        return self
 
     async def __anext__(self) -> Event:
         if self._ended:
