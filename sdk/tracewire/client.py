@@ -387,8 +387,8 @@ class Client:
     def subscribe(self, trace_id: str, *, since: str = "start", names: Iterable[str] | None = None) -> Subscription:
         """A trace's events: replayed from `since`, then as they come, up to and with the final.
 
-        `since` is `"start"`, `"now"`, or an event's id (`output.id`), after which to go on. `names` limits what is
-        saved to these names; all events come nevertheless.
+        `since` is `"start"`, `"now"`, or the id of an event of this trace (`output.id`), after which to go on; also of
+        one that it has not reached. `names` limits what is saved to these names; all events come nevertheless.
 
         Raises:
             UnknownTrace: when reading begins; no such trace was submitted, or it has expired.

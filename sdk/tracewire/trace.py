@@ -91,9 +91,10 @@ class Trace(Reader):
 
     An async iterator of [`Output`][tracewire.Output] items, and of [`Steered`][tracewire.Steered],
     [`Paused`][tracewire.Paused], [`Resumed`][tracewire.Resumed] and [`Restarted`][tracewire.Restarted] ones when that
-    happens, and a [`Gap`][tracewire.Gap] in place of what was trimmed before it was read; over when the trace is. A
-    rejected trace raises
-    `TraceRejected` in place of its first item; one whose block failed raises `InterventionError` after its last output.
+    happens, and a [`Gap`][tracewire.Gap] in place of what was trimmed before it was read; over when the trace is. Each
+    item comes once: tasks that iterate at once share them, and who wants all of them again subscribes. A rejected trace
+    raises `TraceRejected` in place of its first item; one whose block failed raises `InterventionError` after its last
+    output.
     """
 
     def __init__(self, client: Client, submission: Submission) -> None:
