@@ -723,17 +723,17 @@ def _invokes(prompt: Any, prompts: Any, sampling: dict[str, Any], shared: frozen
 
 def _invoke(field: str, prompt: Any, sampling: dict[str, Any], shared: frozenset[str]) -> InvokeMessage:
     params = {name: _plain(f"sampling.{name}", value) for name, value in sampling.items()}
+    own = f"{field}." if field != "prompt" else ""
     if isinstance(prompt, Prompt):
-        own = f"{field}.sampling" if field != "prompt" else "sampling"
-        params |= {name: _plain(f"{own}.{name}", value) for name, value in prompt.sampling.items()}
+        params |= {name: _plain(f"{own}sampling.{name}", value) for name, value in prompt.sampling.items()}
     lora = params.pop("lora", None)
     if lora is not None and (not isinstance(lora, str) or not lora):
         raise TraceRejected("lora", f"expected the name of an adapter, got {_shown(lora)}")
     message = _prompt(field, prompt.prompt if isinstance(prompt, Prompt) else prompt, params)
     message.lora = lora
     if isinstance(prompt, Prompt):
-        message.block = _block(prompt.block, shared)
-        message.edits = _edits(f"{field}.edits" if field != "prompt" else "edits", prompt.edits)
+        message.block = _block(prompt.block, shared, f"{own}block")
+        message.edits = _edits(f"{own}edits", prompt.edits)
     return message
 
 
@@ -847,7 +847,7 @@ def _is_intervention(value: Any) -> bool:
     return isinstance(value, Intervention)
 
 
-def _block(block: Any, shared: frozenset[str] = frozenset()) -> Block | None:
+def _block(block: Any, shared: frozenset[str] = frozenset(), field: str = "block") -> Block | None:
     if block is None or isinstance(block, Block):
         return block
     if isinstance(block, Intervention):
@@ -855,7 +855,7 @@ def _block(block: Any, shared: frozenset[str] = frozenset()) -> Block | None:
     advice = ": decorate it with @tracewire.intervention" if callable(block) else ""
     if callable(block) and isinstance(inspect.unwrap(block, stop=_is_intervention), Intervention):
         advice = ": decorators do not travel; take the one above @tracewire.intervention away"
-    raise TraceRejected("block", f"expected an intervention, got {_shown(block)}{advice}")
+    raise TraceRejected(field, f"expected an intervention, got {_shown(block)}{advice}")
 
 
 def _edits(field: str, edits: Any) -> list[str] | None:

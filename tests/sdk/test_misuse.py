@@ -68,6 +68,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "a live parameter in a container": ({"live": {"a": {"b": 1}}}, "live.a", "or an array, got dict"),
     "a live parameter that is a keyword": ({"live": {"class": 1}}, "live", "live.NAME"),
     "a decorator above the intervention": ({"block": wrapping(block)}, "block", "take the one above"),
+    "a plain function as a prompt's own block": (
+        {"prompt": None, "prompts": ["a", Prompt("b", block=print)]},  # type: ignore[arg-type]
+        "prompts[1].block",
+        "expected an intervention",
+    ),
     "a scale of text": (
         {"interventions": [Steer("residual(1)", np.ones(8), scale="big")]},  # type: ignore[arg-type]
         "interventions[0].scale",
