@@ -22,7 +22,8 @@ __all__ = ["counts", "engine_inside", "forgotten"]
 async def engine_inside(*, model: Any = None, name: str = "demo", **options: Any) -> AsyncIterator[tuple[Any, str]]:
     """The engine, which notes in `started` the names of the requests that it is given, and its Redis's URL.
 
-    `options` are vLLM's. Every trace's saves are also collected by nnsight's own collect and compared by digest.
+    `options` are vLLM's. Every trace's saves are also collected by nnsight's own collect and compared by digest, unless
+    `check_collect=False` is among them, as it must be where nnsight cannot: on several stages.
     """
     before = dict(os.environ)
     os.environ.update(VLLM_USE_V2_MODEL_RUNNER="0", VLLM_CPU_ATTN_SPLIT_KV="0", VLLM_NO_USAGE_STATS="1")
@@ -44,10 +45,11 @@ async def engine_inside(*, model: Any = None, name: str = "demo", **options: Any
             return outputs
 
     options.setdefault("kv_cache_memory_bytes", 64 << 20)
-    build = {key: options.pop(key) for key in ("kept_bytes",) if key in options}
+    build = {"check_collect": True}
+    build |= {key: options.pop(key) for key in ("kept_bytes", "check_collect") if key in options}
     arguments = AsyncEngineArgs(model=str(model or demo_model()), **options)
     with LinkReceiver() as link, BlobReceiver(link.address) as large:
-        traced = build_engine(arguments, link.address, check_collect=True, **build)
+        traced = build_engine(arguments, link.address, **build)
         engine = Noting(traced, link, large)
         engine.started = []
         try:
