@@ -58,13 +58,18 @@ def check_order(events: list[Any]) -> None:
                 assert seen.get((invoke, choice), 0) <= index
 
 
-async def steer_along(trace: Any, values: list[float], every: int) -> list[Any]:
-    """All items of a trace, steering it with each of `values` after every so many tokens."""
-    items, tokens, left = [], 0, list(values)
+async def steer_along(trace: Any, values: list[float], every: int, *, in_turn: bool = False) -> list[Any]:
+    """All items of a trace, steering it with each of `values` after every so many tokens.
+
+    With `in_turn`, each is sent when it has been told where the one before holds: no two hold from one token on.
+    """
+    items, tokens, told, sent = [], 0, 0, 0
     async for item in trace:
         items.append(item)
+        told += isinstance(item, Steered)
         if isinstance(item, Output):
             tokens += len(item.token_ids)
-            while left and tokens >= every * (len(values) - len(left) + 1):
-                await trace.steer(alpha=left.pop(0))
+            while sent < len(values) and tokens >= every * (sent + 1) and not (in_turn and told < sent):
+                await trace.steer(alpha=values[sent])
+                sent += 1
     return items

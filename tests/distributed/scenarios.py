@@ -291,6 +291,21 @@ async def stops(client: Client, model: Model) -> Any:
     return [await outcome(client, model, blocks.stops(layer=layer, at=3), max_tokens=40) for layer in (1, 6)]
 
 
+@scenario
+async def cancelled(client: Client, model: Model) -> Any:
+    """In the middle; and what comes next is served as ever."""
+    for block in (blocks.reads_in_order, blocks.carried(amount=0.1), None):
+        async with client.trace(model, PROMPT, block, **GREEDY, max_tokens=400) as trace:
+            async for item in trace:
+                if isinstance(item, Output) and item.index >= 4:
+                    break
+            await trace.cancel()
+            events = [event async for event in client.subscribe(trace.id, since="start")]
+        check_events(events)
+        assert events[-1].status == "cancelled"
+    return await outcome(client, model, blocks.arithmetic)
+
+
 # --- declared interventions -------------------------------------------------------------------------------------------
 
 
@@ -351,19 +366,19 @@ async def declared_errors(client: Client, model: Model) -> Any:
 @scenario
 async def live(client: Client, model: Model) -> Any:
     """A change holds from one step on, on all ranks: the run that knew the values beforehand is the same."""
-    vector, sampling = direction(model), {**GREEDY, "max_tokens": 60}
+    vector, sampling = direction(model), {**GREEDY, "max_tokens": 100}
     async with client.trace(model, PROMPT, blocks.steered(direction=vector), live={"alpha": 0.0}, **sampling) as trace:
-        items = await steer_along(trace, [3.0, -2.0, 5.5, 0.5, -4.0], 7)
+        items = await steer_along(trace, [3.0, -2.0, 5.5, 0.5, -4.0], 7, in_turn=True)
         result = await trace.result()
     check_order(items)
-    values = schedule_of(items, 0.0, 60)
+    values = schedule_of(items, 0.0, 100)
     assert len(set(values)) == 6
-    assert result.saves["used"][:60] == [[value, value] for value in values]
+    assert result.saves["used"][:100] == [[value, value] for value in values]
     async with client.trace(model, PROMPT, blocks.scheduled(direction=vector, schedule=values), **sampling) as trace:
         known = await trace.result()
     assert result.token_ids == known.token_ids
-    assert not same(result.saves["seen"][:60], known.saves["seen"][:60])
-    return len(result.saves["seen"]) - 60
+    assert not same(result.saves["seen"][:100], known.saves["seen"][:100])
+    return len(result.saves["seen"]) - 100
 
 
 @scenario
@@ -378,7 +393,7 @@ async def live_declared(client: Client, model: Model) -> Any:
         held_up(client, model),
         client.trace(model, PROMPT, interventions=interventions, live={"alpha": 0.0}, **sampling) as trace,
     ):
-        items = await steer_along(trace, [3.0, -2.0, 4.5], 9)
+        items = await steer_along(trace, [3.0, -2.0, 4.5], 9, in_turn=True)
         result = await trace.result()
     check_order(items)
     values = schedule_of(items, 0.0, 60)

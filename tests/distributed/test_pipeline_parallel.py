@@ -11,7 +11,7 @@ import pytest
 import tracewire
 from tests.distributed import blocks
 from tests.distributed.layouts import Served, served
-from tests.distributed.scenarios import GREEDY, PROMPT, SCENARIOS, check_events, outcome, same
+from tests.distributed.scenarios import GREEDY, PROMPT, SCENARIOS, outcome, same
 from tests.engine_process import EngineProcess
 from tracewire import Client, Model
 
@@ -81,19 +81,6 @@ async def test_what_stages_cannot_do_ends_its_own_trace_at_its_line(what: str, c
     assert plain[0]["status"] == "finished"
     again = await outcome(client, two, max_tokens=20)
     assert again["choices"][0][0] == plain[0]["choices"][0][0]
-
-
-async def test_cancelled_in_the_middle(client: Client, two: Model) -> None:
-    for block in (blocks.reads_in_order, blocks.carried(amount=0.1), None):
-        async with client.trace(two, PROMPT, block, **GREEDY, max_tokens=400) as trace:
-            async for item in trace:
-                if isinstance(item, tracewire.Output) and item.index >= 4:
-                    break
-            await trace.cancel()
-            events = [event async for event in client.subscribe(trace.id, since="start")]
-        check_events(events)
-        assert events[-1].status == "cancelled"
-    assert (await outcome(client, two, blocks.arithmetic))["status"] == "finished"
 
 
 async def test_paused_and_resumed(client: Client, two: Model) -> None:

@@ -71,18 +71,6 @@ async def test_it_is_as_on_one_rank(
     assert not same(theirs, ours, tolerance=TOLERANCES[layout])
 
 
-async def test_cancelled_in_the_middle(client: Client, two: Model) -> None:
-    async with client.trace(two, PROMPT, blocks.reads_in_order, **GREEDY, max_tokens=400) as trace:
-        async for item in trace:
-            if isinstance(item, Output) and item.index >= 4:
-                break
-        await trace.cancel()
-        events = [event async for event in client.subscribe(trace.id, since="start")]
-    check_events(events)
-    assert events[-1].status == "cancelled"
-    assert (await outcome(client, two, blocks.arithmetic))["status"] == "finished"
-
-
 def processes(engine: EngineProcess, what: re.Pattern[str]) -> list[psutil.Process]:
     """Those below an engine whose command line has this."""
     found = []

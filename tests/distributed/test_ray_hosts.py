@@ -11,13 +11,14 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import anyio
 import anyio.to_thread
+import msgspec
 import numpy as np
 import psutil
 import pytest
@@ -28,11 +29,10 @@ from examples.two_hosts.run import TOKENS, walk
 from tests.distributed import blocks
 from tests.distributed.far_blocks import scaled_by
 from tests.distributed.hosts import BIN, RAY_PORT, TOKEN, Cluster, Host, Switch, named, switch
-from tests.distributed.scenarios import GREEDY, PROMPT, SCENARIOS, check_events, outcome, same
+from tests.distributed.scenarios import GREEDY, PROMPT, SCENARIOS, TIES, check_events, outcome, same
 from tests.engine_process import BLOB_THRESHOLD, ENVIRONMENT, EngineProcess
 from tests.faults.scripted import ScriptedEngine, serving
 from tracewire import Client, Final, Model, Output, Restarted
-from tracewire_bus.messages import EngineInfo
 from tracewire_bus.streams import Bus
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,8 +44,8 @@ PATIENCE_S = 8
 
 LAYOUTS = {"tensor parallel": ("--tensor-parallel-size", "2"), "pipeline": ("--pipeline-parallel-size", "2")}
 
-#: Of what is tried on every layout, what says something of the way between the hosts.
-TRIED = ("plain", "reads", "edits", "several_at_once", "large_values", "block_errors", "stops", "live", "live_declared")
+#: How far values may be off: tensor-parallel ranks sum bfloat16 in another order.
+TOLERANCES = {"tensor parallel": 0.05, "pipeline": 0.02}
 
 
 class EngineCluster(Cluster):
@@ -94,9 +94,9 @@ async def until_none(host: Host, words: str, seconds: float) -> float:
 
 
 @pytest.fixture(params=LAYOUTS)
-def layout(request: pytest.FixtureRequest) -> tuple[str, ...]:
-    """Options of an engine over two hosts."""
-    return LAYOUTS[request.param]
+def layout(request: pytest.FixtureRequest) -> str:
+    """How the two ranks stand to each other."""
+    return str(request.param)
 
 
 @pytest.fixture
@@ -106,25 +106,19 @@ def cluster(tmp_path: Path) -> Iterator[EngineCluster]:
         yield EngineCluster(laid, tmp_path)
 
 
-@asynccontextmanager
-async def someone_else(cluster: EngineCluster, described: EngineInfo) -> AsyncIterator[None]:
-    """Another engine of the same model on the bus, a scripted one."""
-    described.engine, described.capacity = "someone-else", 64
+async def cut_off(cluster: EngineCluster, client: Client, model: Model, host: Host) -> None:
+    """A trace in whose middle a host is cut off, and which another engine of the model finishes, a scripted one."""
     async with (
         Bus.open(cluster.switch.url) as bus,
-        serving(bus, ScriptedEngine(partial(anyio.sleep, 0.01)), described, heartbeat_s=1.0),
+        client.trace(model, PROMPT, **GREEDY, max_tokens=400) as trace,
     ):
-        yield
-
-
-async def cut_off(cluster: EngineCluster, client: Client, model: Model, host: Host) -> None:
-    """A trace in whose middle a host is cut off, and which somebody else finishes."""
-    async with client.trace(model, PROMPT, **GREEDY, max_tokens=400) as trace:
+        (described,) = await bus.engines()
+        other = msgspec.structs.replace(described, engine="someone-else", capacity=64)
         async for item in trace:
             if isinstance(item, Output) and item.index >= 4:
                 break
         await anyio.to_thread.run_sync(host.cut)
-        async with someone_else(cluster, model.info):
+        async with serving(bus, ScriptedEngine(partial(anyio.sleep, 0.01)), other, heartbeat_s=1.0):
             with anyio.fail_after(PATIENCE_S + 40):
                 result = await trace.result()
         events = [event async for event in client.subscribe(trace.id, since="start")]
@@ -138,25 +132,27 @@ async def cut_off(cluster: EngineCluster, client: Client, model: Model, host: Ho
 
 @pytest.mark.timeout(900)
 async def test_a_host_with_a_rank_is_cut_off(
-    cluster: EngineCluster, layout: tuple[str, ...], engine: EngineProcess, engine_bus: str
+    cluster: EngineCluster, layout: str, engine: EngineProcess, engine_bus: str
 ) -> None:
     """The adapter is on neither of them. Before the cut, all is as on one rank."""
     address = f"{cluster.head.address}:{RAY_PORT}"
-    with cluster.engine(cluster.outside, address, *layout) as log:
+    with cluster.engine(cluster.outside, address, *LAYOUTS[layout]) as log:
         for host in (cluster.head, cluster.other):
             assert len(named(host, "ray::TracewireRayWorker")) == 1
         assert not named(cluster.outside, "ray::TracewireRayWorker")
         async with tracewire.connect(cluster.switch.url) as client, tracewire.connect(engine_bus) as one_rank:
             model = await client.model("demo", wait_for_engine=30)
             theirs = await one_rank.model("demo", wait_for_engine=30)
-            for name in TRIED:
-                ours = await SCENARIOS[name](client, model)
-                assert not same(await SCENARIOS[name](one_rank, theirs), ours, tolerance=0.02), name
+            for name, scenario in SCENARIOS.items():
+                ours = await scenario(client, model)
+                # Where rounding decides between tokens, that it came to its end is all.
+                if layout == "pipeline" or name not in TIES:
+                    assert not same(await scenario(one_rank, theirs), ours, tolerance=TOLERANCES[layout]), name
             # A large variable reaches workers that cannot see the adapter's files.
             block = scaled_by(amounts=np.linspace(1.0, 1.25, 3_000_000, dtype=np.float32))
             ours, known = await outcome(client, model, block), await outcome(one_rank, theirs, block)
             assert ours["status"] == "finished"
-            assert not same(known, ours, tolerance=0.02)
+            assert not same(known, ours, tolerance=TOLERANCES[layout])
 
             await cut_off(cluster, client, model, cluster.other)
         # The one that is cut off has nobody to tell it, and the other is told; nobody holds a device any more.

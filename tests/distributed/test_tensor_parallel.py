@@ -10,9 +10,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 import tracewire
-from tests.distributed import blocks
 from tests.distributed.layouts import Served, served
-from tests.distributed.scenarios import GREEDY, PROMPT, SCENARIOS, TIES, check_events, outcome, same
+from tests.distributed.scenarios import SCENARIOS, TIES, same
 from tests.engine_process import EngineProcess
 from tracewire import Client, Model
 
@@ -46,15 +45,3 @@ async def test_it_is_as_on_one_rank(
         theirs = await SCENARIOS[name](other, await other.model("demo", wait_for_engine=30))
     # bfloat16, summed in another order.
     assert not same(theirs, ours, tolerance=0.05)
-
-
-async def test_cancelled_in_the_middle(client: Client, two: Model) -> None:
-    async with client.trace(two, PROMPT, blocks.reads_in_order, **GREEDY, max_tokens=400) as trace:
-        async for item in trace:
-            if isinstance(item, tracewire.Output) and item.index >= 4:
-                break
-        await trace.cancel()
-        events = [event async for event in client.subscribe(trace.id, since="start")]
-    check_events(events)
-    assert events[-1].status == "cancelled"
-    assert (await outcome(client, two, blocks.arithmetic))["status"] == "finished"
