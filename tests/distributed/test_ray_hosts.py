@@ -78,8 +78,8 @@ def engine_processes(host: Host) -> list[psutil.Process]:
     return named(host, "tracewire.cli engine")
 
 
-def ray_logs(host: Host) -> str:
-    """What a host's part of Ray, and the workers there, have logged."""
+def last_words(host: Host) -> str:
+    """Why workers of a host ended themselves."""
     command = host.inside(["grep", "-rhs", "this worker ends", "/tmp/ray"])
     return subprocess.run(command, capture_output=True, text=True).stdout
 
@@ -160,8 +160,9 @@ async def test_a_host_with_a_rank_is_cut_off(
             await until_none(host, "ray::TracewireRayWorker", PATIENCE_S + 15)
         await until_none(cluster.outside, "tracewire", 30)
         await until_none(cluster.outside, "raylet", 30)
-        assert f"nothing has been heard for {PATIENCE_S} s of rank 1 on host-b" in log.read_text()
-        assert f"this worker ends: its adapter has not answered for {PATIENCE_S} s" in ray_logs(cluster.other)
+        # Which of the ranks is there is Ray's choice.
+        assert re.search(f"nothing has been heard for {PATIENCE_S} s of rank [01] on host-b", log.read_text())
+        assert f"its adapter has not answered for {PATIENCE_S} s" in last_words(cluster.other)
 
 
 @pytest.mark.timeout(900)
@@ -174,6 +175,7 @@ async def test_the_adapters_host_is_cut_off(cluster: EngineCluster) -> None:
             await cut_off(cluster, client, model, cluster.outside)
         for host in (cluster.head, cluster.other):
             await until_none(host, "ray::TracewireRayWorker", PATIENCE_S + 30)
+            assert "this worker ends: " in last_words(host)
 
 
 @pytest.mark.timeout(900)
