@@ -47,6 +47,8 @@ return 1
 class Order:
     """What an engine is to do for one of its traces: apply `change` (encoded), cancel, pause or resume it. Or for none:
     `drain`, within `within_s` seconds if that is given.
+
+    `number` counts a trace's pauses and resumptions, from 1; 0 where it was not told.
     """
 
     kind: Literal["steer", "cancel", "pause", "resume", "drain"]
@@ -55,6 +57,7 @@ class Order:
     by: str = ""
     reason: str = ""
     within_s: float | None = None
+    number: int = 0
 
 
 def draining(keys: Keys, engine: str, by: str, within_s: float | None, keep_s: int) -> tuple[Any, ...]:
@@ -116,6 +119,7 @@ class ControlReader:
                             _text(fields.get(b"b", b"")),
                             _text(fields.get(b"r", b"")),
                             _seconds(_text(fields.get(b"w", b""))),
+                            int(fields.get(b"n", b"0")),
                         )
                     )
             self._positions[_text(key)] = entries[-1][0]

@@ -67,8 +67,8 @@ _ATTEMPT: Final = 2**32 - 1
 _MARK: Final = b"\xce\xff\xff\xff\xff"
 
 # Fields of a record: m model, c client, p lease, t deadline (ms), e engine, a attempts, s state, v version of the live
-# parameters, x why it was cancelled and xb by whom, z by whom it was paused, r for how long it is kept after its end
-# (s), l:NAME a live value packed, f:NAME its form.
+# parameters, x why it was cancelled and xb by whom, z by whom it was paused and zn how often that was changed, r for
+# how long it is kept after its end (s), l:NAME a live value packed, f:NAME its form.
 
 _NOW = """
 local function now()
@@ -164,22 +164,25 @@ return {now(), redis.call('HGETALL', KEYS[1]), redis.call('ZRANGE', KEYS[3], 0, 
 )
 
 # A server that came back may have forgotten who runs a trace. KEYS: record, events. ARGV: attempt, engine, state,
-# version of the live parameters that the engine has, how long to remember, who has paused it or '', then name and value
-# of each live parameter. Begins with what is never refused.
+# version of the live parameters that the engine has, how long to remember, who has paused it or '', how many pauses and
+# resumptions the engine knows of, then name and value of each live parameter. Begins with what is never refused.
 _CLAIM = Script(
     _ENDING
     + """
 redis.call('HDEL', KEYS[1], '')
 if ended(KEYS[2]) then return 0 end
-local known = redis.call('HMGET', KEYS[1], 'a', 'e', 'v')
+local known = redis.call('HMGET', KEYS[1], 'a', 'e', 'v', 'zn')
 local last, attempt = tonumber(known[1] or 0), tonumber(ARGV[1])
 if attempt < last or attempt == last and known[2] ~= ARGV[2] then return 0 end
 redis.call('HSET', KEYS[1], 'a', attempt, 'e', ARGV[2], 's', ARGV[3])
 if tonumber(known[3] or 0) < tonumber(ARGV[4]) then
   redis.call('HSET', KEYS[1], 'v', ARGV[4])
-  for i = 7, #ARGV, 2 do redis.call('HSET', KEYS[1], 'l:' .. ARGV[i], ARGV[i + 1]) end
+  for i = 8, #ARGV, 2 do redis.call('HSET', KEYS[1], 'l:' .. ARGV[i], ARGV[i + 1]) end
 end
-if ARGV[6] ~= '' then redis.call('HSETNX', KEYS[1], 'z', ARGV[6]) end
+if tonumber(known[4] or 0) < tonumber(ARGV[7]) then
+  redis.call('HSET', KEYS[1], 'zn', ARGV[7])
+  if ARGV[6] ~= '' then redis.call('HSET', KEYS[1], 'z', ARGV[6]) else redis.call('HDEL', KEYS[1], 'z') end
+end
 if redis.call('TTL', KEYS[1]) == -1 then redis.call('EXPIRE', KEYS[1], ARGV[5]) end
 return 1
 """
@@ -286,8 +289,9 @@ else
   if not known[3] then return 'so already' end
   redis.call('HDEL', KEYS[1], 'z')
 end
+local number = redis.call('HINCRBY', KEYS[1], 'zn', 1)
 if known[2] then
-  redis.call('XADD', ARGV[2] .. known[2], '*', 'k', ARGV[3], 't', ARGV[1], 'b', ARGV[4])
+  redis.call('XADD', ARGV[2] .. known[2], '*', 'k', ARGV[3], 't', ARGV[1], 'b', ARGV[4], 'n', number)
   redis.call('EXPIRE', ARGV[2] .. known[2], ARGV[5])
 end
 return 'asked'
@@ -371,7 +375,8 @@ class Opened:
     """A trace that an engine begins to run. `left_s` is what is left of its time, `None` if it has no deadline.
 
     `live` holds its live parameters as they are now, packed, of version `version`; `changes` those that no event tells
-    of yet, encoded, in order. `cancelled` says by whom and why, if it was; `paused` by whom, if it is to be held.
+    of yet, encoded, in order. `cancelled` says by whom and why, if it was; `paused` by whom, if it is to be held, and
+    `pauses` how often that was changed.
     """
 
     attempt: int
@@ -381,6 +386,7 @@ class Opened:
     changes: list[bytes] = field(default_factory=list)
     cancelled: tuple[str, str] | None = None
     paused: str | None = None
+    pauses: int = 0
 
 
 class Records:
@@ -454,6 +460,7 @@ class Records:
             changes=list(changes),
             cancelled=None if cancelled is None else (_text(record.get(b"xb", b"")), _text(cancelled)),
             paused=None if b"z" not in record else _text(record[b"z"]),
+            pauses=int(record.get(b"zn", b"0")),
         )
 
     def claiming(
@@ -466,10 +473,12 @@ class Records:
         version: int,
         live: Mapping[str, bytes],
         paused: str | None,
+        pauses: int,
     ) -> tuple[Any, ...]:
         """The command by which an engine says again that it runs this attempt, with the live parameters that it has.
 
-        `paused` is who has paused it, if somebody has.
+        `paused` is who has paused it, if somebody has, after `pauses` pauses and resumptions. A record that knows of
+        more keeps what it says.
 
         Nothing where a later attempt, or another engine, has begun. It may be carried out again.
         """
@@ -478,6 +487,7 @@ class Records:
             *(attempt, engine, "closed" if closed else "running", version, REMEMBER_S),
             # Nobody in particular is somebody, too.
             "" if paused is None else paused or "somebody",
+            pauses,
             *(part for pair in live.items() for part in pair),
         )
 

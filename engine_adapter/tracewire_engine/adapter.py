@@ -396,6 +396,7 @@ class Adapter:
         )
         if opened.cancelled is not None:
             run.end("cancelled", cancellation(*opened.cancelled))
+        run.pauses = opened.pauses
         if opened.paused is not None:
             run.hold(opened.paused)
         return run
@@ -476,6 +477,7 @@ class Adapter:
                     version=0 if live is None else live.version,
                     live={} if live is None else live.changed,
                     paused=run.paused_by,
+                    pauses=run.pauses,
                 ),
                 claiming(
                     *(self._bus.keys, model, engine, entry),
@@ -553,7 +555,7 @@ class Adapter:
             # It has ended.
             return
         elif order.kind in ("pause", "resume"):
-            run.hold(order.by, resume=order.kind == "resume")
+            run.hold(order.by, resume=order.kind == "resume", number=order.number)
             self._settling.append(run)
             self._reap.notify()
         elif order.kind == "cancel":

@@ -395,8 +395,9 @@ class TraceRun:
         #: How it is to end, when it was told to before its own end; and whether `Accepted` is out.
         self._ending: tuple[Status, Failure] | None = None
         self._accepted = False
-        #: Who wants it paused, if somebody does; whether it is; and who asked last.
+        #: Who wants it paused, if somebody does; how often that was changed; whether it is; and who asked last.
         self._held: str | None = None
+        self.pauses = 0
         self._paused = False
         self._settling = False
         self._holder = ""
@@ -508,8 +509,9 @@ class TraceRun:
         self._writer.hurry(self._trace)
         return True
 
-    def hold(self, by: str, *, resume: bool = False) -> None:
-        """Have it paused, or go on: `settle` sees to it."""
+    def hold(self, by: str, *, resume: bool = False, number: int = 0) -> None:
+        """Have it paused, or go on: `settle` sees to it. `number` is which pause or resumption of the trace this is."""
+        self.pauses = max(self.pauses, number)
         self._held = None if resume else by
         self._holder = by
 

@@ -19,6 +19,7 @@ from tracewire_bus.control import Order
 from tracewire_bus.live import live_values
 from tracewire_bus.streams import Bus
 from tracewire_bus.values import unpack
+from tracewire_engine.adapter import Adapter
 from tracewire_engine.link import Applied, Changes, Report
 from tracewire_engine.trace import TraceRun
 
@@ -242,6 +243,47 @@ async def test_a_pause_that_is_under_way_is_told_before_what_follows(
             events = [event async for event in client.subscribe(trace.id)]
     assert [type(event) for event in events] == [Accepted, Paused, Resumed, Output, Final]
     assert (events[1].by, events[2].by) == ("me", "you")
+
+
+async def test_an_engine_that_has_not_heard_of_a_resumption_does_not_undo_it(
+    client: Client, bus: Bus, embedded: str, prefix: str, tmp_path: Path
+) -> None:
+    """It says again what it runs, on a new connection, before it reads what was asked of it meanwhile."""
+    engine = PlayedEngine()
+
+    async def told(adapter: Adapter) -> tuple[bool, int]:
+        """Whether the record has the trace paused, and how often it knows that to have changed."""
+        for command in adapter._claims():
+            await bus.command(*command)
+        paused, number = await bus.command("HMGET", bus.keys.record(trace.id), "z", "zn")
+        return paused is not None, int(number)
+
+    with anyio.fail_after(PATIENCE):
+        async with (
+            proxy(embedded, tmp_path) as way,
+            adapted(way.url, prefix, engine) as adapter,
+            client.trace("tiny", "hello", detach=True) as trace,
+        ):
+            await trace.accepted()
+            assert await trace.pause()
+            assert isinstance(await anext(trace), Paused)
+            assert await told(adapter) == (True, 1)
+            way.away = True
+            await way.cut()
+            assert await trace.resume()
+            assert await told(adapter) == (False, 2)
+            way.away = False
+            assert isinstance(await anext(trace), Resumed)
+            # A server that has forgotten it hears of it, either way.
+            await bus.command("HSET", bus.keys.record(trace.id), "z", "me", "zn", 1)
+            assert await told(adapter) == (False, 2)
+            assert await trace.pause()
+            assert isinstance(await anext(trace), Paused)
+            await bus.command("HDEL", bus.keys.record(trace.id), "z", "zn")
+            assert await told(adapter) == (True, 3)
+            assert await trace.resume()
+            engine.finish(next(iter(engine.requests)))
+            await trace.result()
 
 
 async def test_a_paused_trace_is_cancelled(client: Client, embedded: str, prefix: str) -> None:
