@@ -4,7 +4,8 @@ vLLM computes what it has preempted anew, all tokens in one step. A block would 
 and what it had changed at earlier positions would be changed as the step at hand has it. So the scheduler
 (`scheduler.py`) counts what a traced request had computed as computed, and the workers see to it that it is: each
 copies its own share of the request's KV blocks before the step in which others may write to them, and puts it into the
-blocks that the request is given later.
+blocks that the request is given later. A recurrent layer's state is a block like any other, and as it was after the
+request's last step.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class KeptCache:
         return len(self._kept)
 
     def keep(self, request: str, groups: Iterable[Iterable[int]]) -> None:
-        """Copy the blocks that a request had, a list of ids for each group."""
+        """Copy the blocks that a request had, a list of ids for each group, with 0 where it had none."""
         held = [list(group) for group in groups]
         # Block 0 stands for none.
         ids = sorted({block for group in held for block in group} - {0})

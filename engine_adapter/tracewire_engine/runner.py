@@ -458,12 +458,12 @@ class TracewireRunner(NNsightGPUModelRunner):
         kept, finished = self.tracewire_kept, scheduler_output.finished_req_ids
         if kept and finished:
             kept.forget(finished)
-        leaving = [one for one in getattr(scheduler_output, "tracewire_leaving", ()) if one not in finished]
+        leaving: dict[str, Any] = getattr(scheduler_output, "tracewire_leaving", {})
         if leaving and kept is None:
             kept = self.tracewire_kept = KeptCache(self.kv_caches, self.kv_cache_config.num_blocks)
-        for request_id in leaving:
-            if request_id in self.requests and kept is not None:
-                kept.keep(request_id, self.requests[request_id].block_ids)
+        for request_id, blocks in leaving.items():
+            if request_id in self.requests and request_id not in finished and kept is not None:
+                kept.keep(request_id, blocks)
 
     def _applied(self, run: LiveRun, scheduled: dict[str, int]) -> Applied:
         """From which token of each of its choices on a run's live parameters hold, if they do from this step on."""

@@ -36,7 +36,7 @@ from typing import Any
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
-from vllm.v1.kv_cache_interface import AttentionSpec
+from vllm.v1.kv_cache_interface import AttentionSpec, MambaSpec
 from vllm.v1.request import RequestStatus
 
 from .wiring import BLOCK_ARG, DECLARED_ARG, EDITS_ARG, KEPT_BYTES, STEP_TOKENS
@@ -78,8 +78,9 @@ class _Pausing:
         self.tracewire_stepped = False
         #: The traced request that did not fit what the last step had left.
         self.tracewire_unfit: Any = None
-        #: Whose KV blocks the workers are to copy to the host before the next step, and whose they hold: how many.
-        self.tracewire_leaving: list[str] = []
+        #: Which KV blocks the workers are to copy to the host before the next step, by request, a list for each group
+        #: (0: none at that place); and whose they hold: how many.
+        self.tracewire_leaving: dict[str, list[list[int]]] = {}
         self.tracewire_kept: dict[Any, int] = {}
         self.tracewire_preemptions = self.tracewire_steps = 0
         manager: Any = self.kv_cache_manager  # type: ignore[attr-defined]
@@ -91,7 +92,7 @@ class _Pausing:
         # Through which all blocks go into the prefix cache.
         coordinator.cache_blocks = self._cache_blocks
         groups: Any = self.kv_cache_config.kv_cache_groups  # type: ignore[attr-defined]
-        self._keepable = int(extra.get(KEPT_BYTES, _KEPT_BYTES) / _block_bytes(groups)) if _by_position(groups) else 0
+        self._keepable = int(extra.get(KEPT_BYTES, _KEPT_BYTES) / _block_bytes(groups)) if _can_keep(groups) else 0
 
     def pause_requests(self, request_ids: Iterable[str]) -> int:
         """Leave these out of every step until they are resumed; returns how many of them there still are."""
@@ -119,7 +120,7 @@ class _Pausing:
         self.tracewire_stepped = output.total_num_scheduled_tokens > 0
         self.tracewire_steps += self.tracewire_stepped
         # The workers look for it before they write to any block.
-        output.tracewire_leaving, self.tracewire_leaving = self.tracewire_leaving, []
+        output.tracewire_leaving, self.tracewire_leaving = self.tracewire_leaving, {}
         return output
 
     def counts(self) -> dict[str, int]:
@@ -274,20 +275,28 @@ class _Pausing:
 
     def _preempt_request(self, request: Any, *args: Any, **options: Any) -> None:
         """vLLM's, which forgets what was computed; of a traced request, the workers keep it."""
-        computed, blocks = request.num_computed_tokens, 0
+        computed = request.num_computed_tokens
+        held: list[list[int]] = []
         # vLLM 0.25 lets a preempted request go on whatever is still on its way: one token is there by then.
         settled = hasattr(request, "num_stale_output_tokens") or request.num_output_placeholders <= 1
         # Dropped, it is because the KV is no longer valid.
         if not _is_plain(request) and computed and settled and not options.get("drop_stale_output", False):
-            manager: Any = self.kv_cache_manager  # type: ignore[attr-defined]
-            blocks = sum(map(len, manager.get_block_ids(request.request_id)))
+            held = self._held(request.request_id, computed)
         super()._preempt_request(request, *args, **options)  # type: ignore[misc]
         self.tracewire_preemptions += 1
         self.tracewire_kept.pop(request, None)
+        blocks = sum(block != 0 for group in held for block in group)
         if blocks and sum(self._still_kept().values()) + blocks <= self._keepable:
             request.num_computed_tokens = computed
             self.tracewire_kept[request] = blocks
-            self.tracewire_leaving.append(request.request_id)
+            self.tracewire_leaving[request.request_id] = held
+
+    def _held(self, request_id: str, computed: int) -> list[list[int]]:
+        """The blocks with the first `computed` tokens of a request, by group; 0 where a sliding window has left one."""
+        manager: Any = self.kv_cache_manager  # type: ignore[attr-defined]
+        sizes = [one.block_size for one in manager.coordinator.single_type_managers]
+        pairs = zip(manager.get_block_ids(request_id), sizes, strict=True)
+        return [list(blocks[: -(-computed // size)]) for blocks, size in pairs]
 
     def _still_kept(self) -> dict[Any, int]:
         """How many blocks the workers hold of each preempted request."""
@@ -303,9 +312,17 @@ def _specs(group: Any) -> list[Any]:
     return list(inner.values()) if inner else [group.kv_cache_spec] * len(group.layer_names)
 
 
-def _by_position(groups: Any) -> bool:
-    """Whether all layers are attention's: the state of others is not of blocks of positions."""
-    return bool(groups) and all(isinstance(spec, AttentionSpec) for group in groups for spec in _specs(group))
+def _can_keep(groups: Any) -> bool:
+    """Whether what a request has computed is in its blocks and nowhere else, as it was after its last step.
+
+    Attention's are blocks of positions. A recurrent layer has one, with its state, unless states are cached for others.
+    """
+    return bool(groups) and all(
+        isinstance(spec, AttentionSpec)
+        or (isinstance(spec, MambaSpec) and getattr(spec, "mamba_cache_mode", "none") == "none")
+        for group in groups
+        for spec in _specs(group)
+    )
 
 
 def _block_bytes(groups: Any) -> int:

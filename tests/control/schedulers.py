@@ -76,9 +76,10 @@ class Worker:
     def execute(self, output: Any) -> Any:
         for name in output.finished_req_ids:
             self.kept.pop(name, None)
-        for name in output.tracewire_leaving:
+        for name, (held,) in output.tracewire_leaving.items():
             if name in self.tokens and name not in output.finished_req_ids:
-                self.kept[name] = [list(self.slots[block]) for block in self.blocks[name] if block in self.slots]
+                assert held == self.blocks[name][: len(held)]
+                self.kept[name] = [list(self.slots[block]) for block in held]
         for name in output.finished_req_ids:
             self.tokens.pop(name, None)
             self.blocks.pop(name, None)
