@@ -234,6 +234,13 @@ def _adapter(arguments: list[str]) -> int:
         help="an option of vLLM's HTTP server (repeatable), as --openai-option=--chat-template=FILE",
     )
     ours.add_argument(
+        "--first-answer",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="how long the engine's first request may take, which it makes itself before it serves (0: it makes none)",
+    )
+    ours.add_argument(
         "--check-collect",
         action="store_true",
         help="check every trace's saves against what nnsight's own collect returns (costs throughput)",
@@ -263,6 +270,8 @@ def _adapter(arguments: list[str]) -> int:
         parser.error(f"--buffer-bytes takes a number of bytes above 0; got {options.buffer_bytes}")
     if not options.memory_patience >= 0:
         parser.error(f"--memory-patience takes a number of seconds; got {options.memory_patience}")
+    if not 0 <= options.first_answer < math.inf:
+        parser.error(f"--first-answer takes a number of seconds, or 0; got {options.first_answer}")
     if not 2 <= options.worker_patience < math.inf:
         parser.error(f"--worker-patience takes a number of seconds, at least 2; got {options.worker_patience}")
     if not 1 <= options.retention < math.inf:
@@ -393,6 +402,10 @@ async def _run(model: object, link: object, blobs: object, info: object, options
     from .vllm_engine import VllmEngine
 
     engine = VllmEngine(model, link, blobs)  # type: ignore[arg-type]
+    if options.first_answer and (fault := await _first_answer(engine, options.first_answer)):
+        _give_up(engine.model, fault)
+        # A machine of a cluster may come back; all else would be the same again.
+        return 1 if options.distributed_executor_backend == "ray" else 2
     settings = Settings(
         drain_s=options.drain,
         blob_threshold=options.blob_threshold,
@@ -456,6 +469,20 @@ async def _run(model: object, link: object, blobs: object, info: object, options
                 await _tell_held(engine)
             group.cancel_scope.cancel()
     return 1 if adapter.lost else 0
+
+
+async def _first_answer(engine: VllmEngine, patience_s: float) -> str:
+    """What is wrong with an engine that does not answer its first request; empty if it does."""
+    from .engine import EngineLost
+
+    try:
+        with anyio.fail_after(patience_s):
+            await engine.try_out()
+    except EngineLost:
+        return "vLLM died of its first request, so it cannot run this model here as it is set up; its error is above"
+    except TimeoutError:
+        return f"vLLM did not answer its first request within {patience_s:g} s (--first-answer)"
+    return ""
 
 
 async def _stop_with(api: HttpApi, adapter: Adapter) -> None:

@@ -84,6 +84,9 @@ def _logprobs(entries: Any) -> list[dict[int, tuple[float, int | None, str | Non
 _TOKEN_BYTES, _LOGPROB_BYTES = 48, 250
 
 #: How long vLLM may take to answer whether it goes on, in seconds.
+#: How many tokens an engine's first request has, and how many it generates.
+_TRIAL = 4
+
 _ANSWER_S = 5.0
 
 #: No live parameters, packed.
@@ -314,6 +317,23 @@ class VllmEngine:
         # Of several choices, vLLM keeps the parent that they share.
         for parent in {name.partition("_")[2] for name in names}:
             processor.parent_requests.pop(parent, None)
+    async def try_out(self) -> None:
+        """Have it generate a few tokens, for nobody: what it cannot run at all shows here.
+
+        Raises:
+            EngineLost: it died of that.
+        """
+        limit = self.llm.model_config.max_model_len
+        length = max(1, min(_TRIAL, limit - _TRIAL))
+        params = SamplingParams(
+            max_tokens=min(_TRIAL, limit - length), temperature=0.0, ignore_eos=True, detokenize=False
+        )
+        try:
+            async for _ in self.llm.generate(TokensPrompt(prompt_token_ids=[0] * length), params, "tracewire-trial"):
+                pass
+        except EngineDeadError as error:
+            raise EngineLost(str(error)) from error
+
 
     async def steer(self, changes: Changes, over: list[str], since: float) -> None:
         # Between two steps: EngineCore hands it to all workers behind the steps that it has handed them already.

@@ -16,6 +16,7 @@ import pytest
 import tracewire
 from tests.engine import blocks_for_tests as blocks
 from tests.engine_process import ENVIRONMENT, EngineProcess, running_engine
+from tests.nnsight.checkpoints import make_checkpoint
 from tracewire_bus.embedded import EmbeddedServer
 from tracewire_bus.streams import Bus
 
@@ -46,6 +47,27 @@ def test_settings_that_would_be_wrong_are_refused_with_the_reason(
     )
     assert done.returncode == 2, done.stderr[-2000:]
     assert f"{said} is not supported" in done.stderr or said in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("kind", "options", "said"),
+    [
+        # vLLM's kernels for a CPU take its recurrent layers in bfloat16 alone, which they say when a request comes.
+        ("qwen3_next", ["--dtype", "float32"], "vLLM died of its first request"),
+        ("gpt2", ["--first-answer", "0.000001"], "vLLM did not answer its first request within 1e-06 s"),
+    ],
+)
+async def test_an_engine_that_gives_no_answer_does_not_serve(
+    own_bus: str, tmp_path: Path, kind: str, options: list[str], said: str
+) -> None:
+    path = make_checkpoint(kind, tmp_path)
+    command = [sys.executable, "-m", "tracewire.cli", "engine", str(path), "--url", own_bus, "--max-model-len", "256"]
+    options = ["--kv-cache-memory-bytes", str(64 << 20), *options]
+    done = await anyio.run_process([*command, *options], env={**os.environ, **ENVIRONMENT}, check=False)
+    assert done.returncode == 2, done.stderr[-2000:]
+    assert said in done.stderr.decode()
+    assert b"ready" not in done.stdout
 
 
 async def submit_long(client: tracewire.Client) -> tracewire.Trace:
