@@ -207,6 +207,19 @@ def test_blocks_are_handed_the_rows_that_nnsight_would_narrow(inference: bool) -
             batcher.end()
 
 
+def test_blocks_are_handed_copies_where_nnsight_would_have_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NNSIGHT_VLLM_CLONE_READS", "1")
+    with torch.inference_mode():
+        value = torch.randn(6, 4)
+        batcher = RowBatcher(None)
+        batcher.total, batcher.counts = 6, [3, 1, 2]
+        batcher.begin(value)
+        served = batcher.rows(value, SimpleNamespace(row=2, batch_group=[4, 2]))
+        batcher.end()
+    assert torch.equal(served, value[4:])
+    assert served.untyped_storage().data_ptr() != value.untyped_storage().data_ptr()
+
+
 def test_rows_of_memory_that_is_not_of_inference_can_be_changed_in_place() -> None:
     graph = torch.zeros(8, 4)
     with torch.inference_mode():

@@ -16,7 +16,8 @@ import torch
 
 import tracewire
 from tests.engine import blocks_for_tests as blocks
-from tracewire import Client, InterventionError, Model, Output, Prompt, TraceFailed, TraceRejected
+from tracewire import Client, InterventionError, Model, Output, Prompt, TraceFailed, TraceRejected, UnknownModulePath
+from tracewire_bus.messages import Block
 
 pytestmark = pytest.mark.engine
 
@@ -419,6 +420,29 @@ async def test_media_are_refused(client: Client, model: Model) -> None:
     with pytest.raises(TraceRejected, match="media are not taken") as caught:
         await run(client, model, logits_once, [{"role": "user", "content": parts}])
     assert caught.value.field == "prompt[0].content[1]"
+
+
+@pytest.mark.parametrize("name", ["scan", "session", "vllm_entrypoint", "collective_rpc"])
+async def test_what_is_the_engine_s_operator_s_is_not_there(client: Client, model: Model, name: str) -> None:
+    with pytest.raises(UnknownModulePath, match=name):
+        await run(client, model, Block(name="asks", source=f"model.{name}('x')"))
+
+
+async def test_gradients_are_an_error(client: Client, model: Model) -> None:
+    @tracewire.intervention
+    def differentiates(model, tracer, live):
+        stream = model.residual(2).output
+        model.logits.sum().backward()
+
+    with pytest.raises(InterventionError) as caught:
+        await run(client, model, differentiates)
+    assert caught.value.source == "model.logits.sum().backward()"
+
+
+async def test_remote_is_refused(client: Client, model: Model) -> None:
+    with pytest.raises(TraceRejected) as caught:
+        await run(client, model, logits_once, remote=True)
+    assert caught.value.field == "sampling.remote"
 
 
 async def test_prompts_without_any_are_refused(client: Client, model: Model) -> None:
