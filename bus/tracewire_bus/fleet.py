@@ -25,6 +25,7 @@ _SHARED: Final = {name: name for name in _MUST} | {
     "modules": "module tree",
     "taps": "taps",
     "loras": "LoRA adapters",
+    "modalities": "modalities",
     "versions": "versions",
 }
 

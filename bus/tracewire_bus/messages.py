@@ -25,6 +25,7 @@ import msgspec
 from .keys import FINAL_ID
 
 __all__ = [
+    "NO_MEDIA",
     "SCHEMA",
     "SHARED_INVOKE",
     "Ablate",
@@ -253,12 +254,17 @@ Declared: TypeAlias = Probe | LogitLens | Steer | Clamp | Ablate | StopWhen
 # --- submission, continued --------------------------------------------------------------------------------------------
 
 
+#: An invoke's `media` where it has none.
+NO_MEDIA: bytes = b"\x80"
+
+
 class Invoke(Message):
     """One prompt of a trace: text, token ids or chat messages (exactly one of the three), and its sampling params.
 
     `sampling` holds fields of vLLM's `SamplingParams` by name, plain values only. `edits`, where given, counts in place
     of the submission's. `block` is its own block, which runs in place of the submission's. `lora` names an adapter of
-    the engine's, to run with.
+    the engine's, to run with. `media` is the packed dict of what goes with a text or token ids, in the order of its
+    placeholders: under `image` a list of arrays `[height, width, 3]` of uint8.
     """
 
     prompt: str | None = None
@@ -268,6 +274,7 @@ class Invoke(Message):
     edits: list[str] | None = None
     block: Block | None = None
     lora: str | None = None
+    media: bytes = NO_MEDIA
 
 
 class Submission(Message):
@@ -669,7 +676,7 @@ class EngineInfo(Message):
     `edit_errors` says why it runs some of them not, by name. `openai` is where it serves vLLM's HTTP API, if it does.
     `retention_s` is how long it keeps a trace after its end, in seconds; 0 where it does not say.
     `tree`, where `modules` and `attributes` are left out of a heartbeat, identifies them.
-    `loras` names the LoRA adapters that a prompt can ask for.
+    `loras` names the LoRA adapters that a prompt can ask for, and `modalities` what it can have beside text (`image`).
     """
 
     engine: str
@@ -699,3 +706,4 @@ class EngineInfo(Message):
     retention_s: float = 0.0
     tree: bytes = b""
     loras: list[str] = []
+    modalities: list[str] = []

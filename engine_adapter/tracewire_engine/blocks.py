@@ -32,6 +32,7 @@ from tracewire_bus.messages import Block, Failure
 from tracewire_bus.values import unpack
 
 from . import marks, watchdog
+from .encoders import refuse_encoders
 from .held_inputs import HeldInputs
 from .live import LiveRun, LiveValues
 from .plain import CopyingCache, plain
@@ -138,6 +139,7 @@ class BlockMediator(Mediator):
 
     def wanted(self, location: str) -> int:
         # Asked of every request that the block makes, in the block's own frame. nnsight would let it wait for ever.
+        refuse_encoders(self.interleaver.encoders, location)
         taps = self.interleaver.taps
         if taps and location not in taps and location.rpartition(".")[2] in ("input", "output", "skip"):
             served = ", ".join(sorted(tap.removeprefix("model.") for tap in taps)[:8])

@@ -139,6 +139,7 @@ class Declaration:
         self.ops = [_Op(placed, live.values, vectors) for placed in self._placed]
         self.reads = any(op.reads for op in self.ops)
         self.names = [str(getattr(op.one, "name", "")) for op in self.ops if op.reads]
+        self.locations = [location for op in self.ops for location, _ in op.sites]
         #: Positions up to here have been read, and are not read again when a preempted request is recomputed.
         self.seen = 0
         self.failure: Failure | None = None

@@ -1,4 +1,4 @@
-"""Large variables of a submission, brought from the bus to where the workers find them.
+"""Large variables and images of a submission, brought from the bus to where the workers, or the adapter, find them.
 
 What a client put into blobs does not pass through the engine's queues: the adapter writes it to a file in the link's
 folder, chunk by chunk, and the workers map the file. Files are named by the digest of the array that they hold, and it
@@ -56,7 +56,7 @@ class Inputs:
 
     @asynccontextmanager
     async def of(self, submission: Submission) -> AsyncIterator[None]:
-        """The large variables of `submission` are in their files for as long as the context lasts.
+        """The large variables and images of `submission` are in their files for as long as the context lasts.
 
         Raises:
             Rejection: one cannot be had, naming it.
@@ -64,11 +64,14 @@ class Inputs:
         """
         async with AsyncExitStack() as held:
             for field, ref in _references(submission):
-                await held.enter_async_context(self._file(submission.trace, field, ref))
+                await held.enter_async_context(self._file(submission.trace, field, ref, self._carrier))
+            for field, ref in _images(submission):
+                # For the adapter itself.
+                await held.enter_async_context(self._file(submission.trace, field, ref, None))
             yield
 
     @asynccontextmanager
-    async def _file(self, trace: str, field: str, ref: ArrayRef) -> AsyncIterator[None]:
+    async def _file(self, trace: str, field: str, ref: ArrayRef, carrier: Carrier | None) -> AsyncIterator[None]:
         path = self._folder / input_name(ref)
         file = self._files.setdefault(path, _File())
         file.users += 1
@@ -76,10 +79,10 @@ class Inputs:
             async with file.turn:
                 if not file.whole:
                     await self._fetch(trace, field, ref, path)
-                    if self._carrier is not None:
-                        file.carried = True
-                        await self._carrier.carry(path)
                     file.whole = True
+                if carrier is not None and not file.carried:
+                    file.carried = True
+                    await carrier.carry(path)
             yield
         finally:
             file.users -= 1
@@ -115,6 +118,18 @@ def _references(submission: Submission) -> Iterator[tuple[str, ArrayRef]]:
         for name, value in values.items() if isinstance(values, dict) else ():
             for ref in _inside(value):
                 yield f"variables.{name}", ref
+
+
+def _images(submission: Submission) -> Iterator[tuple[str, ArrayRef]]:
+    """Likewise, in what goes with its prompts."""
+    for index, invoke in enumerate(submission.invokes):
+        try:
+            media = unpack(invoke.media)
+        except ValueError:
+            continue
+        where = f"invokes[{index}]." if len(submission.invokes) > 1 else ""
+        for ref in _inside(media):
+            yield f"{where}prompt.multi_modal_data", ref
 
 
 def _inside(value: Any) -> Iterator[ArrayRef]:

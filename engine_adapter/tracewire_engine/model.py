@@ -31,6 +31,7 @@ from vllm.platforms import current_platform
 from tracewire_bus.codec import schema_text
 from tracewire_bus.messages import EngineInfo, ModuleInfo, Versions
 
+from .media import modalities
 from .orphans import ADAPTER_PID
 from .ray_cluster import Cluster
 from .residual import find_layers
@@ -291,4 +292,5 @@ def describe(model: EngineModel, name: str, capacity: int, queue_limit: int = 0)
         # Of the envoy tree, whose root is "model".
         taps=[tap.removeprefix("model.") for tap in model.taps],
         loras=[one.lora_name for one in model.loras],
+        modalities=modalities(model.vllm_entrypoint),
     )

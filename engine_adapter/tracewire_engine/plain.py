@@ -20,6 +20,12 @@ __all__ = ["CopyingCache", "plain"]
 class CopyingCache(Cache):
     """nnsight's cache, which keeps copies. A tensor that is on the device asked for would be the model's own buffer."""
 
+    def subscriptions(self) -> dict[str, tuple[str, str]]:
+        """nnsight's, but for what is no request's own."""
+        found: dict[str, tuple[str, str]] = super().subscriptions()
+        encoders: tuple[str, ...] = getattr(self.model.interleaver, "encoders", ())
+        return {at: kept for at, kept in found.items() if not at.startswith(encoders)} if encoders else found
+
     def _transform(self, value: Any) -> Any:
         return apply(value, self._kept, torch.Tensor)
 

@@ -36,6 +36,7 @@ from .blocks import RESULT, BlockCache, BlockMediator, failure_of, is_stop
 from .columns import ColumnFragments
 from .declared import Declaration, DeclaredInterleaver, DeclaredRequests, is_early
 from .edit_blocks import EditedRequest
+from .encoders import encoder_locations, refuse_encoders
 from .held_inputs import inputs_at
 from .hosting import HostArray, HostCopy, ToHost, encoded_late
 from .kept import KeptCache
@@ -146,6 +147,8 @@ class TracedRequests(Requests):
         self.traced: dict[str, _Traced] = {}
         self.shares = SharedRuns(blocks.device, hold)
         self.results = Results()
+        #: What locations begin with that are no request's own.
+        self.encoders: tuple[str, ...] = ()
 
     def add(self, new_requests: list[Any], persistent_objects: dict[str, Any]) -> None:
         fresh = [data for data in new_requests if data.req_id not in self.traced]
@@ -214,6 +217,8 @@ class TracedRequests(Requests):
             self.pipeline.early.add(request_id)
         try:
             declaration = Declaration(request.engine_id, request.index, encoded, live, self.declared.vectors)
+            for location in declaration.locations if self.encoders else ():
+                refuse_encoders(self.encoders, location)
         except Exception as exception:  # too large for the device, say
             request.error = Failure(type=type(exception).__name__, message=str(exception), field="interventions")
             return []
@@ -360,13 +365,13 @@ class TracewireRunner(NNsightGPUModelRunner):
             self.get_model().named_modules(),
             getattr(self.model_config.hf_text_config, "num_hidden_layers", 0),
         )
+        decoder: Any = self.get_model().get_submodule(layers) if layers else ()
+        model.__dict__["_tracewire_sums"] = takes_residual(decoder)
         address = self.vllm_config.additional_config.get(LINK_ADDRESS)
         self.tracewire_inputs = inputs_at(address or "")
         pipeline: Pipeline | None = getattr(self, "tracewire_pipeline", None)
         self.tracewire_pipeline = pipeline
         self.tracewire_hold = Hold(self.vllm_config.additional_config.get(BLOB_THRESHOLD, 0))
-        decoder: Any = self.get_model().get_submodule(layers) if layers else ()
-        model.__dict__["_tracewire_sums"] = takes_residual(decoder)
         self.tracewire_declared = DeclaredRequests(self.device, sums=model.__dict__["_tracewire_sums"])
         DeclaredInterleaver.install(model.interleaver, self.tracewire_declared, self.get_model())
         model.interleaver.batcher = RowBatcher(None)
@@ -386,6 +391,7 @@ class TracewireRunner(NNsightGPUModelRunner):
             self.tracewire_hold,
             pipeline,
         )
+        model.interleaver.encoders = self.nnsight_requests.encoders = encoder_locations(self.get_model())
         self.tracewire_norm = find_norm(self.get_model(), model.__dict__["_tracewire_layers"])
         self.tracewire_unsent = _Unsent(Report())
         self.tracewire_behind: deque[_Unsent] = deque()

@@ -105,6 +105,8 @@ class RowBatcher(VLLMBatcher):
 class BlockServing(Interleaver):
     """nnsight's interleaver, which looks once at each block to know who is parked here, and who is parked where."""
 
+    #: What locations begin with that are no request's own.
+    encoders: tuple[str, ...] = ()
     #: By the location of a module's output, what blocks want there of this visit, with the rows.
     skipped: dict[str, list[tuple[Any, Any]]]
 

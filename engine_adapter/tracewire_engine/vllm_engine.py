@@ -20,12 +20,13 @@ from vllm.inputs import TokensPrompt
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from tracewire_bus.messages import Block, Invoke, Submission
+from tracewire_bus.messages import NO_MEDIA, Block, Invoke, Submission
 
 from .blob_link import BlobChunk, BlobReceiver
 from .endpoints import is_remote
 from .engine import Carrier, Choice, EngineLost, Outputs, Prepared, Rejection
 from .link import Changes, LinkReceiver, Report, encode_changes
+from .media import rendered, taken
 from .model import EngineModel
 from .wiring import BLOCK_ARG, DECLARED_ARG, EDITS_ARG, LIVE_ARG, RESULT_ARG, RUN_ARG, SHARED_ARG
 
@@ -83,10 +84,10 @@ def _logprobs(entries: Any) -> list[dict[int, tuple[float, int | None, str | Non
 #: What a token and a logprob take in this process, in bytes, about.
 _TOKEN_BYTES, _LOGPROB_BYTES = 48, 250
 
-#: How long vLLM may take to answer whether it goes on, in seconds.
 #: How many tokens an engine's first request has, and how many it generates.
 _TRIAL = 4
 
+#: How long vLLM may take to answer whether it goes on, in seconds.
 _ANSWER_S = 5.0
 
 #: No live parameters, packed.
@@ -168,6 +169,11 @@ class VllmEngine:
             have = ", ".join(self._loras) or "none"
             raise Rejection(f"{where}lora", f"this engine has no adapter {invoke.lora!r} (it has {have})")
         token_ids = await self._token_ids(invoke, where)
+        images = await anyio.to_thread.run_sync(taken, invoke, self.inputs, where) if invoke.media != NO_MEDIA else []
+        prompt: Any = TokensPrompt(prompt_token_ids=token_ids)
+        if images:
+            prompt = await rendered(self.llm, token_ids, images, where)
+            token_ids = list(prompt["prompt_token_ids"])
         limit = self.llm.model_config.max_model_len
         if len(token_ids) >= limit:
             raise Rejection(
@@ -205,7 +211,6 @@ class VllmEngine:
             )
         params.extra_args = extra or None
         params.output_kind = RequestOutputKind.DELTA
-        prompt = TokensPrompt(prompt_token_ids=token_ids)
         if extra:
             # What is edited ends up in the KV cache, and must serve nobody else.
             prompt["cache_salt"] = submission.trace
@@ -239,7 +244,9 @@ class VllmEngine:
                     {one.get("type", "text") for one in parts if isinstance(one, dict)} if type(parts) is list else ()
                 )
                 if set(kinds) - {"text"}:
-                    raise Rejection(f"{where}messages[{place}].content", "expected text: media are not taken")
+                    raise Rejection(
+                        f"{where}messages[{place}].content", "expected text: media are not taken in chat messages"
+                    )
             try:
                 text = self._tokenizer.apply_chat_template(invoke.messages, add_generation_prompt=True, tokenize=False)
             except Exception as error:
@@ -310,13 +317,6 @@ class VllmEngine:
             raise Rejection(field, str(error)) from error
         return _VllmOutputs(collector)
 
-    async def abort(self, request: str) -> None:
-        processor = self.llm.output_processor
-        names = list(processor.external_req_ids.get(request, ()))
-        await self.llm.abort(request)
-        # Of several choices, vLLM keeps the parent that they share.
-        for parent in {name.partition("_")[2] for name in names}:
-            processor.parent_requests.pop(parent, None)
     async def try_out(self) -> None:
         """Have it generate a few tokens, for nobody: what it cannot run at all shows here.
 
@@ -334,6 +334,13 @@ class VllmEngine:
         except EngineDeadError as error:
             raise EngineLost(str(error)) from error
 
+    async def abort(self, request: str) -> None:
+        processor = self.llm.output_processor
+        names = list(processor.external_req_ids.get(request, ()))
+        await self.llm.abort(request)
+        # Of several choices, vLLM keeps the parent that they share.
+        for parent in {name.partition("_")[2] for name in names}:
+            processor.parent_requests.pop(parent, None)
 
     async def steer(self, changes: Changes, over: list[str], since: float) -> None:
         # Between two steps: EngineCore hands it to all workers behind the steps that it has handed them already.

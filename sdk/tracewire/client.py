@@ -47,6 +47,7 @@ from .errors import (
     type_name,
 )
 from .events import EventReader
+from .media import packed_media
 from .model import Model, ModelInfo
 from .presence import Presence
 from .state import State
@@ -60,8 +61,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Client", "Prompt", "PromptInput", "connect"]
 
-PromptInput: TypeAlias = "str | Sequence[int] | Sequence[Mapping[str, Any]] | Prompt"
-"""A prompt: text, token ids, or chat messages (dicts with `role` and `content`)."""
+PromptInput: TypeAlias = "str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any] | Prompt"
+"""A prompt: text, token ids, or chat messages (dicts with `role` and `content`), or one of vLLM's dicts, with images
+under `multi_modal_data`."""
 
 #: How old what the client knows of the registry may be, in seconds, when a trace is submitted; with more than so many
 #: engines, older by as much, so that looking costs no more.
@@ -82,7 +84,7 @@ class Prompt:
 
     def __init__(
         self,
-        prompt: str | Sequence[int] | Sequence[Mapping[str, Any]],
+        prompt: str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any],
         /,
         block: Intervention | Block | None = None,
         *,
@@ -738,6 +740,11 @@ def _invoke(field: str, prompt: Any, sampling: dict[str, Any], shared: frozenset
 
 
 def _prompt(field: str, prompt: Any, params: dict[str, Any]) -> InvokeMessage:
+    if isinstance(prompt, Mapping) and "multi_modal_data" in prompt:
+        rest = {name: value for name, value in prompt.items() if name != "multi_modal_data"}
+        message = _prompt(field, rest, params)
+        message.media = packed_media(f"{field}.multi_modal_data", prompt["multi_modal_data"])
+        return message
     if isinstance(prompt, Mapping):
         prompt = _of_mapping(field, prompt)
     if isinstance(prompt, str):
@@ -804,7 +811,11 @@ def _message(field: str, message: Mapping[str, Any]) -> dict[str, Any]:
     for index, part in enumerate(parts if isinstance(parts, list | tuple) else ()):
         kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
         if kind != "text":
-            raise TraceRejected(f"{field}.content[{index}]", f"expected text, got {kind!r}: media are not taken")
+            raise TraceRejected(
+                f"{field}.content[{index}]",
+                f"expected text, got {kind!r}: media are not taken in chat messages (images are, as "
+                '{"prompt": text, "multi_modal_data": {"image": array}})',
+            )
     plain = _plain(field, message)
     assert isinstance(plain, dict)
     return plain

@@ -80,7 +80,12 @@ async def fresh(letter: DeadLetter, bus: Bus, client: str) -> Submission:
             return None
         return msgspec.structs.replace(block, variables=await _loaded(letter.trace, block.variables, bus))
 
-    invokes = [msgspec.structs.replace(invoke, block=await loaded(invoke.block)) for invoke in submission.invokes]
+    invokes = [
+        msgspec.structs.replace(
+            invoke, block=await loaded(invoke.block), media=await _loaded(letter.trace, invoke.media, bus)
+        )
+        for invoke in submission.invokes
+    ]
     submission = msgspec.structs.replace(submission, block=await loaded(submission.block), invokes=invokes)
     return await without_large(submission, bus)
 

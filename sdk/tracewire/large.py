@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from tracewire_bus.blobs import THRESHOLD_BYTES, BlobMissing
+from tracewire_bus.messages import NO_MEDIA
 from tracewire_bus.values import ArrayRef, pack, unpack
 
 from .errors import ValueMissing, bus_errors
@@ -57,8 +58,13 @@ async def without_large(submission: Submission, bus: Bus) -> Submission:
         variables = await _referring(submission.trace, block.variables, bus)
         return msgspec.structs.replace(block, variables=variables)
 
+    async def media(packed: bytes) -> bytes:
+        return packed if len(packed) <= THRESHOLD_BYTES else await _referring(submission.trace, packed, bus)
+
     invokes = [
-        invoke if invoke.block is None else msgspec.structs.replace(invoke, block=await moved(invoke.block))
+        invoke
+        if invoke.block is None and invoke.media == NO_MEDIA
+        else msgspec.structs.replace(invoke, block=await moved(invoke.block), media=await media(invoke.media))
         for invoke in submission.invokes
     ]
     return msgspec.structs.replace(submission, block=await moved(submission.block), invokes=invokes)

@@ -45,6 +45,8 @@ class ModelInfo:
     differs: tuple[str, ...] = ()
     retention_s: float = 0.0
     loras: tuple[str, ...] = ()
+    #: What a prompt can have beside text, on all of them: `"image"`, or nothing.
+    modalities: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, engines: list[EngineInfo]) -> ModelInfo:
@@ -68,6 +70,7 @@ class ModelInfo:
             differs=tuple(differences(engines)),
             retention_s=max(engine.retention_s for engine in engines),
             loras=tuple(name for name in first.loras if all(name in engine.loras for engine in engines)),
+            modalities=tuple(name for name in first.modalities if all(name in one.modalities for one in engines)),
         )
 
 

@@ -16,7 +16,7 @@ import anyio
 import msgspec
 
 from tracewire_bus.fold import DigestMismatch, Fold
-from tracewire_bus.messages import Submission
+from tracewire_bus.messages import NO_MEDIA, Submission
 from tracewire_bus.records import TraceElsewhere, TraceEnded
 from tracewire_bus.streams import BusFull as NoMemory
 from tracewire_bus.streams import EntryTooLarge, QueueFull
@@ -196,6 +196,8 @@ class Trace(Reader):
             if invoke.lora is not None and invoke.lora not in model.info.loras:
                 have = ", ".join(model.info.loras) or "none"
                 raise TraceRejected("lora", f"model {self.model!r} has no adapter {invoke.lora!r} (it has {have})")
+            if invoke.media != NO_MEDIA and "image" not in model.info.modalities:
+                raise TraceRejected("prompt.multi_modal_data", f"model {self.model!r} takes no images")
         for block in (self._submission.block, *(invoke.block for invoke in self._submission.invokes)):
             if block is not None:
                 check_paths(block, model)

@@ -15,8 +15,9 @@ pytest.importorskip("vllm")
 
 import tracewire_engine  # noqa: E402, F401 (before nnsight)
 from tracewire_engine import model as engine_model  # noqa: E402
+from tracewire_engine.encoders import NotByToken, encoder_locations, refuse_encoders  # noqa: E402
 from tracewire_engine.model import UnsupportedSetting  # noqa: E402
-from tracewire_engine.residual import find_layers  # noqa: E402
+from tracewire_engine.residual import find_layers, takes_residual  # noqa: E402
 
 
 def tree(**sizes: int) -> Any:
@@ -51,6 +52,45 @@ def tree(**sizes: int) -> Any:
 )
 def test_decoder_layers_are_found(sizes: dict[str, int], count: int, path: str | None) -> None:
     assert find_layers(tree(**sizes), count) == ("language_model.model.layers" if path is None else path)
+
+
+def test_what_runs_on_images_is_told_from_what_runs_on_tokens() -> None:
+    model = dict(tree(vision_tower__layers=2, projector=1, model__visual=1, model__language__layers=4, lm_head=1))[""]
+    assert encoder_locations(model) == ()
+    model.supports_multimodal = True
+    model.get_language_model = lambda: model.model.language
+    found = encoder_locations(model)
+    assert found == ("model.vision_tower.", "model.projector.", "model.model.visual.")
+    for served in ("model.model.language.layers.0.output", "model.lm_head.output", "model.output", "model.model.input"):
+        refuse_encoders(found, served)
+    for refused in ("model.vision_tower.output", "model.vision_tower.layers.1.input", "model.model.visual.0.output"):
+        with pytest.raises(NotByToken, match=refused.removeprefix("model.")):
+            refuse_encoders(found, refused)
+
+
+@pytest.mark.parametrize(
+    ("file", "layer", "sums"),
+    [
+        ("llama", "LlamaDecoderLayer", True),
+        ("gemma3", "Gemma3DecoderLayer", True),
+        ("qwen3_next", "Qwen3NextDecoderLayer", True),
+        ("mamba2", "Mamba2DecoderLayer", True),
+        ("deepseek_v2", "DeepseekV2DecoderLayer", True),
+        # One tensor.
+        ("gpt2", "GPT2Block", False),
+        ("falcon_h1", "FalconH1ParallelHybrid", False),
+        # Two, of which the next layer takes one.
+        ("commandr", "CohereDecoderLayer", False),
+        ("exaone4", "Exaone4DecoderLayer", False),
+        ("granitemoehybrid", "GraniteMoeHybridMambaDecoderLayer", False),
+        ("phimoe", "PhiMoEDecoderLayer", False),
+        ("stablelm", "StablelmDecoderLayer", False),
+    ],
+)
+def test_what_a_layer_hands_on_is_known_from_its_source(file: str, layer: str, sums: bool) -> None:
+    kind = getattr(pytest.importorskip(f"vllm.model_executor.models.{file}"), layer)
+    # As on a stage of a pipeline, which lacks the others' layers.
+    assert takes_residual([torch.nn.Identity(), kind.__new__(kind)]) is sums
 
 
 def arguments(**options: Any) -> Any:

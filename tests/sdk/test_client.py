@@ -835,6 +835,14 @@ def undecorated(model, tracer, live):
     pass
 
 
+PIXELS = np.zeros((4, 5, 3), np.uint8)
+
+
+def with_media(media: Any) -> dict[str, Any]:
+    """A prompt with such media."""
+    return {"prompt": {"prompt": "x", "multi_modal_data": media}}
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "no prompt": ({}, "prompt", "expected a prompt"),
     "empty text": ({"prompt": ""}, "prompt", "is empty"),
@@ -852,6 +860,22 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "a shared name that is none": ({"shared": {"a b": []}}, "shared", "names that a block can use"),
     "shared values that are large": ({"shared": {"xs": [b"x" * 2**21]}}, "shared", "at most 1048576 bytes"),
     "shared values in a list": ({"shared": [1]}, "shared", "expected a dict"),
+    "an image beside nothing": (
+        {"prompt": {"multi_modal_data": {"image": PIXELS}}},
+        "prompt",
+        "prompt_token_ids or input_ids",
+    ),
+    "images that are a list": (with_media([PIXELS]), "prompt.multi_modal_data", "expected a dict"),
+    "sound": (with_media({"audio": PIXELS}), "prompt.multi_modal_data.audio", "images alone"),
+    "no images": (with_media({"image": []}), "prompt.multi_modal_data.image", "an empty list"),
+    "an image's address": (with_media({"image": "x.png"}), "prompt.multi_modal_data.image", "of uint8, or Pillow's"),
+    "an image of floats": (
+        with_media({"image": [PIXELS, PIXELS / 255]}),
+        "prompt.multi_modal_data.image[1]",
+        "got float64 [4, 5, 3]",
+    ),
+    "an image in grey": (with_media({"image": PIXELS[..., 0]}), "prompt.multi_modal_data.image", "got uint8 [4, 5]"),
+    "an image to a model of text": (with_media({"image": PIXELS}), "prompt.multi_modal_data", "takes no images"),
     "a float token": ({"prompt": [1, 2.5]}, "prompt[1]", "expected token ids"),
     "a bool token": ({"prompt": [True]}, "prompt[0]", "expected token ids"),
     "a negative token": ({"prompt": [1, -1]}, "prompt[1]", "not negative, got -1"),
