@@ -28,9 +28,14 @@ def encoder_locations(model: torch.nn.Module) -> tuple[str, ...]:
     whole: Any = model
     if not getattr(whole, "supports_multimodal", False):
         return ()
-    language = whole.get_language_model()
+    try:
+        language = whole.get_language_model()
+    except NotImplementedError:
+        language = None
     path = next((path for path, module in model.named_modules() if module is language), "")
-    return tuple(f"model.{beside}." for beside in _beside(model, path)) if path else ()
+    # Where the language model is not told apart, the model may say which its towers are.
+    beside = _beside(model, path) if path else getattr(model, "_tower_model_names", ())
+    return tuple(f"model.{name}." for name in beside)
 
 
 def _beside(model: torch.nn.Module, path: str, under: str = "") -> Iterator[str]:

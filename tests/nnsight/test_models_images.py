@@ -156,7 +156,7 @@ async def test_the_tower_is_not_served(client: Client, model: Model) -> None:
     assert caught.value.source == "seen = model.model.connector.output.save()"
     with pytest.raises(TraceFailed, match="the images of all requests at once") as failed:
         await run(client, model, prompt(SMALL), interventions=[Probe("tower", "model.vision_model")])
-    assert failed.value.field == "interventions"
+    assert "model.vision_model" in str(failed.value)
 
     @tracewire.intervention
     def keeps(model, tracer, live):
