@@ -17,14 +17,14 @@ import pytest
 
 import tracewire
 from tests.engine_inside import counts, engine_inside, forgotten
-from tests.nnsight.checkpoints import DTYPES, make_checkpoint
+from tests.nnsight.checkpoints import make_checkpoint
 from tracewire import Probe, Steer
 
 pytestmark = [pytest.mark.engine, pytest.mark.full]
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 #: By kind, how many blocks there are: more than one trace needs, fewer than four do.
-BLOCKS = {"gemma3": 30, "falcon_h1": 22, "qwen3_next": 22}
+BLOCKS = {"gemma3": 30, "falcon_h1": 22}
 COUNT = 90
 
 
@@ -47,7 +47,7 @@ def ids(number: int, length: int) -> list[int]:
 async def test_preempted_traces_are_what_they_are_alone(kind: str, kept: bool, tmp_path: Path) -> None:
     path = make_checkpoint(kind, tmp_path)
     options = {
-        "dtype": DTYPES.get(kind, "float32"),
+        "dtype": "float32",
         "max_model_len": 256,
         "max_num_seqs": 4,
         "block_size": 32,
