@@ -403,7 +403,10 @@ async def _run(model: object, link: object, blobs: object, info: object, options
 
     engine = VllmEngine(model, link, blobs)  # type: ignore[arg-type]
     if options.first_answer and (fault := await _first_answer(engine, options.first_answer)):
-        _give_up(engine.model, fault)
+        if not engine.lost:
+            # It may be anywhere, and hears nothing.
+            _give_up(engine.model, "it does not answer")
+        print(f"tracewire engine: {fault}", file=sys.stderr)
         # A machine of a cluster may come back; all else would be the same again.
         return 1 if options.distributed_executor_backend == "ray" else 2
     settings = Settings(
