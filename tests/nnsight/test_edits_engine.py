@@ -5,6 +5,10 @@ The shared engine checks what a traced block saves, and what edits save beside i
 
 from __future__ import annotations
 
+import importlib.util
+import re
+import textwrap
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -347,6 +351,21 @@ async def test_only_the_version_that_is_meant_is_replaced(edits: Edits) -> None:
     assert len(second.engines) == 1
     with pytest.raises(tracewire.UnknownEdit):
         await edits.remove("a", version=first.version)
+
+
+async def test_the_code_of_the_page_runs(edits: Edits, engine_bus: str, tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "edits.md").read_text()
+    (text,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    block, connecting, body = text.replace("redis://localhost", engine_bus).partition("async with tracewire.connect")
+    main = f"async def main(direction):\n{textwrap.indent(connecting + body, '    ')}    return result\n"
+    path = tmp_path / "page_of_edits.py"
+    path.write_text(f"{block}\n\n{main}")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    result = await module.main(np.ones(256, np.float32))
+    assert len(result.saves["norms/norms"]) == len(result.token_ids)
+    assert [edit.name for edit in await edits.list()] == ["norms", "calm"]
 
 
 async def test_nothing_is_left_of_all_this(client: Client, edits: Edits) -> None:
