@@ -198,6 +198,13 @@ async def test_a_trace_that_was_left_says_that_it_was_cancelled(client: Client, 
             await trace.result()
 
 
+def test_there_is_no_client_on_what_is_not_asyncio() -> None:
+    """As trio would ask, on which no event loop of asyncio runs."""
+    entering = tracewire.connect("redis://127.0.0.1:1").__aenter__()
+    with pytest.raises(TracewireError, match="no event loop of asyncio"):
+        entering.send(None)  # type: ignore[attr-defined]
+
+
 async def test_another_event_loop_is_refused_and_harms_nothing(client: Client, engine: Any) -> None:
     async def elsewhere(call: Callable[[], Awaitable[Any]]) -> None:
         with pytest.raises(TracewireError, match="belongs to another event loop"):
