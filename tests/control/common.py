@@ -11,7 +11,7 @@ import numpy as np
 from tests.control.blocks import dawdles
 from tracewire import Client, Model, Output, Steered
 
-__all__ = ["LONG", "PROMPT", "check_order", "direction", "held_up", "schedule_of", "steer_along"]
+__all__ = ["LONG", "PROMPT", "check_order", "direction", "has", "held_up", "schedule_of", "steer_along"]
 
 PROMPT = "def add(a, b):"
 LONG = {"max_tokens": 1500, "temperature": 0.0, "ignore_eos": True}
@@ -23,6 +23,11 @@ async def held_up(client: Client, model: Model, prompt: Any = PROMPT) -> AsyncIt
     async with client.trace(model, prompt, dawdles(seconds=0.02), **LONG) as trace:
         await trace.accepted()
         yield
+
+
+def has(item: Any, index: int) -> bool:
+    """Whether an item is the output with the token of this index. Outputs come merged where their reader lags."""
+    return isinstance(item, Output) and item.index <= index < item.index + len(item.token_ids)
 
 
 def direction(model: Model) -> np.ndarray[Any, Any]:

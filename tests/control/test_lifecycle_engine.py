@@ -13,7 +13,7 @@ import pytest
 
 import tracewire
 from tests.control.blocks import steered, stops
-from tests.control.common import LONG, direction, held_up
+from tests.control.common import LONG, direction, has, held_up
 from tests.engine.blocks_for_tests import list_each_step
 from tracewire import Client, Final, Model, Output, Paused, Steered
 
@@ -33,7 +33,7 @@ async def test_a_cancelled_trace_keeps_what_it_had(live_client: Client, model: M
         with pytest.raises(tracewire.TraceFailed) as caught:
             async for output in trace:
                 tokens += len(output.token_ids)
-                if output.index == 9:
+                if has(output, 9):
                     assert await trace.cancel("enough")
     error = caught.value
     assert (error.status, error.type) == ("cancelled", "Cancelled")
@@ -57,7 +57,7 @@ async def test_every_choice_of_a_cancelled_trace_ends(live_client: Client, model
     ) as trace:
         with pytest.raises(tracewire.TraceFailed):
             async for output in trace:
-                if output.index == 5:
+                if has(output, 5):
                     await trace.cancel()
         with pytest.raises(tracewire.TraceFailed) as caught:
             await trace.result()
@@ -162,7 +162,7 @@ async def test_a_paused_trace_rests_and_goes_on_as_if_nothing_had_been(live_clie
         items: list[Any] = []
         async for item in trace:
             items.append(item)
-            if isinstance(item, Output) and item.index == 12:
+            if has(item, 12):
                 assert await trace.pause(by="me")
                 assert not await trace.pause()
             if isinstance(item, Paused):
@@ -193,7 +193,7 @@ async def test_a_paused_trace_can_be_steered_and_cancelled(live_client: Client, 
         model, PROMPT, steered(direction=direction(model)), live={"alpha": 1.0}, **LONG
     ) as trace:
         async for item in trace:
-            if isinstance(item, Output) and item.index == 8:
+            if has(item, 8):
                 await trace.pause()
             if isinstance(item, Paused):
                 break

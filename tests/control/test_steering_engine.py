@@ -11,7 +11,7 @@ import pytest
 
 import tracewire
 from tests.control.blocks import added, reads, scheduled, steered
-from tests.control.common import PROMPT, check_order, direction, held_up, schedule_of, steer_along
+from tests.control.common import PROMPT, check_order, direction, has, held_up, schedule_of, steer_along
 from tracewire import Client, Live, Model, Output, Probe, Steer, Steered, StopWhen
 
 
@@ -91,9 +91,9 @@ async def test_declared_interventions_take_live_scales_and_vectors(live_client: 
         ) as trace:
             async for item in trace:
                 items.append(item)
-                if isinstance(item, Output) and item.index == 6:
+                if has(item, 6):
                     await trace.steer(alpha=2.0)
-                if isinstance(item, Output) and item.index == 16:
+                if has(item, 16):
                     await trace.steer(alpha=-1.0, vector=other.astype(np.float64))
             live = await trace.result()
         check_order(items)
@@ -139,7 +139,7 @@ async def test_a_live_threshold_ends_at_its_token(live_client: Client, model: Mo
         ) as trace:
             async for item in trace:
                 items.append(item)
-                if isinstance(item, Output) and item.index == 10:
+                if has(item, 10):
                     await trace.steer(limit=0.0)
             result = await trace.result()
         (told,) = [item for item in items if isinstance(item, Steered)]
