@@ -25,6 +25,7 @@ import msgspec
 from .keys import FINAL_ID
 
 __all__ = [
+    "MAX_MEDIA_BYTES",
     "NO_MEDIA",
     "SCHEMA",
     "SHARED_INVOKE",
@@ -254,8 +255,9 @@ Declared: TypeAlias = Probe | LogitLens | Steer | Clamp | Ablate | StopWhen
 # --- submission, continued --------------------------------------------------------------------------------------------
 
 
-#: An invoke's `media` where it has none.
+#: An invoke's `media` where it has none, and how many bytes its arrays may have in all.
 NO_MEDIA: bytes = b"\x80"
+MAX_MEDIA_BYTES: int = 256 * 1024 * 1024
 
 
 class Invoke(Message):

@@ -16,7 +16,7 @@ from typing import Any
 import anyio
 
 from tracewire_bus.blobs import BlobMissing, Blobs
-from tracewire_bus.messages import Submission
+from tracewire_bus.messages import MAX_MEDIA_BYTES, Submission
 from tracewire_bus.values import ArrayRef, unpack
 
 from .engine import Carrier, Rejection
@@ -121,15 +121,23 @@ def _references(submission: Submission) -> Iterator[tuple[str, ArrayRef]]:
 
 
 def _images(submission: Submission) -> Iterator[tuple[str, ArrayRef]]:
-    """Likewise, in what goes with its prompts."""
+    """Likewise, in what goes with its prompts.
+
+    Raises:
+        Rejection: it is more than an adapter is to hold.
+    """
     for index, invoke in enumerate(submission.invokes):
         try:
             media = unpack(invoke.media)
         except ValueError:
             continue
         where = f"invokes[{index}]." if len(submission.invokes) > 1 else ""
-        for ref in _inside(media):
-            yield f"{where}prompt.multi_modal_data", ref
+        field, refs = f"{where}prompt.multi_modal_data", list(_inside(media))
+        size = sum(ref.nbytes for ref in refs)
+        if size > MAX_MEDIA_BYTES:
+            raise Rejection(field, f"a prompt's images have at most {MAX_MEDIA_BYTES} bytes, got {size}")
+        for ref in refs:
+            yield field, ref
 
 
 def _inside(value: Any) -> Iterator[ArrayRef]:

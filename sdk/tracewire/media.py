@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from tracewire_bus.messages import MAX_MEDIA_BYTES
 from tracewire_bus.values import Unsavable, array_of, is_array, pack
 
 from .errors import TraceRejected, type_name
@@ -25,10 +26,15 @@ def packed_media(field: str, media: Any) -> bytes:
             raise TraceRejected(f"{field}.{name}", f"images alone are taken beside text, got {str(name)[:80]!r}")
     images = media["image"]
     if not isinstance(images, list | tuple):
-        return pack({"image": [_image(f"{field}.image", images)]})
-    if not images:
+        arrays = [_image(f"{field}.image", images)]
+    else:
+        arrays = [_image(f"{field}.image[{index}]", image) for index, image in enumerate(images)]
+    if not arrays:
         raise TraceRejected(f"{field}.image", "expected an image, or a list of them, got an empty list")
-    return pack({"image": [_image(f"{field}.image[{index}]", image) for index, image in enumerate(images)]})
+    size = sum(array.nbytes for array in arrays)
+    if size > MAX_MEDIA_BYTES:
+        raise TraceRejected(f"{field}.image", f"a prompt's images have at most {MAX_MEDIA_BYTES} bytes, got {size}")
+    return pack({"image": [array_of(array) for array in arrays]})
 
 
 def _image(field: str, image: Any) -> Any:
@@ -41,7 +47,8 @@ def _image(field: str, image: Any) -> Any:
     if not is_array(image):
         raise TraceRejected(field, f"{wanted}, got {type_name(type(image))}")
     try:
-        array = array_of(image)
+        # Copied once it is known that it can be sent.
+        array = image if type(image).__name__ == "ndarray" else array_of(image)
     except Unsavable as error:
         raise TraceRejected(field, f"{wanted}: {error}") from None
     if array.dtype.name != "uint8" or array.ndim != 3 or array.shape[2] != 3 or not array.size:

@@ -875,6 +875,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "got float64 [4, 5, 3]",
     ),
     "an image in grey": (with_media({"image": PIXELS[..., 0]}), "prompt.multi_modal_data.image", "got uint8 [4, 5]"),
+    "images without end": (
+        with_media({"image": np.broadcast_to(np.uint8(0), (1 << 15, 1 << 12, 3))}),
+        "prompt.multi_modal_data.image",
+        "at most 268435456 bytes",
+    ),
     "an image to a model of text": (with_media({"image": PIXELS}), "prompt.multi_modal_data", "takes no images"),
     "a float token": ({"prompt": [1, 2.5]}, "prompt[1]", "expected token ids"),
     "a bool token": ({"prompt": [True]}, "prompt[0]", "expected token ids"),
