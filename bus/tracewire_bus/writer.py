@@ -301,7 +301,8 @@ class Writer:
     """Appends events for as long as its context is open: `async with bus.writer() as writer`.
 
     `claims` makes the commands that say again on a new connection what else a server may have lost, before anything is
-    appended; `before` is awaited then. `patience_s` is how long an event waits for memory, in seconds.
+    appended; `claimed` is called when they were carried out, and `before` is awaited then. `patience_s` is how long an
+    event waits for memory, in seconds.
     """
 
     def __init__(
@@ -334,6 +335,7 @@ class Writer:
         self._timer: asyncio.TimerHandle | None = None
         self._before = before
         self.claims: Callable[[], Iterable[tuple[Any, ...]]] = tuple
+        self.claimed: Callable[[], None] = lambda: None
         self.patience_s = patience_s
         #: Bytes of all events that Redis has not acknowledged yet.
         self.backlog = 0
@@ -829,6 +831,7 @@ class Writer:
             for reply in await self._ask_all([with_text(claim) or claim for claim in claims]):
                 if isinstance(reply, Exception):
                     logger.warning("a trace could not be claimed again: %s", reply)
+            self.claimed()
         if self._before is not None:
             await self._before()
         lacking = 0

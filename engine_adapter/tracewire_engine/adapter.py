@@ -129,6 +129,9 @@ class Adapter:
         self._reap = Wakeup()
         #: Since when the lease of a client with running or waiting traces has been missing.
         self._missing: dict[str, float] = {}
+        #: Entries that Redis is being told to be ours, by trace; and those that it has been told of, to be looked at.
+        self._telling: dict[str, Taken] = {}
+        self._told_again: dict[str, Taken] = {}
         #: The last event of each run when it was last looked after.
         self._told: dict[TraceRun, int] = {}
         self._recovery = bus.recovery(info.model)
@@ -204,6 +207,7 @@ class Adapter:
         patience_s = self._settings.memory_patience_s
         async with self._bus.writer(memory_patience_s=patience_s) as writer, anyio.create_task_group() as group:
             writer.claims = self._claims
+            writer.claimed = self._claims_told
             group.start_soon(self._reports.run)
             group.start_soon(self._read_large)
             group.start_soon(self._control)
@@ -466,6 +470,7 @@ class Adapter:
             if not isinstance(run, TraceRun) or run.ended or run.fenced:
                 continue
             entry, submission, due = self._claimed[trace]
+            self._telling[trace] = entry
             if due is not None:
                 submission = msgspec.structs.replace(submission, deadline_s=max(0.0, due - anyio.current_time()))
             live = run.live
@@ -487,6 +492,25 @@ class Adapter:
                 ),
             ]
         return commands
+
+    def _claims_told(self) -> None:
+        self._told_again |= self._telling
+        self._telling.clear()
+
+    async def _look_after_claims(self) -> None:
+        """Give back what Redis has been told to be ours, and ceased to be so before it heard it. Nobody else would."""
+        model, engine = self._info.model, self._info.engine
+        for trace, entry in list(self._told_again.items()):
+            claimed = self._claimed.get(trace)
+            run = self._by_trace.get(trace)
+            # Its final takes the entry from the queue, behind the claim.
+            if claimed is None or claimed[0] is not entry or (isinstance(run, TraceRun) and run.fenced):
+                why = f"engine {engine} runs it no more"
+                await self._bus.queue.put_back(model, engine, why, lost=False, trace=entry.trace, attempt=entry.attempt)
+                if claimed is None:
+                    self._bus.queue.settled(model, entry.trace)
+            if self._told_again.get(trace) is entry:
+                del self._told_again[trace]
 
     async def _press(self, writer: Writer) -> None:
         """Hold the engine while more waits for Redis than is to be kept here, until half of that is left."""
@@ -839,6 +863,7 @@ class Adapter:
         while True:
             await anyio.sleep(self._settings.heartbeat_s)
             try:
+                await self._look_after_claims()
                 await self._look_after_own()
                 await self._look_after_clients()
                 await self._recovery.look(but=self._info.engine)

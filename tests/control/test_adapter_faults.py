@@ -286,6 +286,39 @@ async def test_an_engine_that_has_not_heard_of_a_resumption_does_not_undo_it(
             await trace.result()
 
 
+async def test_what_is_claimed_too_late_is_given_back(client: Client, bus: Bus, embedded: str, prefix: str) -> None:
+    """Redis comes back, and hears that a trace runs here when it has ended, or is another engine's, already."""
+    engine = PlayedEngine()
+
+    async def entries() -> tuple[int, int]:
+        """How many entries the queue has, and how many of them are taken."""
+        keys = [bus.keys.queue("tiny", part) for part in ("entries", "taken")]
+        counts = [int(await bus.command("HLEN", key)) for key in keys]
+        return counts[0], counts[1]
+
+    with anyio.fail_after(PATIENCE):
+        async with (
+            adapted(embedded, prefix, engine) as adapter,
+            client.trace("tiny", "hello", detach=True) as trace,
+        ):
+            await trace.accepted()
+            late = adapter._claims()
+            engine.finish(next(iter(engine.requests)))
+            await trace.result()
+            while await entries() != (0, 0):
+                await anyio.lowlevel.checkpoint()
+            for command in late:
+                await bus.command(*command)
+            assert await entries() == (1, 1)
+            adapter._claims_told()
+            # Within two heartbeats it is put back, taken, and found to have ended.
+            while await entries() != (0, 0):
+                await anyio.lowlevel.checkpoint()
+            assert len(engine.requests) == 1
+            events = [event async for event in client.subscribe(trace.id)]
+            assert [isinstance(event, Final) for event in events] == [False] * (len(events) - 1) + [True]
+
+
 async def test_a_paused_trace_is_cancelled(client: Client, embedded: str, prefix: str) -> None:
     engine = PlayedEngine()
     with anyio.fail_after(PATIENCE):

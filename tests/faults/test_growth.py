@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import types
+import weakref
 from collections import Counter
 
 import anyio
@@ -15,6 +17,14 @@ from tests.faults.test_redis_loss import until
 from tracewire import presence
 from tracewire_bus import writer as writing
 from tracewire_bus.streams import Bus
+
+
+def remembers_class(thing: object) -> bool:
+    """Whether this is of the memory of `isinstance` for an abstract class, which grows with the classes asked about."""
+    # By its very type: much of what is there answers for another class, or fails as it does.
+    if type(thing) is weakref.ref:
+        return issubclass(type(thing()), type)
+    return type(thing) is types.BuiltinMethodType and thing.__qualname__ == "ReferenceType._destroy"
 
 
 async def test_nothing_that_python_counts_is_left_of_traces_that_have_ended(
@@ -43,7 +53,7 @@ async def test_nothing_that_python_counts_is_left_of_traces_that_have_ended(
             # Both look at what they keep once more.
             await anyio.sleep(1)
             gc.collect()
-            return Counter(type(thing).__qualname__ for thing in gc.get_objects())
+            return Counter(type(thing).__qualname__ for thing in gc.get_objects() if not remembers_class(thing))
 
         before = await run(0, 100)
         after = await run(100, 400)
