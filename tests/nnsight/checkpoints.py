@@ -87,26 +87,6 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "attention_multiplier": 0.17,
         },
     ),
-    "deepseek_v2": (
-        "DeepseekV2Config",
-        "DeepseekV2ForCausalLM",
-        {
-            "kv_lora_rank": 512,
-            "q_lora_rank": None,
-            "qk_nope_head_dim": 32,
-            "qk_rope_head_dim": 64,
-            "v_head_dim": 32,
-            "head_dim": 64,
-            "num_key_value_heads": 4,
-            "n_routed_experts": 4,
-            "n_shared_experts": 1,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 32,
-            "first_k_dense_replace": 1,
-            "n_group": 1,
-            "topk_group": 1,
-        },
-    ),
     "nemotron_h": (
         "NemotronHConfig",
         "NemotronHForCausalLM",
@@ -123,8 +103,11 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Qwen3NextConfig",
         "Qwen3NextForCausalLM",
         {
-            # Which experts a token has would be a matter of rounding.
-            "mlp_only_layers": list(range(LAYERS)),
+            # All of them for each token: which it has would be a matter of rounding.
+            **_EXPERTS,
+            "num_experts": 2,
+            "norm_topk_prob": True,
+            "shared_expert_intermediate_size": 32,
             "layer_types": ["linear_attention", "full_attention"] * 2,
             "linear_num_key_heads": 2,
             "linear_num_value_heads": 4,
