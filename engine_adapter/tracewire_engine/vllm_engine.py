@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import logging
+import math
 import re
 from collections.abc import AsyncIterator
 from hashlib import blake2b
@@ -276,7 +277,7 @@ class VllmEngine:
 
     def _sampling(self, invoke: Invoke, where: str) -> SamplingParams:
         given = dict(invoke.sampling)
-        for name in given:
+        for name, value in given.items():
             field = f"{where}sampling.{name}"
             if name in _RESERVED:
                 raise Rejection(field, f"{name} is the engine's own to set")
@@ -284,6 +285,10 @@ class VllmEngine:
                 near = difflib.get_close_matches(name, self._fields, 1)
                 hint = f"; did you mean {near[0]!r}?" if near else ""
                 raise Rejection(field, f"{name!r} is not one of vLLM's sampling params{hint}")
+            # vLLM compares, which no NaN fails.
+            numbers = value.values() if isinstance(value, dict) else [value]
+            if any(isinstance(number, float) and math.isnan(number) for number in numbers):
+                raise Rejection(field, "expected a number, got NaN")
         constraint = given.get("structured_outputs")
         for name in constraint if isinstance(constraint, dict) else ():
             if name not in _CONSTRAINTS:

@@ -5,6 +5,7 @@ Every test ends with a good trace on the same engine (`unharmed`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -295,6 +296,18 @@ async def test_a_grammar_that_is_none(bus: Bus) -> None:
     sampling = {"max_tokens": 5, "structured_outputs": {"grammar": "this is ::= no ( grammar"}}
     final = await final_of(bus, submission("no-grammar", source_block("model.residual(0).output"), sampling=sampling))
     assert final.status in ("rejected", "failed")
+
+
+@pytest.mark.parametrize(
+    ("sampling", "field"),
+    [({"temperature": math.nan}, "sampling.temperature"), ({"logit_bias": {5: math.nan}}, "sampling.logit_bias")],
+)
+async def test_numbers_that_are_none(bus: Bus, sampling: dict[str, Any], field: str) -> None:
+    """This client refuses them; others may not."""
+    final = await final_of(bus, submission(f"nan-{field}", sampling={"max_tokens": 2, **sampling}))
+    assert final.status == "rejected"
+    assert final.error is not None
+    assert (final.error.field, final.error.message) == (field, "expected a number, got NaN")
 
 
 async def test_a_prompt_of_megabytes_is_refused_without_reading_it(client: Client, model: Model) -> None:
