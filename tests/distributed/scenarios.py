@@ -295,14 +295,14 @@ async def stops(client: Client, model: Model) -> Any:
 async def cancelled(client: Client, model: Model) -> Any:
     """In the middle; and what comes next is served as ever."""
     for block in (blocks.reads_in_order, blocks.carried(amount=0.1), None):
-        async with client.trace(model, PROMPT, block, **GREEDY, max_tokens=400) as trace:
+        async with client.trace(model, PROMPT, block, **GREEDY, max_tokens=2000) as trace:
             async for item in trace:
                 if isinstance(item, Output) and item.index >= 4:
                     break
             await trace.cancel()
             events = [event async for event in client.subscribe(trace.id, since="start")]
         check_events(events)
-        assert events[-1].status == "cancelled"
+        assert events[-1].status == "cancelled", events[-1]
     return await outcome(client, model, blocks.arithmetic)
 
 

@@ -13,7 +13,7 @@ from tracewire_engine.blocks import BlockMediator, UntappedLocation
 
 def asking(taps: set[str]) -> BlockMediator:
     mediator = BlockMediator(compile("", "<block>", "exec"), {}, {})
-    mediator.interleaver = SimpleNamespace(taps=frozenset(taps), counts={})
+    mediator.interleaver = SimpleNamespace(taps=frozenset(taps), counts={}, encoders=())
     return mediator
 
 

@@ -648,7 +648,8 @@ async def test_the_code_of_the_page_runs(client: Client, model: Model, tmp_path:
     assert len(pieces) == 2
     for number, piece in enumerate(pieces):
         path = tmp_path / f"page_{number}.py"
-        path.write_text("async def main(client, model):\n" + textwrap.indent(piece, "    ") + "    return tracer\n")
+        main = "import tracewire\n\nasync def main(client, model):\n"
+        path.write_text(main + textwrap.indent(piece, "    ") + "    return tracer\n")
         spec = importlib.util.spec_from_file_location(path.stem, path)
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
