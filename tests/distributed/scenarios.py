@@ -24,12 +24,13 @@ from tracewire import (
     Model,
     Output,
     Probe,
+    Restarted,
     Steer,
     StopWhen,
     TraceFailed,
 )
 
-__all__ = ["SCENARIOS", "TIES", "check_events", "outcome", "same"]
+__all__ = ["SCENARIOS", "TIES", "check_events", "check_restarted", "outcome", "same"]
 
 PROMPT = "def add(a, b):\n    return"
 PROMPTS = ["import os\n", "class A:\n    ", "The module provides"]
@@ -63,6 +64,14 @@ def check_events(events: list[Any]) -> None:
             )
     for indices in tokens.values():
         assert indices == list(range(len(indices)))
+
+
+def check_restarted(events: list[Any]) -> None:
+    """One final in all; one restart, in the middle; and the attempt behind it as `check_events` has it."""
+    assert [type(event) for event in events].count(Final) == 1
+    (restart,) = [place for place, event in enumerate(events) if isinstance(event, Restarted)]
+    assert any(isinstance(event, Output) for event in events[:restart])
+    check_events(events[restart + 1 :])
 
 
 def steps(events: list[Any]) -> dict[tuple[int, int, int], list[tuple[str, Any]]]:

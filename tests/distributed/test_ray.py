@@ -16,9 +16,9 @@ import pytest
 import tracewire
 from tests.distributed import blocks
 from tests.distributed.layouts import Served, served
-from tests.distributed.scenarios import GREEDY, PROMPT, SCENARIOS, TIES, check_events, outcome, same
+from tests.distributed.scenarios import GREEDY, PROMPT, SCENARIOS, TIES, check_restarted, outcome, same
 from tests.engine_process import EngineProcess
-from tracewire import Client, Final, Model, Output, Restarted
+from tracewire import Client, Model, Output
 
 pytestmark = [pytest.mark.engine, pytest.mark.full]
 
@@ -98,11 +98,7 @@ async def test_a_killed_worker_costs_an_attempt(layout: str, client: Client, two
         with anyio.fail_after(240):
             result = await trace.result()
         events = [event async for event in client.subscribe(trace.id, since="start")]
-    assert [type(event) for event in events].count(Final) == 1
-    (restart,) = [place for place, event in enumerate(events) if isinstance(event, Restarted)]
-    assert any(isinstance(event, Output) for event in events[:restart])
-    # In the attempt that came to its end, each token once, and the final last.
-    check_events(events[restart + 1 :])
+    check_restarted(events)
     assert result.status == "finished"
     assert result.token_ids == undisturbed["choices"][0][0]
     assert not same(undisturbed["choices"][0][1], result.saves, tolerance=TOLERANCES[layout])

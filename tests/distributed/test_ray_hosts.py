@@ -29,10 +29,10 @@ from examples.two_hosts.run import TOKENS, walk
 from tests.distributed import blocks
 from tests.distributed.far_blocks import scaled_by
 from tests.distributed.hosts import BIN, RAY_PORT, TOKEN, Cluster, Host, Switch, named, switch
-from tests.distributed.scenarios import GREEDY, PROMPT, SCENARIOS, TIES, check_events, outcome, same
+from tests.distributed.scenarios import GREEDY, PROMPT, SCENARIOS, TIES, check_restarted, outcome, same
 from tests.engine_process import BLOB_THRESHOLD, ENVIRONMENT, EngineProcess
 from tests.faults.scripted import ScriptedEngine, serving
-from tracewire import Client, Final, Model, Output, Restarted
+from tracewire import Client, Model, Output
 from tracewire_bus.streams import Bus
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -122,10 +122,7 @@ async def cut_off(cluster: EngineCluster, client: Client, model: Model, host: Ho
             with anyio.fail_after(PATIENCE_S + 40):
                 result = await trace.result()
         events = [event async for event in client.subscribe(trace.id, since="start")]
-    assert [type(event) for event in events].count(Final) == 1
-    (restart,) = [place for place, event in enumerate(events) if isinstance(event, Restarted)]
-    assert any(isinstance(event, Output) for event in events[:restart])
-    check_events(events[restart + 1 :])
+    check_restarted(events)
     assert result.status == "finished"
     assert len(result.token_ids) == 400
 
