@@ -64,6 +64,8 @@ class HttpApi:
     def __init__(self, server: uvicorn.Server, made: socket.socket) -> None:
         self._server = server
         self._socket = made
+        # Taken down now: the server closes its socket when it ends.
+        self._address: tuple[str, int] = made.getsockname()[:2]
         self._over = anyio.Event()
 
     @classmethod
@@ -109,7 +111,7 @@ class HttpApi:
     @property
     def url(self) -> str:
         """Where it is served, for clients on this machine or, of a wildcard address, on any."""
-        host, port = self._socket.getsockname()[:2]
+        host, port = self._address
         if host in ("0.0.0.0", "::"):
             host = socket.gethostname()
         return f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
