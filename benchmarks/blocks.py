@@ -10,6 +10,7 @@ The parts, in microseconds of a step of all requests (medians over the steps, th
 
 - *scope*: requests and their rows are told to the blocks;
 - *tap*: the blocks are served, with their own Python (a clone each);
+- *passed*: the other locations of an eager model of 8 layers, 288 in all, are come by; a replayed graph has none;
 - *report*: what they newly saved is found, copied to the host, encoded and handed to the link.
 
 *end* is the step after the last, in which all requests end at once: microseconds of each request.
@@ -40,14 +41,23 @@ from tracewire_engine.link import Report
 from tracewire_engine.runner import TracewireRunner
 from tracewire_engine.wiring import BLOCK_ARG, BLOCK_TIMEOUT
 
-LAYER = 2
+LAYER, LAYERS = 2, 4
 TAP = f"model.model.layers.{LAYER}.output"
+
+
+#: What an eager model of 8 layers comes by, besides.
+PASSED = [
+    f"model.model.layers.{layer}.module{module}.{side}"
+    for layer in range(8)
+    for module in range(12)
+    for side in ("input", "skip", "output")
+]
 
 
 class _Inner(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = torch.nn.ModuleList([torch.nn.Identity() for _ in range(4)])
+        self.layers = torch.nn.ModuleList([torch.nn.Identity() for _ in range(LAYERS)])
 
 
 class _Model(torch.nn.Module):
@@ -75,14 +85,14 @@ class _Times:
 class _PlatformRunner(GPUModelRunner):
     """Stands where vLLM's runner does: its steps hand one layer's output over and sample nothing."""
 
-    def __init__(self, hidden: int) -> None:
+    def __init__(self, hidden: int, taps: list[str]) -> None:
         self.module = _Model()
         self.device = torch.device("cpu")
         self.requests: dict[str, Any] = {}
         self.input_batch = SimpleNamespace(req_ids=[])
         self.execute_model_state: Any = None
-        self.model_config = None
-        self.vllm_config = SimpleNamespace(additional_config={BLOCK_TIMEOUT: 10.0, "nnsight_taps": [TAP]})
+        self.model_config = SimpleNamespace(hf_text_config=SimpleNamespace(num_hidden_layers=LAYERS))
+        self.vllm_config = SimpleNamespace(additional_config={BLOCK_TIMEOUT: 10.0, "nnsight_taps": taps})
         self.times = _Times()
         self.hidden = hidden
 
@@ -110,6 +120,10 @@ class _PlatformRunner(GPUModelRunner):
         if total:
             self.nnsight_model.interleaver.replay(TAP, live)
             self.times.mark("tap")
+            handle = self.nnsight_model.interleaver.handle
+            for location in PASSED:
+                handle(location, live)
+            self.times.mark("passed")
         for name, count in scheduler_output.num_scheduled_tokens.items():
             self.requests[name].num_computed_tokens += count
         self.execute_model_state = object()
@@ -186,7 +200,7 @@ def main() -> None:
     options = parser.parse_args()
     _set_torch_accelerator_to_noop()
     torch.set_num_threads(1)
-    runner: Any = _Runner(options.hidden)
+    runner: Any = _Runner(options.hidden, [])
     with mock.patch("vllm.tokenizers.cached_tokenizer_from_config", return_value=None):
         runner.load_model()
     block = last(layers=[LAYER]).block()
@@ -200,7 +214,7 @@ def main() -> None:
     for name, value in figures.items():
         print(f"{name:12} {value}", file=sys.stderr if options.json else sys.stdout)
     if options.json:
-        print(json.dumps(figures))
+        print(json.dumps(figures), flush=True)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,9 @@ Several ways to run the same requests take turns, each engine in processes of it
 Every figure is the median over the rounds. Tokens per second of Tracewire are counted at the subscriber, from the first
 submission to the last fold verified. `latency_ms` is from the end of the step that sampled a token to the subscriber's
 hands. `wire_ratio` is bytes of all stream entries, tokens and text included, over bytes of the new values themselves.
+
+On a CPU, vLLM binds its workers to cores of their own and Tracewire's adapter keeps off them. Redis and the subscriber
+are kept off them here, as an operator would (`docs/sizing.md`); with `--anywhere` they run where the kernel puts them.
 """
 
 from __future__ import annotations
@@ -28,12 +31,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import anyio
 import numpy as np
+import psutil
 
 import tracewire
 from benchmarks.quantiles import quantiles
@@ -199,6 +205,22 @@ async def tracewire_round(url: str, workload: dict[str, Any]) -> dict[str, Any]:
     return {**totals, "seconds": seconds, "latencies": latencies, "marks_ms": marks_ms}
 
 
+@contextmanager
+def on_cores(cores: set[int]) -> Iterator[None]:
+    """This thread runs on these."""
+    own = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, own)
+
+
+def left_by_workers(engine: int) -> set[int]:
+    """The cores on which the adapter under the supervisor `engine` runs."""
+    return set.intersection(*(os.sched_getaffinity(child.pid) for child in psutil.Process(engine).children()))
+
+
 async def settle() -> None:
     """Let the engine that ran last come to rest: vLLM's processes go on spinning for a second after their last step."""
     await anyio.sleep(2.5)
@@ -247,6 +269,9 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     async with EmbeddedServer.start() as server:
         print("starting: tracewire", file=sys.stderr)
         engine = await anyio.to_thread.run_sync(start_engine, server.url, setup, folder)
+        cores = os.sched_getaffinity(0) if options.anywhere else left_by_workers(engine.pid)
+        for thread in psutil.Process(server.pid).threads():
+            os.sched_setaffinity(thread.id, cores)
         try:
             wanted: list[tuple[str, str, dict[str, Any]]] = []
             if not options.no_eager:
@@ -284,7 +309,8 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 for name, work in over_the_bus if workload["layers"] else over_the_bus[::3]:
                     await settle()
                     before, own = cpu_seconds(engine.pid), time.process_time()
-                    answer = await tracewire_round(server.url, work)
+                    with on_cores(cores):
+                        answer = await tracewire_round(server.url, work)
                     after = cpu_seconds(engine.pid)
                     answer["cpu_s"] = {kind: round(used - before.get(kind, 0.0), 3) for kind, used in after.items()}
                     answer["cpu_s"]["subscriber"] = round(time.process_time() - own, 3)
@@ -370,6 +396,7 @@ def main() -> None:
     parser.add_argument("--no-own", action="store_true", help="leave Tracewire's engine without the bus out")
     parser.add_argument("--only-plain", action="store_true", help="leave nnsight's own ways out")
     parser.add_argument("--our-worker", action="store_true", help="nnsight's ways on Tracewire's worker, besides")
+    parser.add_argument("--anywhere", action="store_true", help="Redis and the subscriber on any core")
     parser.add_argument("--logs", type=Path, default=None)
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     options = parser.parse_args()

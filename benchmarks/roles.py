@@ -197,6 +197,9 @@ def our_worker(options: dict[str, Any]) -> None:
 
 def own(options: dict[str, Any]) -> None:
     """Tracewire's engine without the bus: what requests pay that have nothing to do with it."""
+    from vllm.platforms import current_platform
+
+    from tracewire_engine.cores import keep_off_workers
     from tracewire_engine.link import LinkReceiver
     from tracewire_engine.model import build_engine
 
@@ -213,6 +216,9 @@ def own(options: dict[str, Any]) -> None:
     with LinkReceiver() as link:
         model = build_engine(engine_arguments(options), link.address, options["taps"])
         try:
+            # As `tracewire engine` does.
+            if current_platform.is_cpu():
+                keep_off_workers()
             asyncio.run(main())
         finally:
             model.vllm_entrypoint.shutdown()

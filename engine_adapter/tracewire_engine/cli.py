@@ -348,8 +348,10 @@ async def _check_redis(url: str, prefix: str, counts_bytes: bool) -> None:
 
 def _serve(vllm_arguments: object, name: str, options: argparse.Namespace, cluster: Cluster | None = None) -> int:
     from vllm.envs import enable_envs_cache
+    from vllm.platforms import current_platform
 
     from .blob_link import BlobReceiver
+    from .cores import keep_off_workers
     from .link import LinkReceiver
     from .model import build_engine, describe
     from .pulse import PulseReceiver
@@ -376,6 +378,8 @@ def _serve(vllm_arguments: object, name: str, options: argparse.Namespace, clust
         )
         pulse.on_loss(partial(_give_up, model))
         try:
+            if current_platform.is_cpu() and (rest := keep_off_workers()):
+                logger.info("everything but the workers runs on cores %s", sorted(rest))
             # Its settings are asked for with every output.
             enable_envs_cache()
             info = describe(model, name, options.capacity, options.queue_limit)

@@ -899,6 +899,17 @@ class DeclaredInterleaver(VLLMInterleaver, BlockServing):
         return None if stage is None or self.busy or not self.interleaving else self._serve(stage, value)
 
     def handle(self, provider: str, value: Any) -> Any:
+        # What nearly all of a model's locations are in nearly all steps: counted, and of no concern to anybody.
+        if not (
+            provider in self.parked
+            or provider in self.declared.stages
+            or provider in self.observers
+            or self.skipped
+            or self.taps
+            or self.elsewhere
+        ):
+            self.counts[provider] = self.counts.get(provider, 0) + 1
+            return value
         if provider in self.elsewhere:
             return value
         if self.skipped:

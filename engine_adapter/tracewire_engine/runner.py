@@ -31,6 +31,7 @@ from tracewire_bus.messages import Append, Failure, Manifest
 from tracewire_bus.values import digest
 
 from . import marks, watchdog
+from .answering import AfterAnswer
 from .blob_link import BlobSender
 from .blocks import RESULT, BlockCache, BlockMediator, failure_of, is_stop
 from .columns import ColumnFragments
@@ -393,6 +394,7 @@ class TracewireRunner(NNsightGPUModelRunner):
         )
         model.interleaver.encoders = self.nnsight_requests.encoders = encoder_locations(self.get_model())
         self.tracewire_norm = find_norm(self.get_model(), model.__dict__["_tracewire_layers"])
+        self.tracewire_after = AfterAnswer()
         self.tracewire_unsent = _Unsent(Report())
         self.tracewire_behind: deque[_Unsent] = deque()
         self.tracewire_sent = 0.0
@@ -408,6 +410,7 @@ class TracewireRunner(NNsightGPUModelRunner):
         self.tracewire_blobs = BlobSender(address) if address and reporting else None
 
     def execute_model(self, scheduler_output: Any, intermediate_tensors: Any = None) -> Any:
+        self.tracewire_after.finish()
         output = super().execute_model(scheduler_output, intermediate_tensors)
         pipeline = self.tracewire_pipeline
         if pipeline is not None and pipeline.index < pipeline.topology.last:
@@ -543,10 +546,10 @@ class TracewireRunner(NNsightGPUModelRunner):
         else:
             output = super().sample_tokens(*args, **kwargs)
         pipeline = self.tracewire_pipeline
-        if stepped:
-            self._report_step()
-            self._report_declared()
-            self._send()
+        if stepped and pipeline is None and self.tracewire_link is not None:
+            self.tracewire_after.put(self._report)
+        elif stepped:
+            self._report()
             if pipeline is not None:
                 self._tell(pipeline)
         elif pipeline is not None:
@@ -572,6 +575,13 @@ class TracewireRunner(NNsightGPUModelRunner):
         """Nothing: a block that ended is reported, and the adapter aborts its request. No token is forced."""
 
     # --- reporting --------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def _report(self) -> None:
+        """Report a step, behind its answer where that can be."""
+        self._report_step()
+        self._report_declared()
+        self._send()
 
     def _report_declared(self) -> None:
         """Add what declared interventions read to the report."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from nnsight.modeling.vllm.workers.GPUWorker import NNsightGPUWorker
 from vllm.platforms import current_platform
+from vllm.v1.executor.multiproc_executor import WorkerProc
 
 from .endpoints import is_remote
 from .pipeline import PipelineMixin
@@ -57,6 +58,7 @@ class TracewireWorker(_PlatformWorker):
         vLLM does so for EngineCore, and not for a worker in a process of its own.
         """
         result = super().compile_or_warm_up_model()
+        self.model_runner.tracewire_after.follow(WorkerProc)
         gc.collect()
         gc.freeze()
         config = self.vllm_config.additional_config
