@@ -19,12 +19,17 @@ __all__ = ["keep_off_workers", "off_the_model"]
 
 _T = TypeVar("_T")
 
+#: Linux has what this needs; elsewhere everything runs where it runs.
+_PLACEABLE = hasattr(os, "sched_setaffinity")
+
 
 def keep_off_workers() -> set[int]:
     """Keep this process and its descendants off the cores to which some of them, the workers, are bound.
 
     Returns the cores that are left to them; none if nothing was changed, because no worker is bound or no core is left.
     """
+    if not _PLACEABLE:
+        return set()
     own = os.sched_getaffinity(0)
     free: list[int] = [os.getpid()]
     bound: set[int] = set()
@@ -52,8 +57,11 @@ def _threads(processes: list[int]) -> Iterator[int]:
 
 def off_the_model(start: Callable[[], _T]) -> _T:
     """What `start` returns; the threads that it starts run off this worker's cores, where others are its parent's."""
-    own = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()) - own or own)
+    own = os.sched_getaffinity(0) if _PLACEABLE else set()
+    others = os.sched_getaffinity(os.getppid()) - own if _PLACEABLE else set()
+    if not others:
+        return start()
+    os.sched_setaffinity(0, others)
     try:
         return start()
     finally:

@@ -1,8 +1,8 @@
 """What the workers report, handed to the traces that it belongs to.
 
-A step's report is sent before vLLM's output of the same step, so it lies ready when the output comes: whoever needs one
-looks first, and the event loop is not woken for each. Only when it is not there yet (on a GPU it comes a step later) is
-it waited for.
+A step's report takes a shorter way than vLLM's output of the same step, so as a rule it lies ready when the output
+comes: whoever needs one looks first, and the event loop is not woken for each. Only when it is not there yet (on a GPU
+it comes a step later) is it waited for.
 """
 
 from __future__ import annotations
