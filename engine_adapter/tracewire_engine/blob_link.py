@@ -25,7 +25,7 @@ import zmq.asyncio
 
 from tracewire_bus.messages import Delta, Failure, Manifest
 
-from .endpoints import Guard, bind, connect, context, endpoint, extended
+from .endpoints import Guard, bind, connect, endpoint, extended
 from .large import LargeArray, encode
 from .link import FinishRecord, Receiver, Report, StepRecord
 from .saves import Ending
@@ -79,7 +79,7 @@ class BlobSender:
     # --- on the thread ------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        self._socket: zmq.Socket[bytes] = context().socket(zmq.PUSH)
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
         self._socket.setsockopt(zmq.SNDHWM, QUEUED_CHUNKS)
         self._socket.setsockopt(zmq.LINGER, 0)
         connect(self._socket, self._address, "blobs")

@@ -8,61 +8,55 @@ wait for the one that was there.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
 
 import psutil
 
-__all__ = ["keep_off_workers", "off_the_model"]
+__all__ = ["keep_off_workers"]
 
-_T = TypeVar("_T")
-
-#: Linux has what this needs; elsewhere everything runs where it runs.
-_PLACEABLE = hasattr(os, "sched_setaffinity")
+#: What ZeroMQ calls its threads, which start with the cores of the thread that makes the first socket.
+_SENDING = "ZMQbg/"
 
 
 def keep_off_workers() -> set[int]:
     """Keep this process and its descendants off the cores to which some of them, the workers, are bound.
 
+    The workers' own threads that send what they report move as well. To be called when the workers have run their model
+    once: threads are bound as they start.
+
     Returns the cores that are left to them; none if nothing was changed, because no worker is bound or no core is left.
     """
-    if not _PLACEABLE:
+    if not hasattr(os, "sched_setaffinity"):  # Linux has it
         return set()
     own = os.sched_getaffinity(0)
-    free: list[int] = [os.getpid()]
     bound: set[int] = set()
+    free = [thread for thread, _, _ in _threads(os.getpid())]
     for process in psutil.Process().children(recursive=True):
-        with suppress(ProcessLookupError):
-            cores = os.sched_getaffinity(process.pid)
-            if cores < own:
-                bound |= cores
-            else:
-                free.append(process.pid)
+        threads = list(_threads(process.pid))
+        # A worker's operations have several threads, each bound to a core of its own.
+        model = [cores for _, name, cores in threads if cores < own and not name.startswith(_SENDING)]
+        bound.update(*model)
+        free += [thread for thread, name, _ in threads if not model or name.startswith(_SENDING)]
     rest = own - bound
     if not bound or not rest:
         return set()
-    for thread in _threads(free):
+    for thread in free:
         with suppress(ProcessLookupError):
             os.sched_setaffinity(thread, rest)
     return rest
 
 
-def _threads(processes: list[int]) -> Iterator[int]:
-    for process in processes:
-        with suppress(FileNotFoundError):
-            yield from (int(task.name) for task in Path(f"/proc/{process}/task").iterdir())
+def _threads(process: int) -> Iterator[tuple[int, str, set[int]]]:
+    """The threads of a process: id, name and cores."""
+    for task in _listed(Path(f"/proc/{process}/task")):
+        with suppress(ProcessLookupError, FileNotFoundError):
+            yield int(task.name), (task / "comm").read_text(), os.sched_getaffinity(int(task.name))
 
 
-def off_the_model(start: Callable[[], _T]) -> _T:
-    """What `start` returns; the threads that it starts run off this worker's cores, where others are its parent's."""
-    own = os.sched_getaffinity(0) if _PLACEABLE else set()
-    others = os.sched_getaffinity(os.getppid()) - own if _PLACEABLE else set()
-    if not others:
-        return start()
-    os.sched_setaffinity(0, others)
+def _listed(folder: Path) -> list[Path]:
     try:
-        return start()
-    finally:
-        os.sched_setaffinity(0, own)
+        return list(folder.iterdir())
+    except FileNotFoundError:
+        return []

@@ -13,7 +13,6 @@ connection breaks ends: its engine is then lost as a whole, and its traces go on
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import signal
@@ -27,9 +26,7 @@ from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
-from .cores import off_the_model
-
-__all__ = ["Guard", "bind", "connect", "context", "die", "endpoint", "extended", "is_remote"]
+__all__ = ["Guard", "bind", "connect", "die", "endpoint", "extended", "is_remote"]
 
 logger = logging.getLogger("vllm.tracewire")
 
@@ -118,14 +115,6 @@ def bind(socket: zmq.Socket[Any], at: str) -> str:
         socket.setsockopt(zmq.IPV6, 1)
     socket.bind(at)
     return socket.getsockopt_string(zmq.LAST_ENDPOINT)
-
-
-@functools.cache
-def context() -> zmq.Context[zmq.Socket[bytes]]:
-    """This worker's context, whose thread does the sending, and not on the model's core."""
-    made: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    off_the_model(lambda: made.socket(zmq.PUSH).close())  # with the first socket come the threads
-    return made
 
 
 def connect(socket: zmq.Socket[Any], address: str, role: str = "link") -> None:

@@ -22,7 +22,7 @@ import zmq
 
 from tracewire_bus.messages import Declared, Failure, Manifest
 
-from .endpoints import Guard, bind, connect, context
+from .endpoints import Guard, bind, connect
 
 __all__ = [
     "Applied",
@@ -218,7 +218,7 @@ class LinkSender:
     """The worker's end. Sending never blocks the model: the socket queues without a limit; the adapter drains it."""
 
     def __init__(self, address: str) -> None:
-        self._socket: zmq.Socket[bytes] = context().socket(zmq.PUSH)
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.LINGER, 0)
         connect(self._socket, address)

@@ -249,9 +249,13 @@ class EditedClient:
                     before = one.tokens[completion.index] if delta else 0
                     one.tokens[completion.index] = before + count
                     one.reasons[completion.index] = completion.finish_reason
-                if guard is not None and output.finished and one.half.failed:
-                    await guard.aclose()
-                    raise _error(await one.failure())
+                if guard is not None and output.finished:
+                    # What is reported of the last step may come behind its tokens.
+                    with anyio.move_on_after(FINISH_S):
+                        await one.half.reported(one.tokens)
+                    if one.half.failed:
+                        await guard.aclose()
+                        raise _error(await one.failure())
                 yield output
         except Exception:
             if not begun:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 import zmq
 
-from .endpoints import Guard, bind, connect, context, die, endpoint, extended, is_remote
+from .endpoints import Guard, bind, connect, die, endpoint, extended, is_remote
 from .link import Receiver
 
 __all__ = ["PulseReceiver", "PulseSender"]
@@ -37,7 +37,7 @@ class PulseSender:
         threading.Thread(target=self._run, name="tracewire pulse", daemon=True).start()
 
     def _run(self) -> None:
-        socket: zmq.Socket[bytes] = context().socket(zmq.DEALER)
+        socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
         connect(socket, self._address, "pulse")
         heard = time.monotonic()

@@ -281,6 +281,14 @@ class Half:
         """Whether the workers have ended a choice with an error."""
         return any(choice.ended == "error" for choice in self.choices)
 
+    async def reported(self, tokens: Sequence[int]) -> None:
+        """Wait until what is reported of each step has come, for that many tokens of each choice; or the end has."""
+        for choice, count in zip(self.choices, tokens, strict=True):
+            while choice.ended != "error" and not choice.over(self._reads):
+                if (not self._block or choice.stepped >= count) and (not self._reads or choice.read >= count):
+                    break
+                await self._more()
+
     async def until_failed(self) -> None:
         """Wait until they have."""
         while not self.failed:
@@ -721,7 +729,7 @@ class TraceRun:
             logprobs = logprobs[: len(token_ids)]
         finish_reason, stop_reason = choice.finish_reason, choice.stop_reason
         if request.half is None and self.live is not None and self._reports is not None:
-            # Nobody waits for what is reported of it: where a change holds from was sent before this output.
+            # Nobody waits for what is reported of it: where a change holds from was sent before its step began.
             self._reports.pull()
         published = request.token_ids[choice.index]
         first = len(published)

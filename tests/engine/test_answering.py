@@ -71,22 +71,49 @@ from tracewire_engine.cores import keep_off_workers
 own = sorted(os.sched_getaffinity(0))
 held = threading.Event()
 threading.Thread(target=held.wait, daemon=True).start()
-sleep = [sys.executable, "-c", "import sys; sys.stdin.read()"]
-free, bound = (subprocess.Popen(sleep, stdin=subprocess.PIPE) for _ in range(2))
-before = keep_off_workers()
-os.sched_setaffinity(bound.pid, own[:1])
-rest = keep_off_workers()
-expected = set(own[1:])
-assert before == set(), before
-assert rest == expected, rest
-tasks = [int(task) for task in os.listdir("/proc/self/task")]
-assert len(tasks) > 1
-for task in [*tasks, free.pid]:
-    assert os.sched_getaffinity(task) == (expected or set(own)), task
-assert os.sched_getaffinity(bound.pid) == set(own[:1])
-for one in (free, bound):
-    one.stdin.close()
-    one.wait()
+
+def start(text, *cores):
+    text = "import os, sys, threading, zmq; " + text + "; print(flush=True); sys.stdin.read()"
+    child = subprocess.Popen(
+        [sys.executable, "-c", text, *map(str, cores)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    child.stdout.readline()
+    return child
+
+def end(child):
+    child.communicate()
+
+def threads(pid):
+    tasks = f"/proc/{pid}/task"
+    return {
+        (open(f"{tasks}/{task}/comm").read().split("/")[0], tuple(sorted(os.sched_getaffinity(int(task)))))
+        for task in os.listdir(tasks)
+    }
+
+free = start("0")
+assert keep_off_workers() == set(), "nobody is bound"
+
+# A worker with a thread on each core leaves none.
+bound = start("there = threading.Barrier(len(sys.argv)); "
+              "[threading.Thread(target=lambda c=c: (os.sched_setaffinity(0, {int(c)}), there.wait(), "
+              "sys.stdin.read()), "
+              "daemon=True).start() for c in sys.argv[1:]]; os.sched_setaffinity(0, {int(sys.argv[1])}); there.wait()",
+              *own)
+assert keep_off_workers() == set(), "no core is left"
+assert os.sched_getaffinity(0) == set(own)
+end(bound)
+
+bound = start("os.sched_setaffinity(0, {int(sys.argv[1])}); socket = zmq.Context().socket(zmq.PUSH)", own[0])
+rest = tuple(own[1:])
+assert keep_off_workers() == set(rest)
+expected = rest or tuple(own)
+for pid in (os.getpid(), free.pid):
+    assert {cores for _, cores in threads(pid)} == {expected}, pid
+assert len(os.listdir("/proc/self/task")) > 1
+assert {cores for name, cores in threads(bound.pid) if name.startswith("ZMQbg")} == {expected}
+assert {cores for name, cores in threads(bound.pid) if not name.startswith("ZMQbg")} == {(own[0],)}
+for child in (free, bound):
+    end(child)
 print("placed")
 """
 

@@ -26,6 +26,7 @@ PATIENCE = 60
 @pytest.fixture
 async def url(client: Client) -> str:
     """Where the shared engine serves HTTP."""
+    await client.model(MODEL, wait_for_engine=PATIENCE)
     (engine,) = [one for one in await client._open_bus().engines() if one.model == MODEL]
     return engine.openai
 
@@ -224,14 +225,15 @@ async def test_it_goes_on_without_an_edit_that_raised(edits: Edits, api: openai.
     assert item.tokens == 5
 
 
+@pytest.mark.parametrize("tokens", [1500, 3], ids=["in the middle", "in the last step"])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_with_on_error_fail_it_is_answered_with_the_error(
-    edits: Edits, api: openai.AsyncOpenAI, stream: bool
+    edits: Edits, api: openai.AsyncOpenAI, stream: bool, tokens: int
 ) -> None:
     await edits.install("guard", blocks.raising, on_error="fail")
     async with edits.watch("guard") as told:
         with pytest.raises(openai.APIError, match="edit 'guard': boom, every request"):
-            answer = await complete(api, stream=stream, max_tokens=1500)
+            answer = await complete(api, stream=stream, max_tokens=tokens)
             async for _ in answer:
                 pass
         with anyio.fail_after(PATIENCE):
