@@ -44,7 +44,6 @@ from tracewire_engine.wiring import BLOCK_ARG, BLOCK_TIMEOUT
 LAYER, LAYERS = 2, 4
 TAP = f"model.model.layers.{LAYER}.output"
 
-
 #: What an eager model of 8 layers comes by, besides.
 PASSED = [
     f"model.model.layers.{layer}.module{module}.{side}"
@@ -85,14 +84,14 @@ class _Times:
 class _PlatformRunner(GPUModelRunner):
     """Stands where vLLM's runner does: its steps hand one layer's output over and sample nothing."""
 
-    def __init__(self, hidden: int, taps: list[str]) -> None:
+    def __init__(self, hidden: int) -> None:
         self.module = _Model()
         self.device = torch.device("cpu")
         self.requests: dict[str, Any] = {}
         self.input_batch = SimpleNamespace(req_ids=[])
         self.execute_model_state: Any = None
         self.model_config = SimpleNamespace(hf_text_config=SimpleNamespace(num_hidden_layers=LAYERS))
-        self.vllm_config = SimpleNamespace(additional_config={BLOCK_TIMEOUT: 10.0, "nnsight_taps": taps})
+        self.vllm_config = SimpleNamespace(additional_config={BLOCK_TIMEOUT: 10.0})
         self.times = _Times()
         self.hidden = hidden
 
@@ -200,7 +199,7 @@ def main() -> None:
     options = parser.parse_args()
     _set_torch_accelerator_to_noop()
     torch.set_num_threads(1)
-    runner: Any = _Runner(options.hidden, [])
+    runner: Any = _Runner(options.hidden)
     with mock.patch("vllm.tokenizers.cached_tokenizer_from_config", return_value=None):
         runner.load_model()
     block = last(layers=[LAYER]).block()
@@ -214,7 +213,7 @@ def main() -> None:
     for name, value in figures.items():
         print(f"{name:12} {value}", file=sys.stderr if options.json else sys.stdout)
     if options.json:
-        print(json.dumps(figures), flush=True)
+        print(json.dumps(figures))
 
 
 if __name__ == "__main__":

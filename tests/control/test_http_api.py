@@ -75,6 +75,7 @@ async def test_what_is_being_answered_is_answered_and_nothing_new_is_taken() -> 
         app.go_on.set()
         await api.drop()
     assert answers == ["first second"]
+    assert api.url.startswith("http://127.0.0.1:"), "known after its end, too"
 
 
 async def test_what_does_not_end_is_left(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,42 @@
+"""What the adapter waits for of what the workers report of a request. No engine."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import pytest
+
+from tracewire_engine.link import FinishRecord, StepRecord
+from tracewire_engine.trace import Half
+
+NOTHING = msgspec.Raw(msgspec.msgpack.encode([]))
+
+
+@pytest.mark.parametrize(
+    ("last", "failed"),
+    [
+        (StepRecord("r", 1, 1, NOTHING), False),
+        (StepRecord("r", 1, 1, NOTHING, "error"), True),
+        (FinishRecord("r", 1, NOTHING, steps=1), False),
+    ],
+    ids=["its step", "its failure", "its end"],
+)
+async def test_the_last_step_is_waited_for(last: StepRecord | FinishRecord, failed: bool) -> None:
+    """Two tokens of each of two choices: all but the last report is there."""
+    half = Half(2)
+    for choice, index in ((0, 0), (0, 1), (1, 0)):
+        half.step(StepRecord("r", choice, index, NOTHING), 0.0)
+    waiting = asyncio.ensure_future(half.reported([2, 2]))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    if isinstance(last, StepRecord):
+        half.step(last, 0.0)
+    else:
+        half.finish(last)
+    await asyncio.wait_for(waiting, 10)
+    assert half.failed == failed
+
+
+async def test_nothing_is_waited_for_that_no_step_reports() -> None:
+    await asyncio.wait_for(Half(1, block=False).reported([5]), 10)
