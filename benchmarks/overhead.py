@@ -20,19 +20,24 @@ hands. `wire_ratio` is bytes of all stream entries, tokens and text included, ov
 
 On a CPU, vLLM binds its workers to cores of their own and Tracewire's adapter keeps off them. Redis and the subscriber
 are kept off them here, as an operator would (`docs/sizing.md`); with `--anywhere` they run where the kernel puts them.
+
+On a host with GPUs and cores enough, `--at-once` starts all engines together, and several of these programs (one for
+each layout, say) run beside each other with `--turns FILE`: each starts its engines, waits for those of the others, and
+then they take turns, so that only one engine at a time has work.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -221,6 +226,17 @@ def left_by_workers(engine: int) -> set[int]:
     return set.intersection(*(os.sched_getaffinity(child.pid) for child in psutil.Process(engine).children()))
 
 
+@asynccontextmanager
+async def turn(file: Path | None, kind: int = fcntl.LOCK_EX) -> AsyncIterator[None]:
+    """Nobody else who names this file measures, and with `LOCK_EX` nobody starts engines either."""
+    if file is None:
+        yield
+        return
+    with file.open("wb") as lock:
+        await anyio.to_thread.run_sync(fcntl.flock, lock, kind)
+        yield
+
+
 async def settle() -> None:
     """Let the engine that ran last come to rest: vLLM's processes go on spinning for a second after their last step."""
     await anyio.sleep(2.5)
@@ -251,6 +267,44 @@ def start_engine(url: str, options: dict[str, Any], folder: Path) -> subprocess.
     raise RuntimeError(f"the engine did not start; see {folder / 'tracewire.log'}")
 
 
+async def one_round(
+    workload: dict[str, Any],
+    roles: dict[str, Role],
+    url: str,
+    engine: int,
+    cores: set[int],
+    rounds: dict[str, list[dict[str, Any]]],
+) -> None:
+    """Each way once, the figures added to `rounds`; `engine` is the process id of Tracewire's."""
+    ways: list[tuple[str, Any]] = []
+    for name, role in roles.items():
+        if name not in ("nnsight", "our_worker"):
+            ways.append((name, role.run))
+            continue
+        suffix = "" if name == "nnsight" else "_our_worker"
+        ways.append((f"final_only{suffix}", role.run))
+        ways.append((f"rpc_per_output{suffix}", lambda work, role=role: role.run({**work, "each": True})))
+    for name, run in ways:
+        await settle()
+        answer = await anyio.to_thread.run_sync(run, workload)
+        rounds.setdefault(name, []).append(answer)
+    over_the_bus = [
+        ("tracewire", workload),
+        ("declared", {**workload, "saves": f"declared:{workload['saves']}"}),
+        ("steered", {**workload, "saves": "steered"}),
+        ("bystander", {**workload, "saves": "none"}),
+    ]
+    for name, work in over_the_bus if workload["layers"] else over_the_bus[::3]:
+        await settle()
+        before, own = cpu_seconds(engine), time.process_time()
+        with on_cores(cores):
+            answer = await tracewire_round(url, work)
+        after = cpu_seconds(engine)
+        answer["cpu_s"] = {kind: round(used - before.get(kind, 0.0), 3) for kind, used in after.items()}
+        answer["cpu_s"]["subscriber"] = round(time.process_time() - own, 3)
+        rounds.setdefault(name, []).append(answer)
+
+
 async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """All ways, in alternating rounds; returns the figures."""
     workload = {**WORKLOADS[options.workload], "concurrency": options.concurrency, "tokens": options.tokens}
@@ -258,70 +312,60 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         workload["layers"] = options.layers
     setup: dict[str, Any] = {"model": str(options.model), "engine": {"max_model_len": 2048}, "taps": options.tap}
     if options.dummy:
-        setup["engine"] |= {"load_format": "dummy", "gpu_memory_utilization": 0.2}
-    else:
-        setup["engine"]["kv_cache_memory_bytes"] = 512 * 1024 * 1024
+        # The cache's size is given: engines that start at once disturb each other's profiling of memory.
+        setup["engine"] |= {"load_format": "dummy", "gpu_memory_utilization": 0.1}
+    setup["engine"]["kv_cache_memory_bytes"] = (4096 if options.dummy else 512) * 1024 * 1024
     for option in options.engine:
         name, _, value = option.partition("=")
         setup["engine"][name] = int(value) if value.isdigit() else value
     roles: dict[str, Role] = {}
     rounds: dict[str, list[dict[str, Any]]] = {}
+    wanted: list[tuple[str, str, dict[str, Any]]] = []
+    if not options.no_eager:
+        wanted.append(("plain_eager", "plain", {"eager": True}))
+    if not options.no_default:
+        wanted.append(("plain_default", "plain", {"eager": False}))
+    if not options.no_own:
+        wanted.append(("own", "own", {}))
+    if not options.only_plain:
+        wanted.append(("nnsight", "nnsight", {}))
+    if options.our_worker:
+        wanted.append(("our_worker", "our_worker", {}))
+    engines: list[subprocess.Popen[str]] = []
+    one_by_one = anyio.CapacityLimiter(len(wanted) + 1 if options.at_once else 1)
     async with EmbeddedServer.start() as server:
-        print("starting: tracewire", file=sys.stderr)
-        engine = await anyio.to_thread.run_sync(start_engine, server.url, setup, folder)
-        cores = os.sched_getaffinity(0) if options.anywhere else left_by_workers(engine.pid)
-        for thread in psutil.Process(server.pid).threads():
-            os.sched_setaffinity(thread.id, cores)
-        try:
-            wanted: list[tuple[str, str, dict[str, Any]]] = []
-            if not options.no_eager:
-                wanted.append(("plain_eager", "plain", {"eager": True}))
-            if not options.no_default:
-                wanted.append(("plain_default", "plain", {"eager": False}))
-            if not options.no_own:
-                wanted.append(("own", "own", {}))
-            if not options.only_plain:
-                wanted.append(("nnsight", "nnsight", {}))
-            if options.our_worker:
-                wanted.append(("our_worker", "our_worker", {}))
-            for name, kind, more in wanted:
+
+        async def start_ours() -> None:
+            async with one_by_one:
+                print("starting: tracewire", file=sys.stderr)
+                engines.append(await anyio.to_thread.run_sync(start_engine, server.url, setup, folder))
+
+        async def start_role(name: str, kind: str, more: dict[str, Any]) -> None:
+            async with one_by_one:
                 print(f"starting: {name}", file=sys.stderr)
                 roles[name] = await anyio.to_thread.run_sync(Role, kind, {**setup, **more}, folder, name)
+
+        try:
+            async with turn(options.turns, fcntl.LOCK_SH), anyio.create_task_group() as group:
+                group.start_soon(start_ours)
+                for one in wanted:
+                    group.start_soon(start_role, *one)
+            (engine,) = engines
+            roles = {name: roles[name] for name, _, _ in wanted}
+            cores = os.sched_getaffinity(0) if options.anywhere else left_by_workers(engine.pid)
+            for thread in psutil.Process(server.pid).threads():
+                os.sched_setaffinity(thread.id, cores)
             for number in range(options.rounds + 1):
-                ways: list[tuple[str, Any]] = []
-                for name, role in roles.items():
-                    if name not in ("nnsight", "our_worker"):
-                        ways.append((name, role.run))
-                        continue
-                    suffix = "" if name == "nnsight" else "_our_worker"
-                    ways.append((f"final_only{suffix}", role.run))
-                    ways.append((f"rpc_per_output{suffix}", lambda work, role=role: role.run({**work, "each": True})))
-                for name, run in ways:
-                    await settle()
-                    answer = await anyio.to_thread.run_sync(run, workload)
-                    rounds.setdefault(name, []).append(answer)
-                over_the_bus = [
-                    ("tracewire", workload),
-                    ("declared", {**workload, "saves": f"declared:{workload['saves']}"}),
-                    ("steered", {**workload, "saves": "steered"}),
-                    ("bystander", {**workload, "saves": "none"}),
-                ]
-                for name, work in over_the_bus if workload["layers"] else over_the_bus[::3]:
-                    await settle()
-                    before, own = cpu_seconds(engine.pid), time.process_time()
-                    with on_cores(cores):
-                        answer = await tracewire_round(server.url, work)
-                    after = cpu_seconds(engine.pid)
-                    answer["cpu_s"] = {kind: round(used - before.get(kind, 0.0), 3) for kind, used in after.items()}
-                    answer["cpu_s"]["subscriber"] = round(time.process_time() - own, 3)
-                    rounds.setdefault(name, []).append(answer)
+                async with turn(options.turns):
+                    await one_round(workload, roles, server.url, engine.pid, cores, rounds)
                 said = {name: round(found[-1]["tokens"] / found[-1]["seconds"]) for name, found in rounds.items()}
                 print(f"round {number}{' (warm-up)' if not number else ''}: {said}", file=sys.stderr)
         finally:
             for role in roles.values():
                 role.stop()
-            engine.terminate()
-            engine.wait(60)
+            for engine in engines:
+                engine.terminate()
+                engine.wait(60)
     return summary(rounds, options)
 
 
@@ -397,6 +441,10 @@ def main() -> None:
     parser.add_argument("--only-plain", action="store_true", help="leave nnsight's own ways out")
     parser.add_argument("--our-worker", action="store_true", help="nnsight's ways on Tracewire's worker, besides")
     parser.add_argument("--anywhere", action="store_true", help="Redis and the subscriber on any core")
+    parser.add_argument(
+        "--at-once", action="store_true", help="start all engines together, on a host with cores enough"
+    )
+    parser.add_argument("--turns", type=Path, metavar="FILE", help="take turns with others that name this file")
     parser.add_argument("--logs", type=Path, default=None)
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     options = parser.parse_args()

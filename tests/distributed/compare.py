@@ -2,8 +2,9 @@
 
     python -m tests.distributed.compare --layout one --layout tp2 --layout pp2 --layout tp2-ray -- --enforce-eager
 
-What stands behind `--` is given to each engine. The last line says for each layout which scenarios came out as on the
-first one, values to `--tolerance` of the largest, and where the others differ.
+With `--at-once` they run beside each other, on a host with GPUs and cores enough (`-- --kv-cache-memory-bytes 1073741824
+--gpu-memory-utilization 0.1`). What stands behind `--` is given to each engine. The last line says for each which
+scenarios came out as on the first one, values to `--tolerance` of the largest, and where the others differ.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.to_thread
 
 from tests.distributed.layouts import served
 from tests.distributed.scenarios import SCENARIOS, same
@@ -51,21 +53,33 @@ async def run(layout: str, options: list[str], names: list[str], folder: Path) -
 async def compare(options: argparse.Namespace) -> dict[str, Any]:
     """By layout, how many scenarios came out as on the first layout, and where the others differ."""
     names = options.scenario or list(SCENARIOS)
-    first: dict[str, Any] = {}
+    found: dict[str, dict[str, Any]] = {}
     figures: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for layout in options.layout:
-            found = await run(layout, options.engine, names, Path(folder) / layout)
-            first = first or found
-            failed = {name: found[name] for name in names if isinstance(found[name], str)}
-            differing = {
-                name: lines[:3]
-                for name in names
-                if name not in failed and (lines := same(first[name], found[name], tolerance=options.tolerance))
-            }
-            equal = len(names) - len(failed) - len(differing)
-            figures[layout] = {"scenarios": len(names), "equal": equal, "differing": differing, "failed": failed}
-            print(f"{layout}: {figures[layout]}", file=sys.stderr)
+        limit = anyio.CapacityLimiter(len(options.layout) if options.at_once else 1)
+
+        async def one(layout: str) -> None:
+            # Waiting for an engine blocks its thread.
+            work = (run, layout, options.engine, names, Path(folder) / layout)
+            try:
+                found[layout] = await anyio.to_thread.run_sync(anyio.run, *work, limiter=limit)
+            except Exception as error:
+                found[layout] = dict.fromkeys(names, f"{type(error).__name__}: {error}")
+
+        async with anyio.create_task_group() as group:
+            for layout in options.layout:
+                group.start_soon(one, layout)
+    first = found[options.layout[0]]
+    for layout in options.layout:
+        failed = {name: value for name, value in found[layout].items() if isinstance(value, str)}
+        differing = {
+            name: lines[:3]
+            for name in names
+            if name not in failed and (lines := same(first[name], found[layout][name], tolerance=options.tolerance))
+        }
+        equal = len(names) - len(failed) - len(differing)
+        figures[layout] = {"scenarios": len(names), "equal": equal, "differing": differing, "failed": failed}
+        print(f"{layout}: {figures[layout]}", file=sys.stderr)
     return figures
 
 
@@ -75,6 +89,7 @@ def main() -> int:
     parser.add_argument("--layout", action="append", choices=sorted(LAYOUTS), required=True)
     parser.add_argument("--scenario", action="append", choices=sorted(SCENARIOS), default=[])
     parser.add_argument("--tolerance", type=float, default=0.02)
+    parser.add_argument("--at-once", action="store_true", help="all layouts at the same time")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     parser.add_argument("engine", nargs="*", help="options of every engine")
     options = parser.parse_args()
