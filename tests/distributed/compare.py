@@ -3,8 +3,8 @@
     python -m tests.distributed.compare --layout one --layout tp2 --layout pp2 --layout tp2-ray -- --enforce-eager
 
 With `--at-once` they run beside each other, on a host with GPUs and cores enough (`-- --gpu-memory-utilization 0.1
---kv-cache-memory-bytes 1073741824`). What stands behind `--` is given to each engine. The last line says for each layout
-which scenarios came out as on the first one, values to `--tolerance` of the largest, and where the others differ.
+--kv-cache-memory-bytes 1073741824`). What stands behind `--` is given to each engine. The last line says for each
+layout which scenarios came out as on the first, values to `--tolerance` of the largest, and where the others differ.
 """
 
 from __future__ import annotations
