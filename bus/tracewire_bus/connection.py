@@ -3,7 +3,8 @@
 The transport is redis-py's asyncio connection, used below its client: a command that is cancelled half way takes its
 connection with it and nothing else, whatever kind of scope cancelled it, and nobody but us decides what may be sent
 twice. [`Connections`][tracewire_bus.connection.Connections] lends connections to short commands, a bounded number at a
-time; whoever blocks on Redis or must not wait behind others has a [`Link`][tracewire_bus.connection.Link] of its own.
+time, and sends those together that are asked for at the same time; whoever blocks on Redis or must not wait behind
+others has a [`Link`][tracewire_bus.connection.Link] of its own.
 
 Where a connection goes is decided anew each time that one is opened: to the server that the URL names, or to the one
 that the sentinels name (`sentinel.py`). On a cluster a link has a connection to each node that it needs (`cluster.py`).
@@ -18,8 +19,11 @@ import logging
 import math
 import random
 import re
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from functools import cache
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
 import anyio
@@ -55,8 +59,10 @@ logger = logging.getLogger("tracewire")
 #: How long one command may take, in seconds, before its connection is given up.
 COMMAND_S: Final = 30.0
 CONNECT_S: Final = 5.0
-#: How many short commands of one bus are under way at once, and how many connections it keeps for them.
+#: How many round trips of short commands are under way at once, and how many connections a bus keeps for them.
 CONCURRENT: Final = 8
+#: How many calls share a round trip, and of how many bytes a call may be to share one.
+_TOGETHER, _TOGETHER_BYTES = 128, 8192
 #: What URLs of a Redis begin with.
 SCHEMES: Final = (
     *("redis", "rediss", "unix"),
@@ -205,6 +211,7 @@ class Server:
         }
         if not url.startswith("unix:"):
             options["socket_keepalive"] = True
+        options |= _driver()
         # Redis-py's pool, for what it knows of URLs: it makes connections and holds none.
         self._factory: Any = ConnectionPool.from_url(url, **options)
         try:
@@ -226,6 +233,16 @@ class Server:
     async def holds(self, connection: Any) -> bool:
         """There is no other."""
         return True
+
+
+@cache
+def _driver() -> dict[str, Any]:
+    """What connections tell Redis of us. Left to itself, redis-py reads its version from disk for each of them."""
+    try:
+        from redis.driver_info import DriverInfo
+    except ImportError:  # before 7.1
+        return {}
+    return {"driver_info": DriverInfo()}
 
 
 def _transport(url: str) -> Transport:
@@ -360,6 +377,11 @@ class Connections:
         else:
             self._transport = _transport(url)
         self._idle: list[Link] = []
+        #: Calls that wait for the next round trip, those under way, and whether one is about to take the calls.
+        self._calls: deque[_Call] = deque()
+        self._trips: set[asyncio.Task[None]] = set()
+        self._departing = False
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._turn = anyio.CapacityLimiter(CONCURRENT)
         self._closed = False
         #: When a command last found Redis away, by the event loop's clock.
@@ -386,19 +408,76 @@ class Connections:
         return Link(self._transport)
 
     async def once(self, *commands: Sequence[Any], beside: Link | None = None) -> list[Any]:
-        """`Link.ask` on a lent link, one try; with `beside`, of the server that this one is connected to."""
-        # A caller is its own borrower: a task may ask in several places.
-        async with _Turn(self._turn):
-            if self._closed:
-                raise anyio.ClosedResourceError
-            link = self._idle.pop() if self._idle else self.link()
-            try:
-                replies = await (link.ask(*commands) if beside is None else link.ask_beside(beside, *commands))
-            except Exception:
-                self.broken_at = asyncio.get_running_loop().time()
+        """`Link.ask` on a lent link, one try; with `beside`, of the server that this one is connected to.
+
+        Small calls that are made at the same time share a round trip; on a cluster, where one node of several may be
+        away, each has its own.
+        """
+        if self._closed:
+            raise anyio.ClosedResourceError
+        if beside is not None or self._cluster is not None or _size(commands) > _TOGETHER_BYTES:
+            # A caller is its own borrower: a task may ask in several places.
+            async with _Turn(self._turn):
+                return await self._lend(commands, beside)
+        if self._loop is None:
+            # Asked once: up to Python 3.11 each time is a system call.
+            self._loop = asyncio.get_running_loop()
+        call = _Call(commands, self._loop.create_future())
+        self._calls.append(call)
+        self._depart()
+        try:
+            return await call.replies
+        finally:
+            # Who is cancelled before it was sent has not asked.
+            call.replies.cancel()
+
+    def _depart(self) -> None:
+        """Have a round trip take the calls, once whoever runs in this turn of the loop has made theirs."""
+        if self._calls and not self._departing and self._loop is not None:
+            self._departing = True
+            trip = self._loop.create_task(self._trip(), name="tracewire commands")
+            self._trips.add(trip)
+            trip.add_done_callback(self._trips.discard)
+
+    async def _trip(self) -> None:
+        """One round trip, with all calls that wait when its turn comes."""
+        calls: list[_Call] = []
+        try:
+            async with _Turn(self._turn):
+                while self._calls and len(calls) < _TOGETHER:
+                    call = self._calls.popleft()
+                    if not call.replies.done():
+                        calls.append(call)
+                self._departing = False
+                self._depart()
+                if not calls:
+                    return
+                replies = iter(await self._lend([command for call in calls for command in call.commands]))
+        except BaseException as error:
+            self._departing = False
+            closed = isinstance(error, asyncio.CancelledError)
+            for call in calls:
+                if not call.replies.done():
+                    call.replies.set_exception(anyio.ClosedResourceError() if closed else error)
+            if not isinstance(error, Exception):
                 raise
-            await self._give_back(link)
-            return replies
+            return
+        for call in calls:
+            own = list(islice(replies, len(call.commands)))
+            if not call.replies.done():
+                call.replies.set_result(own)
+
+    async def _lend(self, commands: Sequence[Sequence[Any]], beside: Link | None = None) -> list[Any]:
+        if self._closed:
+            raise anyio.ClosedResourceError
+        link = self._idle.pop() if self._idle else self.link()
+        try:
+            replies = await (link.ask(*commands) if beside is None else link.ask_beside(beside, *commands))
+        except Exception:
+            self.broken_at = asyncio.get_running_loop().time()
+            raise
+        await self._give_back(link)
+        return replies
 
     async def _give_back(self, link: Link) -> None:
         if self._closed:
@@ -443,10 +522,31 @@ class Connections:
                 await anyio.sleep(pause)
 
     async def aclose(self) -> None:
-        """Close what is idle; what is lent is closed on its return."""
+        """Close what is idle; what is lent is closed on its return. Calls under way end as closed."""
         self._closed = True
+        for trip in (trips := list(self._trips)):
+            trip.cancel()
+        while self._calls:
+            call = self._calls.popleft()
+            if not call.replies.done():
+                call.replies.set_exception(anyio.ClosedResourceError())
+        if trips:
+            with anyio.CancelScope(shield=True):
+                await asyncio.wait(trips)
         while self._idle:
             await self._idle.pop().drop()
+
+
+class _Call(NamedTuple):
+    """Commands of one caller, and where their replies go."""
+
+    commands: Sequence[Sequence[Any]]
+    replies: asyncio.Future[list[Any]]
+
+
+def _size(commands: Sequence[Sequence[Any]]) -> int:
+    """Bytes of these commands' arguments, about."""
+    return sum(len(part) if isinstance(part, (bytes, str)) else 8 for command in commands for part in command)
 
 
 class _Turn:

@@ -52,6 +52,8 @@ class Presence:
         self._bus = bus
         self._lease_s = lease_s
         self._held = ""
+        #: Set once whoever asks for the lease has it, or not.
+        self._leasing: anyio.Event | None = None
         self._due: list[tuple[float, str, bool]] = []
         self._changed = anyio.Event()
         self._task: Background | None = None
@@ -80,12 +82,19 @@ class Presence:
 
     async def lease(self) -> str:
         """The client's lease, held from now on."""
-        if not self._held:
-            # How long it is stands in its name, for engines to know when to give its client up.
-            lease = f"{secrets.token_hex(12)}.{self._lease_s:g}"
-            await self._bus.records.hold(lease, self._lease_s * 2 / 3)
-            if not self._held:
+        while not self._held:
+            if self._leasing is not None:
+                await self._leasing.wait()
+                continue
+            leasing = self._leasing = anyio.Event()
+            try:
+                # How long it is stands in its name, for engines to know when to give its client up.
+                lease = f"{secrets.token_hex(12)}.{self._lease_s:g}"
+                await self._bus.records.hold(lease, self._lease_s * 2 / 3)
                 self._held = lease
+            finally:
+                self._leasing = None
+                leasing.set()
             self._run()
         return self._held
 

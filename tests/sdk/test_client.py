@@ -506,6 +506,22 @@ async def test_many_traces_at_once_do_not_mix(client: Client, engine: Callable[.
             group.start_soon(one, number)
 
 
+async def test_the_first_traces_of_a_client_share_its_lease(client: Client, engine: Callable[..., Any]) -> None:
+    async def script(stage: Stage) -> None:
+        await stage.accept()
+        await stage.final()
+
+    async with engine(script), anyio.create_task_group() as group:
+        traces = [client.trace("tiny", "p") for _ in range(8)]
+        for trace in traces:
+            group.start_soon(trace.start)
+    (lease,) = {trace._submission.lease for trace in traces}
+    bus = client._open_bus()
+    assert await bus.command("KEYS", bus.keys.lease("*")) == [bus.keys.lease(lease).encode()]
+    for trace in traces:
+        await trace.aclose()
+
+
 async def test_a_consumer_that_lags_misses_nothing(client: Client, engine: Callable[..., Any]) -> None:
     published = anyio.Event()
 
