@@ -5,7 +5,8 @@
 
 Several ways to run the same requests take turns, each engine in processes of its own:
 
-- *plain*: a stock `AsyncLLM`, no block; eager, and at vLLM's defaults (compiled, with CUDA graphs on a GPU);
+- *plain*: a stock `AsyncLLM`, no block; eager, and at vLLM's defaults (compiled, with CUDA graphs on a GPU); with
+  `--first-runner`, at its defaults but for the model runner, which is the one that nnsight and Tracewire build on;
 - *final only*: nnsight's own async engine, as published, whose saves come with the finished output;
 - *RPC per output*: the same, with a collect RPC on every output, as nnsight's async design first did it;
 - with `--our-worker`, both on Tracewire's worker as well, which runs the same blocks faster (`..._our_worker`);
@@ -237,9 +238,8 @@ async def turn(file: Path | None, kind: int = fcntl.LOCK_EX) -> AsyncIterator[No
         yield
 
 
-async def settle() -> None:
-    """Let the engine that ran last come to rest: vLLM's processes go on spinning for a second after their last step."""
-    await anyio.sleep(2.5)
+#: How long an engine that ran is let come to rest, in seconds: vLLM's processes spin for one after their last step.
+SETTLE_S = 2.5
 
 
 def start_engine(url: str, options: dict[str, Any], folder: Path) -> subprocess.Popen[str]:
@@ -274,8 +274,11 @@ async def one_round(
     engine: int,
     cores: set[int],
     rounds: dict[str, list[dict[str, Any]]],
+    settle_s: float,
 ) -> None:
-    """Each way once, the figures added to `rounds`; `engine` is the process id of Tracewire's."""
+    """Each way once, `settle_s` after the one before, the figures added to `rounds`; `engine` is the process id of
+    Tracewire's.
+    """
     ways: list[tuple[str, Any]] = []
     for name, role in roles.items():
         if name not in ("nnsight", "our_worker"):
@@ -285,7 +288,7 @@ async def one_round(
         ways.append((f"final_only{suffix}", role.run))
         ways.append((f"rpc_per_output{suffix}", lambda work, role=role: role.run({**work, "each": True})))
     for name, run in ways:
-        await settle()
+        await anyio.sleep(settle_s)
         answer = await anyio.to_thread.run_sync(run, workload)
         rounds.setdefault(name, []).append(answer)
     over_the_bus = [
@@ -295,7 +298,7 @@ async def one_round(
         ("bystander", {**workload, "saves": "none"}),
     ]
     for name, work in over_the_bus if workload["layers"] else over_the_bus[::3]:
-        await settle()
+        await anyio.sleep(settle_s)
         before, own = cpu_seconds(engine), time.process_time()
         with on_cores(cores):
             answer = await tracewire_round(url, work)
@@ -325,6 +328,8 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         wanted.append(("plain_eager", "plain", {"eager": True}))
     if not options.no_default:
         wanted.append(("plain_default", "plain", {"eager": False}))
+    if options.first_runner:
+        wanted.append(("plain_first_runner", "plain", {"eager": False, "first_runner": True}))
     if not options.no_own:
         wanted.append(("own", "own", {}))
     if not options.only_plain:
@@ -357,7 +362,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 os.sched_setaffinity(thread.id, cores)
             for number in range(options.rounds + 1):
                 async with turn(options.turns):
-                    await one_round(workload, roles, server.url, engine.pid, cores, rounds)
+                    await one_round(workload, roles, server.url, engine.pid, cores, rounds, options.settle)
                 said = {name: round(found[-1]["tokens"] / found[-1]["seconds"]) for name, found in rounds.items()}
                 print(f"round {number}{' (warm-up)' if not number else ''}: {said}", file=sys.stderr)
         finally:
@@ -397,7 +402,7 @@ def summary(rounds: dict[str, list[dict[str, Any]]], options: argparse.Namespace
             f"{name}_to_plain": round(
                 median(speed_of(one) / speed_of(base) for one, base in zip(kept[name], base_rounds, strict=True)), 3
             )
-            for name in ("declared", "steered", "bystander", "own")
+            for name in ("declared", "steered", "bystander", "own", "plain_first_runner")
             if name in kept
         },
         "latency_ms": quantiles([latency for one in ours for latency in one["latencies"]]),
@@ -437,6 +442,10 @@ def main() -> None:
     parser.add_argument("--dummy", action="store_true", help="random weights; the baseline is vLLM at its defaults")
     parser.add_argument("--no-eager", action="store_true", help="leave the eager baseline out, on a GPU")
     parser.add_argument("--no-default", action="store_true", help="leave vLLM at its defaults out")
+    parser.add_argument(
+        "--first-runner", action="store_true", help="plain vLLM on its first model runner as well, on a GPU"
+    )
+    parser.add_argument("--settle", type=float, default=SETTLE_S, metavar="SECONDS", help="between two ways")
     parser.add_argument("--no-own", action="store_true", help="leave Tracewire's engine without the bus out")
     parser.add_argument("--only-plain", action="store_true", help="leave nnsight's own ways out")
     parser.add_argument("--our-worker", action="store_true", help="nnsight's ways on Tracewire's worker, besides")

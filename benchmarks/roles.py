@@ -142,7 +142,9 @@ async def serve(ready: dict[str, Any], run: Any) -> None:
 
 
 def plain(options: dict[str, Any]) -> None:
-    """A stock `AsyncLLM`: at vLLM's defaults, or eager."""
+    """A stock `AsyncLLM`: at vLLM's defaults, or eager, or on vLLM's first model runner."""
+    if options.get("first_runner"):
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     from vllm.v1.engine.async_llm import AsyncLLM
 
     arguments = engine_arguments(options)

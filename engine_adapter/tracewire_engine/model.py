@@ -155,14 +155,11 @@ def build_engine(
     }
     options["scheduler_cls"] = SCHEDULER
     options.update(_scheduling(arguments))
-    if arguments.pipeline_parallel_size > 1:
-        # A stage must have been told of a request's last step before it begins the next.
-        options["async_scheduling"] = False
-        if check_collect:
-            raise UnsupportedSetting(
-                "--check-collect is not supported with --pipeline-parallel-size: nnsight's collect reports the first "
-                "stage's saves"
-            )
+    if arguments.pipeline_parallel_size > 1 and check_collect:
+        raise UnsupportedSetting(
+            "--check-collect is not supported with --pipeline-parallel-size: nnsight's collect reports the first "
+            "stage's saves"
+        )
     if loras:
         options.update(_adapters(arguments, loras))
     options["additional_config"] = {

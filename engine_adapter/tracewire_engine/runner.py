@@ -26,6 +26,7 @@ from nnsight.intervention.envoy import Envoy
 from nnsight.modeling.vllm.model_runners.GPUModelRunner import NNsightGPUModelRunner, Request, Requests
 from nnsight.modeling.vllm.vllm import VLLM
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+from vllm.platforms import current_platform
 
 from tracewire_bus.messages import Append, Failure, Manifest
 from tracewire_bus.values import digest
@@ -922,8 +923,10 @@ class TracewireRunner(NNsightGPUModelRunner):
         """Take what a request put out in all, and wind up its blocks that wait for it; by RPC, between two steps."""
         requests = self.nnsight_requests
         name, waiting = requests.results.take(generated)
-        for request, traced in waiting:
-            self._wind_up(request, traced)
+        # As vLLM runs a step: blocks may change in place what they read in one.
+        with current_platform.inference_mode():
+            for request, traced in waiting:
+                self._wind_up(request, traced)
         if not any(other.engine_id == name for other in requests.requests.values()):
             requests.results.forget(name)
         self._send(wait=True)

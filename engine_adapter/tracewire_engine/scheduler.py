@@ -233,19 +233,25 @@ class _Pausing:
 
         A traced prompt gets blocks as a whole, or none yet.
         """
-        running = request.status == RequestStatus.RUNNING
-        if not running and not _is_plain(request) and self._is_cut(request, *args, **options):
-            self.tracewire_unfit = request
-            return None
-        if request in self.tracewire_kept and request.num_computed_tokens:
-            # As of a request whose KV comes from elsewhere.
-            options["num_external_computed_tokens"] = computed = request.num_computed_tokens
-            request.num_computed_tokens = 0
-            try:
-                return self._allocate_anyhow(request, *args, **options)
-            finally:
-                request.num_computed_tokens = computed
-        return self._allocate_anyhow(request, *args, **options)
+        # Of each request in each step, so as few questions as can be.
+        if request.status is not RequestStatus.RUNNING:
+            if not _is_plain(request) and self._is_cut(request, *args, **options):
+                self.tracewire_unfit = request
+                return None
+            if request in self.tracewire_kept and request.num_computed_tokens:
+                return self._allocate_kept(request, *args, **options)
+        blocks = self._allocate(request, *args, **options)
+        return blocks if blocks is not None else self._allocate_of_others(request, *args, **options)
+
+    def _allocate_kept(self, request: Any, *args: Any, **options: Any) -> Any:
+        """Blocks of a request that goes on with what the workers kept of it: as if its KV came from elsewhere."""
+        options["num_external_computed_tokens"] = computed = request.num_computed_tokens
+        request.num_computed_tokens = 0
+        try:
+            blocks = self._allocate(request, *args, **options)
+            return blocks if blocks is not None else self._allocate_of_others(request, *args, **options)
+        finally:
+            request.num_computed_tokens = computed
 
     def _is_cut(self, request: Any, num_new_tokens: int, num_new_computed_tokens: int = 0, **options: Any) -> bool:
         """Whether vLLM would compute only a part of what is to be computed of a request that is about to run."""
@@ -257,8 +263,8 @@ class _Pausing:
         # What no step can take is let through, so that it does not stand in everybody's way.
         return num_new_tokens < left <= most
 
-    def _allocate_anyhow(self, request: Any, *args: Any, **options: Any) -> Any:
-        blocks = self._allocate(request, *args, **options)
+    def _allocate_of_others(self, request: Any, *args: Any, **options: Any) -> Any:
+        blocks = None
         while blocks is None and self.tracewire_aside:
             victim = self._victim()
             self._preempt_request(victim, time.monotonic())
@@ -338,8 +344,12 @@ def _tokens_left(request: Any) -> int:
 
 
 def _is_plain(request: Any) -> bool:
-    arguments = getattr(request.sampling_params, "extra_args", None) or {}
-    return arguments.keys().isdisjoint((BLOCK_ARG, DECLARED_ARG, EDITS_ARG))
+    plain: bool | None = getattr(request, "tracewire_plain", None)
+    if plain is None:
+        # Found out once: it is asked of each request in each step.
+        arguments = getattr(request.sampling_params, "extra_args", None) or {}
+        plain = request.tracewire_plain = arguments.keys().isdisjoint((BLOCK_ARG, DECLARED_ARG, EDITS_ARG))
+    return plain
 
 
 class PausingScheduler(_Pausing, Scheduler):
