@@ -70,7 +70,7 @@ class Blobs:
     """
 
     def __init__(self, url: str, keys: Keys, *, patience_s: float) -> None:
-        self._connections = Connections(url, patience_s=patience_s)
+        self._connections = Connections(url, patience_s=patience_s, alone=True)
         self._keys = keys
         #: Chunks that Redis acknowledged of late, and when, once somebody has said that they may have to be repeated.
         self._kept: deque[tuple[float, str, str, int, Any]] | None = None

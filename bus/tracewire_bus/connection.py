@@ -364,10 +364,14 @@ class Link:
 
 
 class Connections:
-    """Makes links to one Redis and lends a bounded number of them to short commands."""
+    """Makes links to one Redis and lends a bounded number of them to short commands.
 
-    def __init__(self, url: str, *, patience_s: float) -> None:
+    With `alone` each call has a round trip of its own: for replies that are large.
+    """
+
+    def __init__(self, url: str, *, patience_s: float, alone: bool = False) -> None:
         self.url = url
+        self._alone = alone
         self._patience_s = patience_s
         self._cluster: Cluster | None = None
         if urlsplit(url).scheme.endswith("+cluster"):
@@ -407,15 +411,16 @@ class Connections:
             return ClusterLink(self._cluster, near)
         return Link(self._transport)
 
-    async def once(self, *commands: Sequence[Any], beside: Link | None = None) -> list[Any]:
+    async def once(self, *commands: Sequence[Any], beside: Link | None = None, alone: bool = False) -> list[Any]:
         """`Link.ask` on a lent link, one try; with `beside`, of the server that this one is connected to.
 
-        Small calls that are made at the same time share a round trip; on a cluster, where one node of several may be
-        away, each has its own.
+        Small calls that are made at the same time share a round trip, but for one that is to be `alone`; on a cluster,
+        where one node of several may be away, each has its own.
         """
         if self._closed:
             raise anyio.ClosedResourceError
-        if beside is not None or self._cluster is not None or _size(commands) > _TOGETHER_BYTES:
+        alone = alone or self._alone or beside is not None or self._cluster is not None
+        if alone or _size(commands) > _TOGETHER_BYTES:
             # A caller is its own borrower: a task may ask in several places.
             async with _Turn(self._turn):
                 return await self._lend(commands, beside)
@@ -485,17 +490,17 @@ class Connections:
         else:
             self._idle.append(link)
 
-    async def command(self, *command: Any) -> Any:
+    async def command(self, *command: Any, alone: bool = False) -> Any:
         """One command that may be carried out twice; tried again while Redis is away, for as long as the bus is
-        patient.
+        patient. With `alone`, its reply may be large: it goes by itself.
 
         Raises:
             BusError: Redis refused it.
             BusUnavailable: it stayed away.
         """
-        return (await self.commands(command))[0]
+        return (await self.commands(command, alone=alone))[0]
 
-    async def commands(self, *commands: Sequence[Any], refuse_full: bool = False) -> list[Any]:
+    async def commands(self, *commands: Sequence[Any], refuse_full: bool = False, alone: bool = False) -> list[Any]:
         """Like `command`, for several sent together. With `refuse_full` it does not wait for a Redis to get memory.
 
         Raises:
@@ -505,7 +510,7 @@ class Connections:
         deadline = anyio.current_time() + self._patience_s
         while True:
             try:
-                replies = await self.once(*commands)
+                replies = await self.once(*commands, alone=alone)
                 for reply in replies:
                     if isinstance(reply, Exception):
                         raise reply

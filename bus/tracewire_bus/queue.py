@@ -729,7 +729,9 @@ class Queue:
         """
         fields = [part for field in taken.fields.items() for part in field]
         if b"d" not in taken.fields:
-            data = await self._connections.command("HGET", self._keys.queue(model, "data"), _bytes(taken.trace))
+            data = await self._connections.command(
+                "HGET", self._keys.queue(model, "data"), _bytes(taken.trace), alone=True
+            )
             fields += [b"d", data or b""]
         call = _DEAD_LETTER(
             (self._keys.dead(), _bytes(self._keys.dead_mark(model, taken.trace))),
@@ -747,7 +749,7 @@ class Queue:
             BusUnavailable: Redis stayed away.
         """
         start = f"({after}" if after else "-"
-        found = await self._connections.command("XRANGE", self._keys.dead(), start, "+", "COUNT", count)
+        found = await self._connections.command("XRANGE", self._keys.dead(), start, "+", "COUNT", count, alone=True)
         return [_dead_letter(*one) for one in found]
 
     async def find_dead_letter(self, id_: str) -> DeadLetter | None:

@@ -310,8 +310,11 @@ class Subscription:
                 self._over = True
                 return
             seen = self._reader.position(self.key)
+            # Of a trace that was submitted a moment ago there is little.
+            begun = self.known and self.last == (0, 0)
+            where = f"{self.last[0]}-{self.last[1]}"
             reply = await self._connections.command(
-                "XREAD", "COUNT", self._page, "STREAMS", self.key, f"{self.last[0]}-{self.last[1]}"
+                "XREAD", "COUNT", self._page, "STREAMS", self.key, where, alone=not begun
             )
         except BusUnavailable as error:
             # The bus waited a while; a consumer waits as long as it likes.

@@ -152,7 +152,7 @@ class Bus:
                 self._reader = Reader(connections)
                 self._reader.start()
             self._blobs = Blobs(self.url, self.keys, patience_s=self._patience_s)
-            self._snapshots = Snapshots(Connections(self.url, patience_s=self._patience_s), self.keys)
+            self._snapshots = Snapshots(Connections(self.url, patience_s=self._patience_s, alone=True), self.keys)
             self._records = Records(connections, self.keys, self._retention_s)
             self._queue = Queue(connections, self.keys)
         except BaseException:

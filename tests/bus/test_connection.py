@@ -117,6 +117,21 @@ async def test_large_calls_go_by_themselves(connections: Connections) -> None:
     assert small[0] == small[1] != mine
 
 
+async def test_calls_whose_replies_may_be_large_go_by_themselves(embedded: str, connections: Connections) -> None:
+    apart = Connections(embedded, patience_s=5, alone=True)
+    assert len(set(await together(apart, *[("CLIENT", "ID")] * 4))) == 4
+    await apart.aclose()
+    found: list[Any] = []
+
+    async def ask(alone: bool) -> None:
+        found.append(await connections.command("CLIENT", "ID", alone=alone))
+
+    async with anyio.create_task_group() as group:
+        for alone in (True, False, True, False):
+            group.start_soon(ask, alone)
+    assert len(set(found)) == 3
+
+
 async def test_a_caller_that_is_cancelled_disturbs_nobody(connections: Connections, prefix: str) -> None:
     key = f"{prefix}:list"
     scopes = [anyio.CancelScope() for _ in range(4)]
