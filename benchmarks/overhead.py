@@ -38,7 +38,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -153,7 +153,8 @@ class Role:
     def stop(self) -> None:
         """End it."""
         assert self._process.stdin is not None
-        self._process.stdin.close()
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
         try:
             self._process.wait(60)
         except subprocess.TimeoutExpired:
@@ -366,11 +367,15 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 said = {name: round(found[-1]["tokens"] / found[-1]["seconds"]) for name, found in rounds.items()}
                 print(f"round {number}{' (warm-up)' if not number else ''}: {said}", file=sys.stderr)
         finally:
+            for engine in engines:
+                engine.terminate()
             for role in roles.values():
                 role.stop()
             for engine in engines:
-                engine.terminate()
-                engine.wait(60)
+                try:
+                    engine.wait(60)
+                except subprocess.TimeoutExpired:
+                    engine.kill()
     return summary(rounds, options)
 
 

@@ -290,7 +290,9 @@ class ClusterLink(Link):
         for slot in {self._cluster.slot_of(command) for command in commands} - {None}:
             await self._node(await self._cluster.owner(slot)).connect()
 
-    async def ask(self, *commands: Sequence[Any], timeout_s: float = COMMAND_S, stay: bool = False) -> list[Any]:
+    async def ask(
+        self, *commands: Sequence[Any], timeout_s: float = COMMAND_S, stay: bool = False, **of_one_server: Any
+    ) -> list[Any]:
         """Send `commands` and return their raw replies; a refused one's is its `ResponseError`.
 
         Those of one slot are carried out in this order, and those that are `After` after all others. With `stay` they

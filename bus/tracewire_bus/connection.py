@@ -15,6 +15,7 @@ Redis-py is imported on first use.
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 import math
 import random
@@ -23,7 +24,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from functools import cache
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 from urllib.parse import urlsplit
 
 import anyio
@@ -211,7 +212,8 @@ class Server:
         }
         if not url.startswith("unix:"):
             options["socket_keepalive"] = True
-        options |= _driver()
+        if "lib_name=" not in url and "lib_version=" not in url:
+            options |= _driver()
         # Redis-py's pool, for what it knows of URLs: it makes connections and holds none.
         self._factory: Any = ConnectionPool.from_url(url, **options)
         try:
@@ -303,11 +305,19 @@ class Link:
         """
         await self.connect()
 
-    async def ask(self, *commands: Sequence[Any], timeout_s: float = COMMAND_S, stay: bool = False) -> list[Any]:
+    async def ask(
+        self,
+        *commands: Sequence[Any],
+        timeout_s: float = COMMAND_S,
+        stay: bool = False,
+        packed: bytes | None = None,
+        wanted: Callable[[int], bool] = lambda place: True,
+    ) -> list[Any]:
         """Send `commands` together and return their raw replies; a refused one's is its `ResponseError`.
 
         They are carried out in this order, but for scripts that Redis does not know yet: those come after the others.
-        A server that takes no writes is left: the next call asks where to go. `stay` is for clusters.
+        A server that takes no writes is left: the next call asks where to go. `stay` is for clusters. `packed` is all
+        of them as they go over the wire, if the caller has it; of scripts, those are sent again that are `wanted` yet.
 
         Raises:
             redis.exceptions.RedisError: the connection failed: some of them may have been carried out.
@@ -315,8 +325,8 @@ class Link:
         """
         from redis.exceptions import NoScriptError
 
-        replies = await self.exchange(commands, timeout_s)
-        unknown = [place for place, reply in enumerate(replies) if isinstance(reply, NoScriptError)]
+        replies = await self.exchange(commands, timeout_s, packed)
+        unknown = [place for place, reply in enumerate(replies) if isinstance(reply, NoScriptError) and wanted(place)]
         texts = {place: command for place in unknown if (command := with_text(commands[place]))}
         if texts:
             for place, reply in zip(texts, await self.exchange([*texts.values()], timeout_s), strict=True):
@@ -329,19 +339,20 @@ class Link:
         """`ask` the server that `other` is connected to."""
         return await self.ask(*commands)
 
-    async def exchange(self, commands: Sequence[Sequence[Any]], timeout_s: float) -> list[Any]:
+    async def exchange(
+        self, commands: Sequence[Sequence[Any]], timeout_s: float, packed: bytes | None = None
+    ) -> list[Any]:
         """Send `commands` and read a reply to each, whatever it says."""
-        from hiredis import pack_command
         from redis.exceptions import ConnectionError, ResponseError
 
-        pack: Callable[[Any], bytes] = pack_command
-
+        if packed is None:
+            packed = _packed(commands)
         await self.connect()
         connection = self._connection
         replies: list[Any] = []
         try:
             with anyio.fail_after(timeout_s):
-                await connection.send_packed_command(b"".join(map(pack, commands)))
+                await connection.send_packed_command(packed)
                 for _ in commands:
                     try:
                         replies.append(await connection.read_response())
@@ -381,10 +392,10 @@ class Connections:
         else:
             self._transport = _transport(url)
         self._idle: list[Link] = []
-        #: Calls that wait for the next round trip, those under way, and whether one is about to take the calls.
+        #: Calls that wait for the next round trip, those under way, and the one that is about to take the calls.
         self._calls: deque[_Call] = deque()
         self._trips: set[asyncio.Task[None]] = set()
-        self._departing = False
+        self._departing: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._turn = anyio.CapacityLimiter(CONCURRENT)
         self._closed = False
@@ -427,22 +438,31 @@ class Connections:
         if self._loop is None:
             # Asked once: up to Python 3.11 each time is a system call.
             self._loop = asyncio.get_running_loop()
-        call = _Call(commands, self._loop.create_future())
+        # Packed here: what cannot be is this caller's fault alone.
+        call = _Call(commands, _packed(commands), self._loop.create_future())
         self._calls.append(call)
         self._depart()
         try:
             return await call.replies
         finally:
-            # Who is cancelled before it was sent has not asked.
+            # Who is cancelled before it was sent has not asked; a trip for nobody is given up, and its connection.
             call.replies.cancel()
+            if call.trip is not None and all(one.replies.done() for one in call.aboard):
+                call.trip.cancel()
 
     def _depart(self) -> None:
         """Have a round trip take the calls, once whoever runs in this turn of the loop has made theirs."""
-        if self._calls and not self._departing and self._loop is not None:
-            self._departing = True
-            trip = self._loop.create_task(self._trip(), name="tracewire commands")
+        if self._calls and self._departing is None and self._loop is not None and not self._closed:
+            trip = self._departing = self._loop.create_task(self._trip(), name="tracewire commands")
             self._trips.add(trip)
-            trip.add_done_callback(self._trips.discard)
+            trip.add_done_callback(self._arrived)
+
+    def _arrived(self, trip: asyncio.Task[None]) -> None:
+        self._trips.discard(trip)
+        if self._departing is trip:
+            # Cancelled before it took anything.
+            self._departing = None
+            self._depart()
 
     async def _trip(self) -> None:
         """One round trip, with all calls that wait when its turn comes."""
@@ -452,23 +472,50 @@ class Connections:
                 while self._calls and len(calls) < _TOGETHER:
                     call = self._calls.popleft()
                     if not call.replies.done():
+                        call.trip, call.aboard = asyncio.current_task(), calls
                         calls.append(call)
-                self._departing = False
+                self._departing = None
                 self._depart()
-                if not calls:
-                    return
-                replies = iter(await self._lend([command for call in calls for command in call.commands]))
-        except BaseException as error:
-            self._departing = False
-            closed = isinstance(error, asyncio.CancelledError)
+                if calls:
+                    await self._travel(calls)
+        except Exception as error:
             for call in calls:
                 if not call.replies.done():
-                    call.replies.set_exception(anyio.ClosedResourceError() if closed else error)
-            if not isinstance(error, Exception):
-                raise
-            return
+                    # Of its own: whoever raises an error writes to it.
+                    call.replies.set_exception(_copy(error))
+        finally:
+            for call in calls:
+                # Closed meanwhile.
+                if not call.replies.done():
+                    call.replies.set_exception(anyio.ClosedResourceError())
+
+    async def _travel(self, calls: list[_Call]) -> None:
+        if self._closed:
+            raise anyio.ClosedResourceError
+        link = self._idle.pop() if self._idle else self.link()
+        try:
+            await link.connect()
+            # That may have taken a while.
+            calls[:] = [call for call in calls if not call.replies.done()]
+            if not calls:
+                await self._give_back(link)
+                return
+            owners = [call for call in calls for _ in call.commands]
+            replies = await link.ask(
+                *[command for call in calls for command in call.commands],
+                packed=b"".join([call.packed for call in calls]),
+                wanted=lambda place: not owners[place].replies.done(),
+            )
+        except Exception:
+            self.broken_at = asyncio.get_running_loop().time()
+            raise
+        except BaseException:
+            await link.drop()
+            raise
+        await self._give_back(link)
+        found = iter(replies)
         for call in calls:
-            own = list(islice(replies, len(call.commands)))
+            own = list(islice(found, len(call.commands)))
             if not call.replies.done():
                 call.replies.set_result(own)
 
@@ -519,7 +566,10 @@ class Connections:
                 if refuse_full and is_full(error):
                     raise BusFull("Redis has no memory left") from error
                 if not is_transient(error):
-                    raise as_bus_error(error) from error
+                    problem = as_bus_error(error)
+                    if problem is error:
+                        raise
+                    raise problem from error
                 self.broken_at = anyio.current_time()
                 pause = backoff.next()
                 if anyio.current_time() + pause > deadline:
@@ -527,26 +577,45 @@ class Connections:
                 await anyio.sleep(pause)
 
     async def aclose(self) -> None:
-        """Close what is idle; what is lent is closed on its return. Calls under way end as closed."""
+        """Close what is idle; what is lent is closed on its return. Calls that were not sent end as closed."""
         self._closed = True
-        for trip in (trips := list(self._trips)):
-            trip.cancel()
         while self._calls:
             call = self._calls.popleft()
             if not call.replies.done():
                 call.replies.set_exception(anyio.ClosedResourceError())
-        if trips:
-            with anyio.CancelScope(shield=True):
-                await asyncio.wait(trips)
         while self._idle:
             await self._idle.pop().drop()
 
 
-class _Call(NamedTuple):
-    """Commands of one caller, and where their replies go."""
+class _Call:
+    """Commands of one caller, and where their replies go; then its round trip, and who else is aboard."""
 
-    commands: Sequence[Sequence[Any]]
-    replies: asyncio.Future[list[Any]]
+    __slots__ = ("aboard", "commands", "packed", "replies", "trip")
+
+    def __init__(self, commands: Sequence[Sequence[Any]], packed: bytes, replies: asyncio.Future[list[Any]]) -> None:
+        self.commands = commands
+        self.packed = packed
+        self.replies = replies
+        self.trip: asyncio.Task[None] | None = None
+        self.aboard: list[_Call] = []
+
+
+def _packed(commands: Sequence[Sequence[Any]]) -> bytes:
+    """Commands as they go over the wire."""
+    from hiredis import pack_command
+
+    pack: Callable[[Any], bytes] = pack_command
+    return b"".join(map(pack, commands))
+
+
+def _copy(error: Exception) -> Exception:
+    """The same error once more, with what it came of."""
+    try:
+        one = copy.copy(error)
+    except Exception:  # one that is made of more than it tells
+        return error
+    one.__cause__, one.__context__ = error.__cause__, error.__context__
+    return one.with_traceback(error.__traceback__)
 
 
 def _size(commands: Sequence[Sequence[Any]]) -> int:
@@ -645,7 +714,9 @@ def _is_unwelcome(error: BaseException) -> bool:
     from redis.exceptions import AuthenticationError, AuthorizationError
 
     one: BaseException | None = error
-    while one is not None:
+    seen: set[int] = set()
+    while one is not None and id(one) not in seen:
+        seen.add(id(one))
         if isinstance(one, (AuthenticationError, AuthorizationError)):
             return True
         if isinstance(one, SSLError) and _BAD_CERTIFICATE.search(str(one.reason)):

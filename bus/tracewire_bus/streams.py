@@ -513,7 +513,7 @@ class Bus:
             BusError: Redis refused it.
             BusUnavailable: Redis stayed away.
         """
-        return await self._connections.command(*command)
+        return await self._connections.command(*command, alone=True)
 
     # --- registry -----------------------------------------------------------------------------------------------------
 

@@ -155,11 +155,15 @@ def build_engine(
     }
     options["scheduler_cls"] = SCHEDULER
     options.update(_scheduling(arguments))
-    if arguments.pipeline_parallel_size > 1 and check_collect:
-        raise UnsupportedSetting(
-            "--check-collect is not supported with --pipeline-parallel-size: nnsight's collect reports the first "
-            "stage's saves"
-        )
+    if arguments.pipeline_parallel_size > 1:
+        # vLLM's model runner on which nnsight's is built does not support it under stages, as later versions say; a
+        # request that rests for a step while a token of it is on its way would go on with another one.
+        options["async_scheduling"] = False
+        if check_collect:
+            raise UnsupportedSetting(
+                "--check-collect is not supported with --pipeline-parallel-size: nnsight's collect reports the first "
+                "stage's saves"
+            )
     if loras:
         options.update(_adapters(arguments, loras))
     options["additional_config"] = {

@@ -41,6 +41,14 @@ LOOK_S = 1.0
 EXPECT_S = 60.0
 
 
+class _Leasing:
+    """Somebody asks for the lease; the others wait for what comes of it."""
+
+    def __init__(self) -> None:
+        self.over = anyio.Event()
+        self.problem: BusError | None = None
+
+
 class Presence:
     """One client's lease and deadlines. Its task runs from the first of either on.
 
@@ -52,8 +60,7 @@ class Presence:
         self._bus = bus
         self._lease_s = lease_s
         self._held = ""
-        #: Set once whoever asks for the lease has it, or not.
-        self._leasing: anyio.Event | None = None
+        self._leasing: _Leasing | None = None
         self._due: list[tuple[float, str, bool]] = []
         self._changed = anyio.Event()
         self._task: Background | None = None
@@ -83,18 +90,24 @@ class Presence:
     async def lease(self) -> str:
         """The client's lease, held from now on."""
         while not self._held:
-            if self._leasing is not None:
-                await self._leasing.wait()
+            if (leasing := self._leasing) is not None:
+                await leasing.over.wait()
+                if leasing.problem is not None:
+                    raise type(leasing.problem)(*leasing.problem.args) from leasing.problem
+                # It was cancelled, or there is one now.
                 continue
-            leasing = self._leasing = anyio.Event()
+            leasing = self._leasing = _Leasing()
             try:
                 # How long it is stands in its name, for engines to know when to give its client up.
                 lease = f"{secrets.token_hex(12)}.{self._lease_s:g}"
                 await self._bus.records.hold(lease, self._lease_s * 2 / 3)
                 self._held = lease
+            except BusError as error:
+                leasing.problem = error
+                raise
             finally:
                 self._leasing = None
-                leasing.set()
+                leasing.over.set()
             self._run()
         return self._held
 

@@ -167,22 +167,92 @@ async def test_callers_of_a_trip_whose_connection_breaks_try_again_or_hear_of_it
         await connections.aclose()
 
 
-async def test_closing_ends_calls_under_way(embedded: str) -> None:
+async def test_closing_ends_calls_that_were_not_sent_and_lets_others_finish(embedded: str, prefix: str) -> None:
     connections = Connections(embedded, patience_s=5)
+    found: list[Any] = []
 
-    async def close() -> None:
-        await connections.aclose()
+    async def ask(*command: Any) -> None:
+        found.extend(await together(connections, command))
 
     async with anyio.create_task_group() as group:
-        found: list[Any] = []
-
-        async def ask() -> None:
-            found.extend(await together(connections, *[("BLPOP", "nothing-here", "0")] * 3))
-
-        group.start_soon(ask)
-        while not connections._trips:
+        group.start_soon(ask, "BLPOP", f"{prefix}:bell", "0")
+        while not any(trip for trip in connections._trips) or connections._calls:
             await checkpoint()
-        for _ in range(5):
+        group.start_soon(ask, "ECHO", "late")
+        while not connections._calls:
             await checkpoint()
-        await close()
-    assert [type(one) for one in found] == [anyio.ClosedResourceError] * 3
+        await connections.aclose()
+        while not found:
+            await checkpoint()
+        assert [type(one) for one in found] == [anyio.ClosedResourceError]
+        other = Connections(embedded, patience_s=5)
+        await other.command("RPUSH", f"{prefix}:bell", "rung")
+        await other.aclose()
+    assert found[1:] == [[f"{prefix}:bell".encode(), b"rung"]]
+    assert not connections._trips
+    assert not connections._idle
+
+
+async def test_what_cannot_be_sent_is_its_callers_alone(connections: Connections, prefix: str) -> None:
+    one, *wrong, other = await together(
+        connections, ("SET", f"{prefix}:k", "a"), ("GET", "bad\udc80"), ("GET", None), ("GET", f"{prefix}:k")
+    )
+    assert (one, other) == (b"OK", b"a")
+    assert [type(error) for error in wrong] == [UnicodeEncodeError, TypeError]
+
+
+async def test_an_error_of_the_way_is_raised_to_each_caller(connections: Connections) -> None:
+    async def open_(spare: Any = None) -> Any:
+        raise BusError("no such service")
+
+    connections._transport.open = open_  # type: ignore[method-assign]
+    replies = await together(connections, *[("ECHO", "x")] * 3)
+    assert [str(reply) for reply in replies] == ["no such service"] * 3
+    assert len({id(reply) for reply in replies}) == 3
+
+
+async def test_a_caller_that_is_cancelled_while_a_connection_is_made_has_not_asked(
+    embedded: str, prefix: str, connections: Connections
+) -> None:
+    opening, go_on = anyio.Event(), anyio.Event()
+    usual = connections._transport.open
+
+    async def open_(spare: Any = None) -> Any:
+        opening.set()
+        await go_on.wait()
+        return await usual(spare)
+
+    connections._transport.open = open_  # type: ignore[method-assign]
+    key, scope = f"{prefix}:list", anyio.CancelScope()
+
+    async def cancelled() -> None:
+        with scope:
+            await connections.command("RPUSH", key, "cancelled")
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(cancelled)
+        group.start_soon(connections.command, "RPUSH", key, "other")
+        await opening.wait()
+        scope.cancel()
+        await checkpoint()
+        go_on.set()
+    assert await connections.command("LRANGE", key, 0, -1) == [b"other"]
+
+
+async def test_a_trip_for_nobody_is_given_up(connections: Connections, prefix: str) -> None:
+    for _ in range(20):
+        # More than there are turns: each of them would hold one.
+        with anyio.move_on_after(0.01):
+            await connections.command("BLPOP", f"{prefix}:nothing", "0")
+    assert await connections.command("ECHO", "x") == b"x"
+    await checkpoint()
+    assert not connections._trips
+
+
+async def test_calls_go_on_after_a_trip_that_never_began(connections: Connections) -> None:
+    async with anyio.create_task_group() as group:
+        group.start_soon(connections.command, "ECHO", "x")
+        while connections._departing is None:
+            await checkpoint()
+        connections._departing.cancel()
+    assert await connections.command("ECHO", "y") == b"y"
