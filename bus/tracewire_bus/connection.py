@@ -22,6 +22,7 @@ import random
 import re
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from functools import cache
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -397,7 +398,7 @@ class Connections:
         self._trips: set[asyncio.Task[None]] = set()
         self._departing: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._turn = anyio.CapacityLimiter(CONCURRENT)
+        self._turn = asyncio.Semaphore(CONCURRENT)
         self._closed = False
         #: When a command last found Redis away, by the event loop's clock.
         self.broken_at = -math.inf
@@ -431,15 +432,15 @@ class Connections:
         if self._closed:
             raise anyio.ClosedResourceError
         alone = alone or self._alone or beside is not None or self._cluster is not None
-        if alone or _size(commands) > _TOGETHER_BYTES:
-            # A caller is its own borrower: a task may ask in several places.
-            async with _Turn(self._turn):
-                return await self._lend(commands, beside)
+        # Packed before anything is borrowed: what cannot be is this caller's fault alone.
+        packed = b"" if self._cluster is not None else _packed(commands)
+        if alone or len(packed) > _TOGETHER_BYTES:
+            async with self._turn:
+                return await self._lend(commands, packed, beside)
         if self._loop is None:
             # Asked once: up to Python 3.11 each time is a system call.
             self._loop = asyncio.get_running_loop()
-        # Packed here: what cannot be is this caller's fault alone.
-        call = _Call(commands, _packed(commands), self._loop.create_future())
+        call = _Call(commands, packed, self._loop.create_future())
         self._calls.append(call)
         self._depart()
         try:
@@ -447,11 +448,16 @@ class Connections:
         finally:
             # Who is cancelled before it was sent has not asked; a trip for nobody is given up, and its connection.
             call.replies.cancel()
-            if call.trip is not None and all(one.replies.done() for one in call.aboard):
+            if call.trip is None:
+                with suppress(ValueError):
+                    self._calls.remove(call)
+            elif all(one.replies.done() for one in call.aboard):
                 call.trip.cancel()
 
     def _depart(self) -> None:
         """Have a round trip take the calls, once whoever runs in this turn of the loop has made theirs."""
+        while self._calls and self._calls[0].replies.done():
+            self._calls.popleft()
         if self._calls and self._departing is None and self._loop is not None and not self._closed:
             trip = self._departing = self._loop.create_task(self._trip(), name="tracewire commands")
             self._trips.add(trip)
@@ -468,7 +474,7 @@ class Connections:
         """One round trip, with all calls that wait when its turn comes."""
         calls: list[_Call] = []
         try:
-            async with _Turn(self._turn):
+            async with self._turn:
                 while self._calls and len(calls) < _TOGETHER:
                     call = self._calls.popleft()
                     if not call.replies.done():
@@ -488,6 +494,8 @@ class Connections:
                 # Closed meanwhile.
                 if not call.replies.done():
                     call.replies.set_exception(anyio.ClosedResourceError())
+            # They refer to it.
+            calls.clear()
 
     async def _travel(self, calls: list[_Call]) -> None:
         if self._closed:
@@ -506,11 +514,8 @@ class Connections:
                 packed=b"".join([call.packed for call in calls]),
                 wanted=lambda place: not owners[place].replies.done(),
             )
-        except Exception:
-            self.broken_at = asyncio.get_running_loop().time()
-            raise
-        except BaseException:
-            await link.drop()
+        except BaseException as error:
+            await self._broke(link, error)
             raise
         await self._give_back(link)
         found = iter(replies)
@@ -519,17 +524,28 @@ class Connections:
             if not call.replies.done():
                 call.replies.set_result(own)
 
-    async def _lend(self, commands: Sequence[Sequence[Any]], beside: Link | None = None) -> list[Any]:
+    async def _lend(self, commands: Sequence[Sequence[Any]], packed: bytes, beside: Link | None) -> list[Any]:
         if self._closed:
             raise anyio.ClosedResourceError
         link = self._idle.pop() if self._idle else self.link()
         try:
-            replies = await (link.ask(*commands) if beside is None else link.ask_beside(beside, *commands))
-        except Exception:
-            self.broken_at = asyncio.get_running_loop().time()
+            if beside is None:
+                replies = await link.ask(*commands, packed=packed)
+            else:
+                replies = await link.ask_beside(beside, *commands)
+        except BaseException as error:
+            await self._broke(link, error)
             raise
         await self._give_back(link)
         return replies
+
+    async def _broke(self, link: Link, error: BaseException) -> None:
+        """A lent link is given up. If Redis was away, those that idle are, too: each would have to find out."""
+        await link.drop()
+        if isinstance(error, Exception):
+            self.broken_at = asyncio.get_running_loop().time()
+            while self._idle:
+                await self._idle.pop().drop()
 
     async def _give_back(self, link: Link) -> None:
         if self._closed:
@@ -615,25 +631,8 @@ def _copy(error: Exception) -> Exception:
     except Exception:  # one that is made of more than it tells
         return error
     one.__cause__, one.__context__ = error.__cause__, error.__context__
+    one.__suppress_context__ = error.__suppress_context__
     return one.with_traceback(error.__traceback__)
-
-
-def _size(commands: Sequence[Sequence[Any]]) -> int:
-    """Bytes of these commands' arguments, about."""
-    return sum(len(part) if isinstance(part, (bytes, str)) else 8 for command in commands for part in command)
-
-
-class _Turn:
-    """A capacity limiter by call instead of by task."""
-
-    def __init__(self, limiter: anyio.CapacityLimiter) -> None:
-        self._limiter = limiter
-
-    async def __aenter__(self) -> None:
-        await self._limiter.acquire_on_behalf_of(self)
-
-    async def __aexit__(self, *_: object) -> None:
-        self._limiter.release_on_behalf_of(self)
 
 
 #: What Redis says of a script that it stopped at a command which it does not take for now.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -199,6 +200,39 @@ async def test_what_cannot_be_sent_is_its_callers_alone(connections: Connections
     )
     assert (one, other) == (b"OK", b"a")
     assert [type(error) for error in wrong] == [UnicodeEncodeError, TypeError]
+    (mine,) = await together(connections, ("CLIENT", "ID"))
+    with pytest.raises(UnicodeEncodeError):
+        await connections.command("GET", "bad\udc80", alone=True)
+    # No connection was lost over it.
+    assert await connections.command("CLIENT", "ID", alone=True) == mine
+
+
+async def test_one_that_finds_redis_gone_spares_the_others_finding_out(embedded: str, tmp_path: Path) -> None:
+    async with proxy(embedded, tmp_path) as way:
+        connections = Connections(way.url, patience_s=5)
+        async with anyio.create_task_group() as group:
+            for _ in range(8):
+                group.start_soon(partial(connections.command, "ECHO", "x", alone=True))
+        assert len(connections._idle) == 8
+        await way.cut()
+        assert await connections.command("ECHO", "x") == b"x"
+        assert len(connections._idle) == 1
+        await connections.aclose()
+
+
+async def test_whoever_gives_up_waiting_leaves_nothing_behind(connections: Connections, prefix: str) -> None:
+    async with anyio.create_task_group() as group:
+        for _ in range(8):
+            # All turns there are.
+            group.start_soon(partial(connections.command, "BLPOP", f"{prefix}:nothing", "0", alone=True))
+        while not connections._turn.locked():
+            await checkpoint()
+        for _ in range(3):
+            with anyio.move_on_after(0.01):
+                await connections.command("ECHO", "x")
+        assert not connections._calls
+        group.cancel_scope.cancel()
+    assert await connections.command("ECHO", "x") == b"x"
 
 
 async def test_an_error_of_the_way_is_raised_to_each_caller(connections: Connections) -> None:
