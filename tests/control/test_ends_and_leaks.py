@@ -17,7 +17,7 @@ from tests.bus.proxy import proxy
 from tests.faults.scripted import ScriptedEngine, acts, info, serving
 from tests.faults.test_engine_loss import Gate
 from tracewire import Client, Final, Steered
-from tracewire_bus.connection import CONCURRENT, BusUnavailable, _Turn
+from tracewire_bus.connection import CONCURRENT, BusUnavailable
 from tracewire_bus.messages import Failure, Invoke, Submission
 from tracewire_bus.streams import Bus, QueueFull
 from tracewire_engine.adapter import Adapter
@@ -249,7 +249,7 @@ async def test_a_lease_is_renewed_beside_calls_that_hang(embedded: str, prefix: 
             async with client.trace("tiny", "hello", detach=False):
                 lease = await client._presence.lease()
                 for _ in range(CONCURRENT):
-                    await stack.enter_async_context(_Turn(client._open_bus()._connections._turn))
+                    await stack.enter_async_context(client._open_bus()._connections._turn)
                 await bus.records.release(lease)
                 while not await bus.records.held([lease]):
                     pass
