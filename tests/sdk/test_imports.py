@@ -43,9 +43,11 @@ def test_decorating_a_block_loads_nothing_heavy() -> None:
     assert not roots & (HEAVY | ON_FIRST_USE)
 
 
-def test_import_takes_under_a_quarter_of_a_second() -> None:
-    best = min(imported("import tracewire")["tracewire"] for _ in range(5))
-    assert best < 250_000, f"import tracewire takes {best / 1e6:.3f} s"
+def test_import_takes_a_few_times_what_its_machine_takes_for_asyncio() -> None:
+    """By ratio, since machines differ from hour to hour: 3 to 4."""
+    found = [imported("import asyncio, tracewire") for _ in range(5)]
+    ours, base = (min(one[name] for one in found) for name in ("tracewire", "asyncio"))
+    assert ours < 6 * base, f"import tracewire takes {ours / 1e6:.3f} s, asyncio {base / 1e6:.3f}"
 
 
 def test_everything_public_is_named_and_documented() -> None:
