@@ -10,6 +10,7 @@ import gc
 import socket
 from typing import Any
 
+import torch
 from nnsight.modeling.vllm.workers.GPUWorker import NNsightGPUWorker
 from vllm.platforms import current_platform
 from vllm.v1.executor.multiproc_executor import WorkerProc
@@ -43,6 +44,10 @@ class TracewireWorker(_PlatformWorker):
         Raises:
             NotImplementedError: vLLM built a runner that cannot interleave (its V2 runner, or another platform's).
         """
+        if current_platform.is_cpu() and torch.cpu._is_amx_tile_supported():
+            # Linux kills a process that uses AMX's tiles without having asked for them. vLLM's attention does not ask,
+            # and relies on a matrix product before it that does: there need not be one, as under tensor parallelism.
+            torch.cpu._init_amx()
         super().init_device()
         runner = self.model_runner
         if type(runner) is not _PlatformRunner:
