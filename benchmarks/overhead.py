@@ -331,6 +331,8 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         wanted.append(("plain_default", "plain", {"eager": False}))
     if options.first_runner:
         wanted.append(("plain_first_runner", "plain", {"eager": False, "first_runner": True}))
+    if options.synchronous:
+        wanted.append(("plain_synchronous", "plain", {"eager": False, "first_runner": True, "synchronous": True}))
     if not options.no_own:
         wanted.append(("own", "own", {}))
     if not options.only_plain:
@@ -407,7 +409,7 @@ def summary(rounds: dict[str, list[dict[str, Any]]], options: argparse.Namespace
             f"{name}_to_plain": round(
                 median(speed_of(one) / speed_of(base) for one, base in zip(kept[name], base_rounds, strict=True)), 3
             )
-            for name in ("declared", "steered", "bystander", "own", "plain_first_runner")
+            for name in ("declared", "steered", "bystander", "own", "plain_first_runner", "plain_synchronous")
             if name in kept
         },
         "latency_ms": quantiles([latency for one in ours for latency in one["latencies"]]),
@@ -449,6 +451,9 @@ def main() -> None:
     parser.add_argument("--no-default", action="store_true", help="leave vLLM at its defaults out")
     parser.add_argument(
         "--first-runner", action="store_true", help="plain vLLM on its first model runner as well, on a GPU"
+    )
+    parser.add_argument(
+        "--synchronous", action="store_true", help="plain vLLM on its first runner without async scheduling as well"
     )
     parser.add_argument("--settle", type=float, default=SETTLE_S, metavar="SECONDS", help="between two ways")
     parser.add_argument("--no-own", action="store_true", help="leave Tracewire's engine without the bus out")

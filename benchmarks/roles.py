@@ -143,12 +143,15 @@ async def serve(ready: dict[str, Any], run: Any) -> None:
 
 def plain(options: dict[str, Any]) -> None:
     """A stock `AsyncLLM`: at vLLM's defaults, or eager, or on vLLM's first model runner."""
+    os.environ.pop("VLLM_USE_V2_MODEL_RUNNER", None)
     if options.get("first_runner"):
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     from vllm.v1.engine.async_llm import AsyncLLM
 
     arguments = engine_arguments(options)
     arguments.enforce_eager = options["eager"]
+    if options.get("synchronous"):
+        arguments.async_scheduling = False
 
     async def main() -> None:
         llm = AsyncLLM.from_engine_args(arguments)
@@ -230,5 +233,6 @@ def own(options: dict[str, Any]) -> None:
 if __name__ == "__main__":
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
-    os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
+    # nnsight's, which the plain role takes back.
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     {"plain": plain, "nnsight": nnsight, "our_worker": our_worker, "own": own}[sys.argv[1]](json.loads(sys.argv[2]))
