@@ -105,6 +105,15 @@ def refuse_unsupported(arguments: AsyncEngineArgs) -> None:
             getattr(arguments, "scheduler_cls", None) is not None,
             "requests are paused and resumed by a scheduler of Tracewire's own",
         ),
+        (
+            # With two stages one step at most is on its way when the next is decided upon: of a request that was not
+            # in it every token is known. With more, a token of it may still be under way, which vLLM's first model
+            # runner has on the device for the step right behind it only, and the request would go on with another.
+            "--async-scheduling",
+            bool(getattr(arguments, "async_scheduling", None))
+            and (getattr(arguments, "pipeline_parallel_size", 1) or 1) > 2,
+            "with more than two pipeline stages a request that rests for a step would go on with a wrong token",
+        ),
     ]
     for option, present, reason in refused:
         if present:
@@ -155,15 +164,14 @@ def build_engine(
     }
     options["scheduler_cls"] = SCHEDULER
     options.update(_scheduling(arguments))
-    if arguments.pipeline_parallel_size > 1:
-        # vLLM's model runner on which nnsight's is built does not support it under stages, as later versions say; a
-        # request that rests for a step while a token of it is on its way would go on with another one.
+    if arguments.pipeline_parallel_size > 2:
+        # See `refuse_unsupported`; left to itself, vLLM 0.25 switches it on.
         options["async_scheduling"] = False
-        if check_collect:
-            raise UnsupportedSetting(
-                "--check-collect is not supported with --pipeline-parallel-size: nnsight's collect reports the first "
-                "stage's saves"
-            )
+    if arguments.pipeline_parallel_size > 1 and check_collect:
+        raise UnsupportedSetting(
+            "--check-collect is not supported with --pipeline-parallel-size: nnsight's collect reports the first "
+            "stage's saves"
+        )
     if loras:
         options.update(_adapters(arguments, loras))
     options["additional_config"] = {

@@ -44,6 +44,14 @@ def logits_and_samples(model, tracer, live):
 
 
 @tracewire.intervention
+def fed(model, tracer, live):
+    """The token that each step begins with."""
+    ids = [].save()
+    for step in tracer.iter[:]:
+        ids.append(int(model.model.embed_tokens.input.flatten()[-1]))
+
+
+@tracewire.intervention
 def arithmetic(model, tracer, live):
     """What both stages have, in one expression."""
     differences = [].save()

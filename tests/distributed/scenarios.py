@@ -7,6 +7,7 @@ to differ, it leaves that out.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 import anyio
@@ -27,6 +28,7 @@ from tracewire import (
     Restarted,
     Steer,
     StopWhen,
+    TraceEnded,
     TraceFailed,
 )
 
@@ -313,6 +315,31 @@ async def cancelled(client: Client, model: Model) -> Any:
         check_events(events)
         assert events[-1].status == "cancelled", events[-1]
     return await outcome(client, model, blocks.arithmetic)
+
+
+@scenario
+async def rests(client: Client, model: Model) -> Any:
+    """Paused again and again for a few steps, one beside others or all: each goes on with its own last token."""
+    tokens = 120
+
+    async def one(number: int) -> None:
+        sampling = {**GREEDY, "max_tokens": tokens}
+        async with client.trace(model, PROMPTS[number % 3], blocks.fed, **sampling) as trace:
+            paused, left = 0, [5 * count + number * (count % 2) for count in range(1, 20)]
+            async for item in trace:
+                if isinstance(item, Output) and left and item.index >= left[0]:
+                    left = [index for index in left if index > item.index]
+                    with suppress(TraceEnded):
+                        paused += await trace.pause()
+                        await trace.resume()
+            result = await trace.result()
+        assert paused > 3
+        assert len(result.token_ids) == tokens
+        assert result.saves["ids"][1:tokens] == result.token_ids[:-1]
+
+    async with anyio.create_task_group() as group:
+        for number in range(4):
+            group.start_soon(one, number)
 
 
 # --- declared interventions -------------------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ async def own_bus() -> AsyncIterator[str]:
         (["--stream-interval", "4"], {}, "--stream-interval"),
         (["--scheduler-cls", "vllm.v1.core.sched.scheduler.Scheduler"], {}, "--scheduler-cls"),
         (["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 2}'], {}, "--speculative-config"),
+        (["--pipeline-parallel-size", "3", "--async-scheduling"], {}, "--async-scheduling"),
         ([], {"VLLM_USE_V2_MODEL_RUNNER": "1"}, "VLLM_USE_V2_MODEL_RUNNER"),
     ],
 )
