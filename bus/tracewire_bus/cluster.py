@@ -291,12 +291,13 @@ class ClusterLink(Link):
             await self._node(await self._cluster.owner(slot)).connect()
 
     async def ask(
-        self, *commands: Sequence[Any], timeout_s: float = COMMAND_S, stay: bool = False, **of_one_server: Any
+        self, *commands: Sequence[Any], timeout_s: float = COMMAND_S, stay: bool = False, packed: bytes | None = None
     ) -> list[Any]:
         """Send `commands` and return their raw replies; a refused one's is its `ResponseError`.
 
         Those of one slot are carried out in this order, and those that are `After` after all others. With `stay` they
-        go to nodes only that it is connected to, and to those that a slot is being moved to from there.
+        go to nodes only that it is connected to, and to those that a slot is being moved to from there. Each command
+        goes its own way: what is `packed` is not looked at.
 
         Raises:
             redis.exceptions.RedisError: a connection failed: some of them may have been carried out.

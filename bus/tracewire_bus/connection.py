@@ -1,10 +1,10 @@
 """Connections to Redis, and what to do when they break.
 
-The transport is redis-py's asyncio connection, used below its client: a command that is cancelled half way takes its
-connection with it and nothing else, whatever kind of scope cancelled it, and nobody but us decides what may be sent
-twice. [`Connections`][tracewire_bus.connection.Connections] lends connections to short commands, a bounded number at a
-time, and sends those together that are asked for at the same time; whoever blocks on Redis or must not wait behind
-others has a [`Link`][tracewire_bus.connection.Link] of its own.
+The transport is redis-py's asyncio connection, used below its client: a connection on which a command was given up
+half way is given up with it, whatever kind of scope cancelled it, and nobody but us decides what may be sent twice.
+[`Connections`][tracewire_bus.connection.Connections] lends connections to short commands, a bounded number at a time,
+and sends those together that are asked for at the same time; whoever blocks on Redis or must not wait behind others
+has a [`Link`][tracewire_bus.connection.Link] of its own.
 
 Where a connection goes is decided anew each time that one is opened: to the server that the URL names, or to the one
 that the sentinels name (`sentinel.py`). On a cluster a link has a connection to each node that it needs (`cluster.py`).
@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from urllib.parse import urlsplit
 
 import anyio
+import anyio.lowlevel
 
 from .scripts import with_text
 
@@ -135,29 +136,31 @@ class Background:
 
 
 class Wakeup:
-    """Wakes the task that waits, if one does. Costs nothing while none does, as an event that is renewed would."""
+    """Wakes the tasks that wait, if any do. Costs nothing while none does, as an event that is renewed would."""
 
-    __slots__ = ("_loop", "_waiter")
+    __slots__ = ("_loop", "_waiters")
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._waiter: asyncio.Future[None] | None = None
+        self._waiters: list[asyncio.Future[None]] = []
 
     async def wait(self) -> None:
-        """Wait for the next `notify`. One task at a time."""
+        """Wait for the next `notify`."""
         if self._loop is None:
             # Asked once: up to Python 3.11 each time is a system call.
             self._loop = asyncio.get_running_loop()
-        self._waiter = self._loop.create_future()
+        waiter = self._loop.create_future()
+        self._waiters.append(waiter)
         try:
-            await self._waiter
+            await waiter
         finally:
-            self._waiter = None
+            self._waiters.remove(waiter)
 
     def notify(self) -> None:
-        """Wake it."""
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        """Wake them."""
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
 
 
 def redacted(url: str) -> str:
@@ -312,13 +315,12 @@ class Link:
         timeout_s: float = COMMAND_S,
         stay: bool = False,
         packed: bytes | None = None,
-        wanted: Callable[[int], bool] = lambda place: True,
     ) -> list[Any]:
         """Send `commands` together and return their raw replies; a refused one's is its `ResponseError`.
 
         They are carried out in this order, but for scripts that Redis does not know yet: those come after the others.
         A server that takes no writes is left: the next call asks where to go. `stay` is for clusters. `packed` is all
-        of them as they go over the wire, if the caller has it; of scripts, those are sent again that are `wanted` yet.
+        of them as they go over the wire, if the caller has it.
 
         Raises:
             redis.exceptions.RedisError: the connection failed: some of them may have been carried out.
@@ -327,7 +329,7 @@ class Link:
         from redis.exceptions import NoScriptError
 
         replies = await self.exchange(commands, timeout_s, packed)
-        unknown = [place for place, reply in enumerate(replies) if isinstance(reply, NoScriptError) and wanted(place)]
+        unknown = [place for place, reply in enumerate(replies) if isinstance(reply, NoScriptError)]
         texts = {place: command for place in unknown if (command := with_text(commands[place]))}
         if texts:
             for place, reply in zip(texts, await self.exchange([*texts.values()], timeout_s), strict=True):
@@ -435,6 +437,8 @@ class Connections:
         # Packed before anything is borrowed: what cannot be is this caller's fault alone.
         packed = b"" if self._cluster is not None else _packed(commands)
         if alone or len(packed) > _TOGETHER_BYTES:
+            # A semaphore that is free lets a cancelled caller through.
+            await anyio.lowlevel.checkpoint_if_cancelled()
             async with self._turn:
                 return await self._lend(commands, packed, beside)
         if self._loop is None:
@@ -508,11 +512,9 @@ class Connections:
             if not calls:
                 await self._give_back(link)
                 return
-            owners = [call for call in calls for _ in call.commands]
             replies = await link.ask(
                 *[command for call in calls for command in call.commands],
                 packed=b"".join([call.packed for call in calls]),
-                wanted=lambda place: not owners[place].replies.done(),
             )
         except BaseException as error:
             await self._broke(link, error)
@@ -540,10 +542,15 @@ class Connections:
         return replies
 
     async def _broke(self, link: Link, error: BaseException) -> None:
-        """A lent link is given up. If Redis was away, those that idle are, too: each would have to find out."""
+        """A lent link is given up. If its server was away, those that idle are, too: each would have to find out."""
+        from redis.exceptions import ConnectionError
+
         await link.drop()
-        if isinstance(error, Exception):
-            self.broken_at = asyncio.get_running_loop().time()
+        if not isinstance(error, Exception):
+            return
+        self.broken_at = asyncio.get_running_loop().time()
+        # A command that took too long says nothing of others, nor does one node of several.
+        if self._cluster is None and isinstance(error, (ConnectionError, OSError)) and type(error) is not TimeoutError:
             while self._idle:
                 await self._idle.pop().drop()
 
@@ -582,10 +589,7 @@ class Connections:
                 if refuse_full and is_full(error):
                     raise BusFull("Redis has no memory left") from error
                 if not is_transient(error):
-                    problem = as_bus_error(error)
-                    if problem is error:
-                        raise
-                    raise problem from error
+                    raise as_bus_error(error) from error
                 self.broken_at = anyio.current_time()
                 pause = backoff.next()
                 if anyio.current_time() + pause > deadline:

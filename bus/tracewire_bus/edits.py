@@ -247,7 +247,7 @@ class Edits:
         Raises:
             BusUnavailable: Redis stayed away.
         """
-        generation, entries, abouts, disabled = await self._connections.command(*_LOAD(self._all(model)))
+        generation, entries, abouts, disabled = await self._connections.command(*_LOAD(self._all(model)), alone=True)
         data, why = _by_name(entries), _by_name(disabled)
         found: list[tuple[int, Installed]] = []
         for raw, about in _by_name(abouts).items():

@@ -705,7 +705,7 @@ class Queue:
             BusUnavailable: Redis stayed away.
         """
         call = _HELD(_names(self._keys, model), _GIVEN_UP, _TAKE_BYTES, _INLINE_BYTES)
-        return [_taken(*one) for one in await self._connections.command(*call)]
+        return [_taken(*one) for one in await self._connections.command(*call, alone=True)]
 
     def forgo(self, model: str, engine: str, trace: str) -> None:
         """Have an entry that `engine` took come again with a later `take`, under the same attempt."""
@@ -759,7 +759,7 @@ class Queue:
             BusError: `id_` is no id.
             BusUnavailable: Redis stayed away.
         """
-        found = await self._connections.command("XRANGE", self._keys.dead(), id_, id_)
+        found = await self._connections.command("XRANGE", self._keys.dead(), id_, id_, alone=True)
         return _dead_letter(*found[0]) if found else None
 
     async def drop_dead_letter(self, id_: str) -> bool:
@@ -811,7 +811,7 @@ class Queue:
             BusUnavailable: Redis stayed away; they may have been withdrawn.
         """
         call = _WITHDRAW_LEASE(_names(self._keys, model), _bytes(lease), _holder(lease), _TAKE_BYTES, _INLINE_BYTES)
-        return [_taken(*one) for one in await self._connections.command(*call)]
+        return [_taken(*one) for one in await self._connections.command(*call, alone=True)]
 
     async def waiting(self, model: str) -> int:
         """How many entries wait.

@@ -178,6 +178,7 @@ class Subscription:
         #: The key of its trace's record, and whether the trace is known to be, or to have been, there.
         self.record = record
         self.known = since not in ("start", "now", "0-0")
+        self._new = False
         self._gone_since: float | None = None
         self._connections = connections
         self._last: _Id | None = (0, 0) if since == "start" else None if since == "now" else parse_id(since)
@@ -208,9 +209,13 @@ class Subscription:
             if self._last is None:
                 self._last = self._reached = parse_id(last)
 
-    def expect(self) -> None:
-        """Its trace is there: should it be found gone, that is no trace to wait for, but an error."""
+    def expect(self, *, new: bool = False) -> None:
+        """Its trace is there: should it be found gone, that is no trace to wait for, but an error.
+
+        The first page of a `new` one is small, and asked for together with others'.
+        """
         self.known = True
+        self._new = new
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -310,11 +315,10 @@ class Subscription:
                 self._over = True
                 return
             seen = self._reader.position(self.key)
-            # Of a trace that was submitted a moment ago there is little.
-            begun = self.known and self.last == (0, 0)
+            small = self._new and self.last == (0, 0)
             where = f"{self.last[0]}-{self.last[1]}"
             reply = await self._connections.command(
-                "XREAD", "COUNT", self._page, "STREAMS", self.key, where, alone=not begun
+                "XREAD", "COUNT", self._page, "STREAMS", self.key, where, alone=not small
             )
         except BusUnavailable as error:
             # The bus waited a while; a consumer waits as long as it likes.
@@ -654,5 +658,5 @@ class SlotReaders:
 
 async def tail_id(connections: Connections, key: str) -> str:
     """Id of a stream's last entry, `"0-0"` if it has none."""
-    reply = await connections.command("XREVRANGE", key, "+", "-", "COUNT", 1)
+    reply = await connections.command("XREVRANGE", key, "+", "-", "COUNT", 1, alone=True)
     return reply[0][0].decode() if reply else "0-0"

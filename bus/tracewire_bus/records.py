@@ -503,6 +503,7 @@ class Records:
         replies = await self._connections.commands(
             *(("HMGET", self._keys.record(trace), "a", "e") for trace, _ in attempts),
             *(("XRANGE", self._keys.events(trace), FINAL_ID, FINAL_ID) for trace, _ in attempts),
+            alone=True,
         )
         known, finals = replies[: len(attempts)], replies[len(attempts) :]
         return [
@@ -536,11 +537,13 @@ class Records:
 
     async def ended(self, trace: str) -> bool:
         """Whether its final event is there."""
-        return bool(await self._connections.command("XRANGE", self._keys.events(trace), FINAL_ID, FINAL_ID))
+        key = self._keys.events(trace)
+        return bool(await self._connections.command("XRANGE", key, FINAL_ID, FINAL_ID, alone=True))
 
     async def failed_as(self, trace: str) -> str | None:
         """The type of the error that a trace has ended with; None if it has not ended so, or cannot be read."""
-        found = await self._connections.command("XRANGE", self._keys.events(trace), FINAL_ID, FINAL_ID)
+        key = self._keys.events(trace)
+        found = await self._connections.command("XRANGE", key, FINAL_ID, FINAL_ID, alone=True)
         if not found:
             return None
         fields = dict(zip(found[0][1][::2], found[0][1][1::2], strict=True))

@@ -591,7 +591,7 @@ class Bus:
         if not names:
             return {}
         infos: dict[str, EngineInfo | None] = {}
-        replies = await self._connections.commands(*(("GET", key(name)) for name in names))
+        replies = await self._connections.commands(*(("GET", key(name)) for name in names), alone=True)
         for name, data in zip(names, replies, strict=True):
             if data is None:
                 continue

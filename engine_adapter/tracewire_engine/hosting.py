@@ -67,9 +67,7 @@ class ToHost:
             free = self._free.get(tensor.nbytes)
             lent = free.pop() if free else None
         if lent is None:
-            # Good for copies in steps and outside of them, whichever makes it.
-            with torch.inference_mode(False):
-                lent = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True), torch.cuda.Event()
+            lent = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True), torch.cuda.Event()
         self._pinned, self._copied = lent
         self._pinned.copy_(tensor, non_blocking=True)
         self._copied.record()

@@ -2,10 +2,10 @@
 
 nnsight's runner interleaves blocks with the forward pass, the logits and the samples. This one changes how a block
 comes in (source text on the request, see `blocks.py`, instead of a pickled mediator) and how what it saved gets out:
-behind the answer to `sample_tokens`, on the thread that the blocks run on, what each live request newly saved leaves by
-the link in one message a step, and a request's worker state goes when the scheduler says that the request is over.
-There is no RPC on either way. What large arrays need besides being frozen, and the reports of requests that have any,
-is left to another thread (`large.py`, `blob_link.py`).
+what each live request newly saved leaves by the link in one message a step, from the thread that the blocks run on,
+behind the answer to `sample_tokens` where the worker has a process of its own. A request's worker state goes when the
+scheduler says that the request is over. There is no RPC on either way. What large arrays need besides being frozen,
+and the reports of requests that have any, is left to another thread (`large.py`, `blob_link.py`).
 
 `TracewireRunner` is mixed into vLLM's runner for the platform at hand; see `worker.py`.
 """

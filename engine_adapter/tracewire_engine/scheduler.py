@@ -240,16 +240,14 @@ class _Pausing:
                 return None
             if request in self.tracewire_kept and request.num_computed_tokens:
                 return self._allocate_kept(request, *args, **options)
-        blocks = self._allocate(request, *args, **options)
-        return blocks if blocks is not None else self._allocate_of_others(request, *args, **options)
+        return self._allocate_or_take(request, *args, **options)
 
     def _allocate_kept(self, request: Any, *args: Any, **options: Any) -> Any:
         """Blocks of a request that goes on with what the workers kept of it: as if its KV came from elsewhere."""
         options["num_external_computed_tokens"] = computed = request.num_computed_tokens
         request.num_computed_tokens = 0
         try:
-            blocks = self._allocate(request, *args, **options)
-            return blocks if blocks is not None else self._allocate_of_others(request, *args, **options)
+            return self._allocate_or_take(request, *args, **options)
         finally:
             request.num_computed_tokens = computed
 
@@ -263,8 +261,9 @@ class _Pausing:
         # What no step can take is let through, so that it does not stand in everybody's way.
         return num_new_tokens < left <= most
 
-    def _allocate_of_others(self, request: Any, *args: Any, **options: Any) -> Any:
-        blocks = None
+    def _allocate_or_take(self, request: Any, *args: Any, **options: Any) -> Any:
+        """vLLM's allocation, with the blocks of those set aside while there are no others."""
+        blocks = self._allocate(request, *args, **options)
         while blocks is None and self.tracewire_aside:
             victim = self._victim()
             self._preempt_request(victim, time.monotonic())

@@ -282,9 +282,9 @@ class EventReader:
             attempt, seq = self._entries.last
             self.position = f"{attempt}-{seq}"
 
-    def expect(self) -> None:
-        """The trace is there: should it be gone when it is read, that is an error."""
-        self._entries.expect()
+    def expect(self, *, new: bool = False) -> None:
+        """The trace is there: should it be gone when it is read, that is an error. A new one has few events yet."""
+        self._entries.expect(new=new)
 
     async def next(self, fold: Fold | None = None) -> Event | None:
         """The next event, folded into `fold` first if there is one; `None` after the final, or once this is closed.

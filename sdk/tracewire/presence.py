@@ -41,14 +41,6 @@ LOOK_S = 1.0
 EXPECT_S = 60.0
 
 
-class _Leasing:
-    """Somebody asks for the lease; the others wait for what comes of it."""
-
-    def __init__(self) -> None:
-        self.over = anyio.Event()
-        self.problem: BusError | None = None
-
-
 class Presence:
     """One client's lease and deadlines. Its task runs from the first of either on.
 
@@ -59,8 +51,9 @@ class Presence:
     def __init__(self, bus: Bus, lease_s: float) -> None:
         self._bus = bus
         self._lease_s = lease_s
-        self._held = ""
-        self._leasing: _Leasing | None = None
+        # How long it is stands in its name, for engines to know when to give its client up.
+        self._lease = f"{secrets.token_hex(12)}.{lease_s:g}"
+        self._held = False
         self._due: list[tuple[float, str, bool]] = []
         self._changed = anyio.Event()
         self._task: Background | None = None
@@ -89,27 +82,11 @@ class Presence:
 
     async def lease(self) -> str:
         """The client's lease, held from now on."""
-        while not self._held:
-            if (leasing := self._leasing) is not None:
-                await leasing.over.wait()
-                if leasing.problem is not None:
-                    raise type(leasing.problem)(*leasing.problem.args) from leasing.problem
-                # It was cancelled, or there is one now.
-                continue
-            leasing = self._leasing = _Leasing()
-            try:
-                # How long it is stands in its name, for engines to know when to give its client up.
-                lease = f"{secrets.token_hex(12)}.{self._lease_s:g}"
-                await self._bus.records.hold(lease, self._lease_s * 2 / 3)
-                self._held = lease
-            except BusError as error:
-                leasing.problem = error
-                raise
-            finally:
-                self._leasing = None
-                leasing.over.set()
+        if not self._held:
+            await self._bus.records.hold(self._lease, self._lease_s * 2 / 3)
+            self._held = True
             self._run()
-        return self._held
+        return self._lease
 
     def watch(self, trace: str, seconds: float) -> None:
         """See to it that a trace ends, `seconds` from now."""
@@ -125,7 +102,7 @@ class Presence:
         if self._held:
             with anyio.move_on_after(2, shield=True):
                 try:
-                    await self._bus.records.release(self._held)
+                    await self._bus.records.release(self._lease)
                 except BusError as error:
                     logger.debug("the lease could not be given up, and ends by itself: %s", error)
 
@@ -151,7 +128,7 @@ class Presence:
                     try:
                         # No longer: what hangs on a connection that says nothing tries anew.
                         with anyio.move_on_after(every * 2):
-                            await self._bus.records.hold(self._held, self._lease_s * 2 / 3, link)
+                            await self._bus.records.hold(self._lease, self._lease_s * 2 / 3, link)
                     except BusError as error:
                         logger.warning("a client's lease could not be renewed: %s", error)
                 await anyio.sleep(max(_SOON_S, begun + every - anyio.current_time()))

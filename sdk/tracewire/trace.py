@@ -186,7 +186,7 @@ class Trace(Reader):
                 hint = "arrays of any size can be submitted; make the block's other variables or the prompts smaller"
                 raise TraceRejected("submission", f"{error}: {hint}") from None
             self._reader = EventReader(self.id, bus, "start")
-            self._reader.expect()
+            self._reader.expect(new=True)
 
     async def _check_paths(self) -> Model:
         model = await self._client._find(self.model, None)

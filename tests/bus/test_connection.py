@@ -13,7 +13,7 @@ from anyio.lowlevel import checkpoint
 
 from tests.bus.proxy import proxy
 from tracewire_bus.addresses import Addresses
-from tracewire_bus.connection import BusError, BusUnavailable, Connections, Wakeup, redacted
+from tracewire_bus.connection import BusError, BusUnavailable, Connections, Link, Wakeup, redacted
 
 
 async def test_a_wakeup_wakes_whoever_waits_then_and_nobody_later() -> None:
@@ -42,6 +42,28 @@ async def test_a_wakeup_wakes_whoever_waits_then_and_nobody_later() -> None:
         await checkpoint()
         wakeup.notify()
     assert woken == [1, 3]
+
+
+async def test_a_wakeup_wakes_all_that_wait_and_one_that_left_takes_nobody_along() -> None:
+    wakeup = Wakeup()
+    woken: list[int] = []
+
+    async def wait(number: int) -> None:
+        await wakeup.wait()
+        woken.append(number)
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(wait, 1)
+        await checkpoint()
+        wakeup.notify()
+        # It waits before the one that was woken has gone on.
+        group.start_soon(wait, 2)
+        await checkpoint()
+        assert woken == [1]
+        group.start_soon(wait, 3)
+        await checkpoint()
+        wakeup.notify()
+    assert woken == [1, 2, 3]
 
 
 async def test_a_wakeup_whose_task_is_cancelled_at_the_same_time_is_not_an_error() -> None:
@@ -218,6 +240,25 @@ async def test_one_that_finds_redis_gone_spares_the_others_finding_out(embedded:
         assert await connections.command("ECHO", "x") == b"x"
         assert len(connections._idle) == 1
         await connections.aclose()
+
+
+@pytest.mark.parametrize("alone", [False, True])
+async def test_who_is_cancelled_already_sends_nothing(connections: Connections, prefix: str, alone: bool) -> None:
+    with anyio.move_on_after(0):
+        await connections.command("SET", f"{prefix}:k", "x", alone=alone)
+    assert await connections.command("EXISTS", f"{prefix}:k") == 0
+
+
+async def test_a_command_that_takes_too_long_costs_no_other_connection(
+    connections: Connections, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await together(connections, *[("PING",)] * 4, *[("ECHO", b"x" * 9000)] * 4)
+    idle = len(connections._idle)
+    assert idle > 1
+    monkeypatch.setattr(Link.ask, "__kwdefaults__", {**(Link.ask.__kwdefaults__ or {}), "timeout_s": 0.01})
+    with pytest.raises(TimeoutError):
+        await connections.once(("BLPOP", "nothing", 0), alone=True)
+    assert len(connections._idle) == idle - 1
 
 
 async def test_whoever_gives_up_waiting_leaves_nothing_behind(connections: Connections, prefix: str) -> None:

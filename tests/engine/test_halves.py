@@ -38,5 +38,18 @@ async def test_the_last_step_is_waited_for(last: StepRecord | FinishRecord, fail
     assert half.failed == failed
 
 
+async def test_the_last_step_is_waited_for_beside_a_guard() -> None:
+    """One task looks for a failure all the while: neither takes the other's word."""
+    half = Half(1)
+    guard = asyncio.ensure_future(half.until_failed())
+    await asyncio.sleep(0)
+    half.step(StepRecord("r", 0, 0, NOTHING), 0.0)
+    waiting = asyncio.ensure_future(half.reported([2]))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    half.step(StepRecord("r", 0, 1, NOTHING, "error"), 0.0)
+    await asyncio.wait_for(asyncio.gather(waiting, guard), 10)
+
+
 async def test_nothing_is_waited_for_that_no_step_reports() -> None:
     await asyncio.wait_for(Half(1, block=False).reported([5]), 10)
