@@ -177,6 +177,7 @@ async def tracewire_round(url: str, workload: dict[str, Any]) -> dict[str, Any]:
     totals = {"tokens": 0, "wire": 0, "raw": 0}
     traces: list[str] = []
     steps: list[float] = []
+    firsts: list[float] = []
     #: When the last trace was submitted, the first and the last output came, and the last fold was verified.
     marks = dict.fromkeys(("submitted", "first_output", "last_output", "verified"), 0.0)
     block = block_of(workload)
@@ -192,6 +193,8 @@ async def tracewire_round(url: str, workload: dict[str, Any]) -> dict[str, Any]:
                     marks["last_output"] = time.perf_counter() - began
                     marks["first_output"] = marks["first_output"] or marks["last_output"]
                     if isinstance(output, tracewire.Output):
+                        if output.index == 0:
+                            firsts.append(output.time)
                         steps.append(output.time)
                         latencies.append(time.time() - output.time)
                         totals["tokens"] += len(output.token_ids)
@@ -208,6 +211,8 @@ async def tracewire_round(url: str, workload: dict[str, Any]) -> dict[str, Any]:
             totals["wire"] += sum([len(entry.data) async for entry in bus.read(trace_id)])
     # From the first step's end to the last one's, by the worker's clock.
     marks["generating"] = max(steps) - min(steps)
+    # How much later the last of them had its first step than the first.
+    marks["joined"] = max(firsts) - min(firsts)
     marks_ms = {name: round(1000 * seconds, 1) for name, seconds in marks.items()}
     return {**totals, "seconds": seconds, "latencies": latencies, "marks_ms": marks_ms}
 
@@ -420,7 +425,11 @@ def summary(rounds: dict[str, list[dict[str, Any]]], options: argparse.Namespace
         },
         "wire_ratio": round(sum(one["wire"] for one in ours) / max(1, sum(one["raw"] for one in ours)), 3),
         "raw_bytes_a_token": round(sum(one["raw"] for one in ours) / max(1, sum(one["tokens"] for one in ours)), 1),
-        "marks_ms": {name: found[-1]["marks_ms"] for name, found in kept.items() if "marks_ms" in found[-1]},
+        "marks_ms": {
+            name: {mark: median(one["marks_ms"][mark] for one in found) for mark in found[0]["marks_ms"]}
+            for name, found in kept.items()
+            if "marks_ms" in found[0]
+        },
         "cpu_s": {name: found[-1]["cpu_s"] for name, found in kept.items()},
     }
     for other in ("final_only", "rpc_per_output", "final_only_our_worker", "rpc_per_output_our_worker"):

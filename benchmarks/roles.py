@@ -1,7 +1,8 @@
 """What runs in a process of its own during a benchmark: one engine each, driven by lines of JSON.
 
 A role prints `{"ready": ...}` when its engine serves, then answers each line on its standard input, a workload, with
-one line: seconds, tokens and CPU seconds by process. The parent alternates the roles, so that they share the
+one line: seconds, tokens and CPU seconds by process, of some when the first output came, too, and how long after it the
+last request's first one. The parent alternates the roles, so that they share the
 machine's moods.
 """
 
@@ -43,19 +44,26 @@ def sampling(workload: dict[str, Any]) -> dict[str, Any]:
     return {"max_tokens": workload["tokens"], "temperature": 0.0, "ignore_eos": True}
 
 
-async def plain_round(llm: Any, workload: dict[str, Any]) -> int:
+async def plain_round(llm: Any, workload: dict[str, Any]) -> dict[str, Any]:
     """The workload's requests on a stock engine, outputs consumed as deltas."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
+
+    began = time.perf_counter()
+    firsts: list[float] = []
 
     async def one(prompt: list[int]) -> int:
         params = SamplingParams(**sampling(workload), output_kind=RequestOutputKind.DELTA)
         tokens = 0
         async for output in llm.generate({"prompt_token_ids": prompt}, params, uuid.uuid4().hex):
+            if not tokens:
+                firsts.append(time.perf_counter() - began)
             tokens += len(output.outputs[0].token_ids)
         return tokens
 
-    return sum(await asyncio.gather(*(one(prompt) for prompt in prompts(workload))))
+    tokens = sum(await asyncio.gather(*(one(prompt) for prompt in prompts(workload))))
+    marks = {"first_output": min(firsts), "joined": max(firsts) - min(firsts)}
+    return {"tokens": tokens, "marks_ms": {name: round(1000 * seconds, 1) for name, seconds in marks.items()}}
 
 
 def saved_items(workload: dict[str, Any], steps: int) -> int | None:
@@ -72,7 +80,7 @@ def check_saves(workload: dict[str, Any], saves: dict[str, Any], prompt: list[in
         raise RuntimeError(f"nnsight brought {found} items of {tokens} tokens, a prompt of {len(prompt)}")
 
 
-async def nnsight_round(model: Any, workload: dict[str, Any], *, each: bool) -> int:
+async def nnsight_round(model: Any, workload: dict[str, Any], *, each: bool) -> dict[str, Any]:
     """The workload by nnsight's async backend; with `each`, a collect RPC on every output as well.
 
     Each output of that then has what was saved so far, as each output had it in nnsight's first async design. The
@@ -117,7 +125,7 @@ async def nnsight_round(model: Any, workload: dict[str, Any], *, each: bool) -> 
         check_saves(workload, output.saves if output is not None else {}, prompt, tokens)
         return tokens
 
-    return sum(await asyncio.gather(*(one(prompt) for prompt in prompts(workload))))
+    return {"tokens": sum(await asyncio.gather(*(one(prompt) for prompt in prompts(workload))))}
 
 
 def engine_arguments(options: dict[str, Any]) -> Any:
@@ -134,11 +142,11 @@ async def serve(ready: dict[str, Any], run: Any) -> None:
     while line := await loop.run_in_executor(None, sys.stdin.readline):
         workload = json.loads(line)
         before, began = cpu_seconds(), time.perf_counter()
-        tokens = await run(workload)
+        answer = await run(workload)
         seconds = time.perf_counter() - began
         after = cpu_seconds()
         cpu = {kind: round(used - before.get(kind, 0.0), 3) for kind, used in after.items()}
-        print(json.dumps({"tokens": tokens, "seconds": seconds, "cpu_s": cpu}), flush=True)
+        print(json.dumps({**answer, "seconds": seconds, "cpu_s": cpu}), flush=True)
 
 
 def plain(options: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ import anyio.to_thread
 import msgspec
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
-from vllm.inputs import TokensPrompt
+from vllm.inputs.engine import tokens_input
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -171,7 +171,8 @@ class VllmEngine:
             raise Rejection(f"{where}lora", f"this engine has no adapter {invoke.lora!r} (it has {have})")
         token_ids = await self._token_ids(invoke, where)
         images = await anyio.to_thread.run_sync(taken, invoke, self.inputs, where) if invoke.media != NO_MEDIA else []
-        prompt: Any = TokensPrompt(prompt_token_ids=token_ids)
+        # What vLLM makes of a prompt of tokens; given one, it would do so on a thread.
+        prompt: Any = tokens_input(token_ids)
         if images:
             prompt = await rendered(self.llm, token_ids, images, where)
             token_ids = list(prompt["prompt_token_ids"])
@@ -212,6 +213,8 @@ class VllmEngine:
             )
         params.extra_args = extra or None
         params.output_kind = RequestOutputKind.DELTA
+        # Nobody else's: vLLM need not copy it.
+        params.skip_clone = True
         if extra:
             # What is edited ends up in the KV cache, and must serve nobody else.
             prompt["cache_salt"] = submission.trace
@@ -334,7 +337,7 @@ class VllmEngine:
             max_tokens=min(_TRIAL, limit - length), temperature=0.0, ignore_eos=True, detokenize=False
         )
         try:
-            async for _ in self.llm.generate(TokensPrompt(prompt_token_ids=[0] * length), params, "tracewire-trial"):
+            async for _ in self.llm.generate(tokens_input([0] * length), params, "tracewire-trial"):
                 pass
         except EngineDeadError as error:
             raise EngineLost(str(error)) from error
