@@ -32,6 +32,8 @@ from tracewire_bus.values import (
 
 __all__ = ["TORCH_DTYPES", "HostArray", "HostCopy", "ToHost", "elements", "encoded_late"]
 
+#: How many bytes the pinned memory of a copy has at least, and of how many it is kept for the next: PyTorch keeps more.
+_LEAST_PINNED, _MOST_PINNED = 4096, 16 << 20
 #: The names of torch's dtypes that can travel.
 TORCH_DTYPES: dict[torch.dtype, str] = {
     dtype: name for name in sorted(DTYPES) if isinstance(dtype := getattr(torch, name, None), torch.dtype)
@@ -52,9 +54,11 @@ def _plain(tensor: Any) -> bool:
 class ToHost:
     """A copy of a tensor of bytes to host memory, perhaps under way.
 
-    On a GPU it arrives in pinned memory, which is lent: making it anew costs more than copying.
+    On a GPU it arrives in pinned memory, which is lent: making it anew costs more than copying. What is lent has a
+    power of two of bytes, so that steps of a batch that grows and shrinks share a few.
     """
 
+    #: By their size.
     _free: ClassVar[dict[int, list[tuple[torch.Tensor, torch.cuda.Event]]]] = {}
     _lock: ClassVar[threading.Lock] = threading.Lock()
 
@@ -63,12 +67,14 @@ class ToHost:
         if not tensor.is_cuda:
             self._settled = memoryview(tensor.numpy())
             return
+        room = max(_LEAST_PINNED, 1 << (tensor.nbytes - 1).bit_length())
         with self._lock:
-            free = self._free.get(tensor.nbytes)
+            free = self._free.get(room)
             lent = free.pop() if free else None
         if lent is None:
-            lent = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True), torch.cuda.Event()
-        self._pinned, self._copied = lent
+            lent = torch.empty(room, dtype=torch.uint8, pin_memory=True), torch.cuda.Event()
+        self._lent, self._copied = lent
+        self._pinned = self._lent[: tensor.nbytes]
         self._pinned.copy_(tensor, non_blocking=True)
         self._copied.record()
 
@@ -96,10 +102,9 @@ class ToHost:
             self._give_back()
 
     def _give_back(self) -> None:
-        with self._lock:
-            if len(self._free) > 64:
-                self._free.clear()
-            self._free.setdefault(self._pinned.nbytes, []).append((self._pinned, self._copied))
+        if self._lent.nbytes <= _MOST_PINNED:
+            with self._lock:
+                self._free.setdefault(self._lent.nbytes, []).append((self._lent, self._copied))
 
     def bytes(self) -> memoryview:
         """The bytes, to keep; waits for them. For any thread."""
