@@ -26,7 +26,6 @@ from nnsight.intervention.envoy import Envoy
 from nnsight.modeling.vllm.model_runners.GPUModelRunner import NNsightGPUModelRunner, Request, Requests
 from nnsight.modeling.vllm.vllm import VLLM
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
-from vllm.platforms import current_platform
 
 from tracewire_bus.messages import Append, Failure, Manifest
 from tracewire_bus.values import digest
@@ -590,8 +589,7 @@ class TracewireRunner(NNsightGPUModelRunner):
         plan = declared.plan
         if plan is None or not (plan.reads or declared.stale or not plan.steps):
             return
-        with torch.inference_mode():
-            collected = declared.collect(self._lens)
+        collected = declared.collect(self._lens)
         unsent = self.tracewire_unsent
         for declaration, _, first in plan.declarations if declared.stale else ():
             if declaration.failure is not None and not declaration.reported:
@@ -919,14 +917,14 @@ class TracewireRunner(NNsightGPUModelRunner):
         for name in self.nnsight_requests.live.steer(changes):
             self.nnsight_requests.shares.forget(name)
 
+    @torch.inference_mode()
     def tracewire_result(self, generated: bytes) -> None:
         """Take what a request put out in all, and wind up its blocks that wait for it; by RPC, between two steps."""
         requests = self.nnsight_requests
         name, waiting = requests.results.take(generated)
-        # As vLLM runs a step: blocks may change in place what they read in one.
-        with current_platform.inference_mode():
-            for request, traced in waiting:
-                self._wind_up(request, traced)
+        # In the mode in which vLLM's workers run steps, on any device: blocks may change in place what they read there.
+        for request, traced in waiting:
+            self._wind_up(request, traced)
         if not any(other.engine_id == name for other in requests.requests.values()):
             requests.results.forget(name)
         self._send(wait=True)
