@@ -460,8 +460,6 @@ class Connections:
 
     def _depart(self) -> None:
         """Have a round trip take the calls, once whoever runs in this turn of the loop has made theirs."""
-        while self._calls and self._calls[0].replies.done():
-            self._calls.popleft()
         if self._calls and self._departing is None and self._loop is not None and not self._closed:
             trip = self._departing = self._loop.create_task(self._trip(), name="tracewire commands")
             self._trips.add(trip)
@@ -550,7 +548,8 @@ class Connections:
             return
         self.broken_at = asyncio.get_running_loop().time()
         # A command that took too long says nothing of others, nor does one node of several.
-        if self._cluster is None and isinstance(error, (ConnectionError, OSError)) and type(error) is not TimeoutError:
+        away = isinstance(error, (ConnectionError, OSError)) and not isinstance(error, TimeoutError)
+        if away and self._cluster is None:
             while self._idle:
                 await self._idle.pop().drop()
 

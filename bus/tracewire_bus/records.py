@@ -535,15 +535,17 @@ class Records:
         )
         return bool(await self._connections.command(*call))
 
+    async def _final_entry(self, trace: str) -> Any:
+        """A list with the entry of its final event, empty if that is not there."""
+        return await self._connections.command("XRANGE", self._keys.events(trace), FINAL_ID, FINAL_ID, alone=True)
+
     async def ended(self, trace: str) -> bool:
         """Whether its final event is there."""
-        key = self._keys.events(trace)
-        return bool(await self._connections.command("XRANGE", key, FINAL_ID, FINAL_ID, alone=True))
+        return bool(await self._final_entry(trace))
 
     async def failed_as(self, trace: str) -> str | None:
         """The type of the error that a trace has ended with; None if it has not ended so, or cannot be read."""
-        key = self._keys.events(trace)
-        found = await self._connections.command("XRANGE", key, FINAL_ID, FINAL_ID, alone=True)
+        found = await self._final_entry(trace)
         if not found:
             return None
         fields = dict(zip(found[0][1][::2], found[0][1][1::2], strict=True))

@@ -16,14 +16,16 @@ from tracewire_bus.addresses import Addresses
 from tracewire_bus.connection import BusError, BusUnavailable, Connections, Link, Wakeup, redacted
 
 
+async def woken_as(wakeup: Wakeup, woken: list[int], number: int) -> None:
+    """Wait, and leave a number."""
+    await wakeup.wait()
+    woken.append(number)
+
+
 async def test_a_wakeup_wakes_whoever_waits_then_and_nobody_later() -> None:
     wakeup = Wakeup()
     woken: list[int] = []
-
-    async def wait(number: int) -> None:
-        await wakeup.wait()
-        woken.append(number)
-
+    wait = partial(woken_as, wakeup, woken)
     wakeup.notify()
     async with anyio.create_task_group() as group:
         group.start_soon(wait, 1)
@@ -47,11 +49,7 @@ async def test_a_wakeup_wakes_whoever_waits_then_and_nobody_later() -> None:
 async def test_a_wakeup_wakes_all_that_wait_and_one_that_left_takes_nobody_along() -> None:
     wakeup = Wakeup()
     woken: list[int] = []
-
-    async def wait(number: int) -> None:
-        await wakeup.wait()
-        woken.append(number)
-
+    wait = partial(woken_as, wakeup, woken)
     async with anyio.create_task_group() as group:
         group.start_soon(wait, 1)
         await checkpoint()

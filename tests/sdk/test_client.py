@@ -541,13 +541,25 @@ async def test_a_lease_that_is_asked_for_in_vain_is_asked_for_again(client: Clie
     async with anyio.create_task_group() as group:
         for _ in range(4):
             group.start_soon(fail)
-    bus.records.hold = usual  # type: ignore[method-assign]
+    scope = anyio.CancelScope()
+
+    async def cancelled() -> None:
+        with scope:
+            await presence.lease()
+
+    async def held(lease: str, seconds: float) -> None:
+        bus.records.hold = usual  # type: ignore[method-assign]
+        scope.cancel()
+        await anyio.sleep_forever()
+
+    bus.records.hold = held  # type: ignore[method-assign]
     found: list[str] = []
 
     async def get() -> None:
         found.append(await presence.lease())
 
     async with anyio.create_task_group() as group:
+        group.start_soon(cancelled)
         group.start_soon(get)
         group.start_soon(get)
     assert {*asked, *found} == {found[0]}
