@@ -17,6 +17,7 @@ slot is elsewhere does not follow, but breaks its connections.
 
 **Moves.** While the keys of a slot are being moved, commands on one key work, by Redis's redirections. Those on several
 keys, scripts above all, are refused until the move is over, and are tried again for as long as whoever asks is patient.
+A writer asks again itself, so that what is refused of one slot keeps nothing of the others waiting.
 A script that makes up keys declares one that never exists besides: Redis then refuses it before it begins, instead of
 in its middle.
 """
@@ -295,14 +296,17 @@ class ClusterLink(Link):
     ) -> list[Any]:
         """Send `commands` and return their raw replies; a refused one's is its `ResponseError`.
 
-        Those of one slot are carried out in this order, and those that are `After` after all others. With `stay` they
-        go to nodes only that it is connected to, and to those that a slot is being moved to from there. Each command
-        goes its own way: what is `packed` is not looked at.
+        Those of one slot are carried out in this order, and those that are `After` after all others, or not at all
+        where one of these was refused because its slot is being moved. With `stay` they go to nodes only that it is
+        connected to, and to those that a slot is being moved to from there, and such a refusal is not waited upon. Each
+        command goes its own way: what is `packed` is not looked at.
 
         Raises:
             redis.exceptions.RedisError: a connection failed: some of them may have been carried out.
             TimeoutError: no reply came; likewise.
         """
+        from redis.exceptions import TryAgainError
+
         replies: list[Any] = [None] * len(commands)
         waves = [
             [place for place, one in enumerate(commands) if isinstance(one, After) is late] for late in (False, True)
@@ -311,7 +315,11 @@ class ClusterLink(Link):
         try:
             with anyio.fail_after(timeout_s):
                 for places in filter(None, waves):
-                    await self._carry_out(commands, places, replies, timeout_s)
+                    if refused := next((reply for reply in replies if isinstance(reply, TryAgainError)), None):
+                        for place in places:
+                            replies[place] = refused
+                    else:
+                        await self._carry_out(commands, places, replies, timeout_s)
         except BaseException:
             # As a link does: no connection is used again that is in the middle of something.
             self._cluster.doubt()
@@ -466,12 +474,14 @@ class ClusterLink(Link):
                     return ConnectionError(f"slot {slot} has moved")
             elif isinstance(reply, AskError):
                 elsewhere = _named(reply, address)
-            elif isinstance(reply, (TryAgainError, ClusterDownError)):
-                await anyio.sleep(backoff.next())
-            else:
+            elif not isinstance(reply, (TryAgainError, ClusterDownError)):
                 node.learned([command])
                 return reply
             problem = reply
+            if isinstance(reply, (TryAgainError, ClusterDownError)):
+                if self._stays:
+                    break
+                await anyio.sleep(backoff.next())
         return TryAgainError(f"slot {slot} is being moved, or is nobody's for now: {problem}")
 
 

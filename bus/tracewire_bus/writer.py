@@ -15,6 +15,9 @@ anything else, or lacks more than was kept, is *fenced* for the attempt.
 A Redis without memory refuses outputs. A refused one holds back what follows it in its own trace and nothing else. It
 is tried again for as long as the writer is patient; then all that waits of its trace fails with `BusFull`. First events
 and finals always fit.
+
+A node of a cluster refuses what takes several keys of a slot that is being moved: a trace's first event and its final,
+above all. That holds back its own trace likewise, but until the move is over, however long that takes.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TypeGuard
 
 import anyio
 import msgspec
@@ -250,7 +253,7 @@ class _Append:
         self.done = done
         #: Redis may have it: an answer was lost.
         self.repeated = False
-        #: Redis had no memory for it.
+        #: Redis has no memory for it.
         self.refused = False
         #: Its queue entry is settled after it, which may have to wait.
         self.late = False
@@ -284,10 +287,10 @@ class _Stream:
         self.base = ""
         #: What it acknowledged last.
         self.kept: deque[_Append] = deque()
-        #: What waits for memory, in order, and since when.
+        #: What waits for memory or for the end of a slot's move, in order; and since when for memory.
         self.stuck: deque[_Append] = deque()
         self.since = 0.0
-        #: Whether that may take its time.
+        #: Whether memory may take its time.
         self.patient = True
         #: The attempt that appends now, and up to which one it is somebody else's.
         self.attempt = self.lost = 0
@@ -323,7 +326,7 @@ class Writer:
         self._schema = schema_text()
         self._queue: deque[_Append] = deque()
         self._streams: dict[str, _Stream] = {}
-        #: Streams of which something waits for memory, and when to try again.
+        #: Streams of which something waits apart, and when to try again.
         self._stuck: dict[str, _Stream] = {}
         self._retry_at = 0.0
         #: What was acknowledged, in that order, and when.
@@ -555,7 +558,8 @@ class Writer:
 
         self._stuck = {key: stream for key, stream in self._stuck.items() if stream.stuck}
         if self._stuck and self._loop.time() >= self._retry_at:
-            for stream in self._stuck.values():
+            # On a slot that is being moved, commands on one key are taken, unless they are behind those on several.
+            for stream in sorted(self._stuck.values(), key=lambda stream: stream.stuck[0].more is not None):
                 while stream.stuck and len(batch) < _FLUSH_ENTRIES and fits(stream.stuck[0]):
                     stream.stuck.popleft()
             size = min(size, _FLUSH_BYTES)
@@ -601,7 +605,7 @@ class Writer:
         self._look_at = now + LOOK_S if self._streams else 0.0
 
     async def _flush(self, batch: list[_Append]) -> None:
-        """Bring a batch into Redis, whatever it takes, and end every append in it that does not wait for memory."""
+        """Bring a batch into Redis, whatever it takes, and end every append in it that does not come to wait apart."""
         backoff = Backoff()
         waiting: dict[str, list[_Append]] = {}
         through: set[str] = set()
@@ -633,13 +637,14 @@ class Writer:
                 if not batch:
                     break
                 count, problem = len(batch), away[0]
-                await self._leave(problem)
+                # Perhaps it is no primary any more.
+                await self._link.drop()
             pause = backoff.next()
             logger.log(backoff.level, "%d entries wait for Redis: %s", count, problem)
             await anyio.sleep(pause)
         self._prune()
         if waiting or self._stuck:
-            await self._wait_for_memory(waiting, through)
+            await self._wait_apart(waiting, through)
 
     async def _take(
         self,
@@ -667,9 +672,11 @@ class Writer:
                 await self._finish(item)
                 self._keep(item)
                 through.add(item.key)
-            elif is_full(outcome) or item.key in waiting:
-                item.refused = item.refused or is_full(outcome)
-                waiting.setdefault(item.key, []).append(item)
+            elif item.key in waiting:
+                waiting[item.key].append(item)
+            elif is_full(outcome) or _is_on_its_way(outcome):
+                item.refused = is_full(outcome)
+                waiting[item.key] = [item]
             elif not _is_fence(outcome):
                 self._end(item, as_bus_error(outcome))
             elif item.repeated and await self._holds(item):
@@ -682,14 +689,6 @@ class Writer:
                 await self._finish(item)
                 self._end(item, Fenced(f"event {item.id} of {item.key} is not after the last one there"))
         return again
-
-    async def _leave(self, problem: Exception) -> None:
-        """Go from a server that is not itself: perhaps it is no primary any more."""
-        from redis.exceptions import TryAgainError
-
-        # That of a cluster is: only a slot is on its way.
-        if not isinstance(problem, TryAgainError):
-            await self._link.drop()
 
     def _unfenced(self, batch: list[_Append]) -> list[_Append]:
         """Those whose streams are as this writer left them."""
@@ -740,28 +739,31 @@ class Writer:
                 if self._link.opened != self._whole:
                     # It came from a server that was not brought up to date.
                     continue
-                if not _is_away(reply):
+                if _is_away(reply):
+                    await self._link.drop()
+                elif not _is_on_its_way(reply):
                     return reply
-                await self._leave(reply)
             except Exception as error:
                 if not is_transient(error):
                     raise as_bus_error(error) from error
             await anyio.sleep(backoff.next())
 
-    async def _wait_for_memory(self, waiting: dict[str, list[_Append]], through: set[str]) -> None:
-        """Put what was refused back, in order, and give up what has waited for too long."""
+    async def _wait_apart(self, waiting: dict[str, list[_Append]], through: set[str]) -> None:
+        """Put what was refused back, in order, and give up what has waited for memory for too long."""
         now = self._loop.time()
         for key, items in waiting.items():
             stream = items[0].stream
             if key not in self._stuck:
                 self._stuck[key] = stream
                 stream.since = now
+                if not items[0].refused:
+                    logger.info("%s waits until its slot has been moved", key)
             stream.stuck.extendleft(reversed(items))
         for key, stream in list(self._stuck.items()):
-            if key in through:
-                stream.since = now
             if not stream.stuck:
                 del self._stuck[key]
+            elif key in through or not stream.stuck[0].refused:
+                stream.since = now
             elif not stream.patient or now - stream.since > self.patience_s:
                 del self._stuck[key]
                 await self._give_up(key, stream)
@@ -829,6 +831,7 @@ class Writer:
         if claims := list(self.claims()):
             # In their order. What is short of memory among them is no more so than the events.
             for reply in await self._ask_all([with_text(claim) or claim for claim in claims]):
+                # Also of one whose slot is being moved: what has been lost of it as well fences it, at worst.
                 if isinstance(reply, Exception):
                     logger.warning("a trace could not be claimed again: %s", reply)
             self.claimed()
@@ -847,6 +850,9 @@ class Writer:
             for (key, stream), reply in zip(
                 some, await self._ask_all([self._restoring(key, stream) for key, stream in some]), strict=True
             ):
+                if _is_on_its_way(reply):
+                    await self._see_whole(key, stream, reply)
+                    continue
                 if isinstance(reply, Exception) or reply in (b"fenced", b"gap"):
                     logger.warning("stream %s cannot be brought up to date: %s", key, reply)
                     stream.lost = stream.attempt
@@ -855,7 +861,9 @@ class Writer:
                 # The firehose was told with the events.
                 after += [item.more("", b"", "") for item in stream.kept if item.more is not None]
                 after += [item.done for item in stream.kept if item.done is not None]
-            await self._ask_all(after)
+            for reply in await self._ask_all(after):
+                if _is_on_its_way(reply):
+                    raise reply
         if lacking:
             logger.warning("Redis came back without %d events that it had acknowledged; it has them again", lacking)
         # This server may be gone in the next moment.
@@ -868,6 +876,22 @@ class Writer:
         parts = [part for item in kept for part in (item.id, item.data, item.life)]
         names = key, stream.record, stream.firehose
         return _texted(_RESTORE(names, self._schema, stream.base, whole, stream.attempt, *parts))
+
+    async def _see_whole(self, key: str, stream: _Stream, problem: Exception) -> None:
+        """See that a stream lacks nothing, of which several keys cannot be asked for while its slot is being moved.
+
+        Raises:
+            redis.exceptions.RedisError: it does, and gets it when the slot has been moved; or the connection failed.
+        """
+        (entries,) = await self._ask_all([("XREVRANGE", key, "+", "-", "COUNT", 1)])
+        if isinstance(entries, Exception):
+            raise entries
+        last = stream.kept[-1] if stream.kept else None
+        if not entries or parse_id(entries[0][0].decode()) < parse_id(last.id if last else stream.base):
+            raise problem
+        if last is not None and entries[0][0].decode() == last.id and _field(entries[0][1], b"d") != last.data:
+            logger.warning("stream %s cannot be brought up to date: it has another's event", key)
+            stream.lost = stream.attempt
 
     async def _ask_all(self, commands: list[tuple[Any, ...]]) -> list[Any]:
         if not commands:
@@ -890,9 +914,16 @@ def _texted(command: tuple[Any, ...]) -> tuple[Any, ...]:
     return found
 
 
+def _is_on_its_way(reply: object) -> TypeGuard[Exception]:
+    """Whether a cluster's node said that a slot is being moved."""
+    from redis.exceptions import TryAgainError
+
+    return isinstance(reply, TryAgainError)
+
+
 def _is_away(reply: object) -> bool:
-    """Whether a server said that it is not itself, other than for lack of memory."""
-    return isinstance(reply, Exception) and is_transient(reply) and not is_full(reply)
+    """Whether a server said that it is not itself, other than for lack of memory or of a slot."""
+    return isinstance(reply, Exception) and is_transient(reply) and not is_full(reply) and not _is_on_its_way(reply)
 
 
 def _is_fence(error: Exception) -> bool:
