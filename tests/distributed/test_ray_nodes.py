@@ -16,6 +16,8 @@ from tests.distributed.hosts import RAY_PORT, Cluster, Host, named, switch
 
 pytestmark = pytest.mark.full
 
+ROOT = Path(__file__).parents[2]
+
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
@@ -67,6 +69,8 @@ def test_ranks_share_memory_on_one_host_only(tmp_path: Path, nodes: tuple[str, s
             host.start(
                 [sys.executable, "-m", "tests.distributed.far_ranks", str(rank), store, host.address, node],
                 tmp_path / f"{rank}.log",
+                # A namespace's commands run in its root.
+                {"PYTHONPATH": str(ROOT)},
             )
             for rank, (host, node) in enumerate(zip(hosts, nodes, strict=True))
         ]
