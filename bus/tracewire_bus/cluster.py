@@ -33,7 +33,7 @@ from typing import Any, Final
 import anyio
 
 from .addresses import Addresses
-from .connection import COMMAND_S, After, Backoff, BusError, Link, Server
+from .connection import COMMAND_S, After, Backoff, BusError, Link, Server, is_transient
 from .scripts import with_text
 
 __all__ = ["Cluster", "ClusterLink"]
@@ -227,6 +227,8 @@ class _Bundle:
         self.slot = slot
         self.commands: list[Sequence[Any]] = []
         self.replies: list[Any] = []
+        #: Where it was sent.
+        self.asked: _Address | None = None
 
     @property
     def left(self) -> list[Sequence[Any]]:
@@ -254,8 +256,8 @@ class ClusterLink(Link):
         self._nodes: dict[_Address, _Node] = {}
         #: How often a connection was opened, to whichever node.
         self.opened = 0
-        #: Whether it goes nowhere where it is not connected.
-        self._stays = False
+        #: Whether it goes nowhere where it is not connected; whether it tries again what a move does not let through.
+        self._stays, self._waits = False, True
 
     @property
     def connected(self) -> bool:
@@ -292,32 +294,36 @@ class ClusterLink(Link):
             await self._node(await self._cluster.owner(slot)).connect()
 
     async def ask(
-        self, *commands: Sequence[Any], timeout_s: float = COMMAND_S, stay: bool = False, packed: bytes | None = None
+        self,
+        *commands: Sequence[Any],
+        timeout_s: float = COMMAND_S,
+        stay: bool = False,
+        wait: bool = True,
+        packed: bytes | None = None,
     ) -> list[Any]:
         """Send `commands` and return their raw replies; a refused one's is its `ResponseError`.
 
         Those of one slot are carried out in this order, and those that are `After` after all others, or not at all
-        where one of these was refused because its slot is being moved. With `stay` they go to nodes only that it is
-        connected to, and to those that a slot is being moved to from there, and such a refusal is not waited upon. Each
-        command goes its own way: what is `packed` is not looked at.
+        where one of these was refused for now. With `stay` they go to nodes only that it is connected to, and to those
+        that a slot is being moved to from there. Without `wait`, what its slot's move does not let through is refused
+        at once. Each command goes its own way: what is `packed` is not looked at.
 
         Raises:
             redis.exceptions.RedisError: a connection failed: some of them may have been carried out.
             TimeoutError: no reply came; likewise.
         """
-        from redis.exceptions import TryAgainError
-
         replies: list[Any] = [None] * len(commands)
         waves = [
             [place for place, one in enumerate(commands) if isinstance(one, After) is late] for late in (False, True)
         ]
-        self._stays = stay
+        self._stays, self._waits = stay, wait
         try:
             with anyio.fail_after(timeout_s):
                 for places in filter(None, waves):
-                    if refused := next((reply for reply in replies if isinstance(reply, TryAgainError)), None):
+                    refused = [reply for reply in replies if isinstance(reply, Exception) and is_transient(reply)]
+                    if refused:
                         for place in places:
-                            replies[place] = refused
+                            replies[place] = refused[0]
                     else:
                         await self._carry_out(commands, places, replies, timeout_s)
         except BaseException:
@@ -326,7 +332,7 @@ class ClusterLink(Link):
             await self.drop()
             raise
         finally:
-            self._stays = False
+            self._stays, self._waits = False, True
         return replies
 
     async def _connect(self, node: _Node) -> None:
@@ -395,6 +401,7 @@ class ClusterLink(Link):
         spans: list[tuple[_Bundle, int, int, bool]] = []
         for bundle in bundles:
             begin, whole = len(sent), bundle.whole
+            bundle.asked = address
             phrased = node.phrased(bundle.left)
             sent += [("MULTI",), *phrased, ("EXEC",)] if whole else phrased
             spans.append((bundle, begin, len(sent), whole))
@@ -428,7 +435,7 @@ class ClusterLink(Link):
 
     async def _go_on(self, bundle: _Bundle, timeout_s: float) -> None:
         """Carry out what a node refused of a bundle: as a whole where its slot is now, or else one by one."""
-        from redis.exceptions import ConnectionError, TryAgainError
+        from redis.exceptions import ClusterDownError, ConnectionError, TryAgainError
 
         if self._near is not None:
             # Its connection goes to the node that has refused: the next one goes where the slot is by then.
@@ -437,16 +444,20 @@ class ClusterLink(Link):
                 raise reply
             bundle.replies += [reply] * len(bundle.left)
             return
-        if bundle.whole:
-            await self._send(await self._cluster.owner(bundle.slot), [bundle], timeout_s)
+        owner = await self._cluster.owner(bundle.slot)
+        if bundle.whole and owner != bundle.asked:
+            await self._send(owner, [bundle], timeout_s)
         while bundle.left:
             reply = await self._one(bundle.slot, bundle.left[0], timeout_s)
             # What follows must not go before it.
-            refused = isinstance(reply, TryAgainError)
+            refused = isinstance(reply, (TryAgainError, ClusterDownError))
             bundle.replies += [reply] * len(bundle.left) if refused else [reply]
 
     async def _one(self, slot: int | None, command: Sequence[Any], timeout_s: float, tries: int = _TRIES) -> Any:
-        """Carry out one command wherever its slot is, and wherever its key. `TryAgainError`: it was not, for now."""
+        """Carry out one command wherever its slot is, and wherever its key.
+
+        It was not, for now, where this is a `TryAgainError` (its slot is being moved) or a `ClusterDownError`.
+        """
         from redis.exceptions import (
             AskError,
             ClusterDownError,
@@ -478,11 +489,13 @@ class ClusterLink(Link):
                 node.learned([command])
                 return reply
             problem = reply
+            if isinstance(reply, TryAgainError) and not self._waits:
+                break
             if isinstance(reply, (TryAgainError, ClusterDownError)):
-                if self._stays:
-                    break
                 await anyio.sleep(backoff.next())
-        return TryAgainError(f"slot {slot} is being moved, or is nobody's for now: {problem}")
+        if isinstance(problem, ClusterDownError):
+            return ClusterDownError(f"slot {slot} is nobody's for now: {problem}")
+        return TryAgainError(f"slot {slot} is being moved: {problem}")
 
 
 def _is_redirection(reply: Any) -> bool:

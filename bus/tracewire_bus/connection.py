@@ -314,13 +314,14 @@ class Link:
         *commands: Sequence[Any],
         timeout_s: float = COMMAND_S,
         stay: bool = False,
+        wait: bool = True,
         packed: bytes | None = None,
     ) -> list[Any]:
         """Send `commands` together and return their raw replies; a refused one's is its `ResponseError`.
 
         They are carried out in this order, but for scripts that Redis does not know yet: those come after the others.
-        A server that takes no writes is left: the next call asks where to go. `stay` is for clusters. `packed` is all
-        of them as they go over the wire, if the caller has it.
+        A server that takes no writes is left: the next call asks where to go. `stay` and `wait` are for clusters.
+        `packed` is all of them as they go over the wire, if the caller has it.
 
         Raises:
             redis.exceptions.RedisError: the connection failed: some of them may have been carried out.
@@ -639,7 +640,7 @@ def _copy(error: Exception) -> Exception:
 
 
 #: What Redis says of a script that it stopped at a command which it does not take for now.
-_OF_A_SCRIPT: Final = re.compile(r"@user_script: ?\d+: -(READONLY|OOM|MISCONF) ")
+_OF_A_SCRIPT: Final = re.compile(r"@user_script: ?\d+: -(READONLY|OOM|MISCONF|NOREPLICAS) ")
 
 
 def is_transient(error: Exception) -> bool:

@@ -17,17 +17,20 @@ is tried again for as long as the writer is patient; then all that waits of its 
 and finals always fit.
 
 A node of a cluster refuses what takes several keys of a slot that is being moved: a trace's first event and its final,
-above all. That holds back its own trace likewise, but until the move is over, however long that takes.
+above all. That holds back its own trace likewise, but until the move is over, however long that takes. What goes with
+an event to another slot waits for that one's move, and the event's append with it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
+import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from types import TracebackType
-from typing import Any, Final, Self, TypeGuard
+from typing import Any, Final, NamedTuple, Self, TypeGuard
 
 import anyio
 import msgspec
@@ -57,7 +60,7 @@ LOOK_S: float = 1.0
 #: How often what was refused for lack of memory is tried again, in seconds.
 RETRY_S: float = 0.1
 
-_FLUSH_ENTRIES, _FLUSH_BYTES = 512, 8 * 1024 * 1024
+_FLUSH_ENTRIES, _FLUSH_PROBES, _FLUSH_BYTES = 512, 64, 8 * 1024 * 1024
 #: The next flush begins no sooner than this after the last one began, in seconds: for each entry that it carried, and
 #: at most. It leaves a busy publisher's loop half free, and what a trace puts out meanwhile shares an entry.
 _PACE_S, _PAUSE_S = 100e-6, 8e-3
@@ -65,6 +68,8 @@ _PACE_S, _PAUSE_S = 100e-6, 8e-3
 _INLINE_BYTES: Final = 64 * 1024
 #: A pause that is not worth the timer.
 _SHORT_S = 1e-3
+#: A slot that is being moved for longer is spoken of, in seconds.
+_LONG_S: Final = 5.0
 #: What an event costs here besides its data, in bytes, about.
 _OVERHEAD: Final = 500
 
@@ -262,6 +267,11 @@ class _Append:
         self.outcome = outcome
 
     @property
+    def moving(self) -> bool:
+        """Whether it waits for its slot to be moved, if it waits apart, and not only for what was before it."""
+        return self.more is not None and not self.refused
+
+    @property
     def size(self) -> int:
         """What it takes, in bytes."""
         return len(self.data) + _OVERHEAD
@@ -270,6 +280,14 @@ class _Append:
     def large(self) -> bool:
         """Whether it does not pass through Lua, which would copy it twice, if that can be helped."""
         return self.more is None and len(self.data) > _INLINE_BYTES
+
+
+class _Behind(NamedTuple):
+    """A script's command that goes with an event which Redis has; the append that ends with it, and with what error."""
+
+    command: tuple[Any, ...]
+    item: _Append | None
+    error: Exception | None
 
 
 class _Stream:
@@ -326,9 +344,19 @@ class Writer:
         self._schema = schema_text()
         self._queue: deque[_Append] = deque()
         self._streams: dict[str, _Stream] = {}
-        #: Streams of which something waits apart, and when to try again.
+        #: Streams of which something waits apart, who was tried longest ago first.
         self._stuck: dict[str, _Stream] = {}
+        #: When to try these again; whether the flush under way does.
         self._retry_at = 0.0
+        self._retries = False
+        #: What goes with events that Redis has, and waits for its slot to be moved; and when to try that again.
+        self._behind: dict[int, _Behind] = {}
+        self._follow_at = 0.0
+        self._numbers = itertools.count()
+        #: Whether there are several servers, each with some of the streams.
+        self._several = connections.slot("") is not None
+        #: Since when something has waited for a slot to be moved, and when to say so.
+        self._moving_since = self._say_at = 0.0
         #: What was acknowledged, in that order, and when.
         self._kept: deque[tuple[float, _Append]] = deque()
         self._kept_bytes = 0
@@ -364,16 +392,21 @@ class Writer:
         if task is None:
             return
         with anyio.move_on_after(2, shield=True):
-            while self._queue or self._stuck or self._flushing:
+            while self._queue or self._stuck or self._behind or self._flushing:
                 await self._idle.wait()
         await task.aclose()
         if self._timer is not None:
             self._timer.cancel()
         await self._link.drop()
-        for item in [*(item for stream in self._stuck.values() for item in stream.stuck), *self._queue]:
+        for item in [
+            *(item for stream in self._stuck.values() for item in stream.stuck),
+            *(one.item for one in self._behind.values() if one.item is not None),
+            *self._queue,
+        ]:
             self._end(item, anyio.ClosedResourceError())
         self._queue.clear()
         self._stuck.clear()
+        self._behind.clear()
 
     def queue(
         self,
@@ -499,15 +532,16 @@ class Writer:
 
     async def _run(self) -> None:
         while True:
+            if self._loop.time() >= self._look_at > 0.0:
+                await self._look()
+            if self._behind and self._loop.time() >= self._follow_at:
+                await self._follow_up()
             batch = self._next_batch()
             if not batch:
-                if not self._stuck:
+                if not self._stuck and not self._behind:
                     self._idle.notify()
-                if self._loop.time() >= self._look_at > 0.0:
-                    await self._look()
-                else:
-                    self._wake_later()
-                    await self._wanted.wait()
+                self._wake_later()
+                await self._wanted.wait()
                 continue
             self._flushing = True
             free = self._loop.time() + min(_PACE_S * len(batch), _PAUSE_S)
@@ -529,9 +563,12 @@ class Writer:
 
     def _wake_later(self) -> None:
         """Wake the task when something is to be tried again, or looked at."""
-        at = self._look_at
+        due = [self._look_at] if self._look_at > 0.0 else []
         if self._stuck:
-            at = min(at, self._retry_at) if at > 0.0 else self._retry_at
+            due.append(self._retry_at)
+        if self._behind:
+            due.append(self._follow_at)
+        at = min(due, default=0.0)
         if at > 0.0 and (self._timer is None or self._timer.cancelled() or not self._rings_by(self._timer, at)):
             if self._timer is not None:
                 self._timer.cancel()
@@ -557,9 +594,13 @@ class Writer:
             return True
 
         self._stuck = {key: stream for key, stream in self._stuck.items() if stream.stuck}
-        if self._stuck and self._loop.time() >= self._retry_at:
-            # On a slot that is being moved, commands on one key are taken, unless they are behind those on several.
-            for stream in sorted(self._stuck.values(), key=lambda stream: stream.stuck[0].more is not None):
+        self._retries = bool(self._stuck) and self._loop.time() >= self._retry_at
+        probed: list[_Stream] = []
+        if self._retries:
+            for stream in self._stuck.values():
+                if stream.stuck[0].moving:
+                    probed.append(stream)
+                    continue
                 while stream.stuck and len(batch) < _FLUSH_ENTRIES and fits(stream.stuck[0]):
                     stream.stuck.popleft()
             size = min(size, _FLUSH_BYTES)
@@ -571,6 +612,13 @@ class Writer:
             if not fits(item):
                 break
             self._queue.popleft()
+        # Behind all else of their slots, which commands on several keys would hold up, and of each only the first.
+        size = 0
+        for stream in probed[:_FLUSH_PROBES]:
+            size += len(stream.stuck[0].data)
+            if stream is not probed[0] and size > _FLUSH_BYTES:
+                break
+            batch.append(stream.stuck.popleft())
         return batch
 
     def _end(self, item: _Append, error: Exception | None = None) -> None:
@@ -585,24 +633,25 @@ class Writer:
 
     def _keep(self, item: _Append) -> None:
         """Redis has it."""
-        self._end(item)
         item.refused = False
         item.stream.kept.append(item)
         self._streams.setdefault(item.key, item.stream)
         self._kept.append((self._loop.time(), item))
         self._kept_bytes += item.size
 
-    def _prune(self) -> None:
-        """Redis answers, and what it acknowledged longer ago is safe."""
+    def _prune(self, *, looked: bool) -> None:
+        """All of Redis answers, if we have looked, and what it acknowledged longer ago is safe."""
         now = self._loop.time()
-        while self._kept and (self._kept[0][0] <= now - KEEP_S or self._kept_bytes > KEEP_BYTES):
+        safe = now - KEEP_S if looked else -math.inf
+        while self._kept and (self._kept[0][0] <= safe or self._kept_bytes > KEEP_BYTES):
             _, item = self._kept.popleft()
             self._kept_bytes -= item.size
             stream = item.stream
             stream.base = item.id
             stream.kept.popleft()
             self._drop(item.key, stream)
-        self._look_at = now + LOOK_S if self._streams else 0.0
+        if looked:
+            self._look_at = now + LOOK_S if self._streams else 0.0
 
     async def _flush(self, batch: list[_Append]) -> None:
         """Bring a batch into Redis, whatever it takes, and end every append in it that does not come to wait apart."""
@@ -619,7 +668,7 @@ class Writer:
                 if self._link.opened != self._whole:
                     # A server that is new to us has some of their streams: first what it lacks.
                     continue
-                replies = await self._link.ask(*commands, stay=True) if commands else []
+                replies = await self._link.ask(*commands, stay=True, wait=False) if commands else []
             except Exception as error:
                 if not is_transient(error):
                     raise as_bus_error(error) from error
@@ -642,7 +691,8 @@ class Writer:
             pause = backoff.next()
             logger.log(backoff.level, "%d entries wait for Redis: %s", count, problem)
             await anyio.sleep(pause)
-        self._prune()
+        # Of a cluster, some nodes only.
+        self._prune(looked=not self._several)
         if waiting or self._stuck:
             await self._wait_apart(waiting, through)
 
@@ -669,7 +719,7 @@ class Writer:
                 item.repeated = True
                 again.append(item)
             elif not isinstance(outcome, Exception):
-                await self._finish(item)
+                await self._conclude(item)
                 self._keep(item)
                 through.add(item.key)
             elif item.key in waiting:
@@ -682,12 +732,11 @@ class Writer:
             elif item.repeated and await self._holds(item):
                 # With all that goes with it, but for its queue entry.
                 item.late = True
-                await self._finish(item)
+                await self._conclude(item)
                 self._keep(item)
                 through.add(item.key)
             else:
-                await self._finish(item)
-                self._end(item, Fenced(f"event {item.id} of {item.key} is not after the last one there"))
+                await self._conclude(item, Fenced(f"event {item.id} of {item.key} is not after the last one there"))
         return again
 
     def _unfenced(self, batch: list[_Append]) -> list[_Append]:
@@ -719,29 +768,61 @@ class Writer:
                     commands.append(item.done)
         return commands, places
 
-    async def _finish(self, item: _Append) -> None:
-        """Settle the queue entry of an event, where that was not done with it."""
-        if item.done is not None and item.late:
-            await self._insist(item.done)
+    async def _conclude(self, item: _Append, error: Exception | None = None) -> None:
+        """End an append, once the queue entry of its event is settled where that was not done with it."""
+        if item.done is not None and item.late and _is_on_its_way(await self._insist(item.done, moving=True)):
+            self._wait_behind(item.done, item, error)
+        else:
+            self._end(item, error)
+
+    def _wait_behind(self, command: tuple[Any, ...], item: _Append | None, error: Exception | None) -> None:
+        if not self._behind:
+            self._follow_at = self._loop.time() + RETRY_S
+        self._behind[next(self._numbers)] = _Behind(command, item, error)
+
+    async def _follow_up(self) -> None:
+        """Try again what goes with events that Redis has."""
+        refused: set[int | None] = set()
+        for number, one in list(self._behind.items()):
+            # An evaluation's first key.
+            slot = self._connections.slot(one.command[3])
+            if slot in refused or number not in self._behind:
+                continue
+            try:
+                reply = await self._insist(one.command, moving=True)
+            except BusError as problem:
+                logger.warning("what goes with an event was refused: %s", problem)
+                reply = None
+            if _is_on_its_way(reply):
+                refused.add(slot)
+                continue
+            self._behind.pop(number, None)
+            if one.item is not None:
+                self._end(one.item, one.error)
+        self._follow_at = self._loop.time() + RETRY_S
+        self._warn()
 
     async def _holds(self, item: _Append) -> bool:
         """Whether the stream holds exactly this event."""
         found = await self._insist(("XRANGE", item.key, item.id, item.id))
         return isinstance(found, list) and bool(found) and _field(found[0][1], b"d") == item.data
 
-    async def _insist(self, command: tuple[Any, ...]) -> Any:
-        """The reply to a command that may be carried out twice, whatever it takes."""
+    async def _insist(self, command: tuple[Any, ...], *, moving: bool = False) -> Any:
+        """The reply to a command that may be carried out twice, whatever it takes.
+
+        With `moving`, a `TryAgainError` where its slot is being moved.
+        """
         backoff = Backoff()
         while True:
             try:
                 await self._connect()
-                (reply,) = await self._link.ask(command)
+                (reply,) = await self._link.ask(command, wait=False)
                 if self._link.opened != self._whole:
                     # It came from a server that was not brought up to date.
                     continue
                 if _is_away(reply):
                     await self._link.drop()
-                elif not _is_on_its_way(reply):
+                elif moving or not _is_on_its_way(reply):
                     return reply
             except Exception as error:
                 if not is_transient(error):
@@ -751,13 +832,14 @@ class Writer:
     async def _wait_apart(self, waiting: dict[str, list[_Append]], through: set[str]) -> None:
         """Put what was refused back, in order, and give up what has waited for memory for too long."""
         now = self._loop.time()
+        first = not self._stuck
+        gained = any(key in through for key in self._stuck)
         for key, items in waiting.items():
             stream = items[0].stream
-            if key not in self._stuck:
-                self._stuck[key] = stream
+            # Whoever else waits is tried before it the next time.
+            if self._stuck.pop(key, None) is None:
                 stream.since = now
-                if not items[0].refused:
-                    logger.info("%s waits until its slot has been moved", key)
+            self._stuck[key] = stream
             stream.stuck.extendleft(reversed(items))
         for key, stream in list(self._stuck.items()):
             if not stream.stuck:
@@ -767,8 +849,25 @@ class Writer:
             elif not stream.patient or now - stream.since > self.patience_s:
                 del self._stuck[key]
                 await self._give_up(key, stream)
-        # At once, as long as that brings anything.
-        self._retry_at = now if through and not waiting else now + RETRY_S
+        if self._retries or first:
+            # At once, as long as that brings anything.
+            self._retry_at = now if gained and not waiting else now + RETRY_S
+        self._warn()
+
+    def _warn(self) -> None:
+        """Say it if a slot's move takes its time."""
+        now = self._loop.time()
+        moving = len(self._behind) + sum(not one.stuck[0].refused for one in self._stuck.values() if one.stuck)
+        if not moving:
+            self._moving_since = 0.0
+        elif not self._moving_since:
+            self._moving_since, self._say_at = now, now + _LONG_S
+        elif now >= self._say_at:
+            self._say_at = now + _LONG_S
+            logger.warning(
+                "%d events have waited for slots that are being moved, for %.0f s: has a move been broken off?",
+                *(moving, now - self._moving_since),
+            )
 
     async def _give_up(self, key: str, stream: _Stream) -> None:
         """Fail what waits of a stream, in which nothing may be missing."""
@@ -781,7 +880,7 @@ class Writer:
         for item in items:
             if error is None and item.repeated and await self._holds(item):
                 item.late = True
-                await self._finish(item)
+                await self._conclude(item)
                 self._keep(item)
                 continue
             error = BusFull(f"Redis had no memory left for event {item.id} for {self.patience_s:g} s")
@@ -816,10 +915,11 @@ class Writer:
                 if not is_transient(error):
                     logger.warning("the writer cannot look after its streams: %s", error)
                 await anyio.sleep(backoff.next())
-                if self._queue:
+                if self._queue or self._stuck or self._behind:
+                    self._look_at = self._loop.time() + LOOK_S
                     return
                 continue
-            self._prune()
+            self._prune(looked=True)
             return
 
     async def _restore(self) -> None:
@@ -837,6 +937,7 @@ class Writer:
             self.claimed()
         if self._before is not None:
             await self._before()
+        self._behind = {number: one for number, one in self._behind.items() if one.item is not None}
         lacking = 0
         streams = list(self._streams.items())
         while streams:
@@ -851,8 +952,7 @@ class Writer:
                 some, await self._ask_all([self._restoring(key, stream) for key, stream in some]), strict=True
             ):
                 if _is_on_its_way(reply):
-                    await self._see_whole(key, stream, reply)
-                    continue
+                    reply = await self._see_whole(key, stream, reply)
                 if isinstance(reply, Exception) or reply in (b"fenced", b"gap"):
                     logger.warning("stream %s cannot be brought up to date: %s", key, reply)
                     stream.lost = stream.attempt
@@ -861,9 +961,9 @@ class Writer:
                 # The firehose was told with the events.
                 after += [item.more("", b"", "") for item in stream.kept if item.more is not None]
                 after += [item.done for item in stream.kept if item.done is not None]
-            for reply in await self._ask_all(after):
+            for command, reply in zip(after, await self._ask_all(after), strict=True):
                 if _is_on_its_way(reply):
-                    raise reply
+                    self._wait_behind(command, None, None)
         if lacking:
             logger.warning("Redis came back without %d events that it had acknowledged; it has them again", lacking)
         # This server may be gone in the next moment.
@@ -877,26 +977,32 @@ class Writer:
         names = key, stream.record, stream.firehose
         return _texted(_RESTORE(names, self._schema, stream.base, whole, stream.attempt, *parts))
 
-    async def _see_whole(self, key: str, stream: _Stream, problem: Exception) -> None:
-        """See that a stream lacks nothing, of which several keys cannot be asked for while its slot is being moved.
+    async def _see_whole(self, key: str, stream: _Stream, problem: Exception) -> Any:
+        """See what a stream lacks of which several keys cannot be asked for while its slot is being moved.
+
+        Returns what `_RESTORE` would have replied.
 
         Raises:
-            redis.exceptions.RedisError: it does, and gets it when the slot has been moved; or the connection failed.
+            redis.exceptions.RedisError: it lacks something, and gets it when the slot has been moved; or the connection
+                failed.
         """
         (entries,) = await self._ask_all([("XREVRANGE", key, "+", "-", "COUNT", 1)])
-        if isinstance(entries, Exception):
+        if _is_on_its_way(entries):
             raise entries
+        if isinstance(entries, Exception):
+            return entries
         last = stream.kept[-1] if stream.kept else None
-        if not entries or parse_id(entries[0][0].decode()) < parse_id(last.id if last else stream.base):
+        found = entries[0][0].decode() if entries else "0-0"
+        if parse_id(found) < parse_id(last.id if last else stream.base):
             raise problem
-        if last is not None and entries[0][0].decode() == last.id and _field(entries[0][1], b"d") != last.data:
-            logger.warning("stream %s cannot be brought up to date: it has another's event", key)
-            stream.lost = stream.attempt
+        if last is not None and found == last.id and _field(entries[0][1], b"d") != last.data:
+            return b"fenced"
+        return 0
 
     async def _ask_all(self, commands: list[tuple[Any, ...]]) -> list[Any]:
         if not commands:
             return []
-        replies = await self._link.ask(*commands)
+        replies = await self._link.ask(*commands, wait=False)
         for reply in replies:
             if _is_away(reply):
                 raise reply

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Container, Sized
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import anyio
 import numpy as np
@@ -25,7 +26,7 @@ from tracewire_bus.streams import FINAL_ID, Bus, BusError, BusUnavailable, Entry
 from tracewire_bus.values import pack
 from tracewire_bus.writer import Writer
 
-from .servers import BINARIES, HOST, Cluster, free_port, running_servers, slot_of, until
+from .servers import BINARIES, HOST, Cluster, Running, free_port, running_servers, slot_of, until
 from .test_snapshots import Author, read, same
 from .transports import end_to_end
 
@@ -52,6 +53,14 @@ async def rest(bus: Bus, trace: str) -> list[Entry]:
     """All entries to the end."""
     with anyio.fail_after(30):
         return [entry async for entry in bus.read(trace)]
+
+
+async def elsewhere(cluster: Cluster, bus: Bus, *nodes: Running) -> str:
+    """A trace that is on another node."""
+    number = 0
+    while await cluster.owner(slot_of(bus.keys, f"e{number}")) in nodes:
+        number += 1
+    return f"e{number}"
 
 
 def assert_whole(entries: list[Entry], count: int) -> None:
@@ -327,6 +336,168 @@ async def test_what_a_node_lost_of_a_slot_that_moves_comes_back_when_it_has_move
                 await cluster.end_move(slot, source, target)
             await writer.append("t", 1, 7, b"7", final=True)
         assert_whole(await rest(bus, "t"), 7)
+
+
+async def test_a_queue_whose_move_stands_still_holds_up_no_trace(cluster: Cluster, prefix: str) -> None:
+    """A final is appended, and its append ends when its queue entry is settled."""
+    async with Bus.open(cluster.url, prefix=prefix) as bus, bus.writer() as writer:
+        queued = Slots(cluster.url).slot(bus.keys.queue("m", "taken"))
+        assert slot_of(bus.keys, "t") != queued
+        await bus.submit(Submission(trace="t", model="m", invokes=[Invoke(prompt="x")]))
+        await bus.queue.take("m", "e", 1, 1000)
+        source, target = await cluster.begin_move(queued)
+        taken = bus.keys.queue("m", "taken").encode()
+        await cluster.move_keys(queued, source, target, but=[taken])
+        ended = anyio.Event()
+
+        async def end() -> None:
+            await writer.append("t", 1, 0, b"0", final=True, done=("m", "t", "e"))
+            ended.set()
+
+        with anyio.fail_after(30):
+            async with anyio.create_task_group() as group:
+                group.start_soon(end)
+                for seq in range(20):
+                    await writer.append("o", 1, seq, b"%d" % seq)
+                assert await bus.command("XLEN", bus.keys.events("t")) == 1
+                # Also where it has to connect anew.
+                await writer._link.drop()
+                await writer.append("o", 1, 20, b"20")
+                assert not ended.is_set()
+                assert await bus.command("HGET", taken, "t") == b"e"
+                await cluster.move_keys(queued, source, target)
+                await cluster.end_move(queued, source, target)
+        assert await bus.command("HGET", taken, "t") is None
+
+
+async def test_who_connects_anew_waits_for_no_move(cluster: Cluster, prefix: str) -> None:
+    """All that a stream's repair takes is on one node still, but not all that goes with its events."""
+    async with Bus.open(cluster.url, prefix=prefix) as bus, bus.writer() as writer:
+        slot = slot_of(bus.keys, "t")
+        await writer.append("t", 1, 0, b"0", life=telling("accepted", "t", model="m", engine="e", attempt=1))
+        await writer.append("t", 1, 1, b"1")
+        source, target = await cluster.begin_move(slot)
+        await writer._link.drop()
+        with anyio.fail_after(30):
+            await writer.append("t", 1, 2, b"2")
+            await writer.append("o", 1, 0, b"0")
+            await cluster.move_keys(slot, source, target)
+            await cluster.end_move(slot, source, target)
+            await writer.append("t", 1, 3, b"3", final=True)
+        assert_whole(await rest(bus, "t"), 3)
+        # It is done at last, and does not outlive the end.
+        await until(lambda: _empty(writer._behind))
+        assert await bus.command("TTL", bus.keys.events("t")) < 7 * 24 * 3600 - 60
+
+
+async def _empty(waiting: Sized) -> bool:
+    return not waiting
+
+
+async def test_what_waits_apart_is_tried_in_turns_and_not_with_all_that_others_write(
+    cluster: Cluster, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with Bus.open(cluster.url, prefix=prefix) as bus, bus.writer() as writer:
+        stays = slot_of(bus.keys, "t")
+        names = [f"s{n}" for n in range(10_000)]
+        moves = next(name for name in names if slot_of(bus.keys, name) != stays)
+        halves = []
+        for trace in ("t", moves):
+            await writer.append(trace, 1, 0, b"0")
+            source, target = await cluster.begin_move(slot_of(bus.keys, trace))
+            await cluster.move_keys(slot_of(bus.keys, trace), source, target, but=[bus.keys.events(trace).encode()])
+            halves.append((slot_of(bus.keys, trace), source, target))
+        sent: list[str] = []
+        ask = writer._link.ask
+
+        async def watched(*commands: Any, **more: Any) -> list[Any]:
+            sent.extend(command[3] for command in commands if command[0] == "EVAL")
+            return await ask(*commands, **more)
+
+        monkeypatch.setattr(writer._link, "ask", watched)
+        # One of them fills a flush.
+        monkeypatch.setattr("tracewire_bus.writer._FLUSH_BYTES", 1000)
+        monkeypatch.setattr("tracewire_bus.writer.RETRY_S", 3600.0)
+        with anyio.fail_after(30):
+            async with anyio.create_task_group() as group:
+                group.start_soon(partial(writer.append, "t", 1, 1, b"1" * 1000, final=True))
+                await until(lambda: _among(writer._stuck, bus.keys.events("t")))
+                group.start_soon(partial(writer.append, moves, 1, 1, b"1" * 1000, final=True))
+                await until(lambda: _among(writer._stuck, bus.keys.events(moves)))
+                # By then it has connected wherever it does.
+                await writer.append("o", 1, 0, b"x")
+                sent.clear()
+                for seq in range(1, 50):
+                    await writer.append("o", 1, seq, b"x")
+                assert bus.keys.events("t") not in sent
+                monkeypatch.setattr("tracewire_bus.writer.RETRY_S", 0.0)
+                writer._retry_at = 0.0
+                await cluster.move_keys(*halves[1])
+                await cluster.end_move(*halves[1])
+                assert len(await rest(bus, moves)) == 2
+                assert bus.keys.events("t") in writer._stuck
+                await cluster.move_keys(*halves[0])
+                await cluster.end_move(*halves[0])
+        assert len(await rest(bus, "t")) == 2
+
+
+async def _among(some: Container[str], one: str) -> bool:
+    return one in some
+
+
+async def test_a_node_that_lost_an_end_is_found_while_something_waits_apart(
+    cluster: Cluster, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing else is written to it."""
+    monkeypatch.setattr("tracewire_bus.writer.LOOK_S", 0.1)
+    async with Bus.open(cluster.url, prefix=prefix) as bus, bus.writer() as writer:
+        slot = slot_of(bus.keys, "t")
+        await writer.append("t", 1, 0, b"0")
+        source, target = await cluster.begin_move(slot)
+        other = await elsewhere(cluster, bus, source, target)
+        await cluster.move_keys(slot, source, target, but=[bus.keys.events("t").encode()])
+        with anyio.fail_after(30):
+            async with anyio.create_task_group() as group:
+                group.start_soon(partial(writer.append, "t", 1, 1, b"1", final=True))
+                await until(lambda: _among(writer._stuck, bus.keys.events("t")))
+                await writer.append(other, 1, 0, b"0")
+                await writer.append(other, 1, 1, b"1", final=True)
+                home = await cluster.owner(slot_of(bus.keys, other))
+                await home.ask("DEL", bus.keys.events(other))
+                await home.ask("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+                assert_whole(await rest(bus, other), 1)
+                assert bus.keys.events("t") in writer._stuck
+                await cluster.move_keys(slot, source, target)
+                await cluster.end_move(slot, source, target)
+        assert_whole(await rest(bus, "t"), 1)
+
+
+async def test_a_final_that_is_refused_for_now_stays_in_the_queue(
+    cluster: Cluster, prefix: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its node takes no writes, and the queue's does."""
+    async with Bus.open(cluster.url, prefix=prefix) as bus, bus.writer() as writer:
+        taken = bus.keys.queue("m", "taken")
+        home = await cluster.owner(Slots(cluster.url).slot(taken))
+        trace = await elsewhere(cluster, bus, home)
+        await bus.submit(Submission(trace=trace, model="m", invokes=[Invoke(prompt="x")]))
+        await bus.queue.take("m", "e", 1, 1000)
+        node = await cluster.owner(slot_of(bus.keys, trace))
+
+        async def waits() -> bool:
+            return "NOREPLICAS" in caplog.text
+
+        await node.ask("CONFIG", "SET", "min-replicas-to-write", 1)
+        with anyio.fail_after(30):
+            async with anyio.create_task_group() as group:
+                group.start_soon(partial(writer.append, trace, 1, 0, b"0", final=True, done=("m", trace, "e")))
+                try:
+                    await until(waits)
+                    assert await bus.command("HGET", taken, trace) == b"e"
+                finally:
+                    await node.ask("CONFIG", "SET", "min-replicas-to-write", 0)
+        assert await bus.command("HGET", taken, trace) is None
+        assert_whole(await rest(bus, trace), 0)
 
 
 async def test_what_waits_for_a_trace_whose_slot_moves_goes_on(cluster: Cluster, prefix: str) -> None:

@@ -433,7 +433,7 @@ async def test_a_full_redis_takes_no_submission_and_says_so(redis: Server) -> No
         with pytest.raises(tracewire.BusFull, match="--retention"):
             await trace.start()
         used = (await bus.memory())[1]
-        await limit(bus, int(used / 0.97))
+        await limit(bus, int(used / 0.99))
         client._open_bus()._memory_at = 0.0
         with pytest.raises(tracewire.BusFull, match="left"):
             await trace.start()
