@@ -295,7 +295,7 @@ class _Stream:
 
     __slots__ = (
         *("attempt", "base", "firehose", "given_up", "kept", "lost", "over", "patient", "record", "since"),
-        "stuck",
+        *("stuck", "under_way"),
     )
 
     def __init__(self, record: str, firehose: str) -> None:
@@ -305,6 +305,8 @@ class _Stream:
         self.base = ""
         #: What it acknowledged last.
         self.kept: deque[_Append] = deque()
+        #: How many appends have not ended.
+        self.under_way = 0
         #: What waits for memory or for the end of a slot's move, in order; and since when for memory.
         self.stuck: deque[_Append] = deque()
         self.since = 0.0
@@ -394,19 +396,21 @@ class Writer:
         with anyio.move_on_after(2, shield=True):
             while self._queue or self._stuck or self._behind or self._flushing:
                 await self._idle.wait()
-        await task.aclose()
-        if self._timer is not None:
-            self._timer.cancel()
-        await self._link.drop()
-        for item in [
-            *(item for stream in self._stuck.values() for item in stream.stuck),
-            *(one.item for one in self._behind.values() if one.item is not None),
-            *self._queue,
-        ]:
-            self._end(item, anyio.ClosedResourceError())
-        self._queue.clear()
-        self._stuck.clear()
-        self._behind.clear()
+        try:
+            await task.aclose()
+        finally:
+            if self._timer is not None:
+                self._timer.cancel()
+            for item in [
+                *(item for stream in self._stuck.values() for item in stream.stuck),
+                *(one.item for one in self._behind.values() if one.item is not None),
+                *self._queue,
+            ]:
+                self._end(item, anyio.ClosedResourceError())
+            self._queue.clear()
+            self._stuck.clear()
+            self._behind.clear()
+            await self._link.drop()
 
     def queue(
         self,
@@ -476,6 +480,7 @@ class Writer:
         stream.over = False
         kept = msgspec.msgpack.encode([str(one) for one in life]) if life else b""
         item = _Append(stream, key, id_, attempt, data, final, more, kept, settle, self._loop.create_future())
+        stream.under_way += 1
         self.backlog += item.size
         if stream.given_up:
             self._end(item, BusFull(f"Redis had no memory left for what was before event {id_}"))
@@ -525,7 +530,7 @@ class Writer:
             self._drop(key, stream)
 
     def _drop(self, key: str, stream: _Stream) -> None:
-        if stream.over and not stream.kept and not stream.stuck and self._streams.get(key) is stream:
+        if stream.over and not stream.kept and not stream.under_way and self._streams.get(key) is stream:
             del self._streams[key]
 
     # --- its task -----------------------------------------------------------------------------------------------------
@@ -626,8 +631,10 @@ class Writer:
             return
         item.ended = True
         self.backlog -= item.size
+        item.stream.under_way -= 1
         if item.final:
             item.stream.over = True
+        self._drop(item.key, item.stream)
         if not item.outcome.done():
             item.outcome.set_result(error)
 
@@ -635,9 +642,10 @@ class Writer:
         """Redis has it."""
         item.refused = False
         item.stream.kept.append(item)
-        self._streams.setdefault(item.key, item.stream)
         self._kept.append((self._loop.time(), item))
         self._kept_bytes += item.size
+        if self._look_at == 0.0:
+            self._look_at = self._loop.time() + LOOK_S
 
     def _prune(self, *, looked: bool) -> None:
         """All of Redis answers, if we have looked, and what it acknowledged longer ago is safe."""
@@ -719,8 +727,8 @@ class Writer:
                 item.repeated = True
                 again.append(item)
             elif not isinstance(outcome, Exception):
-                await self._conclude(item)
                 self._keep(item)
+                await self._conclude(item)
                 through.add(item.key)
             elif item.key in waiting:
                 waiting[item.key].append(item)
@@ -732,8 +740,8 @@ class Writer:
             elif item.repeated and await self._holds(item):
                 # With all that goes with it, but for its queue entry.
                 item.late = True
-                await self._conclude(item)
                 self._keep(item)
+                await self._conclude(item)
                 through.add(item.key)
             else:
                 await self._conclude(item, Fenced(f"event {item.id} of {item.key} is not after the last one there"))
@@ -770,10 +778,11 @@ class Writer:
 
     async def _conclude(self, item: _Append, error: Exception | None = None) -> None:
         """End an append, once the queue entry of its event is settled where that was not done with it."""
-        if item.done is not None and item.late and _is_on_its_way(await self._insist(item.done, moving=True)):
-            self._wait_behind(item.done, item, error)
-        else:
-            self._end(item, error)
+        if item.done is not None and item.late:
+            (reply,) = await self._insist(item.done, moving=True)
+            if _is_on_its_way(reply):
+                return self._wait_behind(item.done, item, error)
+        return self._end(item, error)
 
     def _wait_behind(self, command: tuple[Any, ...], item: _Append | None, error: Exception | None) -> None:
         if not self._behind:
@@ -781,49 +790,53 @@ class Writer:
         self._behind[next(self._numbers)] = _Behind(command, item, error)
 
     async def _follow_up(self) -> None:
-        """Try again what goes with events that Redis has."""
-        refused: set[int | None] = set()
-        for number, one in list(self._behind.items()):
-            # An evaluation's first key.
-            slot = self._connections.slot(one.command[3])
-            if slot in refused or number not in self._behind:
-                continue
-            try:
-                reply = await self._insist(one.command, moving=True)
-            except BusError as problem:
-                logger.warning("what goes with an event was refused: %s", problem)
-                reply = None
-            if _is_on_its_way(reply):
-                refused.add(slot)
-                continue
-            self._behind.pop(number, None)
-            if one.item is not None:
-                self._end(one.item, one.error)
-        self._follow_at = self._loop.time() + RETRY_S
+        """Try again some of what goes with events that Redis has, those first that were tried longest ago."""
+        some = list(self._behind.items())[:_FLUSH_PROBES]
+        done = 0
+        try:
+            # Each slot's in their order. A tuple: none waits for those of another slot.
+            replies = await self._insist(*(tuple(one.command) for _, one in some), moving=True)
+        except Exception as problem:
+            logger.warning("what goes with %d events could not be carried out: %s", len(some), problem)
+            for number, one in some:
+                if one.item is not None and self._behind.pop(number, None) is not None:
+                    self._end(one.item, problem)
+        else:
+            for (number, one), reply in zip(some, replies, strict=True):
+                if self._behind.pop(number, None) is None:
+                    continue
+                if _is_on_its_way(reply):
+                    self._behind[number] = one
+                    continue
+                done += 1
+                if one.item is not None:
+                    self._end(one.item, one.error)
+        # Others come in between.
+        self._follow_at = self._loop.time() + (0.0 if done else RETRY_S)
         self._warn()
 
     async def _holds(self, item: _Append) -> bool:
         """Whether the stream holds exactly this event."""
-        found = await self._insist(("XRANGE", item.key, item.id, item.id))
+        (found,) = await self._insist(("XRANGE", item.key, item.id, item.id))
         return isinstance(found, list) and bool(found) and _field(found[0][1], b"d") == item.data
 
-    async def _insist(self, command: tuple[Any, ...], *, moving: bool = False) -> Any:
-        """The reply to a command that may be carried out twice, whatever it takes.
+    async def _insist(self, *commands: tuple[Any, ...], moving: bool = False) -> list[Any]:
+        """The replies to commands that may be carried out twice, whatever it takes.
 
-        With `moving`, a `TryAgainError` where its slot is being moved.
+        With `moving`, a `TryAgainError` for those whose slots are being moved.
         """
         backoff = Backoff()
         while True:
             try:
                 await self._connect()
-                (reply,) = await self._link.ask(command, wait=False)
+                replies = await self._link.ask(*commands, wait=False)
                 if self._link.opened != self._whole:
-                    # It came from a server that was not brought up to date.
+                    # They came from a server that was not brought up to date.
                     continue
-                if _is_away(reply):
+                if any(map(_is_away, replies)):
                     await self._link.drop()
-                elif moving or not _is_on_its_way(reply):
-                    return reply
+                elif moving or not any(map(_is_on_its_way, replies)):
+                    return replies
             except Exception as error:
                 if not is_transient(error):
                     raise as_bus_error(error) from error
@@ -880,8 +893,8 @@ class Writer:
         for item in items:
             if error is None and item.repeated and await self._holds(item):
                 item.late = True
-                await self._conclude(item)
                 self._keep(item)
+                await self._conclude(item)
                 continue
             error = BusFull(f"Redis had no memory left for event {item.id} for {self.patience_s:g} s")
             self._end(item, error)
@@ -937,7 +950,6 @@ class Writer:
             self.claimed()
         if self._before is not None:
             await self._before()
-        self._behind = {number: one for number, one in self._behind.items() if one.item is not None}
         lacking = 0
         streams = list(self._streams.items())
         while streams:
@@ -961,8 +973,10 @@ class Writer:
                 # The firehose was told with the events.
                 after += [item.more("", b"", "") for item in stream.kept if item.more is not None]
                 after += [item.done for item in stream.kept if item.done is not None]
+            known = {one.command for one in self._behind.values()}
             for command, reply in zip(after, await self._ask_all(after), strict=True):
-                if _is_on_its_way(reply):
+                # What settles an entry is not sent where anything before it was refused for now.
+                if (_is_on_its_way(reply) or is_full(reply)) and command not in known:
                     self._wait_behind(command, None, None)
         if lacking:
             logger.warning("Redis came back without %d events that it had acknowledged; it has them again", lacking)

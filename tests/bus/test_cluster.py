@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Container, Sized
+from collections.abc import AsyncIterator, Awaitable, Container, Sized
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -370,8 +370,67 @@ async def test_a_queue_whose_move_stands_still_holds_up_no_trace(cluster: Cluste
         assert await bus.command("HGET", taken, "t") is None
 
 
-async def test_who_connects_anew_waits_for_no_move(cluster: Cluster, prefix: str) -> None:
+async def test_what_fails_while_something_waits_behind_ends_it_and_nothing_else(cluster: Cluster, prefix: str) -> None:
+    async with Bus.open(cluster.url, prefix=prefix) as bus, bus.writer() as writer:
+        taken = bus.keys.queue("m", "taken")
+        queued = Slots(cluster.url).slot(taken)
+        await bus.submit(Submission(trace="t", model="m", invokes=[Invoke(prompt="x")]))
+        await bus.queue.take("m", "e", 1, 1000)
+        source, target = await cluster.begin_move(queued)
+        await cluster.move_keys(queued, source, target, but=[taken.encode()])
+
+        def broken() -> list[tuple[Any, ...]]:
+            raise RuntimeError("broken")
+
+        with anyio.fail_after(30):
+            async with anyio.create_task_group() as group:
+
+                async def end() -> None:
+                    with pytest.raises(RuntimeError, match="broken"):
+                        await writer.append("t", 1, 0, b"0", final=True, done=("m", "t", "e"))
+                    writer.claims = tuple
+
+                group.start_soon(end)
+                await until(lambda: _some(writer._behind))
+                writer.claims = broken
+                await writer._link.drop()
+            await writer.append("o", 1, 0, b"0")
+        await cluster.move_keys(queued, source, target)
+        await cluster.end_move(queued, source, target)
+
+
+async def _some(waiting: Sized) -> bool:
+    return bool(waiting)
+
+
+async def test_a_later_attempt_goes_behind_what_waits_of_an_earlier_one(cluster: Cluster, prefix: str) -> None:
+    async with Bus.open(cluster.url, prefix=prefix) as bus, bus.writer() as writer:
+        slot = slot_of(bus.keys, "t")
+        source, target = await cluster.begin_move(slot)
+        with anyio.fail_after(30):
+            async with anyio.create_task_group() as group:
+                first = writer.queue("t", 1, 0, b"0")
+                # Its attempt is taken from us, and comes back.
+                writer.forget("t")
+                group.start_soon(_wait_for, first)
+                await until(lambda: _among(writer._stuck, bus.keys.events("t")))
+                group.start_soon(writer.append, "t", 2, 0, b"0")
+                await cluster.move_keys(slot, source, target)
+                await cluster.end_move(slot, source, target)
+            await writer.append("t", 2, 1, b"1", final=True)
+        assert [entry.id for entry in await rest(bus, "t")] == ["1-0", "2-0", FINAL_ID]
+
+
+async def _wait_for(append: Awaitable[str]) -> None:
+    await append
+
+
+async def test_who_connects_anew_waits_for_no_move(
+    cluster: Cluster, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All that a stream's repair takes is on one node still, but not all that goes with its events."""
+    monkeypatch.setattr("tracewire_bus.writer.LOOK_S", 0.1)
+    monkeypatch.setattr("tracewire_bus.writer.KEEP_S", 0.2)
     async with Bus.open(cluster.url, prefix=prefix) as bus, bus.writer() as writer:
         slot = slot_of(bus.keys, "t")
         await writer.append("t", 1, 0, b"0", life=telling("accepted", "t", model="m", engine="e", attempt=1))
@@ -381,10 +440,15 @@ async def test_who_connects_anew_waits_for_no_move(cluster: Cluster, prefix: str
         with anyio.fail_after(30):
             await writer.append("t", 1, 2, b"2")
             await writer.append("o", 1, 0, b"0")
+            # Nor is it forgotten with what it goes with.
+            await until(lambda: _empty(writer._kept))
+            await writer._link.drop()
+            await writer.append("t", 1, 3, b"3")
+            assert writer._behind
             await cluster.move_keys(slot, source, target)
             await cluster.end_move(slot, source, target)
-            await writer.append("t", 1, 3, b"3", final=True)
-        assert_whole(await rest(bus, "t"), 3)
+            await writer.append("t", 1, 4, b"4", final=True)
+        assert_whole(await rest(bus, "t"), 4)
         # It is done at last, and does not outlive the end.
         await until(lambda: _empty(writer._behind))
         assert await bus.command("TTL", bus.keys.events("t")) < 7 * 24 * 3600 - 60
