@@ -468,7 +468,7 @@ class ClusterLink(Link):
         )
 
         backoff = Backoff(0.01, 0.2)
-        problem: Any = None
+        reply: Any = None
         elsewhere: _Address | None = None
         for _ in range(tries):
             address = elsewhere or await self._where(slot)
@@ -485,17 +485,16 @@ class ClusterLink(Link):
                     return ConnectionError(f"slot {slot} has moved")
             elif isinstance(reply, AskError):
                 elsewhere = _named(reply, address)
-            elif not isinstance(reply, (TryAgainError, ClusterDownError)):
+            elif isinstance(reply, TryAgainError) and not self._waits:
+                break
+            elif isinstance(reply, (TryAgainError, ClusterDownError)):
+                await anyio.sleep(backoff.next())
+            else:
                 node.learned([command])
                 return reply
-            problem = reply
-            if isinstance(reply, TryAgainError) and not self._waits:
-                break
-            if isinstance(reply, (TryAgainError, ClusterDownError)):
-                await anyio.sleep(backoff.next())
-        if isinstance(problem, ClusterDownError):
-            return ClusterDownError(f"slot {slot} is nobody's for now: {problem}")
-        return TryAgainError(f"slot {slot} is being moved: {problem}")
+        if isinstance(reply, ClusterDownError):
+            return ClusterDownError(f"slot {slot} is nobody's for now: {reply}")
+        return TryAgainError(f"slot {slot} is being moved: {reply}")
 
 
 def _is_redirection(reply: Any) -> bool:

@@ -55,12 +55,14 @@ UNFINISHED_S: Final = 7 * 24 * 3600
 #: at most with `appendfsync everysec`.
 KEEP_S: float = 5.0
 KEEP_BYTES: int = 64 * 1024 * 1024
-#: How often a writer that has nothing to send looks whether its server is still the same, in seconds.
+#: How often a writer looks whether its server is still the same, in seconds: one that sends nothing, or has several.
 LOOK_S: float = 1.0
-#: How often what was refused for lack of memory is tried again, in seconds.
+#: How often what waits for memory, or for a slot to be moved, is tried again, in seconds.
 RETRY_S: float = 0.1
 
-_FLUSH_ENTRIES, _FLUSH_PROBES, _FLUSH_BYTES = 512, 64, 8 * 1024 * 1024
+_FLUSH_ENTRIES, _FLUSH_BYTES = 512, 8 * 1024 * 1024
+#: So much of what waits for slots to be moved is tried at once.
+_PROBES: Final = 64
 #: The next flush begins no sooner than this after the last one began, in seconds: for each entry that it carried, and
 #: at most. It leaves a busy publisher's loop half free, and what a trace puts out meanwhile shares an entry.
 _PACE_S, _PAUSE_S = 100e-6, 8e-3
@@ -619,7 +621,7 @@ class Writer:
             self._queue.popleft()
         # Behind all else of their slots, which commands on several keys would hold up, and of each only the first.
         size = 0
-        for stream in probed[:_FLUSH_PROBES]:
+        for stream in probed[:_PROBES]:
             size += len(stream.stuck[0].data)
             if stream is not probed[0] and size > _FLUSH_BYTES:
                 break
@@ -791,7 +793,7 @@ class Writer:
 
     async def _follow_up(self) -> None:
         """Try again some of what goes with events that Redis has, those first that were tried longest ago."""
-        some = list(self._behind.items())[:_FLUSH_PROBES]
+        some = list(self._behind.items())[:_PROBES]
         done = 0
         try:
             # Each slot's in their order. A tuple: none waits for those of another slot.
@@ -951,6 +953,7 @@ class Writer:
         if self._before is not None:
             await self._before()
         lacking = 0
+        behind = {one.command for one in self._behind.values()}
         streams = list(self._streams.items())
         while streams:
             some: list[tuple[str, _Stream]] = []
@@ -973,10 +976,9 @@ class Writer:
                 # The firehose was told with the events.
                 after += [item.more("", b"", "") for item in stream.kept if item.more is not None]
                 after += [item.done for item in stream.kept if item.done is not None]
-            known = {one.command for one in self._behind.values()}
             for command, reply in zip(after, await self._ask_all(after), strict=True):
                 # What settles an entry is not sent where anything before it was refused for now.
-                if (_is_on_its_way(reply) or is_full(reply)) and command not in known:
+                if (_is_on_its_way(reply) or is_full(reply)) and command not in behind:
                     self._wait_behind(command, None, None)
         if lacking:
             logger.warning("Redis came back without %d events that it had acknowledged; it has them again", lacking)

@@ -24,7 +24,7 @@ from tracewire_bus.connection import Link, Server
 from tracewire_bus.embedded import _binary, _die_with_parent
 from tracewire_bus.keys import Keys
 
-__all__ = ["BINARIES", "Cluster", "Running", "Servers", "running_servers", "slot_of", "until"]
+__all__ = ["BINARIES", "Cluster", "Running", "Servers", "running_servers", "slot_of", "until", "until_so"]
 
 HOST = "127.0.0.1"
 
@@ -65,6 +65,15 @@ async def until(condition: Callable[[], Awaitable[Any]]) -> None:
     with anyio.fail_after(20):
         while not await condition():  # noqa: ASYNC110
             await anyio.sleep(0.01)
+
+
+async def until_so(condition: Callable[[], Any]) -> None:
+    """`until`, where nothing is asked of anybody else."""
+
+    async def ask() -> Any:
+        return condition()
+
+    await until(ask)
 
 
 class Running:
@@ -293,11 +302,15 @@ class Cluster:
         for node in (target, source, *(one for one in self.nodes if one not in (target, source))):
             await node.ask("CLUSTER", "SETSLOT", slot, "NODE", self.ids[target.port])
 
+    async def finish_move(self, slot: int, source: Running, target: Running) -> None:
+        """Move what is left of a slot's keys, and the slot."""
+        await self.move_keys(slot, source, target)
+        await self.end_move(slot, source, target)
+
     async def move(self, slot: int) -> None:
         """Move a slot to another node, with all that it holds."""
         source, target = await self.begin_move(slot)
-        await self.move_keys(slot, source, target)
-        await self.end_move(slot, source, target)
+        await self.finish_move(slot, source, target)
 
 
 def slot_of(keys: Keys, trace: str) -> int:

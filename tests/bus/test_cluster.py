@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Container, Sized
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from tracewire_bus.streams import FINAL_ID, Bus, BusError, BusUnavailable, Entry
 from tracewire_bus.values import pack
 from tracewire_bus.writer import Writer
 
-from .servers import BINARIES, HOST, Cluster, Running, free_port, running_servers, slot_of, until
+from .servers import BINARIES, HOST, Cluster, Running, free_port, running_servers, slot_of, until, until_so
 from .test_snapshots import Author, read, same
 from .transports import end_to_end
 
@@ -257,8 +257,7 @@ async def test_a_slot_moves_in_the_middle_of_appends_under_a_subscription(
                         await writer._link.drop()
                     await writings["t"].past(step + 60)
                     await writings[same].past(step + 60)
-                    await cluster.move_keys(slot, source, target)
-                    await cluster.end_move(slot, source, target)
+                    await cluster.finish_move(slot, source, target)
                 else:
                     await cluster.move(slot)
             for writing in writings.values():
@@ -299,8 +298,7 @@ async def test_a_slot_whose_move_stands_still_holds_up_no_other(
                 assert await bus.command("HGET", bus.keys.queue("m", "taken"), ending) == b"e"
                 assert await bus.command("XLEN", bus.keys.events(ending)) == 1
                 assert await bus.command("XLEN", bus.keys.events(beginning)) == 0
-                await cluster.move_keys(slot, source, target)
-                await cluster.end_move(slot, source, target)
+                await cluster.finish_move(slot, source, target)
             assert await bus.command("HGET", bus.keys.queue("m", "taken"), ending) is None
             await writer.append("t", 1, 20, b"20", final=True)
             await writer.append(beginning, 1, 1, b"1", final=True)
@@ -326,14 +324,9 @@ async def test_what_a_node_lost_of_a_slot_that_moves_comes_back_when_it_has_move
         with anyio.fail_after(30):
             async with anyio.create_task_group() as group:
                 group.start_soon(writer.append, "t", 1, 6, b"6")
-
-                async def waits() -> bool:
-                    return "entries wait for Redis" in caplog.text
-
-                await until(waits)
+                await until_so(lambda: "entries wait for Redis" in caplog.text)
                 assert await bus.command("XLEN", bus.keys.events("t")) == 4
-                await cluster.move_keys(slot, source, target)
-                await cluster.end_move(slot, source, target)
+                await cluster.finish_move(slot, source, target)
             await writer.append("t", 1, 7, b"7", final=True)
         assert_whole(await rest(bus, "t"), 7)
 
@@ -365,8 +358,7 @@ async def test_a_queue_whose_move_stands_still_holds_up_no_trace(cluster: Cluste
                 await writer.append("o", 1, 20, b"20")
                 assert not ended.is_set()
                 assert await bus.command("HGET", taken, "t") == b"e"
-                await cluster.move_keys(queued, source, target)
-                await cluster.end_move(queued, source, target)
+                await cluster.finish_move(queued, source, target)
         assert await bus.command("HGET", taken, "t") is None
 
 
@@ -391,16 +383,11 @@ async def test_what_fails_while_something_waits_behind_ends_it_and_nothing_else(
                     writer.claims = tuple
 
                 group.start_soon(end)
-                await until(lambda: _some(writer._behind))
+                await until_so(lambda: writer._behind)
                 writer.claims = broken
                 await writer._link.drop()
             await writer.append("o", 1, 0, b"0")
-        await cluster.move_keys(queued, source, target)
-        await cluster.end_move(queued, source, target)
-
-
-async def _some(waiting: Sized) -> bool:
-    return bool(waiting)
+        await cluster.finish_move(queued, source, target)
 
 
 async def test_a_later_attempt_goes_behind_what_waits_of_an_earlier_one(cluster: Cluster, prefix: str) -> None:
@@ -412,17 +399,12 @@ async def test_a_later_attempt_goes_behind_what_waits_of_an_earlier_one(cluster:
                 first = writer.queue("t", 1, 0, b"0")
                 # Its attempt is taken from us, and comes back.
                 writer.forget("t")
-                group.start_soon(_wait_for, first)
-                await until(lambda: _among(writer._stuck, bus.keys.events("t")))
+                group.start_soon(lambda: first)
+                await until_so(lambda: bus.keys.events("t") in writer._stuck)
                 group.start_soon(writer.append, "t", 2, 0, b"0")
-                await cluster.move_keys(slot, source, target)
-                await cluster.end_move(slot, source, target)
+                await cluster.finish_move(slot, source, target)
             await writer.append("t", 2, 1, b"1", final=True)
         assert [entry.id for entry in await rest(bus, "t")] == ["1-0", "2-0", FINAL_ID]
-
-
-async def _wait_for(append: Awaitable[str]) -> None:
-    await append
 
 
 async def test_who_connects_anew_waits_for_no_move(
@@ -441,21 +423,16 @@ async def test_who_connects_anew_waits_for_no_move(
             await writer.append("t", 1, 2, b"2")
             await writer.append("o", 1, 0, b"0")
             # Nor is it forgotten with what it goes with.
-            await until(lambda: _empty(writer._kept))
+            await until_so(lambda: not writer._kept)
             await writer._link.drop()
             await writer.append("t", 1, 3, b"3")
             assert writer._behind
-            await cluster.move_keys(slot, source, target)
-            await cluster.end_move(slot, source, target)
+            await cluster.finish_move(slot, source, target)
             await writer.append("t", 1, 4, b"4", final=True)
         assert_whole(await rest(bus, "t"), 4)
         # It is done at last, and does not outlive the end.
-        await until(lambda: _empty(writer._behind))
+        await until_so(lambda: not writer._behind)
         assert await bus.command("TTL", bus.keys.events("t")) < 7 * 24 * 3600 - 60
-
-
-async def _empty(waiting: Sized) -> bool:
-    return not waiting
 
 
 async def test_what_waits_apart_is_tried_in_turns_and_not_with_all_that_others_write(
@@ -485,9 +462,9 @@ async def test_what_waits_apart_is_tried_in_turns_and_not_with_all_that_others_w
         with anyio.fail_after(30):
             async with anyio.create_task_group() as group:
                 group.start_soon(partial(writer.append, "t", 1, 1, b"1" * 1000, final=True))
-                await until(lambda: _among(writer._stuck, bus.keys.events("t")))
+                await until_so(lambda: bus.keys.events("t") in writer._stuck)
                 group.start_soon(partial(writer.append, moves, 1, 1, b"1" * 1000, final=True))
-                await until(lambda: _among(writer._stuck, bus.keys.events(moves)))
+                await until_so(lambda: bus.keys.events(moves) in writer._stuck)
                 # By then it has connected wherever it does.
                 await writer.append("o", 1, 0, b"x")
                 sent.clear()
@@ -496,17 +473,11 @@ async def test_what_waits_apart_is_tried_in_turns_and_not_with_all_that_others_w
                 assert bus.keys.events("t") not in sent
                 monkeypatch.setattr("tracewire_bus.writer.RETRY_S", 0.0)
                 writer._retry_at = 0.0
-                await cluster.move_keys(*halves[1])
-                await cluster.end_move(*halves[1])
+                await cluster.finish_move(*halves[1])
                 assert len(await rest(bus, moves)) == 2
                 assert bus.keys.events("t") in writer._stuck
-                await cluster.move_keys(*halves[0])
-                await cluster.end_move(*halves[0])
+                await cluster.finish_move(*halves[0])
         assert len(await rest(bus, "t")) == 2
-
-
-async def _among(some: Container[str], one: str) -> bool:
-    return one in some
 
 
 async def test_a_node_that_lost_an_end_is_found_while_something_waits_apart(
@@ -523,7 +494,7 @@ async def test_a_node_that_lost_an_end_is_found_while_something_waits_apart(
         with anyio.fail_after(30):
             async with anyio.create_task_group() as group:
                 group.start_soon(partial(writer.append, "t", 1, 1, b"1", final=True))
-                await until(lambda: _among(writer._stuck, bus.keys.events("t")))
+                await until_so(lambda: bus.keys.events("t") in writer._stuck)
                 await writer.append(other, 1, 0, b"0")
                 await writer.append(other, 1, 1, b"1", final=True)
                 home = await cluster.owner(slot_of(bus.keys, other))
@@ -531,8 +502,7 @@ async def test_a_node_that_lost_an_end_is_found_while_something_waits_apart(
                 await home.ask("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
                 assert_whole(await rest(bus, other), 1)
                 assert bus.keys.events("t") in writer._stuck
-                await cluster.move_keys(slot, source, target)
-                await cluster.end_move(slot, source, target)
+                await cluster.finish_move(slot, source, target)
         assert_whole(await rest(bus, "t"), 1)
 
 
@@ -547,16 +517,12 @@ async def test_a_final_that_is_refused_for_now_stays_in_the_queue(
         await bus.submit(Submission(trace=trace, model="m", invokes=[Invoke(prompt="x")]))
         await bus.queue.take("m", "e", 1, 1000)
         node = await cluster.owner(slot_of(bus.keys, trace))
-
-        async def waits() -> bool:
-            return "NOREPLICAS" in caplog.text
-
         await node.ask("CONFIG", "SET", "min-replicas-to-write", 1)
         with anyio.fail_after(30):
             async with anyio.create_task_group() as group:
                 group.start_soon(partial(writer.append, trace, 1, 0, b"0", final=True, done=("m", trace, "e")))
                 try:
-                    await until(waits)
+                    await until_so(lambda: "NOREPLICAS" in caplog.text)
                     assert await bus.command("HGET", taken, trace) == b"e"
                 finally:
                     await node.ask("CONFIG", "SET", "min-replicas-to-write", 0)
@@ -624,8 +590,7 @@ async def test_commands_of_a_slot_are_never_overtaken(cluster: Cluster, prefix: 
         assert "is being moved" in str(behind)
         # One by one they are found, wherever they are.
         assert await link.ask(("GET", one), ("GET", two), ("APPEND", two, 3)) == [b"11", b"1", 2]
-        await cluster.move_keys(slot, source, target)
-        await cluster.end_move(slot, source, target)
+        await cluster.finish_move(slot, source, target)
         replies = await link.ask(both((one, two)), ("APPEND", one, 3), both((one, two)), ("GET", one), ("GET", two))
         assert replies == [3, 4, 4, b"11232", b"1322"]
         # Nobody knows the script any more.
