@@ -17,6 +17,7 @@ import traceback
 import types
 from collections import OrderedDict
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -100,13 +101,21 @@ class BlockMediator(Mediator):
         return True
 
     def dispose(self) -> None:
-        """Let go of all that the block held. Its scope, frames and traceback refer to each other, and to tensors."""
-        self.worker = None
-        self.raised = self.exception = self.pending = self.transform = self.found = None
-        self.made.clear()
-        self.caches: list[Any] = []
-        self.lcls.shared.clear()
-        self.lcls.clear()
+        """Let go of all that the block held. Its scope, frames and traceback refer to each other, and to tensors.
+
+        Left to a garbage collection, which counts objects and not their bytes, they would keep the device's memory; and
+        it would come in the middle of some other step.
+        """
+        # What the block made may have a word to say when it goes, which takes part in its time.
+        with suppress(watchdog.BlockTimeout), watchdog.turn(building=True):
+            self.worker = None
+            for error in (self.raised, self.exception):
+                _unwind(error)
+            self.raised = self.exception = self.pending = self.transform = self.found = None
+            self.made.clear()
+            self.caches: list[Any] = []
+            self.lcls.shared.clear()
+            self.lcls.clear()
 
     def switch(self, *args: Any) -> Any:
         watchdog.begin()
@@ -277,6 +286,27 @@ class BlockCache:
         mediator = self._kind(compiled.code, scope, variables)
         mediator.compiled, mediator.live = compiled, live
         return mediator
+
+
+#: An exception's own, whatever its class says of them.
+_attributes: Any = BaseException.__dict__["__dict__"]
+_trace: Any = BaseException.__dict__["__traceback__"]
+_cause: Any = BaseException.__dict__["__cause__"]
+_context: Any = BaseException.__dict__["__context__"]
+
+
+def _unwind(error: BaseException | None) -> None:
+    """Let go of the frames that an exception, and what it came of, has passed."""
+    waiting = [error]
+    while waiting:
+        error = waiting.pop()
+        if error is None:
+            continue
+        for trace in (_trace.__get__(error), _attributes.__get__(error).pop("__intervention_tb__", None)):
+            traceback.clear_frames(trace)
+        waiting += (_cause.__get__(error), _context.__get__(error))
+        for attribute in (_trace, _cause, _context):
+            attribute.__set__(error, None)
 
 
 def _attribute(module: types.ModuleType, path: str) -> Any:

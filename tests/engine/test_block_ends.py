@@ -1,0 +1,147 @@
+"""A block that has ended leaves nothing behind for a garbage collection to find: its tensors are the device's memory.
+
+Tracewire's runner steps over the made-up model of `benchmarks/blocks.py` here: no engine.
+"""
+
+from __future__ import annotations
+
+import gc
+import signal
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import tracewire
+from benchmarks.blocks import LAYER, _Runner, one_round
+from tracewire_engine import watchdog
+
+STEPS = 4
+
+
+@tracewire.intervention
+def outruns(model, tracer, live, layer):
+    kept = [].save()
+    for _ in tracer.iter[:]:
+        kept.append(model.model.layers[layer].output[0][-1].clone())
+
+
+@tracewire.intervention
+def comes_to_its_end(model, tracer, live, layer):
+    kept = model.model.layers[layer].output[0][-1].clone().save()
+    unsaved = kept + 1
+
+
+@tracewire.intervention
+def raises(model, tracer, live, layer):
+    kept = [].save()
+    for step in tracer.iter[:]:
+        kept.append(model.model.layers[layer].output[0][-1].clone())
+        if step == 2:
+            raise ValueError("enough")
+
+
+@tracewire.intervention
+def raises_of_another(model, tracer, live, layer):
+    kept = [].save()
+
+    def inner(value):
+        raise KeyError("inner")
+
+    for _ in tracer.iter[:]:
+        kept.append(model.model.layers[layer].output[0][-1].clone())
+        try:
+            inner(kept[-1])
+        except KeyError as error:
+            raise ValueError("outer") from error
+
+
+@tracewire.intervention
+def raises_what_looks_after_itself(model, tracer, live, layer):
+    class Stubborn(Exception):
+        def __setattr__(self, name, value):
+            raise RuntimeError("no")
+
+        def __getattr__(self, name):
+            raise RuntimeError("no")
+
+    kept = model.model.layers[layer].output[0][-1].clone().save()
+    raise Stubborn("stays")
+
+
+@tracewire.intervention
+def stops(model, tracer, live, layer):
+    kept = [].save()
+    for step in tracer.iter[:]:
+        kept.append(model.model.layers[layer].output[0][-1].clone())
+        if step == 2:
+            tracer.stop()
+
+
+@pytest.fixture(scope="module")
+def runner() -> Any:
+    from vllm.v1.worker.cpu_model_runner import _set_torch_accelerator_to_noop
+
+    _set_torch_accelerator_to_noop()
+    made: Any = _Runner(16)
+    with mock.patch("vllm.tokenizers.cached_tokenizer_from_config", return_value=None):
+        made.load_model()
+    return made
+
+
+@pytest.fixture
+def uncollected() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def tensors() -> int:
+    return sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects() if type(thing) is torch.Tensor)
+
+
+@pytest.mark.parametrize(
+    "ending",
+    [outruns, comes_to_its_end, raises, raises_of_another, raises_what_looks_after_itself, stops],
+    ids=lambda ending: ending.name,
+)
+def test_an_ended_block_leaves_no_tensor_to_a_garbage_collection(runner: Any, uncollected: None, ending: Any) -> None:
+    block = ending(layer=LAYER).block()
+    one_round(runner, block, 3, STEPS, 0)
+    before = tensors()
+    for number in range(1, 4):
+        one_round(runner, block, 3, STEPS, number)
+    # What the last step's report is made of is the runner's until the next one.
+    assert tensors() - before < 3
+
+
+@pytest.fixture
+def limited(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Blocks' turns have a limit, whose signal is pytest's own otherwise."""
+    monkeypatch.setattr(watchdog, "_limit_s", 0.0)
+    left, again = signal.setitimer(signal.ITIMER_REAL, 0.0)
+    handler = signal.getsignal(signal.SIGALRM)
+    watchdog.limit_turns(0.2)
+    yield
+    signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, left, again)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_what_a_block_made_cannot_hold_the_engine_when_it_goes(runner: Any, limited: None) -> None:
+    @tracewire.intervention
+    def lingers(model, tracer, live, layer):
+        class Lingering:
+            def __del__(self):
+                while True:
+                    pass
+
+        kept = model.model.layers[layer].output[0][-1].clone().save()
+        held = Lingering()
+        model.model.layers[layer].output[0]
+
+    one_round(runner, lingers(layer=LAYER).block(), 1, STEPS, 0)
+    one_round(runner, outruns(layer=LAYER).block(), 1, STEPS, 1)
