@@ -175,7 +175,7 @@ async def tracewire_round(url: str, workload: dict[str, Any]) -> dict[str, Any]:
     """The workload over the bus: submitted and folded here, in the subscriber's process."""
     latencies: list[float] = []
     totals = {"tokens": 0, "wire": 0, "raw": 0}
-    traces: list[str] = []
+    results: dict[str, tracewire.Result] = {}
     steps: list[float] = []
     firsts: list[float] = []
     #: When the last trace was submitted, the first and the last output came, and the last fold was verified.
@@ -198,16 +198,15 @@ async def tracewire_round(url: str, workload: dict[str, Any]) -> dict[str, Any]:
                         steps.append(output.time)
                         latencies.append(time.time() - output.time)
                         totals["tokens"] += len(output.token_ids)
-                result = await trace.result()
-            totals["raw"] += sum(raw_bytes(value) for value in result.saves.values())
-            traces.append(trace.id)
+                results[trace.id] = await trace.result()
 
         async with anyio.create_task_group() as group:
             for token_ids in prompts(workload):
                 group.start_soon(one, token_ids)
         seconds = marks["verified"] = time.perf_counter() - began
     async with Bus.open(url) as bus:
-        for trace_id in traces:
+        for trace_id, result in results.items():
+            totals["raw"] += sum(raw_bytes(value) for value in result.saves.values())
             totals["wire"] += sum([len(entry.data) async for entry in bus.read(trace_id)])
     # From the first step's end to the last one's, by the worker's clock.
     marks["generating"] = max(steps) - min(steps)

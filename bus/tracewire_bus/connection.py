@@ -64,8 +64,8 @@ COMMAND_S: Final = 30.0
 CONNECT_S: Final = 5.0
 #: How many round trips of short commands are under way at once, and how many connections a bus keeps for them.
 CONCURRENT: Final = 8
-#: How many calls share a round trip, and of how many bytes a call may be to share one.
-_TOGETHER, _TOGETHER_BYTES = 128, 8192
+#: How many calls share a round trip, and how many bytes; of how many a call may be to share one.
+_TOGETHER, _TOGETHER_BYTES, _SMALL_BYTES = 128, 256 * 1024, 32 * 1024
 #: What URLs of a Redis begin with.
 SCHEMES: Final = (
     *("redis", "rediss", "unix"),
@@ -171,6 +171,47 @@ def redacted(url: str) -> str:
         parts = parts._replace(netloc=f"{user.partition(':')[0]}:***@{host}")
     query = re.sub(r"(?<![^&])([a-z_]*password=)[^&]*", r"\1***", parts.query)
     return parts._replace(query=query).geturl() if "***" in parts.netloc + query else url
+
+
+class Turns:
+    """Lets `count` callers through in each turn of the event loop, in their order, and anybody while there are fewer.
+
+    What the first of a crowd have made is then on its way while the others make theirs.
+    """
+
+    __slots__ = ("_count", "_left", "_loop", "_waiting")
+
+    def __init__(self, count: int) -> None:
+        self._count = self._left = count
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    async def wait(self) -> None:
+        """Wait for one's turn."""
+        if self._loop is None:
+            # Asked once: up to Python 3.11 each time is a system call.
+            self._loop = asyncio.get_running_loop()
+        if self._left == self._count:
+            self._loop.call_soon(self._next)
+        if self._left:
+            self._left -= 1
+            return
+        waiter = self._loop.create_future()
+        self._waiting.append(waiter)
+        await waiter
+
+    def _next(self) -> None:
+        """A turn of the loop has passed, and whoever waits goes first in the next."""
+        assert self._loop is not None
+        self._left = self._count
+        while self._left and self._waiting:
+            waiter = self._waiting.popleft()
+            # Some have been cancelled.
+            if not waiter.done():
+                waiter.set_result(None)
+                self._left -= 1
+        if self._left < self._count:
+            self._loop.call_soon(self._next)
 
 
 class After(tuple[Any, ...]):
@@ -437,7 +478,7 @@ class Connections:
         alone = alone or self._alone or beside is not None or self._cluster is not None
         # Packed before anything is borrowed: what cannot be is this caller's fault alone.
         packed = b"" if self._cluster is not None else _packed(commands)
-        if alone or len(packed) > _TOGETHER_BYTES:
+        if alone or len(packed) > _SMALL_BYTES:
             # A semaphore that is free lets a cancelled caller through.
             await anyio.lowlevel.checkpoint_if_cancelled()
             async with self._turn:
@@ -478,11 +519,13 @@ class Connections:
         calls: list[_Call] = []
         try:
             async with self._turn:
-                while self._calls and len(calls) < _TOGETHER:
+                size = 0
+                while self._calls and len(calls) < _TOGETHER and size < _TOGETHER_BYTES:
                     call = self._calls.popleft()
                     if not call.replies.done():
                         call.trip, call.aboard = asyncio.current_task(), calls
                         calls.append(call)
+                        size += len(call.packed)
                 self._departing = None
                 self._depart()
                 if calls:

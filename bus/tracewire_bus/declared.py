@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args, get_
 
 import msgspec
 
+from .codec import digest_bytes
 from .messages import Ablate, Clamp, Declared, Live, LogitLens, Probe, Steer, StopWhen
 from .tree import ModuleTree
-from .values import Unsavable, array_of, ext_hook, is_array, wire
+from .values import Unsavable, array_of, ext_hook, is_array, unpack, wire
 
 if TYPE_CHECKING:
     import numpy as np
@@ -26,6 +27,7 @@ __all__ = [
     "DeclarationError",
     "Site",
     "check",
+    "check_encoded",
     "decoded",
     "find_sites",
     "live_name",
@@ -265,6 +267,35 @@ def check(
                 field, f"live parameter {name!r} must be {'an array' if vector else 'a number'}, got {value!r}"[:200]
             )
     return places
+
+
+#: How many lists of interventions a tree remembers to fit, and of how many bytes one that is remembered may be.
+_REMEMBERED: Final = 1024
+_LONG: Final = 256 * 1024
+
+
+def check_encoded(
+    interventions: Sequence[Declared], live: bytes, trees: Sequence[ModuleTree], *, hidden_size: int
+) -> None:
+    """`check` of normalized interventions and packed live parameters, in each of these models. Services send the same
+    ones again and again: those that have been found to fit are told by their bytes.
+
+    Raises:
+        DeclarationError: for the first that cannot be carried out.
+    """
+    encoded = _encoder.encode(interventions)
+    known = b""
+    if len(encoded) + len(live) <= _LONG:
+        known = digest_bytes(_encoder.encode((hidden_size, encoded, live)))
+    if known and all(known in tree.fitting for tree in trees):
+        return
+    own, values = decoded(interventions), unpack(live)
+    for tree in trees:
+        check(own, tree, hidden_size=hidden_size, live=values)
+        if known:
+            if len(tree.fitting) >= _REMEMBERED:
+                tree.fitting.clear()
+            tree.fitting.add(known)
 
 
 def resolved(one: Declared, live: Mapping[str, Any]) -> Declared:

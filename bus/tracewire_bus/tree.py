@@ -74,6 +74,8 @@ class ModuleTree:
         self.taps = frozenset(info.taps)
         #: What `check_block` found in the blocks that it has seen: services send the same ones again and again.
         self.checked: dict[tuple[str, str], list[PathProblem]] = {}
+        #: Likewise, digests of the interventions that `declared.check_encoded` has found no fault with.
+        self.fitting: set[bytes] = set()
         self._classes = {module.path: module.cls for module in info.modules} or {"": "Module"}
         self._attributes = {cls: frozenset(names) for cls, names in info.attributes.items()}
         self._children: dict[str, dict[str, str]] = {path: {} for path in self._classes}

@@ -69,8 +69,19 @@ _CONTROL_MS = 2000
 _STALL_S = 1.0
 #: How long Redis is let be after it has refused what would be asked again at once, in seconds: first, and at most.
 _REFUSED_S, _REFUSED_MOST_S = 0.2, 5.0
+#: How many placed interventions are remembered, and of how many bytes at most.
+_REMEMBERED, _LONG = 64, 128 * 1024
 _NO_LIVE = msgspec.msgpack.encode({})
 _NOTHING: Mapping[Any, Any] = MappingProxyType({})
+
+
+class _Interventions(msgspec.Struct):
+    """Of a submission, its interventions as they are encoded."""
+
+    interventions: msgspec.Raw
+
+
+_interventions = msgspec.msgpack.Decoder(_Interventions)
 
 
 @dataclass(frozen=True)
@@ -155,6 +166,8 @@ class Adapter:
         self._beat = Wakeup()
         self._changed = anyio.Event()
         self._blocks = msgspec.msgpack.Encoder()
+        #: Interventions with their locations, encoded, by what they and their live parameters were sent as.
+        self._placed: dict[bytes, bytes] = {}
         #: What runs, and by when it is to have ended, for a Redis that has forgotten.
         self._claimed: dict[str, tuple[Taken, Submission, float | None]] = {}
         #: Whether the engine is held until Redis has taken more.
@@ -674,7 +687,7 @@ class Adapter:
             if submission.trace != trace:
                 raise ValueError(f"its entry names trace {trace!r}, its body {submission.trace!r}")
             blocks = self._check(submission)
-            declared = self._place(submission)
+            declared = self._place(submission, entry.fields.get(b"d", b""))
             edits = self._choose(submission)
         except Rejection as rejection:
             failure = rejection.failure
@@ -749,8 +762,8 @@ class Adapter:
         if missing:
             raise Rejection("shared", f"{block.name} uses shared values that the trace does not have: {missing}")
 
-    def _place(self, submission: Submission) -> bytes | None:
-        """The declared interventions with their locations, encoded for the workers.
+    def _place(self, submission: Submission, data: bytes) -> bytes | None:
+        """The declared interventions with their locations, encoded for the workers; `data` is the submission encoded.
 
         Raises:
             Rejection: one of them cannot be carried out on this model.
@@ -758,8 +771,17 @@ class Adapter:
         interventions = submission.interventions
         if not interventions:
             return None
-        live = {name: value.value for name, value in parted(submission.live).items()}
-        return self._blocks.encode(place(interventions, self._tree, self._info.hidden_size, live))
+        # As with blocks, services send the same ones again and again.
+        key = bytes(_interventions.decode(data).interventions) + submission.live
+        placed = self._placed.get(key)
+        if placed is None:
+            live = {name: value.value for name, value in parted(submission.live).items()}
+            placed = self._blocks.encode(place(interventions, self._tree, self._info.hidden_size, live))
+            if len(key) <= _LONG:
+                if len(self._placed) >= _REMEMBERED:
+                    self._placed.clear()
+                self._placed[key] = placed
+        return placed
 
     def _choose(self, submission: Submission) -> list[Chosen]:
         """The standing interventions of each invoke; nothing if none has any.

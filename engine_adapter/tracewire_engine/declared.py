@@ -41,6 +41,9 @@ _placed = msgspec.msgpack.Decoder(list[Placed], ext_hook=ext_hook)
 #: Bytes of vectors kept on the device for further requests that bring the same ones.
 CACHE_BYTES = 256 * 1024 * 1024
 
+#: How many requests' interventions are kept decoded, and of how many bytes each at most.
+REMEMBERED, LONG = 64, 128 * 1024
+
 #: After how many steps a plan is recorded: about as many as recording costs of those that it saves.
 RECORD_AFTER = 8
 
@@ -82,6 +85,36 @@ def _basis(directions: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     _, sizes, spanning = np.linalg.svd(rows, full_matrices=False)
     kept: np.ndarray[Any, Any] = spanning[sizes > sizes.max(initial=0.0) * 1e-6]
     return kept
+
+
+class Known:
+    """Interventions that were decoded, their vectors on the device, by their encoded form: of those that have no live
+    parameters, which are the same for every request that brings them.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.vectors = VectorCache(device)
+        self._held: OrderedDict[bytes, tuple[list[Placed], list[_Op]]] = OrderedDict()
+
+    def get(self, encoded: bytes, live: LiveRun) -> tuple[list[Placed], list[_Op]]:
+        """The interventions, and what is run for each: lists of the caller's own."""
+        found = self._held.get(encoded)
+        if found is None:
+            placed = [placed for placed in _placed.decode(encoded) if not isinstance(placed.intervention, StopWhen)]
+            found = placed, [_Op(one, live.values, self.vectors) for one in placed]
+            if len(encoded) > LONG or any(map(_has_live, placed)):
+                return found
+            self._held[encoded] = found
+            if len(self._held) > REMEMBERED:
+                self._held.popitem(last=False)
+        else:
+            self._held.move_to_end(encoded)
+        placed, ops = found
+        return placed, list(ops)
+
+
+def _has_live(placed: Placed) -> bool:
+    return any(live_name(getattr(placed.intervention, name)) for name in placed.intervention.__struct_fields__)
 
 
 class _Op:
@@ -131,12 +164,11 @@ class _Op:
 class Declaration:
     """The declared interventions of one live request, by the name that the adapter gave it."""
 
-    def __init__(self, request: str, choice: int, encoded: bytes, live: LiveRun, vectors: VectorCache) -> None:
+    def __init__(self, request: str, choice: int, encoded: bytes, live: LiveRun, known: Known) -> None:
         self.request = request
         self.choice = choice
         self.live = live
-        self._placed = [placed for placed in _placed.decode(encoded) if not isinstance(placed.intervention, StopWhen)]
-        self.ops = [_Op(placed, live.values, vectors) for placed in self._placed]
+        self._placed, self.ops = known.get(encoded, live)
         self.reads = any(op.reads for op in self.ops)
         self.names = [str(getattr(op.one, "name", "")) for op in self.ops if op.reads]
         self.locations = [location for op in self.ops for location, _ in op.sites]
@@ -151,7 +183,7 @@ class Declaration:
         """Take the live parameters as they are now. Returns whether any intervention has one."""
         found = False
         for place, placed in enumerate(self._placed):
-            if any(live_name(getattr(placed.intervention, name)) for name in placed.intervention.__struct_fields__):
+            if _has_live(placed):
                 self.ops[place] = _Op(placed, self.live.values, vectors)
                 found = True
         return found
@@ -546,7 +578,7 @@ class DeclaredRequests:
     def __init__(self, device: torch.device, *, sums: bool = True) -> None:
         #: Whether the residual stream is the sum of what a decoder layer returns, if that is two tensors.
         self.sums = sums
-        self.vectors = VectorCache(device)
+        self.known = Known(device)
         self.live: dict[str, Declaration] = {}
         #: By location, what runs in the step under way.
         self.stages: dict[str, Stage] = {}
@@ -572,7 +604,7 @@ class DeclaredRequests:
             if declaration is None:
                 continue
             try:
-                self.stale |= declaration.renew(self.vectors)
+                self.stale |= declaration.renew(self.known.vectors)
             except Exception as error:  # too large for the device, say
                 if declaration.failure is None:
                     declaration.failure = Failure(type=type(error).__name__, message=str(error), field="live")

@@ -217,7 +217,7 @@ class TracedRequests(Requests):
         if self.pipeline is not None and is_early(encoded, self.pipeline.topology):
             self.pipeline.early.add(request_id)
         try:
-            declaration = Declaration(request.engine_id, request.index, encoded, live, self.declared.vectors)
+            declaration = Declaration(request.engine_id, request.index, encoded, live, self.declared.known)
             for location in declaration.locations if self.encoders else ():
                 refuse_encoders(self.encoders, location)
         except Exception as exception:  # too large for the device, say

@@ -573,9 +573,13 @@ class TraceRun:
                     status, failure = self._ending
                     await self.fail(failure, status=status)
                     return
-            async with anyio.create_task_group() as group:
-                for request in self.requests:
-                    group.start_soon(self._pump, request)
+            if len(self.requests) == 1:
+                # As most traces are.
+                await self._pump(self.requests[0])
+            else:
+                async with anyio.create_task_group() as group:
+                    for request in self.requests:
+                        group.start_soon(self._pump, request)
             await self._conclude()
         except* Fenced:
             # Another attempt, or somebody else's final, is on the stream: this one has nothing to say any more.

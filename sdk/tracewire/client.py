@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import anyio
 
+from tracewire_bus.connection import Turns
 from tracewire_bus.fold import Fold
 from tracewire_bus.keys import is_text, parse_id
 from tracewire_bus.messages import Block, Declared, EngineInfo, Submission
@@ -69,6 +70,8 @@ under `multi_modal_data`."""
 #: engines, older by as much, so that looking costs no more.
 _REGISTRY_AGE = 1.0
 _REGISTRY_ENGINES = 100
+#: How many traces are made in one turn of the event loop, of those that are started at the same time.
+_AT_ONCE = 8
 
 #: Greatest priority, either way: what the queue tells from its neighbour.
 _MOST_PRIORITY = 2**53
@@ -187,6 +190,10 @@ class Client:
         self._name = name
         self._presence = presence
         self._registry: dict[str, list[EngineInfo]] = {}
+        #: What its engines say together of each model, as far as was asked.
+        self._infos: dict[str, ModelInfo] = {}
+        #: Of many traces that are started at the same time, the first are sent while the others are made.
+        self._turns = Turns(_AT_ONCE)
         #: Those of a model's engines that differ, built once for the engines that serve it.
         self._trees: dict[str, tuple[tuple[str, ...], list[ModuleTree]]] = {}
         self._looked = -math.inf
@@ -303,7 +310,10 @@ class Client:
                     different.append(engine)
             trees = [ModuleTree(engine) for engine in different]
             self._trees[name] = (names, trees)
-        return Model(ModelInfo.of(engines), trees, self)
+        info = self._infos.get(name)
+        if info is None:
+            info = self._infos[name] = ModelInfo.of(engines)
+        return Model(info, trees, self)
 
     async def _look(self, age: float) -> None:
         """Read the registry, unless what was read is younger than `age` seconds."""
@@ -317,6 +327,7 @@ class Client:
         for engine in engines:
             registry.setdefault(engine.model, []).append(engine)
         self._registry = registry
+        self._infos = {}
         self._looked = anyio.current_time()
 
     # --- traces -------------------------------------------------------------------------------------------------------
@@ -765,6 +776,8 @@ def _prompt(field: str, prompt: Any, params: dict[str, Any]) -> InvokeMessage:
             messages=[_message(f"{field}[{index}]", item) for index, item in enumerate(items)],
             sampling=params,
         )
+    if all(type(item) is int and 0 <= item < 2**63 for item in items):
+        return InvokeMessage(token_ids=items, sampling=params)
     for index, item in enumerate(items):
         if isinstance(item, Mapping | bool) or not hasattr(item, "__index__"):
             raise TraceRejected(f"{field}[{index}]", f"expected token ids or chat messages, got {_shown(item)}")

@@ -28,7 +28,7 @@ from tracewire_bus.edits import UnknownEdit as NoSuchEdit
 from tracewire_bus.fold import FoldError, apply_delta
 from tracewire_bus.messages import Block, Declared, EditRecord, Failure, StopWhen
 from tracewire_bus.messages import Edit as EditMessage
-from tracewire_bus.values import digest, loading_by
+from tracewire_bus.values import digest, loading_by, pack
 
 from .blocks import Intervention
 from .errors import (
@@ -406,13 +406,12 @@ class Edits:
                 )
 
     def _check_against(self, edit: EditMessage, model: Model) -> None:
-        from tracewire_bus.declared import DeclarationError, check, decoded
+        from tracewire_bus.declared import DeclarationError, check_encoded
 
         if edit.block is not None:
             check_paths(edit.block, model)
         try:
-            for tree in model.trees:
-                check(decoded(edit.interventions), tree, hidden_size=model.info.hidden_size, live={})
+            check_encoded(edit.interventions, pack({}), model.trees, hidden_size=model.info.hidden_size)
         except DeclarationError as error:
             message = re.sub(r"was not declared at submission.*", "cannot be used: an edit has none", error.message)
             raise EditRejected(edit.name, error.field, message) from None

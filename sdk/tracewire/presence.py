@@ -12,7 +12,7 @@ import logging
 import math
 import random
 import secrets
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import anyio
 
@@ -42,7 +42,7 @@ EXPECT_S = 60.0
 
 
 class Presence:
-    """One client's lease and deadlines. Its task runs from the first of either on.
+    """One client's lease and deadlines. Its task runs from the first of either on. `lease` is the lease's name.
 
     `lease_s` is how long engines wait before they take the client for gone. They see its absence after two thirds of
     that, and give it the last third to come back.
@@ -52,7 +52,7 @@ class Presence:
         self._bus = bus
         self._lease_s = lease_s
         # How long it is stands in its name, for engines to know when to give its client up.
-        self._lease = f"{secrets.token_hex(12)}.{lease_s:g}"
+        self.lease = f"{secrets.token_hex(12)}.{lease_s:g}"
         self._held = False
         self._due: list[tuple[float, str, bool]] = []
         self._changed = anyio.Event()
@@ -80,13 +80,14 @@ class Presence:
             self._recoveries[model] = self._bus.recovery(model)
         self._run()
 
-    async def lease(self) -> str:
-        """The client's lease, held from now on."""
-        if not self._held:
-            await self._bus.records.hold(self._lease, self._lease_s * 2 / 3)
-            self._held = True
-            self._run()
-        return self._lease
+    def taking(self) -> list[tuple[Any, ...]]:
+        """What has Redis hold the lease, to be sent ahead of what hangs on it; nothing once it does (see `hold`)."""
+        return [] if self._held else [self._bus.records.holding(self.lease, self._lease_s * 2 / 3)]
+
+    def hold(self) -> None:
+        """Renew the lease from now on: Redis holds it."""
+        self._held = True
+        self._run()
 
     def watch(self, trace: str, seconds: float) -> None:
         """See to it that a trace ends, `seconds` from now."""
@@ -102,7 +103,7 @@ class Presence:
         if self._held:
             with anyio.move_on_after(2, shield=True):
                 try:
-                    await self._bus.records.release(self._lease)
+                    await self._bus.records.release(self.lease)
                 except BusError as error:
                     logger.debug("the lease could not be given up, and ends by itself: %s", error)
 
@@ -128,7 +129,7 @@ class Presence:
                     try:
                         # No longer: what hangs on a connection that says nothing tries anew.
                         with anyio.move_on_after(every * 2):
-                            await self._bus.records.hold(self._lease, self._lease_s * 2 / 3, link)
+                            await self._bus.records.hold(self.lease, self._lease_s * 2 / 3, link)
                     except BusError as error:
                         logger.warning("a client's lease could not be renewed: %s", error)
                 await anyio.sleep(max(_SOON_S, begun + every - anyio.current_time()))

@@ -154,21 +154,25 @@ class Trace(Reader):
         if self._closed:
             raise TracewireError(f"trace {self.id} is closed")
         bus = self._client._open_bus()
+        await self._client._turns.wait()
         model = await self._check_paths()
         submission, presence = self._submission, self._client._presence
         with bus_errors():
             try:
                 if not submission.detach:
-                    submission = msgspec.structs.replace(submission, lease=await presence.lease())
+                    submission = msgspec.structs.replace(submission, lease=presence.lease)
                 whole = submission
                 submission = self._submission = await without_large(submission, bus)
+                taking = [] if submission.detach else presence.taking()
                 try:
-                    await bus.submit(submission, model.info.queue_limit, model.info.retention_s or None)
+                    await bus.submit(submission, model.info.queue_limit, model.info.retention_s or None, before=taking)
                 except anyio.get_cancelled_exc_class():
                     # It may be there: nobody would leave it.
                     if not submission.detach:
                         await self._leave()
                     raise
+                if not submission.detach:
+                    presence.hold()
                 presence.expect(whole)
                 presence.look_after(whole.model)
                 if submission.deadline_s is not None:
@@ -215,13 +219,11 @@ class Trace(Reader):
     def _check_interventions(self, model: Model) -> None:
         if not self._submission.interventions:
             return
-        from tracewire_bus.declared import DeclarationError, check, decoded
-        from tracewire_bus.values import unpack
+        from tracewire_bus.declared import DeclarationError, check_encoded
 
-        interventions, live = decoded(self._submission.interventions), unpack(self._submission.live)
+        submission, hidden_size = self._submission, model.info.hidden_size
         try:
-            for tree in model.trees:
-                check(interventions, tree, hidden_size=model.info.hidden_size, live=live)
+            check_encoded(submission.interventions, submission.live, model.trees, hidden_size=hidden_size)
         except DeclarationError as error:
             raise TraceRejected(error.field, error.message) from None
 

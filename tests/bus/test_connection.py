@@ -250,7 +250,7 @@ async def test_who_is_cancelled_already_sends_nothing(connections: Connections, 
 async def test_a_command_that_takes_too_long_costs_no_other_connection(
     connections: Connections, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await together(connections, *[("PING",)] * 4, *[("ECHO", b"x" * 9000)] * 4)
+    await together(connections, *[("PING",)] * 4, *[("ECHO", b"x" * 40_000)] * 4)
     idle = len(connections._idle)
     assert idle > 1
     monkeypatch.setattr(Link.ask, "__kwdefaults__", {**(Link.ask.__kwdefaults__ or {}), "timeout_s": 0.01})

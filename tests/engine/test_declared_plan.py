@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.engine.conftest import ENGINELESS
 from tracewire_bus.declared import decoded, normalized, resolved
 from tracewire_bus.fold import apply_delta
-from tracewire_bus.messages import Ablate, Append, Clamp, Delta, Live, LogitLens, Probe, Steer, StopWhen
+from tracewire_bus.messages import Ablate, Append, Clamp, Declared, Delta, Live, LogitLens, Probe, Steer, StopWhen
 from tracewire_bus.values import digest, ext_hook, pack
 from tracewire_engine import declared as declared_module
 from tracewire_engine.declared import Declaration, DeclaredRequests
@@ -240,7 +240,7 @@ def play(seed: int, declared: DeclaredRequests) -> None:
             live[request.name] = request
             if rng.random() < 0.85:
                 run = runs.join(f"run of {request.name}", pack(request.live), request.name, request.name, 0)
-                declaration = Declaration(request.name, 0, request.encoded, run, declared.vectors)
+                declaration = Declaration(request.name, 0, request.encoded, run, declared.known)
                 declared.add(request.name, declaration)
             else:
                 request.declared = []  # another tenant's
@@ -333,7 +333,7 @@ def test_the_same_batch_again_costs_no_new_plan() -> None:
     for request in requests:
         request.state.num_computed_tokens = request.prompt
         run = LiveRuns().join("run", pack(request.live), request.name, request.name, 0)
-        declared.add(request.name, Declaration(request.name, 0, request.encoded, run, declared.vectors))
+        declared.add(request.name, Declaration(request.name, 0, request.encoded, run, declared.known))
     plans = set()
     for _ in range(5):
         states = {request.name: request.state for request in requests}
@@ -349,11 +349,39 @@ def test_the_same_batch_again_costs_no_new_plan() -> None:
 
 
 def test_one_vector_of_many_requests_is_on_the_device_once() -> None:
-    vectors = DeclaredRequests(torch.device("cpu")).vectors
-    one = Steer("residual(0)", np.arange(8, dtype=np.float32))
-    encoded = msgspec.msgpack.encode([Placed(declared, [("layer.0.output", True)]) for declared in normalized([one])])
-    first, second = (Declaration(f"r{index}", 0, encoded, LiveRun(""), vectors).ops[0] for index in range(2))
+    known = DeclaredRequests(torch.device("cpu")).known
+    vector = np.arange(8, dtype=np.float32)
+    found = []
+    for scale in (1.0, 2.0):
+        (one,) = normalized([Steer("residual(0)", vector, scale=scale)])
+        encoded = msgspec.msgpack.encode([Placed(one, [("layer.0.output", True)])])
+        found += Declaration(f"r{scale}", 0, encoded, LiveRun(""), known).ops
+    first, second = found
     assert first.matrix is second.matrix
+    assert (first.numbers, second.numbers) == ((1.0,), (2.0,))
+
+
+def test_what_requests_bring_alike_is_decoded_once_but_for_what_is_live() -> None:
+    known = DeclaredRequests(torch.device("cpu")).known
+    vector = np.arange(8, dtype=np.float32)
+
+    def two(*interventions: Declared) -> list[Declaration]:
+        encoded = msgspec.msgpack.encode([Placed(one, [("layer.0.output", True)]) for one in normalized(interventions)])
+        runs = [LiveRun(f"run{index}") for index in range(2)]
+        for index, run in enumerate(runs):
+            run.values["scale"] = float(index)
+        return [Declaration(f"r{run.name}", 0, encoded, run, known) for run in runs]
+
+    alike, other = two(Steer("residual(0)", vector, scale=3.0))
+    assert alike.ops[0] is other.ops[0]
+    first, second = two(Steer("residual(0)", vector, scale=Live("scale")))
+    assert (first.ops[0].numbers, second.ops[0].numbers) == ((0.0,), (1.0,))
+    # One that is renewed leaves the others as they are.
+    alike.live.values["scale"] = 7.0
+    first.live.values["scale"] = 7.0
+    assert not alike.renew(known.vectors)
+    assert first.renew(known.vectors)
+    assert (first.ops[0].numbers, second.ops[0].numbers) == ((7.0,), (1.0,))
 
 
 def test_a_stop_condition_counts_steps_in_a_row() -> None:
