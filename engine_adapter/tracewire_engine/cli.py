@@ -386,7 +386,7 @@ def _serve(vllm_arguments: object, name: str, options: argparse.Namespace, clust
             # What has been built by now stays: a collection that walks it all would hold every trace up.
             gc.collect()
             gc.freeze()
-            # What traces are made of hangs together in no cycles, and was a tenth of the adapter's time to look through.
+            # Little that traces are made of is garbage, and looking through it was a tenth of the adapter's time.
             gc.set_threshold(10_000)
             return anyio.run(partial(_run, model, link, blobs, info, options), backend_options=LOOP)
         finally:

@@ -16,7 +16,7 @@ from typing import Any
 import anyio
 
 from tracewire_bus.blobs import BlobMissing, Blobs
-from tracewire_bus.messages import MAX_MEDIA_BYTES, Submission
+from tracewire_bus.messages import MAX_MEDIA_BYTES, NO_MEDIA, Submission
 from tracewire_bus.values import ArrayRef, unpack
 
 from .engine import Carrier, Rejection
@@ -127,6 +127,8 @@ def _images(submission: Submission) -> Iterator[tuple[str, ArrayRef]]:
         Rejection: it is more than an adapter is to hold.
     """
     for index, invoke in enumerate(submission.invokes):
+        if invoke.media == NO_MEDIA:
+            continue
         try:
             media = unpack(invoke.media)
         except ValueError:
