@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from .openai_api import HttpApi
     from .vllm_engine import VllmEngine
 
-__all__ = ["LOOP", "demo_model", "main"]
+__all__ = ["LOOP", "demo_model", "main", "settle_memory"]
 
 logger = logging.getLogger("tracewire")
 
@@ -383,15 +383,20 @@ def _serve(vllm_arguments: object, name: str, options: argparse.Namespace, clust
             # Its settings are asked for with every output.
             enable_envs_cache()
             info = describe(model, name, options.capacity, options.queue_limit)
-            # What has been built by now stays: a collection that walks it all would hold every trace up.
-            gc.collect()
-            gc.freeze()
-            # Little that traces are made of is garbage, and looking through it was a tenth of the adapter's time.
-            gc.set_threshold(10_000)
+            settle_memory()
             return anyio.run(partial(_run, model, link, blobs, info, options), backend_options=LOOP)
         finally:
             model.vllm_entrypoint.shutdown()
             model.vllm_entrypoint = None
+
+
+def settle_memory() -> None:
+    """Have garbage collections of this process hold its traces up as little as can be."""
+    # What has been built by now stays: a collection that walks it all would hold every trace up.
+    gc.collect()
+    gc.freeze()
+    # Little that traces are made of is garbage, and looking through it was a tenth of the adapter's time.
+    gc.set_threshold(10_000)
 
 
 def _give_up(model: EngineModel, why: str) -> None:

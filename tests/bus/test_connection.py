@@ -13,7 +13,7 @@ from anyio.lowlevel import checkpoint
 
 from tests.bus.proxy import proxy
 from tracewire_bus.addresses import Addresses
-from tracewire_bus.connection import BusError, BusUnavailable, Connections, Link, Wakeup, redacted
+from tracewire_bus.connection import BusError, BusUnavailable, Connections, Link, Turns, Wakeup, redacted
 
 
 async def woken_as(wakeup: Wakeup, woken: list[int], number: int) -> None:
@@ -44,6 +44,36 @@ async def test_a_wakeup_wakes_whoever_waits_then_and_nobody_later() -> None:
         await checkpoint()
         wakeup.notify()
     assert woken == [1, 3]
+
+
+async def test_turns_let_some_through_at_a_time_in_order_and_nobody_waits_who_need_not() -> None:
+    turns, through, scopes = Turns(2), [], [anyio.CancelScope() for _ in range(9)]
+    through_by_turn: list[list[int]] = []
+
+    async def one(number: int) -> None:
+        with scopes[number]:
+            await turns.wait()
+            through.append(number)
+
+    async with anyio.create_task_group() as group:
+        for number in range(9):
+            group.start_soon(one, number)
+        await checkpoint()
+        # One that gives up takes nobody's turn.
+        scopes[3].cancel()
+        while len(through) < 8:
+            through_by_turn.append(through[sum(map(len, through_by_turn)) :])
+            await checkpoint()
+    assert through == [0, 1, 2, 4, 5, 6, 7, 8]
+    assert max(map(len, through_by_turn)) == 2
+    # With fewer, nobody gives way to the loop at all; nor does a turn that nobody takes last.
+    for _ in range(3):
+        for _ in range(2):
+            coroutine = turns.wait()
+            with pytest.raises(StopIteration):
+                coroutine.send(None)
+        for _ in range(3):
+            await checkpoint()
 
 
 async def test_a_wakeup_wakes_all_that_wait_and_one_that_left_takes_nobody_along() -> None:

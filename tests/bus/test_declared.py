@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tracewire_bus.codec import decode_submission, encode
-from tracewire_bus.declared import DeclarationError, check, decoded, find_sites, normalized, resolved
+from tracewire_bus.declared import DeclarationError, check, check_encoded, decoded, find_sites, normalized, resolved
 from tracewire_bus.messages import (
     Ablate,
     Clamp,
@@ -22,6 +22,7 @@ from tracewire_bus.messages import (
     Submission,
 )
 from tracewire_bus.tree import ModuleTree, check_block
+from tracewire_bus.values import pack
 
 HIDDEN = 8
 PATHS = ["", "model", "model.embed", "model.layers"] + [
@@ -173,3 +174,38 @@ def test_they_travel_and_live_parameters_are_put_in() -> None:
     assert settled.vector is V
     assert settled.scale == 0.5
     assert resolved(stop, live) == StopWhen("p", above=0.5, steps=2)
+
+
+def test_what_has_been_found_to_fit_is_told_by_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[Any] = []
+
+    def counted(interventions: Any, *args: Any, **options: Any) -> Any:
+        looked.append(interventions)
+        return check(interventions, *args, **options)
+
+    monkeypatch.setattr("tracewire_bus.declared.check", counted)
+    here, there = tree(), tree(taps=["model.layers.1.output"])
+
+    def look(at: str, live: Any, *trees: ModuleTree, hidden_size: int = HIDDEN) -> int:
+        before = len(looked)
+        steer = Steer(at, np.ones(HIDDEN, np.float32), scale=Live("scale"))
+        check_encoded(normalized([steer]), pack({"scale": live}), trees, hidden_size=hidden_size)
+        return len(looked) - before
+
+    assert [look("residual(1)", 1.0, here) for _ in range(3)] == [1, 0, 0]
+    # In another model, of other parameters, of another width, and elsewhere it is something else.
+    assert look("residual(1)", 1.0, here, there) == 2
+    assert look("residual(1)", 1.0, here, there) == 0
+    assert look("residual(1)", 2.0, here) == 1
+    with pytest.raises(DeclarationError, match="scale"):
+        look("residual(1)", "much", here)
+    with pytest.raises(DeclarationError, match="hidden size"):
+        look("residual(1)", 1.0, here, hidden_size=HIDDEN + 1)
+    # What does not fit is not remembered to.
+    for _ in range(2):
+        with pytest.raises(DeclarationError, match="tap"):
+            look("residual(2)", 1.0, here, there)
+    monkeypatch.setattr("tracewire_bus.declared._REMEMBERED", 2)
+    for number in range(5):
+        assert look("residual(1)", float(number + 10), here) == 1
+    assert len(here.fitting) <= 2

@@ -1,0 +1,234 @@
+"""Bursts of short traces: when each reaches the engine, and what a trace costs whom.
+
+    python -m benchmarks.bursts [--traces 32] [--bursts 40] [--steered] [--keep-client] [--rest 0.3] [--json]
+
+A scripted engine (no model) in the adapter's process puts out one token of each trace as soon as it is started. The
+real adapter is a process of its own, as Redis is; the client is this one. All traces of a burst are started at the same
+time. With `--steered` each brings two `Steer`s with a vector of 2,048 numbers. Each burst has a client of its own
+unless `--keep-client`. Medians over the bursts, the first two left out:
+
+- *first*, *last*: from the first call until the engine has the first trace, and the last;
+- *submitted*: until the last submission was acknowledged; *ended*: until the last result is there (milliseconds);
+- *client*, *adapter*, *redis*: microseconds of CPU for each trace.
+
+With `--rest 0` bursts follow one another at once, and *rate* is what one of each carries, in traces a second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import anyio
+import numpy as np
+
+import tracewire
+from benchmarks.bus import cpu_s
+from benchmarks.scripted import Token, _Outputs, scripted_info
+from tracewire_bus.embedded import EmbeddedServer
+from tracewire_bus.messages import ModuleInfo, Submission
+from tracewire_bus.streams import Bus
+from tracewire_engine.adapter import Adapter
+from tracewire_engine.cli import LOOP, settle_memory
+from tracewire_engine.engine import Prepared
+from tracewire_engine.link import FinishRecord, Report
+from tracewire_engine.trace import _NO_DELTAS
+
+ROOT = Path(__file__).resolve().parents[1]
+MODEL, HIDDEN = "bursts", 2048
+
+
+class InstantEngine:
+    """Puts out one token of each request, at once; notes when each was started."""
+
+    lost = False
+    carrier = None
+    inputs = Path("/nonexistent")
+
+    def __init__(self) -> None:
+        self.started: list[float] = []
+        self._reports: list[Report] = []
+        self._reported = asyncio.Event()
+
+    async def prepare(self, submission: Submission, index: int, *_: Any, **__: Any) -> Prepared:
+        """Every submission is as good as another."""
+        sampling = submission.invokes[index].sampling
+        return Prepared(prompt=None, prompt_tokens=1, params=None, choices=1, sampling=sampling)
+
+    async def start(self, request: str, prepared: Prepared, priority: int) -> _Outputs:
+        """Put out its token when whoever started it has gone on."""
+        self.started.append(time.perf_counter())
+        outputs = _Outputs()
+        asyncio.get_running_loop().call_soon(self._put, request, outputs)
+        return outputs
+
+    def _put(self, request: str, outputs: _Outputs) -> None:
+        outputs.put(Token(request, 5, " word", "length"))
+        self._reports.append(Report(time.time(), finishes=[FinishRecord(request, 0, _NO_DELTAS)]))
+        self._reported.set()
+
+    def ready(self) -> list[Report]:
+        """The ends of requests that were not asked for yet."""
+        found, self._reports = self._reports, []
+        self._reported.clear()
+        return found
+
+    async def arrived(self) -> None:
+        """Wait for one."""
+        await self._reported.wait()
+
+    async def large(self) -> AsyncIterator[Any]:
+        """No large arrays."""
+        await anyio.sleep_forever()
+        yield
+
+    async def takes_requests(self) -> bool:
+        """Always."""
+        return True
+
+    async def abort(self, request: str) -> None:
+        """It has ended."""
+
+    def decode(self, token_ids: list[int], prepared: Prepared) -> str:
+        """The text of these tokens."""
+        return " word" * len(token_ids)
+
+
+def adapter(url: str) -> None:
+    """The real adapter, in a process as `tracewire engine` has it; a line on standard input asks when traces began."""
+
+    async def main() -> None:
+        engine = InstantEngine()
+        info = scripted_info(MODEL, 1024)
+        info.hidden_size, info.layers, info.layer_count = HIDDEN, "model.layers", 4
+        names = ["", "model", "model.layers", *(f"model.layers.{layer}" for layer in range(4))]
+        info.modules = [ModuleInfo(name, "Module") for name in names]
+        settle_memory()
+        async with Bus.open(url) as bus, anyio.create_task_group() as group:
+            group.start_soon(Adapter(engine, info, bus).run)  # type: ignore[arg-type]
+            print(json.dumps([]), flush=True)
+            while await anyio.to_thread.run_sync(sys.stdin.readline):
+                print(json.dumps(engine.started), flush=True)
+                engine.started.clear()
+            group.cancel_scope.cancel()
+
+    anyio.run(main, backend_options=LOOP)
+
+
+def start_adapter(url: str) -> subprocess.Popen[str]:
+    """The adapter's process, ready."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.bursts", "--adapter", url],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    return process
+
+
+async def burst(client: tracewire.Client, traces: int, interventions: list[Any]) -> dict[str, float]:
+    """One burst; what this side saw of it, and when it began."""
+    model = await client.model(MODEL, wait_for_engine=20)
+    marks = {"began": time.perf_counter()}
+
+    async def one(number: int) -> None:
+        token_ids = [1 + (7 * number + 3 * index) % 200 for index in range(16)]
+        async with client.trace(model, token_ids, interventions=interventions, max_tokens=8) as trace:
+            marks["submitted"] = time.perf_counter()
+            async for _ in trace:
+                pass
+            await trace.result()
+
+    async with anyio.create_task_group() as group:
+        for number in range(traces):
+            group.start_soon(one, number)
+    marks["ended"] = time.perf_counter()
+    return marks
+
+
+async def measure(options: argparse.Namespace) -> dict[str, float]:
+    """All bursts; the figures."""
+    vector = np.linspace(-1, 1, HIDDEN, dtype=np.float32)
+    steers = [tracewire.Steer(f"model.layers.{layer}", vector, scale=0.1) for layer in (1, 2)]
+    found: list[dict[str, float]] = []
+    async with EmbeddedServer.start() as server:
+        process = start_adapter(server.url)
+
+        def started() -> list[float]:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.write("\n")
+            process.stdin.flush()
+            times: list[float] = json.loads(process.stdout.readline())
+            return times
+
+        try:
+            async with tracewire.connect(server.url) as kept:
+                began = time.perf_counter()
+                for _ in range(options.bursts):
+                    await anyio.sleep(options.rest)
+                    used = cpu_s(process.pid), cpu_s(server.pid)
+                    if options.keep_client:
+                        own = time.process_time()
+                        marks = await burst(kept, options.traces, steers if options.steered else [])
+                    else:
+                        async with tracewire.connect(server.url) as fresh:
+                            own = time.process_time()
+                            marks = await burst(fresh, options.traces, steers if options.steered else [])
+                    own = time.process_time() - own
+                    cpu = cpu_s(process.pid) - used[0], cpu_s(server.pid) - used[1]
+                    times = started()
+                    found.append(
+                        {
+                            "first": 1e3 * (min(times) - marks["began"]),
+                            "last": 1e3 * (max(times) - marks["began"]),
+                            "submitted": 1e3 * (marks["submitted"] - marks["began"]),
+                            "ended": 1e3 * (marks["ended"] - marks["began"]),
+                            "client": 1e6 * own / options.traces,
+                            "adapter": 1e6 * cpu[0] / options.traces,
+                            "redis": 1e6 * cpu[1] / options.traces,
+                        }
+                    )
+                rate = options.bursts * options.traces / (time.perf_counter() - began)
+        finally:
+            assert process.stdin is not None
+            process.stdin.close()
+            process.wait(20)
+    figures = {name: round(median(one[name] for one in found[2:]), 1) for name in found[0]}
+    return figures if options.rest else {**figures, "rate": round(rate, 1)}
+
+
+def main() -> None:
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--traces", type=int, default=32, help="of each burst")
+    parser.add_argument("--bursts", type=int, default=40)
+    parser.add_argument("--steered", action="store_true", help="each trace brings two vectors")
+    parser.add_argument("--keep-client", action="store_true", help="one client for all bursts")
+    parser.add_argument("--rest", type=float, default=0.3, metavar="SECONDS", help="before each burst")
+    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    parser.add_argument("--adapter", metavar="URL", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.adapter:
+        adapter(options.adapter)
+        return
+    figures = anyio.run(measure, options)
+    for name, value in figures.items():
+        print(f"{name:12} {value}", file=sys.stderr if options.json else sys.stdout)
+    if options.json:
+        print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()
