@@ -719,7 +719,7 @@ class Records:
         Raises:
             BusUnavailable: Redis stayed away, or did not answer at once.
         """
-        command = self.holding(lease, seconds)
+        command = RENEW((self._keys.lease(lease),), "", max(1, round(seconds * 1000)))
         if link is None:
             await self._connections.command(*command)
             return
@@ -731,10 +731,6 @@ class Records:
             if is_transient(error):
                 raise BusUnavailable(f"Redis is away: {error}") from error
             raise as_bus_error(error) from error
-
-    def holding(self, lease: str, seconds: float) -> tuple[Any, ...]:
-        """The command that `hold` is."""
-        return RENEW((self._keys.lease(lease),), "", max(1, round(seconds * 1000)))
 
     async def release(self, lease: str) -> None:
         """Say that the client of this lease has gone."""

@@ -201,19 +201,11 @@ class Bus:
 
     # --- submissions --------------------------------------------------------------------------------------------------
 
-    async def submit(
-        self,
-        submission: Submission,
-        limit: int | None = None,
-        retention_s: float | None = None,
-        *,
-        before: Sequence[tuple[Any, ...]] = (),
-    ) -> None:
+    async def submit(self, submission: Submission, limit: int | None = None, retention_s: float | None = None) -> None:
         """Queue a submission. A trace that was submitted before is not queued again.
 
         `limit` is how many may wait, as [`Queue.put`][tracewire_bus.queue.Queue.put] counts; 0 or None: any number.
         `retention_s` is how long the model's engines keep a trace after its end, should it end before one has it.
-        `before` are commands that go ahead of it; they may be carried out twice.
 
         Raises:
             EntryTooLarge: it is larger than an entry may be.
@@ -234,7 +226,7 @@ class Bus:
         if memory is not None and memory < RESERVE:
             raise BusFull(f"Redis has {100 * memory:.2g} % of its memory left, and keeps that for traces that run")
         try:
-            *_, created, known = await self.queue.put(
+            created, before = await self.queue.put(
                 model,
                 trace,
                 data,
@@ -244,7 +236,7 @@ class Bus:
                 limit=limit,
                 tries=submission.max_attempts,
                 # Its record first: what is queued can be steered and cancelled.
-                before=[*before, creation],
+                before=[creation],
             )
         except QueueFull:
             # It does not exist.
@@ -256,7 +248,7 @@ class Bus:
         if isinstance(created, bytes):
             await self.queue.withdraw(model, trace)
             raise TraceElsewhere(f"trace {trace} was submitted to model {created.decode('utf-8', 'replace')!r}")
-        if created and known:
+        if created and before:
             # It had a record once, and a queue entry: both went with what it left.
             await self.records.forget(trace, model)
             raise TraceEnded(f"trace {trace} has ended, and is forgotten but for its id")

@@ -13,11 +13,12 @@ import __future__
 
 import importlib
 import linecache
+import logging
 import traceback
 import types
 from collections import OrderedDict
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,8 @@ from .serving import RowBatcher
 from .tensors import to_tensors
 
 __all__ = ["RESULT", "BlockCache", "BlockMediator", "BlockTracer", "failure_of", "is_stop"]
+
+logger = logging.getLogger("vllm.tracewire")
 
 _blocks = msgspec.msgpack.Decoder(Block)
 _encoder = msgspec.msgpack.Encoder()
@@ -106,16 +109,18 @@ class BlockMediator(Mediator):
         Left to a garbage collection, which counts objects and not their bytes, they would keep the device's memory; and
         it would come in the middle of some other step.
         """
+        errors = [self.raised, self.exception]
+        self.worker = None
+        self.raised = self.exception = self.pending = self.transform = self.found = None
+        self.made.clear()
+        self.caches: list[Any] = []
         # What the block made may have a word to say when it goes, which takes part in its time.
-        with suppress(watchdog.BlockTimeout), watchdog.turn(building=True):
-            self.worker = None
-            for error in (self.raised, self.exception):
-                _unwind(error)
-            self.raised = self.exception = self.pending = self.transform = self.found = None
-            self.made.clear()
-            self.caches: list[Any] = []
-            self.lcls.shared.clear()
-            self.lcls.clear()
+        for let_go in (partial(_unwind, errors), self.lcls.shared.clear, self.lcls.clear):
+            try:
+                with watchdog.turn(building=True):
+                    let_go()
+            except BaseException as exception:  # out of its time, or out of anything of the block's
+                logger.debug("an ended block did not let go of what it held: %s", type(exception).__name__)
 
     def switch(self, *args: Any) -> Any:
         watchdog.begin()
@@ -293,18 +298,24 @@ _attributes: Any = BaseException.__dict__["__dict__"]
 _trace: Any = BaseException.__dict__["__traceback__"]
 _cause: Any = BaseException.__dict__["__cause__"]
 _context: Any = BaseException.__dict__["__context__"]
+_members: Any = BaseExceptionGroup.__dict__["exceptions"]
 
 
-def _unwind(error: BaseException | None) -> None:
-    """Let go of the frames that an exception, and what it came of, has passed."""
-    waiting = [error]
+def _unwind(errors: Iterable[BaseException | None]) -> None:
+    """Let go of the frames that exceptions, and what they came of, have passed."""
+    waiting, seen = list(errors), set[int]()
     while waiting:
         error = waiting.pop()
-        if error is None:
+        if error is None or id(error) in seen:
             continue
-        for trace in (_trace.__get__(error), _attributes.__get__(error).pop("__intervention_tb__", None)):
-            traceback.clear_frames(trace)
+        seen.add(id(error))
+        for trace in (_trace.__get__(error), dict.pop(_attributes.__get__(error), "__intervention_tb__", None)):
+            # Anybody can call anything so.
+            if type(trace) is types.TracebackType:
+                traceback.clear_frames(trace)
         waiting += (_cause.__get__(error), _context.__get__(error))
+        if issubclass(type(error), BaseExceptionGroup):
+            waiting += _members.__get__(error)
         for attribute in (_trace, _cause, _context):
             attribute.__set__(error, None)
 
@@ -319,8 +330,8 @@ def _attribute(module: types.ModuleType, path: str) -> Any:
 def failure_of(exception: BaseException, compiled: _Compiled | None, *, hint: str = "") -> Failure:
     """What went wrong, at the user's own line: the deepest frame of the traceback that is theirs."""
     cause = exception.__cause__ if isinstance(exception, BlockExit) and exception.__cause__ else exception
-    trace = getattr(cause, "__intervention_tb__", None) or cause.__traceback__
-    frames = traceback.extract_tb(trace)
+    trace = dict.get(_attributes.__get__(cause), "__intervention_tb__")
+    frames = traceback.extract_tb(trace if type(trace) is types.TracebackType else _trace.__get__(cause))
     message = _text_of(exception) + hint
     if isinstance(exception, SyntaxError) and compiled is None:
         return Failure(type=type(exception).__name__, message=message, field="block", line=exception.lineno)

@@ -12,7 +12,7 @@ import logging
 import math
 import random
 import secrets
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import anyio
 
@@ -42,7 +42,7 @@ EXPECT_S = 60.0
 
 
 class Presence:
-    """One client's lease and deadlines. Its task runs from the first of either on. `lease` is the lease's name.
+    """One client's lease and deadlines. Its task runs from the first of either on.
 
     `lease_s` is how long engines wait before they take the client for gone. They see its absence after two thirds of
     that, and give it the last third to come back.
@@ -52,8 +52,10 @@ class Presence:
         self._bus = bus
         self._lease_s = lease_s
         # How long it is stands in its name, for engines to know when to give its client up.
-        self.lease = f"{secrets.token_hex(12)}.{lease_s:g}"
+        self._lease = f"{secrets.token_hex(12)}.{lease_s:g}"
         self._held = False
+        #: Set when whoever asks Redis for it has been answered.
+        self._asked: anyio.Event | None = None
         self._due: list[tuple[float, str, bool]] = []
         self._changed = anyio.Event()
         self._task: Background | None = None
@@ -80,14 +82,24 @@ class Presence:
             self._recoveries[model] = self._bus.recovery(model)
         self._run()
 
-    def taking(self) -> list[tuple[Any, ...]]:
-        """What has Redis hold the lease, to be sent ahead of what hangs on it; nothing once it does (see `hold`)."""
-        return [] if self._held else [self._bus.records.holding(self.lease, self._lease_s * 2 / 3)]
-
-    def hold(self) -> None:
-        """Renew the lease from now on: Redis holds it."""
-        self._held = True
-        self._run()
+    async def lease(self) -> str:
+        """The client's lease, held from now on."""
+        if self._asked is not None:
+            await self._asked.wait()
+        if self._held:
+            return self._lease
+        # Who asked for it did so in vain, or there was nobody.
+        asked = self._asked = anyio.Event()
+        try:
+            await self._bus.records.hold(self._lease, self._lease_s * 2 / 3)
+        finally:
+            asked.set()
+            if self._asked is asked:
+                self._asked = None
+        if not self._held:
+            self._held = True
+            self._run()
+        return self._lease
 
     def watch(self, trace: str, seconds: float) -> None:
         """See to it that a trace ends, `seconds` from now."""
@@ -103,7 +115,7 @@ class Presence:
         if self._held:
             with anyio.move_on_after(2, shield=True):
                 try:
-                    await self._bus.records.release(self.lease)
+                    await self._bus.records.release(self._lease)
                 except BusError as error:
                     logger.debug("the lease could not be given up, and ends by itself: %s", error)
 
@@ -129,7 +141,7 @@ class Presence:
                     try:
                         # No longer: what hangs on a connection that says nothing tries anew.
                         with anyio.move_on_after(every * 2):
-                            await self._bus.records.hold(self.lease, self._lease_s * 2 / 3, link)
+                            await self._bus.records.hold(self._lease, self._lease_s * 2 / 3, link)
                     except BusError as error:
                         logger.warning("a client's lease could not be renewed: %s", error)
                 await anyio.sleep(max(_SOON_S, begun + every - anyio.current_time()))

@@ -153,26 +153,23 @@ class Trace(Reader):
             return
         if self._closed:
             raise TracewireError(f"trace {self.id} is closed")
-        bus = self._client._open_bus()
+        bus, presence, submission = self._client._open_bus(), self._client._presence, self._submission
+        if not submission.detach:
+            with bus_errors():
+                submission = msgspec.structs.replace(submission, lease=await presence.lease())
         await self._client._turns.wait()
         model = await self._check_paths()
-        submission, presence = self._submission, self._client._presence
         with bus_errors():
             try:
-                if not submission.detach:
-                    submission = msgspec.structs.replace(submission, lease=presence.lease)
                 whole = submission
                 submission = self._submission = await without_large(submission, bus)
-                taking = [] if submission.detach else presence.taking()
                 try:
-                    await bus.submit(submission, model.info.queue_limit, model.info.retention_s or None, before=taking)
+                    await bus.submit(submission, model.info.queue_limit, model.info.retention_s or None)
                 except anyio.get_cancelled_exc_class():
                     # It may be there: nobody would leave it.
                     if not submission.detach:
                         await self._leave()
                     raise
-                if not submission.detach:
-                    presence.hold()
                 presence.expect(whole)
                 presence.look_after(whole.model)
                 if submission.deadline_s is not None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import anyio
 import anyio.lowlevel
+import numpy as np
 import pytest
 
 import tracewire
@@ -15,11 +16,15 @@ from tests.bus.proxy import proxy
 from tests.control.adapted import PlayedEngine, adapted
 from tests.scripted import engine_info
 from tracewire import Accepted, Client, Final, Output, Paused, Resumed, Steered
+from tracewire_bus.codec import decode_submission, encode
 from tracewire_bus.control import Order
+from tracewire_bus.declared import normalized
 from tracewire_bus.live import live_values
+from tracewire_bus.messages import Invoke, Submission
 from tracewire_bus.streams import Bus
-from tracewire_bus.values import unpack
+from tracewire_bus.values import pack, unpack
 from tracewire_engine.adapter import Adapter
+from tracewire_engine.engine import Rejection
 from tracewire_engine.link import Applied, Changes, Report
 from tracewire_engine.trace import TraceRun
 
@@ -53,6 +58,38 @@ async def test_a_change_that_names_nobody_readable_ends_no_trace(
         with pytest.raises(tracewire.SteerRejected) as caught:
             await client.steer(trace.id, alpha=1.0, by=5)  # type: ignore[arg-type]
         assert caught.value.field == "by"
+
+
+async def test_interventions_are_placed_once_for_each_form_in_which_they_come(bus: Bus) -> None:
+    adapter = Adapter(PlayedEngine(), engine_info(), bus)
+
+    def placed(by: Any, vector: float = 1.0, at: str = "residual(1)", **live: Any) -> bytes | None:
+        steer = tracewire.Steer(at, np.full(8, vector, np.float32), scale=by)
+        submission = Submission(
+            trace="t",
+            model="tiny",
+            invokes=[Invoke(prompt="p")],
+            interventions=normalized([steer]),
+            live=pack(live),
+        )
+        data = encode(submission)
+        return adapter._place(decode_submission(data), data)
+
+    first = placed(1.0)
+    # The very same, and not merely equal.
+    assert placed(1.0) is first
+    scale = tracewire.Live("scale")
+    others = [placed(2.0), placed(1.0, 2.0), placed(1.0, at="residual(2)"), placed(scale, scale=1.0)]
+    assert len({first, *others}) == 5
+    assert placed(scale, scale=1.0) is others[-1]
+    # What its live parameters are decides whether it fits.
+    with pytest.raises(Rejection, match="must be a number"):
+        placed(scale, scale="much")
+    with pytest.raises(Rejection, match="was not declared"):
+        placed(scale)
+    for vector in range(3, 203):
+        placed(1.0, float(vector))
+    assert len(adapter._placed) <= 64
 
 
 @pytest.mark.parametrize("deadline", [1e14, 1e20, 1e300])

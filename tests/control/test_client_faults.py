@@ -86,8 +86,8 @@ async def test_a_submission_that_is_given_up_is_cancelled(client: Client, bus: B
     opened = client._open_bus()
     plain, scope = opened.submit, anyio.CancelScope()
 
-    async def submit(*arguments: Any, **options: Any) -> None:
-        await plain(*arguments, **options)
+    async def submit(*arguments: Any) -> None:
+        await plain(*arguments)
         scope.cancel()
         await anyio.lowlevel.checkpoint()
 

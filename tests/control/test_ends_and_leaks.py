@@ -247,7 +247,7 @@ async def test_a_lease_is_renewed_beside_calls_that_hang(embedded: str, prefix: 
     async with tracewire.connect(embedded, prefix=prefix, lease=1) as client, AsyncExitStack() as stack:
         with anyio.fail_after(PATIENCE):
             async with client.trace("tiny", "hello", detach=False):
-                lease = client._presence.lease
+                lease = await client._presence.lease()
                 for _ in range(CONCURRENT):
                     await stack.enter_async_context(client._open_bus()._connections._turn)
                 await bus.records.release(lease)

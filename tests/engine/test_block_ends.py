@@ -72,6 +72,46 @@ def raises_what_looks_after_itself(model, tracer, live, layer):
 
 
 @tracewire.intervention
+def raises_several(model, tracer, live, layer):
+    kept = [].save()
+
+    def member(value):
+        try:
+            raise ValueError(value)
+        except ValueError as error:
+            mine = error
+            return mine
+
+    for _ in tracer.iter[:]:
+        kept.append(model.model.layers[layer].output[0][-1].clone())
+        raise ExceptionGroup("several", [member(kept[-1]), member(kept[-1])])
+
+
+@tracewire.intervention
+def raises_what_was_tampered_with(model, tracer, live, layer):
+    class Dict(dict):
+        def pop(self, *args):
+            raise RuntimeError("no")
+
+        get = pop
+
+    kept = model.model.layers[layer].output[0][-1].clone().save()
+    cause = ValueError("cause")
+    cause.__intervention_tb__ = "no traceback"
+    error = ValueError("tampered with")
+    error.__dict__ = Dict()
+    raise error from cause
+
+
+@tracewire.intervention
+def raises_with_a_traceback_of_its_own(model, tracer, live, layer):
+    kept = model.model.layers[layer].output[0][-1].clone().save()
+    error = ValueError("forged")
+    error.__intervention_tb__ = "no traceback"
+    raise error
+
+
+@tracewire.intervention
 def stops(model, tracer, live, layer):
     kept = [].save()
     for step in tracer.iter[:]:
@@ -103,11 +143,13 @@ def tensors() -> int:
     return sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects() if type(thing) is torch.Tensor)
 
 
-@pytest.mark.parametrize(
-    "ending",
-    [outruns, comes_to_its_end, raises, raises_of_another, raises_what_looks_after_itself, stops],
-    ids=lambda ending: ending.name,
-)
+ENDINGS = [
+    *(outruns, comes_to_its_end, raises, raises_of_another, raises_several, raises_what_looks_after_itself),
+    *(raises_what_was_tampered_with, raises_with_a_traceback_of_its_own, stops),
+]
+
+
+@pytest.mark.parametrize("ending", ENDINGS, ids=lambda ending: ending.name)
 def test_an_ended_block_leaves_no_tensor_to_a_garbage_collection(runner: Any, uncollected: None, ending: Any) -> None:
     block = ending(layer=LAYER).block()
     one_round(runner, block, 3, STEPS, 0)
@@ -120,16 +162,17 @@ def test_an_ended_block_leaves_no_tensor_to_a_garbage_collection(runner: Any, un
 
 @pytest.fixture
 def limited(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Blocks' turns have a limit, whose signal is pytest's own otherwise."""
+    """Blocks' turns have a limit."""
     monkeypatch.setattr(watchdog, "_limit_s", 0.0)
-    left, again = signal.setitimer(signal.ITIMER_REAL, 0.0)
     handler = signal.getsignal(signal.SIGALRM)
     watchdog.limit_turns(0.2)
     yield
+    signal.setitimer(signal.ITIMER_REAL, 0.0)
     signal.signal(signal.SIGALRM, handler)
-    signal.setitimer(signal.ITIMER_REAL, left, again)
 
 
+# By a thread: the signal is the watchdog's.
+@pytest.mark.timeout(60, method="thread")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_what_a_block_made_cannot_hold_the_engine_when_it_goes(runner: Any, limited: None) -> None:
     @tracewire.intervention
@@ -143,5 +186,6 @@ def test_what_a_block_made_cannot_hold_the_engine_when_it_goes(runner: Any, limi
         held = Lingering()
         model.model.layers[layer].output[0]
 
-    one_round(runner, lingers(layer=LAYER).block(), 1, STEPS, 0)
+    # Each looks that its requests were reported as finished.
+    one_round(runner, lingers(layer=LAYER).block(), 2, STEPS, 0)
     one_round(runner, outruns(layer=LAYER).block(), 1, STEPS, 1)
