@@ -110,12 +110,12 @@ class BlockMediator(Mediator):
         it would come in the middle of some other step.
         """
         errors = [self.raised, self.exception]
-        self.worker = None
         self.raised = self.exception = self.pending = self.transform = self.found = None
         self.made.clear()
         self.caches: list[Any] = []
         # What the block made may have a word to say when it goes, which takes part in its time.
-        for let_go in (partial(_unwind, errors), self.lcls.shared.clear, self.lcls.clear):
+        worker = partial(setattr, self, "worker", None)
+        for let_go in (worker, partial(_unwind, errors), self.lcls.shared.clear, self.lcls.clear):
             try:
                 with watchdog.turn(building=True):
                     let_go()
