@@ -327,8 +327,12 @@ async def test_nothing_is_left_of_what_was_shared_or_asked_for(engine: Any, clie
                 if seen < 0:
                     break
             await tracer.cancel()
-        with pytest.raises(tracewire.TracewireError):
+        try:
             await tracer.result()
+        except tracewire.TracewireError:
+            return
+        # It had come to its end before it was cancelled.
+        assert seen is not None
 
     async with anyio.create_task_group() as group:
         for case in range(6):
