@@ -40,6 +40,7 @@ import psutil
 
 import tracewire
 from benchmarks.overhead import ROOT, start_engine
+from benchmarks.processes import start
 from benchmarks.quantiles import quantiles
 from tracewire_bus.embedded import EmbeddedServer
 from tracewire_bus.streams import Bus
@@ -98,16 +99,7 @@ def put_redis_first() -> None:
 
 def start_other(url: str, megabytes: int) -> subprocess.Popen[str]:
     """The other process, when it is ready."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.blobs", "--serve", url, "--megabytes", str(megabytes)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-    )
-    assert process.stdout is not None
-    process.stdout.readline()
-    return process
+    return start("benchmarks.blobs", "--serve", url, "--megabytes", str(megabytes))
 
 
 async def observed(

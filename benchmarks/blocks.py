@@ -20,8 +20,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
-import sys
 import time
 from collections import defaultdict
 from statistics import median
@@ -36,6 +34,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 import tracewire_engine  # noqa: F401
 from benchmarks.overhead import last
+from benchmarks.processes import show
 from tracewire_bus.messages import Block
 from tracewire_engine.link import Report
 from tracewire_engine.runner import TracewireRunner
@@ -210,10 +209,7 @@ def main() -> None:
         one_round(runner, block, options.requests, options.tokens, number) for number in range(options.rounds + 1)
     ]
     figures = {part: round(median(one[part] for one in rounds[1:]), 1) for part in rounds[0]}
-    for name, value in figures.items():
-        print(f"{name:12} {value}", file=sys.stderr if options.json else sys.stdout)
-    if options.json:
-        print(json.dumps(figures))
+    show(figures, as_json=options.json)
 
 
 if __name__ == "__main__":

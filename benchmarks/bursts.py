@@ -19,11 +19,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
-from pathlib import Path
+from contextlib import nullcontext
 from statistics import median
 from typing import Any
 
@@ -32,9 +30,10 @@ import numpy as np
 
 import tracewire
 from benchmarks.bus import cpu_s
-from benchmarks.scripted import Token, _Outputs, scripted_info
+from benchmarks.processes import show, start
+from benchmarks.scripted import ScriptedEngine, Token, _Outputs, scripted_info
 from tracewire_bus.embedded import EmbeddedServer
-from tracewire_bus.messages import ModuleInfo, Submission
+from tracewire_bus.messages import ModuleInfo
 from tracewire_bus.streams import Bus
 from tracewire_engine.adapter import Adapter
 from tracewire_engine.cli import LOOP, settle_memory
@@ -42,26 +41,16 @@ from tracewire_engine.engine import Prepared
 from tracewire_engine.link import FinishRecord, Report
 from tracewire_engine.trace import _NO_DELTAS
 
-ROOT = Path(__file__).resolve().parents[1]
 MODEL, HIDDEN = "bursts", 2048
 
 
-class InstantEngine:
-    """Puts out one token of each request, at once; notes when each was started."""
-
-    lost = False
-    carrier = None
-    inputs = Path("/nonexistent")
+class InstantEngine(ScriptedEngine):
+    """Puts out one token of each request, at once and in this process; notes when each was started."""
 
     def __init__(self) -> None:
         self.started: list[float] = []
         self._reports: list[Report] = []
         self._reported = asyncio.Event()
-
-    async def prepare(self, submission: Submission, index: int, *_: Any, **__: Any) -> Prepared:
-        """Every submission is as good as another."""
-        sampling = submission.invokes[index].sampling
-        return Prepared(prompt=None, prompt_tokens=1, params=None, choices=1, sampling=sampling)
 
     async def start(self, request: str, prepared: Prepared, priority: int) -> _Outputs:
         """Put out its token when whoever started it has gone on."""
@@ -85,22 +74,6 @@ class InstantEngine:
         """Wait for one."""
         await self._reported.wait()
 
-    async def large(self) -> AsyncIterator[Any]:
-        """No large arrays."""
-        await anyio.sleep_forever()
-        yield
-
-    async def takes_requests(self) -> bool:
-        """Always."""
-        return True
-
-    async def abort(self, request: str) -> None:
-        """It has ended."""
-
-    def decode(self, token_ids: list[int], prepared: Prepared) -> str:
-        """The text of these tokens."""
-        return " word" * len(token_ids)
-
 
 def adapter(url: str) -> None:
     """The real adapter, in a process as `tracewire engine` has it; a line on standard input asks when traces began."""
@@ -113,7 +86,7 @@ def adapter(url: str) -> None:
         info.modules = [ModuleInfo(name, "Module") for name in names]
         settle_memory()
         async with Bus.open(url) as bus, anyio.create_task_group() as group:
-            group.start_soon(Adapter(engine, info, bus).run)  # type: ignore[arg-type]
+            group.start_soon(Adapter(engine, info, bus).run)
             print(json.dumps([]), flush=True)
             while await anyio.to_thread.run_sync(sys.stdin.readline):
                 print(json.dumps(engine.started), flush=True)
@@ -121,20 +94,6 @@ def adapter(url: str) -> None:
             group.cancel_scope.cancel()
 
     anyio.run(main, backend_options=LOOP)
-
-
-def start_adapter(url: str) -> subprocess.Popen[str]:
-    """The adapter's process, ready."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.bursts", "--adapter", url],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-    )
-    assert process.stdout is not None
-    process.stdout.readline()
-    return process
 
 
 async def burst(client: tracewire.Client, traces: int, interventions: list[Any]) -> dict[str, float]:
@@ -163,7 +122,7 @@ async def measure(options: argparse.Namespace) -> dict[str, float]:
     steers = [tracewire.Steer(f"model.layers.{layer}", vector, scale=0.1) for layer in (1, 2)]
     found: list[dict[str, float]] = []
     async with EmbeddedServer.start() as server:
-        process = start_adapter(server.url)
+        process = start("benchmarks.bursts", "--adapter", server.url)
 
         def started() -> list[float]:
             assert process.stdin is not None
@@ -179,13 +138,9 @@ async def measure(options: argparse.Namespace) -> dict[str, float]:
                 for _ in range(options.bursts):
                     await anyio.sleep(options.rest)
                     used = cpu_s(process.pid), cpu_s(server.pid)
-                    if options.keep_client:
+                    async with nullcontext(kept) if options.keep_client else tracewire.connect(server.url) as client:
                         own = time.process_time()
-                        marks = await burst(kept, options.traces, steers if options.steered else [])
-                    else:
-                        async with tracewire.connect(server.url) as fresh:
-                            own = time.process_time()
-                            marks = await burst(fresh, options.traces, steers if options.steered else [])
+                        marks = await burst(client, options.traces, steers if options.steered else [])
                     own = time.process_time() - own
                     cpu = cpu_s(process.pid) - used[0], cpu_s(server.pid) - used[1]
                     times = started()
@@ -224,10 +179,7 @@ def main() -> None:
         adapter(options.adapter)
         return
     figures = anyio.run(measure, options)
-    for name, value in figures.items():
-        print(f"{name:12} {value}", file=sys.stderr if options.json else sys.stdout)
-    if options.json:
-        print(json.dumps(figures))
+    show(figures, as_json=options.json)
 
 
 if __name__ == "__main__":

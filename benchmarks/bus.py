@@ -38,6 +38,7 @@ import numpy as np
 import zmq
 
 import tracewire
+from benchmarks.processes import show
 from benchmarks.quantiles import quantiles
 from benchmarks.scripted import ELEMENTS, Command, Pacer, ScriptedEngine, scripted_info
 from tracewire_bus.embedded import EmbeddedServer
@@ -383,10 +384,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         figures = anyio.run(measure, options, Path(folder))
-    for name, value in figures.items():
-        print(f"{name:28} {value}", file=sys.stderr if options.json else sys.stdout)
-    if options.json:
-        print(json.dumps(figures))
+    show(figures, as_json=options.json, width=28)
 
 
 if __name__ == "__main__":

@@ -48,6 +48,7 @@ import numpy as np
 import psutil
 
 import tracewire
+from benchmarks.processes import show
 from benchmarks.quantiles import quantiles
 from benchmarks.roles import cpu_seconds, prompts, sampling
 from tracewire_bus.embedded import EmbeddedServer
@@ -479,10 +480,7 @@ def main() -> None:
         folder = options.logs or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         figures = anyio.run(measure, options, folder)
-    for name, value in figures.items():
-        print(f"{name:24} {value}", file=sys.stderr if options.json else sys.stdout)
-    if options.json:
-        print(json.dumps(figures))
+    show(figures, as_json=options.json, width=24)
 
 
 if __name__ == "__main__":

@@ -97,7 +97,7 @@ class Known:
         self._held: OrderedDict[bytes, tuple[list[Placed], list[_Op]]] = OrderedDict()
 
     def get(self, encoded: bytes, live: LiveRun) -> tuple[list[Placed], list[_Op]]:
-        """The interventions, and what is run for each: lists of the caller's own."""
+        """The interventions, and what is run for each, in a list of the caller's own."""
         found = self._held.get(encoded)
         if found is None:
             placed = [placed for placed in _placed.decode(encoded) if not isinstance(placed.intervention, StopWhen)]
