@@ -35,6 +35,7 @@ from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.kv_cache_interface import AttentionSpec, MambaSpec
 from vllm.v1.request import RequestStatus
@@ -45,6 +46,10 @@ __all__ = ["PausingAsyncScheduler", "PausingScheduler", "pausing_scheduler"]
 
 #: How many bytes of KV a worker keeps of preempted requests, unless `additional_config` says otherwise.
 _KEPT_BYTES = 8 << 30
+
+#: A full block enters the prefix cache with an allocation as soon as its last token is known, which is up to two steps
+#: after the one that computes it was decided on. (With more steps under way, it does with the token's output.)
+_LATE = 2
 
 #: vLLM's queues of requests that do not run: each version has two of them.
 _WAITING = ("waiting", "kv_holding_waiting", "skipped_waiting")
@@ -88,6 +93,13 @@ class _Pausing:
         # The one place where running and waiting requests alike learn that there are no free blocks.
         manager.allocate_slots = self._allocate_slots
         coordinator: Any = manager.coordinator
+        #: How many positions a block holds where one more token can need nothing but a block, and 1 elsewhere; how many
+        #: full blocks of each request are in the prefix cache; and what an allocation of nothing returns.
+        self._block_size, self._cached = 1, None
+        self._nothing: Any = manager.empty_kv_cache_blocks
+        if self.vllm_config.speculative_config is None and _is_simple(manager):
+            (simple,) = coordinator.single_type_managers
+            self._block_size, self._cached = simple.block_size, simple.num_cached_block
         self._cache = coordinator.cache_blocks
         # Through which all blocks go into the prefix cache.
         coordinator.cache_blocks = self._cache_blocks
@@ -115,8 +127,12 @@ class _Pausing:
 
     def schedule(self, *args: Any, **options: Any) -> Any:
         """vLLM's next step, without the paused."""
-        with self._set_aside(), self._make_room():
-            output: Any = super().schedule(*args, **options)  # type: ignore[misc]
+        output: Any
+        if self.tracewire_unfit is None and self._is_usual():
+            output = super().schedule(*args, **options)  # type: ignore[misc]
+        else:
+            with self._set_aside(), self._make_room():
+                output = super().schedule(*args, **options)  # type: ignore[misc]
         self.tracewire_stepped = output.total_num_scheduled_tokens > 0
         self.tracewire_steps += self.tracewire_stepped
         # The workers look for it before they write to any block.
@@ -139,13 +155,22 @@ class _Pausing:
 
     def get_num_unfinished_requests(self) -> int:
         """How many requests there is something to do for."""
-        with self._set_aside():
-            count: int = super().get_num_unfinished_requests()  # type: ignore[misc]
+        count: int
+        if self._is_usual():
+            # Asked several times a step.
+            count = super().get_num_unfinished_requests()  # type: ignore[misc]
+        else:
+            with self._set_aside():
+                count = super().get_num_unfinished_requests()  # type: ignore[misc]
         return count
 
     def has_requests(self) -> bool:
         """Whether to make a step."""
         return bool(super().has_requests()) or (self.tracewire_stepped and bool(self._still_paused()))  # type: ignore[misc]
+
+    def _is_usual(self) -> bool:
+        """Whether vLLM may see its queues as they are."""
+        return not self.tracewire_paused and not self.tracewire_held and len(self.running) <= self._places()
 
     def _still_paused(self) -> set[Any]:
         if any(request.is_finished() for request in self.tracewire_paused):
@@ -228,19 +253,22 @@ class _Pausing:
         aside = self.tracewire_aside
         return aside.pop(next((place for place in range(len(aside) - 1, -1, -1) if _is_plain(aside[place])), -1))
 
-    def _allocate_slots(self, request: Any, *args: Any, **options: Any) -> Any:
+    def _allocate_slots(self, request: Any, num_new_tokens: int, *args: Any, **options: Any) -> Any:
         """vLLM's allocation, which finds the blocks of those set aside when there are no others.
 
-        A traced prompt gets blocks as a whole, or none yet.
+        A traced prompt gets blocks as a whole, or none yet. Most tokens of a request that generates have a place in a
+        block that it has: that is not asked for.
         """
         # Of each request in each step, so as few questions as can be.
         if request.status is not RequestStatus.RUNNING:
-            if not _is_plain(request) and self._is_cut(request, *args, **options):
+            if not _is_plain(request) and self._is_cut(request, num_new_tokens, *args, **options):
                 self.tracewire_unfit = request
                 return None
             if request in self.tracewire_kept and request.num_computed_tokens:
-                return self._allocate_kept(request, *args, **options)
-        return self._allocate_or_take(request, *args, **options)
+                return self._allocate_kept(request, num_new_tokens, *args, **options)
+        elif num_new_tokens == 1 and (request.num_computed_tokens + 1) % self._block_size > _LATE:
+            return self._nothing
+        return self._allocate_or_take(request, num_new_tokens, *args, **options)
 
     def _allocate_kept(self, request: Any, *args: Any, **options: Any) -> Any:
         """Blocks of a request that goes on with what the workers kept of it: as if its KV came from elsewhere."""
@@ -273,10 +301,13 @@ class _Pausing:
             blocks = self._allocate(request, *args, **options)
         return blocks
 
-    def _cache_blocks(self, request: Any, *args: Any, **options: Any) -> None:
-        """vLLM's way into the prefix cache, for plain requests."""
+    def _cache_blocks(self, request: Any, num_computed_tokens: int) -> None:
+        """vLLM's way into the prefix cache, for plain requests with a block that is not there yet."""
+        cached = self._cached
+        if cached is not None and num_computed_tokens // self._block_size <= cached.get(request.request_id, 0):
+            return
         if _is_plain(request):
-            self._cache(request, *args, **options)
+            self._cache(request, num_computed_tokens)
 
     def _preempt_request(self, request: Any, *args: Any, **options: Any) -> None:
         """vLLM's, which forgets what was computed; of a traced request, the workers keep it."""
@@ -309,6 +340,16 @@ class _Pausing:
         for request in [one for one in kept if one.is_finished() or one.status != RequestStatus.PREEMPTED]:
             del kept[request]
         return kept
+
+
+def _is_simple(manager: Any) -> bool:
+    """Whether all that a KV cache holds of a request are blocks of positions that stay until its end, of one kind."""
+    managers = manager.coordinator.single_type_managers
+    return (
+        len(managers) == 1
+        and type(managers[0]) is FullAttentionManager
+        and managers[0].block_pool.hash_block_size == managers[0].block_size
+    )
 
 
 def _specs(group: Any) -> list[Any]:
