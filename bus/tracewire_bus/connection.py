@@ -64,6 +64,8 @@ COMMAND_S: Final = 30.0
 CONNECT_S: Final = 5.0
 #: How many round trips of short commands are under way at once, and how many connections a bus keeps for them.
 CONCURRENT: Final = 8
+#: How many of those a client opens before it needs them.
+WARM: Final = 3
 #: How many calls share a round trip, and how many bytes; of how many a call may be to share one.
 _TOGETHER, _TOGETHER_BYTES, _SMALL_BYTES = 128, 256 * 1024, 32 * 1024
 #: What URLs of a Redis begin with.
@@ -602,6 +604,20 @@ class Connections:
             await link.drop()
         else:
             self._idle.append(link)
+
+    async def warm(self) -> None:
+        """Have connections for as many round trips at once as a burst of calls makes.
+
+        One that cannot be opened now is opened when it is needed.
+        """
+        for _ in range(len(self._idle), WARM):
+            link = self.link()
+            try:
+                await link.connect()
+            except Exception as error:
+                logger.debug("a connection to Redis was not opened ahead: %r", error)
+                return
+            await self._give_back(link)
 
     async def command(self, *command: Any, alone: bool = False) -> Any:
         """One command that may be carried out twice; tried again while Redis is away, for as long as the bus is

@@ -212,7 +212,7 @@ class Subscription:
     def expect(self, *, new: bool = False) -> None:
         """Its trace is there: should it be found gone, that is no trace to wait for, but an error.
 
-        The first page of a `new` one is small, and asked for together with others'.
+        Of a `new` one, nothing is to be caught up with.
         """
         self.known = True
         self._new = new
@@ -314,11 +314,14 @@ class Subscription:
             if self.last >= _FINAL:
                 self._over = True
                 return
+            new, self._new = self._new, False
+            if new and self.last == (0, 0):
+                self._reader.attach(self)
+                return
             seen = self._reader.position(self.key)
-            small = self._new and self.last == (0, 0)
             where = f"{self.last[0]}-{self.last[1]}"
             reply = await self._connections.command(
-                "XREAD", "COUNT", self._page, "STREAMS", self.key, where, alone=not small
+                "XREAD", "COUNT", self._page, "STREAMS", self.key, where, alone=True
             )
         except BusUnavailable as error:
             # The bus waited a while; a consumer waits as long as it likes.
@@ -455,6 +458,18 @@ class Reader:
         """Start its task."""
         self._task = Background(self._run, "tracewire reader")
 
+    async def connect(self) -> None:
+        """Connect before it has anything to read. If that fails, it connects when it has."""
+        try:
+            await self._identify()
+        except Exception as error:
+            logger.debug("the reader did not connect ahead: %r", error)
+            await self._link.drop()
+
+    async def _identify(self) -> None:
+        (self._client_id,) = await self._link.ask(("CLIENT", "ID"))
+        self._may_unblock = self._may_unblock and not isinstance(self._client_id, Exception)
+
     async def aclose(self) -> None:
         """End its task, close its connection and every subscription."""
         for subscription in list(self._all):
@@ -555,8 +570,7 @@ class Reader:
             self._wanted = anyio.Event()
             await self._wanted.wait()
         if not self._link.connected:
-            (self._client_id,) = await self._link.ask(("CLIENT", "ID"))
-            self._may_unblock = self._may_unblock and not isinstance(self._client_id, Exception)
+            await self._identify()
         # Nothing awaits between here and the wait: a stream taken up from now on is one that the wait does not know.
         asked = {key: stream.position for key, stream in self._streams.items()}
         if not asked:

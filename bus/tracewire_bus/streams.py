@@ -193,6 +193,16 @@ class Bus:
             if server is not None:
                 await server.aclose()
 
+    async def warm(self) -> None:
+        """Open what a burst of traces would have to open in its midst: further connections for commands, and the
+        reader's. What cannot be opened is opened when it is needed.
+        """
+        if self._connections.clustered or not isinstance(self._reader, Reader):
+            return
+        async with anyio.create_task_group() as group:
+            group.start_soon(self._connections.warm)
+            group.start_soon(self._reader.connect)
+
     @property
     def _connections(self) -> Connections:
         if self._connections_ is None:

@@ -14,7 +14,7 @@ import math
 import threading
 from collections.abc import Iterable
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 import torch
@@ -29,6 +29,9 @@ from tracewire_bus.values import (
     array_payload,
     encoded_array,
 )
+
+if TYPE_CHECKING:
+    from .link import Batch
 
 __all__ = ["TORCH_DTYPES", "HostArray", "HostCopy", "ToHost", "elements", "encoded_late"]
 
@@ -94,6 +97,10 @@ class ToHost:
             return self._settled
         self._copied.synchronize()
         return memoryview(self._pinned.numpy())
+
+    def tell(self, batch: Batch) -> None:
+        """Put the bytes in `batch`, where they are good until `release`; waits for them."""
+        batch.data = self.lend()
 
     def release(self) -> None:
         """End what `lend` gave."""

@@ -22,7 +22,8 @@ import zmq
 
 from tracewire_bus.messages import Declared, Failure, Manifest
 
-from .endpoints import Guard, bind, connect
+from .endpoints import Guard, bind, connect, is_remote
+from .ring import Place, RingBuffer, RingReader
 
 __all__ = [
     "Applied",
@@ -172,11 +173,15 @@ class Layout(msgspec.Struct, array_like=True):
 
 
 class Batch(msgspec.Struct, array_like=True):
-    """What declared interventions read in one step, for all requests: bytes by the layout `layout`, its `step`-th."""
+    """What declared interventions read in one step, for all requests: bytes by the layout `layout`, its `step`-th.
+
+    They are in `data`, or in the ring buffer at `place`, from which the link's receiver takes them.
+    """
 
     layout: int
     step: int
     data: memoryview = memoryview(b"")
+    place: Place | None = None
 
 
 class Applied(msgspec.Struct, array_like=True):
@@ -208,6 +213,8 @@ class Report(msgspec.Struct, array_like=True):
     batch: Batch | None = None
     #: Of what this step's records, and those of all later ones, were made with.
     applied: list[Applied] = []
+    #: Where the worker's ring buffer is to be opened, said once.
+    ring: str = ""
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -223,6 +230,21 @@ class LinkSender:
         self._socket.setsockopt(zmq.LINGER, 0)
         connect(self._socket, address)
         self._buffer = bytearray()
+        #: What an adapter on this machine can open; made when there is something to put in.
+        self.ring: RingBuffer | None = None
+        self._may_share = not is_remote(address) and hasattr(os, "memfd_create")
+
+    def share(self) -> str:
+        """Make the ring buffer, once; returns what a report is to say of it, if anything."""
+        if self.ring is not None or not self._may_share:
+            return ""
+        self._may_share = False
+        try:
+            self.ring = RingBuffer()
+        except OSError as error:
+            logger.warning("what is read goes in messages: there is no shared memory (%s)", error)
+            return ""
+        return self.ring.name
 
     def send(self, *reports: Report) -> None:
         """Queue reports of steps, in one message. What they refer to may change as soon as this returns."""
@@ -263,6 +285,7 @@ class LinkReceiver(Receiver):
         self._socket = self._context.socket(zmq.PULL)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.LINGER, 0)
+        self._ring: RingReader | None = None
         self.guard = Guard() if host is not None else None
         if self.guard is None:
             self.address = bind(self._socket, f"ipc://{self.folder / 'link'}")
@@ -282,6 +305,9 @@ class LinkReceiver(Receiver):
             unprotect()
         self._context.destroy(linger=0)
         self._folder.cleanup()
+        ring, self._ring = self._ring, None
+        if ring is not None:
+            ring.close()
 
     def ready(self) -> list[Report]:
         """The reports that have come since the last call, in the order in which the worker sent them."""
@@ -292,10 +318,31 @@ class LinkReceiver(Receiver):
             except zmq.Again:
                 return found
             try:
-                found.extend(_decoder.decode(message))
-            except msgspec.MsgspecError:
+                reports = _decoder.decode(message)
+                for report in reports:
+                    self._take(report)
+                found.extend(reports)
+            except (msgspec.MsgspecError, ValueError):
                 # A defect, but one step's: the traces that it leaves waiting end with an error, the others go on.
                 logger.exception("a report of the workers could not be read")
+
+    def _take(self, report: Report) -> None:
+        """Open the worker's ring buffer, where it tells of it, and take what lies there of this step.
+
+        Raises:
+            ValueError: it says that something lies where nothing can.
+        """
+        if report.ring:
+            try:
+                self._ring = RingReader(report.ring)
+            except (OSError, ValueError) as error:
+                # The worker goes on without.
+                logger.warning("what is read comes in messages: no shared memory (%s)", error)
+        batch = report.batch
+        if batch is not None and batch.place is not None:
+            if self._ring is None:
+                raise ValueError("a report refers to shared memory that is not open")
+            batch.data = self._ring.take(batch.place)
 
     async def arrived(self) -> None:
         """Wait until `ready` has something."""

@@ -48,6 +48,7 @@ from .pipeline import Pipeline, Said, Share, StagedMediator, StagesDiffer, share
 from .plain import plain
 from .residual import Residual, find_layers, find_norm, takes_residual
 from .results import Results
+from .ring import LEAST_BYTES, InRing
 from .saves import Ending, SaveTracker
 from .serving import RowBatcher
 from .sharing import SharedRun, SharedRuns
@@ -322,9 +323,9 @@ class _Unsent:
     def __init__(self, report: Report) -> None:
         self.report = report
         self.steps: list[tuple[StepRecord, list[Any]]] = []
-        self.batch: ToHost | None = None
+        self.batch: ToHost | InRing | None = None
         #: The copy that was begun last.
-        self.copy: ToHost | None = None
+        self.copy: ToHost | InRing | None = None
 
     @property
     def urgent(self) -> bool:
@@ -337,7 +338,7 @@ class _Unsent:
         for record, deltas in self.steps:
             record.deltas = msgspec.Raw(_encoded(deltas))
         if self.batch is not None and self.report.batch is not None:
-            self.report.batch.data = self.batch.lend()
+            self.batch.tell(self.report.batch)
         return self.report
 
     def release(self) -> None:
@@ -547,7 +548,8 @@ class TracewireRunner(NNsightGPUModelRunner):
             output = super().sample_tokens(*args, **kwargs)
         pipeline = self.tracewire_pipeline
         if stepped and pipeline is None and self.tracewire_link is not None:
-            self.tracewire_after.put(self._report)
+            if self._has_reports():
+                self.tracewire_after.put(self._report)
         elif stepped:
             self._report()
             if pipeline is not None:
@@ -576,6 +578,10 @@ class TracewireRunner(NNsightGPUModelRunner):
 
     # --- reporting --------------------------------------------------------------------------------------------------
 
+    def _has_reports(self) -> bool:
+        """Whether there may be anything to report of this step, or left of those before it."""
+        return bool(self.nnsight_requests.traced or self.tracewire_declared.plan is not None or self.tracewire_behind)
+
     @torch.inference_mode()
     def _report(self) -> None:
         """Report a step, behind its answer where that can be."""
@@ -596,9 +602,12 @@ class TracewireRunner(NNsightGPUModelRunner):
                 declaration.reported = True
                 record = StepRecord(declaration.request, declaration.choice, first + plan.steps, _NO_DELTAS, "error")
                 unsent.report.steps.append(record)
-        if collected is not None and self.tracewire_link is not None:
+        link = self.tracewire_link
+        if collected is not None and link is not None:
             unsent.report.layout, unsent.report.batch, flat = collected
-            unsent.batch = unsent.copy = ToHost(flat)
+            if link.ring is None and flat.nbytes >= LEAST_BYTES:
+                unsent.report.ring = link.share()
+            unsent.batch = unsent.copy = (link.ring and link.ring.put(flat)) or ToHost(flat)
 
     def _lens(self, values: torch.Tensor) -> torch.Tensor | None:
         """Logits `[rows, vocabulary]` of residual streams `[rows, hidden]`; `None` on a rank that is not given them."""

@@ -154,6 +154,7 @@ async def connect(
     try:
         bus = Bus.open(address, prefix=prefix, patience_s=patience)
         await bus.__aenter__()
+        await bus.warm()
     except (BusError, EmbeddedServerError, ValueError) as error:
         raise ConnectError(f"cannot connect: {error}") from error
     presence = Presence(bus, lease)

@@ -135,6 +135,8 @@ class Presence:
         every = self._lease_s / 6
         link = self._bus.link()
         try:
+            # Whoever has taken it has just done so.
+            await anyio.sleep(every)
             while True:
                 begun = anyio.current_time()
                 if self._held:

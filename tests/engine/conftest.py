@@ -14,7 +14,7 @@ from tracewire import Client, Model
 #: Test files of this folder that start no engine.
 ENGINELESS = {
     *("test_block_ends.py", "test_declared_plan.py", "test_large.py", "test_marks.py"),
-    *("test_passing.py", "test_saves.py", "test_taps.py"),
+    *("test_passing.py", "test_ring.py", "test_saves.py", "test_taps.py"),
 }
 
 

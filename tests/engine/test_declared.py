@@ -4,15 +4,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import anyio
 import numpy as np
+import psutil
 import pytest
 import torch
 
 import tracewire
 from tests.engine.test_traces import GREEDY, PROMPT, assert_every_token_once, events_of
+from tests.engine_process import EngineProcess
 from tracewire import Ablate, Clamp, Client, Live, LogitLens, Model, Probe, Steer, StopWhen
 
 HIDDEN = 256
@@ -300,6 +303,28 @@ async def test_many_at_once_each_with_its_own(client: Client, model: Model) -> N
         assert len(result.saves["score"]) == len(result.token_ids) == 4 + index % 7
         # In bfloat16 another batch may round otherwise and then sample otherwise; the first step is before that.
         assert result.saves["score"][0] == pytest.approx(alone.saves["score"][0], rel=0.05, abs=0.5)
+
+
+async def test_large_steps_pass_through_shared_memory(client: Client, model: Model, engine: EngineProcess) -> None:
+    @tracewire.intervention
+    def block(model, tracer, live):
+        whole = model.residual(3).output.clone().save()
+
+    declared = [Probe("whole", "residual(3)", positions="prompt")]
+    for first in range(5):
+        prompt = [1 + (first + index) % 200 for index in range(60)]
+        expected = await run(client, model, block, prompt, max_tokens=2)
+        result = await run(client, model, prompt=prompt, interventions=declared, max_tokens=2)
+        (whole,) = result.saves["whole"]
+        assert whole.tobytes() == expected.saves["whole"].tobytes()
+    # The adapter and its worker.
+    assert len(sharing(engine)) == 2
+
+
+def sharing(engine: EngineProcess) -> list[psutil.Process]:
+    """Those of an engine's processes that have the ring buffer open."""
+    processes = [psutil.Process(engine.process.pid), *engine.descendants()]
+    return [one for one in processes if "tracewire-ring" in Path(f"/proc/{one.pid}/maps").read_text()]
 
 
 async def test_a_large_read_is_a_reference(client: Client, model: Model) -> None:
