@@ -162,6 +162,40 @@ async def _blocked(bus: Bus) -> bool:
     return any(client["cmd"] == "xread" and "b" in client["flags"] for client in await clients(bus))
 
 
+async def calls_of_xread(bus: Bus) -> int:
+    stats = (await bus._connections.command("INFO", "commandstats")).decode()
+    found = [line.partition("calls=")[2] for line in stats.splitlines() if line.startswith("cmdstat_xread:")]
+    return int(found[0].partition(",")[0]) if found else 0
+
+
+async def test_new_traces_are_read_without_a_look_at_each(bus: Bus) -> None:
+    """However far each of them has come by then, or another has read it."""
+    count = 40
+    before = await calls_of_xread(bus)
+    async with bus.writer() as writer:
+        subscriptions = [bus.read(f"t{number}", "start") for number in range(count)]
+        for subscription in subscriptions:
+            subscription.expect(new=True)
+        for number in range(count):
+            # From none to more than a buffer holds.
+            await write(writer, f"t{number}", number * 12)
+        found: dict[int, list[Entry]] = {}
+
+        async def read(number: int) -> None:
+            found[number] = await rest(subscriptions[number])
+
+        async with anyio.create_task_group() as group:
+            for number in range(count):
+                group.start_soon(read, number)
+        assert await calls_of_xread(bus) - before < count
+        late = bus.read("t30", "start")
+        late.expect(new=True)
+        found[count] = await rest(late)
+    for number in range(count):
+        assert_whole(found[number], f"t{number}", number * 12)
+    assert found[count] == found[30]
+
+
 async def test_many_subscriptions_share_one_connection(embedded: str, prefix: str) -> None:
     async with Bus.open(embedded, prefix=prefix) as bus, Bus.open(embedded, prefix=prefix) as watcher:
         before = {client["id"] for client in await clients(watcher)} | {client["id"] for client in await clients(bus)}
