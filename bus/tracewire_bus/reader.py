@@ -46,6 +46,8 @@ _Resync = Callable[[], Awaitable[Stored | None]]
 #: Entries asked for at once: by the reader for each stream, and by a pull before it knows how large they are.
 _PAGE: Final = 32
 _PAGE_MOST: Final = 256
+#: By the reader for all streams, about.
+_PAGES: Final = 1024
 #: When a buffer counts as full. A single page may be larger.
 _BUFFER_ENTRIES, _BUFFER_BYTES = 256, 16 * 1024 * 1024
 #: How often is looked for what the reader has read and is not there any more: some seconds.
@@ -450,7 +452,9 @@ class Reader:
         self._known = 0
         self._wait: anyio.CancelScope | None = None
         self._looked = -math.inf
+        #: Its connection's name to Redis, and as the how manyth it was opened.
         self._client_id: Any = None
+        self._identified = 0
         self._may_unblock = True
         self._task: Background | None = None
 
@@ -468,6 +472,7 @@ class Reader:
 
     async def _identify(self) -> None:
         (self._client_id,) = await self._link.ask(("CLIENT", "ID"))
+        self._identified = self._link.opened
         self._may_unblock = self._may_unblock and not isinstance(self._client_id, Exception)
 
     async def aclose(self) -> None:
@@ -569,7 +574,7 @@ class Reader:
         if not self._streams:
             self._wanted = anyio.Event()
             await self._wanted.wait()
-        if not self._link.connected:
+        if not self._link.connected or self._link.opened != self._identified:
             await self._identify()
         # Nothing awaits between here and the wait: a stream taken up from now on is one that the wait does not know.
         asked = {key: stream.position for key, stream in self._streams.items()}
@@ -581,7 +586,8 @@ class Reader:
             with anyio.CancelScope() as self._wait:
                 (reply,) = await self._link.ask(
                     (
-                        *("XREAD", "COUNT", _PAGE, "BLOCK", round(self._block_s * 1000), "STREAMS"),
+                        *("XREAD", "COUNT", max(2, min(_PAGE, _PAGES // len(asked)))),
+                        *("BLOCK", round(self._block_s * 1000), "STREAMS"),
                         *asked,
                         *(f"{attempt}-{seq}" for attempt, seq in asked.values()),
                     ),
@@ -598,13 +604,14 @@ class Reader:
 
         await self._link.drop()
         pause = backoff.next()
-        # While a slot is being moved its streams lie on two nodes: each is to be had, but not all at once.
-        apart = isinstance(error, TryAgainError)
+        # While a slot is being moved its streams lie on two nodes: each is to be had, but not all at once. Nor may
+        # what all have be, in the time that there is.
+        apart = isinstance(error, (TryAgainError, TimeoutError))
         if is_transient(error) and not apart:
             logger.log(backoff.level, "the reader waits for Redis: %s", error)
         else:
             # Perhaps one stream is no stream. Each subscription finds out by itself whether it is its own.
-            level = logging.DEBUG if apart else logging.WARNING
+            level = logging.DEBUG if isinstance(error, TryAgainError) else logging.WARNING
             logger.log(level, "the reader lets go of %d streams: %r", len(self._streams), error)
             for stream in list(self._streams.values()):
                 for subscription in stream.subscriptions():

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 from urllib.parse import urlsplit
 
 import anyio
@@ -82,6 +82,8 @@ logger = logging.getLogger("tracewire")
 RESERVE: float = 0.05
 
 _SCHEMES = (*SCHEMES, "embedded")
+#: How long opening connections ahead may take, in seconds.
+_WARM_S: Final = 1.0
 
 
 class Bus:
@@ -195,13 +197,14 @@ class Bus:
 
     async def warm(self) -> None:
         """Open what a burst of traces would have to open in its midst: further connections for commands, and the
-        reader's. What cannot be opened is opened when it is needed.
+        reader's. What cannot be opened, or not soon, is opened when it is needed.
         """
         if self._connections.clustered or not isinstance(self._reader, Reader):
             return
-        async with anyio.create_task_group() as group:
-            group.start_soon(self._connections.warm)
-            group.start_soon(self._reader.connect)
+        with anyio.move_on_after(_WARM_S):
+            async with anyio.create_task_group() as group:
+                group.start_soon(self._connections.warm)
+                group.start_soon(self._reader.connect)
 
     @property
     def _connections(self) -> Connections:

@@ -319,12 +319,17 @@ class LinkReceiver(Receiver):
                 return found
             try:
                 reports = _decoder.decode(message)
-                for report in reports:
-                    self._take(report)
-                found.extend(reports)
-            except (msgspec.MsgspecError, ValueError):
+            except msgspec.MsgspecError:
                 # A defect, but one step's: the traces that it leaves waiting end with an error, the others go on.
                 logger.exception("a report of the workers could not be read")
+                continue
+            for report in reports:
+                try:
+                    self._take(report)
+                except (IndexError, ValueError):
+                    logger.exception("what a step has read could not be found")
+                    report.batch = None
+            found += reports
 
     def _take(self, report: Report) -> None:
         """Open the worker's ring buffer, where it tells of it, and take what lies there of this step.

@@ -13,6 +13,7 @@ import logging
 import mmap
 import os
 import re
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
 if TYPE_CHECKING:
@@ -33,7 +34,8 @@ _HEADER: Final = 4096
 _OPENED, _TAKEN = 0, 1
 #: Where bytes begin is a multiple of this.
 _ALIGNMENT: Final = 256
-_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+#: Linux's, by their numbers: not every Python knows their names. No more seals, nothing cut off, nothing added.
+_ADD_SEALS, _GET_SEALS, _SEALS = 1033, 1034, 1 | 2 | 4
 _NAME: Final = re.compile(r"/proc/[0-9]+/fd/[0-9]+")
 
 
@@ -60,7 +62,7 @@ class RingBuffer:
         try:
             os.ftruncate(self._descriptor, _HEADER + size)
             # Nobody can take away what the adapter reads.
-            fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, _SEALS)
+            fcntl.fcntl(self._descriptor, _ADD_SEALS, _SEALS)
             self._map = mmap.mmap(self._descriptor, _HEADER + size)
         except BaseException:
             os.close(self._descriptor)
@@ -85,7 +87,9 @@ class RingBuffer:
         start = self._put % self._size
         skipped = self._size - start if start + size > self._size else 0
         end = self._put + skipped + -(-size // _ALIGNMENT) * _ALIGNMENT
-        if end - self._counts[_TAKEN] > self._size:
+        taken = self._counts[_TAKEN]
+        # Where nothing is left to take, nor is what is skipped.
+        if end - (taken + skipped if taken == self._put else taken) > self._size:
             return None
         self._put = end
         start = 0 if skipped else start
@@ -102,10 +106,16 @@ class RingBuffer:
         if self._pinned is None:
             import torch
 
-            error = torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), self._size, 0)
-            self._pinned = int(error) == 0
+            try:
+                error: Any = torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), self._size, 0)
+                self._pinned = int(error) == 0
+            except Exception as exception:  # of a build for other devices, say
+                error, self._pinned = exception, False
             if not self._pinned:
-                logger.warning("what is read goes in messages: shared memory cannot be pinned (CUDA error %s)", error)
+                # CUDA remembers the error, and PyTorch would find it at the next kernel.
+                with suppress(Exception):
+                    torch.empty(1, device="cuda").fill_(0)
+                logger.warning("what is read goes in messages: shared memory cannot be pinned (%s)", error)
         return self._pinned
 
 
@@ -149,7 +159,7 @@ class RingReader:
             raise ValueError(f"no shared memory of a worker's: {name!r}")
         descriptor = os.open(name, os.O_RDWR | os.O_CLOEXEC)
         try:
-            if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+            if fcntl.fcntl(descriptor, _GET_SEALS) & _SEALS != _SEALS:
                 raise ValueError(f"{name} could be cut off while it is read")
             self._map = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
         finally:

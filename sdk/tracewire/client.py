@@ -154,9 +154,13 @@ async def connect(
     try:
         bus = Bus.open(address, prefix=prefix, patience_s=patience)
         await bus.__aenter__()
-        await bus.warm()
     except (BusError, EmbeddedServerError, ValueError) as error:
         raise ConnectError(f"cannot connect: {error}") from error
+    try:
+        await bus.warm()
+    except BaseException:
+        await bus.aclose()
+        raise
     presence = Presence(bus, lease)
     connected = Client(bus, client if client is not None else f"{socket.gethostname()}:{os.getpid()}", presence, loop)
     try:

@@ -25,6 +25,8 @@ class Proxy:
         self.swallowed = anyio.Event()
         #: Turn new connections away.
         self.away = False
+        #: Take more connections than these, and never answer.
+        self.served: int | None = None
 
     async def cut(self) -> None:
         """Close every connection."""
@@ -35,6 +37,8 @@ class Proxy:
         if self.away:
             await anyio.aclose_forcefully(client)
             return
+        if self.served is not None and len(self._streams) >= 2 * self.served:
+            await anyio.sleep_forever()
         server = await anyio.connect_unix(self._socket)
         cut = False
 

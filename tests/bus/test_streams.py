@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import anyio
 import pytest
 
 from tracewire_bus.codec import decode_engine, encode, schema_text
-from tracewire_bus.connection import redacted
+from tracewire_bus.connection import Link, redacted
 from tracewire_bus.keys import parse_id
 from tracewire_bus.messages import EngineInfo, Invoke, ModuleInfo, Submission
 from tracewire_bus.streams import (
@@ -194,6 +194,34 @@ async def test_new_traces_are_read_without_a_look_at_each(bus: Bus) -> None:
     for number in range(count):
         assert_whole(found[number], f"t{number}", number * 12)
     assert found[count] == found[30]
+
+
+async def test_what_is_too_much_for_the_reader_at_once_is_read_one_by_one(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asks = Link.ask
+
+    async def ask(self: Link, *commands: Sequence[Any], **options: Any) -> list[Any]:
+        # "XREAD COUNT n BLOCK t STREAMS key... id...": of no more than four streams the reply comes in time.
+        if commands[0][0] == "XREAD" and "BLOCK" in commands[0] and len(commands[0]) > 6 + 2 * 4:
+            raise TimeoutError
+        return await asks(self, *commands, **options)
+
+    monkeypatch.setattr(Link, "ask", ask)
+    async with bus.writer() as writer:
+        subscriptions = [bus.read(f"t{number}", "start") for number in range(12)]
+        found: dict[int, list[Entry]] = {}
+
+        async def read(number: int) -> None:
+            found[number] = await rest(subscriptions[number])
+
+        async with anyio.create_task_group() as group:
+            for number, subscription in enumerate(subscriptions):
+                subscription.expect(new=True)
+                group.start_soon(read, number)
+                await write(writer, f"t{number}", 20)
+    for number in range(12):
+        assert_whole(found[number], f"t{number}", 20)
 
 
 async def test_many_subscriptions_share_one_connection(embedded: str, prefix: str) -> None:

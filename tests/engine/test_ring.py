@@ -77,6 +77,14 @@ def test_more_than_it_holds_goes_in_the_message() -> None:
         assert ring.put(filled(LEAST_BYTES, 1)) is not None
 
 
+def test_large_tensors_have_room_wherever_an_empty_ring_has_come_to() -> None:
+    ring = RingBuffer(SIZE)
+    with RingReader(ring.name) as reader:
+        for size in (SIZE // 3, 3 * SIZE // 4, 3 * SIZE // 4, SIZE, SIZE // 3, SIZE, SIZE):
+            tensor = filled(size, size)
+            assert bytes(reader.take(place_of(ring.put(tensor)))) == tensor.numpy().tobytes()
+
+
 def test_only_a_workers_memory_is_opened() -> None:
     for name in ("/etc/passwd", "", "/proc/self/fd/0", "/proc/1/fd/../../../etc/passwd"):
         with pytest.raises(ValueError, match="shared memory"):
@@ -152,6 +160,19 @@ async def test_a_receiver_that_cannot_open_it_gets_all_in_messages(monkeypatch: 
                 await receiver.arrived()
                 found += receiver.ready()
         assert all(report.batch and len(report.batch.data) == 50_000 for report in found)
+
+
+async def test_a_step_that_cannot_be_found_takes_no_other_with_it() -> None:
+    with LinkReceiver() as receiver:
+        sender = LinkSender(receiver.address)
+        lost = Report(1.0, batch=Batch(1, 1, place=Place(0, 100_000, 100_096)))
+        sender.send(Report(1.0, batch=Batch(1, 0, memoryview(b"first"))), lost, Report(1.0, batch=Batch(1, 2)))
+        await receiver.arrived()
+        first, second, third = receiver.ready()
+        assert first.batch is not None
+        assert bytes(first.batch.data) == b"first"
+        assert second.batch is None
+        assert third.batch is not None
 
 
 def test_a_worker_of_another_process_shares_its_own() -> None:

@@ -10,6 +10,7 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import nullcontext
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -20,6 +21,7 @@ import torch
 from anyio.lowlevel import checkpoint
 
 import tracewire
+from tests.bus.proxy import proxy
 from tests.scripted import Script, ScriptedEngine, Stage, engine_info, tiny
 from tracewire import (
     AmbiguousResult,
@@ -102,6 +104,41 @@ async def test_connect_says_when_nothing_answers(url: str) -> None:
     with pytest.raises(ConnectError, match="cannot connect"), anyio.fail_after(PATIENCE):
         async with tracewire.connect(url):
             pass
+
+
+async def test_connections_that_nobody_answers_do_not_hold_up_connecting(embedded: str, tmp_path: Path) -> None:
+    async with proxy(embedded, tmp_path) as through:
+        through.served = 1
+        with anyio.fail_after(20):
+            async with tracewire.connect(through.url) as client:
+                assert await client.models() == []
+
+
+async def test_connecting_can_be_given_up_at_any_moment(
+    embedded: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tracewire_bus.streams._WARM_S", 1000.0)
+    before = asyncio.all_tasks()
+    async with proxy(embedded, tmp_path) as through:
+        through.served = 1
+        opened = anyio.Event()
+        warm = Bus.warm
+
+        async def noted(self: Bus) -> None:
+            opened.set()
+            await warm(self)
+
+        monkeypatch.setattr(Bus, "warm", noted)
+        async with anyio.create_task_group() as group:
+
+            async def connect() -> None:
+                async with tracewire.connect(through.url):
+                    raise AssertionError("it was given up")
+
+            group.start_soon(connect)
+            await opened.wait()
+            group.cancel_scope.cancel()
+        assert not [task for task in asyncio.all_tasks() - before if task.get_name().startswith("tracewire")]
 
 
 async def test_embedded_is_shared_by_its_url_and_leaves_nothing() -> None:
