@@ -150,7 +150,8 @@ def bare(folder: Path, url: str) -> None:
     """The far end of the bare round trip: blocks on one stream and notes each entry's age."""
     import redis
 
-    connection = redis.Redis.from_url(url)
+    # It waits for as long as nothing comes.
+    connection = redis.Redis.from_url(url, socket_timeout=None)
     say(ready=True)
     last = b"0"
     ages: list[float] = []
