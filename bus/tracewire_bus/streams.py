@@ -199,7 +199,8 @@ class Bus:
         """Open what a burst of traces would have to open in its midst: further connections for commands, and the
         reader's. What cannot be opened, or not soon, is opened when it is needed.
         """
-        if self._connections.clustered or not isinstance(self._reader, Reader):
+        if not isinstance(self._reader, Reader):
+            # On a cluster each slot has its own.
             return
         with anyio.move_on_after(_WARM_S):
             async with anyio.create_task_group() as group:

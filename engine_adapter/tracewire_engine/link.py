@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TypeAlias
+from typing import TYPE_CHECKING, Self, TypeAlias
 from urllib.parse import urlencode
 
 import msgspec
@@ -23,7 +23,10 @@ import zmq
 from tracewire_bus.messages import Declared, Failure, Manifest
 
 from .endpoints import Guard, bind, connect, is_remote
-from .ring import Place, RingBuffer, RingReader
+from .ring import LEAST_BYTES, InRing, Place, RingBuffer, RingReader
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = [
     "Applied",
@@ -231,20 +234,22 @@ class LinkSender:
         connect(self._socket, address)
         self._buffer = bytearray()
         #: What an adapter on this machine can open; made when there is something to put in.
-        self.ring: RingBuffer | None = None
+        self._ring: RingBuffer | None = None
         self._may_share = not is_remote(address) and hasattr(os, "memfd_create")
 
-    def share(self) -> str:
-        """Make the ring buffer, once; returns what a report is to say of it, if anything."""
-        if self.ring is not None or not self._may_share:
-            return ""
-        self._may_share = False
-        try:
-            self.ring = RingBuffer()
-        except OSError as error:
-            logger.warning("what is read goes in messages: there is no shared memory (%s)", error)
-            return ""
-        return self.ring.name
+    def put(self, tensor: torch.Tensor, report: Report) -> InRing | None:
+        """Begin to copy a tensor of bytes to the ring buffer, or return nothing: then they go in the message.
+
+        Before that, the buffer is made, once, and `report` says so.
+        """
+        if self._may_share and tensor.nbytes >= LEAST_BYTES:
+            self._may_share = False
+            try:
+                self._ring = RingBuffer()
+                report.ring = self._ring.name
+            except OSError as error:
+                logger.warning("what is read goes in messages: there is no shared memory (%s)", error)
+        return None if self._ring is None else self._ring.put(tensor)
 
     def send(self, *reports: Report) -> None:
         """Queue reports of steps, in one message. What they refer to may change as soon as this returns."""

@@ -48,7 +48,7 @@ from .pipeline import Pipeline, Said, Share, StagedMediator, StagesDiffer, share
 from .plain import plain
 from .residual import Residual, find_layers, find_norm, takes_residual
 from .results import Results
-from .ring import LEAST_BYTES, InRing
+from .ring import InRing
 from .saves import Ending, SaveTracker
 from .serving import RowBatcher
 from .sharing import SharedRun, SharedRuns
@@ -605,9 +605,7 @@ class TracewireRunner(NNsightGPUModelRunner):
         link = self.tracewire_link
         if collected is not None and link is not None:
             unsent.report.layout, unsent.report.batch, flat = collected
-            if link.ring is None and flat.nbytes >= LEAST_BYTES:
-                unsent.report.ring = link.share()
-            unsent.batch = unsent.copy = (link.ring and link.ring.put(flat)) or ToHost(flat)
+            unsent.batch = unsent.copy = link.put(flat, unsent.report) or ToHost(flat)
 
     def _lens(self, values: torch.Tensor) -> torch.Tensor | None:
         """Logits `[rows, vocabulary]` of residual streams `[rows, hidden]`; `None` on a rank that is not given them."""

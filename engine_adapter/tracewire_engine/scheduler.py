@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -53,6 +53,10 @@ _LATE = 2
 
 #: vLLM's queues of requests that do not run: each version has two of them.
 _WAITING = ("waiting", "kv_holding_waiting", "skipped_waiting")
+
+
+#: What most steps need: entering it costs nothing, and a step is asked for it several times.
+_AS_IT_IS = nullcontext()
 
 
 class _Pausing:
@@ -127,12 +131,8 @@ class _Pausing:
 
     def schedule(self, *args: Any, **options: Any) -> Any:
         """vLLM's next step, without the paused."""
-        output: Any
-        if self.tracewire_unfit is None and self._is_usual():
-            output = super().schedule(*args, **options)  # type: ignore[misc]
-        else:
-            with self._set_aside(), self._make_room():
-                output = super().schedule(*args, **options)  # type: ignore[misc]
+        with self._set_aside(), self._make_room():
+            output: Any = super().schedule(*args, **options)  # type: ignore[misc]
         self.tracewire_stepped = output.total_num_scheduled_tokens > 0
         self.tracewire_steps += self.tracewire_stepped
         # The workers look for it before they write to any block.
@@ -155,22 +155,13 @@ class _Pausing:
 
     def get_num_unfinished_requests(self) -> int:
         """How many requests there is something to do for."""
-        count: int
-        if self._is_usual():
-            # Asked several times a step.
-            count = super().get_num_unfinished_requests()  # type: ignore[misc]
-        else:
-            with self._set_aside():
-                count = super().get_num_unfinished_requests()  # type: ignore[misc]
+        with self._set_aside():
+            count: int = super().get_num_unfinished_requests()  # type: ignore[misc]
         return count
 
     def has_requests(self) -> bool:
         """Whether to make a step."""
         return bool(super().has_requests()) or (self.tracewire_stepped and bool(self._still_paused()))  # type: ignore[misc]
-
-    def _is_usual(self) -> bool:
-        """Whether vLLM may see its queues as they are."""
-        return not self.tracewire_paused and not self.tracewire_held and len(self.running) <= self._places()
 
     def _still_paused(self) -> set[Any]:
         if any(request.is_finished() for request in self.tracewire_paused):
@@ -179,17 +170,16 @@ class _Pausing:
             return {request for request in self.requests.values() if not request.is_finished()}
         return self.tracewire_paused
 
-    @contextmanager
-    def _set_aside(self) -> Iterator[None]:
+    def _set_aside(self) -> AbstractContextManager[None]:
         """Show vLLM its queues without the paused, and no more running requests than it may have.
 
         There can be more: while a request was paused, its place was another's. It then waits for one, blocks and all.
         """
-        paused = self._still_paused()
-        limit = self._places()
-        if not paused and len(self.running) <= limit:
-            yield
-            return
+        paused, limit = self._still_paused(), self._places()
+        return self._without(paused, limit) if paused or len(self.running) > limit else _AS_IT_IS
+
+    @contextmanager
+    def _without(self, paused: set[Any], limit: int) -> Iterator[None]:
         running = [request for request in self.running if request not in paused]
         aside = self.tracewire_aside = running[limit:] + [request for request in self.running if request in paused]
         self.running = running[:limit]
@@ -215,16 +205,18 @@ class _Pausing:
         """How many requests may run at once."""
         return getattr(self, "max_num_active_reqs", None) or self.max_num_running_reqs
 
-    @contextmanager
-    def _make_room(self) -> Iterator[None]:
+    def _make_room(self) -> AbstractContextManager[None]:
         """Show vLLM a step in which the traced prompt fits that did not fit the last one, if there is one.
 
         Prompts under way in chunks rest for the step; if the others' tokens are too many beside it, they do too.
         """
         request, self.tracewire_unfit = self.tracewire_unfit, None
         if request is None or request.is_finished() or len(self.running) >= self._places():
-            yield
-            return
+            return _AS_IT_IS
+        return self._room_for(request)
+
+    @contextmanager
+    def _room_for(self, request: Any) -> Iterator[None]:
         config, usual = self.scheduler_config, self.max_num_scheduled_tokens
         threshold = config.long_prefill_token_threshold
         needed = request.num_tokens - request.num_computed_tokens
