@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
 from itertools import count
+from typing import Any
 
 import pytest
 
-from tests.engine_process import BLOB_THRESHOLD, EngineProcess, running_engine
+from tests.adapter_command import import_ahead
+from tests.engine_process import BLOB_THRESHOLD, EngineProcess, looked_at_inside, started_engine
 from tracewire_bus.embedded import EmbeddedServer
 from tracewire_bus.streams import Bus
 
@@ -42,11 +44,8 @@ async def engine_bus() -> AsyncIterator[str]:
 
 
 @pytest.fixture(scope="session")
-def engine(engine_bus: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
-    """The shared engine. Every trace's saves are also collected by nnsight's own collect and compared by digest.
-
-    After the last test, nothing of any request may be left in it.
-    """
+def starting(engine_bus: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
+    """The shared engine, on its way."""
     options = (
         "--check-collect",
         "--block-timeout",
@@ -56,7 +55,34 @@ def engine(engine_bus: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         "--openai",
         "127.0.0.1:0",
     )
-    with running_engine(engine_bus, tmp_path_factory.mktemp("engine"), *options) as engine:
+    with started_engine(engine_bus, tmp_path_factory.mktemp("engine"), *options) as engine:
         yield engine
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _ahead(request: pytest.FixtureRequest) -> None:
+    """What takes long to start, and will be asked for, starts while other tests run."""
+    if any(hasattr(getattr(item, "module", None), "adapter_command") for item in request.session.items):
+        import_ahead()
+    names = {name for item in request.session.items for name in getattr(item, "fixturenames", ())}
+    if "engine" in names:
+        request.getfixturevalue("starting")
+
+
+@pytest.fixture(scope="session")
+def engine(starting: EngineProcess) -> Iterator[EngineProcess]:
+    """The shared engine. Every trace's saves are also collected by nnsight's own collect and compared by digest.
+
+    After the last test, nothing of any request may be left in it.
+    """
+    starting.wait_ready()
+    yield starting
+    starting.stop()
     # Whatever the tests did with it.
-    assert "leaving: nothing tracked, all KV blocks free" in engine.log.read_text()
+    assert "leaving: nothing tracked, all KV blocks free" in starting.log.read_text()
+
+
+@pytest.fixture(scope="session")
+def inside() -> dict[str, Any]:
+    """What is found inside one engine."""
+    return looked_at_inside("--reference", "--many", "80")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -9,10 +10,22 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 
-__all__ = ["BLOB_THRESHOLD", "ENVIRONMENT", "EngineProcess", "running_engine"]
+import tracewire
+from tests.engine import blocks_for_tests as blocks
+
+__all__ = [
+    "BLOB_THRESHOLD",
+    "ENVIRONMENT",
+    "EngineProcess",
+    "left_running",
+    "looked_at_inside",
+    "running_engine",
+    "started_engine",
+]
 
 #: The engine under test runs as bit-stable as a CPU allows.
 ENVIRONMENT = {"VLLM_CPU_ATTN_SPLIT_KV": "0"}
@@ -26,6 +39,8 @@ class EngineProcess:
 
     def __init__(self, url: str, folder: Path, *options: str, environment: Mapping[str, str] | None = None) -> None:
         self.log = folder / "engine.log"
+        #: All processes below the supervisor, when it was ready.
+        self.below: list[psutil.Process] = []
         self._errors = self.log.open("wb")
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tracewire.cli", "engine", "demo", "--url", url, *options],
@@ -44,15 +59,16 @@ class EngineProcess:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if line.startswith("ready "):
+                self.below = self.descendants()
                 return
         raise RuntimeError(f"the engine ended with {self.process.wait()}:\n{self.log.read_text()[-4000:]}")
 
     def descendants(self) -> list[psutil.Process]:
-        """All processes below the adapter."""
+        """All processes below the supervisor."""
         return psutil.Process(self.process.pid).children(recursive=True)
 
     def stop(self) -> int:
-        """SIGTERM, and wait for the end."""
+        """SIGTERM unless it has ended, and wait for the end."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         try:
@@ -66,17 +82,54 @@ class EngineProcess:
 
 
 @contextmanager
+def started_engine(
+    url: str, folder: Path, *options: str, environment: Mapping[str, str] | None = None
+) -> Iterator[EngineProcess]:
+    """An engine on its way, stopped on the way out whatever happened; nothing of it may be left."""
+    engine = EngineProcess(url, folder, *options, environment=environment)
+    try:
+        yield engine
+    finally:
+        below = {*engine.below, *(engine.descendants() if engine.process.poll() is None else ())}
+        engine.stop()
+    _, alive = psutil.wait_procs(below, timeout=30)
+    assert not alive, f"left behind: {alive}"
+
+
+@contextmanager
 def running_engine(
     url: str, folder: Path, *options: str, environment: Mapping[str, str] | None = None
 ) -> Iterator[EngineProcess]:
-    """An engine that serves, stopped on the way out whatever happened; nothing of it may be left."""
-    engine = EngineProcess(url, folder, *options, environment=environment)
-    try:
+    """Likewise, but one that serves."""
+    with started_engine(url, folder, *options, environment=environment) as engine:
         engine.wait_ready()
-        below = engine.descendants()
         yield engine
-    finally:
-        if engine.process.poll() is None:
-            engine.stop()
-    _, alive = psutil.wait_procs(below, timeout=30)
-    assert not alive, f"left behind: {alive}"
+
+
+async def left_running(client: tracewire.Client) -> tracewire.Trace:
+    """A trace under way that nobody holds and that runs for long, lost with its engine."""
+    model = await client.model("demo", wait_for_engine=30)
+    trace = client.trace(
+        model,
+        "import os\n",
+        blocks.two_names,
+        max_tokens=2000,
+        ignore_eos=True,
+        detach=True,
+        on_engine_loss="fail",
+    )
+    await trace.start()
+    seen = 0
+    async for item in trace:
+        seen += isinstance(item, tracewire.Output)
+        if seen == 3:
+            break
+    return trace
+
+
+def looked_at_inside(*options: str) -> dict[str, Any]:
+    """What `python -m tests.inside` finds."""
+    command = [sys.executable, "-m", "tests.inside", *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[1])
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])

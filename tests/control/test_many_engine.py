@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine_process import looked_at_inside
 
 
-def test_cancelling_200_of_400_leaves_nothing_behind_and_the_others_alone() -> None:
-    script = Path(__file__).with_name("inside.py")
-    root = script.parents[2]
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False, cwd=root)
-    assert done.returncode == 0, done.stderr[-4000:]
-    figures = json.loads(done.stdout.splitlines()[-1])
+@pytest.mark.parametrize("count", [80, pytest.param(400, marks=pytest.mark.full)])
+def test_cancelling_half_of_many_leaves_nothing_behind_and_the_others_alone(
+    count: int, request: pytest.FixtureRequest
+) -> None:
+    found: dict[str, Any] = request.getfixturevalue("inside") if count == 80 else looked_at_inside("--many", str(count))
+    figures = found["many"]
     assert figures["finals"] == [1]
     # Some may have finished before they heard of it.
-    assert 150 <= figures["cancelled"] <= 200
-    assert figures["finished"] == 200
+    assert 3 * count // 8 <= figures["cancelled"] <= count // 2
+    assert figures["finished"] == count // 2
     assert figures["differ"] == []
-    assert figures["prefixes"] == 200
+    assert figures["prefixes"] == count // 2
     assert figures["tracked"] == 0
     assert figures["kv_free"] is True

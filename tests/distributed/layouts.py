@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import tracewire
-from tests.engine_process import BLOB_THRESHOLD, EngineProcess, running_engine
+from tests.engine_process import BLOB_THRESHOLD, EngineProcess, started_engine
 from tracewire import Client
 from tracewire_bus.embedded import EmbeddedServer
 
@@ -26,11 +26,13 @@ class Served:
 
 
 @asynccontextmanager
-async def served(folder: Path, *options: str, cores: str = "0|1") -> AsyncIterator[Served]:
-    """An engine with these options; `cores` are its workers', as vLLM has it."""
+async def served(folder: Path, *options: str, cores: str = "0|1", wait: bool = True) -> AsyncIterator[Served]:
+    """An engine with these options; `cores` are its workers', as vLLM has it. It is on its way, or serves."""
     shared = ("--block-timeout", "3", "--blob-threshold", str(BLOB_THRESHOLD))
     async with EmbeddedServer.start() as server:
-        with running_engine(
+        with started_engine(
             server.url, folder, *shared, *options, environment={"VLLM_CPU_OMP_THREADS_BIND": cores}
         ) as engine:
+            if wait:
+                engine.wait_ready()
             yield Served(server.url, engine)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import anyio
@@ -10,17 +10,18 @@ import pytest
 
 import tracewire
 from tests.distributed import blocks
-from tests.distributed.layouts import Served, served
+from tests.distributed.layouts import Served
 from tests.distributed.scenarios import GREEDY, PROMPT, SCENARIOS, outcome, same
 from tests.engine_process import EngineProcess
 from tracewire import Client, Model
 
 
 @pytest.fixture(scope="module")
-async def stages(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
-    """An engine of two stages, with a core each."""
-    async with served(tmp_path_factory.mktemp("stages"), "--pipeline-parallel-size", "2") as engine:
-        yield engine
+def stages(stages_starting: Served) -> Iterator[Served]:
+    """An engine of two stages, which is no longer there after these tests."""
+    stages_starting.engine.wait_ready()
+    yield stages_starting
+    stages_starting.engine.stop()
 
 
 @pytest.fixture

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.adapter_command import adapter_command
 from tracewire_engine import ray_cluster
 from tracewire_engine.ray_cluster import Cluster, ClusterError, ClusterUnavailable, cores_of, joined, parse_address
 
@@ -146,13 +145,12 @@ def test_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_command_says_it_and_loads_nothing(tmp_path: Path, embedded: str) -> None:
     """With exit status 2 the supervisor does not try again, with 1 it does."""
-    command = [sys.executable, "-m", "tracewire.cli", "engine", "demo", "--url", embedded, "--restarts", "0"]
     for address, status, said in (
         ("ray://head:10001", 2, "Ray's client protocol cannot run an engine"),
         ("127.0.0.1:1", 1, "no Ray cluster answers at 127.0.0.1:1"),
     ):
         options = ["--distributed-executor-backend", "ray", "--ray-address", address]
-        done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=240)
+        done = adapter_command(tmp_path, "demo", "--url", embedded, *options)
         assert done.returncode == status
         assert said in done.stderr
 

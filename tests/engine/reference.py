@@ -1,4 +1,4 @@
-"""The same blocks by nnsight's own way and through Tracewire, on one engine. Prints one JSON line to compare.
+"""The same blocks by nnsight's own way and through Tracewire, on one engine.
 
 nnsight's way is its async backend: a `with model.trace(...)` block, pickled onto the request, whose saves come with the
 finished output. Tracewire's is the whole way over the bus. Requests run one at a time, so that the batch is the same.
@@ -8,19 +8,10 @@ finished output. Tracewire's is the whole way over the bus. Requests run one at 
 
 from __future__ import annotations
 
-import json
-import os
-from pathlib import Path
-
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-os.environ.setdefault("VLLM_CPU_ATTN_SPLIT_KV", "0")
-
-import anyio
-
 import tracewire
-import tracewire_engine  # noqa: F401 (before nnsight)
-from tracewire_bus.streams import Bus
 from tracewire_bus.values import digest
+
+__all__ = ["both_ways"]
 
 PROMPT = "class Stack:\n    def push(self, item):\n"
 SAMPLING = {"max_tokens": 12, "temperature": 0.0, "ignore_eos": True}
@@ -107,43 +98,8 @@ async def by_tracewire(url):
     return results
 
 
-async def compare(model, link, blobs, info):
-    """Run both ways on one engine."""
-    from tracewire_engine.adapter import Adapter
-    from tracewire_engine.vllm_engine import VllmEngine
-
-    engine = VllmEngine(model, link, blobs)
-    async with Bus.open("embedded://") as bus:
-        adapter = Adapter(engine, info, bus)
-        async with anyio.create_task_group() as group:
-            group.start_soon(adapter.run)
-            ours = await by_tracewire(bus.url)
-            theirs = await by_nnsight(model)
-            tracked = await engine.tracked()
-            adapter.stop()
-    return {"tracewire": ours, "nnsight": theirs, "tracked": tracked}
-
-
-def main():
-    """Start the engine in this process."""
-    from vllm.engine.arg_utils import AsyncEngineArgs
-
-    from tracewire_engine.blob_link import BlobReceiver
-    from tracewire_engine.cli import demo_model
-    from tracewire_engine.link import LinkReceiver
-    from tracewire_engine.model import build_engine, describe
-
-    arguments = AsyncEngineArgs(model=str(Path(demo_model())), kv_cache_memory_bytes=512 << 20)
-    with LinkReceiver() as link, BlobReceiver(link.address) as blobs:
-        # Low, so that some saves travel as references: their digests are the arrays'.
-        model = build_engine(arguments, link.address, blob_threshold=1024)
-        try:
-            figures = anyio.run(compare, model, link, blobs, describe(model, "demo", 16))
-        finally:
-            model.vllm_entrypoint.shutdown()
-            model.vllm_entrypoint = None
-    print(json.dumps(figures))
-
-
-if __name__ == "__main__":
-    main()
+async def both_ways(url, engine, model):
+    """Run both on one engine."""
+    ours = await by_tracewire(url)
+    theirs = await by_nnsight(model)
+    return {"tracewire": ours, "nnsight": theirs, "tracked": await engine.tracked()}

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import anyio
-import psutil
 import pytest
 
-import tracewire
-from tests.engine import blocks_for_tests as blocks
-from tests.engine_process import ENVIRONMENT, EngineProcess, running_engine
+from tests.adapter_command import adapter_command
+from tests.engine_process import ENVIRONMENT
 from tests.nnsight.checkpoints import make_checkpoint
 from tracewire_bus.embedded import EmbeddedServer
-from tracewire_bus.streams import Bus
 
 
 @pytest.fixture(scope="module")
@@ -40,12 +35,9 @@ async def own_bus() -> AsyncIterator[str]:
     ],
 )
 def test_settings_that_would_be_wrong_are_refused_with_the_reason(
-    options: list[str], environment: dict[str, str], said: str
+    tmp_path: Path, options: list[str], environment: dict[str, str], said: str
 ) -> None:
-    command = [sys.executable, "-m", "tracewire.cli", "engine", "demo", "--url", "unix:///nowhere", *options]
-    done = subprocess.run(
-        command, env={**os.environ, **ENVIRONMENT, **environment}, capture_output=True, text=True, check=False
-    )
+    done = adapter_command(tmp_path, "demo", "--url", "unix:///nowhere", *options, environment=environment)
     assert done.returncode == 2, done.stderr[-2000:]
     assert f"{said} is not supported" in done.stderr or said in done.stderr.splitlines()[-1]
 
@@ -69,60 +61,3 @@ async def test_an_engine_that_gives_no_answer_does_not_serve(
     assert done.returncode == 2, done.stderr[-2000:]
     assert said in done.stderr.decode()
     assert b"ready" not in done.stdout
-
-
-async def submit_long(client: tracewire.Client) -> tracewire.Trace:
-    """A trace that runs for long, started and under way."""
-    model = await client.model("demo", wait_for_engine=30)
-    trace = client.trace(
-        model,
-        "import os\n",
-        blocks.two_names,
-        max_tokens=2000,
-        ignore_eos=True,
-        detach=True,
-        on_engine_loss="fail",
-    )
-    await trace.start()
-    seen = 0
-    async for item in trace:
-        seen += isinstance(item, tracewire.Output)
-        if seen == 3:
-            break
-    return trace
-
-
-async def test_sigterm_fails_what_runs_says_so_and_leaves_nothing(own_bus: str, tmp_path: Path) -> None:
-    with running_engine(own_bus, tmp_path, "--drain", "0.1") as engine:
-        async with tracewire.connect(own_bus) as client:
-            trace = await submit_long(client)
-            engine.process.send_signal(signal.SIGTERM)
-            with pytest.raises(tracewire.TraceFailed, match="shut down"):
-                await trace.result()
-            await trace.aclose()
-            status = await anyio.to_thread.run_sync(engine.process.wait)
-            assert status == 0, engine.log.read_text()[-2000:]
-            assert await client.models() == []
-
-
-async def test_sigkill_of_the_adapter_leaves_no_process(own_bus: str, tmp_path: Path) -> None:
-    engine = EngineProcess(own_bus, tmp_path)
-    try:
-        await anyio.to_thread.run_sync(engine.wait_ready)
-        below = engine.descendants()
-        assert any("EngineCore" in " ".join(process.cmdline()) for process in below)
-        async with tracewire.connect(own_bus) as client:
-            trace = await submit_long(client)
-            engine.process.kill()
-            _, alive = await anyio.to_thread.run_sync(lambda: psutil.wait_procs(below, timeout=30))
-            assert not alive
-            await trace.aclose()
-            async with Bus.open(own_bus) as bus:
-                # No lie on the stream: nobody said that the trace had ended.
-                last = await bus.tail_id(trace.id)
-            assert last is not None
-            assert last.startswith("1-")
-    finally:
-        if engine.process.poll() is None:
-            engine.process.kill()
-        engine.process.wait()

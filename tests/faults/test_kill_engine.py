@@ -1,19 +1,24 @@
-"""A real engine whose processes are killed in the middle: its supervisor starts it again, and its traces go on."""
+"""A real engine whose processes are killed in the middle: its supervisor starts it again, and its traces go on.
+
+The new one is told to go, which it says on its way out.
+"""
 
 from __future__ import annotations
 
+import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.to_thread
 import numpy as np
 import psutil
 import pytest
 
 import tracewire
 from tests.control.blocks import steered
-from tests.engine_process import EngineProcess, running_engine
+from tests.engine_process import EngineProcess, left_running, running_engine
 from tracewire import Client, Output, Restarted
 from tracewire_bus.embedded import EmbeddedServer
 from tracewire_bus.streams import Bus
@@ -60,7 +65,7 @@ async def test_a_killed_process_costs_an_attempt_and_nothing_else(
     own_bus: str, tmp_path: Path, kind: str, options: tuple[str, ...]
 ) -> None:
     environment = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if options else {}
-    with running_engine(own_bus, tmp_path, *options, environment=environment) as engine:
+    with running_engine(own_bus, tmp_path, "--drain", "0.1", *options, environment=environment) as engine:
         async with tracewire.connect(own_bus) as client, Bus.open(own_bus) as bus:
             model = await client.model("demo", wait_for_engine=PATIENCE)
             vector = np.random.default_rng(5).standard_normal(model.info.hidden_size).astype(np.float32)
@@ -103,3 +108,11 @@ async def test_a_killed_process_costs_an_attempt_and_nothing_else(
             # Nothing of the one before holds memory.
             _, alive = psutil.wait_procs(left, timeout=60)
             assert not alive
+            trace = await left_running(client)
+            engine.process.send_signal(signal.SIGTERM)
+            with pytest.raises(tracewire.TraceFailed, match="shut down"):
+                await trace.result()
+            await trace.aclose()
+            status = await anyio.to_thread.run_sync(engine.process.wait)
+            assert status == 0, engine.log.read_text()[-2000:]
+            assert await client.models() == []

@@ -8,9 +8,11 @@ import sys
 from pathlib import Path
 
 import anyio
+import anyio.to_thread
 import psutil
 import pytest
 
+from tests.adapter_command import adapter_command
 from tests.faults.servers import server
 from tracewire_bus.streams import Bus
 
@@ -197,11 +199,8 @@ async def test_the_command_ends_for_good_on_a_redis_that_it_refuses(tmp_path: Pa
             await bus.command("CONFIG", "SET", "maxmemory-policy", "allkeys-lru")
         else:
             await bus.command("ACL", "SETUSER", "default", "-memory")
-        command = [sys.executable, "-m", "tracewire_engine.cli", "demo", "--url", redis.url]
-        with anyio.fail_after(120):
-            ended = await anyio.run_process([*command, "--retain-total-bytes", "1000000"], check=False)
-    said = ended.stderr.decode()
-    assert ended.returncode == 2, said
-    assert ("maxmemory-policy allkeys-lru" if problem == "it evicts" else "MEMORY USAGE") in said
-    assert "starting it again" not in said
-    assert ended.stdout == b""
+        options = ("demo", "--url", redis.url, "--retain-total-bytes", "1000000")
+        ended = await anyio.to_thread.run_sync(adapter_command, tmp_path, *options)
+    assert ended.returncode == 2, ended.stderr
+    assert ("maxmemory-policy allkeys-lru" if problem == "it evicts" else "MEMORY USAGE") in ended.stderr
+    assert ended.stdout == ""

@@ -1,0 +1,76 @@
+"""The adapter's command as its supervisor runs it, in a fork of a process that has imported vLLM once for all.
+
+Importing vLLM takes most of the time of a command that is refused.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from multiprocessing import forkserver
+from pathlib import Path
+
+__all__ = ["Done", "adapter_command", "import_ahead"]
+
+#: What the adapter's command imports before it looks at its settings.
+_IMPORTED = ["tracewire_engine.cli", "vllm.engine.arg_utils", "vllm.utils.argparse_utils", "tracewire_engine.model"]
+
+#: As the command sets it before it imports vLLM.
+_AT_IMPORT = {"VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
+
+
+@dataclass(frozen=True)
+class Done:
+    """A command that has ended."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+_forking = multiprocessing.get_context("forkserver")
+
+
+def import_ahead() -> None:
+    """Begin with the imports, and return at once."""
+    _forking.set_forkserver_preload(_IMPORTED)
+    before = dict(os.environ)
+    os.environ.update(_AT_IMPORT)
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def adapter_command(folder: Path, *arguments: str, environment: Mapping[str, str] | None = None) -> Done:
+    """Run the command with these arguments to its end; `folder` takes what it says.
+
+    Raises:
+        TimeoutError: it did not end within 120 s, and was killed.
+    """
+    import_ahead()
+    out, err = folder / "stdout", folder / "stderr"
+    child = _forking.Process(target=_run, args=(out, err, {**os.environ, **(environment or {})}, arguments))
+    child.start()
+    child.join(120)
+    if child.exitcode is None:
+        child.kill()
+        child.join()
+        raise TimeoutError(f"still running:\n{err.read_text()[-4000:]}")
+    return Done(child.exitcode, out.read_text(), err.read_text())
+
+
+def _run(out: Path, err: Path, environment: dict[str, str], arguments: tuple[str, ...]) -> None:
+    for stream, path in ((1, out), (2, err)):
+        opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(opened, stream)
+        os.close(opened)
+    os.environ.clear()
+    os.environ.update(environment)
+    from tracewire_engine.cli import _adapter
+
+    sys.exit(_adapter(list(arguments)))
