@@ -65,7 +65,7 @@ def _ahead(request: pytest.FixtureRequest) -> None:
     if any(hasattr(getattr(item, "module", None), "adapter_command") for item in request.session.items):
         import_ahead()
     names = {name for item in request.session.items for name in getattr(item, "fixturenames", ())}
-    if "engine" in names:
+    if "starting" in names:
         request.getfixturevalue("starting")
 
 

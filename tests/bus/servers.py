@@ -24,7 +24,10 @@ from tracewire_bus.connection import Link, Server
 from tracewire_bus.embedded import _binary, _die_with_parent
 from tracewire_bus.keys import Keys
 
-__all__ = ["BINARIES", "Cluster", "Running", "Servers", "running_servers", "slot_of", "until", "until_so"]
+__all__ = [
+    *("BINARIES", "Cluster", "Running", "Servers", "running_servers", "see_that_it_is_dead", "slot_of"),
+    *("until", "until_so"),
+]
 
 HOST = "127.0.0.1"
 
@@ -60,9 +63,14 @@ def free_port() -> int:
         return port
 
 
+async def see_that_it_is_dead(sentinel: Running, service: str) -> None:
+    """Have a sentinel look for a service's master now."""
+    await sentinel.ask("SENTINEL", "SET", service, "down-after-milliseconds", "200")
+
+
 async def until(condition: Callable[[], Awaitable[Any]]) -> None:
     """Ask again and again until it is so."""
-    with anyio.fail_after(20):
+    with anyio.fail_after(60):
         while not await condition():  # noqa: ASYNC110
             await anyio.sleep(0.01)
 
@@ -162,12 +170,12 @@ class Servers:
         return server
 
     async def sentinel(self, master: Running, service: str, *lines: str) -> Running:
-        """A sentinel that alone decides about a service."""
+        """A sentinel that alone decides about a service, and takes no slow master for dead until it is told to look."""
         port = free_port()
         config = self.folder / f"sentinel-{port}.conf"
         rules = [
             f"sentinel monitor {service} {HOST} {master.port} 1",
-            f"sentinel down-after-milliseconds {service} 200",
+            f"sentinel down-after-milliseconds {service} 60000",
             f"sentinel failover-timeout {service} 5000",
             *lines,
         ]

@@ -12,7 +12,7 @@ from tracewire_bus.connection import Link
 from tracewire_bus.sentinel import Sentinels
 from tracewire_bus.streams import FINAL_ID, Bus, BusError, BusUnavailable, Entry
 
-from .servers import BINARIES, HOST, Running, Servers, free_port, running_servers, until
+from .servers import BINARIES, HOST, Running, Servers, free_port, running_servers, see_that_it_is_dead, until
 from .transports import end_to_end
 
 pytestmark = pytest.mark.parametrize("version", BINARIES)
@@ -115,6 +115,7 @@ async def test_everything_by_sentinels_and_a_failover_in_the_middle_of_appends(v
                     await service.master.ask("CLIENT", "PAUSE", 60_000, "WRITE")
                     await service.replica_has_all()
                     service.master.kill()
+                    await see_that_it_is_dead(service.sentinel, SERVICE)
                 # Scripts, the queue and the registry too.
                 assert int((await bus.command("CONFIG", "GET", "port"))[1]) == service.replica.port
         assert [int(entry.data) for entry in entries] == list(range(count + 1))

@@ -54,6 +54,17 @@ def reads(model, tracer, live, pace=0.01):
 
 
 @tracewire.intervention
+def reads_until_over(model, tracer, live, pace=0.01):
+    """Reads a live parameter in each step until another says that it is enough."""
+    seen = [].save()
+    for step in tracer.iter[:]:
+        time.sleep(pace)
+        seen.append(live.alpha)
+        if live.over:
+            tracer.stop()
+
+
+@tracewire.intervention
 def added(model, tracer, live, vectors):
     """Adds `vectors[step]` in float32, as a declared `Steer` does: the run that knows beforehand."""
     norms = [].save()
@@ -70,6 +81,13 @@ def stops(model, tracer, live, at):
         seen.append(float(model.residual(0).output[-1].float().norm()))
         if step == at:
             tracer.stop()
+
+
+@tracewire.intervention
+def begins(model, tracer, live):
+    """When its first step begins."""
+    model.residual(0).output
+    at = time.monotonic().save()
 
 
 @tracewire.intervention

@@ -89,7 +89,7 @@ async def test_what_does_not_end_is_left(monkeypatch: pytest.MonkeyPatch) -> Non
         await app.begun.wait()
         with anyio.fail_after(30):
             await api.drop()
-        assert api._over.is_set()
+            await api._over.wait()
         group.cancel_scope.cancel()
     app.go_on.set()
     assert answers == []

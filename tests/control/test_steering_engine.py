@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import tracewire
-from tests.control.blocks import added, reads, scheduled, steered
+from tests.control.blocks import added, reads, reads_until_over, scheduled, steered
 from tests.control.common import PROMPT, check_order, direction, has, held_up, schedule_of, steer_along
 from tracewire import Client, Live, Model, Output, Probe, Steer, Steered, StopWhen
 
@@ -18,16 +18,16 @@ from tracewire import Client, Live, Model, Output, Probe, Steer, Steered, StopWh
 async def test_a_change_holds_from_the_token_that_its_event_names(live_client: Client, model: Model) -> None:
     vector = direction(model)
     async with live_client.trace(
-        model, PROMPT, steered(direction=vector), live={"alpha": 0.0}, max_tokens=40, temperature=0.0, ignore_eos=True
+        model, PROMPT, steered(direction=vector), live={"alpha": 0.0}, max_tokens=100, temperature=0.0, ignore_eos=True
     ) as trace:
-        items = await steer_along(trace, [3.0, -2.0, 5.5], 8)
+        items = await steer_along(trace, [3.0, -2.0, 5.5], 8, in_turn=True)
         live = await trace.result()
     check_order(items)
-    expected = schedule_of(items, 0.0, 40)
-    assert live.saves["used"][:40] == expected
+    expected = schedule_of(items, 0.0, 100)
+    assert live.saves["used"][:100] == expected
     assert len(set(expected)) == 4
     async with live_client.trace(
-        model, PROMPT, scheduled(direction=vector, schedule=expected), max_tokens=40, temperature=0.0, ignore_eos=True
+        model, PROMPT, scheduled(direction=vector, schedule=expected), max_tokens=100, temperature=0.0, ignore_eos=True
     ) as trace:
         known = await trace.result()
     assert live.token_ids == known.token_ids
@@ -84,8 +84,9 @@ async def test_declared_interventions_take_live_scales_and_vectors(live_client: 
             Steer("residual(2)", Live("vector"), scale=Live("alpha")),
             Probe("norms", "residual(4)"),
         ]
-        sampling = {"max_tokens": 30, "temperature": 0.0, "ignore_eos": True}
+        sampling = {"max_tokens": 80, "temperature": 0.0, "ignore_eos": True}
         items: list[Any] = []
+        told = 0
         async with live_client.trace(
             model, PROMPT, interventions=interventions, live={"alpha": 0.0, "vector": vector}, **sampling
         ) as trace:
@@ -93,7 +94,8 @@ async def test_declared_interventions_take_live_scales_and_vectors(live_client: 
                 items.append(item)
                 if has(item, 6):
                     await trace.steer(alpha=2.0)
-                if has(item, 16):
+                told += isinstance(item, Steered)
+                if told == 1 and isinstance(item, Steered):
                     await trace.steer(alpha=-1.0, vector=other.astype(np.float64))
             live = await trace.result()
         check_order(items)
@@ -150,7 +152,7 @@ async def test_a_live_threshold_ends_at_its_token(live_client: Client, model: Mo
 async def test_what_was_changed_while_queued_holds_from_the_first_token(live_client: Client, model: Model) -> None:
     vector = direction(model)
     trace = live_client.trace(
-        model, PROMPT, steered(direction=vector), live={"alpha": 0.0}, max_tokens=5, temperature=0.0
+        model, PROMPT, steered(direction=vector), live={"alpha": 0.0}, max_tokens=100, temperature=0.0, ignore_eos=True
     )
     # Its record is there as soon as it is submitted; an engine may or may not have taken it.
     async with trace:
@@ -159,7 +161,7 @@ async def test_what_was_changed_while_queued_holds_from_the_first_token(live_cli
         result = await trace.result()
     told = [event for event in events if isinstance(event, Steered)]
     assert [change.values for event in told for change in event.changes] == [{"alpha": 1.0}]
-    assert result.saves["used"][:5] == schedule_of(events, 0.0, 5)
+    assert result.saves["used"][:100] == schedule_of(events, 0.0, 100)
     assert result.live_version == 1
 
 
@@ -195,16 +197,13 @@ async def test_many_controllers_one_order(live_client: Client, model: Model, eng
     accepted: dict[int, float] = {}
     seen: list[list[Any]] = [[], []]
     async with live_client.trace(
-        model, PROMPT, reads(), live={"alpha": 0.0}, max_tokens=100, temperature=0.0, ignore_eos=True
+        model, PROMPT, reads_until_over(), live={"alpha": 0.0, "over": False}, max_tokens=1500, ignore_eos=True
     ) as trace:
 
         async def control(client: Client, number: int) -> None:
             for turn in range(5):
                 value = number * 10.0 + turn
-                try:
-                    version = await client.steer(trace.id, alpha=value)
-                except tracewire.TraceEnded:
-                    return
+                version = await client.steer(trace.id, alpha=value)
                 assert version not in accepted
                 accepted[version] = value
 
@@ -215,14 +214,18 @@ async def test_many_controllers_one_order(live_client: Client, model: Model, eng
             await trace.accepted()
             for events in seen:
                 group.start_soon(follow, events)
-            for number in range(100):
-                group.start_soon(control, other if number % 2 else live_client, number)
+            async with anyio.create_task_group() as controllers:
+                for number in range(100):
+                    controllers.start_soon(control, other if number % 2 else live_client, number)
+            assert await trace.steer(over=True) == 501
         result = await trace.result()
+    assert result.status == "stopped"
     for events in seen:
         check_order(events)
         changes = [change for event in events if isinstance(event, Steered) for change in event.changes]
+        assert changes.pop().values == {"over": True}
         assert {change.version: change.values["alpha"] for change in changes} == accepted
-        assert result.saves["seen"][-1][1] in accepted.values()
+        assert result.saves["seen"][-1] == changes[-1].values["alpha"]
     assert len(accepted) == 500
 
 

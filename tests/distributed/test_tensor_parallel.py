@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 import tracewire
-from tests.control.blocks import added, dawdles, scheduled, steered
+from tests.control.blocks import added, begins, dawdles, scheduled, steered
 from tests.control.common import LONG, PROMPT, check_order, direction, held_up, schedule_of, steer_along
 from tests.distributed.layouts import Served, served
 from tests.distributed.scenarios import SCENARIOS, TIES, same
@@ -63,13 +63,13 @@ async def test_it_is_as_on_one_rank(
 
 
 async def test_a_block_steered_on_two_ranks(client: Client, two: Model) -> None:
-    vector, sampling = direction(two), {"max_tokens": 60, "temperature": 0.0, "ignore_eos": True}
+    vector, sampling = direction(two), {"max_tokens": 150, "temperature": 0.0, "ignore_eos": True}
     async with client.trace(two, PROMPT, steered(direction=vector), live={"alpha": 0.0}, **sampling) as trace:
-        items = await steer_along(trace, [3.0, -2.0, 5.5, 0.5, -4.0], 7)
+        items = await steer_along(trace, [3.0, -2.0, 5.5, 0.5, -4.0], 7, in_turn=True)
         live = await trace.result()
     check_order(items)
-    expected = schedule_of(items, 0.0, 60)
-    assert live.saves["used"][:60] == expected
+    expected = schedule_of(items, 0.0, 150)
+    assert live.saves["used"][:150] == expected
     assert len(set(expected)) == 6
     block = scheduled(direction=vector, schedule=expected)
     async with client.trace(two, PROMPT, block, **sampling) as trace:
@@ -79,15 +79,15 @@ async def test_a_block_steered_on_two_ranks(client: Client, two: Model) -> None:
 
 
 async def test_a_declared_intervention_steered_on_two_ranks(client: Client, two: Model) -> None:
-    vector, sampling = direction(two), {"max_tokens": 60, "temperature": 0.0, "ignore_eos": True}
+    vector, sampling = direction(two), {"max_tokens": 150, "temperature": 0.0, "ignore_eos": True}
     interventions = [Steer("residual(2)", Live("vector"), scale=Live("alpha"))]
     live: dict[str, Any] = {"alpha": 0.0, "vector": vector}
     async with held_up(client, two):
         async with client.trace(two, PROMPT, interventions=interventions, live=live, **sampling) as trace:
-            items = await steer_along(trace, [3.0, -2.0, 4.5], 9)
+            items = await steer_along(trace, [3.0, -2.0, 4.5], 9, in_turn=True)
             result = await trace.result()
         check_order(items)
-        vectors = [np.float32(alpha) * vector for alpha in schedule_of(items, 0.0, 60)]
+        vectors = [np.float32(alpha) * vector for alpha in schedule_of(items, 0.0, 150)]
         async with client.trace(two, PROMPT, added(vectors=vectors), **sampling) as trace:
             known = await trace.result()
     assert result.token_ids == known.token_ids
@@ -125,14 +125,13 @@ async def test_priorities_reach_the_scheduler(client: Client, two: Model) -> Non
         ]
         for trace in full:
             await anext(aiter(trace))
-        begun: list[int] = []
+        begun: dict[int, float] = {}
 
         async def one(priority: int) -> None:
-            async with client.trace(two, PROMPT, max_tokens=2, priority=priority) as trace:
+            async with client.trace(two, PROMPT, begins, max_tokens=2, priority=priority) as trace:
                 await trace.accepted()
                 started.set()
-                await anext(aiter(trace))
-                begun.append(priority)
+                begun[priority] = (await trace.result()).saves["at"]
 
         async with anyio.create_task_group() as group:
             for priority in (5, 0, -5):
@@ -140,7 +139,7 @@ async def test_priorities_reach_the_scheduler(client: Client, two: Model) -> Non
                 group.start_soon(one, priority)
                 await started.wait()
             await full[0].cancel()
-        assert begun == [-5, 0, 5]
+        assert sorted(begun, key=lambda priority: begun[priority]) == [-5, 0, 5]
 
 
 async def test_an_engine_takes_no_more_than_its_capacity(client: Client, two: Model, ranks: Served) -> None:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import anyio
 from redis.crc import key_slot
 
-from tests.bus.servers import BINARIES, Cluster, Running, Servers, running_servers, slot_of, until
+from tests.bus.servers import BINARIES, Cluster, Running, Servers, running_servers, see_that_it_is_dead, slot_of, until
 from tests.faults.load import Load
 from tests.faults.processes import RedisServer
 from tests.faults.stage import MODEL, Stage
@@ -323,6 +323,7 @@ class Pair:
 
         await until(equal)
         self.master.kill()
+        await see_that_it_is_dead(self.sentinel, "events")
 
         async def promoted() -> bool:
             return (await self.replica.ask("ROLE"))[0] == b"master"

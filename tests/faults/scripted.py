@@ -377,7 +377,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--capacity", type=int, default=256)
     parser.add_argument("--rate", type=float, default=100.0, help="steps a second")
-    parser.add_argument("--lease", type=float, default=2.0, help="seconds")
+    parser.add_argument("--lease", type=float, default=10.0, help="seconds")
     parser.add_argument("--drain", type=float, default=0.2, help="seconds")
     parser.add_argument("--engine", default="", help="its name in the registry")
     parser.add_argument("--patience", type=float, default=recovery.PATIENCE_S, help="seconds: recovery's PATIENCE_S")

@@ -44,9 +44,7 @@ def assert_each_token_saved(result: Any) -> None:
     """Every choice has one save for each of its tokens, and no token is lost."""
     for invoke in result.invokes:
         for choice in invoke.choices:
-            # A stop string is found by vLLM's frontend: the engine may be a step further by then.
-            assert choice.saves["sampled"][: len(choice.token_ids)] == choice.token_ids
-            assert len(choice.saves["sampled"]) <= len(choice.token_ids) + 1
+            assert choice.saves["sampled"] == choice.token_ids
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -98,7 +96,11 @@ async def test_stop_strings(client: Client, model: Model) -> None:
         assert result.text == "".join(output.text for output in outputs) == text
         choice = result.invokes[0].choices[0]
         assert (choice.finish_reason, choice.stop_reason) == ("stop", stop)
-        assert_each_token_saved(result)
+        # A stop string is found by vLLM's frontend: the engine is some steps further by then.
+        sampled = choice.saves["sampled"]
+        assert choice.token_ids == plain.token_ids[: len(choice.token_ids)]
+        assert sampled == plain.token_ids[: len(sampled)]
+        assert len(sampled) >= len(choice.token_ids)
 
 
 async def test_stop_tokens_and_the_end_of_a_sequence(client: Client, model: Model) -> None:

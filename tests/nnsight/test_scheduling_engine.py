@@ -9,6 +9,7 @@ requests share prefixes and are computed in chunks; traced ones are not, and lea
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from typing import Any
 
 import anyio
@@ -131,14 +132,19 @@ async def test_preempted_traces_are_what_they_are_alone(engine: Any, client: Cli
     count, numbers = 100, range(1, 5)
     alone = {number: await outcome(client, submission(client, model, number, count)) for number in numbers}
     before = (await counts(engine))["preemptions"]
-    together: dict[int, Any] = {}
-
-    async def run(number: int) -> None:
-        together[number] = await outcome(client, submission(client, model, number, count))
-
-    async with anyio.create_task_group() as group:
-        for number in numbers:
-            group.start_soon(run, number)
+    # All begin at once, so that they meet however slow anything is.
+    await engine.hold()
+    async with AsyncExitStack() as stack:
+        traces = {
+            number: await stack.enter_async_context(submission(client, model, number, count)) for number in numbers
+        }
+        for trace in traces.values():
+            await trace.accepted()
+        await engine.go_on()
+        together = {
+            number: (await trace.result(), [event async for event in client.subscribe(trace.id)])
+            for number, trace in traces.items()
+        }
     # 7 blocks of each, 23 in all.
     assert (await counts(engine))["preemptions"] > before
     for number in numbers:
@@ -187,8 +193,8 @@ async def test_traces_among_plain_requests_that_come_and_go(engine: Any, client:
 
 
 async def test_a_paused_trace_that_gave_its_blocks_up_goes_on(engine: Any, client: Client, model: Model) -> None:
-    alone, _ = await outcome(client, submission(client, model, 1, 60))
-    async with submission(client, model, 1, 60) as trace:
+    alone, _ = await outcome(client, submission(client, model, 1, 200))
+    async with submission(client, model, 1, 200) as trace:
         seen = 0
         async for item in trace:
             seen += len(getattr(item, "token_ids", ()))
@@ -196,8 +202,9 @@ async def test_a_paused_trace_that_gave_its_blocks_up_goes_on(engine: Any, clien
                 break
         await client.pause(trace.id)
         before = (await counts(engine))["preemptions"]
-        while (await counts(engine))["paused"] == 0:  # noqa: ASYNC110
-            await anyio.sleep(0.01)
+        with anyio.fail_after(30):
+            while (await counts(engine))["paused"] == 0:  # noqa: ASYNC110
+                await anyio.sleep(0.01)
         # All blocks but one.
         async with client.trace(model, ids(30, 600), max_tokens=20, **GREEDY) as other:
             assert len((await other.result()).token_ids) == 20

@@ -253,10 +253,10 @@ async def test_nothing_is_read_after_the_result(model: Model) -> None:
 
 
 async def test_a_result_that_was_cut_short(model: Model) -> None:
-    with model.trace(PROMPT, max_tokens=50, ignore_eos=True, temperature=0.0) as tracer:
+    with model.trace(PROMPT, max_tokens=1500, ignore_eos=True, temperature=0.0) as tracer:
         result = tracer.result.save()
     await anext(aiter(tracer))
-    await tracer.cancel("enough")
+    assert await tracer.cancel("enough")
     with anyio.fail_after(PATIENCE), pytest.raises(tracewire.TraceFailed, match="enough"):
         await tracer.result()
     held = tracer.state()
@@ -482,13 +482,33 @@ async def test_a_shared_container_is_one_object_for_all_invokes(model: Model) ->
     assert slots_of(result) == [rows.index(last(rows, index)) + 1 for index in range(3)]
     assert result.shared == {"rows": rows, "slots": slots_of(result)}
     assert all(not invoke.choices[0].saves for invoke in result.invokes)
-    # It came step by step, as events of the trace, each item once.
+    # It came as events of the trace, each item once.
     gains = [item for item in items if isinstance(item, Shared)]
-    assert len(gains) > 1
     assert [row for item in gains for row in item.delta["rows"]] == rows
     assert {(item.invoke, item.text, tuple(item.token_ids)) for item in gains} == {(-1, "", ())}
     assert {item.invoke for item in items if isinstance(item, Output) and not isinstance(item, Shared)} == {0, 1, 2}
     assert {(entry.invoke, entry.name) for entry in result.manifest} == {(-1, "rows"), (-1, "slots")}
+
+
+async def test_what_is_shared_is_told_while_it_runs(model: Model) -> None:
+    with model.trace(live={"over": False}, max_tokens=1500, ignore_eos=True, temperature=0.0) as tracer:
+        rows = [].save()
+        with tracer.invoke("one"):
+            for step in tracer.iter[:]:
+                rows.append(step)
+                if tracer.live.over:
+                    tracer.stop()
+    told = []
+    with anyio.fail_after(PATIENCE):
+        async for item in tracer:
+            if isinstance(item, Shared):
+                told.append(item.delta["rows"])
+                if len(told) == 1:
+                    await tracer.steer(over=True)
+        result = await tracer.result()
+    assert result.status == "stopped"
+    assert len(told) > 1
+    assert [row for rows in told for row in rows] == tracer.saves["rows"] == list(range(len(result.token_ids)))
 
 
 def slots_of(result):
