@@ -79,7 +79,7 @@ async def test_a_block_steered_on_two_ranks(client: Client, two: Model) -> None:
 
 
 async def test_a_declared_intervention_steered_on_two_ranks(client: Client, two: Model) -> None:
-    vector, sampling = direction(two), {"max_tokens": 150, "temperature": 0.0, "ignore_eos": True}
+    vector, sampling = direction(two), {"max_tokens": 100, "temperature": 0.0, "ignore_eos": True}
     interventions = [Steer("residual(2)", Live("vector"), scale=Live("alpha"))]
     live: dict[str, Any] = {"alpha": 0.0, "vector": vector}
     async with held_up(client, two):
@@ -87,7 +87,7 @@ async def test_a_declared_intervention_steered_on_two_ranks(client: Client, two:
             items = await steer_along(trace, [3.0, -2.0, 4.5], 9, in_turn=True)
             result = await trace.result()
         check_order(items)
-        vectors = [np.float32(alpha) * vector for alpha in schedule_of(items, 0.0, 150)]
+        vectors = [np.float32(alpha) * vector for alpha in schedule_of(items, 0.0, 100)]
         async with client.trace(two, PROMPT, added(vectors=vectors), **sampling) as trace:
             known = await trace.result()
     assert result.token_ids == known.token_ids

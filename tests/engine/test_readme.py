@@ -57,7 +57,7 @@ async def test_the_steering_in_the_readme_runs(
     scope: dict[str, Any] = {"tracewire": tracewire, "Steer": tracewire.Steer, "Live": tracewire.Live}
     # So many tokens that there is time to steer on any machine.
     assert fourth.count("max_tokens=64") == 1
-    fourth = fourth.replace("max_tokens=64", "max_tokens=1000")
+    fourth = fourth.replace("max_tokens=64", "max_tokens=400")
     source = "async def main(client, model, direction):\n" + textwrap.indent(fourth, "    ") + "    return trace"
     exec(source, scope)
     trace = await scope["main"](client, model, np.load(ROOT / "examples" / "demo_model" / "direction.npy"))
