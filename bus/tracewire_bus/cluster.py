@@ -437,18 +437,16 @@ class ClusterLink(Link):
         """Carry out what a node refused of a bundle: as a whole where its slot is now, or else one by one."""
         from redis.exceptions import ClusterDownError, ConnectionError, TryAgainError
 
+        tries = _TRIES
         if self._near is not None:
             # Its connection goes to the node that has refused: the next one goes where the slot is by then.
-            reply = await self._one(bundle.slot, bundle.left[0], timeout_s, tries=1)
-            if isinstance(reply, ConnectionError):
-                raise reply
-            bundle.replies += [reply] * len(bundle.left)
-            return
-        owner = await self._cluster.owner(bundle.slot)
-        if bundle.whole and owner != bundle.asked:
+            tries = 1
+        elif bundle.whole and (owner := await self._cluster.owner(bundle.slot)) != bundle.asked:
             await self._send(owner, [bundle], timeout_s)
         while bundle.left:
-            reply = await self._one(bundle.slot, bundle.left[0], timeout_s)
+            reply = await self._one(bundle.slot, bundle.left[0], timeout_s, tries)
+            if isinstance(reply, ConnectionError):
+                raise reply
             # What follows must not go before it.
             refused = isinstance(reply, (TryAgainError, ClusterDownError))
             bundle.replies += [reply] * len(bundle.left) if refused else [reply]

@@ -12,7 +12,7 @@ import anyio
 import numpy as np
 import pytest
 from anyio.lowlevel import checkpoint
-from redis.exceptions import RedisError
+from redis.exceptions import AskError, RedisError
 
 from tests.scripted import engine_info
 from tracewire_bus.cluster import Cluster as Slots
@@ -598,6 +598,39 @@ async def test_commands_of_a_slot_are_never_overtaken(cluster: Cluster, prefix: 
             await node.ask("SCRIPT", "FLUSH")
         assert await link.ask(both((one, two)), ("PING",)) == [5, b"PONG"]
         assert (await link.ask(both((one, two)), ("GET", two)))[0] == 6
+
+
+async def test_what_was_refused_for_a_moment_goes_on_where_it_waits(cluster: Cluster, prefix: str) -> None:
+    """Its key is back when it is asked for again: each command has a reply of its own."""
+    key = f"{{{prefix}}}control"
+    slots = Slots(cluster.url)
+    slot = slots.slot(key)
+    link = ClusterLink(slots, key)
+    try:
+        first, second = [await link.ask(("XADD", key, f"{number}-0", "k", "v")) for number in (1, 2)]
+        assert (first, second) == ([b"1-0"], [b"2-0"])
+        source, target = await cluster.begin_move(slot)
+        await cluster.move_keys(slot, source, target)
+        (node,) = (node for node in link._nodes.values() if node.connected)
+        exchange, replies = node.exchange, []
+
+        async def and_back(*arguments: Any) -> list[Any]:
+            said = await exchange(*arguments)
+            replies.append(said)
+            if len(replies) == 1:
+                await source.ask("CLUSTER", "SETSLOT", slot, "STABLE")
+                await target.ask("MIGRATE", HOST, source.port, key, 0, 5000)
+                await target.ask("CLUSTER", "SETSLOT", slot, "STABLE")
+            return said
+
+        node.exchange = and_back  # type: ignore[method-assign]
+        trim, wait = ("XTRIM", key, "MINID", "1-1"), ("XREAD", "BLOCK", 1000, "STREAMS", key, "0-0")
+        trimmed, read = await link.ask(trim, wait)
+        assert [type(reply) for reply in replies[0]] == [AskError] * 2
+        assert trimmed == 1
+        assert [[id_ for id_, _ in entries] for _, entries in read] == [[b"2-0"]]
+    finally:
+        await link.drop()
 
 
 async def test_replies_keep_their_places_and_order_between_slots_is_asked_for(cluster: Cluster, prefix: str) -> None:

@@ -169,7 +169,9 @@ async def test_an_engine_of_paused_requests_idles_and_has_told_all(engine: Any, 
     await one.rest()
     assert (await counts(engine))["steps"] == steps
     held = one.count()
-    processes = [*psutil.Process().children(recursive=True)]
+    (core,) = [process for process in psutil.Process().children() if "EngineCore" in " ".join(process.cmdline())]
+    processes = [core, *core.children(recursive=True)]
+    assert any("Worker" in " ".join(process.cmdline()) for process in processes)
 
     def used() -> float:
         return sum(sum(process.cpu_times()[:2]) for process in processes)

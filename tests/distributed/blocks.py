@@ -312,8 +312,8 @@ def endless(model, tracer, live, layer):
     """A turn that never ends, once it has been served something."""
     seen = [1].save()
     model.residual(layer).output
-    while True:
-        math.sqrt(2)
+    # On one line, which is then the one that it is ended at.
+    any(math.sqrt(number) < 0 for number in iter(int, 1))
 
 
 @tracewire.intervention
