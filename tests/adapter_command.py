@@ -13,13 +13,20 @@ from dataclasses import dataclass
 from multiprocessing import forkserver
 from pathlib import Path
 
+import pytest
+
 __all__ = ["Done", "adapter_command", "import_ahead"]
 
 #: What the adapter's command imports before it looks at its settings.
 _IMPORTED = ["tracewire_engine.cli", "vllm.engine.arg_utils", "vllm.utils.argparse_utils", "tracewire_engine.model"]
 
 #: As the command sets it before it imports vLLM.
-_AT_IMPORT = {"VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
+_AT_IMPORT = {
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+    "VLLM_NO_USAGE_STATS": "1",
+}
 
 
 @dataclass(frozen=True)
@@ -37,13 +44,10 @@ _forking = multiprocessing.get_context("forkserver")
 def import_ahead() -> None:
     """Begin with the imports, and return at once."""
     _forking.set_forkserver_preload(_IMPORTED)
-    before = dict(os.environ)
-    os.environ.update(_AT_IMPORT)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in _AT_IMPORT.items():
+            patch.setenv(name, value)
         forkserver.ensure_running()
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def adapter_command(folder: Path, *arguments: str, environment: Mapping[str, str] | None = None) -> Done:
@@ -56,11 +60,13 @@ def adapter_command(folder: Path, *arguments: str, environment: Mapping[str, str
     out, err = folder / "stdout", folder / "stderr"
     child = _forking.Process(target=_run, args=(out, err, {**os.environ, **(environment or {})}, arguments))
     child.start()
-    child.join(120)
-    if child.exitcode is None:
+    try:
+        child.join(120)
+        if child.exitcode is None:
+            raise TimeoutError(f"still running:\n{err.read_text()[-4000:]}")
+    finally:
         child.kill()
         child.join()
-        raise TimeoutError(f"still running:\n{err.read_text()[-4000:]}")
     return Done(child.exitcode, out.read_text(), err.read_text())
 
 

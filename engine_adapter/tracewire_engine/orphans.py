@@ -8,6 +8,7 @@ every worker; `register` is ours there, and asks the kernel (Linux) to send SIGK
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import signal
 
@@ -42,3 +43,5 @@ def register() -> None:
         if os.getpgid(0) == os.getpgid(os.getppid()):
             os.setpgid(0, 0)
         die_with_parent()
+        # The adapter collects no garbage while it starts, and a process that is forked begins as it is then.
+        gc.enable()

@@ -12,7 +12,7 @@ import anyio
 import pytest
 
 import tracewire
-from tests.control.blocks import steered, stops
+from tests.control.blocks import dawdles, steered, stops
 from tests.control.common import LONG, direction, has, held_up
 from tests.engine.blocks_for_tests import list_each_step
 from tracewire import Client, Final, Model, Output, Paused, Steered
@@ -78,13 +78,13 @@ async def test_leaving_a_trace_cancels_it_unless_it_is_detached(live_client: Cli
 
 
 async def test_a_deadline_passes_while_it_runs(live_client: Client, model: Model) -> None:
-    async with live_client.trace(model, PROMPT, list_each_step(), deadline=2.0, **LONG) as trace:
+    async with live_client.trace(model, PROMPT, dawdles(seconds=0.01), deadline=2.0, **LONG) as trace:
         with pytest.raises(tracewire.TraceFailed) as caught:
             await trace.result()
     error = caught.value
     assert (error.status, error.type) == ("expired", "DeadlineExceeded")
     assert "2 s" in error.message
-    assert len(error.result.token_ids) < 1500
+    assert 0 < len(error.result.token_ids) < 1500
 
 
 async def test_a_stop_shows_no_forced_token(live_client: Client, model: Model) -> None:
@@ -176,7 +176,7 @@ async def test_a_paused_trace_rests_and_goes_on_as_if_nothing_had_been(live_clie
             assert state.paused
             at.append(state.token_ids)
         assert at[0] == at[1]
-        assert len(at[0]) < 150
+        assert len(at[0]) < 60
         assert await trace.resume()
         items += [item async for item in trace]
         result = await trace.result()

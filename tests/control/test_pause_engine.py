@@ -268,9 +268,11 @@ async def test_a_held_engine_makes_no_tokens_and_goes_on(engine: Any, client: Cl
     await client.cancel(gone.trace.id)
     with pytest.raises(tracewire.TraceFailed):
         await gone.result()
-    late = await start(engine, client, model, max_tokens=10)
-    assert [one.count() for one in running] == held
-    assert not late.count()
-    await engine.go_on()
+    try:
+        late = await start(engine, client, model, max_tokens=10)
+        assert [one.count() for one in running] == held
+        assert not late.count()
+    finally:
+        await engine.go_on()
     for one in (*running, late):
         assert len((await one.result()).token_ids) == (10 if one is late else 150)

@@ -29,6 +29,6 @@ async def stages_starting(tmp_path_factory: pytest.TempPathFactory) -> AsyncIter
 
 
 @pytest.fixture(scope="package", autouse=True)
-def _ahead(request: pytest.FixtureRequest) -> None:
+def _stages_ahead(request: pytest.FixtureRequest) -> None:
     if any("stages_starting" in getattr(item, "fixturenames", ()) for item in request.session.items):
         request.getfixturevalue("stages_starting")

@@ -1,4 +1,4 @@
-"""An engine's processes: what it refuses at start, and what is left of it when it goes."""
+"""What an engine refuses at its start, with the reason."""
 
 from __future__ import annotations
 

@@ -109,10 +109,13 @@ async def test_a_killed_process_costs_an_attempt_and_nothing_else(
             _, alive = psutil.wait_procs(left, timeout=60)
             assert not alive
             trace = await left_running(client)
+            below = engine.descendants()
             engine.process.send_signal(signal.SIGTERM)
             with pytest.raises(tracewire.TraceFailed, match="shut down"):
                 await trace.result()
             await trace.aclose()
             status = await anyio.to_thread.run_sync(engine.process.wait)
             assert status == 0, engine.log.read_text()[-2000:]
+            _, alive = psutil.wait_procs(below, timeout=30)
+            assert not alive
             assert await client.models() == []

@@ -45,8 +45,9 @@ async def test_an_engine_whose_entry_ran_out_while_it_was_renewed_takes_again(
     async with Bus.open(embedded, prefix=prefix) as own:
         engine = ScriptedEngine(partial(anyio.sleep, 0))
         async with serving(own, engine, heartbeat_s=10_000, lease_s=1.0, poll_s=0.01) as adapter:
-            while adapter._valid_until < 0:
-                await anyio.lowlevel.checkpoint()
+            with anyio.fail_after(PATIENCE):
+                while adapter._valid_until < 0:
+                    await anyio.lowlevel.checkpoint()
             register = own.register
             ran_out = adapter._valid_until
 

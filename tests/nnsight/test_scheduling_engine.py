@@ -133,14 +133,16 @@ async def test_preempted_traces_are_what_they_are_alone(engine: Any, client: Cli
     alone = {number: await outcome(client, submission(client, model, number, count)) for number in numbers}
     before = (await counts(engine))["preemptions"]
     # All begin at once, so that they meet however slow anything is.
-    await engine.hold()
     async with AsyncExitStack() as stack:
-        traces = {
-            number: await stack.enter_async_context(submission(client, model, number, count)) for number in numbers
-        }
-        for trace in traces.values():
-            await trace.accepted()
-        await engine.go_on()
+        await engine.hold()
+        try:
+            traces = {
+                number: await stack.enter_async_context(submission(client, model, number, count)) for number in numbers
+            }
+            for trace in traces.values():
+                await trace.accepted()
+        finally:
+            await engine.go_on()
         together = {
             number: (await trace.result(), [event async for event in client.subscribe(trace.id)])
             for number, trace in traces.items()
