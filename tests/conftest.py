@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.adapter_command import import_ahead
-from tests.engine_process import BLOB_THRESHOLD, EngineProcess, looked_at_inside, started_engine
+from tests.engine_process import BLOB_THRESHOLD, EngineProcess, is_asked_for, looked_at_inside, started_engine
 from tracewire_bus.embedded import EmbeddedServer
 from tracewire_bus.streams import Bus
 
@@ -64,8 +64,7 @@ def _ahead(request: pytest.FixtureRequest) -> None:
     """What takes long to start, and will be asked for, starts while other tests run."""
     if any(hasattr(getattr(item, "module", None), "adapter_command") for item in request.session.items):
         import_ahead()
-    names = {name for item in request.session.items for name in getattr(item, "fixturenames", ())}
-    if "starting" in names:
+    if is_asked_for("starting", request.session):
         request.getfixturevalue("starting")
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 import tracewire
 from tests.engine import blocks_for_tests as blocks
@@ -21,6 +22,7 @@ __all__ = [
     "BLOB_THRESHOLD",
     "ENVIRONMENT",
     "EngineProcess",
+    "is_asked_for",
     "left_running",
     "looked_at_inside",
     "running_engine",
@@ -104,6 +106,11 @@ def running_engine(
     with started_engine(url, folder, *options, environment=environment) as engine:
         engine.wait_ready()
         yield engine
+
+
+def is_asked_for(fixture: str, session: pytest.Session) -> bool:
+    """Whether a test of the session needs a fixture, so that what takes long to start may start ahead."""
+    return any(fixture in getattr(item, "fixturenames", ()) for item in session.items)
 
 
 async def left_running(client: tracewire.Client) -> tracewire.Trace:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.layouts import Served, served
+from tests.engine_process import is_asked_for
 
 #: Test files of this folder that start engines.
 ENGINES = {"test_tensor_parallel.py", "test_pipeline_parallel.py", "test_both_parallel.py"}
@@ -30,5 +31,5 @@ async def stages_starting(tmp_path_factory: pytest.TempPathFactory) -> AsyncIter
 
 @pytest.fixture(scope="package", autouse=True)
 def _stages_ahead(request: pytest.FixtureRequest) -> None:
-    if any("stages_starting" in getattr(item, "fixturenames", ()) for item in request.session.items):
+    if is_asked_for("stages_starting", request.session):
         request.getfixturevalue("stages_starting")
