@@ -363,7 +363,8 @@ class Link:
         """Send `commands` together and return their raw replies; a refused one's is its `ResponseError`.
 
         They are carried out in this order, but for scripts that Redis does not know yet: those come after the others.
-        A server that takes no writes is left: the next call asks where to go. `stay` and `wait` are for clusters.
+        What is `After` never comes before any of them. A server that takes no writes is left: the next call asks where
+        to go. `stay` and `wait` are for clusters.
         `packed` is all of them as they go over the wire, if the caller has it.
 
         Raises:
@@ -680,10 +681,21 @@ class _Call:
 
 
 def _packed(commands: Sequence[Sequence[Any]]) -> bytes:
-    """Commands as they go over the wire."""
+    """Commands as they go over the wire.
+
+    Scripts that an `After` follows go with their texts: one that Redis did not know would be sent again, and so carried
+    out, after what is to come after it.
+    """
     from hiredis import pack_command
 
     pack: Callable[[Any], bytes] = pack_command
+    last = 0
+    for place, command in enumerate(commands):
+        if isinstance(command, After):
+            last = place
+    if last:
+        ahead = [one if isinstance(one, After) else with_text(one) or one for one in commands[:last]]
+        commands = [*ahead, *commands[last:]]
     return b"".join(map(pack, commands))
 
 

@@ -1,7 +1,8 @@
 """Lua scripts, sent by their digests.
 
 A [`Script`][tracewire_bus.scripts.Script] makes commands, which stand alone or between others wherever commands do. A
-Redis that does not know a script yet is sent its text by the same call (see `Link.ask`).
+Redis that does not know a script yet, or any more (with many of them it forgets some), is sent its text by the same
+call: see `Link.ask`.
 
 All keys that a script touches share one hash tag, so that it runs on Redis Cluster.
 """

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import uuid
+from pathlib import Path
 
 import pytest
 
-from tracewire_bus.scripts import Script
+from tests.bus.proxy import proxy
+from tracewire_bus import queue, records
+from tracewire_bus.connection import After, BusUnavailable
+from tracewire_bus.embedded import EmbeddedServer
+from tracewire_bus.messages import Invoke, Submission
+from tracewire_bus.scripts import Script, with_text
 from tracewire_bus.streams import Bus, BusError
 
 
@@ -46,3 +52,36 @@ async def test_what_a_script_raises_is_said(bus: Bus) -> None:
 async def test_a_digest_that_is_nobodys_is_an_error(bus: Bus) -> None:
     with pytest.raises(BusError, match="No matching script"):
         await bus.command("EVALSHA", "0" * 40, 0)
+
+
+async def test_what_is_to_come_after_a_script_never_comes_before_one_that_redis_does_not_know(bus: Bus) -> None:
+    key = bus.keys.dead()
+    known_one = unknown("return redis.call('RPUSH', KEYS[1], 'after')")
+    await bus.command(*known_one([key]))
+    await bus.command("DEL", key)
+    first, second = (unknown(f"return redis.call('RPUSH', KEYS[1], {number})") for number in (1, 2))
+    replies = await bus._connections.commands(first([key]), second([key]), After(known_one([key])))
+    assert replies == [1, 2, 3]
+    assert await bus.command("LRANGE", key, 0, -1) == [b"1", b"2", b"after"]
+
+
+async def test_a_trace_is_never_queued_before_its_record_exists(prefix: str, tmp_path: Path) -> None:
+    submission = Submission(trace="t", model="m", invokes=[Invoke(prompt="x")])
+    async with (
+        EmbeddedServer.start() as server,
+        proxy(server.url, tmp_path) as way,
+        Bus.open(server.url, prefix=prefix) as bus,
+    ):
+        # This Redis knows the script that queues, but not (any more) the one that makes the record.
+        text = with_text(("EVALSHA", queue._PUT.digest))
+        assert text is not None
+        await bus.command("SCRIPT", "LOAD", text[1])
+        assert await bus.command("SCRIPT", "EXISTS", queue._PUT.digest, records._CREATE.digest) == [1, 0]
+        async with Bus.open(way.url, prefix=prefix, patience_s=0) as client:
+            # And the client is cut off before it reads the reply.
+            way.swallow = queue._PUT.digest.encode()
+            with pytest.raises(BusUnavailable):
+                await client.submit(submission)
+        assert way.swallowed.is_set()
+        assert await bus.queue.waiting("m") == 1
+        assert await bus.exists("t")
