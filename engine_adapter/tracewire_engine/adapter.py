@@ -49,7 +49,7 @@ from .plain_requests import PlainRequests
 from .reports import Reports
 from .retention import FinishedRetention, Retention
 from .steering import LiveTrace, Steering
-from .trace import Blocks, Half, TraceRun
+from .trace import REPORT_S, Blocks, Half, TraceRun, first
 
 __all__ = ["Adapter", "Settings"]
 
@@ -108,6 +108,8 @@ class Settings:
     buffer_bytes: int = 256 * 1024 * 1024
     #: How long a trace waits for a Redis whose memory is full before it fails.
     memory_patience_s: float = 60.0
+    #: How long the engine may take to report a step, or to answer a call, before it counts as lost.
+    engine_patience_s: float = REPORT_S
 
 
 class Adapter:
@@ -222,6 +224,7 @@ class Adapter:
             writer.claims = self._claims
             writer.claimed = self._claims_told
             group.start_soon(self._reports.run)
+            group.start_soon(self._reports.watch, self._settings.engine_patience_s)
             group.start_soon(self._read_large)
             group.start_soon(self._control)
             group.start_soon(self._steering.run)
@@ -452,7 +455,9 @@ class Adapter:
             raise
         except Exception as error:
             logger.exception("trace %s failed in the adapter", submission.trace)
-            problem = Failure(type=type(error).__name__, message=f"the adapter failed: {error}")
+            # Of several invokes it may come in a group.
+            cause = first(error)
+            problem = Failure(type=type(cause).__name__, message=f"the adapter failed: {cause}")
         finally:
             if timer is not None:
                 timer.cancel()
@@ -841,12 +846,16 @@ class Adapter:
         if half is None:
             # Its trace has ended without it.
             return
-        half.large = True
+        half.hear()
+        self._reports.held_up = True
         try:
             await self._bus.blobs.put(half.trace, chunk.blob, chunk.number, chunk.data, wait=True)
         except BusError:
             # Whoever loads it will find it missing; the others go on.
             logger.exception("a chunk of a large value of trace %s was refused", half.trace)
+        finally:
+            self._reports.held_up = False
+            half.hear()
 
     async def _renew(self) -> None:
         """Renew the engine's lease, without which it takes nothing: others would take it back at once."""

@@ -279,7 +279,8 @@ class Standing:
         dropped = f"what edits saved on the request takes more than {RECORD_BYTES} bytes" if half.dropped else ""
         for index, choice in enumerate(half.choices):
             record = choice.finish
-            if record is None:
+            if record is None or not half.ended_whole(index):
+                logger.warning("what edits left on request %s was not reported whole, and is not told", request)
                 continue
             self.ended(chosen, record)
             choice.digests.take(record.deltas)

@@ -25,7 +25,7 @@ from tracewire_bus.streams import Bus
 from .edits import Chosen, Standing
 from .engine import Rejection
 from .reports import Reports
-from .trace import FINISH_S, Half
+from .trace import Half
 from .wiring import DECLARED_ARG, EDITS_ARG
 
 __all__ = ["ASKED", "EditedClient", "PlainRequests"]
@@ -53,8 +53,7 @@ class _Edited:
 
     async def failure(self) -> str:
         """What the edit raised that ended it."""
-        with anyio.move_on_after(FINISH_S):
-            await self.half.finished()
+        await self.half.finished()
         records = [choice.finish for choice in self.half.choices if choice.finish is not None]
         return next((record.error.message for record in records if record.error is not None), "an edit failed it")
 
@@ -140,8 +139,7 @@ class PlainRequests:
     async def _settle(self, one: _Edited) -> None:
         half = one.half
         try:
-            with anyio.move_on_after(None if half.large else FINISH_S):
-                await half.finished()
+            await half.finished()
             blobs = half.large
             for choice in half.choices:
                 for blob, raw in choice.reads.blobs:
@@ -251,8 +249,7 @@ class EditedClient:
                     one.reasons[completion.index] = completion.finish_reason
                 if guard is not None and output.finished:
                     # What is reported of the last step may come behind its tokens.
-                    with anyio.move_on_after(FINISH_S):
-                        await one.half.reported(one.tokens)
+                    await one.half.reported(one.tokens)
                     if one.half.failed:
                         await guard.aclose()
                         raise _error(await one.failure())

@@ -7,7 +7,10 @@ it comes a step later) is it waited for.
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
+
+import anyio
 
 from tracewire_bus.connection import Wakeup
 
@@ -21,6 +24,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Reports"]
 
+#: How often is looked for reports that are late, in seconds; and what longer between two looks shows that this process
+#: did not run.
+_LOOK_S, _STALL_S = 0.5, 2.0
+
 
 class Reports:
     """Takes the engine's reports to `halves`, which it shares with the adapter."""
@@ -33,6 +40,8 @@ class Reports:
         self._feed = Feed(blob_threshold)
         self._waiting = 0
         self._wanted = Wakeup()
+        #: Whether reports that come behind large arrays wait for Redis here: their workers are not late.
+        self.held_up = False
 
     def pull(self) -> bool:
         """Take what is ready; whether there was anything."""
@@ -57,6 +66,17 @@ class Reports:
                 await self._wanted.wait()
             await self._engine.arrived()
             self.pull()
+
+    async def watch(self, patience_s: float) -> None:
+        """Give up reports that are late, so that no trace waits for ever for a lost one. Never ends by itself."""
+        heard = looked = time.monotonic()
+        while True:
+            await anyio.sleep(_LOOK_S)
+            last, looked = looked, time.monotonic()
+            if self.held_up or looked - last > _STALL_S:
+                heard = looked
+            for half in self._halves.values():
+                half.look(looked, heard, patience_s)
 
     def take(self, report: Report) -> None:
         """Hand one report on."""

@@ -59,19 +59,24 @@ if TYPE_CHECKING:
     from .reports import Reports
     from .retention import Tally
 
-__all__ = ["Blocks", "Half", "TraceRun"]
+__all__ = ["Blocks", "Half", "ReportMissing", "TraceRun", "first"]
 
 logger = logging.getLogger("tracewire")
 
-#: How long a request's finish record may take after its last output, in seconds: it comes with the engine's next step.
-FINISH_S = 60.0
+#: How long a report of the workers may take that nothing shows to be lost, in seconds, unless the adapter's settings
+#: say otherwise: it comes with the engine's next step.
+REPORT_S = 120.0
+#: Likewise, of a request that is to end early.
+ENDING_S = 20.0
+#: Likewise, where a later report is there already: they come in order, but for those behind large arrays.
+LATE_S = 5.0
 
-#: How long the end of its shared values may take after that of its last request, in seconds: it comes with it. And how
-#: long the workers may take to be told something.
+#: How long the workers may take to be told something at a trace's end, in seconds.
 SHARED_S = 10.0
 
 _NO_DELTAS = msgspec.Raw(msgspec.msgpack.encode([]))
 _NO_VALUES = msgspec.msgpack.encode({})
+_UNREPORTED = Failure(type="EngineError", message="the workers did not report the request's end")
 #: What an event is made with: it is numbered as it is queued.
 _UNNUMBERED: dict[str, Any] = {"attempt": 0, "seq": 0}
 
@@ -104,9 +109,14 @@ _TOLD: dict[type[Event], str] = {
 }
 
 
+class ReportMissing(Exception):
+    """Something that the workers should have reported did not come, and will not."""
+
+
 class _ChoiceHalf:
     __slots__ = (
-        *("digests", "ended", "ended_at", "finish", "read", "reads", "reason", "stepped", "steps", "taken", "time"),
+        *("asked", "digests", "ended", "ended_at", "finish", "read", "reads", "reason", "stepped", "steps", "taken"),
+        "time",
     )
 
     def __init__(self, stops: Sequence[StopWhen]) -> None:
@@ -124,6 +134,14 @@ class _ChoiceHalf:
         self.stepped = self.read = 0
         #: Of shared values, how many steps were taken.
         self.taken = 0
+        #: From which token on nobody has asked for what was reported.
+        self.asked = 0
+
+    def has_gap(self, reads: bool) -> bool:
+        """Whether what has come shows that something before it has not."""
+        if self.finish is not None and not self.over(reads):
+            return True
+        return any(len(one) < max(one) + 1 - self.asked for one in (self.steps, self.reads.steps) if one)
 
     def left(self, tokens: int) -> list[msgspec.Raw]:
         """What was reported of steps that nobody has taken, in order; of reads, those of the first `tokens` tokens."""
@@ -177,6 +195,11 @@ class Half:
         self._limit = limit
         #: Whether what was reported of steps took more than `limit`, and was let go of.
         self.dropped = False
+        #: Since when what should have been reported is waited for, and nothing comes, by `time.monotonic`.
+        self._due_since: float | None = None
+        #: Whether the request is to end early; and whether something that was to come is not waited for any more.
+        self.ending = False
+        self.given_up = False
         #: For the one task that publishes the request's outputs.
         self._changed = Wakeup()
 
@@ -232,7 +255,7 @@ class Half:
         found = []
         while (deltas := choice.steps.pop(choice.taken, None)) is not None:
             found.append(deltas)
-            choice.taken += 1
+            choice.taken = choice.asked = choice.taken + 1
             self._held -= _size(deltas)
         return found
 
@@ -255,15 +278,23 @@ class Half:
         """The encoded deltas of token indices `first` to `first + count - 1`, when the workers have reported them.
 
         Indices that a worker will not report any more, because the choice has ended, count as having none.
+
+        Raises:
+            ReportMissing: one of them was lost on its way.
         """
         half = self.choices[choice]
+        half.asked = first
         wanted = range(first, first + count)
         while not half.over(self._reads) and not all(self._there(half, index) for index in wanted):
             ended_at = half.ended_at if half.ended_at in wanted else None
             # All of them: records that come by two ways may overtake each other.
             if ended_at is not None and all(self._there(half, index) for index in wanted if index <= ended_at):
                 break
-            await self._more()
+            if self.given_up:
+                missing = next(index for index in wanted if not self._there(half, index))
+                raise ReportMissing(f"what the workers reported of token {missing} was lost")
+            await self._due()
+        half.asked = first + count
         for index in wanted:
             if index in half.steps:
                 self._held -= _size(half.steps[index])
@@ -282,12 +313,14 @@ class Half:
         return any(choice.ended == "error" for choice in self.choices)
 
     async def reported(self, tokens: Sequence[int]) -> None:
-        """Wait until what is reported of each step has come, for that many tokens of each choice; or the end has."""
+        """Wait until what is reported of each step has come, for that many tokens of each choice; or the end has, or it
+        is given up.
+        """
         for choice, count in zip(self.choices, tokens, strict=True):
-            while choice.ended != "error" and not choice.over(self._reads):
+            while choice.ended != "error" and not choice.over(self._reads) and not self.given_up:
                 if (not self._block or choice.stepped >= count) and (not self._reads or choice.read >= count):
                     break
-                await self._more()
+                await self._due()
 
     async def until_failed(self) -> None:
         """Wait until they have."""
@@ -295,9 +328,39 @@ class Half:
             await self._more()
 
     async def finished(self) -> None:
-        """Wait until the workers have reported the end of every choice."""
-        while not all(choice.over(self._reads) for choice in self.choices):
+        """Wait until the workers have reported the end of every choice, or that is given up."""
+        while not self.given_up and not all(choice.over(self._reads) for choice in self.choices):
+            await self._due()
+
+    def ended_whole(self, choice: int) -> bool:
+        """Whether all that was to be reported of a choice has come."""
+        return self.choices[choice].over(self._reads)
+
+    def look(self, now: float, heard: float, patience_s: float) -> None:
+        """Give up what is waited for if it is late. No report could be read before `heard`."""
+        if self._due_since is None:
+            return
+        if not self.large and any(choice.has_gap(self._reads) for choice in self.choices):
+            patience_s = min(patience_s, LATE_S)
+        elif self.ending:
+            patience_s = min(patience_s, ENDING_S)
+        if now - max(self._due_since, heard) > patience_s:
+            self.given_up = True
+            self._changed.notify()
+
+    def hear(self) -> None:
+        """A part of a large array has come, behind which what is waited for may be."""
+        self.large = True
+        if self._due_since is not None:
+            self._due_since = time.monotonic()
+
+    async def _due(self) -> None:
+        """Wait until something has come for this request, perhaps, that should come by itself."""
+        self._due_since = time.monotonic()
+        try:
             await self._more()
+        finally:
+            self._due_since = None
 
     async def _more(self) -> None:
         """Wait until something has come for this request, perhaps."""
@@ -514,6 +577,9 @@ class TraceRun:
         if self._ending is not None or self.ended:
             return False
         self._ending = status, failure
+        for request in self.requests:
+            if request.half is not None:
+                request.half.ending = True
         self._writer.hurry(self._trace)
         return True
 
@@ -586,9 +652,9 @@ class TraceRun:
             self.fenced = True
             await self.abort_all()
         except* EngineLost as errors:
-            lost = _first(errors)
+            lost = first(errors)
         except* BusFull as errors:
-            full = _first(errors)
+            full = first(errors)
         finally:
             for request in self.requests:
                 self._halves.pop(request.name, None)
@@ -706,6 +772,11 @@ class TraceRun:
                 if not finished and all(request.done):
                     await self._engine.abort(request.name)
                     return
+        except ReportMissing as missing:
+            if self._ending is None and not await self._engine.takes_requests():
+                raise EngineLost(f"{missing}, and vLLM does not answer") from missing
+            self._broken = self._broken or Failure(type="EngineError", message=str(missing))
+            await self._engine.abort(request.name)
         finally:
             await self._give_result(request)
 
@@ -808,12 +879,13 @@ class TraceRun:
         for request in self.requests:
             if request.half is None:
                 continue
-            with anyio.move_on_after(1 if self._broken else None if request.half.large else FINISH_S):
+            with anyio.move_on_after(1 if self._broken else None):
                 await request.half.finished()
             for index, choice in enumerate(request.half.choices):
                 record = choice.finish
-                if record is None:
-                    error = error or Failure(type="EngineError", message="the workers did not report the request's end")
+                if record is None or not request.half.ended_whole(index):
+                    # What it holds in all would not be what was published.
+                    error = error or (record.error if record is not None else None) or _UNREPORTED
                     continue
                 # Steps whose token never became part of an output: sampled past the end, and trimmed.
                 trimmed = [choice.steps[step] for step in sorted(choice.steps)]
@@ -872,13 +944,13 @@ class TraceRun:
         halves = [request.half for request in self.requests if request.half is not None]
         if shared is None or not any(choice.stepped for half in halves for choice in half.choices):
             return None
-        with anyio.move_on_after(None if shared.large else SHARED_S):
-            await shared.finished()
+        shared.ending = True
+        await shared.finished()
         choice = shared.choices[0]
         end = choice.finish
-        if end is None:
+        if end is None or not shared.ended_whole(0):
             logger.warning("the workers did not report what trace %s shared in the end", self._trace)
-            return None
+            return FinishRecord(self._share, 0, _NO_DELTAS, error=_UNREPORTED) if choice.has_gap(False) else None
         choice.digests.take(end.deltas)
         for entry in end.manifest:
             entry.digest = entry.digest or choice.digests.of(entry.name)
@@ -941,8 +1013,8 @@ def _stops(submission: Submission) -> list[StopWhen]:
     return [one for stop in stops if isinstance(one := resolved(stop, live), StopWhen)]
 
 
-def _first(group: BaseExceptionGroup[Any]) -> Any:
-    error: BaseException = group
+def first(error: BaseException) -> Any:
+    """The first of an exception group, or an exception that is none."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
