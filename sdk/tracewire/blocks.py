@@ -4,7 +4,8 @@ A block travels as *source text* plus what it uses. So two things decide what a 
 same without a function around it: it cannot `return`, `yield` or `await`, and nothing that it rebinds comes back
 (`.save()` is the way out). And every name that it uses must stand for something that can travel: a plain value or an
 array (by value), a function of one's own (as source, with what it uses in turn), a module, or a class or function of an
-installed package (by name), or a module of the served model (by path).
+installed package (by name), or a module of the served model (by path). Of a module of one's own, what is used of it
+travels, each thing as if it had been imported by its name.
 
 The names are looked up when the block is submitted, as a call of the function would look them up then: variables bound
 by `watch(direction=d)` first, then the function's closure, its module's globals, and Python's builtins. A name in a
@@ -254,6 +255,10 @@ class Capture:
         #: Shared values that a name without any other meaning may stand for.
         self.offered: frozenset[str] = frozenset()
         self._values: dict[str, bytes] = {}
+        #: Of modules of one's own, by the name that they have here: hidden names of what is used of them, by attribute.
+        self._own: dict[str, dict[str, Any]] = {}
+        #: What a hidden name is called in the source.
+        self._spelled: dict[str, str] = {}
         self._meanings: dict[str, tuple[Any, FunctionSource]] = {}
         self._parameters = parameters
         self._bound = bound
@@ -268,7 +273,7 @@ class Capture:
             first_line=line,
             parameters=self._parameters,
             variables=self.packed(),
-            helpers=self.helpers,
+            helpers=[*self.helpers, *(_stand_in(name, used) for name, used in sorted(self._own.items()))],
             modules=dict(sorted(self.modules.items())),
             imports=dict(sorted(self.imports.items())),
             paths=dict(sorted(self.paths.items())),
@@ -354,6 +359,8 @@ class Capture:
                     f"{where.name}(), and a block and its functions share one namespace: rename one of them",
                     line,
                 )
+            if name in self._own:
+                self._bind_own_module(name, value, source)
             return
         self._meanings[name] = (value, source)
         if (path := module_path(value)) is not None:
@@ -361,9 +368,9 @@ class Capture:
         elif isinstance(value, types.ModuleType):
             self._bind_module(name, value, source, line)
         elif isinstance(value, Intervention):
-            raise self._untransportable(
-                name, f"{name!r} is an intervention, and a block cannot call another", source, line
-            )
+            spelled = self._spelled.get(name, name)
+            reason = f"{spelled!r} is an intervention, and a block cannot call another"
+            raise self._untransportable(spelled, reason, source, line)
         elif (importable := _importable(name, value, source)) is not None:
             self.imports[name] = importable
         elif isinstance(value, types.FunctionType):
@@ -387,20 +394,58 @@ class Capture:
         path = module.__name__
         if path == "__main__":
             raise self._untransportable(name, f"{name!r} is the program's own module __main__", source, line)
+        if not _is_installed(path):
+            self._bind_own_module(name, module, source)
+            return
         self.modules[name] = path
-        # `import xml.dom` binds xml alone; what the body reaches through it must be imported too.
-        for chain in source.chains(name):
-            below = path
-            for step in chain:
-                below = f"{below}.{step}"
-                if not isinstance(sys.modules.get(below), types.ModuleType):
-                    break
-                self.modules["_tw_" + below.replace(".", "_")] = below
+        for use in source.uses(name):
+            self._import_below(path, use.chain)
+
+    def _import_below(self, path: str, chain: tuple[str, ...]) -> None:
+        """`import xml.dom` binds xml alone; what the body reaches through it must be imported too."""
+        for step in chain:
+            path = f"{path}.{step}"
+            if not isinstance(sys.modules.get(path), types.ModuleType):
+                break
+            self.modules["_tw_" + path.replace(".", "_")] = path
+
+    def _bind_own_module(self, name: str, module: types.ModuleType, source: FunctionSource) -> None:
+        """Bind what `source` uses of a module that no engine has."""
+        known = self._own.setdefault(name, {})
+        for use in source.uses(name):
+            value, taken = module, known
+            for depth, step in enumerate(use.chain, 1):
+                spelled = ".".join((name, *use.chain[:depth]))
+                try:
+                    value = getattr(value, step)
+                except AttributeError as error:
+                    raise source.error(f"{spelled!r} stands for nothing: {error}", use.line) from None
+                if isinstance(value, types.ModuleType) and not _is_installed(value.__name__):
+                    taken = taken.setdefault(step, {})
+                    continue
+                hidden = f"_tw_{spelled.replace('.', '__')}"
+                if use.changed and depth == len(use.chain):
+                    raise source.error(
+                        f"a block cannot change {spelled!r}: what it uses of your module is a copy", use.line
+                    )
+                self._spelled[hidden] = spelled
+                self.bind(hidden, value, source, use.line)
+                if isinstance(value, types.ModuleType):
+                    self._import_below(value.__name__, use.chain[depth:])
+                taken[step] = hidden
+                break
+            else:
+                spelled = ".".join((name, *use.chain))
+                reason = (
+                    f"{spelled!r} is a module of your own, of which only what is used by name can travel: "
+                    f"write {spelled}.NAME, or import NAME from it"
+                )
+                raise self._untransportable(spelled, reason, source, use.line)
 
     def _bind_function(self, name: str, function: types.FunctionType, source: FunctionSource, line: int) -> None:
         if hasattr(function, "__wrapped__"):
             raise source.error(
-                f"{name}() is decorated, and decorators do not travel: call a function without any, and put what the "
+                f"{self._spelled.get(name, name)}() is decorated, and decorators do not travel: call a function without any, and put what the "
                 "decorator does into its body",
                 line,
             )
@@ -428,16 +473,27 @@ class Capture:
     def _bind_value(self, name: str, value: Any, source: FunctionSource, line: int) -> None:
         from tracewire_bus.values import ArrayRef, Unsavable, pack
 
+        spelled = self._spelled.get(name, name)
         if isinstance(value, ArrayRef):
-            reason = f"{name!r} is {value!r} of another trace: pass what its load() returns"
-            raise self._untransportable(name, reason, source, line)
+            reason = f"{spelled!r} is {value!r} of another trace: pass what its load() returns"
+            raise self._untransportable(spelled, reason, source, line)
         try:
             self._values[name] = pack(value)
         except Unsavable as error:
-            raise self._untransportable(name, _why(name, value, error), source, line) from None
+            raise self._untransportable(spelled, _why(spelled, value, error), source, line) from None
 
     def _untransportable(self, name: str, reason: str, source: FunctionSource, line: int) -> UntransportableVariable:
         return UntransportableVariable(name, reason, filename=source.filename, line=line)
+
+
+def _stand_in(name: str, used: Mapping[str, Any]) -> Helper:
+    """What a module of one's own is on the engine: an object with what is used of it."""
+
+    def spelled(used: Mapping[str, Any]) -> str:
+        items = (f"{key}={value if isinstance(value, str) else spelled(value)}" for key, value in sorted(used.items()))
+        return f"__import__('types').SimpleNamespace({', '.join(items)})"
+
+    return Helper(name=name, source=f"{name} = {spelled(used)}", filename=f"<module {name}>", first_line=1)
 
 
 def module_path(value: Any) -> str | None:

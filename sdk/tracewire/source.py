@@ -168,6 +168,16 @@ def _parameter_names(arguments: ast.arguments) -> tuple[str, ...]:
     return tuple(names)
 
 
+@dataclass(frozen=True)
+class Use:
+    """One use of a name: `("nn", "functional", "relu")` for `torch.nn.functional.relu`; `()` for the bare name."""
+
+    chain: tuple[str, ...]
+    line: int
+    #: Whether the last of them is assigned or deleted.
+    changed: bool
+
+
 @dataclass(frozen=True, eq=False)
 class FunctionSource:
     """A function's syntax tree and the file that it stands in. Line numbers count from 1, in that file."""
@@ -253,17 +263,22 @@ class FunctionSource:
                 lines[node.id] = min(node.lineno, lines.get(node.id, node.lineno))
         return {name: lines.get(name, self.node.lineno) for name in sorted(names)}
 
-    def chains(self, name: str) -> set[tuple[str, ...]]:
-        """Attribute chains read from `name` in this function: `{("nn", "functional", "relu"), ...}`."""
-        found: set[tuple[str, ...]] = set()
-        for node in ast.walk(self.node):
+    def uses(self, name: str) -> list[Use]:
+        """Where `name` is used in this function, each with the attributes that are reached through it there."""
+        found: list[Use] = []
+        waiting: list[ast.AST] = [self.node]
+        while waiting:
+            node = waiting.pop()
             chain: list[str] = []
-            while isinstance(node, ast.Attribute):
-                chain.insert(0, node.attr)
-                node = node.value
-            if chain and isinstance(node, ast.Name) and node.id == name:
-                found.add(tuple(chain))
-        return found
+            root, changed = node, isinstance(getattr(node, "ctx", None), ast.Store | ast.Del)
+            while isinstance(root, ast.Attribute):
+                chain.insert(0, root.attr)
+                root = root.value
+            if isinstance(root, ast.Name) and root.id == name:
+                found.append(Use(tuple(chain), root.lineno, changed))
+            else:
+                waiting += ast.iter_child_nodes(node)
+        return sorted(found, key=lambda use: use.line)
 
     @cached_property
     def imports(self) -> dict[str, list[tuple[str, str | None]]]:

@@ -522,6 +522,83 @@ def test_modules_by_name_and_what_is_reached_through_them() -> None:
     assert run(block)["c"] == "a"
 
 
+def test_what_is_used_of_a_module_of_one_s_own_travels(tmp_path: Path) -> None:
+    """By value and as source, as if each thing had been imported by name; the engine needs no such module."""
+    below = written(tmp_path, "def root(x): return x ** 0.5", "below")
+    mine = written(
+        tmp_path,
+        """
+        import math
+        import xml.dom.minidom
+        import numpy as np
+        SCALE = 3
+        UNUSED = object()
+        def halved(n): return n // 2
+        def scaled(n): return scaled(halved(n)) if n > 10 else n * SCALE
+        """,
+        "mine",
+    )
+    mine.below = below
+
+    def helper(n):
+        return mine.halved(n) + mine.SCALE
+
+    @intervention
+    def watch(model, tracer, live):
+        out = mine.scaled(40)
+        size = mine.np.linalg.norm([3.0, 4.0])
+        tag = mine.xml.dom.minidom.parseString("<a/>").documentElement.tagName
+        five = mine.below.root(25)
+        more = helper(mine.SCALE)
+
+    block = watch.block()
+    assert "mine" not in block.modules.values()
+    held = run(block)
+    assert (held["out"], held["size"], held["tag"], held["five"], held["more"]) == (30, 5.0, "a", 5.0, 4)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("out = mine.wrong(1)", "'mine.wrong' stands for nothing: module 'mine' has no attribute 'wrong'"),
+        ("out = getattr(mine, 'f')", "'mine' is a module of your own, of which only what is used by name can travel"),
+        ("mine.COUNT = 1", "a block cannot change 'mine.COUNT'"),
+        ("out = mine.Own()", "'mine.Own' is a class of your own"),
+        ("out = mine.lock", "'mine.lock' is of type _thread.lock"),
+        ("mine.cached()", "'mine.cached' is of type functools._lru_cache_wrapper"),
+        ("mine.wrapped()", r"mine.wrapped\(\) is decorated"),
+    ],
+)
+def test_what_a_module_of_one_s_own_cannot_lend_is_refused_at_its_line(body: str, message: str, tmp_path: Path) -> None:
+    mine = written(
+        tmp_path,
+        """
+        import functools, threading
+        COUNT = 0
+        lock = threading.Lock()
+        class Own: pass
+        def f(): pass
+        cached = functools.cache(f)
+        @functools.wraps(f)
+        def wrapped(): pass
+        """,
+        "mine",
+    )
+    source = f"""
+        from tracewire import intervention
+        def made(mine):
+            @intervention
+            def watch(model, tracer, live):
+                first = 1
+                {body}
+            return watch
+        """
+    watch = written(tmp_path, source, "uses").made(mine)
+    with pytest.raises(TraceRejected, match=message) as caught:
+        watch.block()
+    assert (caught.value.filename, caught.value.line) == (str(tmp_path / "uses.py"), 7)
+
+
 def test_names_imported_from_installed_packages() -> None:
     from torch import bfloat16
     from torch.nn.functional import gelu as smooth
