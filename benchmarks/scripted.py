@@ -253,6 +253,9 @@ class ScriptedEngine:
         """Always."""
         return True
 
+    async def answers(self) -> None:
+        """At once."""
+
     async def go_on(self) -> None:
         """Nor this."""
 

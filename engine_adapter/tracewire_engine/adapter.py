@@ -19,6 +19,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from types import MappingProxyType
@@ -69,6 +70,8 @@ _CONTROL_MS = 2000
 _STALL_S = 1.0
 #: How long Redis is let be after it has refused what would be asked again at once, in seconds: first, and at most.
 _REFUSED_S, _REFUSED_MOST_S = 0.2, 5.0
+#: In how many slices the engine's time to answer passes.
+_LOOKS = 10
 #: How many placed interventions are remembered, and of how many bytes at most.
 _REMEMBERED, _LONG = 64, 128 * 1024
 _NO_LIVE = msgspec.msgpack.encode({})
@@ -232,6 +235,7 @@ class Adapter:
             group.start_soon(self._retention.run)
             group.start_soon(self._finished.run)
             group.start_soon(self._press, writer)
+            group.start_soon(self._watch_engine)
             await self._standing.look()
             await self._renew()
             group.start_soon(self._heartbeat)
@@ -885,6 +889,46 @@ class Adapter:
             except BusError as error:
                 # The engine goes on: what it writes waits for Redis, and its entry comes back with it.
                 logger.warning("the registry could not be renewed: %s", error)
+
+    async def _watch_engine(self) -> None:
+        """Give the engine up when it has not answered, or reported anything, for too long: its traces are others' then.
+
+        The registry would call an engine alive that hangs: its adapter renews the entry.
+        """
+        patience_s = self._settings.engine_patience_s
+        while True:
+            await anyio.sleep(patience_s / _LOOKS)
+            if await self._answered(patience_s / _LOOKS):
+                continue
+            logger.error("engine %s has not answered for %g s, and is given up", self._info.engine, patience_s)
+            self.lost = True
+            self.stop()
+            return
+
+    async def _answered(self, slice_s: float) -> bool:
+        """Whether the engine has answered, or reported something, within so many slices of the time."""
+        answered = anyio.Event()
+
+        async def ask() -> None:
+            with suppress(Exception):
+                # Its death is found by whoever renews its entry.
+                await self._engine.answers()
+            answered.set()
+
+        async with anyio.create_task_group() as asking:
+            asking.start_soon(ask)
+            reported = self._reports.count
+            for _ in range(_LOOKS):
+                # Slice by slice: a process that did not run for a while has given its engine no time to answer.
+                with anyio.move_on_after(slice_s):
+                    await answered.wait()
+                if answered.is_set() or self._reports.count != reported:
+                    break
+            else:
+                asking.cancel_scope.cancel()
+                return False
+            asking.cancel_scope.cancel()
+        return True
 
     async def _look_after_others(self) -> None:
         """See to what nobody else may: clients and engines that are gone, and deadlines.

@@ -224,6 +224,13 @@ def _adapter(arguments: list[str]) -> int:
         help="with a Ray cluster: how long nothing is heard of a worker before the engine is given up",
     )
     ours.add_argument(
+        "--engine-patience",
+        type=float,
+        default=120.0,
+        metavar="SECONDS",
+        help="how long vLLM may take to answer, or to report a step, before it is given up: longer than any step",
+    )
+    ours.add_argument(
         "--openai",
         metavar="HOST:PORT",
         help="serve vLLM's OpenAI-compatible HTTP API, too, with standing interventions on its requests",
@@ -276,6 +283,8 @@ def _adapter(arguments: list[str]) -> int:
         parser.error(f"--first-answer takes a number of seconds, or 0; got {options.first_answer}")
     if not 2 <= options.worker_patience < math.inf:
         parser.error(f"--worker-patience takes a number of seconds, at least 2; got {options.worker_patience}")
+    if not 10 <= options.engine_patience < math.inf:
+        parser.error(f"--engine-patience takes a number of seconds, at least 10; got {options.engine_patience}")
     if not 1 <= options.retention < math.inf:
         parser.error(f"--retention takes a number of seconds, at least 1; got {options.retention}")
     if not options.url:
@@ -415,7 +424,7 @@ async def _run(model: object, link: object, blobs: object, info: object, options
     from .adapter import Adapter, Settings
     from .vllm_engine import VllmEngine
 
-    engine = VllmEngine(model, link, blobs)  # type: ignore[arg-type]
+    engine = VllmEngine(model, link, blobs, options.engine_patience)  # type: ignore[arg-type]
     if options.first_answer and (fault := await _first_answer(engine, options.first_answer)):
         if not engine.lost:
             # It may be anywhere, and hears nothing.
@@ -432,6 +441,7 @@ async def _run(model: object, link: object, blobs: object, info: object, options
         retain_bytes=options.retain_bytes,
         retain_traces=options.retain_traces,
         retain_total_bytes=options.retain_total_bytes,
+        engine_patience_s=options.engine_patience,
     )
     async with Bus.open(options.url, prefix=options.prefix, retention_s=options.retention) as bus:
         try:
@@ -484,6 +494,8 @@ async def _run(model: object, link: object, blobs: object, info: object, options
                 await api.drop()
             if not adapter.lost:
                 await _tell_held(engine)
+            elif not engine.lost:
+                _give_up(engine.model, "it does not answer")
             group.cancel_scope.cancel()
     return 1 if adapter.lost else 0
 

@@ -181,6 +181,14 @@ class Engine(Protocol):
         """Whether it still runs what it is given: not if it died, or was told to stop by somebody else."""
         ...
 
+    async def answers(self) -> None:
+        """Return when it has answered: between two of its steps.
+
+        Raises:
+            EngineLost: the engine died.
+        """
+        ...
+
     async def go_on(self) -> None:
         """End a hold.
 

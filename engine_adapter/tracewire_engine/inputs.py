@@ -25,6 +25,10 @@ from .held_inputs import HeldInputs
 __all__ = ["Inputs", "input_path"]
 
 
+#: How long the workers may take to forget a file, in seconds. One that they keep costs memory only.
+DROP_S = 10.0
+
+
 def input_name(ref: ArrayRef) -> str:
     """Name of the file that holds an array's elements."""
     return f"input-{ref.digest.hex()}"
@@ -41,6 +45,8 @@ class _File:
     def __init__(self) -> None:
         self.users = 0
         self.whole = False
+        #: Whether the workers may have some of it, and whether they have all.
+        self.begun = False
         self.carried = False
         self.turn = anyio.Lock()
 
@@ -81,8 +87,10 @@ class Inputs:
                     await self._fetch(trace, field, ref, path)
                     file.whole = True
                 if carrier is not None and not file.carried:
-                    file.carried = True
+                    file.begun = True
                     await carrier.carry(path)
+                    # Not before: whoever waits for it would use what there is.
+                    file.carried = True
             yield
         finally:
             file.users -= 1
@@ -90,8 +98,9 @@ class Inputs:
                 del self._files[path]
                 # What the workers have mapped stays with them.
                 path.unlink(missing_ok=True)
-                if self._carrier is not None and file.carried:
-                    with anyio.CancelScope(shield=True):
+                if self._carrier is not None and file.begun:
+                    # An engine that hangs must not keep its adapter from leaving.
+                    with anyio.move_on_after(DROP_S, shield=True):
                         await self._carrier.drop(path)
 
     async def _fetch(self, trace: str, field: str, ref: ArrayRef, path: Path) -> None:

@@ -40,6 +40,8 @@ class Reports:
         self._feed = Feed(blob_threshold)
         self._waiting = 0
         self._wanted = Wakeup()
+        #: How many have come.
+        self.count = 0
         #: Whether reports that come behind large arrays wait for Redis here: their workers are not late.
         self.held_up = False
 
@@ -80,6 +82,7 @@ class Reports:
 
     def take(self, report: Report) -> None:
         """Hand one report on."""
+        self.count += 1
         for applied in report.applied:
             live = self.live.get(applied.run)
             if live is not None:

@@ -7,7 +7,7 @@ import difflib
 import logging
 import math
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from .engine import Carrier, Choice, EngineLost, Outputs, Prepared, Rejection
 from .link import Changes, LinkReceiver, Report, encode_changes
 from .media import rendered, taken
 from .model import EngineModel
+from .trace import REPORT_S
 from .wiring import BLOCK_ARG, DECLARED_ARG, EDITS_ARG, LIVE_ARG, RESULT_ARG, RUN_ARG, SHARED_ARG
 
 __all__ = ["VllmEngine"]
@@ -113,8 +114,8 @@ _PIECE_BYTES = 2 * 1024 * 1024
 class _Carrier:
     """Large variables on their way to workers that cannot see the adapter's files, by vLLM's own queues."""
 
-    def __init__(self, llm: Any) -> None:
-        self._llm = llm
+    def __init__(self, call: Callable[..., Awaitable[Any]]) -> None:
+        self._call = call
 
     async def carry(self, path: Path) -> None:
         async with await anyio.open_file(path, "rb") as file:
@@ -131,17 +132,14 @@ class _Carrier:
         except EngineLost:
             pass
 
-    async def _call(self, method: str, *arguments: Any) -> None:
-        try:
-            await self._llm.collective_rpc(method, args=arguments)
-        except EngineDeadError as error:
-            raise EngineLost(str(error)) from error
-
 
 class VllmEngine:
-    """vLLM's `AsyncLLM`, its tokenizer and the link from its workers."""
+    """vLLM's `AsyncLLM`, its tokenizer and the link from its workers. `patience_s` is how long a call may take."""
 
-    def __init__(self, model: EngineModel, link: LinkReceiver, blobs: BlobReceiver) -> None:
+    def __init__(
+        self, model: EngineModel, link: LinkReceiver, blobs: BlobReceiver, patience_s: float = REPORT_S
+    ) -> None:
+        self._patience_s = patience_s
         self.model = model
         self.llm: Any = model.vllm_entrypoint
         self._link = link
@@ -352,13 +350,10 @@ class VllmEngine:
 
     async def steer(self, changes: Changes, over: list[str], since: float) -> None:
         # Between two steps: EngineCore hands it to all workers behind the steps that it has handed them already.
-        await self.llm.collective_rpc("tracewire_steer", args=(encode_changes(changes, over, since),))
+        await self._call_workers("tracewire_steer", encode_changes(changes, over, since))
 
     async def give_result(self, result: bytes) -> None:
-        try:
-            await self.llm.collective_rpc("tracewire_result", args=(result,))
-        except EngineDeadError as error:
-            raise EngineLost(str(error)) from error
+        await self._call_workers("tracewire_result", result)
 
     async def pause(self, request: str) -> bool:
         return await self._call_scheduler("tracewire_pause", request)
@@ -369,10 +364,7 @@ class VllmEngine:
     async def _call_scheduler(self, method: str, request: str) -> bool:
         # vLLM's own names for what is left of it, one for each choice.
         names = list(self.llm.output_processor.external_req_ids.get(request, ()))
-        try:
-            return bool(names) and bool(await self.llm.engine_core.call_utility_async(method, names))
-        except EngineDeadError as error:
-            raise EngineLost(str(error)) from error
+        return bool(names) and bool(await self._call_core(method, names))
 
     async def hold(self) -> None:
         await self._hold(True)
@@ -392,10 +384,35 @@ class VllmEngine:
         await self._hold(False)
 
     async def _hold(self, on: bool) -> None:
+        await self._call_core("tracewire_hold", on)
+
+    async def answers(self) -> None:
         try:
-            await self.llm.engine_core.call_utility_async("tracewire_hold", on)
+            await self.llm.engine_core.call_utility_async("tracewire_counts")
         except EngineDeadError as error:
             raise EngineLost(str(error)) from error
+        except Exception as error:  # so does one that was told to stop
+            logger.debug("vLLM answers: %s", error)
+
+    async def _call_core(self, method: str, *arguments: Any) -> Any:
+        return await self._answer(method, self.llm.engine_core.call_utility_async(method, *arguments))
+
+    async def _call_workers(self, method: str, *arguments: Any) -> Any:
+        return await self._answer(method, self.llm.collective_rpc(method, args=arguments))
+
+    async def _answer(self, method: str, call: Awaitable[Any]) -> Any:
+        """What vLLM answers. It fails no call that is under way when it dies, and none when it hangs.
+
+        Raises:
+            EngineLost: it died, or did not answer in time.
+        """
+        try:
+            with anyio.fail_after(self._patience_s):
+                return await call
+        except EngineDeadError as error:
+            raise EngineLost(str(error)) from error
+        except TimeoutError as error:
+            raise EngineLost(f"vLLM did not answer {method} within {self._patience_s:g} s") from error
 
     def decode(self, token_ids: list[int], prepared: Prepared) -> str:
         if not prepared.params.detokenize:
@@ -419,7 +436,7 @@ class VllmEngine:
 
     @property
     def carrier(self) -> Carrier | None:
-        return _Carrier(self.llm) if is_remote(self._link.address) else None
+        return _Carrier(self._call_workers) if is_remote(self._link.address) else None
 
     @property
     def lost(self) -> bool:

@@ -121,6 +121,9 @@ class PlayedEngine:
         """As long as it plays."""
         return True
 
+    async def answers(self) -> None:
+        """At once."""
+
     async def go_on(self) -> None:
         """Make them again."""
         self.asked.append(("go on", ""))

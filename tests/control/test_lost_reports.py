@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import msgspec
 import pytest
 
@@ -17,7 +18,7 @@ from tracewire import Client
 from tracewire_bus.streams import Bus
 from tracewire_engine import trace as traces
 from tracewire_engine.adapter import Adapter
-from tracewire_engine.engine import Prepared
+from tracewire_engine.engine import EngineLost, Prepared
 from tracewire_engine.link import FinishRecord, Report, StepRecord
 
 PATIENCE = 30
@@ -187,3 +188,79 @@ async def test_what_several_invokes_fail_of_is_told_as_it_was_raised(
                 await trace.result()
     assert caught.value.type == "RuntimeError"
     assert caught.value.message == "the adapter failed: no such token"
+
+
+class Hanging(Reporting):
+    """It answers nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked_to_answer = 0
+
+    async def answers(self) -> None:
+        """Not in this life."""
+        self.asked_to_answer += 1
+        await anyio.sleep_forever()
+
+
+async def test_an_engine_that_hangs_loses_its_lease_and_its_traces(
+    client: Client, bus: Bus, embedded: str, prefix: str
+) -> None:
+    """Its adapter lives, and would renew it for ever."""
+    with anyio.fail_after(PATIENCE):
+        async with (
+            adapted(embedded, prefix, Hanging(), engine_patience_s=0.2) as adapter,
+            client.trace("tiny", "hello", acts, detach=True) as trace,
+        ):
+            await trace.accepted()
+            await adapter.ended.wait()
+            assert adapter.lost
+            assert await bus.queue.waiting("tiny") == 1
+            assert not await bus.alive(adapter._info.engine)
+
+
+async def test_an_engine_that_reports_is_not_given_up_whether_or_not_it_answers(embedded: str, prefix: str) -> None:
+    """One that was told to stop answers nothing any more, and finishes what it runs."""
+    engine = Hanging()
+    with anyio.fail_after(PATIENCE):
+        async with adapted(embedded, prefix, engine, engine_patience_s=0.2) as adapter:
+            while engine.asked_to_answer < 5:
+                engine.report(Report())
+                adapter._reports.pull()
+                await anyio.lowlevel.checkpoint()
+            assert not adapter.lost
+
+
+async def test_no_call_of_vllm_is_waited_for_without_a_limit() -> None:
+    """vLLM fails no call that is under way when its EngineCore dies."""
+    from tracewire_engine.vllm_engine import VllmEngine
+
+    class Silent:
+        """An `AsyncLLM` whose EngineCore is gone."""
+
+        def __init__(self) -> None:
+            self.engine_core = self
+            self.output_processor = self
+            self.external_req_ids = {"r": ["r-1"]}
+
+        async def collective_rpc(self, method: str, args: Any) -> None:
+            await anyio.sleep_forever()
+
+        async def call_utility_async(self, method: str, *args: Any) -> None:
+            await anyio.sleep_forever()
+
+    engine = VllmEngine.__new__(VllmEngine)
+    engine.llm, engine._patience_s = Silent(), 0.01
+    calls = [
+        engine.pause("r"),
+        engine.resume("r"),
+        engine.hold(),
+        engine.go_on(),
+        engine.give_result(b""),
+        engine.steer({}, [], 0.0),
+        engine._call_workers("tracewire_drop_input", "x"),
+    ]
+    with anyio.fail_after(PATIENCE):
+        for call in calls:
+            with pytest.raises(EngineLost, match="did not answer"):
+                await call

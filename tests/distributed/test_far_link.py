@@ -220,6 +220,9 @@ def test_an_address_that_is_not_of_this_machine() -> None:
 # --- large variables --------------------------------------------------------------------------------------------------
 
 
+PATIENCE = 30
+
+
 class Carried:
     """A carrier to one worker's memory."""
 
@@ -262,3 +265,81 @@ async def test_large_variables_are_carried(bus: Bus, tmp_path: Path) -> None:
     # What is mapped stays.
     assert equal(first, value + 1)
     assert not input_path(carrier.held, refs["a"]).exists()
+
+
+def _with(ref: Any, trace: str) -> Submission:
+    block = Block(name="b", source="pass", variables=pack({"w": ref}))
+    return Submission(trace=trace, model="demo", invokes=[Invoke(prompt="x")], block=block, live=pack({}))
+
+
+async def test_a_large_variable_of_which_a_part_arrived_is_carried_anew(bus: Bus, tmp_path: Path) -> None:
+    """The first trace was cancelled on its way; the second waited for the same file."""
+    value = np.random.default_rng(0).random((1000, 300), dtype=np.float32)
+    ref = await bus.blobs.store("a", value, "w")
+    await bus.blobs.store("b", value, "w")
+    half_way = anyio.Event()
+
+    class Interrupted(Carried):
+        async def carry(self, path: Path) -> None:
+            if not self.calls:
+                self.calls.append("half")
+                self.held.write(path.name, 0, (await anyio.Path(path).read_bytes())[:1000])
+                half_way.set()
+                await anyio.sleep_forever()
+            await super().carry(path)
+
+    carrier = Interrupted()
+    inputs = Inputs(bus.blobs, tmp_path, carrier)
+    first = anyio.CancelScope()
+    done = anyio.Event()
+
+    async def cancelled() -> None:
+        with first:
+            async with inputs.of(_with(ref, "a")):
+                pass
+
+    async def second() -> None:
+        async with inputs.of(_with(ref, "b")):
+            assert equal(to_tensors(ref, torch.device("cpu"), carrier.held), value)
+        done.set()
+
+    with anyio.fail_after(PATIENCE):
+        async with anyio.create_task_group() as group:
+            group.start_soon(cancelled)
+            await half_way.wait()
+            group.start_soon(second)
+            await anyio.wait_all_tasks_blocked()
+            first.cancel()
+            await done.wait()
+    assert carrier.calls == ["half", "carry", "drop"]
+
+
+async def test_workers_that_hang_keep_no_adapter_from_leaving(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither with a file on its way, nor with one to be forgotten."""
+    monkeypatch.setattr("tracewire_engine.inputs.DROP_S", 0.05)
+    ref = await bus.blobs.store("a", np.zeros(100_000), "w")
+    carrying = anyio.Event()
+
+    class Hanging(Carried):
+        async def carry(self, path: Path) -> None:
+            carrying.set()
+            await anyio.sleep_forever()
+
+        async def drop(self, path: Path) -> None:
+            await anyio.sleep_forever()
+
+    inputs = Inputs(bus.blobs, tmp_path, Hanging())
+    scope = anyio.CancelScope()
+
+    async def held() -> None:
+        with scope:
+            async with inputs.of(_with(ref, "a")):
+                raise AssertionError("it was not carried")
+
+    with anyio.fail_after(PATIENCE):
+        async with anyio.create_task_group() as group:
+            group.start_soon(held)
+            await carrying.wait()
+            scope.cancel()

@@ -271,6 +271,9 @@ class ScriptedEngine:
         """Whether nobody has told it to stop."""
         return not self.told_to_stop
 
+    async def answers(self) -> None:
+        """At once."""
+
     async def go_on(self) -> None:
         """Make steps again."""
         self.holding = False
