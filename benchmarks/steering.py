@@ -84,7 +84,7 @@ async def one(
             now = time.perf_counter()
             if isinstance(item, tracewire.Steered):
                 if item.first:
-                    told.update(dict.fromkeys([change.version for change in item.changes], item.first[0][2]))
+                    told.update(dict.fromkeys([change.version for change in item.changes], item.first[0].index))
                 continue
             assert isinstance(item, tracewire.Output)
             if last and len(item.token_ids) == 1:

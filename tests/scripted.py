@@ -22,14 +22,15 @@ from tracewire_bus.fold import Fold
 from tracewire_bus.messages import (
     Accepted,
     Append,
+    DecodedOutput,
     Delta,
     EngineInfo,
     Event,
     Failure,
     Final,
+    FirstToken,
     Manifest,
     ModuleInfo,
-    Output,
     Paused,
     Restarted,
     Resumed,
@@ -144,7 +145,11 @@ class Stage:
         version = changes[-1].version
         held = self.fold.choices
         first = [
-            (invoke, choice, len(held[invoke, choice].token_ids) if (invoke, choice) in held else 0)
+            FirstToken(
+                invoke=invoke,
+                choice=choice,
+                index=len(held[invoke, choice].token_ids) if (invoke, choice) in held else 0,
+            )
             for invoke in range(len(self.submission.invokes))
             for choice in range(self.submission.invokes[invoke].sampling.get("n", 1))
         ]
@@ -160,7 +165,7 @@ class Stage:
 
     async def publish(self, event: Event, *, fold: bool = True) -> None:
         """Append an event as it is."""
-        if isinstance(event, (Output, Final)):
+        if isinstance(event, (DecodedOutput, Final)):
             await self.tell()
             event.seq = self.seq
         data = encode(event)
@@ -216,7 +221,7 @@ class Stage:
         held = self.fold.choices.get((invoke, choice))
         index = len(held.token_ids) if held else 0
         await self.publish(
-            Output(
+            DecodedOutput(
                 attempt=self.attempt,
                 seq=self.seq,
                 invoke=invoke,

@@ -17,18 +17,18 @@ from .messages import (
     SCHEMA,
     Accepted,
     Change,
+    DecodedOutput,
+    DecodedShared,
     Delta,
     Edit,
     EditRecord,
     EngineInfo,
     Final,
     Message,
-    Output,
     OutputBase,
     Paused,
     Restarted,
     Resumed,
-    Shared,
     Snapshot,
     Steered,
     Submission,
@@ -55,14 +55,15 @@ __all__ = [
 ]
 
 #: What stands on a trace's stream.
-AnyEvent: TypeAlias = Accepted | Output | Shared | Steered | Paused | Resumed | Restarted | Final
+AnyEvent: TypeAlias = Accepted | DecodedOutput | DecodedShared | Steered | Paused | Resumed | Restarted | Final
 
 _SCHEMA_TEXT = f"{SCHEMA[0]}.{SCHEMA[1]}"
 _O = TypeVar("_O", bound=OutputBase)
 _S = TypeVar("_S", bound=OutputBase)
 #: The tags of what this version knows.
 _KINDS = frozenset(
-    kind.__struct_config__.tag for kind in (Accepted, Output, Shared, Steered, Paused, Resumed, Restarted, Final)
+    kind.__struct_config__.tag
+    for kind in (Accepted, DecodedOutput, DecodedShared, Steered, Paused, Resumed, Restarted, Final)
 )
 
 
@@ -136,7 +137,9 @@ def decode_event(
 ) -> Accepted | _O | _S | Steered | Paused | Resumed | Restarted | Final: ...
 
 
-def decode_event(data: bytes | memoryview, output: type[OutputBase] = Output, shared: type[OutputBase] = Shared) -> Any:
+def decode_event(
+    data: bytes | memoryview, output: type[OutputBase] = DecodedOutput, shared: type[OutputBase] = DecodedShared
+) -> Any:
     """One event of a trace; an output as an `output`, one of the trace itself as a `shared`.
 
     Arrays in it share memory with `data`.

@@ -36,6 +36,8 @@ __all__ = [
     "Change",
     "Clamp",
     "Declared",
+    "DecodedOutput",
+    "DecodedShared",
     "Delete",
     "Delta",
     "Edit",
@@ -45,6 +47,7 @@ __all__ = [
     "Failure",
     "Final",
     "FinishReason",
+    "FirstToken",
     "HeldChoice",
     "Helper",
     "Invoke",
@@ -53,7 +56,6 @@ __all__ = [
     "Manifest",
     "Message",
     "ModuleInfo",
-    "Output",
     "OutputBase",
     "PathKey",
     "Paused",
@@ -65,7 +67,6 @@ __all__ = [
     "Resumed",
     "SaveDelta",
     "Set",
-    "Shared",
     "Snapshot",
     "Status",
     "Steer",
@@ -454,14 +455,14 @@ class OutputBase(Event):
         raise NotImplementedError
 
 
-class Output(OutputBase, tag="o"):
-    """What one vLLM output adds to one choice. `deltas` is as long as `token_ids`, or empty."""
+class DecodedOutput(OutputBase, tag="o"):
+    """What one vLLM output adds to one choice, its deltas decoded. `deltas` is as long as `token_ids`, or empty."""
 
     deltas: list[list[Delta]] = []
 
 
 class RawOutput(OutputBase, tag="o"):
-    """An `Output` whose steps are already encoded: what the adapter writes, so that it re-encodes nothing."""
+    """An output whose steps are already encoded: what the adapter writes, so that it re-encodes nothing."""
 
     deltas: list[msgspec.Raw] = []  # type: ignore[assignment]
 
@@ -470,7 +471,7 @@ class RawOutput(OutputBase, tag="o"):
 SHARED_INVOKE = -1
 
 
-class Shared(OutputBase, tag="x"):
+class DecodedShared(OutputBase, tag="x"):
     """What a trace's shared values gained since the last such event: an output of no invoke (`SHARED_INVOKE`).
 
     It has no tokens. `deltas` has one list for each step in which they changed.
@@ -480,7 +481,7 @@ class Shared(OutputBase, tag="x"):
 
 
 class RawShared(OutputBase, tag="x"):
-    """A `Shared` whose steps are already encoded."""
+    """What a trace's shared values gained, its steps already encoded."""
 
     deltas: list[msgspec.Raw] = []  # type: ignore[assignment]
 
@@ -498,16 +499,27 @@ class Change(Message, array_like=True):
     values: dict[str, Any] = {}
 
 
+class FirstToken(Message, array_like=True):
+    """The first token of a choice that a change of the live parameters holds for.
+
+    `invoke` and `choice` say which choice; `index` is the token's, from 0 for the first that was sampled.
+    """
+
+    invoke: int
+    choice: int
+    index: int
+
+
 class SteeredBase(Event):
     """What both forms of a `Steered` share: everything but its changes, which stand last.
 
-    `version` is that of the live parameters from now on. `first` says from where: `(invoke, choice, index)` for each
-    choice that still runs, where the step that sampled token `index` was the first with these values. Outputs with
-    such a token come after this event, all others of that choice before it.
+    `version` is that of the live parameters from now on. `first` says from where, for each choice that still runs: the
+    step that sampled this token was the first with these values. Outputs with such a token come after this event, all
+    others of that choice before it.
     """
 
     version: int
-    first: list[tuple[int, int, int]] = []
+    first: list[FirstToken] = []
     time: float = 0.0
 
 
@@ -581,7 +593,7 @@ class Final(Event, tag="final"):
     `deltas` holds what was saved after the last output, and a `Set` for every value whose fold would differ from what
     nnsight collected, as `(invoke, choice, deltas)`. `save_errors` names saves that cannot travel (by
     `invoke.choice.name`), each with the reason. `prompt_logprobs`, if any were asked for, holds for each invoke and
-    each token of its prompt what `Output.logprobs` does for a generated one; nothing for the first.
+    each token of its prompt what `OutputBase.logprobs` does for a generated one; nothing for the first.
     """
 
     status: Status

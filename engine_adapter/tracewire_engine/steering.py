@@ -18,7 +18,7 @@ import msgspec
 
 from tracewire_bus.connection import Backoff, Wakeup
 from tracewire_bus.declared import resolved
-from tracewire_bus.messages import RawSteered, StopWhen
+from tracewire_bus.messages import FirstToken, RawSteered, StopWhen
 from tracewire_bus.values import unpack
 
 from .link import Applied
@@ -111,12 +111,12 @@ class LiveTrace:
         self.on_applied(applied)
         self._notes.append((applied.version, applied.first))
 
-    def told(self, places: Callable[[list[tuple[str, int, int]]], list[tuple[int, int, int]]]) -> list[RawSteered]:
+    def told(self, places: Callable[[list[tuple[str, int, int]]], list[FirstToken]]) -> list[RawSteered]:
         """What the stream has to be told now, in order; the caller numbers it. `places` turns requests into invokes."""
         notes, self._notes = self._notes, []
         return [self._steered(version, places(first)) for version, first in notes]
 
-    def begun(self, first: list[tuple[int, int, int]]) -> list[RawSteered]:
+    def begun(self, first: list[FirstToken]) -> list[RawSteered]:
         """What had been accepted before the run began, and holds from `first` on."""
         early = any(number <= self.first_version for number, _ in self._untold)
         return [self._steered(self.first_version, first)] if early else []
@@ -125,7 +125,7 @@ class LiveTrace:
         """What was accepted and reached no step: to be told at the end."""
         return [self._steered(self.version, [])] if self._untold else []
 
-    def _steered(self, version: int, first: list[tuple[int, int, int]]) -> RawSteered:
+    def _steered(self, version: int, first: list[FirstToken]) -> RawSteered:
         changes = [msgspec.Raw(data) for number, data in self._untold if number <= version]
         self._untold = [(number, data) for number, data in self._untold if number > version]
         return RawSteered(attempt=0, seq=0, version=version, first=first, time=time.time(), changes=changes)

@@ -32,6 +32,7 @@ from tracewire_bus.messages import (
     Event,
     Failure,
     Final,
+    FirstToken,
     LogitLens,
     Manifest,
     Paused,
@@ -536,7 +537,7 @@ class TraceRun:
         time_ = shared.choices[0].time
         return [RawShared(**_UNNUMBERED, invoke=SHARED_INVOKE, deltas=gains, time=time_)]
 
-    def _places(self, first: list[tuple[str, int, int]]) -> list[tuple[int, int, int]]:
+    def _places(self, first: list[tuple[str, int, int]]) -> list[FirstToken]:
         """From which token of each choice on a change holds: where a request has not begun, from its first."""
         known = {(request, choice): index for request, choice, index in first}
         places = []
@@ -546,7 +547,7 @@ class TraceRun:
                 if index is None and not request.token_ids[choice] and not request.done[choice]:
                     index = 0
                 if index is not None:
-                    places.append((request.invoke, choice, index))
+                    places.append(FirstToken(invoke=request.invoke, choice=choice, index=index))
         return places
 
     def _applied(self, applied: Applied) -> None:

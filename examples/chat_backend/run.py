@@ -20,7 +20,6 @@ import uvicorn
 from anyio.streams.text import TextReceiveStream
 
 import tracewire
-from tracewire_bus.embedded import EmbeddedServer
 
 from .app import create_app
 from .settings import Settings
@@ -79,7 +78,7 @@ async def serve(url: str | None, host: str, port: int) -> None:
     """Serve until a signal."""
     async with AsyncExitStack() as stack:
         if url is None:
-            url = (await stack.enter_async_context(EmbeddedServer.start())).url
+            url = (await stack.enter_async_context(tracewire.connect("embedded://"))).url
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tracewire-chat-")))
             print(f"bus:     {url}\nengine:  starting (20 to 60 s on two cores)", flush=True)
             await stack.enter_async_context(engine(url, folder / "engine.log"))

@@ -63,7 +63,7 @@ def told(event: Event | Gap) -> tuple[str, dict[str, Any]] | None:
                 "version": event.version,
                 "values": {"alpha": values["alpha"]} if "alpha" in values else {},
                 "by": event.changes[-1].by if event.changes else None,
-                "first": next((index for _, _, index in event.first), None),
+                "first": next((place.index for place in event.first), None),
             }
         case Gap():
             # Trimmed before it was read: all there is so far, in place of what is shown.

@@ -2,14 +2,15 @@
 
 Starts an embedded Redis and a demo engine as processes of their own. This process is the service: it submits the
 trace and shows its stream. A second process joins at token 20, replays and follows; a third follows one name only. At
-the end the digests of what the three folded must agree where they overlap, and equal the digests of what nnsight's
-own collect returned on the engine. The exit code is 0 only then.
+the end each of the three must have received every token, and the digests of what it folded must equal those of what
+nnsight's own collect returned on the engine. Otherwise the demo says who lacks what, and exits with 1.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import signal
 import subprocess
@@ -26,7 +27,7 @@ from anyio.abc import Process
 from anyio.streams.text import TextReceiveStream
 
 import tracewire
-from tracewire_bus.values import digest
+from tracewire import digest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from blocks import steer
@@ -39,6 +40,14 @@ JOIN_AT = 20
 PROMPT = "This module provides"
 #: How far to steer towards code, in multiples of the distance between the means of code and prose.
 MULTIPLE = 2.2
+#: What each consumer follows, by its name.
+FOLLOWED = {
+    "service": {"probability", "projection"},
+    "late": {"probability", "projection"},
+    "narrow": {"projection"},
+}
+#: How long a consumer may take to report after the trace's end, in seconds.
+PATIENCE_S = 60
 
 
 def say(text: str = "", *, end: str = "\n") -> None:
@@ -103,7 +112,8 @@ async def engine_ready(lines: Lines, process: Process, log: Path) -> None:
         group.start_soon(wait, group.cancel_scope)
         while True:
             say(f"\r  engine: starting vLLM, {time.monotonic() - began:3.0f} s (20 to 60 s on two cores) ", end="")
-            await anyio.sleep(1)
+            # A log need not see time pass.
+            await anyio.sleep(1 if sys.stderr.isatty() else math.inf)
     if not ready:
         say()
         tail = await anyio.Path(log).read_text()
@@ -111,12 +121,13 @@ async def engine_ready(lines: Lines, process: Process, log: Path) -> None:
     say(f"\r  engine: ready after {time.monotonic() - began:.0f} s{' ' * 40}")
 
 
-def show(index: int, token: str, projection: float, probability: float, scale: float) -> None:
-    """One line a token: the token, its probability, the projection as a bar."""
+def show(first: int, last: int, text: str, projection: float, probability: float, scale: float) -> None:
+    """One line an output, usually of one token: its text; the last token's probability, and its projection as a bar."""
     width = min(24, int(abs(projection) / scale * 24))
     bar = (" " * (24 - width) + "◀" * width + "│" + " " * 24) if projection < 0 else (" " * 24 + "│" + "▶" * width)
-    mark = "steered" if index >= STEER_AFTER else ""
-    say(f"  {index:3d} {token!r:16.16} p={probability:4.2f} prose {bar:<49} code  {mark}")
+    mark = "steered" if last >= STEER_AFTER else ""
+    where = str(last) if first == last else f"{first}-{last}"
+    say(f"{where:>5} {text!r:16.16} p={probability:4.2f} prose {bar:<49} code  {mark}")
 
 
 async def demo(folder: Path) -> dict[str, Any]:
@@ -139,6 +150,47 @@ async def demo(folder: Path) -> dict[str, Any]:
                 return await follow(url, direction, facts, late, narrow)
 
 
+def problems(consumers: list[dict[str, Any]], token_ids: list[int], collected: dict[str, str]) -> list[str]:
+    """What is wrong with what the consumers report, by consumer; nothing if each received what it should have.
+
+    `token_ids` are those of the trace's verified result; `collected` has the digests of what nnsight collected.
+    """
+    found = []
+    if len(token_ids) != TOKENS:
+        found.append(f"the trace has {len(token_ids)} tokens, not {TOKENS}")
+    if collected.keys() != FOLLOWED["service"]:
+        found.append(f"nnsight collected {sorted(collected)}, not {sorted(FOLLOWED['service'])}")
+    reports = {consumer.get("name"): consumer for consumer in consumers}
+    for name, followed in FOLLOWED.items():
+        report = reports.get(name)
+        if report is None:
+            found.append(f"{name}: no report")
+            continue
+        if not report["outputs"]:
+            found.append(f"{name}: no output")
+        if report["tokens"] != TOKENS:
+            found.append(f"{name}: {report['tokens']} of {TOKENS} tokens")
+        elif report["token_digest"] != digest(token_ids).hex():
+            found.append(f"{name}: other tokens than the trace's")
+        if report["digests"].keys() != followed:
+            found.append(f"{name}: folded {sorted(report['digests'])}, not {sorted(followed)}")
+        found += [
+            f"{name}: another {save} than nnsight collected"
+            for save, value in report["digests"].items()
+            if value != collected.get(save)
+        ]
+    return found
+
+
+async def reported(lines: Lines) -> dict[str, Any]:
+    """What a consumer's process reports; nothing if it ended without, or takes too long."""
+    with anyio.move_on_after(PATIENCE_S):
+        if line := await lines.next():
+            report: dict[str, Any] = json.loads(line)
+            return report
+    return {}
+
+
 async def follow(url: str, direction: Any, facts: dict[str, Any], late: Process, narrow: Process) -> dict[str, Any]:
     """Submit the trace, follow it, let the others join, and compare."""
     late_lines, narrow_lines = Lines(late), Lines(narrow)
@@ -153,7 +205,8 @@ async def follow(url: str, direction: Any, facts: dict[str, Any], late: Process,
         async with trace:
             say(f"  trace:  {trace.id}, {TOKENS} tokens from {PROMPT!r}; steered to code from token {STEER_AFTER}\n")
             await narrow.stdin.send(f"{trace.id}\n".encode())
-            outputs = tokens = 0
+            outputs = 0
+            token_ids: list[int] = []
             began = 0.0
             joined = False
             async for output in trace:
@@ -161,34 +214,40 @@ async def follow(url: str, direction: Any, facts: dict[str, Any], late: Process,
                     continue
                 began = began or time.monotonic()
                 outputs += 1
-                tokens += len(output.token_ids)
-                if tokens >= JOIN_AT and not joined:
+                token_ids += output.token_ids
+                if len(token_ids) >= JOIN_AT and not joined:
                     joined = True
                     await late.stdin.send(f"{trace.id}\n".encode())
                 saves = trace.state().saves
-                show(tokens - 1, output.text, saves["projection"][-1], saves["probability"][-1], facts["scale"])
+                last = len(token_ids) - 1
+                show(output.index, last, output.text, saves["projection"][-1], saves["probability"][-1], facts["scale"])
             seconds = time.monotonic() - began
             result = await trace.result()
     digests = {name: digest(value).hex() for name, value in sorted(result.saves.items())}
-    consumers = [{"name": "service", "outputs": outputs, "tokens": tokens, "digests": digests}]
-    consumers += [json.loads(await lines.next() or "{}") for lines in (late_lines, narrow_lines)]
-    collected = {entry.name: entry.digest.hex() for entry in result.manifest}
+    service = {
+        "outputs": outputs,
+        "tokens": len(token_ids),
+        "token_digest": digest(token_ids).hex(),
+        "digests": digests,
+    }
+    reports = [{"name": "service", **service}, await reported(late_lines), await reported(narrow_lines)]
+    consumers = [report for report in reports if report]
+    collected = {entry.name: entry.digest.hex() for entry in sorted(result.manifest, key=lambda entry: entry.name)}
     values = sum(len(value) for value in result.saves.values())
-    agree = len(consumers) == 3 and all(
-        consumer.get("digests") and all(collected.get(name) == value for name, value in consumer["digests"].items())
-        for consumer in consumers
-    )
+    wrong = problems(consumers, result.token_ids, collected)
+    if values != TOKENS * len(FOLLOWED["service"]):
+        wrong.append(f"the trace saved {values} values, not {TOKENS * len(FOLLOWED['service'])}")
     for consumer in consumers:
-        named = consumer.get("digests", {})
-        consumer["digest"] = digest(named).hex()
+        consumer["digest"] = digest(consumer["digests"]).hex()
     return {
         "consumers": consumers,
         "nnsight_collect": collected,
-        "agree": bool(agree and tokens == TOKENS),
-        "tokens": tokens,
+        "agree": not wrong,
+        "problems": wrong,
+        "tokens": len(result.token_ids),
         "values": values,
         "steered_from": STEER_AFTER,
-        "tokens_per_second": round(tokens / seconds, 1) if seconds else None,
+        "tokens_per_second": round(len(token_ids) / seconds, 1) if seconds else None,
         "values_per_second": round(values / seconds, 1) if seconds else None,
         "text": result.text,
     }
@@ -208,10 +267,12 @@ def main() -> int:
         figures = anyio.run(demo, folder)
     say(f"\n  {PROMPT}{figures['text']}\n")
     for consumer in figures["consumers"]:
-        said = ", ".join(f"{name} {value[:12]}" for name, value in consumer.get("digests", {}).items())
-        say(f"  {consumer.get('name', '?'):8} {consumer.get('outputs', 0):3} outputs   {said}")
+        said = ", ".join(f"{name} {value[:12]}" for name, value in consumer["digests"].items())
+        say(f"  {consumer['name']:8} {consumer['tokens']} tokens in {consumer['outputs']:2} outputs   {said}")
     said = ", ".join(f"{name} {value[:12]}" for name, value in figures["nnsight_collect"].items())
-    say(f"  {'nnsight':8} collect       {said}")
+    say(f"  {'nnsight':8} collect {' ' * 19}{said}")
+    for problem in figures["problems"]:
+        say(f"  wrong: {problem}")
     say(
         f"\n  {figures['tokens']} tokens ({figures['tokens_per_second']} a second), {figures['values']} values "
         f"({figures['values_per_second']} a second); all agree: {figures['agree']}"

@@ -1,7 +1,8 @@
 """A consumer in a process of its own: told a trace's id on standard input, it replays the trace and follows it to its
 end.
 
-Prints one JSON line: how many outputs it saw, how many of them it replayed, and the digests of what it folded.
+Prints one JSON line: in how many outputs it received how many tokens, the digest of their ids, and the digests of what
+it folded.
 """
 
 from __future__ import annotations
@@ -13,31 +14,33 @@ import sys
 import anyio
 
 import tracewire
-from tracewire_bus.fold import Fold
-from tracewire_bus.messages import Final, Output
-from tracewire_bus.values import digest
 
 
 async def watch(url: str, name: str, only: list[str]) -> dict[str, object]:
-    """Follow the trace whose id comes on standard input; returns what was seen."""
+    """Follow the trace whose id comes on standard input; returns what was received."""
     names = set(only) or None
     async with tracewire.connect(url) as client:
         print("connected", flush=True)
         trace = (await anyio.to_thread.run_sync(sys.stdin.readline)).strip()
-        fold = Fold(names=names)
+        fold = tracewire.Fold(names=names)
         outputs = 0
+        token_ids: list[int] = []
         async for event in client.subscribe(trace, since="start", names=names):
             fold.apply(event)
-            if isinstance(event, Output):
-                outputs += 1
-            if isinstance(event, Final):
-                fold.verify()
-        saves = fold.choices[0, 0].saves
+            match event:
+                case tracewire.Output():
+                    outputs += 1
+                    token_ids += event.token_ids
+                case tracewire.Restarted():
+                    outputs, token_ids = 0, []
+                case tracewire.Final():
+                    fold.verify()
         return {
             "name": name,
             "outputs": outputs,
-            "tokens": len(fold.choices[0, 0].token_ids),
-            "digests": {key: digest(value).hex() for key, value in sorted(saves.items())},
+            "tokens": len(token_ids),
+            "token_digest": tracewire.digest(token_ids).hex(),
+            "digests": {key: tracewire.digest(value).hex() for key, value in sorted(fold.choices[0, 0].saves.items())},
         }
 
 

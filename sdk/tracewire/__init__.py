@@ -21,9 +21,10 @@ This package needs neither torch, vLLM nor nnsight; the engine, which does, is `
 from __future__ import annotations
 
 from tracewire_bus.firehose import Lifecycle
-from tracewire_bus.messages import Ablate, Clamp, Live, LogitLens, Probe, Steer, StopWhen
+from tracewire_bus.fold import Fold
+from tracewire_bus.messages import Ablate, Clamp, FirstToken, Live, LogitLens, Probe, Steer, StopWhen
 from tracewire_bus.records import LiveState
-from tracewire_bus.values import ArrayRef
+from tracewire_bus.values import ArrayRef, digest
 
 from .blocks import Intervention, intervention
 from .client import Client, Prompt, connect
@@ -94,6 +95,8 @@ __all__ = [
     "Event",
     "EventsLost",
     "Final",
+    "FirstToken",
+    "Fold",
     "Gap",
     "Intervention",
     "InterventionError",
@@ -138,5 +141,6 @@ __all__ = [
     "VersionConflict",
     "Watch",
     "connect",
+    "digest",
     "intervention",
 ]

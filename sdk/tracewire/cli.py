@@ -313,7 +313,7 @@ def _line(event: Event) -> str:
     if isinstance(event, Steered):
         values = {name: value for change in event.changes for name, value in change.values.items()}
         shown = "  ".join(f"{name}={_short(value)}" for name, value in values.items())
-        where = ", ".join(f"{invoke}.{choice} {index}" for invoke, choice, index in event.first)
+        where = ", ".join(f"{one.invoke}.{one.choice} {one.index}" for one in event.first)
         return f"steered to version {event.version} from {where or 'no token'} on: {shown}"
     if isinstance(event, Paused | Resumed):
         return f"{'paused' if isinstance(event, Paused) else 'resumed'} by {event.by}"

@@ -26,6 +26,7 @@ from tracewire_bus.messages import (
     Accepted,
     Append,
     Block,
+    DecodedOutput,
     Delete,
     Delta,
     EngineInfo,
@@ -35,7 +36,6 @@ from tracewire_bus.messages import (
     Invoke,
     Manifest,
     ModuleInfo,
-    Output,
     RawOutput,
     Restarted,
     Set,
@@ -47,8 +47,10 @@ from tracewire_bus.values import equal, pack, wire
 
 EVENTS: list[Any] = [
     Accepted(attempt=1, seq=0, engine="e", model="m", queued_at=1.5, sampling=[{"seed": None, "stop": ["a"]}]),
-    Output(attempt=1, seq=1, invoke=2, choice=3, index=4, token_ids=[5, 6], text="täxt", deltas=[[], []]),
-    Output(attempt=1, seq=2, logprobs=[{7: (-0.5, 1, "a"), 8: (-2.0, None, None)}], token_ids=[7], stop_reason=13),
+    DecodedOutput(attempt=1, seq=1, invoke=2, choice=3, index=4, token_ids=[5, 6], text="täxt", deltas=[[], []]),
+    DecodedOutput(
+        attempt=1, seq=2, logprobs=[{7: (-0.5, 1, "a"), 8: (-2.0, None, None)}], token_ids=[7], stop_reason=13
+    ),
     Restarted(attempt=2, seq=0, reason="lost"),
     Final(
         attempt=2,
@@ -107,7 +109,7 @@ def test_an_engine_arrives_as_it_was() -> None:
 def test_values_in_deltas_arrive() -> None:
     array = np.arange(6, dtype=np.float16).reshape(2, 3)
     big: dict[Any, Any] = {"t": (1, 2.5), 3: 2**70, None: [array]}
-    output = Output(
+    output = DecodedOutput(
         attempt=1,
         seq=1,
         token_ids=[1],
@@ -120,7 +122,7 @@ def test_values_in_deltas_arrive() -> None:
         ],
     )
     arrived = decode_event(encode(output))
-    assert isinstance(arrived, Output)
+    assert isinstance(arrived, DecodedOutput)
     set_, append, delete = arrived.deltas[0]
     assert isinstance(set_, Set)
     assert isinstance(append, Append)
@@ -135,7 +137,7 @@ def test_steps_encoded_beforehand_read_like_any_others() -> None:
     raw = RawOutput(
         attempt=1, seq=1, token_ids=[1, 2], deltas=[msgspec.Raw(msgspec.msgpack.encode(step)) for step in deltas]
     )
-    assert decode_event(encode(raw)) == Output(attempt=1, seq=1, token_ids=[1, 2], deltas=deltas)
+    assert decode_event(encode(raw)) == DecodedOutput(attempt=1, seq=1, token_ids=[1, 2], deltas=deltas)
 
 
 def test_fields_of_a_newer_version_are_ignored() -> None:
@@ -152,9 +154,9 @@ def test_fields_of_a_newer_version_are_ignored() -> None:
 
 def test_fields_that_an_older_version_did_not_have_are_at_their_defaults() -> None:
     """An event is an array: what it lacks at its end counts as not given."""
-    body = msgspec.msgpack.decode(encode(Output(attempt=1, seq=4, token_ids=[7], text="x")))
+    body = msgspec.msgpack.decode(encode(DecodedOutput(attempt=1, seq=4, token_ids=[7], text="x")))
     older = decode_event(msgspec.msgpack.encode(body[:-3]))
-    assert older == Output(attempt=1, seq=4, token_ids=[7], text="x")
+    assert older == DecodedOutput(attempt=1, seq=4, token_ids=[7], text="x")
 
 
 @pytest.mark.parametrize("tokens", [1, 64, 2048])

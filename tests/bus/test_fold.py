@@ -18,16 +18,16 @@ from tracewire_bus.messages import (
     SHARED_INVOKE,
     Accepted,
     Append,
+    DecodedOutput,
+    DecodedShared,
     Delete,
     Delta,
     Event,
     Failure,
     Final,
     Manifest,
-    Output,
     Restarted,
     Set,
-    Shared,
     Usage,
 )
 from tracewire_bus.values import ArrayRef, digest, equal, kind, length, wire
@@ -40,9 +40,9 @@ def manifest_of(saves: dict[str, Any], invoke: int = 0, choice: int = 0) -> list
     ]
 
 
-def output(seq: int, *deltas: Delta, attempt: int = 1, **fields: Any) -> Output:
+def output(seq: int, *deltas: Delta, attempt: int = 1, **fields: Any) -> DecodedOutput:
     """An output of one token whose step brought `deltas`."""
-    return Output(
+    return DecodedOutput(
         **{"attempt": attempt, "seq": seq, "index": seq, "token_ids": [seq], "deltas": [list(deltas)], **fields}
     )
 
@@ -156,10 +156,10 @@ def test_a_whole_trace() -> None:
     accepted = Accepted(attempt=1, seq=0, engine="e", model="m")
     fold = folded(
         accepted,
-        Output(attempt=1, seq=1, token_ids=[4, 5], text="ab", deltas=[[Set(path=("x",), value=[1])], []]),
-        Output(attempt=1, seq=2, choice=1, token_ids=[6], text="z", deltas=[[Set(path=("x",), value=5)]]),
-        Output(attempt=1, seq=3, invoke=1, token_ids=[7], deltas=[[]], finish_reason="length"),
-        Output(
+        DecodedOutput(attempt=1, seq=1, token_ids=[4, 5], text="ab", deltas=[[Set(path=("x",), value=[1])], []]),
+        DecodedOutput(attempt=1, seq=2, choice=1, token_ids=[6], text="z", deltas=[[Set(path=("x",), value=5)]]),
+        DecodedOutput(attempt=1, seq=3, invoke=1, token_ids=[7], deltas=[[]], finish_reason="length"),
+        DecodedOutput(
             attempt=1,
             seq=4,
             index=2,
@@ -217,14 +217,14 @@ def test_arrays_are_shared_with_copies() -> None:
 def test_restarting_starts_over() -> None:
     fold = folded(
         Accepted(attempt=1, seq=0, engine="e1", model="m"),
-        Output(attempt=1, seq=1, token_ids=[1], text="a", deltas=[[Set(path=("x",), value=1)]]),
+        DecodedOutput(attempt=1, seq=1, token_ids=[1], text="a", deltas=[[Set(path=("x",), value=1)]]),
         Restarted(attempt=2, seq=0, reason="lost"),
     )
     assert fold.choices == {}
     assert fold.accepted is None
     for event in (
         Accepted(attempt=2, seq=1, engine="e2", model="m"),
-        Output(attempt=2, seq=2, token_ids=[9], text="b", deltas=[[]]),
+        DecodedOutput(attempt=2, seq=2, token_ids=[9], text="b", deltas=[[]]),
         Final(attempt=2, seq=3, status="finished"),
     ):
         fold.apply(event)
@@ -333,9 +333,9 @@ def test_references_are_verified_without_what_they_stand_for() -> None:
         folded(*events).verify()
 
 
-def gain(seq: int, *steps: list[Delta], attempt: int = 1) -> Shared:
+def gain(seq: int, *steps: list[Delta], attempt: int = 1) -> DecodedShared:
     """What the trace shares has gained this, step by step."""
-    return Shared(attempt=attempt, seq=seq, invoke=SHARED_INVOKE, deltas=list(steps))
+    return DecodedShared(attempt=attempt, seq=seq, invoke=SHARED_INVOKE, deltas=list(steps))
 
 
 def test_what_a_trace_shares_is_folded_apart_from_its_invokes_and_verified() -> None:

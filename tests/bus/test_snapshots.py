@@ -12,12 +12,12 @@ from tracewire_bus.fold import Fold, FoldError
 from tracewire_bus.messages import (
     Accepted,
     Append,
+    DecodedOutput,
     Delta,
     Event,
     Failure,
     Final,
     Manifest,
-    Output,
     Paused,
     Restarted,
     Set,
@@ -70,7 +70,7 @@ class Author:
         """So many tokens."""
         for _ in range(count):
             step, self.tokens = self.tokens, self.tokens + 1
-            output = Output(
+            output = DecodedOutput(
                 attempt=0, seq=0, index=step, token_ids=[step], text=f" {step}", deltas=[saved(step)], logprobs=None
             )
             await self.write(output)

@@ -41,7 +41,7 @@ def schedule_of(events: list[Any], first: float, tokens: int, where: tuple[int, 
     values = [first] * tokens
     for event in events:
         if isinstance(event, Steered):
-            starts = {(invoke, choice): index for invoke, choice, index in event.first}
+            starts = {(place.invoke, place.choice): place.index for place in event.first}
             new = [change.values["alpha"] for change in event.changes if "alpha" in change.values]
             if new and where in starts:
                 values[starts[where] :] = [new[-1]] * (tokens - starts[where])
@@ -59,8 +59,8 @@ def check_order(events: list[Any]) -> None:
             assert event.version > version
             assert [change.version for change in event.changes] == list(range(version + 1, event.version + 1))
             version = event.version
-            for invoke, choice, index in event.first:
-                assert seen.get((invoke, choice), 0) <= index
+            for place in event.first:
+                assert seen.get((place.invoke, place.choice), 0) <= place.index
 
 
 async def steer_along(trace: Any, values: list[float], every: int, *, in_turn: bool = False) -> list[Any]:

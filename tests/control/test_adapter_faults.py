@@ -15,7 +15,7 @@ import tracewire
 from tests.bus.proxy import proxy
 from tests.control.adapted import PlayedEngine, adapted
 from tests.scripted import engine_info
-from tracewire import Accepted, Client, Final, Output, Paused, Resumed, Steered
+from tracewire import Accepted, Client, Final, FirstToken, Output, Paused, Resumed, Steered
 from tracewire_bus.codec import decode_submission, encode
 from tracewire_bus.control import Order
 from tracewire_bus.declared import normalized
@@ -183,7 +183,7 @@ async def test_a_change_is_not_told_as_applied_before_it_was_sent(client: Client
             engine.finish(request)
             events = [event async for event in client.subscribe(trace.id)]
     told = [event for event in events if isinstance(event, Steered)]
-    assert [(event.version, event.first) for event in told] == [(2, [(0, 0, 1)])]
+    assert [(event.version, event.first) for event in told] == [(2, [FirstToken(invoke=0, choice=0, index=1)])]
     assert events.index(told[0]) < len(events) - 2
 
 

@@ -13,7 +13,7 @@ import pytest
 import tracewire
 from tests.bus.proxy import proxy
 from tests.scripted import ScriptedEngine, Stage, engine_info, tiny
-from tracewire import Client, Final, Output, Steered
+from tracewire import Client, Final, FirstToken, Output, Steered
 from tracewire_bus.codec import decode_submission
 from tracewire_bus.live import live_values
 from tracewire_bus.records import SteerRefused
@@ -63,7 +63,8 @@ async def test_a_queued_trace_starts_with_what_it_was_steered_to(
     assert accepted.live["alpha"] == 2
     assert np.array_equal(accepted.live["vector"], vector + 1)
     assert [(change.version, change.by) for change in steered.changes] == [(1, "one"), (2, "somebody")]
-    assert steered.first == [(0, 0, 0)]
+    assert steered.first == [FirstToken(invoke=0, choice=0, index=0)]
+    assert steered.first[0].index == 0
     assert steered.id == "1-1"
     assert isinstance(events[-1], Final)
 

@@ -208,7 +208,7 @@ async def test_a_paused_trace_can_be_steered_and_cancelled(live_client: Client, 
             if isinstance(item, Paused):
                 break
         assert told is not None
-        assert told.first[0][2] >= at
+        assert told.first[0].index >= at
         assert await trace.cancel("while it rests")
         with pytest.raises(tracewire.TraceFailed, match="while it rests"):
             await trace.result()

@@ -99,7 +99,7 @@ async def test_declared_interventions_take_live_scales_and_vectors(live_client: 
                     await trace.steer(alpha=-1.0, vector=other.astype(np.float64))
             live = await trace.result()
         check_order(items)
-        first, second = [item.first[0][2] for item in items if isinstance(item, Steered)]
+        first, second = [item.first[0].index for item in items if isinstance(item, Steered)]
         assert [change.by for item in items if isinstance(item, Steered) for change in item.changes] == [
             "submitter"
         ] * 2
@@ -146,7 +146,7 @@ async def test_a_live_threshold_ends_at_its_token(live_client: Client, model: Mo
             result = await trace.result()
         (told,) = [item for item in items if isinstance(item, Steered)]
         assert result.status == "stopped"
-        assert len(result.token_ids) == told.first[0][2] + 1
+        assert len(result.token_ids) == told.first[0].index + 1
 
 
 async def test_what_was_changed_while_queued_holds_from_the_first_token(live_client: Client, model: Model) -> None:

@@ -21,6 +21,7 @@ def test_the_demo_s_three_consumers_agree_with_each_other_and_with_nnsight(tmp_p
     assert done.returncode == 0, done.stderr[-4000:]
     figures = json.loads(done.stdout.splitlines()[-1])
     assert figures["agree"] is True
+    assert figures["problems"] == []
     assert figures["tokens"] == 64
     service, late, narrow = figures["consumers"]
     assert service["digests"] == late["digests"] == figures["nnsight_collect"]
@@ -28,6 +29,15 @@ def test_the_demo_s_three_consumers_agree_with_each_other_and_with_nnsight(tmp_p
     assert set(narrow["digests"]) == {"projection"}
     assert narrow["digests"]["projection"] == service["digests"]["projection"]
     assert [consumer["tokens"] for consumer in figures["consumers"]] == [64, 64, 64]
+    assert all(0 < consumer["outputs"] <= 64 for consumer in figures["consumers"])
+    assert len({consumer["token_digest"] for consumer in figures["consumers"]}) == 1
+    assert figures["values"] == 128
+    assert figures["values_per_second"] > figures["tokens_per_second"] > 0
+    # What a person reads counts the same.
+    for consumer in figures["consumers"]:
+        shown = f"  {consumer['name']:8} 64 tokens in {consumer['outputs']:2} outputs "
+        assert shown in done.stderr
+    assert "all agree: True" in done.stderr
     # Whatever it started has this in its environment. A zombie has none, and a process may end while it is looked at.
     left = [process.info["cmdline"] for process in psutil.process_iter(["cmdline", "environ"]) if marked(process, mark)]
     assert left == []

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tracewire_bus.codec import decode_event, encode
 from tracewire_bus.fold import Fold
-from tracewire_bus.messages import Append, Delta, Final, Manifest, Output, Set
+from tracewire_bus.messages import Append, DecodedOutput, Delta, Final, Manifest, Set
 from tracewire_bus.values import digest, equal
 from tracewire_engine import saves as saves_module
 from tracewire_engine.saves import SaveTracker
@@ -30,7 +30,7 @@ class Replay:
 
     def step(self) -> list[Delta]:
         deltas = self.tracker.step(self.saves)
-        event = Output(attempt=1, seq=self.seq, index=self.seq, token_ids=[7], deltas=[deltas])
+        event = DecodedOutput(attempt=1, seq=self.seq, index=self.seq, token_ids=[7], deltas=[deltas])
         self.fold.apply(decode_event(encode(event)))
         self.seq += 1
         return deltas

@@ -16,11 +16,11 @@ from tracewire_bus.messages import (
     Accepted,
     Append,
     Change,
+    DecodedOutput,
     Event,
     Failure,
     Final,
     Manifest,
-    Output,
     Paused,
     Restarted,
     Resumed,
@@ -55,7 +55,7 @@ def good() -> tuple[Asked, Entries]:
             item = encoded_array(payloads[at])
             delta = Append(path=("acts",), items=[item]) if at else Set(path=("acts",), value=[item])
             fields = {"index": at, "token_ids": [tokens[at]], "text": "x", "deltas": [[delta]]}
-            events.append(Output(attempt=number, seq=len(events), **fields))
+            events.append(DecodedOutput(attempt=number, seq=len(events), **fields))
         return events
 
     events = [*attempt(1, 2), *attempt(2, TOKENS)]
@@ -176,7 +176,7 @@ def test_each_prompt_has_what_it_asks_for() -> None:
     asked.cancelled = True
     end = Failure(type="Cancelled", message="")
     for invoke, index in ((0, TOKENS), (1, 0)):
-        other = Output(attempt=2, seq=7, invoke=invoke, index=index, token_ids=[1], text="x", deltas=[[]])
+        other = DecodedOutput(attempt=2, seq=7, invoke=invoke, index=index, token_ids=[1], text="x", deltas=[[]])
         final = entry(Final(attempt=2, seq=8, status="cancelled", error=end))
         assert kinds(asked, [*stream[:-1], entry(other), final]) == {"wrong"}
 

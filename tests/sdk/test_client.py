@@ -916,7 +916,7 @@ async def test_a_gap_in_the_events_is_an_error(client: Client, engine: Callable[
 
 def tracewire_output(stage: Stage) -> bytes:
 
-    return encode(messages.Output(attempt=stage.attempt, seq=stage.seq, token_ids=[1], text="x", deltas=[[]]))
+    return encode(messages.DecodedOutput(attempt=stage.attempt, seq=stage.seq, token_ids=[1], text="x", deltas=[[]]))
 
 
 async def test_events_of_a_newer_version(client: Client, engine: Callable[..., Any], redis_url: str) -> None:

@@ -78,7 +78,7 @@ def every_message() -> dict[str, tuple[str, messages.Message]]:
         messages.Set(path=("large",), value=wire(reference)),
         messages.Delete(path=("value", "big")),
     ]
-    output = messages.Output(
+    output = messages.DecodedOutput(
         **event,
         invoke=1,
         choice=2,
@@ -91,7 +91,7 @@ def every_message() -> dict[str, tuple[str, messages.Message]]:
         logprobs=[{5: (-0.5, 1, "a")}, {6: (-1.5, None, None)}],
         deltas=[deltas, []],
     )
-    shared = messages.Shared(**event, invoke=messages.SHARED_INVOKE, time=3.5, deltas=[deltas])
+    shared = messages.DecodedShared(**event, invoke=messages.SHARED_INVOKE, time=3.5, deltas=[deltas])
     change = messages.Change(version=2, by="c", time=4500, values={"alpha": 1.5, "vector": wire(_ARRAY)})
     submission = messages.Submission(
         trace="t",
@@ -206,7 +206,12 @@ def every_message() -> dict[str, tuple[str, messages.Message]]:
         "accepted": ("event", accepted),
         "output": ("event", output),
         "shared": ("event", shared),
-        "steered": ("event", messages.Steered(**event, version=2, first=[(0, 1, 4)], time=4.5, changes=[change])),
+        "steered": (
+            "event",
+            messages.Steered(
+                **event, version=2, first=[messages.FirstToken(invoke=0, choice=1, index=4)], time=4.5, changes=[change]
+            ),
+        ),
         "paused": ("event", messages.Paused(**event, by="c", time=5.5)),
         "resumed": ("event", messages.Resumed(**event, by="c", time=6.5)),
         "restarted": ("event", messages.Restarted(**event, reason="engine e was lost")),
@@ -240,10 +245,18 @@ def decoded(decodes: str, data: bytes) -> Any:
     return getattr(codec, f"decode_{decodes}")(data)
 
 
+#: What the recordings call classes that have another name in Python now.
+RECORDED = {"DecodedOutput": "Output", "DecodedShared": "Shared"}
+
+
 def plain(value: Any) -> Any:
     """What a message holds, as JSON has it: structs as dicts with all their fields, arrays and bytes as hexadecimal."""
+    if isinstance(value, messages.FirstToken):
+        # A bare array in the recordings.
+        return [value.invoke, value.choice, value.index]
     if isinstance(value, msgspec.Struct):
-        return {"is": type(value).__name__} | {name: plain(getattr(value, name)) for name in value.__struct_fields__}
+        is_ = type(value).__name__
+        return {"is": RECORDED.get(is_, is_)} | {name: plain(getattr(value, name)) for name in value.__struct_fields__}
     if isinstance(value, dict):
         # Keys need not be text.
         return {"dict": [[plain(key), plain(item)] for key, item in value.items()]}

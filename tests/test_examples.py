@@ -1,0 +1,128 @@
+"""The examples import what is public only, and the demo's verdict looks at what it claims."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import tracewire
+from tracewire_bus import messages
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = sorted(path.relative_to(ROOT) for path in (ROOT / "examples").rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=str)
+def test_an_example_imports_of_ours_what_is_public_only(path: Path) -> None:
+    modules: set[str] = set()
+    for node in ast.walk(ast.parse((ROOT / path).read_text())):
+        if isinstance(node, ast.Import):
+            modules |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            modules.add(node.module or "")
+    ours = {module for module in modules if module.partition(".")[0].startswith("tracewire")}
+    assert ours <= {"tracewire"}
+
+
+def test_no_event_shares_its_name_with_another_class() -> None:
+    """A consumer tells events apart by class: one of that name that never comes would match none, without a word."""
+    events = {name for name in tracewire.__all__ if _is_event(getattr(tracewire, name))}
+    assert {"Accepted", "Output", "Shared", "Steered", "Final"} <= events
+    for name in events & set(messages.__all__):
+        assert getattr(messages, name) is getattr(tracewire, name), name
+
+
+def _is_event(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, messages.Event)
+
+
+def loaded(example: str) -> ModuleType:
+    """An example's `run.py`, which does not run when it is imported."""
+    path = ROOT / "examples" / example / "run.py"
+    spec = importlib.util.spec_from_file_location(f"{example}_run", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", list(sys.path))
+        spec.loader.exec_module(module)
+    sys.modules.pop("blocks", None)
+    return module
+
+
+@pytest.fixture(scope="module")
+def demo() -> ModuleType:
+    """The demo's module."""
+    return loaded("demo")
+
+
+TOKEN_IDS = list(range(64))
+COLLECTED = {"probability": "aa", "projection": "bb"}
+
+
+def reports() -> dict[str, dict[str, Any]]:
+    """What the three consumers of the demo report when all is well."""
+    whole = {"outputs": 40, "tokens": 64, "token_digest": tracewire.digest(TOKEN_IDS).hex()}
+    return {
+        "service": {"name": "service", **whole, "digests": dict(COLLECTED)},
+        "late": {"name": "late", **whole, "digests": dict(COLLECTED)},
+        "narrow": {"name": "narrow", **whole, "digests": {"projection": "bb"}},
+    }
+
+
+def test_the_demo_finds_nothing_wrong_where_all_received_everything(demo: ModuleType) -> None:
+    assert demo.problems(list(reports().values()), TOKEN_IDS, COLLECTED) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        ("late", {"outputs": 0}, "late: no output"),
+        ("narrow", {"outputs": 0, "tokens": 0}, "narrow: 0 of 64 tokens"),
+        ("late", {"tokens": 63}, "late: 63 of 64 tokens"),
+        ("service", {"tokens": 65}, "service: 65 of 64 tokens"),
+        ("late", {"token_digest": "00"}, "late: other tokens than the trace's"),
+        ("late", {"digests": {"projection": "bb"}}, "late: folded ['projection'], not ['probability', 'projection']"),
+        ("narrow", {"digests": {}}, "narrow: folded [], not ['projection']"),
+        ("narrow", {"digests": {"projection": "cc"}}, "narrow: another projection than nnsight collected"),
+    ],
+)
+def test_the_demo_says_who_lacks_what(demo: ModuleType, name: str, change: dict[str, Any], said: str) -> None:
+    told = reports()
+    told[name] |= change
+    assert said in demo.problems(list(told.values()), TOKEN_IDS, COLLECTED)
+
+
+@pytest.mark.parametrize("name", ["service", "late", "narrow"])
+def test_the_demo_says_who_reported_nothing(demo: ModuleType, name: str) -> None:
+    told = reports()
+    del told[name]
+    assert demo.problems(list(told.values()), TOKEN_IDS, COLLECTED) == [f"{name}: no report"]
+
+
+def test_the_demo_says_that_the_trace_itself_is_short(demo: ModuleType) -> None:
+    assert "the trace has 63 tokens, not 64" in demo.problems(list(reports().values()), TOKEN_IDS[:63], COLLECTED)
+    assert "nnsight collected [], not ['probability', 'projection']" in demo.problems([], TOKEN_IDS, {})
+
+
+@pytest.mark.parametrize(
+    ("change", "good"),
+    [
+        ({}, True),
+        ({"tokens": 0}, False),
+        ({"tokens": 199}, False),
+        ({"status": "failed"}, False),
+        ({"restarts": 0}, False),
+        ({"same tokens": False}, False),
+    ],
+)
+def test_two_hosts_went_on_only_if_the_whole_trace_did(change: dict[str, Any], good: bool) -> None:
+    went_on = loaded("two_hosts").went_on
+    came_to = {"restarts": 1, "same tokens": True, "status": "finished", "tokens": 200}
+    assert went_on(came_to | change) is good
