@@ -33,7 +33,7 @@ from .messages import (
     Steered,
     Submission,
 )
-from .values import ext_hook
+from .values import decoder
 
 __all__ = [
     "AnyEvent",
@@ -96,12 +96,12 @@ def _decode(type_: Any) -> Callable[[bytes | memoryview], Any]:
         # An event whose outputs, and those of the trace, are of these forms.
         output, shared = type_
         type_ = Union[Accepted, output, shared, Steered, Paused, Resumed, Restarted, Final]  # noqa: UP007  (variables)
-    return msgspec.msgpack.Decoder(type_, ext_hook=ext_hook).decode
+    return decoder(type_)
 
 
 @cache
 def _plain(type_: Any) -> Callable[[bytes | memoryview], Any]:
-    return msgspec.msgpack.Decoder(type_).decode
+    return decoder(type_, plain=True)
 
 
 @cache
@@ -113,18 +113,6 @@ def _deltas() -> Callable[[bytes | memoryview], Any]:
 def encode(message: Message) -> bytes:
     """`message` in msgpack. Values in it must have been prepared by [`wire`][tracewire_bus.values.wire]."""
     return _encoder().encode(message)
-
-
-def _checked(decode: Callable[[bytes | memoryview], Any], data: bytes | memoryview) -> Any:
-    try:
-        return decode(data)
-    except msgspec.MsgspecError:
-        raise
-    except RecursionError:
-        raise msgspec.DecodeError("the message nests too deep to be decoded") from None
-    except (ValueError, TypeError) as error:
-        # From `ext_hook`, or a map whose keys cannot be hashed.
-        raise msgspec.DecodeError(f"the message holds a malformed value: {error}") from error
 
 
 @overload
@@ -165,10 +153,10 @@ def decode_plain(data: bytes | memoryview) -> AnyEvent:
 
 def _event(decode: Callable[[bytes | memoryview], Any], data: bytes | memoryview) -> Any:
     try:
-        return _checked(decode, data)
+        return decode(data)
     except msgspec.ValidationError:
         try:
-            kind = _checked(_decode(_Peek), data).kind
+            kind = _decode(_Peek)(data).kind
         except msgspec.MsgspecError:
             kind = None
         if kind is None or kind in _KINDS:
@@ -183,7 +171,7 @@ def decode_deltas(data: bytes | memoryview | msgspec.Raw) -> list[list[Delta]]:
         msgspec.ValidationError: they are none.
         msgspec.DecodeError: they hold a malformed value.
     """
-    return cast(list[list[Delta]], _checked(_deltas(), data))
+    return cast(list[list[Delta]], _deltas()(data))
 
 
 def decode_change(data: bytes | memoryview) -> Change:
@@ -193,7 +181,7 @@ def decode_change(data: bytes | memoryview) -> Change:
         msgspec.ValidationError: its fields have other types than they should.
         msgspec.DecodeError: it is no msgpack, or holds a malformed value.
     """
-    return cast(Change, _checked(_decode(Change), data))
+    return cast(Change, _decode(Change)(data))
 
 
 def decode_snapshot(data: bytes | memoryview, *, plain: bool = False) -> Snapshot:
@@ -203,7 +191,7 @@ def decode_snapshot(data: bytes | memoryview, *, plain: bool = False) -> Snapsho
         msgspec.ValidationError: its fields have other types than they should.
         msgspec.DecodeError: it is no msgpack, or holds a malformed value.
     """
-    return cast(Snapshot, _checked(_plain(Snapshot) if plain else _decode(Snapshot), data))
+    return cast(Snapshot, (_plain(Snapshot) if plain else _decode(Snapshot))(data))
 
 
 def decode_submission(data: bytes | memoryview) -> Submission:
@@ -213,7 +201,7 @@ def decode_submission(data: bytes | memoryview) -> Submission:
         msgspec.ValidationError: its fields have other types than they should.
         msgspec.DecodeError: it is no msgpack, or holds a malformed value.
     """
-    return cast(Submission, _checked(_decode(Submission), data))
+    return cast(Submission, _decode(Submission)(data))
 
 
 def decode_edit(data: bytes | memoryview) -> Edit:
@@ -223,7 +211,7 @@ def decode_edit(data: bytes | memoryview) -> Edit:
         msgspec.ValidationError: its fields have other types than they should.
         msgspec.DecodeError: it is no msgpack, or holds a malformed value.
     """
-    return cast(Edit, _checked(_decode(Edit), data))
+    return cast(Edit, _decode(Edit)(data))
 
 
 def decode_edit_record(data: bytes | memoryview) -> EditRecord:
@@ -233,7 +221,7 @@ def decode_edit_record(data: bytes | memoryview) -> EditRecord:
         msgspec.ValidationError: its fields have other types than they should.
         msgspec.DecodeError: it is no msgpack, or holds a malformed value.
     """
-    return cast(EditRecord, _checked(_decode(EditRecord), data))
+    return cast(EditRecord, _decode(EditRecord)(data))
 
 
 def decode_engine(data: bytes | memoryview) -> EngineInfo:
@@ -243,7 +231,7 @@ def decode_engine(data: bytes | memoryview) -> EngineInfo:
         msgspec.ValidationError: its fields have other types than they should.
         msgspec.DecodeError: it is no msgpack, or holds a malformed value.
     """
-    return cast(EngineInfo, _checked(_decode(EngineInfo), data))
+    return cast(EngineInfo, _decode(EngineInfo)(data))
 
 
 def schema_text() -> str:

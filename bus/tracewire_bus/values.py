@@ -23,6 +23,7 @@ import hashlib
 import math
 import struct
 import sys
+import threading
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -45,12 +46,12 @@ __all__ = [
     "array_head",
     "array_of",
     "array_payload",
+    "decoder",
     "dict_digest",
     "digest",
     "encoded_array",
     "encoded_digest",
     "equal",
-    "ext_hook",
     "is_array",
     "kind",
     "length",
@@ -520,16 +521,40 @@ def _int_bytes(number: int) -> bytes:
     return number.to_bytes(number.bit_length() // 8 + 1, "little", signed=True)
 
 
-def ext_hook(code: int, payload: memoryview) -> Any:
-    """Decodes what msgpack has no type for. For decoders of messages that carry values.
+class _NotPlain(Exception):
+    """What is decoded holds more than plain data and arrays."""
 
-    Raises:
-        ValueError: an unknown code or a malformed payload.
-    """
+
+class _Decoding(threading.local):
+    """How many tuples stand in each other, of what this thread decodes at the moment."""
+
+    depth = 0
+
+
+_decoding = _Decoding()
+#: Without a hook an extension decodes to an object that no map takes as a key.
+_without_hook = msgspec.msgpack.Decoder()
+
+
+def _array_hook(code: int, payload: memoryview) -> Any:
+    """Decodes arrays, which are what nearly all messages have beside plain data."""
+    if code == _ARRAY:
+        return _array_from(payload)
+    raise _NotPlain
+
+
+def _ext_hook(code: int, payload: memoryview) -> Any:
+    """Decodes what msgpack has no type for."""
     if code == _ARRAY:
         return _array_from(payload)
     if code == _TUPLE:
-        return tuple(_list_decoder.decode(payload))
+        if _decoding.depth >= MAX_DEPTH:
+            raise ValueError(f"tuples nest deeper than {MAX_DEPTH}")
+        _decoding.depth += 1
+        try:
+            return tuple(_list_decoder(payload))
+        finally:
+            _decoding.depth -= 1
     if code == _INT:
         return int.from_bytes(payload, "little", signed=True)
     if code == _COMPLEX:
@@ -541,20 +566,47 @@ def ext_hook(code: int, payload: memoryview) -> Any:
     raise ValueError(f"unknown extension type {code}")
 
 
-_decoder = msgspec.msgpack.Decoder(ext_hook=ext_hook)
-_list_decoder = msgspec.msgpack.Decoder(list[Any], ext_hook=ext_hook)
+def decoder(type_: Any = Any, *, plain: bool = False) -> Callable[[bytes | memoryview], Any]:
+    """What decodes messages of this type that carry values: a function of the encoded message. With `plain`, what
+    msgpack has no type for stays encoded.
+
+    The function raises `msgspec.DecodeError` (a `ValueError`), and nothing else, where the data is no such message:
+    where it is cut short, nests too deep, holds a malformed value, or has a map with an extension as a key.
+    """
+    decode = msgspec.msgpack.Decoder(type_, ext_hook=None if plain else _array_hook).decode
+    decode_all = msgspec.msgpack.Decoder(type_, ext_hook=_ext_hook).decode
+
+    def decoded(data: bytes | memoryview) -> Any:
+        try:
+            try:
+                return decode(data)
+            except _NotPlain:
+                # Python hashes integers, complex numbers and tuples of them in a known way: a map that has them as
+                # keys can be made to take time that grows with the square of its size. This refuses them as keys.
+                _without_hook.decode(data)
+                return decode_all(data)
+        except msgspec.MsgspecError:
+            raise
+        except RecursionError:
+            raise msgspec.DecodeError("the message nests too deep to be decoded") from None
+        except (ValueError, TypeError, ArithmeticError, LookupError, MemoryError) as error:
+            # From a hook, or a map whose keys cannot be hashed.
+            raise msgspec.DecodeError(f"the message holds a malformed value: {error}") from error
+
+    return decoded
+
+
+_decoder = decoder()
+_list_decoder = decoder(list[Any])
 
 
 def unpack(data: bytes | memoryview) -> Any:
     """The value that [`pack`][tracewire_bus.values.pack] made `data` of. Its arrays share memory with `data`.
 
     Raises:
-        ValueError: `data` is no packed value (`msgspec.DecodeError` is one).
+        msgspec.DecodeError: (a `ValueError`) `data` is no packed value.
     """
-    try:
-        return _decoder.decode(data)
-    except RecursionError:
-        raise ValueError("containers nest too deep to be decoded") from None
+    return _decoder(data)
 
 
 # --- comparing --------------------------------------------------------------------------------------------------------

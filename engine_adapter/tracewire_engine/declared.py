@@ -15,7 +15,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 from nnsight.intervention.batching import SkipParts
@@ -24,7 +23,7 @@ from nnsight.modeling.vllm.interleaver import VLLMInterleaver
 from tracewire_bus.codec import digest_bytes
 from tracewire_bus.declared import live_name, resolved
 from tracewire_bus.messages import Ablate, Clamp, Failure, LogitLens, Probe, Steer, StopWhen
-from tracewire_bus.values import ext_hook
+from tracewire_bus.values import decoder
 
 from .hosting import TORCH_DTYPES
 from .link import Batch, Layout, LayoutEntry, Part, Placed, Slot
@@ -36,7 +35,7 @@ from .tensors import to_tensors
 
 __all__ = ["Declaration", "DeclaredInterleaver", "DeclaredRequests", "is_early"]
 
-_placed = msgspec.msgpack.Decoder(list[Placed], ext_hook=ext_hook)
+_placed = decoder(list[Placed])
 
 #: Bytes of vectors kept on the device for further requests that bring the same ones.
 CACHE_BYTES = 256 * 1024 * 1024
@@ -100,7 +99,7 @@ class Known:
         """The interventions, and what is run for each, in a list of the caller's own."""
         found = self._held.get(encoded)
         if found is None:
-            placed = [placed for placed in _placed.decode(encoded) if not isinstance(placed.intervention, StopWhen)]
+            placed = [placed for placed in _placed(encoded) if not isinstance(placed.intervention, StopWhen)]
             found = placed, [_Op(one, live.values, self.vectors) for one in placed]
             if len(encoded) > LONG or any(map(_has_live, placed)):
                 return found
@@ -192,7 +191,7 @@ class Declaration:
 def is_early(encoded: bytes, topology: Topology) -> bool:
     """Whether any of a request's interventions is on another pipeline stage than the last."""
     try:
-        sites = [site for placed in _placed.decode(encoded) for site in placed.sites]
+        sites = [site for placed in _placed(encoded) for site in placed.sites]
     except Exception:  # as it will fail to be taken
         return False
     return any(topology.owner(location) != topology.last for location, _ in sites)

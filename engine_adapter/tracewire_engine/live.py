@@ -15,12 +15,11 @@ import time
 from collections import deque
 from typing import Any
 
-import msgspec
 import torch
 from greenlet import getcurrent
 from nnsight.intervention.interleaver import Mediator
 
-from tracewire_bus.values import ext_hook, unpack
+from tracewire_bus.values import decoder, unpack
 
 from .tensors import to_tensors
 
@@ -29,7 +28,7 @@ __all__ = ["LIVE", "LiveRun", "LiveRuns", "LiveValues"]
 #: The location that a step's beginning counts as, for blocks that wait for it.
 LIVE = "tracewire.live"
 
-_changes = msgspec.msgpack.Decoder(tuple[float, dict[str, tuple[int, dict[str, Any]]], list[str]], ext_hook=ext_hook)
+_changes = decoder(tuple[float, dict[str, tuple[int, dict[str, Any]]], list[str]])
 
 
 class LiveRun:
@@ -59,7 +58,8 @@ class LiveRuns:
         """Take changes, for the next step on, and forget runs that are over, which it returns: see
         `link.encode_changes`.
         """
-        sent, changes, over = _changes.decode(encoded)
+        over: list[str]
+        sent, changes, over = _changes(encoded)
         if changes and not self._pending:
             self._sent = sent
         for name, (version, values) in changes.items():

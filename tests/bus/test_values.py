@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from tracewire_bus import values
 from tracewire_bus.values import (
     DTYPES,
     MAX_DEPTH,
@@ -392,11 +393,56 @@ def test_malformed_values_are_refused(data: bytes) -> None:
         unpack(data)
 
 
+def ext(code: int, payload: bytes) -> Any:
+    return msgspec.msgpack.Ext(code, payload)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        ext(3, (2**61 - 1).to_bytes(9, "little")),
+        ext(2, msgspec.msgpack.encode([1, 2])),
+        ext(4, bytes(16)),
+        ext(5, msgspec.msgpack.encode(("float32", (2,), bytes(16), "blob", "name"))),
+    ],
+    ids=["an integer", "a tuple", "a complex number", "a reference"],
+)
+@pytest.mark.parametrize(
+    "wrap", [lambda one: one, lambda one: [{"a": one}, 1], lambda one: ext(2, msgspec.msgpack.encode([one]))]
+)
+def test_no_extension_is_a_key(key: Any, wrap: Any) -> None:
+    entry = msgspec.msgpack.encode(key) + b"\x01"
+    assert unpack(msgspec.msgpack.encode(wrap([key, 1])))  # as a value it is fine
+    with pytest.raises(msgspec.DecodeError, match="key"):
+        unpack(msgspec.msgpack.encode(wrap(msgspec.Raw(b"\x81" + entry))))
+
+
+def test_keys_that_collide_are_refused_before_they_collide() -> None:
+    """16,000 multiples of one number hash alike: as a dict's keys they cost the square of that."""
+    keys = [ext(3, ((2**61 - 1) * n).to_bytes(16, "little")) for n in range(20, 16_020)]
+    entries = b"".join(msgspec.msgpack.encode(key) + b"\x01" for key in keys)
+    packed = b"\xde" + len(keys).to_bytes(2, "big") + entries
+    compared: list[int] = []
+
+    class Counted(int):
+        __hash__ = int.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            compared.append(1)
+            return int.__eq__(self, other)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(values, "int", Counted, raising=False)
+        with pytest.raises(ValueError, match="key"):
+            unpack(packed)
+    assert not compared
+
+
 def test_tuples_nested_without_end_are_refused() -> None:
     data = b"\xc0"
     for _ in range(2000):
         data = extension(2, b"\x91" + data)
-    with pytest.raises(ValueError, match="too deep"):
+    with pytest.raises(ValueError, match="deeper than 64"):
         unpack(data)
 
 

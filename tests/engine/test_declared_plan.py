@@ -25,7 +25,7 @@ from tests.engine.conftest import ENGINELESS
 from tracewire_bus.declared import decoded, normalized, resolved
 from tracewire_bus.fold import apply_delta
 from tracewire_bus.messages import Ablate, Append, Clamp, Declared, Delta, Live, LogitLens, Probe, Steer, StopWhen
-from tracewire_bus.values import digest, ext_hook, pack
+from tracewire_bus.values import decoder, digest, pack
 from tracewire_engine import declared as declared_module
 from tracewire_engine.declared import Declaration, DeclaredRequests
 from tracewire_engine.feed import ChoiceReads, Feed, joined
@@ -34,7 +34,7 @@ from tracewire_engine.live import LiveRun, LiveRuns
 
 HIDDEN, VOCABULARY, LAYERS = 16, 40, 3
 HEAD = torch.randn(VOCABULARY, HIDDEN, generator=torch.Generator().manual_seed(1))
-DELTAS = msgspec.msgpack.Decoder(list[Delta], ext_hook=ext_hook)
+DELTAS = decoder(list[Delta])
 
 assert "test_declared_plan.py" in ENGINELESS
 
@@ -309,7 +309,7 @@ def play(seed: int, declared: DeclaredRequests) -> None:
 def compare(request: Request) -> None:
     saves: dict[str, Any] = {}
     for index in sorted(request.reads.steps):
-        for delta in DELTAS.decode(bytes(joined(b"\x90", request.reads.steps[index]))):
+        for delta in DELTAS(bytes(joined(b"\x90", request.reads.steps[index]))):
             apply_delta(saves, delta)
     assert set(saves) == set(request.expected)
     for name, items in request.expected.items():
@@ -408,5 +408,5 @@ def test_a_stop_condition_counts_steps_in_a_row() -> None:
 def test_an_append_follows_a_set_and_lists_join() -> None:
     encoded = msgspec.msgpack.encode([Append(path=("a",), items=[1])])
     more = [msgspec.msgpack.encode(Append(path=(f"n{number}",), items=[number])) for number in range(20)]
-    found = DELTAS.decode(bytes(joined(encoded, more)))
+    found = DELTAS(bytes(joined(encoded, more)))
     assert [delta.path[0] for delta in found] == ["a", *(f"n{number}" for number in range(20))]

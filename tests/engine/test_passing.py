@@ -16,7 +16,7 @@ import tracewire_engine  # noqa: F401 (before nnsight)
 from tests.engine.conftest import ENGINELESS
 from tracewire_bus.fold import apply_delta
 from tracewire_bus.messages import Append, Delete, Delta, Set
-from tracewire_bus.values import digest, encoded_digest, equal, ext_hook, wire
+from tracewire_bus.values import decoder, digest, encoded_digest, equal, wire
 from tracewire_engine.feed import PassingDigests
 from tracewire_engine.hosting import HostCopy, elements, encoded_late
 from tracewire_engine.runner import _encoded
@@ -24,7 +24,7 @@ from tracewire_engine.saves import SaveTracker
 from tracewire_engine.serving import RowBatcher
 
 ENCODER = msgspec.msgpack.Encoder(enc_hook=encoded_late)
-DELTAS = msgspec.msgpack.Decoder(list[Delta], ext_hook=ext_hook)
+DELTAS = decoder(list[Delta])
 
 assert "test_passing.py" in ENGINELESS
 
@@ -38,7 +38,7 @@ class Passage:
 
     def take(self, raw: bytes) -> None:
         self.passing.take(raw)
-        for delta in DELTAS.decode(raw):
+        for delta in DELTAS(raw):
             apply_delta(self.folded, delta)
 
     def step(self, saves: dict[str, Any]) -> list[Any]:
@@ -149,7 +149,7 @@ def test_a_step_of_one_item_is_encoded_as_any_other() -> None:
         value, host = torch.ones(shape, dtype=torch.bfloat16), HostCopy()
         host.prime([value])
         deltas = [Append(path=("name",), items=[host.array(value) or wire(value)])]
-        (mine,), (other,) = DELTAS.decode(_encoded(deltas)), DELTAS.decode(ENCODER.encode(deltas))
+        (mine,), (other,) = DELTAS(_encoded(deltas)), DELTAS(ENCODER.encode(deltas))
         assert (type(mine), mine.path) == (type(other), other.path)
         assert equal(mine.items, other.items)
         assert equal(mine.items, [value])
