@@ -9,14 +9,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, cast, get_args, get_origin, get_type_hints
 
 import msgspec
 
 from .codec import digest_bytes
 from .messages import Ablate, Clamp, Declared, Live, LogitLens, Probe, Steer, StopWhen
 from .tree import ModuleTree
-from .values import Unsavable, array_of, ext_hook, is_array, unpack, wire
+from .values import Unsavable, array_of, decoder, is_array, unpack, wire
 
 if TYPE_CHECKING:
     import numpy as np
@@ -39,6 +39,8 @@ __all__ = [
 MAX_INTERVENTIONS: Final = 64
 MAX_SITES: Final = 4096
 MAX_TOP_K: Final = 1024
+#: How many characters a location may have.
+MAX_AT: Final = 1000
 
 _RESIDUAL = re.compile(r"residual\((.*)\)")
 _SLICE = re.compile(r"(-?\d+)?:(-?\d+)?")
@@ -84,6 +86,8 @@ def find_sites(tree: ModuleTree, at: str) -> tuple[list[Site], bool]:
     Raises:
         ValueError: it names none; says what is near.
     """
+    if len(at) > MAX_AT:
+        raise ValueError(f"a location has at most {MAX_AT} characters, got {len(at)}")
     stream = _RESIDUAL.fullmatch(at)
     if stream is not None:
         return _layers(tree, stream[1].strip())
@@ -96,12 +100,35 @@ def find_sites(tree: ModuleTree, at: str) -> tuple[list[Site], bool]:
             near = tree.nearest(path) if path else None
             raise ValueError(f"the model has no module {path!r}" + (f"; the nearest is {near!r}" if near else ""))
         return [Site(path, value)], False  # type: ignore[arg-type]
-    steps = [re.escape(step).replace(r"\*", "[^.]*") for step in path.split(".")]
-    shape = re.compile(r"\.".join(steps))
-    found = [Site(known, value) for known in tree.paths if shape.fullmatch(known)]  # type: ignore[arg-type]
+    steps = [step.split("*") for step in path.split(".")]
+    found = [Site(known, value) for known in tree.paths if _matches(steps, known)]  # type: ignore[arg-type]
     if not found:
         raise ValueError(f"no module of the model matches {path!r}")
     return found, True
+
+
+def _matches(steps: Sequence[Sequence[str]], path: str) -> bool:
+    """Whether each step of a path has these pieces of text in their order, the first at its beginning and the last at
+    its end, with anything between. What a piece has matched is never tried again, so it takes linear time.
+    """
+    known = path.split(".")
+    return len(known) == len(steps) and all(map(_step_matches, steps, known))
+
+
+def _step_matches(pieces: Sequence[str], step: str) -> bool:
+    first, *inner = pieces
+    if not inner:
+        return step == first
+    last = inner.pop()
+    if len(step) < len(first) + len(last) or not step.startswith(first) or not step.endswith(last):
+        return False
+    at, end = len(first), len(step) - len(last)
+    for piece in inner:
+        at = step.find(piece, at, end)
+        if at < 0:
+            return False
+        at += len(piece)
+    return True
 
 
 def _layers(tree: ModuleTree, which: str) -> tuple[list[Site], bool]:
@@ -138,12 +165,12 @@ def normalized(interventions: Sequence[Any]) -> list[Declared]:
 
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(list[Declared], ext_hook=ext_hook)
+_decode = decoder(list[Declared])
 
 
 def decoded(interventions: Sequence[Declared]) -> list[Declared]:
     """Normalized interventions as the other end of the bus has them: with arrays."""
-    return _decoder.decode(_encoder.encode(interventions))
+    return cast(list[Declared], _decode(_encoder.encode(interventions)))
 
 
 def _normalized(one: Any, field: str) -> Declared:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import re
 from typing import Any
 
 import numpy as np
@@ -58,6 +60,34 @@ def test_where(at: str, paths: list[str], pattern: bool) -> None:
     assert [site.path for site in sites] == paths
     assert several is pattern
     assert {site.value for site in sites} == {"residual" if at.startswith("residual") else "output"}
+
+
+def test_a_star_stands_for_any_text_within_a_step() -> None:
+    chosen = random.Random(5)
+    known = tree()
+    for _ in range(2000):
+        at = list(chosen.choice([path for path in known.paths if path]))
+        for _ in range(chosen.randrange(1, 6)):
+            at[chosen.randrange(len(at))] = "*"
+        pattern = "".join(at)
+        shape = re.compile(re.sub(r"(\\\*)+", "[^.]*", re.escape(pattern)))
+        wanted = [path for path in known.paths if shape.fullmatch(path)]
+        try:
+            found = [site.path for site in find_sites(known, pattern)[0]]
+        except ValueError:
+            found = []
+        assert found == wanted, pattern
+
+
+@pytest.mark.parametrize("at", ["model." + "*" * 300 + "#", "model." + "*e*" * 4 + "#", "*o*d*" * 100 + "#.norm"])
+def test_many_stars_are_matched_in_linear_time(at: str) -> None:
+    with pytest.raises(ValueError, match="no module"):
+        find_sites(tree(), at)
+
+
+def test_a_location_is_of_a_bounded_length() -> None:
+    with pytest.raises(ValueError, match="at most 1000 characters, got 1001"):
+        find_sites(tree(), "a" * 1001)
 
 
 def test_an_input_is_a_location_of_its_own() -> None:
