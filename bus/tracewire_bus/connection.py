@@ -66,6 +66,8 @@ CONNECT_S: Final = 5.0
 CONCURRENT: Final = 8
 #: How many of those a client opens before it needs them.
 WARM: Final = 3
+#: How long a background task that failed waits before it begins anew, in seconds, the first time and at most.
+_ANEW_S, _ANEW_MOST_S = 0.1, 5.0
 #: How many calls share a round trip, and how many bytes; of how many a call may be to share one.
 _TOGETHER, _TOGETHER_BYTES, _SMALL_BYTES = 128, 256 * 1024, 32 * 1024
 #: What URLs of a Redis begin with.
@@ -116,20 +118,40 @@ class Backoff:
 
 
 class Background:
-    """A task that belongs to an object instead of a scope.
+    """A task that belongs to an object instead of a scope, and lasts as long as that does.
 
     A task group would do, but one that is entered in `start()` and left in `aclose()` must be left by the task that
     entered it, which a fixture or a web framework does not promise.
+
+    Nobody waits for it. So an error that it does not handle is logged at once, and it begins anew after a pause: what
+    rests on it (a client's lease, everything that waits for events) must not end without a word. `name` says in the log
+    what it does: "that ...".
     """
 
     def __init__(self, run: Callable[[], Awaitable[None]], name: str) -> None:
-        async def body() -> None:
-            await run()
+        self._run = run
+        self._name = name
+        self._task = asyncio.get_running_loop().create_task(self._body(), name=f"tracewire: the task {name}")
 
-        self._task = asyncio.get_running_loop().create_task(body(), name=name)
+    async def _body(self) -> None:
+        backoff = Backoff(_ANEW_S, _ANEW_MOST_S)
+        while True:
+            begun = anyio.current_time()
+            try:
+                return await self._run()
+            except Exception as error:
+                if anyio.current_time() - begun > 2 * _ANEW_MOST_S:
+                    backoff.reset()
+                pause = backoff.next()
+                logger.error(
+                    "the task %s failed, and begins anew in %.1f s: %r",
+                    *(self._name, pause, error),
+                    exc_info=error if backoff.failures == 1 else None,
+                )
+            await anyio.sleep(pause)
 
     async def aclose(self) -> None:
-        """Cancel it and wait for its end, from any task. Raises what it died of."""
+        """Cancel it and wait for its end, from any task."""
         self._task.cancel()
         with anyio.CancelScope(shield=True):
             await asyncio.wait([self._task])

@@ -150,7 +150,7 @@ class SlotControlReaders:
             BusError: Redis refuses.
         """
         if not self._tasks:
-            self._tasks = [Background(partial(self._pump, one), "tracewire control") for one in self._readers]
+            self._tasks = [Background(partial(self._pump, one), "that reads orders") for one in self._readers]
         if not self._orders and self._refused is None:
             with anyio.move_on_after(block_ms / 1000):
                 await self._come.wait()

@@ -460,7 +460,7 @@ class Reader:
 
     def start(self) -> None:
         """Start its task."""
-        self._task = Background(self._run, "tracewire reader")
+        self._task = Background(self._run, "that reads traces")
 
     async def connect(self) -> None:
         """Connect before it has anything to read. If that fails, it connects when it has."""

@@ -382,7 +382,7 @@ class Writer:
 
     async def __aenter__(self) -> Self:
         self._loop = asyncio.get_running_loop()
-        self._task = Background(self._run, "tracewire writer")
+        self._task = Background(self._run, "that writes events")
         return self
 
     async def __aexit__(

@@ -2,7 +2,8 @@
 
 A trace that was not detached is cancelled when its submitter's lease is gone, so a client renews it, from its first
 such trace until it closes. A trace past its deadline is ended by the engine that runs it; where none does, any client
-that waits for it has the bus do it.
+that waits for it has the bus do it. A trace that nobody could cancel as it was left, or of which nobody knows whether
+it was submitted, because Redis was away, is cancelled when Redis is back.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from typing import TYPE_CHECKING
 
 import anyio
 
-from tracewire_bus.connection import Background, BusError, NotAllowed
-from tracewire_bus.records import TraceElsewhere, TraceEnded
+from tracewire_bus.connection import Background, BusError, BusUnavailable, NotAllowed
+from tracewire_bus.records import TraceElsewhere, TraceEnded, TraceMissing
 
 from .large import without_large
 
@@ -42,7 +43,7 @@ EXPECT_S = 60.0
 
 
 class Presence:
-    """One client's lease and deadlines. Its task runs from the first of either on.
+    """One client's lease and deadlines. Its tasks run from the first of either on.
 
     `lease_s` is how long engines wait before they take the client for gone. They see its absence after two thirds of
     that, and give it the last third to come back.
@@ -54,27 +55,41 @@ class Presence:
         # How long it is stands in its name, for engines to know when to give its client up.
         self._lease = f"{secrets.token_hex(12)}.{lease_s:g}"
         self._held = False
+        #: When it was last asked for, by the event loop's clock.
+        self._held_at = -math.inf
         #: Set when whoever asks Redis for it has been answered.
         self._asked: anyio.Event | None = None
         self._due: list[tuple[float, str, bool]] = []
         self._changed = anyio.Event()
-        self._task: Background | None = None
+        #: One for each thing that is looked after: what takes its time, or fails, must cost none of the others.
+        self._tasks: list[Background] = []
         #: What was submitted and no engine has accepted yet, as far as was read; and when Redis was last found away.
         self._expected: dict[str, tuple[float, Submission]] = {}
         self._broken_at = bus.broken_at
         self._recoveries: dict[str, Recovery] = {}
+        #: Traces to be cancelled: by whom and why, and whether Redis was asked and did not know it.
+        self._abandoned: dict[str, tuple[str, str, bool]] = {}
 
     def expect(self, submission: Submission) -> None:
         """Submit a trace again should Redis have forgotten it after an outage, until `content`, or for a minute."""
         self._expected[submission.trace] = anyio.current_time(), submission
-        if self._task is None:
-            self._run()
-        elif len(self._expected) == 1:
+        self._run()
+        if len(self._expected) == 1:
             self._changed.set()
 
     def content(self, trace: str) -> None:
         """A trace needs that no more."""
         self._expected.pop(trace, None)
+
+    def abandon(self, trace: str, by: str, reason: str) -> None:
+        """Cancel a trace as soon as Redis answers, if it is there then, unless it is taken back by `reclaim`."""
+        self._abandoned[trace] = by, reason, False
+        self._run()
+        self._changed.set()
+
+    def reclaim(self, trace: str) -> None:
+        """A trace is not to be cancelled after all."""
+        self._abandoned.pop(trace, None)
 
     def look_after(self, model: str) -> None:
         """See to it that traces of this model whose engines are lost wait again or end, also with no engine alive."""
@@ -91,6 +106,7 @@ class Presence:
         # Who asked for it did so in vain, or there was nobody.
         asked = self._asked = anyio.Event()
         try:
+            self._held_at = anyio.current_time()
             await self._bus.records.hold(self._lease, self._lease_s * 2 / 3)
         finally:
             asked.set()
@@ -109,8 +125,8 @@ class Presence:
 
     async def aclose(self) -> None:
         """Give the lease up."""
-        task, self._task = self._task, None
-        if task is not None:
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
             await task.aclose()
         if self._held:
             with anyio.move_on_after(2, shield=True):
@@ -120,33 +136,30 @@ class Presence:
                     logger.debug("the lease could not be given up, and ends by itself: %s", error)
 
     def _run(self) -> None:
-        if self._task is None:
-            self._task = Background(self._keep, "tracewire presence")
-
-    async def _keep(self) -> None:
-        async with anyio.create_task_group() as group:
-            # By itself: a look at deadlines that takes its time must not cost the lease.
-            group.start_soon(self._renew)
-            group.start_soon(self._recover)
-            await self._watch()
+        if not self._tasks:
+            self._tasks = [
+                Background(self._renew, "that renews a client's lease"),
+                Background(self._recover, "that looks for lost engines"),
+                Background(self._watch, "that sees to deadlines and submissions"),
+            ]
 
     async def _renew(self) -> None:
         """Renew the lease for ever, over a connection that no other call can hold up."""
         every = self._lease_s / 6
         link = self._bus.link()
         try:
-            # Whoever has taken it has just done so.
-            await anyio.sleep(every)
             while True:
-                begun = anyio.current_time()
-                if self._held:
-                    try:
-                        # No longer: what hangs on a connection that says nothing tries anew.
-                        with anyio.move_on_after(every * 2):
-                            await self._bus.records.hold(self._lease, self._lease_s * 2 / 3, link)
-                    except BusError as error:
-                        logger.warning("a client's lease could not be renewed: %s", error)
-                await anyio.sleep(max(_SOON_S, begun + every - anyio.current_time()))
+                if not self._held:
+                    await anyio.sleep(every)
+                    continue
+                await anyio.sleep(max(_SOON_S, self._held_at + every - anyio.current_time()))
+                self._held_at = anyio.current_time()
+                try:
+                    # No longer: what hangs on a connection that says nothing tries anew.
+                    with anyio.move_on_after(every * 2):
+                        await self._bus.records.hold(self._lease, self._lease_s * 2 / 3, link)
+                except BusError as error:
+                    logger.warning("a client's lease could not be renewed: %s", error)
         finally:
             await link.drop()
 
@@ -168,16 +181,37 @@ class Presence:
         while True:
             self._changed = anyio.Event()
             wait_s = self._due[0][0] - anyio.current_time() if self._due else math.inf
-            if self._expected:
+            if self._expected or self._abandoned:
                 wait_s = min(wait_s, LOOK_S)
             with anyio.move_on_after(max(0.0, wait_s)):
                 await self._changed.wait()
             try:
+                await self._cancel()
                 await self._sweep(anyio.current_time())
                 if self._expected:
                     await self._look()
             except BusError as error:
                 logger.warning("deadlines or traces could not be looked after: %s", error)
+
+    async def _cancel(self) -> None:
+        """Cancel what was abandoned."""
+        for trace, (by, reason, missed) in list(self._abandoned.items()):
+            if trace not in self._abandoned:
+                continue
+            try:
+                await self._bus.cancel(trace, by=by, reason=reason)
+            except BusUnavailable:
+                raise
+            except TraceMissing:
+                if not missed:
+                    # The submission may be under way still, over a connection that was given up.
+                    self._abandoned[trace] = by, reason, True
+                    continue
+            except TraceEnded:
+                pass
+            except BusError as error:
+                logger.warning("trace %s, which its submitter has left, could not be cancelled: %s", trace, error)
+            self._abandoned.pop(trace, None)
 
     async def _look(self) -> None:
         """Submit again what Redis does not know any more since it was away."""

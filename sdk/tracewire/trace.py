@@ -19,7 +19,7 @@ from tracewire_bus.fold import DigestMismatch, Fold
 from tracewire_bus.messages import NO_MEDIA, Submission
 from tracewire_bus.records import TraceElsewhere, TraceEnded
 from tracewire_bus.streams import BusFull as NoMemory
-from tracewire_bus.streams import EntryTooLarge, QueueFull
+from tracewire_bus.streams import BusUnavailable, EntryTooLarge, QueueFull
 
 from .errors import (
     BusFull,
@@ -103,6 +103,8 @@ class Trace(Reader):
         self._fold = Fold(verifying=True)
         self._reader: EventReader | None = None
         self._closed = False
+        #: Whether Redis may have it although `start` failed.
+        self._doubtful = False
         #: Whether some task reads the next event; the others wait for its progress.
         self._reading = False
         self._progress = anyio.Event()
@@ -147,12 +149,23 @@ class Trace(Reader):
             UnknownModulePath: the block names a module that the model does not have.
             Overloaded: too many submissions wait for the model. It can be started again.
             BusFull: Redis has too little memory left. It can be started again.
-            ConnectError: Redis does not answer.
+            ConnectError: Redis does not answer. Redis may have the trace, which can be started again and runs once
+                then. Unless it is, or was submitted with `detach=True`, the client cancels it when Redis answers.
         """
         if self._reader is not None:
             return
         if self._closed:
             raise TracewireError(f"trace {self.id} is closed")
+        self._client._presence.reclaim(self.id)
+        try:
+            await self._start()
+        except BaseException:
+            if self._doubtful:
+                self._abandon("its submission was not confirmed in time")
+            raise
+        self._doubtful = False
+
+    async def _start(self) -> None:
         bus, presence, submission = self._client._open_bus(), self._client._presence, self._submission
         if not submission.detach:
             with bus_errors():
@@ -169,6 +182,10 @@ class Trace(Reader):
                     # It may be there: nobody would leave it.
                     if not submission.detach:
                         await self._leave()
+                    raise
+                except BusUnavailable:
+                    # Likewise.
+                    self._doubtful = not submission.detach
                     raise
                 presence.expect(whole)
                 presence.look_after(whole.model)
@@ -240,12 +257,19 @@ class Trace(Reader):
             await self._leave()
 
     async def _leave(self) -> None:
-        # Where Redis is away, the lease ends it.
+        reason = "its submitter has left it"
         with anyio.move_on_after(_LEAVE_S, shield=True):
             try:
-                await self.cancel("its submitter has left it")
+                await self._client.cancel(self.id, reason)
+                return
             except TracewireError as error:
-                logger.debug("trace %s could not be cancelled: %s", self.id, error)
+                logger.debug("trace %s could not be cancelled yet: %s", self.id, error)
+        # Redis is away, and the client's lease may outlast that.
+        self._abandon(reason)
+
+    def _abandon(self, reason: str) -> None:
+        """Have the client cancel it when Redis answers."""
+        self._client._presence.abandon(self.id, self._client._name, reason)
 
     # --- control ------------------------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -23,6 +23,8 @@ class Proxy:
         #: Cut a connection instead of forwarding a reply to a request that held this.
         self.swallow: bytes | None = None
         self.swallowed = anyio.Event()
+        #: Called as it is cut.
+        self.on_swallow: Callable[[], None] | None = None
         #: Turn new connections away.
         self.away = False
         #: Take more connections than these, and never answer.
@@ -57,6 +59,8 @@ class Proxy:
                 async for data in server:
                     if cut:
                         self.swallowed.set()
+                        if self.on_swallow is not None:
+                            self.on_swallow()
                         break
                     self.delivered += len(data)
                     await client.send(data)

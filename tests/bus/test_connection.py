@@ -13,7 +13,16 @@ from anyio.lowlevel import checkpoint
 
 from tests.bus.proxy import proxy
 from tracewire_bus.addresses import Addresses
-from tracewire_bus.connection import BusError, BusUnavailable, Connections, Link, Turns, Wakeup, redacted
+from tracewire_bus.connection import (
+    Background,
+    BusError,
+    BusUnavailable,
+    Connections,
+    Link,
+    Turns,
+    Wakeup,
+    redacted,
+)
 
 
 async def woken_as(wakeup: Wakeup, woken: list[int], number: int) -> None:
@@ -359,3 +368,28 @@ async def test_calls_go_on_after_a_trip_that_never_began(connections: Connection
             await checkpoint()
         connections._departing.cancel()
     assert await connections.command("ECHO", "y") == b"y"
+
+
+async def test_a_background_task_that_fails_says_so_at_once_and_begins_anew(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("tracewire_bus.connection._ANEW_S", 0.0)
+    begun, works = 0, anyio.Event()
+
+    async def run() -> None:
+        nonlocal begun
+        begun += 1
+        if begun < 3:
+            raise ValueError(f"failure {begun}")
+        works.set()
+        await anyio.sleep_forever()
+
+    task = Background(run, "that fails")
+    with anyio.fail_after(20):
+        await works.wait()
+    said = [(one.levelname, one.getMessage(), one.exc_info is not None) for one in caplog.records]
+    assert [(level, traceback) for level, _, traceback in said] == [("ERROR", True), ("ERROR", False)]
+    assert "the task that fails failed" in said[0][1]
+    assert "failure 1" in said[0][1]
+    await task.aclose()
+    assert begun == 3

@@ -1,0 +1,152 @@
+"""What becomes of a client's traces where a reply is lost, or Redis is away as they are left."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import anyio
+import pytest
+
+import tracewire
+from tests.bus.proxy import Proxy, proxy
+from tests.bus.servers import until, until_so
+from tests.scripted import ScriptedEngine, Stage, engine_info, tiny
+from tracewire import Client, ConnectError
+from tracewire_bus import queue
+from tracewire_bus.connection import Link
+from tracewire_bus.messages import Invoke, Submission
+from tracewire_bus.recovery import Recovery
+from tracewire_bus.streams import Bus
+
+PATIENCE = 30
+
+
+@asynccontextmanager
+async def far(bus: Bus, folder: Path) -> AsyncIterator[tuple[Proxy, Client]]:
+    """A client without patience, by a way to the bus's Redis that can be cut; a model is known that nobody serves."""
+    await bus.register(engine_info(), ttl_s=600)
+    # The scripts are known.
+    await bus.submit(Submission(trace="any", model="another", invokes=[Invoke(prompt="x")]))
+    async with (
+        proxy(bus.url, folder) as way,
+        tracewire.connect(way.url, prefix=bus.keys.prefix, client="one", patience=0.0, lease=600) as client,
+    ):
+        await client.model("tiny")
+        yield way, client
+
+
+def cut_off(way: Proxy) -> None:
+    """Have Redis take the next submission, and the client hear nothing of it or anything else."""
+
+    def cut() -> None:
+        way.away = True
+
+    way.swallow, way.on_swallow = queue._PUT.digest.encode(), cut
+
+
+async def _is_cancelled(bus: Bus, trace: str) -> bool:
+    return await bus.records.failed_as(trace) == "Cancelled"
+
+
+async def test_a_submission_whose_reply_was_lost_is_cancelled_when_redis_answers(bus: Bus, tmp_path: Path) -> None:
+    async with far(bus, tmp_path) as (way, client):
+        await client._presence.lease()
+        cut_off(way)
+        trace = client.trace("tiny", "hello")
+        with pytest.raises(ConnectError):
+            await trace.start()
+        assert way.swallowed.is_set()
+        assert await bus.queue.waiting("tiny") == 1
+        # Another one that fails meanwhile knows no better.
+        with pytest.raises(ConnectError):
+            await trace.start()
+        way.away = False
+        # The client lives on.
+        await until(lambda: _is_cancelled(bus, trace.id))
+        assert await bus.queue.waiting("tiny") == 0
+        final = (await client.state(trace.id)).error
+        assert final is not None
+        assert "not confirmed" in final.message
+
+
+async def test_a_submission_whose_reply_was_lost_runs_once_where_it_is_started_again(bus: Bus, tmp_path: Path) -> None:
+    async with far(bus, tmp_path) as (way, client):
+        await client._presence.lease()
+        # Before the client comes to cancel it.
+        client._presence._watch = anyio.sleep_forever  # type: ignore[method-assign]
+        await client._presence.aclose()
+        cut_off(way)
+        trace = client.trace("tiny", "hello")
+        with pytest.raises(ConnectError):
+            await trace.start()
+        assert client._presence._abandoned
+        way.away = False
+        async with ScriptedEngine.running(bus.url, bus.keys.prefix, tiny, engine_info()) as engine, trace:
+            assert not client._presence._abandoned
+            assert (await trace.result()).status == "finished"
+            assert [one.trace for one in engine.taken] == [trace.id]
+
+
+async def test_a_detached_submission_whose_reply_was_lost_is_left_alone(bus: Bus, tmp_path: Path) -> None:
+    async with far(bus, tmp_path) as (way, client):
+        cut_off(way)
+        trace = client.trace("tiny", "hello", detach=True)
+        with pytest.raises(ConnectError):
+            await trace.start()
+        assert not client._presence._abandoned
+        way.away = False
+        async with ScriptedEngine.running(bus.url, bus.keys.prefix, tiny, engine_info()):
+            events = [event async for event in client.subscribe(trace.id)]
+        assert events[-1].status == "finished"
+
+
+async def test_what_is_left_while_redis_is_away_is_cancelled_when_it_is_back(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with far(bus, tmp_path) as (way, client):
+        monkeypatch.setattr("tracewire.trace._LEAVE_S", 0.05)
+
+        async def endless(stage: Stage) -> None:
+            await stage.accept()
+            await anyio.sleep_forever()
+
+        async with ScriptedEngine.running(bus.url, bus.keys.prefix, endless, engine_info()):
+            trace = client.trace("tiny", "hello")
+            await trace.start()
+            await trace.accepted()
+            way.away = True
+            await way.cut()
+            await trace.aclose()
+            way.away = False
+            await until(lambda: _is_cancelled(bus, trace.id))
+
+
+async def test_a_lease_is_renewed_whatever_else_a_client_fails_at(
+    bus: Bus, embedded: str, prefix: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("tracewire.presence.RECOVER_S", 0.001)
+
+    async def look(self: Recovery, but: str = "") -> list[str]:
+        raise ValueError("what no Redis says")
+
+    monkeypatch.setattr(Recovery, "look", look)
+    await bus.register(engine_info(), ttl_s=600)
+    async with tracewire.connect(embedded, prefix=prefix, lease=1) as client:
+        records = client._open_bus().records
+        usual, renewed = records.hold, []
+
+        async def hold(lease: str, seconds: float, link: Link | None = None) -> None:
+            renewed.append(link)
+            if len(renewed) == 3:
+                raise TypeError("what no lease does")
+            await usual(lease, seconds, link)
+
+        monkeypatch.setattr(records, "hold", hold)
+        async with client.trace("tiny", "hello") as trace:
+            await until_so(lambda: len(renewed) > 5)
+            assert await bus.records.held([trace._submission.lease])
+    said = [one.getMessage() for one in caplog.records if one.levelname == "ERROR"]
+    assert any("that looks for lost engines failed" in one and "what no Redis says" in one for one in said)
+    assert any("that renews a client's lease failed" in one and "what no lease does" in one for one in said)
