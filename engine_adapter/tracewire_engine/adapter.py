@@ -64,6 +64,8 @@ MAX_LINE = 1_000_000
 SWEPT = TAGS // 8
 #: How often is looked how much waits for Redis, in seconds.
 _PRESS_S = 0.05
+#: How soon an engine that was neither held nor let go on is asked again, in seconds.
+_PRESS_AGAIN_S = 1.0
 #: How long one wait for orders lasts, in milliseconds.
 _CONTROL_MS = 2000
 #: What a heartbeat may take longer than it should before clients get their time anew, in seconds.
@@ -249,6 +251,11 @@ class Adapter:
                 self._taking = False
                 self._beat.notify()
                 await self._drain()
+                with anyio.move_on_after(self._settings.last_words_s):
+                    while self._runs:
+                        await self._changed.wait()
+                # What Redis keeps waiting, such as an entry that is being opened, is put back with all else.
+                traces.cancel_scope.cancel()
             with anyio.move_on_after(self._settings.last_words_s):
                 await self._standing.told()
             group.cancel_scope.cancel()
@@ -557,6 +564,10 @@ class Adapter:
                     await self._engine.go_on()
             except EngineLost as error:
                 logger.debug("the engine was neither held nor let go on: %s", error)
+            except Exception as error:  # of a type of its own, from an engine that was told to stop
+                self.holding = not self.holding
+                logger.warning("the engine was neither held nor let go on: %s", error)
+                await anyio.sleep(_PRESS_AGAIN_S)
             self._notify()
 
     # --- control ----------------------------------------------------------------------------------------------------

@@ -350,8 +350,15 @@ class Standing:
             try:
                 while self._disabling:
                     name, version, why = self._disabling[0]
-                    if await edits.disable(model, name, version, why):
-                        logger.warning("edit %s is disabled: %s", name, why)
+                    try:
+                        if await edits.disable(model, name, version, why):
+                            logger.warning("edit %s is disabled: %s", name, why)
+                    except BusUnavailable:
+                        raise
+                    except BusError as error:
+                        # It would be refused again, and the rest would wait for it. As many failures more ask again.
+                        self._streaks.pop((name, version), None)
+                        logger.error("edit %s could not be disabled, though %s: %s", name, why, error)
                     self._disabling.popleft()
                 while self._records:
                     edit, data = self._records[0]

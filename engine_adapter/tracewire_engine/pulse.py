@@ -14,6 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import zmq
 
@@ -44,8 +45,9 @@ class PulseSender:
         while True:
             socket.send(self._name, zmq.NOBLOCK)
             if socket.poll(int(_BEAT_S * 1000)):
-                while socket.poll(0):
-                    socket.recv()
+                with suppress(zmq.Again):
+                    while True:
+                        socket.recv(zmq.NOBLOCK)
                 heard = time.monotonic()
                 time.sleep(_BEAT_S)
             elif time.monotonic() - heard > self._patience_s:
@@ -90,9 +92,11 @@ class PulseReceiver(Receiver):
         looked = time.monotonic()
         while not self._closing.is_set():
             if self._socket.poll(int(_BEAT_S * 1000 / 4)):
-                who, name = self._socket.recv_multipart()[:2]
-                heard[name] = time.monotonic()
-                self._socket.send_multipart([who, b""], zmq.NOBLOCK)
+                # What looked like a message may be a connection that is being let in.
+                with suppress(zmq.Again):
+                    who, name = self._socket.recv_multipart(zmq.NOBLOCK)[:2]
+                    heard[name] = time.monotonic()
+                    self._socket.send_multipart([who, b""], zmq.NOBLOCK)
             last, looked = looked, time.monotonic()
             if looked - last > self._patience_s / 2:
                 # This process did not run: what has come meanwhile is still to be read.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import difflib
 import logging
 import math
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -461,8 +463,36 @@ def _asks_result(block: Block | None) -> bool:
     """Whether a block reads `tracer.result`, perhaps."""
     if block is None:
         return False
-    texts = (block.source, *(helper.source for helper in block.helpers))
-    return any(re.search(r"""\.\s*result\b|["']result["']""", text) for text in texts)
+    return _reads_result((block.source, *(helper.source for helper in block.helpers)), block.parameters[1])
+
+
+@lru_cache(maxsize=64)
+def _reads_result(sources: tuple[str, ...], tracer: str) -> bool:
+    """Whether `result` is an attribute of the tracer there, or of anything, if the tracer goes by other names, too."""
+    try:
+        nodes = [node for source in sources for node in ast.walk(ast.parse(source))]
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        # What compiles it tells of that.
+        return True
+    of_tracer = [
+        node
+        for node in nodes
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == tracer
+    ]
+    if any(node.attr == "result" for node in of_tracer):
+        return True
+    plain = {node.value for node in of_tracer if not node.attr.startswith("__")}
+    renamed = any(
+        (isinstance(node, ast.Name) and node.id == tracer and node not in plain)
+        or (isinstance(node, ast.Constant) and node.value == tracer)
+        for node in nodes
+    )
+    named = any(
+        (isinstance(node, ast.Attribute) and node.attr == "result")
+        or (isinstance(node, ast.Constant) and node.value == "result")
+        for node in nodes
+    )
+    return renamed and named
 
 
 def pinned_seed(trace: str, invoke: int) -> int:

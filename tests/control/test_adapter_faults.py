@@ -8,12 +8,14 @@ from typing import Any
 
 import anyio
 import anyio.lowlevel
+import msgspec
 import numpy as np
 import pytest
 
 import tracewire
 from tests.bus.proxy import proxy
 from tests.control.adapted import PlayedEngine, adapted
+from tests.faults.scripted import acts
 from tests.scripted import engine_info
 from tracewire import Accepted, Client, Final, FirstToken, Output, Paused, Resumed, Steered
 from tracewire_bus.codec import decode_submission, encode
@@ -25,7 +27,7 @@ from tracewire_bus.streams import Bus
 from tracewire_bus.values import pack, unpack
 from tracewire_engine.adapter import Adapter
 from tracewire_engine.engine import Rejection
-from tracewire_engine.link import Applied, Changes, Report
+from tracewire_engine.link import Applied, Changes, FinishRecord, Report, StepRecord
 from tracewire_engine.trace import TraceRun
 
 PATIENCE = 15
@@ -396,3 +398,57 @@ async def test_an_outage_is_no_absence_of_a_client(client: Client, bus: Bus, emb
             assert run._ending is not None
             with pytest.raises(tracewire.TraceFailed, match="submitter has gone"):
                 await trace.result()
+
+
+async def test_an_entry_that_is_still_being_opened_keeps_no_adapter_from_leaving(
+    client: Client, bus: Bus, embedded: str, prefix: str
+) -> None:
+    """Redis does not take its rejection, say. It waits for the next engine."""
+    opening = anyio.Event()
+    async with client.trace("tiny", "hello", detach=True):
+        with anyio.fail_after(PATIENCE):
+            async with adapted(embedded, prefix, PlayedEngine(), last_words_s=0.2) as adapter:
+
+                async def never(*arguments: Any) -> None:
+                    opening.set()
+                    await anyio.sleep_forever()
+
+                adapter._open = never  # type: ignore[method-assign,assignment]
+                await opening.wait()
+                adapter.stop()
+                await adapter.ended.wait()
+            assert await bus.queue.waiting("tiny") == 1
+
+
+async def test_an_engine_that_refuses_to_be_held_is_asked_again(
+    client: Client, embedded: str, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that was told to stop does, with an error of its own type: nobody else's traces end by that."""
+    monkeypatch.setattr("tracewire_engine.adapter._PRESS_AGAIN_S", 0.0)
+    held = anyio.Event()
+
+    class Refusing(PlayedEngine):
+        refusals = 1
+
+        async def hold(self) -> None:
+            if self.refusals:
+                self.refusals -= 1
+                raise RuntimeError("the engine is shutting down")
+            held.set()
+
+    engine = Refusing()
+    with anyio.fail_after(PATIENCE):
+        async with (
+            adapted(embedded, prefix, engine, buffer_bytes=10) as adapter,
+            client.trace("tiny", "hello", acts, detach=True) as trace,
+        ):
+            await trace.accepted()
+            ((request, outputs),) = engine.requests.items()
+            nothing = msgspec.Raw(msgspec.msgpack.encode([]))
+            engine.report(Report(steps=[StepRecord(request, 0, 0, nothing)]))
+            await held.wait()
+            assert adapter.holding
+            outputs.put("x")
+            engine.report(Report(finishes=[FinishRecord(request, 0, nothing, steps=1)]))
+            outputs.put("", "stop", 0)
+            assert (await trace.result()).text == "x"

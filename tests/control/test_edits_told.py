@@ -80,6 +80,34 @@ async def test_what_is_told_waits_for_redis_and_is_told_in_order(bus: Bus, monke
     assert await told(bus, 3) == ["r0", "r2", "r3"]
 
 
+async def test_what_redis_refuses_to_disable_holds_up_no_record(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is it given up: as many failures more ask again."""
+    monkeypatch.setattr(module, "_LOOK_MS", 1)
+    edits = await standing(bus, max_failures=1)
+    chosen = edits.choose(None)
+    whole, refusals = Edits.disable, 1
+
+    async def disable(self: Edits, *arguments: Any) -> bool:
+        nonlocal refusals
+        if refusals:
+            refusals -= 1
+            raise BusError("refused")
+        return await whole(self, *arguments)
+
+    monkeypatch.setattr(Edits, "disable", disable)
+    async with anyio.create_task_group() as group:
+        group.start_soon(edits.tell)
+        with anyio.fail_after(30):
+            edits.ended(chosen, raised(0), trace="t0")
+            await edits.told()
+            assert await told(bus, 1) == ["r0"]
+            assert not (await bus.edits.load("tiny")).edits[0].disabled
+            edits.ended(chosen, raised(1), trace="t1")
+            await edits.told()
+            assert (await bus.edits.load("tiny")).edits[0].disabled
+        group.cancel_scope.cancel()
+
+
 async def test_of_too_many_the_oldest_are_dropped(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_WAITING_BYTES", 1000)
     edits = await standing(bus, max_failures=0)

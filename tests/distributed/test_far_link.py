@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
@@ -39,6 +40,8 @@ from tracewire_engine.tensors import to_tensors
 
 #: What a handshake that was refused looks like to who tried it.
 REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+
+PATIENCE = 30
 
 
 class Ends(NamedTuple):
@@ -204,6 +207,31 @@ async def test_silence_ends_both() -> None:
             assert lost == ["nothing has been heard for 2 s of the far worker"]
 
 
+def test_a_poll_that_was_wrong_stops_no_pulse() -> None:
+    """A connection that is being let in can look like a message: who waits for that one hears nobody any more."""
+    lost = threading.Event()
+    with LinkReceiver("127.0.0.1") as link:
+        receiver = PulseReceiver(link.address, link.guard, patience_s=1.0)
+        plain, polled = receiver._socket, threading.Event()
+
+        class Spurious:
+            def poll(self, timeout: int) -> int:
+                polled.set()
+                time.sleep(0.001)
+                return 1
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(plain, name)
+
+        receiver._socket = Spurious()  # type: ignore[assignment]
+        receiver.on_loss(lambda why: lost.set())
+        assert polled.wait(PATIENCE)
+        closing = threading.Thread(target=receiver.close, daemon=True)
+        closing.start()
+        closing.join(PATIENCE)
+        assert not closing.is_alive()
+
+
 def test_on_one_machine_nothing_listens() -> None:
     with LinkReceiver() as link, BlobReceiver(link.address) as blobs, PulseReceiver(blobs.address) as pulse:
         assert pulse.address == blobs.address == link.address
@@ -218,9 +246,6 @@ def test_an_address_that_is_not_of_this_machine() -> None:
 
 
 # --- large variables --------------------------------------------------------------------------------------------------
-
-
-PATIENCE = 30
 
 
 class Carried:
