@@ -30,7 +30,7 @@ import msgspec
 
 from tracewire_bus.blobs import THRESHOLD_BYTES
 from tracewire_bus.codec import NewerSchema, check_schema, decode_submission, encode
-from tracewire_bus.connection import Backoff, Wakeup
+from tracewire_bus.connection import Backoff, BusUnavailable, Wakeup
 from tracewire_bus.control import Order
 from tracewire_bus.firehose import telling
 from tracewire_bus.keys import TAGS
@@ -161,6 +161,8 @@ class Adapter:
         self._looked = -math.inf
         self._tags = itertools.cycle(bus.keys.tags[os.getpid() % TAGS :] + bus.keys.tags[: os.getpid() % TAGS])
         self._runs: set[anyio.CancelScope] = set()
+        #: Set when the registry has it.
+        self.serving = anyio.Event()
         #: Set when it takes nothing new any more.
         self.stopping = anyio.Event()
         #: Set when it was asked on the bus to leave for good: nobody is to start it again.
@@ -238,14 +240,12 @@ class Adapter:
             group.start_soon(self._finished.run)
             group.start_soon(self._press, writer)
             group.start_soon(self._watch_engine)
-            await self._standing.look()
-            await self._renew()
+            await self._register()
             group.start_soon(self._heartbeat)
             group.start_soon(self._standing.follow)
             group.start_soon(self._standing.tell)
             group.start_soon(self.plain.run)
             group.start_soon(self._look_after_others)
-            logger.info("serving %s as engine %s", self._info.model, self._info.engine)
             async with anyio.create_task_group() as traces:
                 await self._take(writer, traces)
                 self._taking = False
@@ -259,6 +259,24 @@ class Adapter:
             with anyio.move_on_after(self._settings.last_words_s):
                 await self._standing.told()
             group.cancel_scope.cancel()
+
+    async def _register(self) -> None:
+        """Enter the registry, which may have to wait for Redis: the model is loaded, and need not be so again."""
+        backoff = Backoff()
+        while not self.stopping.is_set():
+            try:
+                await self._standing.look()
+                await self._renew()
+            except BusUnavailable as error:
+                if self._engine.lost:
+                    self.lost = True
+                    return self.stop()
+                logger.log(backoff.level, "engine %s waits for Redis to serve: %s", self._info.engine, error)
+                with anyio.move_on_after(backoff.next()):
+                    await self.stopping.wait()
+                continue
+            logger.info("serving %s as engine %s", self._info.model, self._info.engine)
+            return self.serving.set()
 
     async def _leave(self) -> None:
         """Let others have what was left undone, and leave the registry. Both come to pass by themselves otherwise."""

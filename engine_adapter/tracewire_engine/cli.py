@@ -17,6 +17,7 @@ import os
 import signal
 import socket
 import sys
+from contextlib import AsyncExitStack
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -47,6 +48,9 @@ logger = logging.getLogger("tracewire")
 
 #: How long an adapter may take to leave, besides what it drains, before it is killed, in seconds.
 _GRACE_S = 30.0
+
+#: How soon is looked again for a Redis that was away when the model had loaded, in seconds.
+_REDIS_S = 1.0
 
 _LOG = "%(asctime)s %(name)s %(levelname)s %(message)s"
 
@@ -443,11 +447,12 @@ async def _run(model: object, link: object, blobs: object, info: object, options
         retain_total_bytes=options.retain_total_bytes,
         engine_patience_s=options.engine_patience,
     )
-    async with Bus.open(options.url, prefix=options.prefix, retention_s=options.retention) as bus:
+    async with AsyncExitStack() as held:
+        bus = Bus.open(options.url, prefix=options.prefix, retention_s=options.retention)
         try:
-            await bus.refuse_eviction()
-        except BusUnavailable as error:
-            logger.warning("%s", error)
+            while not await _open(bus, held):
+                if engine.lost:
+                    return 1
         except BusError as error:
             print(f"tracewire engine: {error}", file=sys.stderr)
             return 2
@@ -481,6 +486,10 @@ async def _run(model: object, link: object, blobs: object, info: object, options
             # For the supervisor, too: it starts nothing again.
             print(f"{DRAINING}{info.engine}", flush=True)  # type: ignore[attr-defined]
 
+        async def tell_of_serving() -> None:
+            await adapter.serving.wait()
+            print(f"ready {info.engine}", flush=True)  # type: ignore[attr-defined]
+
         async with anyio.create_task_group() as group:
             group.start_soon(watch_signals)
             group.start_soon(tell_of_draining)
@@ -488,7 +497,7 @@ async def _run(model: object, link: object, blobs: object, info: object, options
                 group.start_soon(api.run)
                 group.start_soon(_stop_with, api, adapter)
                 logger.info("serving vLLM's OpenAI-compatible API at %s", api.url)
-            print(f"ready {info.engine}", flush=True)  # type: ignore[attr-defined]
+            group.start_soon(tell_of_serving)
             await adapter.run()
             if api is not None:
                 await api.drop()
@@ -498,6 +507,25 @@ async def _run(model: object, link: object, blobs: object, info: object, options
                 _give_up(engine.model, "it does not answer")
             group.cancel_scope.cancel()
     return 1 if adapter.lost else 0
+
+
+async def _open(bus: Bus, held: AsyncExitStack) -> bool:
+    """Open the bus, and hold it open; else whether to try again: the model is loaded, and need not be so again.
+
+    Raises:
+        BusError: this Redis cannot be used.
+    """
+    try:
+        await held.enter_async_context(bus)
+    except BusUnavailable as error:
+        logger.warning("this engine waits for Redis to serve: %s", error)
+        await anyio.sleep(_REDIS_S)
+        return False
+    try:
+        await bus.refuse_eviction()
+    except BusUnavailable as error:
+        logger.warning("%s", error)
+    return True
 
 
 async def _first_answer(engine: VllmEngine, patience_s: float) -> str:

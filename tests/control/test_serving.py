@@ -1,0 +1,128 @@
+"""When an adapter says that it serves, and that a Redis which is away costs no loaded model."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import pytest
+
+from tests.bus.proxy import proxy
+from tests.control.adapted import PlayedEngine
+from tests.scripted import engine_info
+from tracewire_bus.streams import Bus
+from tracewire_engine import cli
+from tracewire_engine.adapter import Adapter, Settings
+
+PATIENCE = 60
+
+
+async def test_a_redis_that_goes_before_the_engine_is_registered_ends_no_adapter(
+    embedded: str, prefix: str, tmp_path: Path
+) -> None:
+    """Its model would be loaded anew, and after some such starts the supervisor gives up."""
+    async with (
+        proxy(embedded, tmp_path) as way,
+        Bus.open(way.url, prefix=prefix, patience_s=0.1) as bus,
+        anyio.create_task_group() as group,
+    ):
+        adapter = Adapter(PlayedEngine(), engine_info(), bus, Settings(heartbeat_s=0.05, drain_s=0))
+        asked, look = 0, adapter._standing.look
+
+        async def looked() -> None:
+            nonlocal asked
+            asked += 1
+            if asked == 3:
+                way.away = False
+            await look()
+
+        adapter._standing.look = looked  # type: ignore[method-assign]
+        way.away = True
+        await way.cut()
+        group.start_soon(adapter.run)
+        with anyio.fail_after(PATIENCE):
+            await adapter.serving.wait()
+        assert asked >= 3
+        assert await bus.alive(adapter._info.engine)
+        adapter.stop()
+
+
+async def test_it_says_ready_when_the_registry_has_it_and_not_before(
+    bus: Bus,
+    embedded: str,
+    prefix: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Redis was away at the moment at which the model had loaded, besides."""
+    info = engine_info()
+    entered = Bus.__aenter__
+    said: list[str] = []
+    adapters: list[Adapter] = []
+    register = Bus.register
+
+    async def opened(self: Bus) -> Bus:
+        if not said:
+            said.append("opened")
+            # As after a patience that is over: nothing answers there.
+            way.away = True
+            self._patience_s = 0.1
+            try:
+                return await entered(self)
+            finally:
+                way.away = False
+        self._patience_s = 20.0
+        return await entered(self)
+
+    async def registered(self: Bus, *arguments: Any) -> None:
+        said.append(capsys.readouterr().out)
+        await register(self, *arguments)
+        said.append("registered")
+
+    class Kept(Adapter):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            adapters.append(self)
+
+    monkeypatch.setattr(cli, "_REDIS_S", 0.0)
+    monkeypatch.setattr(Bus, "__aenter__", opened)
+    monkeypatch.setattr(Bus, "register", registered)
+    monkeypatch.setattr("tracewire_engine.adapter.Adapter", Kept)
+    monkeypatch.setattr("tracewire_engine.vllm_engine.VllmEngine", lambda *arguments: PlayedEngine())
+    async with proxy(embedded, tmp_path) as way, anyio.create_task_group() as group:
+        options = argparse.Namespace(
+            url=way.url,
+            prefix=prefix,
+            first_answer=0,
+            engine_patience=120,
+            drain=0,
+            blob_threshold=0,
+            buffer_bytes=1 << 20,
+            memory_patience=1,
+            retain_events=0,
+            retain_bytes=0,
+            retain_traces=0,
+            retain_total_bytes=0,
+            retention=60,
+            listener=None,
+        )
+        ended: list[int] = []
+
+        async def run() -> None:
+            ended.append(await cli._run(None, None, None, info, options))
+
+        group.start_soon(run)
+        printed = ""
+        with anyio.fail_after(PATIENCE):
+            while "ready" not in printed:
+                await anyio.lowlevel.checkpoint()
+                printed = capsys.readouterr().out
+        assert printed == f"ready {info.engine}\n"
+        assert said[:3] == ["opened", "", "registered"]
+        assert await bus.alive(info.engine)
+        adapters[0].stop()
+    assert ended == [0]
