@@ -30,11 +30,11 @@ from .messages import (
     SteeredBase,
     Usage,
 )
-from .values import digest, list_digest
+from .values import digest, list_digest, opened_key
 
 __all__ = ["ChoiceState", "DigestMismatch", "Fold", "FoldError", "apply_delta"]
 
-_CONTAINERS = frozenset({list, dict, tuple})
+_CONTAINERS = frozenset({list, dict, tuple, set})
 
 
 class FoldError(ValueError):
@@ -122,6 +122,8 @@ def _copy(value: Any) -> Any:
         return {key: _copy(item) for key, item in value.items()}
     if isinstance(value, tuple):
         return tuple(_copy(item) for item in value)
+    if isinstance(value, set):
+        return set(value)
     return value
 
 
@@ -347,9 +349,9 @@ def apply_delta(saves: dict[str, Any], delta: Delta) -> None:
     Raises:
         FoldError: its path leads nowhere, or not to what its operation takes.
     """
-    *way, last = delta.path
     target: Any = saves
     try:
+        *way, last = delta.path if len(delta.path) == 1 else map(opened_key, delta.path)
         for key in way:
             target = _at(target, key)
         if isinstance(delta, Append):
@@ -365,7 +367,7 @@ def apply_delta(saves: dict[str, Any], delta: Delta) -> None:
             if type(target) is not dict:
                 raise TypeError(f"a {type(target).__name__} is no dict")
             del target[last]
-    except (KeyError, IndexError, TypeError) as error:
+    except (KeyError, IndexError, TypeError, ValueError) as error:
         raise FoldError(f"{type(delta).__name__} at {delta.path!r} leads nowhere: {error!r}") from error
 
 

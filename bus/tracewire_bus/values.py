@@ -1,7 +1,8 @@
 """Values that travel: variables of a block, live parameters, saves.
 
-A *value* is a tree of plain Python data and arrays: None, bool, int, float, complex, str, bytes, arrays, and lists,
-tuples and dicts of these. It is packed in msgpack; what msgpack has no type for travels in extension types. Nothing is
+A *value* is a tree of plain Python data and arrays: None, bool, int, float, complex, str, bytes, dtypes, arrays, and
+lists, tuples, dicts, sets and frozensets of these. Keys of dicts and items of sets are plain data of at most 64 bits,
+and tuples of it. A value is packed in msgpack; what msgpack has no type for travels in extension types. Nothing is
 pickled, so that decoding a value from a stranger runs no code of theirs.
 
 A large array may travel as an [`ArrayRef`][tracewire_bus.values.ArrayRef] instead: its dtype, shape and digest, and
@@ -11,6 +12,8 @@ array's kind, length and digest, so that what is folded with references is verif
 Arrays come from NumPy (`ml_dtypes` included) or torch, whatever their device, strides and byte order, and always
 arrive as read-only NumPy arrays that share memory with the buffer they were decoded from. Whoever keeps a small array
 of a large message keeps the message: copy it. The data need not be aligned in memory.
+
+A dtype of torch arrives as the dtype of NumPy (or `ml_dtypes`) of the same name, as a tensor arrives as an array.
 
 Two things can be asked of any value without packing it: its [`digest`][tracewire_bus.values.digest], by which a
 consumer proves that it holds what the engine held, and whether it can travel at all, which packing answers with
@@ -57,6 +60,7 @@ __all__ = [
     "length",
     "list_digest",
     "loading_by",
+    "opened_key",
     "pack",
     "path_key",
     "payload_digest",
@@ -64,6 +68,7 @@ __all__ = [
     "tuple_digest",
     "unpack",
     "wire",
+    "wired_key",
     "wired_tuple",
 ]
 
@@ -82,12 +87,13 @@ DTYPES: Final = frozenset(
 
 Path: TypeAlias = tuple[Any, ...]
 
-_ARRAY, _TUPLE, _INT, _COMPLEX, _REF = 1, 2, 3, 4, 5
+_ARRAY, _TUPLE, _INT, _COMPLEX, _REF, _SET, _FROZENSET, _DTYPE = 1, 2, 3, 4, 5, 6, 7, 8
 _INT_MIN, _INT_MAX = -(2**63), 2**64 - 1
 _TRAVELS = (
-    "None, bool, int, float, complex, str, bytes, NumPy arrays, torch tensors, and lists, tuples and dicts of these"
+    "None, bool, int, float, complex, str, bytes, dtypes, NumPy arrays, torch tensors, and lists, tuples, dicts, sets "
+    "and frozensets of these"
 )
-_KEYS = "str, int (of 64 bits), float, bool, bytes and None"
+_KEYS = "str, int (of 64 bits), float, bool, bytes, None and tuples of these"
 
 _header_length = struct.Struct("<H")
 _float = struct.Struct("<d")
@@ -105,15 +111,14 @@ class Unsavable(TypeError):
 
 def _spell(path: Path) -> str:
     """A path as one would write it: `acts[3]['mlp']`; its first step stands bare if it is a name."""
-    first, *rest = path
+    first, *rest = (opened_key(step) for step in path)
     head = first if isinstance(first, str) and first.isidentifier() else f"[{first!r}]"
     return head + "".join(f"[{step!r}]" for step in rest)
 
 
 def _refuse(value: Any, path: Path) -> NoReturn:
     name = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
-    advice = "; pass it as a sorted list" if isinstance(value, (set, frozenset)) else ""
-    raise Unsavable(path, f"a value of type {name} cannot travel{advice}; what can: {_TRAVELS}")
+    raise Unsavable(path, f"a value of type {name} cannot travel; what can: {_TRAVELS}")
 
 
 def _too_deep(path: Path) -> NoReturn:
@@ -224,6 +229,8 @@ _NATIVE_KINDS: Final[dict[type, str]] = {
     list: "list",
     tuple: "tuple",
     dict: "dict",
+    set: "set",
+    frozenset: "frozenset",
     ArrayRef: "array",
 }
 
@@ -234,7 +241,16 @@ def _kind(value: Any) -> str | None:
     if known is not None:
         return known
     # Before its bases are looked at: NumPy's float64 is a float too.
-    return "array" if is_array(value) else _native_kind(value)
+    if is_array(value):
+        return "array"
+    return "dtype" if _is_dtype(value) else _native_kind(value)
+
+
+def _is_dtype(value: Any) -> bool:
+    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+    if numpy is not None and isinstance(value, numpy.dtype):
+        return True
+    return torch is not None and hasattr(torch, "dtype") and isinstance(value, torch.dtype)
 
 
 def _native_kind(value: Any) -> str | None:
@@ -255,7 +271,8 @@ def is_array(value: Any) -> bool:
 
 
 def kind(value: Any) -> str:
-    """One of `none`, `bool`, `int`, `float`, `complex`, `str`, `bytes`, `array`, `list`, `tuple`, `dict`.
+    """One of `none`, `bool`, `int`, `float`, `complex`, `str`, `bytes`, `dtype`, `array`, `list`, `tuple`, `dict`,
+    `set`, `frozenset`.
 
     Raises:
         Unsavable: `value` is of no such kind.
@@ -272,13 +289,13 @@ def length(value: Any) -> int:
     match kind(value):
         case "array":
             return math.prod(value.shape)
-        case "list" | "tuple" | "dict" | "str" | "bytes":
+        case "list" | "tuple" | "dict" | "set" | "frozenset" | "str" | "bytes":
             return len(value)
     return 1
 
 
 def path_key(key: Any, path: Path = ()) -> Any:
-    """A dict's key as it travels in a value or in a delta's path: a plain str, int, float, bool, bytes or None.
+    """A dict's key, or an item of a set, as it is held: plain str, int, float, bool, bytes, None, or a tuple of these.
 
     Raises:
         Unsavable: naming `path`, the dict's own. Integers beyond 64 bits and NaN (which finds nothing) are refused too.
@@ -299,7 +316,47 @@ def path_key(key: Any, path: Path = ()) -> Any:
             if key == key:
                 return float.__float__(key)
             raise Unsavable(path, f"a key that is NaN finds nothing again; keys can be {_KEYS}")
+        case "tuple":
+            if len(path) >= MAX_DEPTH:
+                _too_deep(path)
+            return tuple([path_key(item, (*path, index)) for index, item in enumerate(tuple.__iter__(key))])
     raise Unsavable(path, f"a key of type {type(key).__qualname__} cannot travel; keys can be {_KEYS}")
+
+
+def wired_key(key: Any) -> Any:
+    """A key of `path_key` as it stands in a delta's path: a tuple would be read as a list there."""
+    return wire(key) if type(key) is tuple else key
+
+
+def opened_key(key: Any) -> Any:
+    """The key that a step of a delta's path names, also where extensions were not decoded.
+
+    Raises:
+        ValueError: it names none.
+    """
+    return _ext_hook(key.code, memoryview(key.data)) if type(key) is msgspec.msgpack.Ext else key
+
+
+def _members(items: Iterable[Any], path: Path) -> set[Any]:
+    """The items of a set, as they are held.
+
+    Raises:
+        Unsavable: one of them cannot be a key.
+    """
+    # A subclass may iterate over something else.
+    if isinstance(items, set):
+        items = set.__iter__(items)
+    elif isinstance(items, frozenset):
+        items = frozenset.__iter__(items)
+    return {path_key(item, path) for item in items}
+
+
+def _dtype_name(value: Any, path: Path) -> str:
+    # NumPy's own has no prefix, and says its byte order elsewhere.
+    name = getattr(value, "name", None) or str(value).removeprefix("torch.")
+    if name not in DTYPES:
+        raise Unsavable(path, f"the dtype {value} cannot travel; what can: {', '.join(sorted(DTYPES))}")
+    return name
 
 
 def _text(value: str, path: Path) -> str:
@@ -509,6 +566,13 @@ def wire(value: Any, path: Path = ()) -> Any:
             return msgspec.msgpack.Ext(_COMPLEX, _complex.pack(value.real, value.imag))
         case "bytes":
             return bytes(memoryview(value))
+        case "set" | "frozenset" as found:
+            # In an order of their own: equal sets are equal on the wire.
+            items = sorted(_encoder.encode(item) for item in _members(value, path))
+            packed = _encoder.encode([msgspec.Raw(item) for item in items])
+            return msgspec.msgpack.Ext(_SET if found == "set" else _FROZENSET, packed)
+        case "dtype":
+            return msgspec.msgpack.Ext(_DTYPE, _dtype_name(value, path).encode())
     _refuse(value, path)
 
 
@@ -561,9 +625,33 @@ def _ext_hook(code: int, payload: memoryview) -> Any:
         if len(payload) != _complex.size:
             raise ValueError(f"a complex number takes {_complex.size} bytes, got {len(payload)}")
         return complex(*_complex.unpack(payload))
+    if code in (_SET, _FROZENSET):
+        return _set_from(payload) if code == _SET else frozenset(_set_from(payload))
+    if code == _DTYPE:
+        return _dtype_from(str(payload, "ascii"))
     if code == _REF:
         return ArrayRef(*_ref_fields.decode(payload), load=_loader.get())
     raise ValueError(f"unknown extension type {code}")
+
+
+def _set_from(payload: memoryview) -> set[Any]:
+    try:
+        return _members((_opened(item) for item in _plain_list_decoder.decode(payload)), ())
+    except Unsavable as error:
+        raise ValueError(f"a set holds what it cannot: {error}") from None
+
+
+def _opened(item: Any) -> Any:
+    """A tuple of a set travels as an array does, since no item of a set is a list."""
+    return tuple([_opened(one) for one in item]) if type(item) is list else item
+
+
+def _dtype_from(name: str) -> np.dtype[Any]:
+    import numpy as np
+
+    if name not in DTYPES:
+        raise ValueError(f"an unknown dtype {name[:40]!r}")
+    return _extra_dtypes().get(name) or np.dtype(name)
 
 
 def decoder(type_: Any = Any, *, plain: bool = False) -> Callable[[bytes | memoryview], Any]:
@@ -596,6 +684,7 @@ def decoder(type_: Any = Any, *, plain: bool = False) -> Callable[[bytes | memor
     return decoded
 
 
+_plain_list_decoder = msgspec.msgpack.Decoder(list[Any])
 _decoder = decoder()
 _list_decoder = decoder(list[Any])
 
@@ -667,6 +756,11 @@ def _digest(value: Any, path: Path) -> bytes:
         case "dict":
             pairs = (_key_digest(path_key(key, path)) + _digest(item, (*path, key)) for key, item in dict.items(value))
             return _hash(b"d", *sorted(pairs))
+        case "set" | "frozenset":
+            members = sorted(_key_digest(item) for item in _members(value, path))
+            return _hash(b"S" if found == "set" else b"F", *members)
+        case "dtype":
+            return _hash(b"D", _dtype_name(value, path).encode())
     _refuse(value, path)
 
 
@@ -674,6 +768,8 @@ def _key_digest(key: Any) -> bytes:
     # Python finds an integral float's or a bool's entry by the int, so a fold may hold either as the key.
     if isinstance(key, (bool, float)) and not (isinstance(key, float) and not key.is_integer()):
         key = int(key)
+    if type(key) is tuple:
+        return _hash(b"t", *(_key_digest(item) for item in key))
     return _digest(key, ())
 
 
@@ -705,6 +801,8 @@ def _equal(a: Any, b: Any, path: Path) -> bool:
         return x.dtype.name == y.dtype.name and x.shape == y.shape and bytes(_raw(x)) == bytes(_raw(y))
     if found == "float":
         return _float.pack(a) == _float.pack(b)
+    if found == "dtype":
+        return _dtype_name(a, path) == _dtype_name(b, path)
     if found == "complex":
         return _complex.pack(a.real, a.imag) == _complex.pack(b.real, b.imag)
     return bool(a == b)

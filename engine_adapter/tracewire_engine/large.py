@@ -291,6 +291,8 @@ class Copies:
             return {key: self._copy(item, (*path, key)) for key, item in value.items()}
         if self._hold.is_large(value):
             return self._array(value, path)
+        if isinstance(value, set):
+            value = set(value)
         local = self.local(value)
         # Refused here and now, under the name that it has.
         wire(local, path)

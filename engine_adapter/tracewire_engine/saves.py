@@ -33,6 +33,7 @@ from tracewire_bus.values import (
     list_digest,
     path_key,
     wire,
+    wired_key,
 )
 
 from .hosting import HostArray, HostCopy, elements
@@ -67,6 +68,16 @@ class _Leaf:
         self.digest = digest
 
 
+class _SetLeaf(_Leaf):
+    """A set, with how many items the consumer has of it."""
+
+    __slots__ = ("size",)
+
+    def __init__(self, value: set[Any], digest: bytes) -> None:
+        super().__init__(value, digest)
+        self.size = len(value)
+
+
 class _Box:
     """A list or dict as the consumer has it: the object, its items, and a shadow of each by key."""
 
@@ -76,8 +87,8 @@ class _Box:
         self.value = value
         self.items: Any = [] if type(value) is list else {}
         self.shadows: Any = [] if type(value) is list else {}
-        #: Keys of the items that are boxes themselves.
-        self.boxes: dict[Any, _Box] = {}
+        #: The items that may change and stay the same object, by key: boxes themselves, and sets.
+        self.boxes: dict[Any, _Box | _SetLeaf] = {}
         self.cursor = 0
 
     def put(self, key: Any, item: Any, shadow: _Shadow) -> None:
@@ -91,7 +102,7 @@ class _Box:
         self._box(len(self.items) - 1, shadow)
 
     def _box(self, key: Any, shadow: _Shadow) -> None:
-        if isinstance(shadow, _Box):
+        if isinstance(shadow, _Box | _SetLeaf):
             self.boxes[key] = shadow
         else:
             self.boxes.pop(key, None)
@@ -180,7 +191,7 @@ class SaveTracker:
                 if shadow is None or shadow.value is not value:
                     wired, self._names[name] = _adopt(value, (name,), copies)
                     deltas.append(Set(path=(name,), value=wired))
-                elif isinstance(shadow, _Box):
+                elif isinstance(shadow, _Box | _SetLeaf):
                     _walk(shadow, (name,), copies, deltas, whole)
             except Unsavable as error:
                 self._refuse(name, error, deltas, mark)
@@ -349,6 +360,9 @@ def _adopt(value: Any, path: _Path, copies: Copies) -> tuple[Any, _Shadow]:
                 sent[plain], shadow = _adopt(item, (*path, plain), copies)
                 box.put(key, item, shadow)
         return sent, box
+    elif cls is set:
+        _check_gain(len(value), path)
+        return wire(value, path), _SetLeaf(value, digest(value))
     elif cls not in _FIXED:
         frozen = copies.freeze(value, path)
         if frozen is not None:
@@ -357,8 +371,11 @@ def _adopt(value: Any, path: _Path, copies: Copies) -> tuple[Any, _Shadow]:
     return wire(local, path), _Leaf(value, digest(local))
 
 
-def _walk(box: _Box, path: _Path, copies: Copies, deltas: list[Delta], whole: bool) -> None:
+def _walk(box: _Box | _SetLeaf, path: _Path, copies: Copies, deltas: list[Delta], whole: bool) -> None:
     """Find what changed in a container that is the same object as before."""
+    if isinstance(box, _SetLeaf):
+        _resend(box, path, deltas)
+        return
     value = box.value
     start = stop = 0
     if type(value) is list:
@@ -384,18 +401,37 @@ def _walk(box: _Box, path: _Path, copies: Copies, deltas: list[Delta], whole: bo
     else:
         _check_gain(len(value) - len(box.items), path)
         for key in [key for key in box.items if key not in value]:
-            deltas.append(Delete(path=(*path, path_key(key, path))))
+            deltas.append(Delete(path=(*path, _key(key, path))))
             del box.items[key], box.shadows[key]
             box.boxes.pop(key, None)
         for key, item in value.items():
             if box.items.get(key, _MISSING) is not item:
-                _put(box, key, item, (*path, path_key(key, path)), copies, deltas)
+                _put(box, key, item, (*path, _key(key, path)), copies, deltas)
     if not box.boxes:
         return
     for key, child in list(box.boxes.items()):
         # What was put just now has nothing new; walking it again costs little and finds nothing.
         if len(box.boxes) <= WINDOW or type(value) is not list or start <= key < stop:
-            _walk(child, (*path, path_key(key, path)), copies, deltas, whole)
+            _walk(child, (*path, _key(key, path)), copies, deltas, whole)
+
+
+def _resend(leaf: _SetLeaf, path: _Path, deltas: list[Delta]) -> None:
+    """Send a set that has other items than before, as far as its size tells; the end compares contents.
+
+    A set is sent whole. A set of more than `WINDOW` items waits until its size has changed by a quarter: one that grows
+    with every step then costs, in all, a few times what it holds.
+    """
+    value: set[Any] = leaf.value
+    change = abs(len(value) - leaf.size)
+    if change and (len(value) <= WINDOW or change * 4 >= leaf.size):
+        _check_gain(change, path)
+        deltas.append(Set(path=path, value=wire(value, path)))
+        leaf.size, leaf.digest = len(value), digest(value)
+
+
+def _key(key: Any, path: _Path) -> Any:
+    """A dict's key as a delta's path has it."""
+    return wired_key(path_key(key, path))
 
 
 def _check_gain(count: int, path: _Path) -> None:
@@ -453,7 +489,7 @@ def _correct(shadow: _Shadow, path: _Path, now: Copies, deltas: list[Delta], cha
         )
     return dict_digest(
         [
-            (key, _correct(child, (*path, path_key(key, path)), now, deltas, changed))
+            (key, _correct(child, (*path, _key(key, path)), now, deltas, changed))
             for key, child in shadow.shadows.items()
         ]
     )

@@ -15,13 +15,17 @@ from .inputs import input_path
 
 __all__ = ["to_tensors"]
 
-_TORCH_NAMES = {"bool": torch.bool}
+
+def _torch_dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
 
 
 def _tensor(array: np.ndarray[Any, Any], device: torch.device) -> torch.Tensor:
     """A tensor of its own memory from a decoded array, of the same dtype (bfloat16 and the float8s included)."""
     name = array.dtype.name
-    dtype = _TORCH_NAMES.get(name) or getattr(torch, name)
+    dtype = _torch_dtype(name)
     flat = bytearray(array.tobytes())
     if not flat:
         return torch.empty(array.shape, dtype=dtype, device=device)
@@ -30,13 +34,15 @@ def _tensor(array: np.ndarray[Any, Any], device: torch.device) -> torch.Tensor:
 
 def _mapped(ref: ArrayRef, device: torch.device, folder: Path | HeldInputs) -> torch.Tensor:
     """A tensor of its own memory from the file of a large array. Pages are read, and copied, as they are needed."""
-    dtype = _TORCH_NAMES.get(ref.dtype) or getattr(torch, ref.dtype)
+    dtype = _torch_dtype(ref.dtype)
     flat = torch.from_file(str(input_path(folder, ref)), shared=False, size=ref.nbytes, dtype=torch.uint8)
     return flat.view(dtype).reshape(ref.shape).to(device)
 
 
 def to_tensors(value: Any, device: torch.device, folder: Path | HeldInputs = Path()) -> Any:
-    """`value` with every array in it as a tensor on `device`; containers are new, so that a block may change them.
+    """`value` with every array in it as a tensor on `device`, and every dtype as torch's.
+
+    Containers are new, so that a block may change them.
 
     What only refers to an array is found in `folder` (see `inputs.py`).
     """
@@ -44,6 +50,8 @@ def to_tensors(value: Any, device: torch.device, folder: Path | HeldInputs = Pat
         return _tensor(value, device)
     if isinstance(value, ArrayRef):
         return _mapped(value, device, folder)
+    if isinstance(value, np.dtype):
+        return _torch_dtype(value.name)
     if isinstance(value, list):
         return [to_tensors(item, device, folder) for item in value]
     if isinstance(value, tuple):

@@ -445,8 +445,8 @@ class Capture:
     def _bind_function(self, name: str, function: types.FunctionType, source: FunctionSource, line: int) -> None:
         if hasattr(function, "__wrapped__"):
             raise source.error(
-                f"{self._spelled.get(name, name)}() is decorated, and decorators do not travel: call a function without any, and put what the "
-                "decorator does into its body",
+                f"{self._spelled.get(name, name)}() is decorated, and decorators do not travel: call a function "
+                "without any, and put what the decorator does into its body",
                 line,
             )
         definition = find(function)

@@ -30,7 +30,7 @@ from tracewire_bus.messages import (
     Set,
     Usage,
 )
-from tracewire_bus.values import ArrayRef, digest, equal, kind, length, wire
+from tracewire_bus.values import ArrayRef, digest, equal, kind, length, wire, wired_key
 
 
 def manifest_of(saves: dict[str, Any], invoke: int = 0, choice: int = 0) -> list[Manifest]:
@@ -73,9 +73,12 @@ _leaves = st.one_of(
     st.text(max_size=3),
     st.binary(max_size=3),
     st.lists(st.integers(0, 255), max_size=3).map(lambda items: np.array(items, np.uint8)),
+    st.sets(st.integers(0, 3), max_size=3),
+    st.just(np.dtype("float32")),
 )
 _keys = st.one_of(
-    st.text(max_size=2), st.integers(-2, 3), st.none(), st.binary(max_size=1), st.sampled_from([0.5, -0.5])
+    *(st.text(max_size=2), st.integers(-2, 3), st.none(), st.binary(max_size=1), st.sampled_from([0.5, -0.5])),
+    st.tuples(st.integers(0, 2), st.one_of(st.text(max_size=1), st.tuples(st.booleans()))),
 )
 _values = st.recursive(
     _leaves,
@@ -91,7 +94,7 @@ def containers(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, .
     if isinstance(value, dict):
         yield path, value
         for key, item in value.items():
-            yield from containers(item, (*path, key))
+            yield from containers(item, (*path, wired_key(key)))
     elif isinstance(value, list):
         yield path, value
         for index, item in enumerate(value):
@@ -112,21 +115,25 @@ def change(data: st.DataObject, saves: dict[str, Any]) -> Delta:
     if target and data.draw(st.booleans()):
         key = data.draw(st.sampled_from(list(target)))
         del target[key]
-        return Delete(path=(*path, key))
+        return Delete(path=(*path, wired_key(key)))
     key = data.draw(st.text(min_size=1, max_size=2) if target is saves else _keys)
     target[key] = copy.deepcopy(data.draw(_values))
-    return Set(path=(*path, key), value=wire(target[key]))
+    return Set(path=(*path, wired_key(key)), value=wire(target[key]))
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_any_sequence_of_changes_folds_to_the_changed_value(data: st.DataObject) -> None:
     saves: dict[str, Any] = {}
-    fold = Fold()
+    fold, plain = Fold(), Fold()
     for seq in range(data.draw(st.integers(0, 6))):
         deltas = [change(data, saves) for _ in range(data.draw(st.integers(0, 4)))]
-        fold.apply(decode_event(encode(output(seq, *deltas))))
+        event = encode(output(seq, *deltas))
+        fold.apply(decode_event(event))
         assert equal(saves_of(fold), saves)
+        # A snapshot is made of what was not decoded.
+        plain.apply(decode_plain(event))
+        assert equal(decode_snapshot(encode(plain.snapshot())).choices[0].saves, saves)
     last = [change(data, saves) for _ in range(data.draw(st.integers(0, 2)))]
     final = Final(attempt=1, seq=fold.seq + 1, status="finished", deltas=[(0, 0, last)], manifest=manifest_of(saves))
     fold.apply(decode_event(encode(final)))

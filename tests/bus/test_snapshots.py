@@ -24,7 +24,7 @@ from tracewire_bus.messages import (
     Steered,
 )
 from tracewire_bus.streams import Bus, EventsLost, Fenced, Gap
-from tracewire_bus.values import ArrayRef, digest, kind, length, wire
+from tracewire_bus.values import ArrayRef, digest, kind, length, wire, wired_key
 from tracewire_bus.writer import Writer
 
 VALUES = [
@@ -32,7 +32,10 @@ VALUES = [
     (1, (2.5, None)),
     2**80,
     complex(1, 2),
-    {1: [b"x"], "k": {"deep": [1]}},
+    {1: [b"x"], "k": {"deep": [1]}, (1, "head"): 2},
+    {"seen", (1, 2)},
+    frozenset({3}),
+    np.dtype("float16"),
     ArrayRef("float32", (300,), b"d" * 16, "blob", "acts"),
 ]
 
@@ -42,7 +45,7 @@ def saved(step: int) -> list[Delta]:
     value = wire(VALUES[step % len(VALUES)])
     if step == 0:
         return [Set(path=("acts",), value=[value]), Set(path=("nested",), value={"a": {}})]
-    return [Append(path=("acts",), items=[value]), Set(path=("nested", "a", step), value=value)]
+    return [Append(path=("acts",), items=[value]), Set(path=("nested", "a", wired_key((step, "head"))), value=value)]
 
 
 class Author:

@@ -89,6 +89,45 @@ def test_a_growing_list_sends_each_item_once() -> None:
     assert equal(replay.folded["xs"], values)
 
 
+def test_keys_that_are_tuples_stream_one_by_one() -> None:
+    replay = Replay()
+    probabilities: dict[Any, Any] = {}
+    replay.saves["probs"] = probabilities
+    for layer in range(3):
+        probabilities[layer, "head"] = {(layer, 0): []}
+        deltas = replay.step()
+        assert len(deltas) == 1
+        assert list(replay.folded["probs"]) == list(probabilities)
+    probabilities[1, "head"][1, 0].append(5)
+    assert [type(delta) for delta in replay.step()] == [Append]
+    del probabilities[0, "head"]
+    replay.step()
+    replay.finish()
+    assert replay.folded["probs"] == {(1, "head"): {(1, 0): [5]}, (2, "head"): {(2, 0): []}}
+
+
+def test_a_set_that_grows_is_sent_as_it_grows_and_a_long_one_in_leaps() -> None:
+    replay = Replay()
+    seen: set[int] = set()
+    inner: set[int] = set()
+    replay.saves = {"seen": seen, "nested": [inner]}
+    for step in range(3):
+        seen.add(step)
+        inner.add(-step)
+        replay.step()
+        assert replay.folded == {"seen": seen, "nested": [inner]}
+    count = 0
+    for step in range(3, 3000):
+        seen.add(step)
+        count += bool(replay.step())
+    assert 0 < count < 256 + 30
+    inner.remove(0)
+    inner.add(7)
+    assert replay.step() == []
+    replay.finish()
+    assert replay.folded == {"seen": seen, "nested": [{-1, -2, 7}]}
+
+
 def test_what_did_not_change_is_not_sent() -> None:
     replay = Replay()
     replay.saves = {"xs": [1, 2], "d": {"a": [1]}, "s": "text", "t": torch.ones(2)}
@@ -180,12 +219,16 @@ _leaves = st.one_of(
     st.binary(max_size=4),
     st.lists(st.floats(width=32), max_size=3).map(lambda xs: torch.tensor(xs, dtype=torch.float32)),
     st.lists(st.floats(width=16), max_size=3).map(lambda xs: np.array(xs, dtype=np.float16)),
+    st.sets(st.integers(0, 9), max_size=3),
+    st.frozensets(st.text(max_size=1), max_size=2),
+    st.sampled_from([torch.float32, torch.bfloat16]),
 )
+_keys = st.one_of(st.text(max_size=2), st.integers(0, 3), st.tuples(st.integers(0, 1), st.text(max_size=1)))
 _values = st.recursive(
     _leaves,
     lambda children: st.one_of(
         st.lists(children, max_size=4),
-        st.dictionaries(st.one_of(st.text(max_size=2), st.integers(0, 3)), children, max_size=4),
+        st.dictionaries(_keys, children, max_size=4),
         st.lists(children, max_size=3).map(tuple),
     ),
     max_leaves=8,
@@ -210,9 +253,7 @@ def _mutate(data: st.DataObject, saves: dict[str, Any]) -> None:
     target = data.draw(st.sampled_from(_containers(saves)))
     value = copy.deepcopy(data.draw(_values))
     if isinstance(target, dict):
-        keys = (
-            st.sampled_from(["a", "b", "c"]) if target is saves else st.one_of(st.text(max_size=2), st.integers(0, 3))
-        )
+        keys = st.sampled_from(["a", "b", "c"]) if target is saves else _keys
         if target and data.draw(st.booleans()):
             target.pop(data.draw(st.sampled_from(list(target))))
         else:
@@ -233,8 +274,11 @@ def _mutate(data: st.DataObject, saves: dict[str, Any]) -> None:
             target[data.draw(st.integers(0, len(target) - 1))] = value
         elif target and action == "pop":
             target.pop(data.draw(st.integers(0, len(target) - 1)))
-    tensors = [item for box in _containers(saves) for item in (box.values() if isinstance(box, dict) else box)]
-    tensors = [item for item in tensors if isinstance(item, torch.Tensor) and item.numel()]
+    items = [item for box in _containers(saves) for item in (box.values() if isinstance(box, dict) else box)]
+    sets = [item for item in items if isinstance(item, set)]
+    if sets and data.draw(st.booleans()):
+        data.draw(st.sampled_from(sets)).symmetric_difference_update(data.draw(st.sets(st.integers(0, 9))))
+    tensors = [item for item in items if isinstance(item, torch.Tensor) and item.numel()]
     if tensors and data.draw(st.booleans()):
         data.draw(st.sampled_from(tensors)).fill_(1.5)
 

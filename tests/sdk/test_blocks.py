@@ -980,7 +980,6 @@ UNTRANSPORTABLE = {
     "a file": (sys.stdout, "of type"),
     "an object array": (np.array([object()]), "of type numpy.ndarray"),
     "an intervention": (plain, "cannot call another"),
-    "a set": ({1, 2}, "of type set"),
 }
 
 
