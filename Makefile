@@ -53,7 +53,7 @@ test: $(READY)  ## all tests but those marked `full`
 test-full: $(READY)  ## all tests
 	@$(BIN)/python -m pytest -q $(ARGS)
 
-test-engineless: $(READY)  ## the tests that start no engine: seconds
+test-engineless: $(READY)  ## the tests that start no engine
 	@$(BIN)/python -m pytest -q -m "not full and not engine" $(ARGS)
 
 lint: $(READY)  ## ruff, mypy --strict on the three packages, the import contracts

@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 
 from tests.adapter_command import import_ahead
-from tests.engine_process import BLOB_THRESHOLD, EngineProcess, is_asked_for, looked_at_inside, started_engine
+from tests.engine_process import (
+    BLOB_THRESHOLD,
+    EngineProcess,
+    expect_engines,
+    is_asked_for,
+    looked_at_inside,
+    started_engine,
+)
 from tracewire_bus.embedded import EmbeddedServer
 from tracewire_bus.streams import Bus
 
@@ -37,6 +44,19 @@ async def bus(embedded: str, prefix: str) -> AsyncIterator[Bus]:
 
 
 @pytest.fixture(scope="session")
+def starts_engine() -> None:
+    """Whatever starts a real engine asks for this, a fixture or a test: the mark `engine` is derived from it."""
+    expect_engines()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what starts an engine, so that `make test-engineless` can leave it out."""
+    for item in items:
+        if "starts_engine" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.engine)
+
+
+@pytest.fixture(scope="session")
 async def engine_bus() -> AsyncIterator[str]:
     """URL of the Redis that the shared engine serves."""
     async with EmbeddedServer.start() as server:
@@ -44,7 +64,7 @@ async def engine_bus() -> AsyncIterator[str]:
 
 
 @pytest.fixture(scope="session")
-def starting(engine_bus: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
+def starting(starts_engine: None, engine_bus: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
     """The shared engine, on its way."""
     options = (
         "--check-collect",
@@ -82,6 +102,6 @@ def engine(starting: EngineProcess) -> Iterator[EngineProcess]:
 
 
 @pytest.fixture(scope="session")
-def inside() -> dict[str, Any]:
+def inside(starts_engine: None) -> dict[str, Any]:
     """What is found inside one engine."""
     return looked_at_inside("--reference", "--many", "80")

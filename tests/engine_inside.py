@@ -12,6 +12,7 @@ from typing import Any
 
 import anyio
 
+from tests.engine_process import check_expected
 from tracewire_bus.embedded import EmbeddedServer
 from tracewire_bus.streams import Bus
 
@@ -25,6 +26,7 @@ async def engine_inside(*, model: Any = None, name: str = "demo", **options: Any
     `options` are vLLM's. Every trace's saves are also collected by nnsight's own collect and compared by digest, unless
     `check_collect=False` is among them, as it must be where nnsight cannot: on several stages.
     """
+    check_expected()
     before = dict(os.environ)
     os.environ.update(VLLM_USE_V2_MODEL_RUNNER="0", VLLM_CPU_ATTN_SPLIT_KV="0", VLLM_NO_USAGE_STATS="1")
     from vllm.engine.arg_utils import AsyncEngineArgs

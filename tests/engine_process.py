@@ -22,6 +22,8 @@ __all__ = [
     "BLOB_THRESHOLD",
     "ENVIRONMENT",
     "EngineProcess",
+    "check_expected",
+    "expect_engines",
     "is_asked_for",
     "left_running",
     "looked_at_inside",
@@ -36,10 +38,27 @@ ENVIRONMENT = {"VLLM_CPU_ATTN_SPLIT_KV": "0"}
 BLOB_THRESHOLD = 65536
 
 
+#: Whether a test of this session has said that it starts an engine.
+_expected = False
+
+
+def expect_engines() -> None:
+    """A test is about to start an engine, and is marked as such."""
+    global _expected
+    _expected = True
+
+
+def check_expected() -> None:
+    """Raise in a test that starts an engine and is not marked as such."""
+    if "PYTEST_CURRENT_TEST" in os.environ and not _expected:
+        raise RuntimeError("who starts an engine asks for the fixture starts_engine, which the mark comes from")
+
+
 class EngineProcess:
     """A running `tracewire engine demo` and its log."""
 
     def __init__(self, url: str, folder: Path, *options: str, environment: Mapping[str, str] | None = None) -> None:
+        check_expected()
         self.log = folder / "engine.log"
         #: All processes below the supervisor, when it was ready.
         self.below: list[psutil.Process] = []
@@ -136,6 +155,7 @@ async def left_running(client: tracewire.Client) -> tracewire.Trace:
 
 def looked_at_inside(*options: str) -> dict[str, Any]:
     """What `python -m tests.inside` finds."""
+    check_expected()
     command = [sys.executable, "-m", "tests.inside", *options]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[1])
     assert done.returncode == 0, done.stderr[-4000:]

@@ -1,23 +1,14 @@
-"""Clients of the shared engine, and the mark of what starts engines."""
+"""Clients of the shared engine."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 
 import tracewire
 from tests.engine_process import EngineProcess
 from tracewire import Client, Model
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files of this folder that use a real engine end in `_engine.py`."""
-    here = Path(__file__).parent
-    for item in items:
-        if item.path.parent == here and item.path.stem.endswith("_engine"):
-            item.add_marker(pytest.mark.engine)
 
 
 @pytest.fixture

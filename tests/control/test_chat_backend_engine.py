@@ -15,8 +15,6 @@ from examples.demo_model.score import CodeScore
 
 from .test_chat_backend import Seen, following, opened, said, serving, steered, text
 
-pytestmark = pytest.mark.engine
-
 #: Prose, which greedy decoding never leaves by itself.
 PROMPT = "This module provides"
 #: Far enough that, whichever token it holds from, greedy decoding goes on with code.

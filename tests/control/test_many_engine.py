@@ -9,6 +9,7 @@ import pytest
 from tests.engine_process import looked_at_inside
 
 
+@pytest.mark.usefixtures("starts_engine")
 @pytest.mark.parametrize("count", [80, pytest.param(400, marks=pytest.mark.full)])
 def test_cancelling_half_of_many_leaves_nothing_behind_and_the_others_alone(
     count: int, request: pytest.FixtureRequest

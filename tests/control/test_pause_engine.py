@@ -24,8 +24,6 @@ from tests.engine_inside import counts, engine_inside, forgotten
 from tracewire import Client, Model, Output
 from tracewire_bus.messages import Probe
 
-pytestmark = pytest.mark.engine
-
 PROMPT = "def add(a, b):\n    return"
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 PLACES, BLOCKS, BLOCK_SIZE, LENGTH = 3, 20, 32, 512
@@ -51,7 +49,7 @@ def edits(model, tracer, live):
 
 
 @pytest.fixture(scope="module")
-async def served() -> AsyncIterator[tuple[Any, str]]:
+async def served(starts_engine: None) -> AsyncIterator[tuple[Any, str]]:
     """The engine, which notes the names of the requests that it is given, and the URL of the Redis that it serves."""
     options = {"max_num_seqs": PLACES, "max_model_len": LENGTH}
     async with engine_inside(**options, block_size=BLOCK_SIZE, num_gpu_blocks_override=BLOCKS) as served:

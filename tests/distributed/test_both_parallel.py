@@ -20,7 +20,9 @@ LAYOUTS = {
 
 
 @pytest.fixture(scope="module", params=LAYOUTS)
-async def workers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
+async def workers(
+    starts_engine: None, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Served]:
     """An engine of four workers, two of them on each core."""
     async with served(tmp_path_factory.mktemp("workers"), *LAYOUTS[request.param], cores="0|1|0|1") as engine:
         yield engine

@@ -365,7 +365,7 @@ async def test_what_the_documentation_tells_operators_to_type(tmp_path: Path) ->
             engine.wait()
 
 
-@pytest.mark.engine
+@pytest.mark.usefixtures("starts_engine")
 @pytest.mark.full
 async def test_a_real_engine_is_started_probed_and_drained_as_the_manifests_say(tmp_path: Path) -> None:
     async with place(tmp_path) as one:

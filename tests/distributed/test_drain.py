@@ -361,7 +361,7 @@ async def test_a_probe_for_life_does_not_blame_an_engine_for_redis(capsys: pytes
 # --- a real engine ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.engine
+@pytest.mark.usefixtures("starts_engine")
 @pytest.mark.full
 async def test_a_real_engine_drains_and_is_not_started_again(tmp_path: Path) -> None:
     async with EmbeddedServer.start() as server:

@@ -21,7 +21,7 @@ from tests.nnsight import test_scheduling_engine as one_stage
 from tests.nnsight.test_scheduling_engine import assert_each_step_told_once, outcome, same, submission
 from tracewire import Client, Model
 
-pytestmark = [pytest.mark.engine, pytest.mark.full]
+pytestmark = pytest.mark.full
 
 #: Its tests that take blocks away from somebody.
 TRIED = (
@@ -34,7 +34,7 @@ TRIED = (
 
 
 @pytest.fixture(scope="module")
-async def served() -> AsyncIterator[tuple[Any, str]]:
+async def served(starts_engine: None) -> AsyncIterator[tuple[Any, str]]:
     """The engine, a core for each stage, and the URL of the Redis that it serves."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")

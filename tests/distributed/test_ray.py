@@ -20,7 +20,7 @@ from tests.distributed.scenarios import GREEDY, PROMPT, SCENARIOS, TIES, check_r
 from tests.engine_process import EngineProcess
 from tracewire import Client, Model, Output
 
-pytestmark = [pytest.mark.engine, pytest.mark.full]
+pytestmark = pytest.mark.full
 
 LAYOUTS = {"tensor parallel": ("--tensor-parallel-size", "2"), "pipeline": ("--pipeline-parallel-size", "2")}
 
@@ -38,7 +38,7 @@ def layout(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-async def ranks(layout: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
+async def ranks(starts_engine: None, layout: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
     """An engine of two Ray actors, with a core each."""
     options = ("--distributed-executor-backend", "ray", "--ray-address", "local", *LAYOUTS[layout])
     async with served(tmp_path_factory.mktemp("ray"), *options) as engine:

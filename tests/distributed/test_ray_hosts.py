@@ -37,7 +37,7 @@ from tracewire_bus.streams import Bus
 
 ROOT = Path(__file__).resolve().parents[2]
 
-pytestmark = [pytest.mark.engine, pytest.mark.full]
+pytestmark = [pytest.mark.usefixtures("starts_engine"), pytest.mark.full]
 
 #: How long workers and adapter wait for each other here, in seconds.
 PATIENCE_S = 8

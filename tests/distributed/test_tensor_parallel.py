@@ -31,7 +31,7 @@ CAPACITY = 6
 
 
 @pytest.fixture(scope="module")
-async def ranks(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
+async def ranks(starts_engine: None, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
     """An engine of two ranks, on a core each, which runs three requests at once and takes six traces."""
     options = ("--tensor-parallel-size", "2", "--max-num-seqs", "3", "--capacity", str(CAPACITY))
     async with served(tmp_path_factory.mktemp("ranks"), *options) as engine:

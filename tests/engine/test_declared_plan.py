@@ -21,7 +21,6 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.engine.conftest import ENGINELESS
 from tracewire_bus.declared import decoded, normalized, resolved
 from tracewire_bus.fold import apply_delta
 from tracewire_bus.messages import Ablate, Append, Clamp, Declared, Delta, Live, LogitLens, Probe, Steer, StopWhen
@@ -35,8 +34,6 @@ from tracewire_engine.live import LiveRun, LiveRuns
 HIDDEN, VOCABULARY, LAYERS = 16, 40, 3
 HEAD = torch.randn(VOCABULARY, HIDDEN, generator=torch.Generator().manual_seed(1))
 DELTAS = decoder(list[Delta])
-
-assert "test_declared_plan.py" in ENGINELESS
 
 
 def interventions(rng: random.Random) -> list[tuple[Any, list[int]]]:

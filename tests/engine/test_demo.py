@@ -10,10 +10,12 @@ import uuid
 from pathlib import Path
 
 import psutil
+import pytest
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo" / "run.py"
 
 
+@pytest.mark.usefixtures("starts_engine")
 def test_the_demo_s_three_consumers_agree_with_each_other_and_with_nnsight(tmp_path: Path) -> None:
     mark = uuid.uuid4().hex
     command = [sys.executable, str(DEMO), "--json", "--logs", str(tmp_path)]

@@ -42,6 +42,7 @@ def test_settings_that_would_be_wrong_are_refused_with_the_reason(
     assert f"{said} is not supported" in done.stderr or said in done.stderr.splitlines()[-1]
 
 
+@pytest.mark.usefixtures("starts_engine")
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "options", "said"),

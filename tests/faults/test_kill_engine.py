@@ -53,6 +53,7 @@ async def tokens_of(client: Client, trace: str) -> tuple[dict[int, list[int]], l
     return tokens, events
 
 
+@pytest.mark.usefixtures("starts_engine")
 @pytest.mark.parametrize(
     ("kind", "options"),
     [

@@ -189,7 +189,7 @@ def test_signals_that_come_all_at_once(tmp_path: Path) -> None:
         assert process.wait(timeout=60) in (0, -signal.SIGINT, -signal.SIGTERM)
 
 
-@pytest.mark.engine
+@pytest.mark.usefixtures("starts_engine")
 @pytest.mark.parametrize("problem", ["it evicts", "it does not say what keys take"])
 async def test_the_command_ends_for_good_on_a_redis_that_it_refuses(tmp_path: Path, problem: str) -> None:
     """Exit status 2, which no supervisor starts again, before a model is loaded. Once it is the whole command."""

@@ -15,11 +15,12 @@ from tests.engine_process import running_engine
 from tests.nnsight import edit_blocks as blocks
 from tracewire_bus.embedded import EmbeddedServer
 
-pytestmark = [pytest.mark.engine, pytest.mark.full]
+pytestmark = pytest.mark.full
 
 TOKENS = 400
 
 
+@pytest.mark.usefixtures("starts_engine")
 @pytest.mark.parametrize("told", ["by a signal", "on the bus"])
 async def test_a_leaving_engine_lets_plain_requests_end(told: str, tmp_path: Path) -> None:
     async with EmbeddedServer.start() as server, tracewire.connect(server.url) as client:

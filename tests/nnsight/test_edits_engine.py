@@ -20,8 +20,6 @@ from tests.nnsight import edit_blocks as blocks
 from tracewire import Client, Edits, Probe, Prompt, Steer, StopWhen
 from tracewire_bus.messages import Block, Edit
 
-pytestmark = pytest.mark.engine
-
 PROMPT = "def add(a, b):\n    return"
 GREEDY = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 5}
 MODEL = "demo"

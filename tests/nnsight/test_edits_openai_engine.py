@@ -15,8 +15,6 @@ import tracewire
 from tests.nnsight import edit_blocks as blocks
 from tracewire import Client, Edits, Probe
 
-pytestmark = pytest.mark.engine
-
 PROMPT = "def add(a, b):\n    return"
 MODEL = "demo"
 GREEDY = {"temperature": 0.0, "max_tokens": 5, "extra_body": {"ignore_eos": True}}

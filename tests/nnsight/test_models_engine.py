@@ -19,7 +19,7 @@ from tests.engine_inside import engine_inside, forgotten
 from tests.nnsight.checkpoints import DTYPES, LAYERS, make_checkpoint
 from tracewire import LogitLens, Probe, Steer
 
-pytestmark = [pytest.mark.engine, pytest.mark.full]
+pytestmark = pytest.mark.full
 
 PROMPT = [(7 * place + place * place) % 4000 + 1 for place in range(40)]
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
@@ -95,6 +95,7 @@ def close(one: Any, other: Any, tolerance: float = 2e-3) -> bool:
     return bool(np.abs(one - other).max() <= tolerance * np.abs(other).max())
 
 
+@pytest.mark.usefixtures("starts_engine")
 @pytest.mark.parametrize("kind", list(INNER))
 async def test_a_model_of_another_kind(kind: str, tmp_path: Path) -> None:
     path = make_checkpoint(kind, tmp_path)

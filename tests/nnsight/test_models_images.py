@@ -21,7 +21,7 @@ from tests.nnsight.checkpoints import LAYERS, make_idefics
 from tests.nnsight.test_models_engine import close, reads, replaces
 from tracewire import Client, InterventionError, Model, Probe, Steer, TraceFailed, TraceRejected
 
-pytestmark = [pytest.mark.engine, pytest.mark.full]
+pytestmark = pytest.mark.full
 
 TEXT = "import os <image> def add(a, b):"
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
@@ -32,7 +32,7 @@ SMALL, LARGE = (
 
 
 @pytest.fixture(scope="module")
-async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple[Any, str, Path]]:
+async def served(starts_engine: None, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple[Any, str, Path]]:
     """The engine, the URL of its Redis, and the checkpoint."""
     path = make_idefics(tmp_path_factory.mktemp("images"))
     options = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 8}

@@ -16,14 +16,14 @@ from tests.nnsight.checkpoints import make_lora
 from tracewire import Client, Model, Probe, Prompt, TraceRejected
 from tracewire_bus.embedded import EmbeddedServer
 
-pytestmark = [pytest.mark.engine, pytest.mark.full]
+pytestmark = pytest.mark.full
 
 PROMPT = "def add(a, b):\n    return"
 GREEDY = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 8}
 
 
 @pytest.fixture(scope="module")
-async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[str]:
+async def served(starts_engine: None, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[str]:
     """URL of the Redis of an engine with two adapters."""
     folder = tmp_path_factory.mktemp("lora")
     options = []

@@ -20,7 +20,7 @@ from tests.engine_inside import counts, engine_inside, forgotten
 from tests.nnsight.checkpoints import make_checkpoint
 from tracewire import Probe, Steer
 
-pytestmark = [pytest.mark.engine, pytest.mark.full]
+pytestmark = pytest.mark.full
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 #: By kind, how many blocks there are: more than one trace needs, fewer than four do.
@@ -42,6 +42,7 @@ def ids(number: int, length: int) -> list[int]:
     return [(17 * number + 7 * place + place * place) % 4000 + 1 for place in range(length)]
 
 
+@pytest.mark.usefixtures("starts_engine")
 @pytest.mark.parametrize("kept", [True, False], ids=["kept", "computed anew"])
 @pytest.mark.parametrize("kind", list(BLOCKS))
 async def test_preempted_traces_are_what_they_are_alone(kind: str, kept: bool, tmp_path: Path) -> None:

@@ -16,8 +16,6 @@ import tracewire
 from tests.engine import blocks_for_tests as blocks
 from tracewire import Client, Model, Output, TraceRejected
 
-pytestmark = pytest.mark.engine
-
 PROMPT = "def add(a, b):\n    return"
 
 

@@ -21,14 +21,12 @@ from tests.engine_inside import counts, engine_inside, forgotten
 from tracewire import Client, Model, Output, Probe, Steer
 from tracewire_bus.messages import Append
 
-pytestmark = pytest.mark.engine
-
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 PLACES, BLOCKS, BLOCK_SIZE, LENGTH, STEP = 4, 24, 32, 640, 128
 
 
 @pytest.fixture(scope="module")
-async def served() -> AsyncIterator[tuple[Any, str]]:
+async def served(starts_engine: None) -> AsyncIterator[tuple[Any, str]]:
     """The engine, and the URL of the Redis that it serves."""
     options = {"max_num_seqs": PLACES, "max_model_len": LENGTH, "max_num_scheduled_tokens": STEP}
     async with engine_inside(**options, block_size=BLOCK_SIZE, num_gpu_blocks_override=BLOCKS) as served:

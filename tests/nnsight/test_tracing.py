@@ -19,8 +19,6 @@ from tests.engine import blocks_for_tests as blocks
 from tracewire import Client, InterventionError, Model, Output, Prompt, TraceFailed, TraceRejected, UnknownModulePath
 from tracewire_bus.messages import Block
 
-pytestmark = pytest.mark.engine
-
 PROMPT = "def add(a, b):\n    return"
 OTHER = "import os\nimport sys\n\nclass Path"
 GREEDY = {"temperature": 0.0, "ignore_eos": True}

@@ -23,8 +23,6 @@ import tracewire
 from tests.engine_process import EngineProcess
 from tracewire import Client, InterventionError, Model, Output, Probe, Shared, TraceRejected, intervention
 
-pytestmark = pytest.mark.engine
-
 PROMPT = "The Eiffel Tower is in"
 GREEDY = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 4}
 PATIENCE = 60
