@@ -284,8 +284,9 @@ async def test_what_is_appended_again_is_told_once(redis: Server) -> None:
             entries = [dict(zip(flat[::2], flat[1::2], strict=True)) for _, flat in await bus.command(*all_of_it)]
             return [(entry[b"k"], entry[b"c"]) for entry in entries]
 
-        async def appended_again(last: str) -> None:
+        async def appended_again(lost: int, last: str) -> None:
             opened = writer._link.opened
+            await redis.lose(lost)
             await until(lambda: writer._whole == writer._link.opened > opened)
             assert await bus.tail_id("t") == last
 
@@ -298,15 +299,13 @@ async def test_what_is_appended_again_is_told_once(redis: Server) -> None:
         # Nothing, some of it, and the end.
         everything = [(b"queued", b"me"), (b"accepted", b"me"), (b"paused", b"me")]
         for lost in (redis.written, since, since):
-            await redis.lose(lost)
-            await appended_again("1-2")
+            await appended_again(lost, "1-2")
             assert await told() == everything
         since = redis.written
         life = telling("final", "t", model="m", engine="e", attempt=1, status="finished")
         await writer.append("t", 1, 3, b"end", final=True, life=life)
         for _ in range(2):
-            await redis.lose(since)
-            await appended_again(FINAL_ID)
+            await appended_again(since, FINAL_ID)
             assert await told() == [*everything, (b"final", b"me")]
             assert 0 < await bus.command("TTL", bus.keys.events("t")) <= 3600
 
