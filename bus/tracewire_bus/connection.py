@@ -150,6 +150,10 @@ class Background:
                 )
             await anyio.sleep(pause)
 
+    def cancel(self) -> None:
+        """Have it end soon."""
+        self._task.cancel()
+
     async def aclose(self) -> None:
         """Cancel it and wait for its end, from any task."""
         self._task.cancel()

@@ -379,6 +379,11 @@ class Bus:
         return self._retention_s
 
     @property
+    def patience_s(self) -> float:
+        """How long requests wait while Redis is away, in seconds."""
+        return self._patience_s
+
+    @property
     def finished(self) -> Finished:
         """All finished traces, and the bounds over them."""
         return Finished(self._connections, self.keys)

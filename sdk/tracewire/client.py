@@ -129,7 +129,8 @@ async def connect(
     `anyio.from_thread.run`. This alone owns tasks and connections: when the context is left, none is left, and the
     traces that it submitted and that still run are cancelled, unless they were detached. So they are when it dies, or
     its event loop stands still, for `lease` seconds. While Redis is away, what is asked of it waits for up to
-    `patience` seconds; reading a trace waits as long as the reader does.
+    `patience` seconds; reading a trace waits as long as the reader does. Leaving the context waits for traces that were
+    queued by a `with` for as long, and for two seconds once it is cancelled.
 
     Raises:
         ConnectError: no URL is given, it is none of a Redis, `prefix` has braces, or nothing answers there.
@@ -166,12 +167,16 @@ async def connect(
     try:
         yield connected
     finally:
-        with anyio.CancelScope(shield=True):
+        try:
             if connected._queueing is not None:
                 await connected._queueing.empty()
-            connected._bus = None
-            await presence.aclose()
-        await bus.aclose()
+        finally:
+            with anyio.CancelScope(shield=True):
+                if connected._queueing is not None:
+                    await connected._queueing.aclose()
+                connected._bus = None
+                await presence.aclose()
+                await bus.aclose()
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:
@@ -228,7 +233,7 @@ class Client:
 
         self._open_bus()
         if self._queueing is None:
-            self._queueing = Queueing()
+            self._queueing = Queueing(self._open_bus().patience_s)
         self._queueing.add(tracer)
 
     # --- models -------------------------------------------------------------------------------------------------------

@@ -34,10 +34,10 @@ from tracewire_bus.connection import Background
 from tracewire_bus.messages import Block, Submission
 
 from .blocks import ENGINE_NAMES, Capture
-from .errors import BlockError, TraceRejected, TracewireError, UntransportableVariable, type_name
+from .errors import BlockError, ConnectError, TraceRejected, TracewireError, UntransportableVariable, type_name
 from .model import Model
 from .source import FunctionSource, WithSource, find_with
-from .trace import Trace, logger
+from .trace import _LEAVE_S, Trace, logger
 
 if TYPE_CHECKING:
     from .client import Client, PromptInput
@@ -136,6 +136,10 @@ class Tracer(Trace):
         self._scope: _TraceScope | None = None
         self._queued: anyio.Event | None = None
         self._refused: Exception | None = None
+        #: Around its submission, while that is under way.
+        self._starting: anyio.CancelScope | None = None
+        #: Closed before it was submitted.
+        self._withdrawn = False
 
     # --- the with -----------------------------------------------------------------------------------------------------
 
@@ -215,18 +219,30 @@ class Tracer(Trace):
         if self._refused is not None:
             raise self._refused
 
-    async def _submit(self, before: anyio.Event | None) -> None:
-        """Submit it, after the one `before`."""
+    async def _submit(self, away: ConnectError | None) -> None:
+        """Submit it, unless it waited for longer than its client is patient, with Redis `away`."""
         assert self._queued is not None
         try:
-            if before is not None:
-                await before.wait()
-            if not self._closed:
-                await super().start()
+            if away is not None:
+                raise ConnectError(str(away))
+            with anyio.CancelScope() as self._starting:
+                if not self._withdrawn:
+                    await super().start()
+            if self._withdrawn:
+                raise TracewireError(f"trace {self.id} was closed before it was submitted")
         except Exception as error:
-            logger.warning("trace %s was not submitted: %s", self.id, error)
+            if not self._withdrawn:
+                logger.warning("trace %s was not submitted: %s", self.id, error)
             self._refused = error
         finally:
+            self._queued.set()
+
+    def _give_up(self) -> None:
+        """The client is closed before it could be submitted."""
+        assert self._queued is not None
+        if not self._queued.is_set():
+            logger.warning("trace %s was not submitted: its client was closed before", self.id)
+            self._refused = ConnectError("the client is closed")
             self._queued.set()
 
     async def steer(
@@ -266,9 +282,18 @@ class Tracer(Trace):
 
         Idempotent, and finishes even when cancelled.
         """
-        with anyio.CancelScope(shield=True):
-            if self._queued is not None:
+        if self._queued is not None and not self._queued.is_set():
+            if self._submission.detach:
+                # It is to run: whoever gives up waiting leaves its submission to the client.
                 await self._queued.wait()
+            else:
+                # When its turn comes it is passed by.
+                self._withdrawn = True
+                if self._starting is not None:
+                    self._starting.cancel()
+                    with anyio.CancelScope(shield=True):
+                        await self._queued.wait()
+        with anyio.CancelScope(shield=True):
             await super().aclose()
 
     # --- what it saved ------------------------------------------------------------------------------------------------
@@ -302,35 +327,58 @@ def merged(result: Result) -> dict[str, Any]:
 class Queueing:
     """Submissions of a client that nobody waits for, in the order in which they were queued."""
 
-    def __init__(self) -> None:
+    def __init__(self, patience_s: float) -> None:
+        self._patience_s = patience_s
         self._tasks: dict[Tracer, Background] = {}
         self._last: anyio.Event | None = None
+        #: What the last one failed with, if Redis was away.
+        self._away: ConnectError | None = None
 
     def add(self, tracer: Tracer) -> None:
         """Submit it in the background."""
-        before, queued = self._last, anyio.Event()
+        before, queued, added = self._last, anyio.Event(), anyio.current_time()
         tracer._queued = queued
 
         async def submit() -> None:
             try:
-                await tracer._submit(before)
+                if before is not None:
+                    await before.wait()
+                late = anyio.current_time() - added >= self._patience_s
+                await tracer._submit(self._away if late else None)
+                self._away = tracer._refused if isinstance(tracer._refused, ConnectError) else None
             finally:
                 self._tasks.pop(tracer, None)
 
         try:
-            self._tasks[tracer] = Background(submit, f"tracewire submission {tracer.id}")
+            self._tasks[tracer] = Background(submit, f"that submits trace {tracer.id}")
         except RuntimeError:
             tracer._queued = None
             raise TracewireError("a trace is queued in the background: write its with in a coroutine") from None
         self._last = queued
 
     async def empty(self) -> None:
-        """Wait until all are durable or refused."""
+        """Wait until all are durable or refused, for as long as the client is patient."""
+        with anyio.move_on_after(self._patience_s):
+            await self._empty()
+
+    async def _empty(self) -> None:
         while self._tasks:
             tracer = next(iter(self._tasks))
             assert tracer._queued is not None
             await tracer._queued.wait()
             self._tasks.pop(tracer, None)
+
+    async def aclose(self) -> None:
+        """Give up what is not submitted within two seconds."""
+        with anyio.move_on_after(_LEAVE_S):
+            await self._empty()
+        left = dict(self._tasks)
+        for tracer in left:
+            tracer._give_up()
+        for task in left.values():
+            task.cancel()
+        for task in left.values():
+            await task.aclose()
 
 
 # --- invokes ----------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
@@ -150,3 +151,93 @@ async def test_a_lease_is_renewed_whatever_else_a_client_fails_at(
     said = [one.getMessage() for one in caplog.records if one.levelname == "ERROR"]
     assert any("that looks for lost engines failed" in one and "what no Redis says" in one for one in said)
     assert any("that renews a client's lease failed" in one and "what no lease does" in one for one in said)
+
+
+def _queued(model: tracewire.Model, count: int, **options: Any) -> list[tracewire.Tracer]:
+    """So many traces that were written as a `with` each."""
+    tracers = []
+    for _ in range(count):
+        with model.trace("hello", **options) as tracer:
+            logits = model.logits.save()
+        tracers.append(tracer)
+    return tracers
+
+
+async def _refusals(tracers: list[tracewire.Tracer]) -> list[str]:
+    found = []
+    for tracer in tracers:
+        with pytest.raises(tracewire.TracewireError) as refused:
+            await tracer.result()
+        found.append(str(refused.value))
+    return found
+
+
+async def _tries(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The traces that are submitted from now on."""
+    tried, start = [], tracewire.Trace.start
+
+    async def counted(self: tracewire.Trace) -> None:
+        tried.append(self.id)
+        await start(self)
+
+    monkeypatch.setattr(tracewire.Trace, "start", counted)
+    return tried
+
+
+async def test_leaving_a_client_waits_for_all_that_is_queued_as_long_as_for_one(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = await _tries(monkeypatch)
+    async with far(bus, tmp_path) as (way, client):
+        model = await client.model("tiny")
+        await client._presence.lease()
+        way.away = True
+        await way.cut()
+        tracers = _queued(model, 50, detach=True)
+    # The first found Redis away for as long as they all had waited.
+    assert tried == [tracers[0].id]
+    assert all("is away" in one for one in await _refusals(tracers))
+
+
+async def test_a_client_that_waits_for_what_is_queued_can_be_cancelled(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tracewire.trace._LEAVE_S", 0.05)
+    monkeypatch.setattr("tracewire.tracer._LEAVE_S", 0.05)
+    await bus.register(engine_info(), ttl_s=600)
+    async with proxy(bus.url, tmp_path) as way:
+        with anyio.fail_after(PATIENCE), anyio.CancelScope() as scope:
+            async with tracewire.connect(way.url, prefix=bus.keys.prefix, patience=10_000) as client:
+                model = await client.model("tiny")
+                way.away = True
+                await way.cut()
+                tracers = _queued(model, 50)
+                scope.cancel()
+        assert scope.cancelled_caught
+        assert await _refusals(tracers) == ["the client is closed"] * 50
+
+
+async def test_closing_a_trace_that_waits_to_be_submitted_waits_for_no_other(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tracewire.trace._LEAVE_S", 0.05)
+    tried = await _tries(monkeypatch)
+    await bus.register(engine_info(), ttl_s=600)
+    async with (
+        proxy(bus.url, tmp_path) as way,
+        tracewire.connect(way.url, prefix=bus.keys.prefix, patience=10_000) as client,
+    ):
+        model = await client.model("tiny")
+        way.away = True
+        await way.cut()
+        tracers = _queued(model, 3)
+        await until_so(lambda: len(tried) == 1)
+        with anyio.fail_after(PATIENCE):
+            # The last waits for its turn; the first is being submitted.
+            for tracer in reversed(tracers):
+                await tracer.aclose()
+            refused = await _refusals(tracers)
+        assert all("was closed before it was submitted" in one for one in refused)
+        way.away = False
+    assert tried == [tracers[0].id]
+    assert await bus.queue.waiting("tiny") == 0
