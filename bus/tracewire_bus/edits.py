@@ -3,6 +3,8 @@
 A model's edits are a few hashes under its hash tag that scripts alone change, each as a whole. Every change has a
 number, the *generation*, which is the version of the edit that it installed. Engines read all edits at once when they
 start and whenever the generation is another; a stream wakes them. In the registry they say which generation they run.
+The stream also says which operation made a change, so that one which is sent again, because its reply was lost, is told
+what it came to.
 
 What an edit leaves on requests that are no traces stands on a stream of its own, an entry a choice of a request. The
 stream is bounded in bytes, and goes a day after its last entry: who reads it later misses what was trimmed.
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import re
+import secrets
 from collections import deque
 from types import TracebackType
 from typing import Any, Final, Self
@@ -47,6 +50,8 @@ EDIT_BYTES: Final = 4 * 1024 * 1024
 #: How many bytes one entry of an edit's stream may take, and all of them together.
 RECORD_BYTES: Final = 4 * 1024 * 1024
 STREAM_BYTES: Final = 64 * 1024 * 1024
+#: How many changes are remembered by the id of their operation, about.
+OPERATIONS: Final = 100
 #: How long such a stream is kept after its last entry, in seconds.
 KEEP_S: Final = 24 * 3600
 _PAGE: Final = 64
@@ -63,22 +68,31 @@ end
 local function version_of(about)
   return about and string.match(about, '^%d+ (%d+) ') or '0'
 end
-local function changed(state, changes)
+local function changed(state, changes, operation)
   local generation = redis.call('HINCRBY', state, 'generation', 1)
-  redis.call('XADD', changes, 'MAXLEN', '~', 100, '*', 'g', generation)
+  redis.call('XADD', changes, 'MAXLEN', '~', OPERATIONS, '*', 'g', generation, 'o', operation)
   return generation
 end
-"""
+-- The generation that this operation has made already.
+local function made_by(changes, operation)
+  for _, entry in ipairs(redis.call('XREVRANGE', changes, '+', '-', 'COUNT', OPERATIONS)) do
+    if entry[2][4] == operation then return tonumber(entry[2][2]) end
+  end
+end
+""".replace("OPERATIONS", str(OPERATIONS))
 
 # KEYS: state, entries, about, disabled, changes. ARGV: name, encoded edit, the version it replaces or '', schema, how
-# many there may be. Returns its version and 0; or 0 and the version that stands there; or -1 if there are too many.
+# many there may be, operation. Returns its version and 0; or 0 and the version that stands there; or -1 if there are
+# too many.
 _INSTALL: Final = Script(
     _CHANGED
     + """
+local made = made_by(KEYS[5], ARGV[6])
+if made then return {made, 0} end
 local before = redis.call('HGET', KEYS[3], ARGV[1])
 if ARGV[3] ~= '' and version_of(before) ~= ARGV[3] then return {0, tonumber(version_of(before))} end
 if not before and #redis.call('HKEYS', KEYS[3]) >= tonumber(ARGV[5]) then return {-1, 0} end
-local generation = changed(KEYS[1], KEYS[5])
+local generation = changed(KEYS[1], KEYS[5], ARGV[6])
 local place = before and string.match(before, '^(%d+) ') or generation
 redis.call('HSET', KEYS[2], ARGV[1], ARGV[2])
 redis.call('HSET', KEYS[3], ARGV[1], place .. ' ' .. generation .. ' ' .. now() .. ' ' .. ARGV[4])
@@ -87,26 +101,30 @@ return {generation, 0}
 """
 )
 
-# KEYS: the same. ARGV: name, version or ''. Returns the generation without it; 0 if there is none such.
+# KEYS: the same. ARGV: name, version or '', operation. Returns the generation without it; 0 if there is none such.
 _REMOVE: Final = Script(
     _CHANGED
     + """
+local made = made_by(KEYS[5], ARGV[3])
+if made then return made end
 local before = redis.call('HGET', KEYS[3], ARGV[1])
 if not before or (ARGV[2] ~= '' and version_of(before) ~= ARGV[2]) then return 0 end
 for place = 2, 4 do redis.call('HDEL', KEYS[place], ARGV[1]) end
-return changed(KEYS[1], KEYS[5])
+return changed(KEYS[1], KEYS[5], ARGV[3])
 """
 )
 
-# KEYS: the same. ARGV: name, version, why. Returns the generation in which it is disabled; 0 if there is none such, or
-# it is disabled already.
+# KEYS: the same. ARGV: name, version, why, operation. Returns the generation in which it is disabled; 0 if there is
+# none such, or it is disabled already.
 _DISABLE: Final = Script(
     _CHANGED
     + """
+local made = made_by(KEYS[5], ARGV[4])
+if made then return made end
 local before = redis.call('HGET', KEYS[3], ARGV[1])
 if not before or version_of(before) ~= ARGV[2] then return 0 end
 if redis.call('HSETNX', KEYS[4], ARGV[1], ARGV[3]) == 0 then return 0 end
-return changed(KEYS[1], KEYS[5])
+return changed(KEYS[1], KEYS[5], ARGV[4])
 """
 )
 
@@ -192,8 +210,13 @@ def selected(scope: str, name: str, asked: list[str] | None) -> bool:
     return scope == "all" or name in asked
 
 
+def _operation() -> str:
+    """An id by which a change that is sent again is made once."""
+    return secrets.token_hex(8)
+
+
 class Edits:
-    """The edits of all models."""
+    """The edits of all models. A change is sent again if the connection breaks under it, and made once."""
 
     def __init__(self, connections: Connections, keys: Keys) -> None:
         self._connections = connections
@@ -216,7 +239,7 @@ class Edits:
         if len(data) > EDIT_BYTES:
             raise BusError(f"the edit takes {len(data)} bytes, and may take {EDIT_BYTES}")
         before = "" if replacing is None else replacing
-        command = _INSTALL(self._all(model), edit.name, data, before, schema_text(), MOST_EDITS)
+        command = _INSTALL(self._all(model), edit.name, data, before, schema_text(), MOST_EDITS, _operation())
         version, other = await self._connections.command(*command)
         if version < 0:
             raise EditsFull(f"{model!r} has {MOST_EDITS} edits: remove one first")
@@ -231,7 +254,7 @@ class Edits:
             UnknownEdit: there is none such.
             BusUnavailable: Redis stayed away; it may have been removed.
         """
-        command = _REMOVE(self._all(model), name, "" if version is None else version)
+        command = _REMOVE(self._all(model), name, "" if version is None else version, _operation())
         generation = int(await self._connections.command(*command))
         if not generation:
             raise UnknownEdit(f"there is no edit {name!r} on {model!r}" + (f" at version {version}" if version else ""))
@@ -239,7 +262,8 @@ class Edits:
 
     async def disable(self, model: str, name: str, version: int, reason: str) -> bool:
         """Have an edit of this version run on no request from now on. Returns whether that is news."""
-        return bool(await self._connections.command(*_DISABLE(self._all(model), name, version, reason)))
+        command = _DISABLE(self._all(model), name, version, reason, _operation())
+        return bool(await self._connections.command(*command))
 
     async def load(self, model: str) -> EditSet:
         """All edits of a model.

@@ -53,7 +53,7 @@ __all__ = [
 
 #: How many changes of one trace may wait for their engine.
 MAX_CHANGES: Final = 10_000
-#: How many changes are remembered by the id of their operation, for a controller that asks again.
+#: How many operations are remembered by their ids, for a controller that asks again.
 OPERATIONS: Final = 1000
 #: How long the engine that runs a trace has from its deadline on to end it itself, in milliseconds.
 GRACE_MS: Final = 5000
@@ -83,6 +83,12 @@ _ENDING = (
     + FINISHED
     + f"""
 local FINAL = '{FINAL_ID}'
+-- What was asked of a trace is done once: who asks again, because no answer came, is told so.
+local function remember(record, operations, operation, seconds)
+  redis.call('ZADD', operations, redis.call('HGET', record, 'v') or 0, operation)
+  redis.call('ZREMRANGEBYRANK', operations, 0, -1 - {OPERATIONS})
+  redis.call('EXPIRE', operations, seconds)
+end
 local function ended(events)
   return #redis.call('XRANGE', events, FINAL, FINAL) > 0
 end
@@ -212,8 +218,8 @@ return 1
 )
 
 # KEYS: record, events, changes, operations. ARGV: trace, what precedes an engine in its control stream's name,
-# operation, by (packed), expected version or '', values (packed), most changes, operations remembered, how long to
-# remember, how long to keep the control stream, then name, form and value of each.
+# operation, by (packed), expected version or '', values (packed), most changes, how long to remember, how long to keep
+# the control stream, then name, form and value of each.
 _STEER = Script(
     _ENDING
     + """
@@ -223,7 +229,7 @@ local before = redis.call('ZSCORE', KEYS[4], ARGV[3])
 if before then return {'accepted', tonumber(before)} end
 if known[2] == 'closed' or ended(KEYS[2]) then return {'ended'} end
 if ARGV[5] ~= '' and ARGV[5] ~= known[4] then return {'version', tonumber(known[4])} end
-for i = 11, #ARGV, 3 do
+for i = 10, #ARGV, 3 do
   local form = redis.call('HGET', KEYS[1], 'f:' .. ARGV[i])
   if not form then
     local names = {}
@@ -237,32 +243,36 @@ for i = 11, #ARGV, 3 do
 end
 if redis.call('ZCARD', KEYS[3]) >= tonumber(ARGV[7]) then return {'busy'} end
 local version = redis.call('HINCRBY', KEYS[1], 'v', 1)
-for i = 11, #ARGV, 3 do redis.call('HSET', KEYS[1], 'l:' .. ARGV[i], ARGV[i + 2]) end
+for i = 10, #ARGV, 3 do redis.call('HSET', KEYS[1], 'l:' .. ARGV[i], ARGV[i + 2]) end
 local change = '\\148' .. cmsgpack.pack(version) .. ARGV[4] .. cmsgpack.pack(now()) .. ARGV[6]
 redis.call('ZADD', KEYS[3], version, change)
-redis.call('ZADD', KEYS[4], version, ARGV[3])
-redis.call('ZREMRANGEBYRANK', KEYS[4], 0, -1 - ARGV[8])
-for i = 3, 4 do redis.call('EXPIRE', KEYS[i], ARGV[9]) end
+redis.call('EXPIRE', KEYS[3], ARGV[8])
+remember(KEYS[1], KEYS[4], ARGV[3], ARGV[8])
 if known[3] then
   redis.call('XADD', ARGV[2] .. known[3], '*', 'k', 'steer', 't', ARGV[1], 'd', change)
-  redis.call('EXPIRE', ARGV[2] .. known[3], ARGV[10])
+  redis.call('EXPIRE', ARGV[2] .. known[3], ARGV[9])
 end
 return {'accepted', version}
 """
 )
 
-# KEYS: record, events. ARGV: trace, what precedes every key of its tag, what precedes an engine in its control
-# stream's name, by, reason, schema, the final before and after its attempt, retention, force ('1': whoever runs it),
-# how long to keep the control stream.
+# KEYS: record, events, operations. ARGV: trace, what precedes every key of its tag, what precedes an engine in its
+# control stream's name, by, reason, schema, the final before and after its attempt, retention, force ('1': whoever runs
+# it), how long to keep the control stream, operation, how long to remember.
 _CANCEL = Script(
     _ENDING
     + """
 redis.call('HDEL', KEYS[1], '')
 local known = redis.call('HMGET', KEYS[1], 'm', 'e', 'x')
 if not known[1] then return {'unknown'} end
+local asks = known[2] and ARGV[10] ~= '1'
+if redis.call('ZSCORE', KEYS[3], ARGV[12]) then
+  if asks then return {'asked', known[2]} else return {'cancelled', known[1]} end
+end
 if ended(KEYS[2]) then return {'ended'} end
+remember(KEYS[1], KEYS[3], ARGV[12], ARGV[13])
 if not known[3] then redis.call('HSET', KEYS[1], 'x', ARGV[5], 'xb', ARGV[4]) end
-if known[2] and ARGV[10] ~= '1' then
+if asks then
   if not known[3] then
     redis.call('XADD', ARGV[3] .. known[2], '*', 'k', 'cancel', 't', ARGV[1], 'b', ARGV[4], 'r', ARGV[5])
     redis.call('EXPIRE', ARGV[3] .. known[2], ARGV[11])
@@ -274,13 +284,14 @@ return {'cancelled', known[1]}
 """
 )
 
-# KEYS: record, events. ARGV: trace, what precedes an engine in its control stream's name, 'pause' or 'resume', by, how
-# long to keep the control stream.
+# KEYS: record, events, operations. ARGV: trace, what precedes an engine in its control stream's name, 'pause' or
+# 'resume', by, how long to keep the control stream, operation, how long to remember.
 _PAUSE = Script(
     _ENDING
     + """
 local known = redis.call('HMGET', KEYS[1], 'm', 'e', 'z', 's')
 if not known[1] then return 'unknown' end
+if redis.call('ZSCORE', KEYS[3], ARGV[6]) then return 'asked' end
 if known[4] == 'closed' or ended(KEYS[2]) then return 'ended' end
 if ARGV[3] == 'pause' then
   if known[3] then return 'so already' end
@@ -289,6 +300,7 @@ else
   if not known[3] then return 'so already' end
   redis.call('HDEL', KEYS[1], 'z')
 end
+remember(KEYS[1], KEYS[3], ARGV[6], ARGV[7])
 local number = redis.call('HINCRBY', KEYS[1], 'zn', 1)
 if known[2] then
   redis.call('XADD', ARGV[2] .. known[2], '*', 'k', ARGV[3], 't', ARGV[1], 'b', ARGV[4], 'n', number)
@@ -606,9 +618,9 @@ class Records:
                     *(keys.record(trace), keys.events(trace), keys.changes(trace), keys.operations(trace)),
                     keys.control(keys.tag(trace), ""),
                 ),
-                *(trace, keys.control(keys.tag(trace), ""), secrets.token_hex(8), msgspec.msgpack.encode(by)),
+                *(trace, keys.control(keys.tag(trace), ""), _operation(), msgspec.msgpack.encode(by)),
                 *("" if if_version is None else if_version, joined({name: one.packed for name, one in values.items()})),
-                *(MAX_CHANGES, OPERATIONS, REMEMBER_S, CONTROL_S),
+                *(MAX_CHANGES, REMEMBER_S, CONTROL_S),
                 *_flat(values),
             )
         )
@@ -639,7 +651,8 @@ class Records:
         """End a trace as `cancelled`. Returns the engine that was asked to and `""`, or `""` and the trace's model if
         none runs it: then it has ended, and may wait on its queue still.
 
-        With `force` it is ended here and now, whoever runs it. A second call asks for nothing more.
+        With `force` it is ended here and now, whoever runs it. A second call asks for nothing more. One that is sent
+        again, because the connection broke under it, is told the same.
 
         Raises:
             TraceEnded: it had ended before.
@@ -651,9 +664,9 @@ class Records:
         head, tail = _final("cancelled", cancellation(by, reason))
         reply = await self._connections.command(
             *_CANCEL(
-                (keys.record(trace), keys.events(trace), keys.control(tag, "")),
+                (keys.record(trace), keys.events(trace), keys.operations(trace), keys.control(tag, "")),
                 *(trace, self._base(tag), keys.control(tag, ""), by, reason, schema_text(), head, tail),
-                *(self._retention_s, "1" if force else "", CONTROL_S),
+                *(self._retention_s, "1" if force else "", CONTROL_S, _operation(), REMEMBER_S),
             )
         )
         match _text(reply[0]):
@@ -669,16 +682,20 @@ class Records:
     async def pause(self, trace: str, *, by: str, resume: bool = False) -> bool:
         """Have a trace held where it is, or, with `resume`, go on. Returns whether that changes anything.
 
+        It is sent again if the connection breaks under it, and carried out once.
+
         Raises:
             TraceEnded: it has ended, or is about to.
             TraceMissing: there is no such trace.
         """
         _check_name(trace)
         keys = self._keys
+        names = keys.record(trace), keys.events(trace), keys.operations(trace)
         reply = await self._connections.command(
             *_PAUSE(
-                (keys.record(trace), keys.events(trace), keys.control(keys.tag(trace), "")),
+                (*names, keys.control(keys.tag(trace), "")),
                 *(trace, keys.control(keys.tag(trace), ""), "resume" if resume else "pause", by, CONTROL_S),
+                *(_operation(), REMEMBER_S),
             )
         )
         match _text(reply):
@@ -744,6 +761,11 @@ class Records:
             *(("EXISTS", self._keys.lease(lease).encode("utf-8", "surrogateescape")) for lease in leases)
         )
         return {lease for lease, reply in zip(leases, replies, strict=True) if reply}
+
+
+def _operation() -> str:
+    """An id by which what is sent again is done once."""
+    return secrets.token_hex(8)
 
 
 def _check_name(trace: str) -> None:

@@ -27,6 +27,8 @@ class Proxy:
         self.on_swallow: Callable[[], None] | None = None
         #: Turn new connections away.
         self.away = False
+        self._going = anyio.Event()
+        self._going.set()
         #: Take more connections than these, and never answer.
         self.served: int | None = None
 
@@ -35,7 +37,16 @@ class Proxy:
         for stream in list(self._streams):
             await anyio.aclose_forcefully(stream)
 
+    def stop(self) -> None:
+        """Keep new connections waiting."""
+        self._going = anyio.Event()
+
+    def go_on(self) -> None:
+        """Serve those that wait."""
+        self._going.set()
+
     async def _forward(self, client: SocketStream) -> None:
+        await self._going.wait()
         if self.away:
             await anyio.aclose_forcefully(client)
             return
