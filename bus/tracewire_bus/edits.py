@@ -140,6 +140,8 @@ return {redis.call('HGET', KEYS[1], 'generation') or '0', redis.call('HGETALL', 
 _TELL: Final = Script(
     """
 local size = #ARGV[5] + 200
+-- What an expired stream held counts no more.
+if redis.call('EXISTS', KEYS[1]) == 0 then redis.call('HDEL', KEYS[2], ARGV[1]) end
 redis.call('XADD', KEYS[1], '*', 'n', size, 'v', ARGV[4], 'd', ARGV[5])
 local total = redis.call('HINCRBY', KEYS[2], ARGV[1], size)
 while total > tonumber(ARGV[2]) do

@@ -165,6 +165,20 @@ async def test_a_stream_of_records_is_bounded_in_bytes_and_goes(bus: Bus, monkey
     assert len(await bus.command("XRANGE", key, "-", "+")) == 1
 
 
+async def test_what_an_expired_stream_held_counts_no_more(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "STREAM_BYTES", 10_000)
+    key, sizes = bus.keys.edit_saves(MODEL, "a"), bus.keys.edit_sizes(MODEL)
+    for _ in range(9):
+        await bus.edits.tell(MODEL, "a", b"x" * 800)
+    # As it does a day after its last entry, while another edit's entries keep the sizes.
+    await bus.command("PEXPIRE", key, 0)
+    await bus.edits.tell(MODEL, "b", b"x" * 800)
+    for number in range(9):
+        await bus.edits.tell(MODEL, "a", b"x" * 800)
+        assert int(await bus.command("HGET", sizes, "a")) == 1000 * (number + 1)
+    assert await bus.command("XLEN", key) == 9
+
+
 @pytest.mark.parametrize(
     ("scope", "asked", "runs"),
     [
