@@ -27,7 +27,7 @@ import struct
 import sys
 import types
 from collections.abc import Callable, Collection, Mapping
-from functools import partial, update_wrapper
+from functools import lru_cache, partial, update_wrapper
 from typing import Any
 
 from tracewire_bus.messages import Block, Helper
@@ -36,7 +36,7 @@ from .errors import BlockError, TraceRejected, UntransportableVariable, type_nam
 from .model import Model
 from .source import FunctionSource, find
 
-__all__ = ["ENGINE_MODULES", "ENGINE_NAMES", "Capture", "Intervention", "intervention", "module_path"]
+__all__ = ["ENGINE_MODULES", "ENGINE_NAMES", "Capture", "Intervention", "intervention", "live_reads", "module_path"]
 
 #: Modules that every engine has, whether or not the client does.
 ENGINE_MODULES = ("nnsight", "torch")
@@ -494,6 +494,32 @@ def _stand_in(name: str, used: Mapping[str, Any]) -> Helper:
         return f"__import__('types').SimpleNamespace({', '.join(items)})"
 
     return Helper(name=name, source=f"{name} = {spelled(used)}", filename=f"<module {name}>", first_line=1)
+
+
+@lru_cache(maxsize=512)
+def live_reads(source: str, tracer: str, live: str) -> tuple[tuple[str, int], ...]:
+    """The live parameters that a block's source reads by name, each with its line there, but for those inside a `try`.
+
+    `tracer` and `live` are what the block calls these. None if it gives such a name another meaning.
+    """
+    found: list[tuple[str, int]] = []
+    waiting: list[ast.AST] = [ast.parse(source)]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.Try | ast.TryStar):
+            continue
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and not node.attr.startswith("_"):
+            match node.value:
+                case ast.Name(id=name) if name == live:
+                    found.append((node.attr, node.lineno))
+                case ast.Attribute(value=ast.Name(id=name), attr="live") if name == tracer:
+                    found.append((node.attr, node.lineno))
+        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load) and node.id in (tracer, live):
+            return ()
+        if isinstance(node, ast.arg) and node.arg in (tracer, live):
+            return ()
+        waiting += ast.iter_child_nodes(node)
+    return tuple(sorted(found, key=lambda read: read[1]))
 
 
 def module_path(value: Any) -> str | None:

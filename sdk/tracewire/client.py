@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import difflib
 import inspect
 import keyword
 import math
@@ -10,9 +11,9 @@ import os
 import re
 import socket
 import uuid
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from datetime import timedelta
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import anyio
@@ -26,7 +27,7 @@ from tracewire_bus.records import LiveState, SteerRefused, TraceMissing
 from tracewire_bus.records import TraceEnded as RecordEnded
 from tracewire_bus.streams import Bus, BusError, QueueFull
 
-from .blocks import Intervention
+from .blocks import Intervention, live_reads
 from .dead import DeadLetter, fresh
 from .edits import Edits
 from .engines import Draining, Engine
@@ -41,6 +42,7 @@ from .errors import (
     UnknownDeadLetter,
     UnknownEngine,
     UnknownModel,
+    UnknownPosition,
     UnknownTrace,
     UntransportableVariable,
     VersionConflict,
@@ -109,33 +111,72 @@ class Prompt:
         return f"Prompt({', '.join(parts)})"
 
 
-@asynccontextmanager
-async def connect(
+def connect(
     url: str | None = None,
     *,
     prefix: str = "tw",
     client: str | None = None,
     lease: float = 10.0,
     patience: float = 20.0,
-) -> AsyncIterator[Client]:
-    """A client of the bus at `url`, for as long as the context lasts.
+) -> Connecting:
+    """A client of the bus at `url`: for as long as a context lasts, or until it is closed.
+
+        async with tracewire.connect(url) as client: ...
+
+        client = await tracewire.connect(url)  # in a notebook, or where a service starts
+        await client.aclose()
 
     `url` is that of a Redis (`redis://`, `rediss://` or `unix://`; `redis+sentinel://host:port,host:port/service`;
     `redis+cluster://host:port,host:port`; see `docs/redis.md`), or `embedded://` for a private one that is started here
-    and ends with the context (`client.url` tells other processes where it is); without one, `TRACEWIRE_URL`
+    and ends with the client (`client.url` tells other processes where it is); without one, `TRACEWIRE_URL`
     counts. `prefix` stands before every key. `client` names this client to the engines, which serve clients in turns.
 
     It runs on asyncio, and is used on the event loop that it was made on: other threads call it by
-    `anyio.from_thread.run`. This alone owns tasks and connections: when the context is left, none is left, and the
+    `anyio.from_thread.run`. This alone owns tasks and connections: when the client is closed, none is left, and the
     traces that it submitted and that still run are cancelled, unless they were detached. So they are when it dies, or
     its event loop stands still, for `lease` seconds. While Redis is away, what is asked of it waits for up to
-    `patience` seconds; reading a trace waits as long as the reader does. Leaving the context waits for traces that were
+    `patience` seconds; reading a trace waits as long as the reader does. Closing the client waits for traces that were
     queued by a `with` for as long, and for two seconds once it is cancelled.
 
-    Raises:
+    Raises, when it is entered or awaited:
         ConnectError: no URL is given, it is none of a Redis, `prefix` has braces, or nothing answers there.
         ValueError: `lease` is not at least 1 second, or `patience` is negative.
     """
+    return Connecting(url, prefix, client, lease, patience)
+
+
+class Connecting:
+    """A client that is still to be connected: enter it with `async with`, or await it."""
+
+    def __init__(self, url: str | None, prefix: str, name: str | None, lease: float, patience: float) -> None:
+        self._arguments = url, prefix, name, lease, patience
+        self._client: Client | None = None
+
+    def __await__(self) -> Generator[Any, None, Client]:
+        return _connected(*self._arguments).__await__()
+
+    async def __aenter__(self) -> Client:
+        if self._client is not None:
+            raise TracewireError("this connect() was entered before: make another one for each async with")
+        self._client = await _connected(*self._arguments)
+        return self._client
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        assert self._client is not None
+        await self._client.aclose()
+
+    def __getattr__(self, name: str) -> Any:
+        if hasattr(Client, name):
+            raise AttributeError(
+                f"connect(...) has no {name!r} before it is connected: write `async with tracewire.connect(url) as "
+                "client:`, or `client = await tracewire.connect(url)`"
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+
+async def _connected(url: str | None, prefix: str, client: str | None, lease: float, patience: float) -> Client:
     _seconds("lease", lease, 1)
     _seconds("patience", patience, most=math.inf)
     if client is not None:
@@ -163,20 +204,7 @@ async def connect(
         await bus.aclose()
         raise
     presence = Presence(bus, lease)
-    connected = Client(bus, client if client is not None else f"{socket.gethostname()}:{os.getpid()}", presence, loop)
-    try:
-        yield connected
-    finally:
-        try:
-            if connected._queueing is not None:
-                await connected._queueing.empty()
-        finally:
-            with anyio.CancelScope(shield=True):
-                if connected._queueing is not None:
-                    await connected._queueing.aclose()
-                connected._bus = None
-                await presence.aclose()
-                await bus.aclose()
+    return Client(bus, client if client is not None else f"{socket.gethostname()}:{os.getpid()}", presence, loop)
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:
@@ -208,6 +236,26 @@ class Client:
         self._trees: dict[str, tuple[tuple[str, ...], list[ModuleTree]]] = {}
         self._looked = -math.inf
         self._queueing: Queueing | None = None
+        self._closing = False
+
+    async def aclose(self) -> None:
+        """Close it: no task or connection is left, and its traces that still run and are not detached are cancelled.
+
+        Leaving `async with tracewire.connect(...)` does so. A second call does nothing.
+        """
+        bus, self._closing = None if self._closing else self._bus, True
+        if bus is None:
+            return
+        try:
+            if self._queueing is not None:
+                await self._queueing.empty()
+        finally:
+            with anyio.CancelScope(shield=True):
+                if self._queueing is not None:
+                    await self._queueing.aclose()
+                self._bus = None
+                await self._presence.aclose()
+                await bus.aclose()
 
     @property
     def url(self) -> str:
@@ -388,14 +436,19 @@ class Client:
         names = frozenset(shared or ())
         if not isinstance(detach, bool):
             raise TraceRejected("detach", f"expected True or False, got {_shown(detach)}")
+        first_values = _live(live)
+        invokes, whole = _invokes(prompt, prompts, sampling, names), _block(block, names)
+        for one in (whole, *(invoke.block for invoke in invokes)):
+            if one is not None:
+                _check_live(one, live)
         return Trace(
             self,
             Submission(
                 trace=made_id(trace_id),
                 model=_model_name(model),
-                invokes=_invokes(prompt, prompts, sampling, names),
-                block=_block(block, names),
-                live=_live(live),
+                invokes=invokes,
+                block=whole,
+                live=first_values,
                 deadline_s=_deadline(deadline),
                 priority=_priority(priority),
                 detach=detach,
@@ -414,15 +467,16 @@ class Client:
         one that it has not reached. `names` limits what is saved to these names; all events come nevertheless.
 
         Raises:
-            UnknownTrace: when reading begins; no such trace was submitted, or it has expired.
-            ValueError: `since` is none of these.
+            UnknownPosition: `since` is none of these.
+            UnknownTrace: when reading begins; no such trace was submitted, or it has expired. A service that answers
+                with a stream awaits the subscription's `start()` before it answers, and so learns it in time.
         """
         _known(trace_id)
         bus = self._open_bus()
         try:
             reader = EventReader(trace_id, bus, _text("since", since))
         except ValueError:
-            raise ValueError(f"since is 'start', 'now' or an event's id '<attempt>-<seq>', not {since!r}") from None
+            raise UnknownPosition(since) from None
         return Subscription(self, trace_id, reader, names)
 
     def watch(
@@ -954,6 +1008,24 @@ def _live(live: Any) -> bytes:
             raise UntransportableVariable(error.name, error.message, field=f"live.{error.name}") from None
         raise TraceRejected("live", error.message) from None
     return joined({name: value.packed for name, value in prepared.items()})
+
+
+def _check_live(block: Block, live: Any) -> None:
+    """Refuse a block that reads a live parameter which the trace does not declare.
+
+    Reads inside a `try` are left to the block.
+    """
+    declared = sorted(live or {})
+    for name, line in live_reads(block.source, *block.parameters[1:]):
+        if name not in declared:
+            near = difflib.get_close_matches(name, declared, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise TraceRejected(
+                f"live.{name}",
+                f"the block reads live.{name}, and the trace declares {', '.join(declared) or 'none'}{hint}",
+                filename=block.filename,
+                line=block.first_line + line - 1,
+            )
 
 
 def _deadline(deadline: Any) -> float | None:

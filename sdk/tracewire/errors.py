@@ -7,9 +7,10 @@ user's own file and line. All of them are [`TracewireError`][]s.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import anyio
 
@@ -33,6 +34,7 @@ __all__ = [
     "EventsLost",
     "InterventionError",
     "Overloaded",
+    "SaveMissing",
     "StateMismatch",
     "SteerRejected",
     "TraceEnded",
@@ -45,6 +47,7 @@ __all__ = [
     "UnknownEngine",
     "UnknownModel",
     "UnknownModulePath",
+    "UnknownPosition",
     "UnknownTrace",
     "UntransportableVariable",
     "ValueMissing",
@@ -452,6 +455,43 @@ class ValueMissing(TracewireError, LookupError):
         self.trace = trace
         self.name = name
         super().__init__(f"the value saved as {name!r} by trace {trace} cannot be loaded: {reason}")
+
+
+class UnknownPosition(TracewireError, ValueError):
+    """A place in a trace is neither `"start"` nor `"now"` nor the id of an event. `since` is what was given."""
+
+    def __init__(self, since: str) -> None:
+        self.since = since
+        shown = since if len(since) <= 60 else since[:57] + "..."
+        super().__init__(f"since: expected 'start', 'now' or an event's id '<attempt>-<seq>', not {shown!r}")
+
+
+class SaveMissing(TracewireError, KeyError):
+    """Nothing is saved under this name. The message says why, where the engine said so.
+
+    Attributes:
+        trace: the trace's id.
+        name: the name that was asked for.
+        reason: why the engine could not send what was saved under it; `""` if nothing was.
+    """
+
+    def __init__(self, trace: str, name: Any, saved: Iterable[str], reason: str, ended: bool) -> None:
+        self.trace = trace
+        self.name = name
+        self.reason = reason
+        names = sorted(saved)
+        if reason:
+            message = f"what trace {trace} saved as {name!r} could not be sent: {reason}"
+        else:
+            near = difflib.get_close_matches(str(name), names, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            held = ", ".join(names) or "nothing"
+            message = f"trace {trace} has saved nothing as {name!r}{'' if ended else ' so far'} (it has {held}){hint}"
+        super().__init__(message)
+
+    def __str__(self) -> str:
+        # A KeyError shows its message as a key.
+        return str(self.args[0])
 
 
 class AmbiguousResult(TracewireError, LookupError):

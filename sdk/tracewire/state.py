@@ -5,17 +5,35 @@ The containers in it belong to whoever asked for it; arrays are shared and read-
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from tracewire_bus.messages import SHARED_INVOKE, Accepted, Failure, Manifest, Status, Usage
 
-from .errors import AmbiguousResult
+from .errors import AmbiguousResult, SaveMissing
 
 if TYPE_CHECKING:
     from tracewire_bus.fold import Fold
 
 __all__ = ["Choice", "Invoke", "Result", "State"]
+
+
+class Saves(dict[str, Any]):
+    """Saved values by name. Asking for a name that is not there raises a `SaveMissing`, which is a `KeyError`."""
+
+    def __init__(
+        self, values: Mapping[str, Any] = MappingProxyType({}), trace: str = "", *, ended: bool = False
+    ) -> None:
+        super().__init__(values)
+        self._trace = trace
+        self._ended = ended
+        #: Why what was saved under a name could not be sent.
+        self._reasons: dict[str, str] = {}
+
+    def __missing__(self, name: Any) -> Any:
+        raise SaveMissing(self._trace, name, self, self._reasons.get(name, ""), self._ended)
 
 
 @dataclass
@@ -26,7 +44,7 @@ class Choice:
     choice: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    saves: dict[str, Any] = field(default_factory=dict)
+    saves: dict[str, Any] = field(default_factory=Saves)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -76,9 +94,8 @@ class State:
         self.manifest: list[Manifest] = list(copy.manifest)
         self.prompt_logprobs = list(copy.prompt_logprobs)
         self.position = FINAL_ID if copy.finished else "start" if copy.seq < 0 else f"{copy.attempt}-{copy.seq}"
-        self.invokes = _invokes(copy)
-        held = copy.choices.get((SHARED_INVOKE, 0))
-        self.shared: dict[str, Any] = {} if held is None else held.saves
+        self.invokes = _invokes(copy, trace)
+        self.shared: dict[str, Any] = _saves(copy, trace, SHARED_INVOKE, 0)
         self._digest = copy.digest
 
     @property
@@ -117,7 +134,7 @@ class State:
                 f"trace {self.trace} has {len(self.invokes)} prompts and {len(choices)} choices: "
                 f"ask .invokes[i].choices[j].{what}"
             )
-        return choices[0] if choices else Choice(0, 0)
+        return choices[0] if choices else Choice(0, 0, saves=Saves({}, self.trace, ended=self.finished))
 
     def __repr__(self) -> str:
         choices = [choice for invoke in self.invokes for choice in invoke.choices]
@@ -131,7 +148,17 @@ class Result(State):
     """A trace at its end, compared with the digests of what the engine itself collected."""
 
 
-def _invokes(fold: Fold) -> list[Invoke]:
+def _saves(fold: Fold, trace: str, invoke: int, choice: int) -> Saves:
+    held = fold.choices.get((invoke, choice))
+    saves = Saves({} if held is None else held.saves, trace, ended=fold.finished)
+    prefix = f"{invoke}.{choice}."
+    saves._reasons = {
+        where.removeprefix(prefix): reason for where, reason in fold.save_errors.items() if where.startswith(prefix)
+    }
+    return saves
+
+
+def _invokes(fold: Fold, trace: str) -> list[Invoke]:
     """Every choice that there is or will be, so that an index means the same from the first event to the last."""
     counts: dict[int, int] = {}
     if fold.accepted is not None:
@@ -147,9 +174,9 @@ def _invokes(fold: Fold) -> list[Invoke]:
     for index in range(max(counts, default=-1) + 1):
         choices = []
         for number in range(counts.get(index, 1)):
-            one = Choice(index, number)
+            one = Choice(index, number, saves=_saves(fold, trace, index, number))
             if (held := fold.choices.get((index, number))) is not None:
-                one.text, one.token_ids, one.saves = held.text, held.token_ids, held.saves
+                one.text, one.token_ids = held.text, held.token_ids
                 one.finish_reason, one.stop_reason = held.finish_reason, held.stop_reason
             choices.append(one)
         invokes.append(Invoke(index, choices))

@@ -7,6 +7,7 @@ buffer of the client's one reader, and a consumer that does not read holds up no
 
 from __future__ import annotations
 
+import difflib
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -210,7 +211,12 @@ class Trace(Reader):
         model = await self._client._find(self.model, None)
         self._check_interventions(model)
         self._check_edits()
+        longest = max((engine.max_model_len for engine in self._client._registry[self.model]), default=0)
         for invoke in self._submission.invokes:
+            tokens = invoke.sampling.get("max_tokens")
+            if longest and isinstance(tokens, int) and tokens > longest:
+                why = f"expected at most {longest}, what a prompt and its output may have together, got {tokens}"
+                raise TraceRejected("sampling.max_tokens", why)
             if invoke.lora is not None and invoke.lora not in model.info.loras:
                 have = ", ".join(model.info.loras) or "none"
                 raise TraceRejected("lora", f"model {self.model!r} has no adapter {invoke.lora!r} (it has {have})")
@@ -349,10 +355,15 @@ class Trace(Reader):
             # Nobody is there to get them: keep the state only.
             self._keep = False
         await self._read_until(lambda: self._fold.finished)
+        result = self._verified()
+        self._raise_failure()
+        return result
+
+    def _verified(self) -> Result:
+        """The result, if it is what the engine collected."""
         result = self._settled()
         if self._mismatch is not None:
             raise StateMismatch(f"trace {self.id}: {self._mismatch}", self._mismatch.names)
-        self._raise_failure()
         return result
 
     def _settled(self) -> Result:
@@ -486,7 +497,24 @@ class Subscription(Reader):
         if event is None:
             self._ended = True
             raise StopAsyncIteration
-        return event if self._names is None else only(event, self._names)
+        if self._names is None:
+            return event
+        if isinstance(event, Final):
+            self._missed(event, self._names)
+        return only(event, self._names)
+
+    def _missed(self, final: Final, names: frozenset[str]) -> None:
+        """Say which of the names the trace has never saved anything as."""
+        if final.status not in ("finished", "stopped"):
+            return
+        saved = {entry.name for entry in final.manifest} | {where.split(".", 2)[-1] for where in final.save_errors}
+        for name in sorted(names - saved):
+            near = difflib.get_close_matches(name, sorted(saved), 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            logger.warning(
+                "a subscription to trace %s asked for the save %r, which the trace never had (it has %s)%s",
+                *(self.trace, name, ", ".join(sorted(saved)) or "none", hint),
+            )
 
     def __repr__(self) -> str:
         return f"<Subscription to {self.trace} at {self.position}>"

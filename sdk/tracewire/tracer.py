@@ -37,6 +37,7 @@ from .blocks import ENGINE_NAMES, Capture
 from .errors import BlockError, ConnectError, TraceRejected, TracewireError, UntransportableVariable, type_name
 from .model import Model
 from .source import FunctionSource, WithSource, find_with
+from .state import Saves
 from .trace import _LEAVE_S, Trace, logger
 
 if TYPE_CHECKING:
@@ -86,6 +87,11 @@ class _Body:
             _ = self.source.checked
         self._skip = None if self.source.is_empty else _Skip(self.source, frame)
 
+    def disarm(self) -> None:
+        """Do not skip it."""
+        if self._skip is not None:
+            self._skip.disarm()
+
     def left(self, kind: type[BaseException] | None) -> bool:
         """Whether the body was skipped, and is to be sent; otherwise what was raised goes on.
 
@@ -128,6 +134,8 @@ class Tracer(Trace):
     ) -> None:
         from .client import made_id
 
+        #: Whether the caller knows its id, whatever becomes of the handle.
+        self._followed = options.get("trace_id") is not None
         options["trace_id"] = made_id(options.get("trace_id"))
         super().__init__(client, Submission(trace=options["trace_id"], model=model.name, invokes=[]))
         self._traced = model
@@ -146,7 +154,15 @@ class Tracer(Trace):
     def __enter__(self) -> Self:
         if self._body is not None or self._queued is not None:
             raise TracewireError(f"trace {self.id} was entered before: make another one for each with")
-        self._body = _Body(sys._getframe(1), "model.trace(...)")
+        body = _Body(sys._getframe(1), "model.trace(...)")
+        context = body.source.node.items[-1]
+        if context.optional_vars is None and isinstance(context.context_expr, ast.Call) and not self._followed:
+            body.disarm()
+            raise body.source.error(
+                "nothing could read what this trace saves: write `with model.trace(...) as tracer:`, and iterate over "
+                "tracer or await tracer.result() below it (or pass a trace_id, by which it can be followed)"
+            )
+        self._body = body
         return self
 
     def __exit__(
@@ -304,14 +320,17 @@ class Tracer(Trace):
 
         A name that was saved by one invoke (and choice) alone is that value; by several, a list of them in their order.
 
+        A name that nothing is saved as raises a [`SaveMissing`][tracewire.SaveMissing], with the reason if it is known.
+
         Raises:
             TracewireError: the end was not read.
+            StateMismatch: what arrived is not what the engine collected.
         """
         if not self._fold.finished:
             raise TracewireError(
                 f"the saves of trace {self.id} are read at its end: iterate over it or await its result() first"
             )
-        return merged(self._settled())
+        return merged(self._verified())
 
 
 def merged(result: Result) -> dict[str, Any]:
@@ -321,7 +340,10 @@ def merged(result: Result) -> dict[str, Any]:
         for choice in invoke.choices:
             for name, value in choice.saves.items():
                 found.setdefault(name, []).append(value)
-    return {**{name: values[0] if len(values) == 1 else values for name, values in found.items()}, **result.shared}
+    one = {name: values[0] if len(values) == 1 else values for name, values in found.items()}
+    saves = Saves({**one, **result.shared}, result.trace, ended=True)
+    saves._reasons = {where.split(".", 2)[-1]: reason for where, reason in result.save_errors.items()}
+    return saves
 
 
 class Queueing:

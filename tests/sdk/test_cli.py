@@ -82,7 +82,7 @@ async def test_watch_tells_how_a_trace_failed(
     [
         (["models", "--url", "unix:///nowhere/redis.sock"], 1, "tracewire: cannot connect"),
         (["watch", "nowhere"], 1, "tracewire: no trace 'nowhere'"),
-        (["watch", "nowhere", "--since", "later"], 2, "tracewire: since is 'start', 'now'"),
+        (["watch", "nowhere", "--since", "later"], 2, "tracewire: since: expected 'start', 'now'"),
         (["watch", "--names", "scores"], 2, "tracewire: --names shows saved names of one trace"),
     ],
 )
