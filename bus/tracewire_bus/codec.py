@@ -32,6 +32,7 @@ from .messages import (
     Snapshot,
     Steered,
     Submission,
+    Waiting,
 )
 from .values import decoder
 
@@ -55,7 +56,9 @@ __all__ = [
 ]
 
 #: What stands on a trace's stream.
-AnyEvent: TypeAlias = Accepted | DecodedOutput | DecodedShared | Steered | Paused | Resumed | Restarted | Final
+AnyEvent: TypeAlias = (
+    Accepted | DecodedOutput | DecodedShared | Steered | Paused | Resumed | Waiting | Restarted | Final
+)
 
 _SCHEMA_TEXT = f"{SCHEMA[0]}.{SCHEMA[1]}"
 _O = TypeVar("_O", bound=OutputBase)
@@ -63,7 +66,7 @@ _S = TypeVar("_S", bound=OutputBase)
 #: The tags of what this version knows.
 _KINDS = frozenset(
     kind.__struct_config__.tag
-    for kind in (Accepted, DecodedOutput, DecodedShared, Steered, Paused, Resumed, Restarted, Final)
+    for kind in (Accepted, DecodedOutput, DecodedShared, Steered, Paused, Resumed, Waiting, Restarted, Final)
 )
 
 
@@ -95,7 +98,7 @@ def _decode(type_: Any) -> Callable[[bytes | memoryview], Any]:
     if isinstance(type_, tuple):
         # An event whose outputs, and those of the trace, are of these forms.
         output, shared = type_
-        type_ = Union[Accepted, output, shared, Steered, Paused, Resumed, Restarted, Final]  # noqa: UP007  (variables)
+        type_ = Union[Accepted, output, shared, Steered, Paused, Resumed, Waiting, Restarted, Final]  # noqa: UP007  (variables)
     return decoder(type_)
 
 
@@ -122,7 +125,7 @@ def decode_event(data: bytes | memoryview) -> AnyEvent: ...
 @overload
 def decode_event(
     data: bytes | memoryview, output: type[_O], shared: type[_S]
-) -> Accepted | _O | _S | Steered | Paused | Resumed | Restarted | Final: ...
+) -> Accepted | _O | _S | Steered | Paused | Resumed | Waiting | Restarted | Final: ...
 
 
 def decode_event(

@@ -29,6 +29,7 @@ from .messages import (
     Status,
     SteeredBase,
     Usage,
+    Waiting,
 )
 from .values import digest, list_digest, opened_key
 
@@ -185,7 +186,7 @@ class Fold:
             self._final(event)
         elif isinstance(event, Restarted):
             self._start_over()
-        else:
+        elif not isinstance(event, Waiting):
             raise FoldError(f"a {type(event).__name__} cannot be folded")
 
     def _follow(self, event: Event) -> None:

@@ -75,6 +75,7 @@ __all__ = [
     "Submission",
     "Usage",
     "Versions",
+    "Waiting",
 ]
 
 #: The schema this package writes, `(major, minor)`. On an entry it stands as `"major.minor"`.
@@ -552,6 +553,16 @@ class Resumed(Event, tag="resumed"):
     """The trace goes on from where it was paused. `by` and `time` are as for `Paused`."""
 
     by: str = ""
+    time: float = 0.0
+
+
+class Waiting(Event, tag="waiting"):
+    """The engine that ran the trace is gone, and the trace waits for another: `Restarted` follows, or the end.
+
+    What was folded stands until then. `reason` says why; `time` is when that was told, in seconds since the epoch.
+    """
+
+    reason: str = ""
     time: float = 0.0
 
 

@@ -322,8 +322,8 @@ return found
 
 # Entries that a holder has, up to `count`, or one of them, wait again, where they did: those that its loss was the last
 # try of are given up. KEYS[11]: the holders. ARGV: holder, why, '1' if it was lost, who holds what is given up, one
-# trace or '', most at once, the number of that trace's take or 0. Returns how many wait again, and whether there is
-# more.
+# trace or '', most at once, the number of that trace's take or 0. Returns those that wait again, each with the number
+# of its last take, and whether there is more.
 _PUT_BACK: Final = Script(
     _COMMON
     + """
@@ -337,7 +337,7 @@ else
   held = held_by(holder, {})
 end
 local was = call('HMGET', state, 'waiting', 'turn')
-local waiting, turn, back = tonumber(was[1] or 0), tonumber(was[2] or 0), 0
+local waiting, turn, back = tonumber(was[1] or 0), tonumber(was[2] or 0), {}
 for index = 1, math.min(#held, tonumber(count)) do
   local trace, entry = held[index][1], held[index][2]
   entry[11] = why
@@ -348,11 +348,11 @@ for index = 1, math.min(#held, tonumber(count)) do
   else
     turn = join(trace, entry, call('ZCARD', KEYS[8] .. entry[3]), turn)
     call('HDEL', taken, trace)
-    back = back + 1
+    back[#back + 1] = {trace, entry[8] or 0}
     ring()
   end
 end
-if back > 0 then call('HSET', state, 'waiting', waiting + back, 'turn', turn) end
+if #back > 0 then call('HSET', state, 'waiting', waiting + #back, 'turn', turn) end
 local more = #held > tonumber(count)
 if only == '' and not more then
   call('SREM', KEYS[11], holder)
@@ -675,14 +675,22 @@ class Queue:
         return bool(await self._connections.command(*_CARE((key,), who, round(CARE_S * 1000))))
 
     async def put_back(
-        self, model: str, holder: str, why: str, *, lost: bool, trace: str = "", attempt: int = 0
+        self,
+        model: str,
+        holder: str,
+        why: str,
+        *,
+        lost: bool,
+        trace: str = "",
+        attempt: int = 0,
+        which: list[tuple[str, int]] | None = None,
     ) -> int:
         """Let everything (or one trace) that `holder` has taken wait again, ahead of what its clients queued later.
 
         One trace only if it has it from the take numbered `attempt`, if that is given.
 
         With `lost` it counts as a try of each, and those that had no other left are given up instead. Whoever held them
-        holds them no more. Returns how many wait again.
+        holds them no more. Returns how many wait again; `which` gains them, each with the attempt that is over.
 
         Raises:
             BusUnavailable: Redis stayed away; it may have been done.
@@ -694,9 +702,28 @@ class Queue:
                 names, holder, why[:1000], "1" if lost else "", _GIVEN_UP, _bytes(trace), _PUT_BACK_AT_ONCE, attempt
             )
             some, more = await self._connections.command(*call)
-            back += int(some)
+            back += len(some)
+            if which is not None:
+                which += [(_text(one), int(number)) for one, number in some]
             if not more:
                 return back
+
+    async def still_waiting(self, model: str, traces: Sequence[str]) -> set[str]:
+        """Those of these traces that wait, and that no engine has taken.
+
+        Raises:
+            BusUnavailable: Redis stayed away.
+        """
+        if not traces:
+            return set()
+        entries, taken = (self._keys.queue(model, part) for part in ("entries", "taken"))
+        names = list(map(_bytes, traces))
+        there, holders = await self._connections.commands(("HMGET", entries, *names), ("HMGET", taken, *names))
+        return {
+            trace
+            for trace, entry, holder in zip(traces, there, holders, strict=True)
+            if entry is not None and holder is None
+        }
 
     async def given_up(self, model: str) -> list[Taken]:
         """What was given up, in the order it came, until it is settled. Large ones come without their data.

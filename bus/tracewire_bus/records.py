@@ -34,7 +34,7 @@ from .finished import FINISHED
 from .firehose import TELL
 from .keys import FINAL_ID, Keys, is_text
 from .live import LiveValue, joined
-from .messages import Failure, Status, Submission
+from .messages import Failure, Status, Submission, Waiting
 from .messages import Final as FinalEvent
 from .queue import REMEMBER_S
 from .scripts import Script
@@ -62,7 +62,7 @@ MAX_DEADLINE_MS: Final = 10**14
 #: How long a control stream is kept after its last entry, in seconds.
 CONTROL_S: Final = 24 * 3600
 
-#: Stands in an encoded final for the attempt that the script puts there.
+#: Stands in an encoded event for the attempt, or the number, that the script puts there.
 _ATTEMPT: Final = 2**32 - 1
 _MARK: Final = b"\xce\xff\xff\xff\xff"
 
@@ -213,6 +213,30 @@ _END = Script(
     + """
 if ended(KEYS[2]) then return 0 end
 finish(ARGV[2], ARGV[1], ARGV[3], ARGV[4], ARGV[5], ARGV[6], ARGV[7], ARGV[8])
+return 1
+"""
+)
+
+# An attempt is over, and its trace waits for another, unless that has been begun already, or nothing of the attempt was
+# told. Whoever ran it is fenced. KEYS: record, events. ARGV: attempt, schema, the event before and after its number.
+_WAIT = Script(
+    _ENDING
+    + """
+if redis.call('EXISTS', KEYS[2]) == 0 then return 0 end
+if tonumber(redis.call('HGET', KEYS[1], 'a') or 0) > tonumber(ARGV[1]) then return 0 end
+local last, info = '', redis.call('XINFO', 'STREAM', KEYS[2])
+for i = 1, #info, 2 do
+  if info[i] == 'last-generated-id' then last = info[i + 1] end
+end
+local dash = string.find(last, '-', 1, true)
+local attempt, seq = string.sub(last, 1, dash - 1), string.sub(last, dash + 1)
+-- Behind its end, or what refuses the rest of the attempt, nothing fits.
+if attempt ~= ARGV[1] or #seq > 9 then return 0 end
+local place = attempt .. '-' .. string.format('%d', seq + 1)
+local said = redis.pcall('XADD', KEYS[2], place, 'v', ARGV[2], 'd', ARGV[3] .. struct.pack('>I4', seq + 1) .. ARGV[4])
+if type(said) == 'table' and said.err then return 0 end
+-- Nor is anything of this attempt to come behind it, which would leave a hole.
+redis.call('XSETID', KEYS[2], attempt .. '-18446744073709551615')
 return 1
 """
 )
@@ -546,6 +570,25 @@ class Records:
             *(trace, self._base(keys.tag(trace)), schema_text(), head, tail, self._retention_s, status, failure.type),
         )
         return bool(await self._connections.command(*call))
+
+    async def wait(self, attempts: Sequence[tuple[str, int]], reason: str) -> int:
+        """Tell of these attempts of traces that they are over, and that their traces wait for another engine.
+
+        Returns of how many that is news: nothing is told where a later attempt has been begun, the trace has ended, or
+        nothing of the attempt has been told.
+
+        Raises:
+            BusUnavailable: Redis stayed away; some may have been told.
+        """
+        keys, calls = self._keys, []
+        for trace, attempt in attempts:
+            if is_text(trace):
+                event = encode(Waiting(attempt=attempt, seq=_ATTEMPT, reason=reason, time=time.time()))
+                head, _, tail = event.partition(_MARK)
+                names = (keys.record(trace), keys.events(trace))
+                calls.append(_WAIT(names, attempt, schema_text(), head + _MARK[:1], tail))
+        told = await self._connections.commands(*calls) if calls else []
+        return sum(map(int, told))
 
     async def _final_entry(self, trace: str) -> Any:
         """A list with the entry of its final event, empty if that is not there."""

@@ -35,6 +35,9 @@ CERTAIN_S: Final = 8.0
 #: What may lie between two looks, in seconds, for the second to be such proof. In more, Redis may have kept everybody
 #: waiting without a word, or we alone looked away: others had no time to renew what ran out meanwhile.
 STALL_S: Final = 3.0
+#: For how long what waits again must have done so before its readers are told, in seconds. An engine that was only slow
+#: takes it again at once, and goes on with it: it could not behind that word.
+TOLD_S: Final = 1.0
 
 
 class Recovery:
@@ -46,6 +49,8 @@ class Recovery:
         self._since: float | None = None
         self._looked = -math.inf
         self._missing: dict[str, float] = {}
+        #: What waits again, and since when, by trace: the attempt that is over, and why it waits.
+        self._again: dict[str, tuple[float, int, str]] = {}
         self._who = uuid.uuid4().hex
         #: Whether, as of the last look, this one of all that look sees to what is taken by nobody that lives.
         self.cares = False
@@ -72,16 +77,32 @@ class Recovery:
         patience = 0.0 if now - self._since >= CERTAIN_S else PATIENCE_S
         gone = [name for name, since in self._missing.items() if now - since >= patience]
         for name in gone:
-            back = await self._bus.queue.put_back(
-                self._model, name, f"engine {name} was lost while it ran this trace", lost=True
-            )
+            why, which = f"engine {name} was lost while it ran this trace", list[tuple[str, int]]()
+            back = await self._bus.queue.put_back(self._model, name, why, lost=True, which=which)
+            self._again |= {trace: (now, attempt, why) for trace, attempt in which}
             del self._missing[name]
             if back:
                 logger.warning("engine %s has gone: %d traces of %s wait again", name, back, self._model)
         self.cares = await self._bus.queue.cares(self._model, "engines" if but else "clients", self._who)
         if gone or self.cares:
             await self.bury()
+        await self._tell(now)
         return gone
+
+    async def _tell(self, now: float) -> None:
+        """Tell the readers of what has waited for a while that it does. Nothing rests on it: it is not repeated."""
+        due = {trace: one for trace, one in self._again.items() if now - one[0] >= TOLD_S}
+        if not due:
+            return
+        for trace in due:
+            del self._again[trace]
+        waiting = await self._bus.queue.still_waiting(self._model, list(due))
+        by_reason: dict[str, list[tuple[str, int]]] = {}
+        for trace in waiting:
+            _, attempt, why = due[trace]
+            by_reason.setdefault(why, []).append((trace, attempt))
+        for why, attempts in by_reason.items():
+            await self._bus.records.wait(attempts, why)
 
     async def bury(self) -> None:
         """End what was given up.

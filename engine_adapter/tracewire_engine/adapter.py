@@ -281,14 +281,17 @@ class Adapter:
     async def _leave(self) -> None:
         """Let others have what was left undone, and leave the registry. Both come to pass by themselves otherwise."""
         model, engine = self._info.model, self._info.engine
+        which: list[tuple[str, int]] = []
         try:
             if self.lost:
                 why = f"vLLM's engine died under {engine}"
-                if back := await self._bus.queue.put_back(model, engine, why, lost=True):
+                if back := await self._bus.queue.put_back(model, engine, why, lost=True, which=which):
                     logger.warning("%d traces wait for another engine", back)
                 await self._recovery.bury()
             else:
-                await self._bus.queue.put_back(model, engine, f"engine {engine} was shut down", lost=False)
+                why = f"engine {engine} was shut down"
+                await self._bus.queue.put_back(model, engine, why, lost=False, which=which)
+            await self._bus.records.wait(which, why)
             await self._bus.unregister(self._info.engine)
         except BusError as error:
             logger.warning("could not leave the registry, which forgets this engine by itself: %s", error)

@@ -27,6 +27,7 @@ from tracewire import (
     Steered,
     Subscription,
     TracewireError,
+    Waiting,
 )
 
 from .settings import Settings
@@ -74,6 +75,8 @@ def told(event: Event | Gap) -> tuple[str, dict[str, Any]] | None:
                 "meter": state.saves.get("meter", []),
                 "version": state.live_version,
             }
+        case Waiting():
+            return "waiting", {"reason": event.reason}
         case Restarted():
             return "restarted", {"reason": event.reason}
         case Final():

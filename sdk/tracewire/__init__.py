@@ -63,7 +63,7 @@ from .errors import (
     ValueMissing,
     VersionConflict,
 )
-from .events import Accepted, Change, Event, Final, Gap, Output, Paused, Restarted, Resumed, Shared, Steered
+from .events import Accepted, Change, Event, Final, Gap, Output, Paused, Restarted, Resumed, Shared, Steered, Waiting
 from .model import Model, ModelInfo
 from .state import Choice, Invoke, Result, State
 from .trace import Subscription, Trace
@@ -143,6 +143,7 @@ __all__ = [
     "UntransportableVariable",
     "ValueMissing",
     "VersionConflict",
+    "Waiting",
     "Watch",
     "connect",
     "digest",

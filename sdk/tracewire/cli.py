@@ -28,7 +28,7 @@ from .client import Client, connect
 from .dead import DeadLetter
 from .edit_commands import add_edits
 from .errors import ConnectError, TracewireError, UnknownDeadLetter
-from .events import Accepted, Event, Final, Gap, Paused, Restarted, Resumed, Steered
+from .events import Accepted, Event, Final, Gap, Paused, Restarted, Resumed, Steered, Waiting
 
 __all__ = ["main"]
 
@@ -308,6 +308,8 @@ async def _follow(client: Client, options: argparse.Namespace) -> int:
 def _line(event: Event) -> str:
     if isinstance(event, Accepted):
         return f"accepted by {event.engine}"
+    if isinstance(event, Waiting):
+        return f"waiting for another engine: {event.reason}"
     if isinstance(event, Restarted):
         return f"restarted: {event.reason}" if event.reason else "restarted"
     if isinstance(event, Steered):

@@ -35,6 +35,7 @@ from tracewire_bus.messages import (
     Resumed,
     Set,
     Steered,
+    Waiting,
 )
 from tracewire_bus.streams import BusError, StreamGone
 from tracewire_bus.streams import EventsLost as EntriesLost
@@ -62,6 +63,7 @@ __all__ = [
     "Resumed",
     "Shared",
     "Steered",
+    "Waiting",
     "only",
 ]
 
@@ -207,10 +209,10 @@ class Gap:
         return f"<Gap in {self.trace}: what came after {self.since} up to {self.until} was trimmed>"
 
 
-AnyEvent: TypeAlias = Accepted | Output | Steered | Paused | Resumed | Restarted | Final
+AnyEvent: TypeAlias = Accepted | Output | Steered | Paused | Resumed | Waiting | Restarted | Final
 """What stands on a trace's stream."""
 
-Event: TypeAlias = Accepted | Output | Steered | Paused | Resumed | Restarted | Gap | Final
+Event: TypeAlias = Accepted | Output | Steered | Paused | Resumed | Waiting | Restarted | Gap | Final
 """What stands on a trace's stream, or in place of what was trimmed, as `subscribe` yields it."""
 
 

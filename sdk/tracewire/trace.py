@@ -35,7 +35,7 @@ from .errors import (
     bus_errors,
     rejection,
 )
-from .events import Accepted, Event, EventReader, Final, Gap, Output, Paused, Restarted, Resumed, Steered, only
+from .events import Accepted, Event, EventReader, Final, Gap, Output, Paused, Restarted, Resumed, Steered, Waiting, only
 from .large import without_large
 from .readers import Reader
 from .state import Result, State
@@ -50,7 +50,7 @@ __all__ = ["Subscription", "Trace", "check_paths"]
 
 logger = logging.getLogger("tracewire")
 
-Item: TypeAlias = Output | Steered | Paused | Resumed | Restarted | Gap
+Item: TypeAlias = Output | Steered | Paused | Resumed | Waiting | Restarted | Gap
 """What iterating a trace yields."""
 
 #: How long leaving a trace waits for Redis to hear of it, in seconds.
@@ -91,8 +91,9 @@ class Trace(Reader):
     consumers, unless it was submitted with `detach=True`; then it goes on to its end.
 
     An async iterator of [`Output`][tracewire.Output] items, and of [`Steered`][tracewire.Steered],
-    [`Paused`][tracewire.Paused], [`Resumed`][tracewire.Resumed] and [`Restarted`][tracewire.Restarted] ones when that
-    happens, and a [`Gap`][tracewire.Gap] in place of what was trimmed before it was read; over when the trace is. Each
+    [`Paused`][tracewire.Paused], [`Resumed`][tracewire.Resumed], [`Waiting`][tracewire.Waiting] and
+    [`Restarted`][tracewire.Restarted] ones when that happens, and a [`Gap`][tracewire.Gap] in place of what was trimmed
+    before it was read; over when the trace is. Each
     item comes once: tasks that iterate at once share them, and who wants all of them again subscribes. A rejected trace
     raises `TraceRejected` in place of its first item; one whose block failed raises `InterventionError` after its last
     output.
@@ -403,7 +404,7 @@ class Trace(Reader):
                 self._progress = anyio.Event()
 
     def _take(self, event: Event) -> None:
-        if self._accepted is None:
+        if self._accepted is None and not isinstance(event, Waiting):
             # An engine has it.
             self._client._presence.content(self.id)
         if isinstance(event, Accepted):

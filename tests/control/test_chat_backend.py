@@ -720,6 +720,7 @@ async def test_a_lost_engine_shows_as_a_restart(http: httpx.AsyncClient, engine:
     async def script(stage: Stage) -> None:
         await stage.accept()
         await stage.save(" lost", {"meter": 0.0})
+        await stage.bus.records.wait([(stage.trace, stage.attempt)], "the engine stopped answering")
         await stage.restart("the engine stopped answering")
         await stage.accept()
         await stage.save(" again", {"meter": 0.0})
@@ -729,8 +730,8 @@ async def test_a_lost_engine_shows_as_a_restart(http: httpx.AsyncClient, engine:
         conversation = await opened(http)
         told = await said(http, conversation, "x")
         seen = await all_of(http, told["stream"])
-        assert names(seen) == ["accepted", "token", "restarted", "accepted", "token", "final"]
-        assert seen[2].data == {"reason": "the engine stopped answering"}
+        assert names(seen) == ["accepted", "token", "waiting", "restarted", "accepted", "token", "final"]
+        assert [event.data for event in seen[2:4]] == [{"reason": "the engine stopped answering"}] * 2
         # A reader that was there before the loss hears of it when it comes back.
         assert await all_of(http, told["stream"], seen[1].id) == seen[2:]
         assert len({event.id for event in seen}) == len(seen)

@@ -13,10 +13,10 @@ import pytest
 
 import tracewire
 from tests.faults.scripted import ScriptedEngine, acts, expected, info, serving
-from tracewire import Client, Final, Output, Paused, Restarted, presence
-from tracewire_bus import recovery
-from tracewire_bus.codec import decode_submission
-from tracewire_bus.messages import Failure
+from tracewire import Accepted, Client, Final, Output, Paused, Restarted, Waiting, presence
+from tracewire_bus import messages, recovery
+from tracewire_bus.codec import decode_submission, encode
+from tracewire_bus.messages import Failure, Submission
 from tracewire_bus.records import Overtaken, TraceEnded
 from tracewire_bus.streams import Bus, Fenced
 
@@ -107,6 +107,67 @@ async def test_an_engine_that_dies_under_its_adapter_is_replaced(client: Client,
     assert [(one.attempt, one.seq) for one in restarts] == [(2, 0)]
     assert "died" in restarts[0].reason
     await trace.aclose()
+
+
+async def test_readers_are_told_that_a_trace_waits_for_another_engine(
+    client: Client, bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its engine was killed, and the next one is not there for long: whoever looks after the queue says so."""
+    monkeypatch.setattr(recovery, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(recovery, "TOLD_S", 0.0)
+    trace = client.trace("tiny", "hello", acts, max_tokens=20, detach=True)
+    await bus.submit(trace._submission)
+    (taken,) = await bus.queue.take("tiny", "killed", 1, 100)
+    await bus.records.open(trace.id, "killed", taken.attempt)
+    async with bus.writer() as writer:
+        await writer.append(trace.id, 1, 0, encode(messages.Accepted(attempt=1, seq=0, engine="killed", model="tiny")))
+        subscription = client.subscribe(trace.id)
+        assert isinstance(await anext(subscription), Accepted)
+        look = bus.recovery("tiny")
+        with anyio.fail_after(PATIENCE):
+            while await look.look() != ["killed"]:
+                await anyio.lowlevel.checkpoint()
+            event = await anext(subscription)
+        assert isinstance(event, Waiting)
+        assert event.reason == "engine killed was lost while it ran this trace"
+        # It could not go on behind that.
+        with pytest.raises(Fenced):
+            await writer.append(trace.id, 1, 1, encode(messages.Resumed(attempt=1, seq=1)))
+    # The place of the word is one to go on from.
+    rest = client.subscribe(trace.id, since=subscription.position)
+    async with serving(bus, free()):
+        events = await whole(client, trace.id, "hello", 20)
+        assert isinstance(await anext(rest), Restarted)
+    assert [type(event) for event in events[:3]] == [Accepted, Waiting, Restarted]
+    assert (await client.state(trace.id)).attempt == 2
+
+
+async def test_an_engine_that_leaves_tells_that_its_traces_wait(client: Client, bus: Bus) -> None:
+    gate = Gate()
+    async with serving(bus, dying := ScriptedEngine(gate)) as adapter:
+        await client.model("tiny", wait_for_engine=PATIENCE)
+        async with client.trace("tiny", "hello", acts, max_tokens=20, detach=True) as trace:
+            gate.step(5)
+            await some(trace, 5)
+            dying.die()
+            with anyio.fail_after(PATIENCE):
+                assert isinstance(await anext(trace), Waiting)
+            await adapter.ended.wait()
+
+
+async def test_what_another_engine_has_begun_is_not_told_to_wait(bus: Bus) -> None:
+    await bus.submit(Submission(trace="a", model="tiny", invokes=[]))
+    await bus.records.open("a", "one", 1)
+    # Of which nobody has heard yet.
+    assert await bus.records.wait([("a", 1)], "lost") == 0
+    async with bus.writer() as writer:
+        await writer.append("a", 1, 0, encode(messages.Accepted(attempt=1, seq=0, engine="one", model="tiny")))
+    assert await bus.records.wait([("a", 1), ("unknown", 1)], "lost") == 1
+    assert await bus.records.wait([("a", 1)], "once more") == 0
+    await bus.records.open("a", "two", 2)
+    assert await bus.records.wait([("a", 1)], "lost") == 0
+    await bus.records.end("a", "failed", Failure(type="x", message="y"))
+    assert await bus.records.wait([("a", 2)], "lost") == 0
 
 
 async def test_an_engine_that_is_only_slow_can_write_nothing_any_more(
