@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import msgspec
 from fastapi.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
@@ -119,6 +120,9 @@ class EventStream(StreamingResponse):
         """Send it. Who does not read for a while is let go, and comes back by its last event's id."""
 
         async def send_in_time(message: Message) -> None:
+            # The server notices that the client has left when its event loop turns, which a burst of events at hand
+            # would keep it from. Until it has, asyncio logs a warning of each that is sent.
+            await anyio.lowlevel.checkpoint()
             with anyio.fail_after(self._settings.stall_s):
                 await send(message)
 

@@ -22,6 +22,7 @@ from examples.chat_backend import run
 from examples.chat_backend.app import create_app
 from examples.chat_backend.problems import of_bus
 from examples.chat_backend.settings import Bend, Settings
+from examples.chat_backend.stream import EventStream
 from tests.bus.proxy import proxy
 from tests.scripted import Script, ScriptedEngine, Stage, engine_info
 from tracewire_bus.embedded import EmbeddedServer
@@ -519,6 +520,38 @@ async def test_a_reader_that_does_not_read_is_let_go(settings: Settings, engine:
                             seen.append(event)  # noqa: PERF401
             assert len(text(seen)) == 64 * 256 * 1024
             await until(lambda: asyncio.all_tasks() <= before)
+
+
+async def test_a_reader_that_leaves_amid_a_burst_is_noticed_at_once(
+    settings: Settings, engine: Callable[..., Any]
+) -> None:
+    """However many events are at hand: asyncio complains of each that is written to a connection that was lost."""
+
+    async def script(stage: Stage) -> None:
+        await stage.accept()
+        for _ in range(64):
+            await stage.save("x", {"meter": 0.0})
+        await stage.final()
+
+    left = anyio.Event()
+    sent = 0
+
+    async def receive() -> dict[str, Any]:
+        await left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        nonlocal sent
+        sent += bool(message.get("body"))
+        if sent == 5:
+            left.set()
+
+    async with engine(script), tracewire.connect(settings.url, prefix=settings.prefix) as client:
+        async with client.trace(await client.model("tiny", wait_for_engine=PATIENCE), "x", detach=True) as trace:
+            await trace.result()
+        subscription = client.subscribe(trace.id)
+        await EventStream(subscription, settings, set())({"type": "http", "asgi": {}}, receive, send)
+    assert sent <= 7
 
 
 # --- bending ----------------------------------------------------------------------------------------------------------
