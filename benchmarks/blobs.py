@@ -40,7 +40,7 @@ import psutil
 
 import tracewire
 from benchmarks.overhead import ROOT, start_engine
-from benchmarks.processes import start
+from benchmarks.processes import at_least, start
 from benchmarks.quantiles import quantiles
 from tracewire_bus.embedded import EmbeddedServer
 from tracewire_bus.streams import Bus
@@ -72,6 +72,7 @@ async def one_large(client: tracewire.Client, way: str, nbytes: int) -> float:
     block = large(nbytes=nbytes, keep=way != "made")
     async with client.trace("bench", list(range(10, 138)), block, max_tokens=1) as trace:
         result = await trace.result()
+    assert ("array" in result.saves) == (way != "made"), f"{way}: saved {sorted(result.saves)}"
     if way == "loaded":
         saved = result.saves["array"]
         array = await saved.load() if isinstance(saved, tracewire.ArrayRef) else saved
@@ -131,6 +132,7 @@ async def observed(
                 count += len(output.token_ids)
                 if count >= options.tokens // 10:
                     running.set()
+        assert count == options.tokens, f"a trace put out {count} of {options.tokens} tokens"
         ends.append(time.perf_counter())
 
     async def ping() -> None:
@@ -236,10 +238,10 @@ def main() -> None:
     """Run from the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", type=Path, default=ROOT / "examples" / "demo_model" / "model")
-    parser.add_argument("--megabytes", type=int, default=100)
-    parser.add_argument("--traces", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=300)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--megabytes", type=at_least(1), default=100)
+    parser.add_argument("--traces", type=at_least(1), default=8)
+    parser.add_argument("--tokens", type=at_least(10), default=300)
+    parser.add_argument("--rounds", type=at_least(1), default=5)
     parser.add_argument("--redis-first", action="store_true", help="give Redis real-time priority (as root)")
     parser.add_argument("--inline", action="store_true", help="the same without blobs: large arrays in the events")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")

@@ -34,7 +34,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 import tracewire_engine  # noqa: F401
 from benchmarks.overhead import last
-from benchmarks.processes import show
+from benchmarks.processes import at_least, show
 from tracewire_bus.messages import Block
 from tracewire_engine.link import Report
 from tracewire_engine.runner import TracewireRunner
@@ -190,10 +190,10 @@ def one_round(runner: Any, block: Block, requests: int, tokens: int, number: int
 def main() -> None:
     """Run from the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--requests", type=int, default=32)
-    parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--hidden", type=int, default=1024)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--requests", type=at_least(1), default=32)
+    parser.add_argument("--tokens", type=at_least(2), default=128)
+    parser.add_argument("--hidden", type=at_least(1), default=1024)
+    parser.add_argument("--rounds", type=at_least(1), default=5)
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     options = parser.parse_args()
     _set_torch_accelerator_to_noop()

@@ -30,7 +30,7 @@ import numpy as np
 
 import tracewire
 from benchmarks.bus import cpu_s
-from benchmarks.processes import show, start
+from benchmarks.processes import at_least, show, start
 from benchmarks.scripted import ScriptedEngine, Token, _Outputs, scripted_info
 from tracewire_bus.embedded import EmbeddedServer
 from tracewire_bus.messages import ModuleInfo
@@ -144,6 +144,8 @@ async def measure(options: argparse.Namespace) -> dict[str, float]:
                     own = time.process_time() - own
                     cpu = cpu_s(process.pid) - used[0], cpu_s(server.pid) - used[1]
                     times = started()
+                    if len(times) != options.traces:
+                        raise RuntimeError(f"the engine started {len(times)} of {options.traces} traces")
                     found.append(
                         {
                             "first": 1e3 * (min(times) - marks["began"]),
@@ -167,8 +169,8 @@ async def measure(options: argparse.Namespace) -> dict[str, float]:
 def main() -> None:
     """Run from the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--traces", type=int, default=32, help="of each burst")
-    parser.add_argument("--bursts", type=int, default=40)
+    parser.add_argument("--traces", type=at_least(1), default=32, help="of each burst")
+    parser.add_argument("--bursts", type=at_least(3), default=40, help="the first two are left out of the figures")
     parser.add_argument("--steered", action="store_true", help="each trace brings two vectors")
     parser.add_argument("--keep-client", action="store_true", help="one client for all bursts")
     parser.add_argument("--rest", type=float, default=0.3, metavar="SECONDS", help="before each burst")

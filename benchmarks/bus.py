@@ -38,7 +38,7 @@ import numpy as np
 import zmq
 
 import tracewire
-from benchmarks.processes import show
+from benchmarks.processes import at_least, show
 from benchmarks.quantiles import quantiles
 from benchmarks.scripted import ELEMENTS, Command, Pacer, ScriptedEngine, scripted_info
 from tracewire_bus.embedded import EmbeddedServer
@@ -363,15 +363,23 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             bench.stop()
 
 
-def main() -> None:
-    """Run from the command line."""
+def nothing_lost(figures: dict[str, Any]) -> bool:
+    """Whether every subscriber received every output, at every rate that was tried, and verified what it folded."""
+    return all(
+        one["outputs_sent"] > 0 and not one["lost"] and one["folds_verified"] == one["folds"] > 0
+        for one in figures.get("tried", [figures])
+    )
+
+
+def main() -> int:
+    """Run from the command line; the exit status is 1 if a subscriber lacked something."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--traces", type=int, default=32)
+    parser.add_argument("--traces", type=at_least(1), default=32)
     parser.add_argument("--rate", type=float, default=100, help="outputs a second of each trace")
-    parser.add_argument("--subscribers", type=int, default=8, help="of each trace")
-    parser.add_argument("--processes", type=int, default=4, help="that the subscribers are spread over")
+    parser.add_argument("--subscribers", type=at_least(1), default=8, help="of each trace")
+    parser.add_argument("--processes", type=at_least(1), default=4, help="that the subscribers are spread over")
     parser.add_argument("--seconds", type=float, default=10, help="of outputs, over all rounds")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=at_least(1), default=5)
     parser.add_argument("--spread", action="store_true", help="traces put out one after another, not together")
     parser.add_argument("--text-only", action="store_true", help="subscribers read the text and fold nothing")
     parser.add_argument("--sweep", action="store_true", help="go down from --rate until nothing queues")
@@ -382,11 +390,14 @@ def main() -> None:
     options = parser.parse_args()
     if options.role:
         ROLES[options.role](options.folder, options.url)
-        return
+        return 0
+    if options.subscribers < options.processes:
+        parser.error(f"--processes: expected at most --subscribers ({options.subscribers}), got {options.processes}")
     with tempfile.TemporaryDirectory() as folder:
         figures = anyio.run(measure, options, Path(folder))
     show(figures, as_json=options.json, width=28)
+    return 0 if nothing_lost(figures) else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

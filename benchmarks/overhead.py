@@ -48,7 +48,7 @@ import numpy as np
 import psutil
 
 import tracewire
-from benchmarks.processes import show
+from benchmarks.processes import at_least, show
 from benchmarks.quantiles import quantiles
 from benchmarks.roles import cpu_seconds, prompts, sampling
 from tracewire_bus.embedded import EmbeddedServer
@@ -293,9 +293,12 @@ async def one_round(
         suffix = "" if name == "nnsight" else "_our_worker"
         ways.append((f"final_only{suffix}", role.run))
         ways.append((f"rpc_per_output{suffix}", lambda work, role=role: role.run({**work, "each": True})))
+    wanted = workload["concurrency"] * workload["tokens"]
     for name, run in ways:
         await anyio.sleep(settle_s)
         answer = await anyio.to_thread.run_sync(run, workload)
+        if answer["tokens"] != wanted:
+            raise RuntimeError(f"{name}: {answer['tokens']} of {wanted} tokens")
         rounds.setdefault(name, []).append(answer)
     over_the_bus = [
         ("tracewire", workload),
@@ -308,6 +311,10 @@ async def one_round(
         before, own = cpu_seconds(engine), time.process_time()
         with on_cores(cores):
             answer = await tracewire_round(url, work)
+        if answer["tokens"] != wanted:
+            raise RuntimeError(f"{name}: {answer['tokens']} of {wanted} tokens")
+        if bool(answer["raw"]) == (work["saves"] == "none"):
+            raise RuntimeError(f"{name}: {answer['raw']} bytes were saved")
         after = cpu_seconds(engine)
         answer["cpu_s"] = {kind: round(used - before.get(kind, 0.0), 3) for kind, used in after.items()}
         answer["cpu_s"]["subscriber"] = round(time.process_time() - own, 3)
@@ -391,11 +398,16 @@ def speed_of(one: dict[str, Any]) -> float:
     return float(one["tokens"] / one["seconds"])
 
 
+def baseline_of(options: argparse.Namespace) -> str:
+    """The way that all others are compared with."""
+    return "plain_default" if options.no_eager or (options.dummy and not options.no_default) else "plain_eager"
+
+
 def summary(rounds: dict[str, list[dict[str, Any]]], options: argparse.Namespace) -> dict[str, Any]:
     """Medians and ratios; the first round is a warm-up."""
     kept = {name: found[1:] for name, found in rounds.items()}
     speed = {name: median(speed_of(one) for one in found) for name, found in kept.items()}
-    base = "plain_default" if options.dummy and "plain_default" in kept else "plain_eager"
+    base = baseline_of(options)
     baseline, base_rounds = speed[base], kept[base]
     ours = kept["tracewire"]
     figures: dict[str, Any] = {
@@ -442,9 +454,9 @@ def main() -> None:
     """Run from the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", type=Path, default=ROOT / "examples" / "demo_model" / "model")
-    parser.add_argument("--concurrency", type=int, default=16)
-    parser.add_argument("--tokens", type=int, default=100)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--concurrency", type=at_least(1), default=16)
+    parser.add_argument("--tokens", type=at_least(1), default=100)
+    parser.add_argument("--rounds", type=at_least(1), default=3)
     parser.add_argument("--workload", choices=sorted(WORKLOADS), default="last")
     parser.add_argument("--layers", type=int, nargs="*", default=[])
     parser.add_argument("--tap", action="append", default=[], help="as of `tracewire engine`, for a GPU")
@@ -476,6 +488,8 @@ def main() -> None:
     parser.add_argument("--logs", type=Path, default=None)
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     options = parser.parse_args()
+    if options.no_eager and options.no_default:
+        parser.error("--no-eager, --no-default: expected at most one of them, since the other is the baseline")
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.logs or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,11 +1,12 @@
-"""Processes of a benchmark's own, and how it prints what it found."""
+"""Processes of a benchmark's own, how it takes its options and prints what it found."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,17 @@ def start(module: str, *arguments: str) -> subprocess.Popen[str]:
     assert process.stdout is not None
     process.stdout.readline()
     return process
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """The type of an option that takes a whole number from `least` on."""
+
+    def number(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"expected a whole number of at least {least}, got {text!r}")
+        return int(text)
+
+    return number
 
 
 def show(figures: Mapping[str, Any], *, as_json: bool, width: int = 12) -> None:

@@ -1,6 +1,6 @@
 """What the engine's scheduler costs a step beside vLLM's own, without a model.
 
-    python -m benchmarks.scheduling [--requests 32] [--tokens 128] [--rounds 9]
+    python -m benchmarks.scheduling [--requests 32] [--tokens 128] [--rounds 9] [--json]
 
 Plain requests that generate, with async scheduling, prefix caching and chunked prefill, as engines have them. Ours
 knows paused and traced requests besides and takes requests by priority. Microseconds of a step in EngineCore, deciding
@@ -15,6 +15,8 @@ from collections import deque
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from benchmarks.processes import at_least, show
 
 MODEL = Path(__file__).resolve().parents[1] / "examples" / "demo_model" / "model"
 BLOCK = 16
@@ -70,9 +72,10 @@ def microseconds_a_step(scheduler: Any, hasher: Any, requests: int, tokens: int,
 def main() -> None:
     """Run from the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--requests", type=int, default=32)
-    parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--requests", type=at_least(1), default=32)
+    parser.add_argument("--tokens", type=at_least(1), default=128)
+    parser.add_argument("--rounds", type=at_least(1), default=9)
+    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     options = parser.parse_args()
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.utils.hashing import sha256
@@ -85,7 +88,7 @@ def main() -> None:
     hasher = get_request_block_hasher(BLOCK, sha256)
     blocks = 16 + options.requests * (16 + options.tokens + BLOCK) // BLOCK
     schedulers: dict[str, Any] = {}
-    for name, kind, policy in (("vLLM's", AsyncScheduler, "fcfs"), ("Tracewire's", pausing_scheduler, "priority")):
+    for name, kind, policy in (("vllm", AsyncScheduler, "fcfs"), ("tracewire", pausing_scheduler, "priority")):
         arguments = AsyncEngineArgs(
             model=str(MODEL), max_num_seqs=options.requests, max_model_len=2048, block_size=BLOCK
         )
@@ -101,10 +104,9 @@ def main() -> None:
             spent = microseconds_a_step(scheduler, hasher, options.requests, options.tokens, f"{number}")
             if number:
                 found[name].append(spent)
-    for name, spents in found.items():
-        print(f"{name:12} {median(spents):7.1f} us a step")
     ratio = median(ours / theirs for theirs, ours in zip(*found.values(), strict=True))
-    print(f"ratio        {ratio:7.3f}")
+    figures = {f"{name}_us": round(median(spents), 1) for name, spents in found.items()}
+    show({**figures, "ratio": round(ratio, 3)}, as_json=options.json)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from typing import Any
 import anyio
 
 import tracewire
+from benchmarks.processes import at_least
 from tests.faults.processes import Nursery, RedisServer, nursery
 from tests.faults.scripted import acts
 from tests.scripted import engine_info
@@ -214,11 +215,14 @@ def main() -> int:
     """As a command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="end with one JSON object")
-    parser.add_argument("--idle", type=int, default=8, help="how many idle engines are measured")
+    parser.add_argument("--idle", type=at_least(1), default=8, help="how many idle engines are measured")
     parser.add_argument("--seconds", type=float, default=10.0, help="for how long")
-    parser.add_argument("--traces", type=int, default=300, help="how many traces of each kind")
+    parser.add_argument("--traces", type=at_least(1), default=300, help="how many traces of each kind")
     parser.add_argument(
-        "--engines", type=int, default=1000, help="how many engines are in the registry; a tenth of it on a queue"
+        "--engines",
+        type=at_least(10),
+        default=1000,
+        help="how many are in the registry, a tenth on a queue",
     )
     found: dict[str, Any] = anyio.run(run, parser.parse_args())
     for name, values in found.items():

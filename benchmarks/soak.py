@@ -19,17 +19,19 @@ import anyio
 import psutil
 
 import tracewire
+from benchmarks.processes import at_least
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.engine import blocks_for_tests as blocks
 
+RAISES = blocks.raises_at(at=2)
 KINDS = [
     blocks.list_each_step,
     blocks.dict_each_step,
     blocks.two_names,
     blocks.scalar_each_step,
     blocks.stops_at(at=2),
-    blocks.raises_at(at=2),
+    RAISES,
     None,
 ]
 
@@ -54,13 +56,17 @@ async def soak(url: str, pid: int, traces: int, plain: bool) -> None:
             block = None if plain else KINDS[number % len(KINDS)]
             sampling = {"max_tokens": 5, "ignore_eos": True, "temperature": 0.0}
             async with limiter, client.trace(model, [1 + number % 50, 2, 3, 4], block, **sampling) as trace:
+                raised = False
                 try:
                     await trace.result()
                 except tracewire.InterventionError:
-                    if block is not KINDS[5]:
+                    raised = True
+                    if block is not RAISES:
                         raise
+                if block is RAISES and not raised:
+                    raise RuntimeError(f"trace {trace.id} ended as {trace.status}, though its block raises")
             done += 1
-            if done % (traces // 10) == 0:
+            if done % max(1, traces // 10) == 0:
                 print(f"{done:6} traces, {done / (time.monotonic() - began):4.0f} a second, {resident()}", flush=True)
 
         for start in range(0, traces, 500):
@@ -74,7 +80,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--url", required=True)
     parser.add_argument("--engine-pid", type=int, required=True)
-    parser.add_argument("--traces", type=int, default=20_000)
+    parser.add_argument("--traces", type=at_least(1), default=20_000)
     parser.add_argument("--plain", action="store_true", help="no blocks at all, for comparison")
     options = parser.parse_args()
     anyio.run(soak, options.url, options.engine_pid, options.traces, options.plain)

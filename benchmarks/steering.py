@@ -38,6 +38,7 @@ import numpy as np
 
 import tracewire
 from benchmarks.blobs import put_redis_first
+from benchmarks.processes import at_least
 from benchmarks.quantiles import quantile
 from tracewire_bus.embedded import EmbeddedServer
 
@@ -113,10 +114,14 @@ async def measure(url: str, options: argparse.Namespace, notes: Path) -> list[di
                 async with anyio.create_task_group() as group:
                     for each in range(number):
                         group.start_soon(one, client, model, options.form, each, 2 if warm else options.steers, found)
+            asked = number * options.steers
+            if not found["steps"] or len(found["steps"]) + len(found["late"]) > asked:
+                raise RuntimeError(f"of {asked} changes, {len(found['steps'])} were seen to hold")
             engine = [float(line) for line in (await anyio.Path(notes).read_text()).split()]
             results.append(
                 {
                     "n": number,
+                    "asked": asked,
                     "steers": len(found["steps"]),
                     "too_late": len(found["late"]),
                     "steps_p50": quantile(found["steps"], 0.5),
@@ -158,6 +163,7 @@ def engine(arguments: list[str], notes: str) -> int:
     """An engine whose traces note how many steps after it was read each change came to hold."""
     from tracewire_engine import adapter, cli
     from tracewire_engine.link import Applied
+    from tracewire_engine.supervisor import SUPERVISOR_PID
     from tracewire_engine.trace import TraceRun
 
     class Watched(TraceRun):
@@ -170,6 +176,8 @@ def engine(arguments: list[str], notes: str) -> int:
                     out.write(f"{applied.steps}\n")
 
     adapter.TraceRun = Watched
+    # This process is the adapter itself: a supervisor would start one that knows nothing of `Watched`.
+    os.environ[SUPERVISOR_PID] = str(os.getppid())
     return cli.main(arguments)
 
 
@@ -177,8 +185,8 @@ def main() -> None:
     """Run it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="demo")
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 16, 64])
-    parser.add_argument("--steers", type=int, default=12, help="of each trace")
+    parser.add_argument("--concurrency", type=at_least(1), nargs="+", default=[1, 16, 64])
+    parser.add_argument("--steers", type=at_least(1), default=12, help="of each trace")
     parser.add_argument("--form", choices=["block", "declared"], default="block")
     parser.add_argument("--redis-first", action="store_true")
     parser.add_argument("--json", action="store_true")

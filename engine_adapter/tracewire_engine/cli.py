@@ -403,6 +403,8 @@ def _serve(vllm_arguments: object, name: str, options: argparse.Namespace, clust
         finally:
             model.vllm_entrypoint.shutdown()
             model.vllm_entrypoint = None
+            # What is exempt from garbage collection at the interpreter's end, Triton's bindings report as leaked.
+            gc.unfreeze()
 
 
 def settle_memory() -> None:

@@ -1,0 +1,243 @@
+"""Every benchmark runs, in small, and what it prints makes sense: no figure is zero or none that should not be."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine_process import EngineProcess
+
+ROOT = Path(__file__).parents[1]
+BENCHMARKS = ROOT / "benchmarks"
+#: What the others import.
+HELPERS = {"__init__", "nnsight_cpu", "processes", "quantiles", "roles", "scripted"}
+QUANTILES = {"p50", "p95", "p99"}
+
+own_engine = pytest.mark.usefixtures("starts_engine")
+
+
+def run(module: str, *arguments: str, status: int = 0) -> subprocess.CompletedProcess[str]:
+    """`python -m benchmarks.MODULE ARGUMENTS`, which has ended with this status."""
+    command = [sys.executable, "-m", f"benchmarks.{module}", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=500)
+    assert done.returncode == status, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    return done
+
+
+def figures(module: str, *arguments: str) -> Any:
+    """The JSON object that it ends with, in which every number is finite and none is negative."""
+    found = json.loads(run(module, *arguments, "--json").stdout.splitlines()[-1])
+    for number in numbers(found):
+        assert math.isfinite(number), found
+        assert number >= 0, found
+    return found
+
+
+def numbers(value: Any) -> list[float]:
+    """All numbers in it."""
+    if isinstance(value, dict):
+        return [number for one in value.values() for number in numbers(one)]
+    if isinstance(value, list):
+        return [number for one in value for number in numbers(one)]
+    return [value] if isinstance(value, int | float) and not isinstance(value, bool) else []
+
+
+def above_zero(found: dict[str, Any], *names: str) -> None:
+    """All numbers under these names are."""
+    for name in names:
+        assert numbers(found[name]), name
+        assert all(number > 0 for number in numbers(found[name])), (name, found[name])
+
+
+def in_order(latency: dict[str, float]) -> None:
+    """These are quantiles of something that took time."""
+    assert latency.keys() >= QUANTILES
+    assert 0 < latency["p50"] <= latency["p95"] <= latency["p99"]
+
+
+def test_every_benchmark_is_run_by_a_test_of_this_file() -> None:
+    source = Path(__file__).read_text()
+    for path in BENCHMARKS.glob("*.py"):
+        if path.stem not in HELPERS:
+            assert f'figures("{path.stem}"' in source or f'run("{path.stem}"' in source, path.name
+
+
+@pytest.mark.parametrize("module", ["blobs", "overhead", "soak", "steering"])
+def test_one_that_needs_an_engine_imports_and_says_what_it_takes(module: str) -> None:
+    """The others are run in every case."""
+    assert f"{module}.py [-h]" in run(module, "--help").stdout
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "said"),
+    [
+        ("bursts", ["--bursts", "2"], "--bursts: expected a whole number of at least 3, got '2'"),
+        ("overhead", ["--no-eager", "--no-default"], "expected at most one of them"),
+        ("steering", ["--steers", "0"], "--steers: expected a whole number of at least 1, got '0'"),
+    ],
+)
+def test_a_size_too_small_to_measure_is_refused(module: str, arguments: list[str], said: str) -> None:
+    assert said in run(module, *arguments, status=2).stderr
+
+
+# --- without an engine ------------------------------------------------------------------------------------------------
+
+BUS = ("--traces", "2", "--subscribers", "2", "--processes", "2", "--rate", "20", "--seconds", "1", "--rounds", "1")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [(), pytest.param(("--spread", "--text-only"), marks=pytest.mark.full)],
+    ids=["folded", "spread, text only"],
+)
+def test_bus(options: tuple[str, ...]) -> None:
+    found = figures("bus", *BUS, *options)
+    assert found["outputs_sent"] == found["outputs_received_by_each"] == 40
+    assert found["lost"] == 0
+    assert found["folds_verified"] == found["folds"] == 4
+    assert 0 < found["entries_per_output"] <= 1.5
+    assert found["wire_ratio"] > 1
+    for latency in ("latency_ms", "bare_ms", "bare_loaded_ms"):
+        in_order(found[latency])
+    above_zero(found, "cpu_s", "cpu_us")
+
+
+@pytest.mark.full
+def test_bus_sweep() -> None:
+    found = figures("bus", *BUS, "--sweep")
+    assert found["tried"][0]["rate"] == 20
+    assert all(one["lost"] == 0 and one["folds_verified"] == one["folds"] > 0 for one in found["tried"])
+    assert found["keeps_up_at"] in [None, *(one["rate"] for one in found["tried"])]
+
+
+def test_the_bus_says_by_its_status_that_an_output_was_lost() -> None:
+    from benchmarks.bus import nothing_lost
+
+    good = {"outputs_sent": 8, "lost": 0, "folds": 2, "folds_verified": 2}
+    assert nothing_lost(good)
+    assert nothing_lost({"tried": [good, good]})
+    for change in ({"lost": 1}, {"folds_verified": 1}, {"outputs_sent": 0}, {"folds": 0, "folds_verified": 0}):
+        assert not nothing_lost(good | change)
+        assert not nothing_lost({"tried": [good, good | change]})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(("--rest", "0.05"), marks=pytest.mark.full, id="apart"),
+        pytest.param(("--steered", "--rest", "0", "--keep-client"), id="steered, at once"),
+    ],
+)
+def test_bursts(options: tuple[str, ...]) -> None:
+    found = figures("bursts", "--traces", "3", "--bursts", "4", *options)
+    above_zero(found, "first", "last", "submitted", "ended", "client", "adapter", "redis")
+    assert found["first"] <= found["last"] <= found["ended"]
+    assert ("rate" in found) == ("0" in options)
+
+
+def test_fleet() -> None:
+    sizes = ("--traces", "6", "--steady", "4", "--engines", "2", "--capacity", "2", "--clients", "2")
+    found = figures("fleet", *sizes, "--rounds", "0")
+    assert [phase["name"] for phase in found] == ["burst", "steady", "changing"]
+    assert [phase["traces"] for phase in found] == [2, 4, 6]
+    for phase in found:
+        assert phase["violations"] == []
+        assert phase["finished"] == phase["attempts"] == phase["traces"]
+        assert sum(count for count, _, _ in phase["engines"].values()) == phase["traces"]
+        assert 0 < phase["accept_p50"] <= phase["accept_p99"] <= phase["accept_max"]
+        above_zero(phase, "seconds")
+
+
+def test_sizing() -> None:
+    found = figures("sizing", "--idle", "2", "--seconds", "2", "--traces", "12", "--engines", "20")
+    assert set(found) == {"idle engine", "trace", "registry", "looking after"}
+    above_zero(found["idle engine"], "connections", "commands", "bytes")
+    above_zero(found["trace"], "cpu_us", "memory", "client_connections")
+    above_zero(found["registry"], "whole_bytes", "heartbeat_bytes", "memory", "first_look_ms", "look_ms", "look_bytes")
+    assert found["registry"]["engines"] == 20
+    assert found["registry"]["heartbeat_bytes"] < found["registry"]["whole_bytes"]
+    assert (found["looking after"]["engines"], found["looking after"]["running"]) == (2, 64)
+
+
+def test_blocks() -> None:
+    found = figures("blocks", "--requests", "2", "--tokens", "6", "--hidden", "16", "--rounds", "1")
+    above_zero(found, "scope", "tap", "passed", "report", "step", "end")
+    assert found["step"] >= max(found[part] for part in ("scope", "tap", "passed", "report"))
+
+
+def test_scheduling() -> None:
+    found = figures("scheduling", "--requests", "2", "--tokens", "4", "--rounds", "1")
+    above_zero(found, "vllm_us", "tracewire_us", "ratio")
+    assert found["ratio"] == pytest.approx(found["tracewire_us"] / found["vllm_us"], rel=0.05)
+
+
+# --- on the shared engine ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [(), ("--plain",)], ids=["blocks", "plain"])
+def test_soak(engine: EngineProcess, engine_bus: str, options: tuple[str, ...]) -> None:
+    pid = str(engine.process.pid)
+    lines = run("soak", "--url", engine_bus, "--engine-pid", pid, "--traces", "14", *options).stdout.splitlines()
+    assert len(lines) == 14
+    assert lines[-1].startswith("    14 traces, ")
+    # Resident memory of each process, in MiB.
+    assert "'client': " in lines[-1]
+    assert "': 0.0" not in lines[-1]
+
+
+# --- with engines of their own ----------------------------------------------------------------------------------------
+
+
+@own_engine
+@pytest.mark.full
+@pytest.mark.parametrize("form", ["block", "declared"])
+def test_steering(form: str) -> None:
+    found = figures("steering", "--concurrency", "1", "2", "--steers", "3", "--form", form)
+    assert found["form"] == form
+    assert [one["n"] for one in found["concurrency"]] == [1, 2]
+    for one in found["concurrency"]:
+        assert one["asked"] == 3 * one["n"]
+        assert 0 < one["steers"] <= one["asked"] - one["too_late"]
+        above_zero(one, "steps_p50", "steps_p99", "ms_p50", "ms_p99", "step_ms", "engine_steps_p50", "engine_steps_max")
+        assert one["steps_p50"] <= one["steps_p99"]
+        assert one["ms_p50"] <= one["ms_p99"]
+        assert one["engine_steps_p50"] <= one["engine_steps_p99"] <= one["engine_steps_max"]
+
+
+@own_engine
+@pytest.mark.full
+@pytest.mark.parametrize("options", [(), ("--inline",)], ids=["blobs", "inline"])
+def test_blobs(options: tuple[str, ...]) -> None:
+    sizes = ("--megabytes", "2", "--traces", "2", "--tokens", "30", "--rounds", "1")
+    found = figures("blobs", *sizes, *options)
+    assert (found["bytes"], found["traces"], found["tokens"], found["rounds"]) == (2 << 20, 2, 30, 1)
+    for way in ("alone", "made", "saved", "loaded"):
+        above_zero(found[way], "tokens_per_s", *(["large_trace_s"] if way != "alone" else []))
+        for measured in ("latency_ms", "gap_ms", "ping_ms"):
+            in_order(found[way][measured])
+    assert found["to_alone"].keys() == {"made", "saved", "loaded"}
+    above_zero(found, "to_alone")
+
+
+@own_engine
+@pytest.mark.full
+def test_overhead() -> None:
+    sizes = ("--concurrency", "2", "--tokens", "8", "--rounds", "1", "--settle", "0.2")
+    found = figures("overhead", *sizes, "--no-default", "--our-worker")
+    ways = {"plain_eager", "own", "final_only", "rpc_per_output", "tracewire", "declared", "steered", "bystander"}
+    ways |= {"final_only_our_worker", "rpc_per_output_our_worker"}
+    above_zero(found, *ways, "plain", "raw_bytes_a_token")
+    assert found["ratios_to_plain"].keys() == ways
+    above_zero(found, "ratios_to_plain", *(name for name in found if name.startswith("ratio_to_")))
+    above_zero(found, *(f"{way}_to_plain" for way in ("declared", "steered", "bystander", "own")))
+    assert found["ratios_to_plain"]["plain_eager"] == [1.0]
+    assert found["wire_ratio"] > 1
+    in_order(found["latency_ms"])
+    assert found["latency_ms_of"].keys() == {"tracewire", "declared", "steered", "bystander"}
+    assert found["cpu_s"].keys() == ways
