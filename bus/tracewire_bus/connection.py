@@ -679,7 +679,8 @@ class Connections:
                 self.broken_at = anyio.current_time()
                 pause = backoff.next()
                 if anyio.current_time() + pause > deadline:
-                    raise BusUnavailable(f"Redis at {redacted(self.url)} is away: {error}") from error
+                    state = "has no memory left" if is_full(error) else "is away"
+                    raise BusUnavailable(f"Redis at {redacted(self.url)} {state}: {error}") from error
                 await anyio.sleep(pause)
 
     async def aclose(self) -> None:

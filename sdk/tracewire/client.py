@@ -25,16 +25,16 @@ from tracewire_bus.messages import Block, Declared, EngineInfo, Submission
 from tracewire_bus.messages import Invoke as InvokeMessage
 from tracewire_bus.records import LiveState, SteerRefused, TraceMissing
 from tracewire_bus.records import TraceEnded as RecordEnded
-from tracewire_bus.streams import Bus, BusError, QueueFull
+from tracewire_bus.streams import Bus, BusError
 
 from .blocks import Intervention, live_reads
 from .dead import DeadLetter, fresh
 from .edits import Edits
 from .engines import Draining, Engine
 from .errors import (
+    ClientClosed,
     ConnectError,
     EngineTooOld,
-    Overloaded,
     SteerRejected,
     TraceEnded,
     TraceRejected,
@@ -47,6 +47,7 @@ from .errors import (
     UntransportableVariable,
     VersionConflict,
     bus_errors,
+    connect_error,
     type_name,
 )
 from .events import EventReader
@@ -54,7 +55,7 @@ from .media import packed_media
 from .model import Model, ModelInfo
 from .presence import Presence
 from .state import State
-from .trace import Subscription, Trace
+from .trace import Subscription, Trace, refusals
 from .watch import Watch
 
 if TYPE_CHECKING:
@@ -139,7 +140,9 @@ def connect(
     queued by a `with` for as long, and for two seconds once it is cancelled.
 
     Raises, when it is entered or awaited:
-        ConnectError: no URL is given, it is none of a Redis, `prefix` has braces, or nothing answers there.
+        ConnectError: no URL is given, it is none of a Redis, or `prefix` has braces.
+        BusUnavailable: nothing answers there.
+        BusRefused: Redis lets nobody in by these credentials or certificates.
         ValueError: `lease` is not at least 1 second, or `patience` is negative.
     """
     return Connecting(url, prefix, client, lease, patience)
@@ -196,7 +199,9 @@ async def _connected(url: str | None, prefix: str, client: str | None, lease: fl
     try:
         bus = Bus.open(address, prefix=prefix, patience_s=patience)
         await bus.__aenter__()
-    except (BusError, EmbeddedServerError, ValueError) as error:
+    except BusError as error:
+        raise type(connect_error(error))(f"cannot connect: {error}") from error
+    except (EmbeddedServerError, ValueError) as error:
         raise ConnectError(f"cannot connect: {error}") from error
     try:
         await bus.warm()
@@ -217,8 +222,10 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
 class Client:
     """Made by [`connect`][tracewire.connect]. Any task of its event loop may use it.
 
-    An argument of the wrong type is a `TypeError`, or, in a submission, a `TraceRejected` with its field. What is asked
-    of a client that is closed is a `ConnectError`.
+    An argument of the wrong type is a `TypeError`, or, in a submission, a `TraceRejected` with its field. Whatever asks
+    Redis raises `BusUnavailable` where that does not answer for as long as the client is patient, `BusRefused` where it
+    refuses, `BusFull` where it has no memory left, and `ClientClosed` once the client is: but for `BusFull` these are
+    `ConnectError`s.
     """
 
     def __init__(self, bus: Bus, name: str, presence: Presence, loop: asyncio.AbstractEventLoop) -> None:
@@ -267,7 +274,7 @@ class Client:
 
     def _open_bus(self) -> Bus:
         if self._bus is None:
-            raise ConnectError("the client is closed")
+            raise ClientClosed("the client is closed")
         if _running_loop() not in (None, self._loop):
             # Its connections would break under those who use them there.
             raise TracewireError(
@@ -294,7 +301,7 @@ class Client:
     async def engines(self, model: Model | str | None = None) -> list[Engine]:
         """The engines that live now (of one model, if one is named), by model, then by when they started."""
         await self._look(0)
-        wanted = None if model is None else _model_name(model)
+        wanted = None if model is None else _asked_model(model)
         found = (engine for engines in self._registry.values() for engine in engines)
         return [Engine.of(engine) for engine in found if wanted in (None, engine.model)]
 
@@ -311,7 +318,7 @@ class Client:
         Raises:
             UnknownEngine: no such engine lives. Names those that do.
             EngineTooOld: it is of a version that cannot be asked to. SIGTERM drains it.
-            ConnectError: Redis does not answer; it may have been asked.
+            BusUnavailable: Redis does not answer; it may have been asked.
             ValueError: `timeout` is negative.
         """
         name = engine.name if isinstance(engine, Engine) else _text("engine", engine)
@@ -507,7 +514,7 @@ class Client:
         """
         bus = self._open_bus()
         _text("since", since)
-        wanted = None if model is None else _model_name(model)
+        wanted = None if model is None else _asked_model(model)
         if group is None:
             if consumer is not None:
                 raise ValueError(f"consumer: expected a group with it, got {_shown(consumer)} alone")
@@ -535,7 +542,7 @@ class Client:
     def edits(self, model: Model | str) -> Edits:
         """The standing interventions of a model: installed on all its engines, and run on requests from then on."""
         self._open_bus()
-        return Edits(self, _model_name(model))
+        return Edits(self, _asked_model(model))
 
     # --- dead letters -------------------------------------------------------------------------------------------------
 
@@ -544,7 +551,7 @@ class Client:
         up to `count`, of those that came after the dead letter of id `after`. Some 10000 are kept.
 
         Raises:
-            ConnectError: Redis does not answer.
+            BusUnavailable: Redis does not answer.
             ValueError: `after` is no dead letter's id, or `count` is no positive integer.
         """
         if _text("after", after) and not _is_id(after):
@@ -567,7 +574,8 @@ class Client:
             ValueMissing: a large variable of it has expired.
             UnknownModel: no live engine serves the model.
             Overloaded: too many submissions wait for the model.
-            ConnectError: Redis does not answer.
+            BusFull: Redis has too little memory left.
+            BusUnavailable: Redis does not answer.
         """
         bus = self._open_bus()
         with bus_errors():
@@ -576,10 +584,8 @@ class Client:
                 raise UnknownDeadLetter(id_)
             submission = await fresh(DeadLetter.of(found), bus, self._name)
             model = await self._find(submission.model, None)
-            try:
+            with refusals(submission.model):
                 await bus.submit(submission, model.info.queue_limit, model.info.retention_s or None)
-            except QueueFull as error:
-                raise Overloaded(submission.model, error.waiting, error.limit, error.retry_after_s) from None
             await bus.queue.drop_dead_letter(id_)
         return submission.trace
 
@@ -587,7 +593,7 @@ class Client:
         """Remove a dead letter. Returns whether it was there.
 
         Raises:
-            ConnectError: Redis does not answer.
+            BusUnavailable: Redis does not answer.
         """
         bus = self._open_bus()
         with bus_errors():
@@ -632,7 +638,7 @@ class Client:
             VersionConflict: the version is another.
             TraceEnded: the trace has ended, or is about to.
             UnknownTrace: no such trace was submitted, or it has expired.
-            ConnectError: Redis does not answer; the change may have been accepted.
+            BusUnavailable: Redis does not answer; the change may have been accepted.
         """
         from tracewire_bus.live import LiveError, cast_to, live_values
 
@@ -778,6 +784,15 @@ def _model_name(model: Any) -> str:
     if not isinstance(model, str) or not model or not is_text(model):
         raise TraceRejected("model", f"expected a model of client.model(), or its name, got {_shown(model)}")
     return model
+
+
+def _asked_model(model: Any) -> str:
+    """A model's name that something is asked about."""
+    if isinstance(model, Model):
+        return model.name
+    if not _text("model", model):
+        raise ValueError("model: expected a model of client.model(), or its name, got an empty one")
+    return str(model)
 
 
 def _invokes(prompt: Any, prompts: Any, sampling: dict[str, Any], shared: frozenset[str]) -> list[InvokeMessage]:

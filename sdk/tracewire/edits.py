@@ -226,7 +226,7 @@ class Edits:
             UnknownModulePath: the block names a module that the model does not have.
             UnknownModel: no live engine serves the model.
             EditPending: it is installed, but some engines have not said yet that they run it.
-            ConnectError: Redis does not answer; it may have been installed.
+            BusUnavailable: Redis does not answer; it may have been installed.
             ValueError: `wait` is negative.
         """
         edit = self._checked(name, block, interventions, scope, on_error, max_failures)
@@ -270,7 +270,7 @@ class Edits:
         """All that are installed, in the order in which they apply.
 
         Raises:
-            ConnectError: Redis does not answer.
+            BusUnavailable: Redis does not answer.
         """
         bus = self._client._open_bus()
         with bus_errors():
@@ -283,7 +283,7 @@ class Edits:
 
         Raises:
             UnknownEdit: none of this name is installed.
-            ConnectError: Redis does not answer.
+            BusUnavailable: Redis does not answer.
         """
         for edit in await self.list():
             if edit.name == name:
@@ -298,7 +298,7 @@ class Edits:
         Raises:
             UnknownEdit: none such is installed.
             EditPending: it is removed, but some engines have not said yet that they know.
-            ConnectError: Redis does not answer; it may have been removed.
+            BusUnavailable: Redis does not answer; it may have been removed.
             ValueError: `wait` is negative.
         """
         _check_wait(wait)
@@ -456,7 +456,8 @@ class EditWatch(Watcher[tuple[str, EditRecord]]):
         Raises:
             StopAsyncIteration: it was closed.
             BrokenStream: an item cannot be read, or differs from what the engine collected; the next one may be read.
-            ConnectError: Redis refuses, or the client was closed.
+            BusRefused: Redis refuses.
+            ClientClosed: the client was closed.
         """
         id_, record = await self._next()
         return EditOutput.of(id_, record, self._bus)

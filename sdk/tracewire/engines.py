@@ -98,7 +98,8 @@ class Draining:
         """Wait until it has left the registry.
 
         Raises:
-            ConnectError: Redis does not answer, or the client was closed.
+            BusUnavailable: Redis does not answer.
+            ClientClosed: the client was closed.
         """
         with bus_errors():
             while await self._bus.alive(self.engine.name):  # noqa: ASYNC110  (it is Redis that knows)

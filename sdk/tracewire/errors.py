@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from tracewire_bus.connection import BusError
+from tracewire_bus.connection import BusError, is_full
+from tracewire_bus.connection import BusFull as NoMemory
+from tracewire_bus.connection import BusUnavailable as Away
 
 if TYPE_CHECKING:
     from tracewire_bus.messages import Failure
@@ -26,6 +28,9 @@ __all__ = [
     "BlockError",
     "BrokenStream",
     "BusFull",
+    "BusRefused",
+    "BusUnavailable",
+    "ClientClosed",
     "ConnectError",
     "EditConflict",
     "EditPending",
@@ -69,7 +74,25 @@ class TracewireError(Exception):
 
 
 class ConnectError(TracewireError):
-    """There is no Redis at the URL, none was given, or the client is already closed."""
+    """The client has no use of a Redis. Of this class itself where no URL was given, or one of no Redis; otherwise of
+    one of those below, which say whether it helps to ask again.
+    """
+
+
+class BusUnavailable(ConnectError):
+    """Redis does not answer, and did not for as long as the client is patient. It may have done what it was asked for;
+    it can be asked again.
+    """
+
+
+class BusRefused(ConnectError):
+    """Redis refuses, and would refuse again: it lets nobody in by these credentials, or does not allow the user what
+    was asked.
+    """
+
+
+class ClientClosed(ConnectError):
+    """The client was closed: its `connect()` was left."""
 
 
 class UnknownModel(TracewireError, LookupError):
@@ -141,7 +164,8 @@ class Overloaded(TracewireError):
 
 
 class BusFull(TracewireError):
-    """Redis has too little memory left for another trace: this one was not queued, and may be started again later.
+    """Redis has too little memory left for what it was asked, such as another trace: it was not done, and can be asked
+    for again later.
 
     What makes room: traces that end and expire (`tracewire engine --retention`), or more `maxmemory`.
     """
@@ -526,16 +550,20 @@ def rejection(failure: Failure, trace: str) -> TraceRejected:
 
 @contextmanager
 def bus_errors() -> Iterator[None]:
-    """Turn what the bus raises into a `ConnectError`."""
+    """Turn what the bus raises into an error of the SDK."""
     try:
         yield
     except (anyio.ClosedResourceError, BusError) as error:
         raise connect_error(error) from error
 
 
-def connect_error(error: anyio.ClosedResourceError | BusError) -> ConnectError:
+def connect_error(error: anyio.ClosedResourceError | BusError) -> ConnectError | BusFull:
     """What the bus raised, in the caller's terms."""
-    return ConnectError("the client is closed" if isinstance(error, anyio.ClosedResourceError) else str(error))
+    if isinstance(error, anyio.ClosedResourceError):
+        return ClientClosed("the client is closed")
+    if isinstance(error, NoMemory) or is_full(error.__cause__):
+        return BusFull(str(error))
+    return BusUnavailable(str(error)) if isinstance(error, Away) else BusRefused(str(error))
 
 
 def type_name(kind: type) -> str:

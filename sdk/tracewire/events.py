@@ -299,7 +299,8 @@ class EventReader:
             BrokenStream: it cannot be read, or does not follow what was folded.
             EventsLost: events are gone, and nothing says what they came to.
             TraceForgotten: all of the trace is gone.
-            ConnectError: the client was closed meanwhile, or Redis refuses to go on.
+            ClientClosed: the client was closed meanwhile.
+            BusRefused: Redis refuses to go on.
         """
         while True:
             try:

@@ -37,7 +37,8 @@ class LargeValues:
 
         Raises:
             ValueMissing: it has expired, or is not whole any more.
-            ConnectError: Redis stayed away, or the client is closed.
+            BusUnavailable: Redis stayed away.
+            ClientClosed: the client is closed.
         """
         with bus_errors():
             try:

@@ -60,7 +60,8 @@ class Watcher(Reader, Generic[Item]):
         """Settle where it begins. A second call does nothing.
 
         Raises:
-            ConnectError: Redis refuses, or the client is closed.
+            BusRefused: Redis refuses.
+            ClientClosed: the client is closed.
         """
         with bus_errors():
             await self._source.start()

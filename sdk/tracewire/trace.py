@@ -10,7 +10,8 @@ from __future__ import annotations
 import difflib
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 import anyio
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     from .client import Client
     from .model import Model
 
-__all__ = ["Subscription", "Trace", "check_paths"]
+__all__ = ["Subscription", "Trace", "check_paths", "refusals"]
 
 logger = logging.getLogger("tracewire")
 
@@ -81,6 +82,26 @@ def check_paths(block: Block, model: Model) -> None:
         tree = next((tree for tree in model.trees if not tree.knows(path)), None)
         if tree is not None:
             raise UnknownModulePath(path, tree.nearest(path))
+
+
+@contextmanager
+def refusals(model: str) -> Iterator[None]:
+    """Turn what the bus raises for a submission to `model` into an error of the SDK."""
+    with bus_errors():
+        try:
+            yield
+        except (TraceElsewhere, TraceEnded) as error:
+            raise TraceRejected("trace_id", f"{error}: take another one") from None
+        except QueueFull as error:
+            raise Overloaded(model, error.waiting, error.limit, error.retry_after_s) from None
+        except NoMemory as error:
+            raise BusFull(
+                f"{error}: start it again later, keep finished traces for a shorter time "
+                "or fewer of them (tracewire engine --retention, --retain-total-bytes), or give Redis more memory"
+            ) from None
+        except EntryTooLarge as error:
+            hint = "arrays of any size can be submitted; make the block's other variables or the prompts smaller"
+            raise TraceRejected("submission", f"{error}: {hint}") from None
 
 
 class Trace(Reader):
@@ -151,8 +172,9 @@ class Trace(Reader):
             UnknownModulePath: the block names a module that the model does not have.
             Overloaded: too many submissions wait for the model. It can be started again.
             BusFull: Redis has too little memory left. It can be started again.
-            ConnectError: Redis does not answer. Redis may have the trace, which can be started again and runs once
+            BusUnavailable: Redis does not answer. Redis may have the trace, which can be started again and runs once
                 then. Unless it is, or was submitted with `detach=True`, the client cancels it when Redis answers.
+            BusRefused: Redis does not allow it.
         """
         if self._reader is not None:
             return
@@ -174,37 +196,24 @@ class Trace(Reader):
                 submission = msgspec.structs.replace(submission, lease=await presence.lease())
         await self._client._turns.wait()
         model = await self._check_paths()
-        with bus_errors():
+        with refusals(self.model):
+            whole = submission
+            submission = self._submission = await without_large(submission, bus)
             try:
-                whole = submission
-                submission = self._submission = await without_large(submission, bus)
-                try:
-                    await bus.submit(submission, model.info.queue_limit, model.info.retention_s or None)
-                except anyio.get_cancelled_exc_class():
-                    # It may be there: nobody would leave it.
-                    if not submission.detach:
-                        await self._leave()
-                    raise
-                except BusUnavailable:
-                    # Likewise.
-                    self._doubtful = not submission.detach
-                    raise
-                presence.expect(whole)
-                presence.look_after(whole.model)
-                if submission.deadline_s is not None:
-                    presence.watch(self.id, submission.deadline_s)
-            except (TraceElsewhere, TraceEnded) as error:
-                raise TraceRejected("trace_id", f"{error}: take another one") from None
-            except QueueFull as error:
-                raise Overloaded(self.model, error.waiting, error.limit, error.retry_after_s) from None
-            except NoMemory as error:
-                raise BusFull(
-                    f"{error}: start it again later, keep finished traces for a shorter time "
-                    "or fewer of them (tracewire engine --retention, --retain-total-bytes), or give Redis more memory"
-                ) from None
-            except EntryTooLarge as error:
-                hint = "arrays of any size can be submitted; make the block's other variables or the prompts smaller"
-                raise TraceRejected("submission", f"{error}: {hint}") from None
+                await bus.submit(submission, model.info.queue_limit, model.info.retention_s or None)
+            except anyio.get_cancelled_exc_class():
+                # It may be there: nobody would leave it.
+                if not submission.detach:
+                    await self._leave()
+                raise
+            except BusUnavailable:
+                # Likewise.
+                self._doubtful = not submission.detach
+                raise
+            presence.expect(whole)
+            presence.look_after(whole.model)
+            if submission.deadline_s is not None:
+                presence.watch(self.id, submission.deadline_s)
             self._reader = EventReader(self.id, bus, "start")
             self._reader.expect(new=True)
 

@@ -34,7 +34,15 @@ from tracewire_bus.connection import Background
 from tracewire_bus.messages import Block, Submission
 
 from .blocks import ENGINE_NAMES, Capture
-from .errors import BlockError, ConnectError, TraceRejected, TracewireError, UntransportableVariable, type_name
+from .errors import (
+    BlockError,
+    BusUnavailable,
+    ClientClosed,
+    TraceRejected,
+    TracewireError,
+    UntransportableVariable,
+    type_name,
+)
 from .model import Model
 from .source import FunctionSource, WithSource, find_with
 from .state import Saves
@@ -235,12 +243,12 @@ class Tracer(Trace):
         if self._refused is not None:
             raise self._refused
 
-    async def _submit(self, away: ConnectError | None) -> None:
+    async def _submit(self, away: BusUnavailable | None) -> None:
         """Submit it, unless it waited for longer than its client is patient, with Redis `away`."""
         assert self._queued is not None
         try:
             if away is not None:
-                raise ConnectError(str(away))
+                raise BusUnavailable(str(away))
             with anyio.CancelScope() as self._starting:
                 if not self._withdrawn:
                     await super().start()
@@ -258,7 +266,7 @@ class Tracer(Trace):
         assert self._queued is not None
         if not self._queued.is_set():
             logger.warning("trace %s was not submitted: its client was closed before", self.id)
-            self._refused = ConnectError("the client is closed")
+            self._refused = ClientClosed("the client is closed")
             self._queued.set()
 
     async def steer(
@@ -354,7 +362,7 @@ class Queueing:
         self._tasks: dict[Tracer, Background] = {}
         self._last: anyio.Event | None = None
         #: What the last one failed with, if Redis was away.
-        self._away: ConnectError | None = None
+        self._away: BusUnavailable | None = None
 
     def add(self, tracer: Tracer) -> None:
         """Submit it in the background."""
@@ -367,7 +375,7 @@ class Queueing:
                     await before.wait()
                 late = anyio.current_time() - added >= self._patience_s
                 await tracer._submit(self._away if late else None)
-                self._away = tracer._refused if isinstance(tracer._refused, ConnectError) else None
+                self._away = tracer._refused if isinstance(tracer._refused, BusUnavailable) else None
             finally:
                 self._tasks.pop(tracer, None)
 

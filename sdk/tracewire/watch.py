@@ -34,7 +34,8 @@ class Watch(Watcher[Lifecycle]):
 
         Raises:
             StopAsyncIteration: it was closed.
-            ConnectError: Redis refuses, the client was closed, or the group removed.
+            BusRefused: Redis refuses, or the group was removed.
+            ClientClosed: the client was closed.
         """
         while True:
             event = await self._next()

@@ -198,7 +198,7 @@ class Load:
                 asked.steered.add(await client.steer(asked.trace, alpha=float(self._random.random())))
             except tracewire.TraceEnded:
                 return
-            except tracewire.ConnectError:
+            except (tracewire.ConnectError, tracewire.BusFull):
                 asked.unsure = True
 
     async def _pause(self, plan: _Plan) -> None:
@@ -223,7 +223,7 @@ class Load:
             try:
                 await ask()
                 return
-            except tracewire.ConnectError:
+            except (tracewire.ConnectError, tracewire.BusFull):
                 await anyio.sleep(0.05)
 
     async def _read(self, trace: str, name: str, client: int, stays: list[int], nap: float = 0.0) -> None:
@@ -248,7 +248,7 @@ class Load:
                         room = room - 1 if room is not None else None
                         if room == 0:
                             break
-            except tracewire.ConnectError:
+            except (tracewire.ConnectError, tracewire.BusFull):
                 await anyio.sleep(0.05)
             except (FoldError, tracewire.BrokenStream) as error:
                 self.violations.append(Violation("wrong", trace, f"{name}: {error}"))
