@@ -143,6 +143,7 @@ class Adapter:
         #: The runs that orders may come for; a list of orders for a trace that is about to have one.
         self._by_trace: dict[str, TraceRun | list[Order]] = {}
         self._reaping: deque[TraceRun] = deque()
+        self._aborting = 0
         self._settling: deque[TraceRun] = deque()
         self._reap = Wakeup()
         #: Since when the lease of a client with running or waiting traces has been missing.
@@ -189,7 +190,7 @@ class Adapter:
     @property
     def busy(self) -> bool:
         """Whether it runs any trace, or has something left to say to its engine about one."""
-        return bool(self._runs or self._reaping or self._steering.busy or self.plain.busy)
+        return bool(self._runs or self._reaping or self._aborting or self._steering.busy or self.plain.busy)
 
     def stop(self) -> None:
         """Take nothing new; `run` returns when what runs has ended, or `drain_s` later."""
@@ -662,12 +663,16 @@ class Adapter:
                 if not self._reaping:
                     settling.start_soon(self._settle, self._settling.popleft())
                     continue
-                try:
-                    await self._reaping[0].abort_all()
-                except Exception:
-                    logger.exception("a trace that is to end could not be aborted")
-                finally:
-                    self._reaping.popleft()
+                self._aborting += 1
+                settling.start_soon(self._abort, self._reaping.popleft())
+
+    async def _abort(self, run: TraceRun) -> None:
+        try:
+            await run.abort_all()
+        except Exception:
+            logger.exception("a trace that is to end could not be aborted")
+        finally:
+            self._aborting -= 1
 
     async def _settle(self, run: TraceRun) -> None:
         try:

@@ -176,6 +176,8 @@ class Declaration:
         self.failure: Failure | None = None
         #: Whether the failure has been reported with a step; whether other pipeline stages were told.
         self.reported = False
+        #: The index of the token in whose step it was reported.
+        self.failed_at: int | None = None
         self.told = False
 
     def renew(self, vectors: VectorCache) -> bool:

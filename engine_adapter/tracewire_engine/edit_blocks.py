@@ -60,6 +60,14 @@ class EditedRequest(Request):
             found.update({f"{name}/{own}": value for own, value in mediator.saved().items()})
         return found
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether an edit has raised with which the request ends."""
+        return self.fatal is not None or any(
+            mediator.fatal and mediator.exception is not None and not is_stop(mediator.exception)
+            for _, mediator in self.mediators()
+        )
+
     def mediators(self) -> Iterator[tuple[str, BlockMediator]]:
         """Its edits by name, in order."""
         copies: dict[str, BlockMediator] = self.copies

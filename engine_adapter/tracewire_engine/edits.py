@@ -283,11 +283,12 @@ class Standing:
                 logger.warning("what edits left on request %s was not reported whole, and is not told", request)
                 continue
             self.ended(chosen, record)
+            left = choice.left(tokens[index])
             choice.digests.take(record.deltas)
             manifest = [*record.manifest, *choice.reads.manifest(index, tokens[index])]
             for entry in manifest:
                 entry.digest = entry.digest or choice.digests.of(entry.name)
-            deltas = parted_by_edit([*choice.left(tokens[index]), record.deltas])
+            deltas = parted_by_edit([*left, record.deltas])
             for edit in chosen.edits:
                 before = f"{edit.name}/"
                 told = EditRecord(

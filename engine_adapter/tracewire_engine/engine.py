@@ -53,6 +53,8 @@ class Prepared(msgspec.Struct):
     sampling: dict[str, Any]
     #: Whether its block asks for its result (`Engine.give_result`), and its prompt's token ids for that.
     asks_result: bool = False
+    #: Whether only its output shows at which token it ends, so that the workers have to be told (by the same way).
+    tells_end: bool = False
     token_ids: list[int] = []
     lora: Any = None
 
@@ -132,7 +134,10 @@ class Engine(Protocol):
         ...
 
     async def abort(self, request: str) -> None:
-        """End a request now. Its finish record still arrives."""
+        """End a request now. Its finish record still arrives.
+
+        A request with a block ends at the token that it is at: its outputs up to there come before the last.
+        """
         ...
 
     async def steer(self, changes: Changes, over: list[str], since: float) -> None:

@@ -85,6 +85,8 @@ class FinishRecord(msgspec.Struct, array_like=True):
     steps: int = 0
     #: What standing interventions raised on it, by the edit's name.
     edit_errors: dict[str, Failure] = {}
+    #: How many tokens it covers: what later steps saved is not in it. -1: all steps.
+    tokens: int = -1
 
 
 class Share(msgspec.Struct, array_like=True):
@@ -111,12 +113,16 @@ class GeneratedChoice(msgspec.Struct, array_like=True):
 
 
 class Generated(msgspec.Struct, array_like=True):
-    """What a request put out, on its way to its block; without choices, nothing that the block could be given."""
+    """What a request put out, on its way to its block; without choices, nothing that the block could be given.
+
+    `tokens` counts those of each choice. What the block saved in later steps does not count.
+    """
 
     request: str
     prompt: str | None
     prompt_token_ids: list[int]
     choices: list[GeneratedChoice] = []
+    tokens: list[int] = []
 
 
 class Placed(msgspec.Struct, array_like=True):

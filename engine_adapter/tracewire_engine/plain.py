@@ -14,7 +14,7 @@ from nnsight.intervention.cache import Cache, CacheView
 from nnsight.util import apply
 from vllm.outputs import RequestOutput
 
-__all__ = ["CopyingCache", "plain"]
+__all__ = ["CopyingCache", "plain", "trim"]
 
 
 class CopyingCache(Cache):
@@ -59,6 +59,17 @@ def _extend(known: dict[str, list[Any]], cache: Cache) -> None:
             if cache.include_inputs:
                 visit["inputs"] = entry.inputs
             visits.append(visit)
+
+
+def trim(made: dict[int, tuple[Any, Any]]) -> None:
+    """Let caches forget what was taken from the values that stand for them."""
+    for value, known in made.values():
+        if type(value) is CacheView:
+            entries = value._cache.entries
+            for path in list(entries):
+                del entries[path][len(known.get(path, ())) :]
+                if not entries[path]:
+                    del entries[path]
 
 
 def _output(output: RequestOutput) -> dict[str, Any]:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import anyio
+import msgspec
 
 from tracewire_bus.blobs import CHUNK_BYTES
 from tracewire_bus.connection import Background, BusError, Wakeup
@@ -24,9 +25,10 @@ from tracewire_bus.streams import Bus
 
 from .edits import Chosen, Standing
 from .engine import Rejection
+from .link import Generated
 from .reports import Reports
 from .trace import Half
-from .wiring import DECLARED_ARG, EDITS_ARG
+from .wiring import DECLARED_ARG, EDITS_ARG, END_ARG
 
 __all__ = ["ASKED", "EditedClient", "PlainRequests"]
 
@@ -49,6 +51,8 @@ class _Edited:
         self.chosen = chosen
         self.half = half
         self.tokens = [0] * choices
+        #: Tells the workers at which token it ended, which only its output shows; where they know, nothing.
+        self.tell: Callable[[bytes], Awaitable[None]] | None = None
         self.reasons: list[str | None] = [None] * choices
 
     async def failure(self) -> str:
@@ -139,6 +143,8 @@ class PlainRequests:
     async def _settle(self, one: _Edited) -> None:
         half = one.half
         try:
+            if one.tell is not None:
+                await one.tell(msgspec.msgpack.encode(Generated(one.name, None, [], [], one.tokens)))
             await half.finished()
             blobs = half.large
             for choice in half.choices:
@@ -231,6 +237,9 @@ class EditedClient:
             extra[DECLARED_ARG] = declared
         if chosen.blocks is not None:
             extra[EDITS_ARG] = chosen.blocks
+        if params.stop and chosen.blocks is not None:
+            extra[END_ARG] = True
+            one.tell = self._tell_end
         params = params.clone()
         params.extra_args = extra
         # A token served from the prefix cache runs no forward pass, and an edit would not see it.
@@ -265,6 +274,9 @@ class EditedClient:
             finally:
                 end(one)
             await outputs.aclose()
+
+    async def _tell_end(self, end: bytes) -> None:
+        await self._client.collective_rpc("tracewire_result", args=(end,))
 
     async def _guard(self, one: _Edited) -> None:
         """Abort the request when an edit has failed it."""

@@ -1,7 +1,9 @@
-"""`tracer.result` in the worker: vLLM's finished output, which only the adapter has.
+"""The adapter's word on a request's end: at which token it is, and `tracer.result`, vLLM's finished output.
 
-A block that waits for it when its request ends is kept, parked, until the adapter has sent what was generated; it then
-runs on to its end, and is reported. The adapter's word and the scheduler's may come in either order.
+A block that waits for the result when its request ends is kept, parked, until the adapter has sent what was generated;
+it then runs on to its end, and is reported. So is a request whose end the adapter finds in its output, by a stop string
+or a stop condition: by then the scheduler may have ended it at a later token. The adapter's word and the scheduler's
+may come in either order.
 """
 
 from __future__ import annotations
@@ -24,30 +26,35 @@ EARLY = 1024
 
 
 class Results:
-    """The outputs that blocks wait for, and the ended requests that wait for theirs, by the adapter's name."""
+    """What the adapter said of requests that end, and the ended requests that wait for it, by the adapter's name."""
 
     def __init__(self) -> None:
         self.waiting: dict[str, list[Any]] = {}
-        self._early: OrderedDict[str, RequestOutput | None] = OrderedDict()
+        self._early: OrderedDict[str, tuple[RequestOutput | None, list[int]]] = OrderedDict()
 
     def take(self, encoded: bytes) -> tuple[str, list[Any]]:
-        """Whose output has come, and who has waited for it. It is kept for who ends later."""
+        """Whose word has come, and who has waited for it. It is kept for who ends later."""
         generated = _generated.decode(encoded)
-        self._early[generated.request] = output_of(generated)
+        self._early[generated.request] = output_of(generated), generated.tokens
         while len(self._early) > EARLY:
             self._early.popitem(last=False)
         return generated.request, self.waiting.pop(generated.request, [])
 
     def there(self, request: str) -> bool:
-        """Whether the output of a request has come."""
+        """Whether the word on a request has come."""
         return request in self._early
 
     def of(self, request: str) -> RequestOutput | None:
         """The output of a request, if it has come."""
-        return self._early.get(request)
+        return self._early.get(request, (None, []))[0]
+
+    def tokens(self, request: str, choice: int) -> int | None:
+        """How many tokens a choice has put out, if the word has come."""
+        counts = self._early.get(request, (None, []))[1]
+        return counts[choice] if choice < len(counts) else None
 
     def forget(self, request: str) -> None:
-        """Nobody asks for its output any more."""
+        """Nobody asks for the word on it any more."""
         self._early.pop(request, None)
 
 

@@ -18,7 +18,8 @@ import pickle  # noqa: TID251 (nnsight's own collect, within this process)
 import time
 import warnings
 from collections import deque
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
 
 import msgspec
 import torch
@@ -45,7 +46,7 @@ from .large import Hold
 from .link import Applied, FinishRecord, LinkSender, Report, StepRecord
 from .live import LIVE, LiveRun, LiveRuns
 from .pipeline import Pipeline, Said, Share, StagedMediator, StagesDiffer, shared
-from .plain import plain
+from .plain import plain, trim
 from .residual import Residual, find_layers, find_norm, takes_residual
 from .results import Results
 from .ring import InRing
@@ -59,6 +60,7 @@ from .wiring import (
     CHECK_COLLECT,
     DECLARED_ARG,
     EDITS_ARG,
+    END_ARG,
     LINK_ADDRESS,
     LIVE_ARG,
     RESULT_ARG,
@@ -69,6 +71,8 @@ from .wiring import (
 __all__ = ["TracedModel", "TracedRequests", "TracewireRunner"]
 
 logger = logging.getLogger("vllm.tracewire")
+
+_Counted: TypeAlias = Callable[[Mapping[str, Any]], dict[str, Any]]
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=encoded_late)
 _NO_DELTAS = msgspec.Raw(_encoder.encode([]))
@@ -99,14 +103,21 @@ class TracedModel(VLLM):
 class _Traced:
     """What the runner keeps for one live request beside nnsight's own record."""
 
-    __slots__ = ("asks_result", "ended", "index", "steps", "tracker")
+    __slots__ = ("asks_result", "ended_at", "failure", "index", "last", "steps", "tells_end", "tokens", "tracker")
 
     def __init__(self, hold: Hold) -> None:
         self.tracker = SaveTracker(hold)
         self.index = -1
-        self.ended = False
-        #: How many steps have been reported.
+        #: The index of the token in whose step its blocks ended the request, if they did.
+        self.ended_at: int | None = None
+        #: Why its saves could not be read.
+        self.failure: Failure | None = None
+        #: The index of the last token in whose step its saves were looked at; and how many steps have been reported.
+        self.last = -1
         self.steps = 0
+        #: Whether only the adapter knows at which token it ends; and how many tokens it put out, by the scheduler.
+        self.tells_end = False
+        self.tokens: int | None = None
         #: Whether its block asks for what the request put out.
         self.asks_result = False
 
@@ -183,6 +194,7 @@ class TracedRequests(Requests):
             if (block is None and edits is None and request.error is None) or data.req_id in self.traced:
                 continue
             traced = self.traced[data.req_id] = _Traced(self.hold)
+            traced.tells_end = bool(arguments.get(END_ARG))
             traced.tracker.reserved = frozenset(names)
             if isinstance(request, EditedRequest) and edits is not None:
                 request.take(edits, self.blocks)
@@ -268,8 +280,20 @@ class TracedRequests(Requests):
             if mediator is not None:
                 mediator.halt(StagesDiffer(error.message))
 
+    def has_ended(self, request_id: str) -> bool:
+        """Whether the blocks of a request have ended it, on all ranks alike. The model goes on with it until it is
+        aborted, which is no part of it: none of its blocks is served any more.
+        """
+        request = self.requests.get(request_id)
+        if request is None:
+            return False
+        mediator = request.mediator
+        if mediator is not None and mediator.exception is not None:
+            return True
+        return isinstance(request, EditedRequest) and request.has_failed
+
     def scope(self, model: Any, spans: list[tuple[str, int]]) -> None:
-        super().scope(model, spans)
+        super().scope(model, [("" if self.has_ended(name) else name, count) for name, count in spans])
         model.interleaver.batcher.counts = [count for _, count in spans]
 
     def unflatten(self, model: Any) -> None:
@@ -427,7 +451,7 @@ class TracewireRunner(NNsightGPUModelRunner):
             involved = scheduler_output.finished_req_ids | scheduler_output.num_scheduled_tokens.keys()
             pipeline.catch_up(self.nnsight_requests.with_sharers(involved), self.nnsight_requests)
         if scheduler_output.finished_req_ids:
-            self._finish_requests(scheduler_output.finished_req_ids)
+            self._finish_requests(scheduler_output.finished_req_ids, getattr(scheduler_output, "tracewire_ends", {}))
         changed = self.nnsight_requests.live.apply()
         for run in changed:
             self.tracewire_declared.renew(run)
@@ -599,7 +623,7 @@ class TracewireRunner(NNsightGPUModelRunner):
         unsent = self.tracewire_unsent
         for declaration, _, first in plan.declarations if declared.stale else ():
             if declaration.failure is not None and not declaration.reported:
-                declaration.reported = True
+                declaration.reported, declaration.failed_at = True, first + plan.steps
                 record = StepRecord(declaration.request, declaration.choice, first + plan.steps, _NO_DELTAS, "error")
                 unsent.report.steps.append(record)
         link = self.tracewire_link
@@ -624,8 +648,9 @@ class TracewireRunner(NNsightGPUModelRunner):
         fresh: list[Any] = []
         reporting = self.tracewire_link is not None
         for request_id, traced in requests.traced.items():
-            if traced.index < 0:
+            if traced.index < 0 or (traced.ended_at is not None and requests.has_ended(request_id)):
                 continue
+            traced.last = traced.index
             request = requests.requests[request_id]
             mediator = request.mediator
             # As recorded a moment ago, if its block was in the step.
@@ -658,14 +683,17 @@ class TracewireRunner(NNsightGPUModelRunner):
         for request, traced, saves in live:
             tracker = traced.tracker
             try:
-                deltas = tracker.step(saves, host, still=self._is_over(request))
+                deltas = tracker.step(saves, host, still=self._is_over(request), index=traced.index)
             except Exception as exception:  # a save of a hostile type: its trace fails, the engine does not
                 logger.exception("could not read the saves of %s", request.engine_id)
                 deltas = []
-                request.error = request.error or failure_of(exception, None, hint=" (while its saves were read)")
-            ended = "" if traced.ended else self._ended(request)
+                traced.failure = traced.failure or failure_of(exception, None, hint=" (while its saves were read)")
+            if traced.ended_at is not None:
+                # Looked at to be undone in the end: other blocks of the request go on until it is aborted.
+                continue
+            ended = self._ended(request, traced)
             if ended:
-                traced.ended = True
+                traced.ended_at = traced.index
             record = StepRecord(request.engine_id, request.index, traced.index, _NO_DELTAS, ended)
             traced.steps += 1
             if tracker.large and blobs is not None:
@@ -736,17 +764,17 @@ class TracewireRunner(NNsightGPUModelRunner):
         )
 
     @staticmethod
-    def _ended(request: Request) -> str:
+    def _ended(request: Request, traced: _Traced) -> str:
         """Whether this request's block ended it early: `"stop"`, `"error"` or `""`."""
-        if request.error is not None:
+        if request.error is not None or traced.failure is not None:
             return "error"
         exception = None if request.mediator is None else request.mediator.exception
         if exception is None:
             return ""
         return "stop" if is_stop(exception) else "error"
 
-    def _finish_requests(self, finished: set[str]) -> None:
-        """Wind up the blocks of requests that the scheduler has ended, report them, and forget them."""
+    def _finish_requests(self, finished: set[str], tokens: dict[str, int]) -> None:
+        """Wind up the blocks of requests that the scheduler has ended after so many tokens, report and forget them."""
         requests = self.nnsight_requests
         for request_id in finished:
             traced = requests.traced.pop(request_id, None)
@@ -763,20 +791,25 @@ class TracewireRunner(NNsightGPUModelRunner):
                 continue
             if declaration is not None and declaration.failure is not None:
                 request.error = request.error or declaration.failure
+                if declaration.failed_at is not None and traced.ended_at is None:
+                    traced.ended_at = declaration.failed_at
+            traced.tokens = tokens.get(request_id)
             del requests.requests[request_id]
-            if traced.asks_result and not requests.results.there(request.engine_id) and _waits_for_result(request):
+            told = traced.tells_end or traced.asks_result
+            waits = traced.tells_end or (traced.asks_result and _waits_for_result(request))
+            if waits and not requests.results.there(request.engine_id):
                 requests.results.waiting.setdefault(request.engine_id, []).append((request, traced))
                 continue
             self._wind_up(request, traced)
-            if traced.asks_result and not any(
-                other.engine_id == request.engine_id for other in requests.requests.values()
-            ):
+            if told and not any(other.engine_id == request.engine_id for other in requests.requests.values()):
                 requests.results.forget(request.engine_id)
 
     def _wind_up(self, request: Request, traced: _Traced) -> None:
         """End the block of a request that is over, and report it."""
         requests = self.nnsight_requests
         mediator: BlockMediator | None = request.mediator
+        covered = self._covered(request, traced)
+        counted = self._rewind(request, traced, covered)
         if mediator is not None:
             with warnings.catch_warnings():
                 # A loop that outran its request has ended as loops do here: nothing to warn an operator of.
@@ -795,7 +828,7 @@ class TracewireRunner(NNsightGPUModelRunner):
                 requests.record(copy)
             request.settle()
         if self.tracewire_link is not None:
-            self._report_finish(request, traced)
+            self._report_finish(request, traced, covered, counted)
         if isinstance(request, EditedRequest):
             request.dispose()
         if mediator is not None:
@@ -803,6 +836,25 @@ class TracewireRunner(NNsightGPUModelRunner):
             if isinstance(mediator, BlockMediator):
                 mediator.dispose()
         self._leave_share(request)
+
+    def _covered(self, request: Request, traced: _Traced) -> int | None:
+        """How many tokens a request has that is over: of all that end it, what comes first counts."""
+        told = self.nnsight_requests.results.tokens(request.engine_id, request.index)
+        ended = None if traced.ended_at is None else traced.ended_at + 1
+        counts = [count for count in (traced.tokens, told, ended) if count is not None]
+        return min(counts, default=None)
+
+    def _rewind(self, request: Request, traced: _Traced, covered: int | None) -> _Counted:
+        """Undo what the blocks of a request saved in steps of tokens that it does not have; returns how to read what
+        they have saved in the end.
+        """
+        if covered is None or covered > traced.last or self.tracewire_link is None:
+            return dict
+        counted = traced.tracker.rewind(_saves(request), covered)
+        for mediator in request.workers():
+            if isinstance(mediator, BlockMediator):
+                trim(mediator.made)
+        return counted
 
     def _leave_share(self, request: Request) -> None:
         run = self.nnsight_requests.shares.leave(request.engine_id, request.index)
@@ -822,8 +874,9 @@ class TracewireRunner(NNsightGPUModelRunner):
         saves: dict[str, Any] = sequences[0]["saves"]
         return saves
 
-    def _report_finish(self, request: Request, traced: _Traced) -> None:
-        saves = _saves(request)
+    def _report_finish(self, request: Request, traced: _Traced, covered: int | None, counted: _Counted) -> None:
+        own = _saves(request)
+        saves = counted(own)
         deltas: list[Any] = []
         manifest: list[Manifest] = []
         ending: Ending | None = None
@@ -833,9 +886,10 @@ class TracewireRunner(NNsightGPUModelRunner):
         def check(manifest: list[Manifest]) -> None:
             made: dict[int, tuple[Any, Any]] = {}
             for entry in manifest if collected else ():
-                entry.digest = digest(HostCopy()(plain(collected[entry.name], made)))
+                if saves[entry.name] is own.get(entry.name):
+                    entry.digest = digest(HostCopy()(plain(collected[entry.name], made)))
 
-        error: Any = request.error
+        error: Any = request.error or traced.failure
         if isinstance(error, dict):  # nnsight's own form
             error = Failure(type=error["type_name"], message=error["message"], field="block")
         stopped = False
@@ -854,6 +908,9 @@ class TracewireRunner(NNsightGPUModelRunner):
             logger.exception("could not report the saves of %s", request.engine_id)
             error = error or Failure(type=type(exception).__name__, message=f"its saves could not be read: {exception}")
         mediator = request.mediator
+        if covered is not None and traced.ended_at is not None and traced.ended_at >= covered:
+            # What ended it, did so in a step of a token that it does not have.
+            error = mediator = None
         if error is None and mediator is not None:
             if mediator.exception is not None:
                 stopped = is_stop(mediator.exception)
@@ -872,6 +929,7 @@ class TracewireRunner(NNsightGPUModelRunner):
             stopped=stopped,
             steps=traced.steps,
             edit_errors=request.edit_errors if isinstance(request, EditedRequest) else {},
+            tokens=-1 if covered is None else covered,
         )
         if later and self.tracewire_blobs is not None:
             self.tracewire_blobs.finish(record, ending, check)

@@ -8,14 +8,20 @@ what the block holds in the end.
 
 Identity is only meaningful while the object lives, so the shadow holds what it has sent.
 
+A request can end at an earlier token than the last that its block was in a step for: a stop string is found when the
+next step runs, and with async scheduling an end of sequence too. A tracker therefore keeps what undoes each step, and
+`rewind` brings the block's own lists and dicts back to a token. Undoing an append takes a number. Undoing a
+replacement takes the old value, so that is kept for the last `REPLACED` steps only.
+
 Arrays above a threshold are frozen instead of encoded (`large.py`). A tracker that has any is `large`: its deltas are
 for the thread that sends blobs to encode, and its end is in two parts, of which that thread does the comparing.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from operator import is_not
 from typing import Any
 
@@ -52,6 +58,9 @@ MOST_ITEMS = 2**18
 #: How deep a glance for new tensors goes into what is new.
 _GLANCE = 4
 
+#: For how many steps values are kept that a later step has replaced or deleted.
+REPLACED = 16
+
 _Path = tuple[Any, ...]
 _DICTS = (dict, OrderedDict, defaultdict)
 _FIXED = (int, float, bool, str, bytes, type(None), complex)
@@ -69,13 +78,14 @@ class _Leaf:
 
 
 class _SetLeaf(_Leaf):
-    """A set, with how many items the consumer has of it."""
+    """A set, with how many items the consumer has of it, and a copy of it after the last step, unless it is large."""
 
-    __slots__ = ("size",)
+    __slots__ = ("held", "size")
 
     def __init__(self, value: set[Any], digest: bytes) -> None:
         super().__init__(value, digest)
         self.size = len(value)
+        self.held: set[Any] | None = set(value) if len(value) <= WINDOW else None
 
 
 class _Box:
@@ -101,6 +111,17 @@ class _Box:
         self.shadows.append(shadow)
         self._box(len(self.items) - 1, shadow)
 
+    def drop(self, key: Any) -> None:
+        """Forget a key of a dict."""
+        del self.items[key], self.shadows[key]
+        self.boxes.pop(key, None)
+
+    def cut(self, length: int) -> None:
+        """Bring a list, the block's own too, back to a length that it had."""
+        for key in range(length, len(self.items)):
+            self.boxes.pop(key, None)
+        del self.items[length:], self.shadows[length:], self.value[length:]
+
     def _box(self, key: Any, shadow: _Shadow) -> None:
         if isinstance(shadow, _Box | _SetLeaf):
             self.boxes[key] = shadow
@@ -120,6 +141,51 @@ class _Box:
 _Shadow = _Leaf | _Box
 
 
+class _Undo:
+    """What undoes the steps since the first, by the index of the token that each sampled.
+
+    It refers to nothing that refers to it: what was saved goes with its request.
+    """
+
+    def __init__(self) -> None:
+        self.index = -1
+        #: Lists that were appended to, with their lengths before.
+        self._appended: list[tuple[int, _Box, int]] = []
+        #: What undoes anything else, of the last steps: with how many appends were before it.
+        self._replaced: deque[tuple[int, int, Callable[[], object]]] = deque()
+        #: The last step of which something cannot be undone any more.
+        self._gone = -1
+
+    def begin(self, index: int) -> None:
+        """A step begins."""
+        self.index = index
+        replaced = self._replaced
+        while replaced and replaced[0][0] < index - REPLACED:
+            self._gone = replaced.popleft()[0]
+
+    def appended(self, box: _Box, length: int) -> None:
+        """A list had `length` items."""
+        self._appended.append((self.index, box, length))
+
+    def replaced(self, undo: Callable[[], object]) -> None:
+        """Something was put, replaced or deleted, which `undo` undoes."""
+        self._replaced.append((self.index, len(self._appended), undo))
+
+    def back_to(self, tokens: int) -> bool:
+        """Undo the steps that sampled tokens of index `tokens` and later, the last thing first. Returns whether all of
+        them could be.
+        """
+        appended, replaced = self._appended, self._replaced
+        while True:
+            if replaced and replaced[-1][0] >= tokens and replaced[-1][1] >= len(appended):
+                replaced.pop()[2]()
+            elif appended and appended[-1][0] >= tokens:
+                _, box, length = appended.pop()
+                box.cut(length)
+            else:
+                return self._gone < tokens
+
+
 class SaveTracker:
     """The shadow of one choice's saves. What counts as large in them, `hold` says; without one, nothing does."""
 
@@ -136,6 +202,7 @@ class SaveTracker:
         self.errors: dict[str, str] = {}
         #: Names under which a declared intervention of the same request saves.
         self.reserved: frozenset[str] = frozenset()
+        self._undo = _Undo()
 
     # --- one step ---------------------------------------------------------------------------------------------------
 
@@ -161,13 +228,21 @@ class SaveTracker:
                             _flat(item, 0, found)
 
     def step(
-        self, saves: Mapping[str, Any], host: HostCopy | None = None, *, whole: bool = False, still: bool = False
+        self,
+        saves: Mapping[str, Any],
+        host: HostCopy | None = None,
+        *,
+        whole: bool = False,
+        still: bool = False,
+        index: int = 0,
     ) -> list[Delta]:
         """The deltas from the last call to now. A save that cannot travel goes to `errors` and leaves the fold.
 
         With `whole`, every item of a long list is looked at, and not a window of it. With `still`, the block that saved
-        them has ended.
+        them has ended. `index` is that of the token which the step sampled.
         """
+        undo = self._undo
+        undo.begin(index)
         if host is not None and not whole:
             appended = self._appended(saves, host)
             if appended is not None:
@@ -189,10 +264,12 @@ class SaveTracker:
             try:
                 shadow = self._names.get(name)
                 if shadow is None or shadow.value is not value:
-                    wired, self._names[name] = _adopt(value, (name,), copies)
+                    wired, fresh = _adopt(value, (name,), copies)
+                    undo.replaced(partial(_restore, self._names, name, shadow))
+                    self._names[name] = fresh
                     deltas.append(Set(path=(name,), value=wired))
                 elif isinstance(shadow, _Box | _SetLeaf):
-                    _walk(shadow, (name,), copies, deltas, whole)
+                    _walk(shadow, (name,), copies, deltas, whole, undo)
             except Unsavable as error:
                 self._refuse(name, error, deltas, mark)
         self.taken = copies.taken
@@ -224,19 +301,51 @@ class SaveTracker:
                 grown.append((name, box, items, arrays))
         deltas: list[Delta] = []
         for name, box, items, arrays in grown:
+            self._undo.appended(box, len(box.items))
             box.items.extend(items)
             box.shadows.extend(map(_Leaf, items, arrays))
             deltas.append(Append(path=(name,), items=arrays))
         return deltas
 
     def _forget(self, name: str, deltas: list[Delta]) -> None:
-        if self._names.pop(name, None) is not None:
+        shadow = self._names.pop(name, None)
+        if shadow is not None:
+            self._undo.replaced(partial(_restore, self._names, name, shadow))
             deltas.append(Delete(path=(name,)))
 
     def _refuse(self, name: str, error: Unsavable, deltas: list[Delta], mark: int) -> None:
         del deltas[mark:]
         self.errors[name] = str(error)
+        self._undo.replaced(partial(self.errors.pop, name, None))
         self._forget(name, deltas)
+
+    # --- back to a token --------------------------------------------------------------------------------------------
+
+    def rewind(self, saves: Mapping[str, Any], tokens: int) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+        """Bring what was saved back to what it was after the step that sampled the last of the first `tokens` tokens.
+
+        The block's own lists and dicts are changed. `saves` is what it has saved by now. Returns what makes of all that
+        it has saved in the end what counts: names that steps since have bound are as they were, others as they are.
+        """
+        later = {name: value for name, value in saves.items() if name in self._names}
+        whole = self._undo.back_to(tokens)
+        known = {name: shadow.value for name, shadow in self._names.items()}
+        if not whole:
+            # It is not what the consumer has: all of it is sent anew.
+            self._names = {name: _Leaf(_MISSING, b"") for name in self._names}
+
+        def counted(saves: Mapping[str, Any]) -> dict[str, Any]:
+            found = dict(saves)
+            for name, value in later.items():
+                if name not in found or found[name] is value:
+                    found.pop(name, None)
+                    if name in known:
+                        found[name] = known[name]
+            for name in known.keys() - later.keys():
+                found.setdefault(name, known[name])
+            return found
+
+        return counted
 
     # --- the end ----------------------------------------------------------------------------------------------------
 
@@ -371,10 +480,10 @@ def _adopt(value: Any, path: _Path, copies: Copies) -> tuple[Any, _Shadow]:
     return wire(local, path), _Leaf(value, digest(local))
 
 
-def _walk(box: _Box | _SetLeaf, path: _Path, copies: Copies, deltas: list[Delta], whole: bool) -> None:
+def _walk(box: _Box | _SetLeaf, path: _Path, copies: Copies, deltas: list[Delta], whole: bool, undo: _Undo) -> None:
     """Find what changed in a container that is the same object as before."""
     if isinstance(box, _SetLeaf):
-        _resend(box, path, deltas)
+        _resend(box, path, deltas, undo)
         return
     value = box.value
     start = stop = 0
@@ -385,13 +494,15 @@ def _walk(box: _Box | _SetLeaf, path: _Path, copies: Copies, deltas: list[Delta]
             wired, fresh = _adopt(value, path, copies)
             assert isinstance(fresh, _Box)
             deltas.append(Set(path=path, value=wired))
+            undo.replaced(partial(_refill, box, box.items, box.shadows, box.boxes))
             box.items, box.shadows, box.boxes, box.cursor = fresh.items, fresh.shadows, fresh.boxes, 0
             return
         start, stop = (0, known) if whole or known <= WINDOW else box.window()
         for index in _replaced(items, value, start, stop):
-            _put(box, index, value[index], (*path, index), copies, deltas)
+            _put(box, index, value[index], (*path, index), copies, deltas, undo)
         if len(value) > known:
             _check_gain(len(value) - known, path)
+            undo.appended(box, known)
             sent = []
             for index in range(known, len(value)):
                 wired, shadow = _adopt(value[index], (*path, index), copies)
@@ -402,20 +513,20 @@ def _walk(box: _Box | _SetLeaf, path: _Path, copies: Copies, deltas: list[Delta]
         _check_gain(len(value) - len(box.items), path)
         for key in [key for key in box.items if key not in value]:
             deltas.append(Delete(path=(*path, _key(key, path))))
-            del box.items[key], box.shadows[key]
-            box.boxes.pop(key, None)
+            undo.replaced(partial(_put_back, box, key, box.items[key], box.shadows[key]))
+            box.drop(key)
         for key, item in value.items():
             if box.items.get(key, _MISSING) is not item:
-                _put(box, key, item, (*path, _key(key, path)), copies, deltas)
+                _put(box, key, item, (*path, _key(key, path)), copies, deltas, undo)
     if not box.boxes:
         return
     for key, child in list(box.boxes.items()):
         # What was put just now has nothing new; walking it again costs little and finds nothing.
         if len(box.boxes) <= WINDOW or type(value) is not list or start <= key < stop:
-            _walk(child, (*path, _key(key, path)), copies, deltas, whole)
+            _walk(child, (*path, _key(key, path)), copies, deltas, whole, undo)
 
 
-def _resend(leaf: _SetLeaf, path: _Path, deltas: list[Delta]) -> None:
+def _resend(leaf: _SetLeaf, path: _Path, deltas: list[Delta], undo: _Undo) -> None:
     """Send a set that has other items than before, as far as its size tells; the end compares contents.
 
     A set is sent whole. A set of more than `WINDOW` items waits until its size has changed by a quarter: one that grows
@@ -423,10 +534,20 @@ def _resend(leaf: _SetLeaf, path: _Path, deltas: list[Delta]) -> None:
     """
     value: set[Any] = leaf.value
     change = abs(len(value) - leaf.size)
+    if change:
+        undo.replaced(partial(_take_back, leaf, leaf.held, leaf.size, leaf.digest))
+        leaf.held = set(value) if len(value) <= WINDOW else None
     if change and (len(value) <= WINDOW or change * 4 >= leaf.size):
         _check_gain(change, path)
         deltas.append(Set(path=path, value=wire(value, path)))
         leaf.size, leaf.digest = len(value), digest(value)
+
+
+def _take_back(leaf: _SetLeaf, held: set[Any] | None, size: int, digest: Any) -> None:
+    if held is not None:
+        leaf.value.clear()
+        leaf.value.update(held)
+    leaf.held, leaf.size, leaf.digest = held, size, digest
 
 
 def _key(key: Any, path: _Path) -> Any:
@@ -439,10 +560,36 @@ def _check_gain(count: int, path: _Path) -> None:
         raise Unsavable(path, f"it gained {count} items in one step, more than the {MOST_ITEMS} that can be sent")
 
 
-def _put(box: _Box, key: Any, item: Any, path: _Path, copies: Copies, deltas: list[Delta]) -> None:
+def _put(box: _Box, key: Any, item: Any, path: _Path, copies: Copies, deltas: list[Delta], undo: _Undo) -> None:
     wired, shadow = _adopt(item, path, copies)
     deltas.append(Set(path=path, value=wired))
+    if type(box.value) is list or key in box.items:
+        undo.replaced(partial(_put_back, box, key, box.items[key], box.shadows[key]))
+    else:
+        undo.replaced(partial(_take_out, box, key))
     box.put(key, item, shadow)
+
+
+def _restore(names: dict[str, _Shadow], name: str, shadow: _Shadow | None) -> None:
+    if shadow is None:
+        names.pop(name, None)
+    else:
+        names[name] = shadow
+
+
+def _put_back(box: _Box, key: Any, item: Any, shadow: _Shadow) -> None:
+    box.value[key] = item
+    box.put(key, item, shadow)
+
+
+def _take_out(box: _Box, key: Any) -> None:
+    box.value.pop(key, None)
+    box.drop(key)
+
+
+def _refill(box: _Box, items: list[Any], shadows: list[_Shadow], boxes: dict[Any, _Box | _SetLeaf]) -> None:
+    box.value[:] = items
+    box.items, box.shadows, box.boxes, box.cursor = items, shadows, boxes, 0
 
 
 def _replaced(known: list[Any], value: list[Any], start: int, stop: int) -> list[int]:

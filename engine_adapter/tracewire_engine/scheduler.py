@@ -19,9 +19,12 @@ paused requests are preempted first.
 An engine that has nothing but paused requests is idle to vLLM, and waits for messages. It makes one step without tokens
 before, so that the workers report the last step that had any.
 
+With each step the workers are told how many tokens those traced requests have put out that ended since the last one.
+They may have been in later steps: an abort, and with async scheduling any end, comes when the next step is under way.
+
 EngineCore builds the scheduler from a dotted path, [`pausing_scheduler`][], and answers the utility calls
-`tracewire_pause`, `tracewire_resume`, `tracewire_hold` (which pauses all there are, and all that come) and
-`tracewire_counts` from then on.
+`tracewire_pause`, `tracewire_resume`, `tracewire_hold` (which pauses all there are, and all that come),
+`tracewire_end` (which aborts requests and tells how many tokens each has) and `tracewire_counts` from then on.
 A step that has been given to the workers is not called back: a pause takes hold after at most one such step, or two
 with async scheduling.
 """
@@ -92,6 +95,8 @@ class _Pausing:
         self.tracewire_leaving: dict[str, list[list[int]]] = {}
         self.tracewire_kept: dict[Any, int] = {}
         self.tracewire_preemptions = self.tracewire_steps = 0
+        #: How many tokens each traced request has put out that ended since the last step.
+        self.tracewire_ends: dict[str, int] = {}
         manager: Any = self.kv_cache_manager  # type: ignore[attr-defined]
         self._allocate = manager.allocate_slots
         # The one place where running and waiting requests alike learn that there are no free blocks.
@@ -137,7 +142,18 @@ class _Pausing:
         self.tracewire_steps += self.tracewire_stepped
         # The workers look for it before they write to any block.
         output.tracewire_leaving, self.tracewire_leaving = self.tracewire_leaving, {}
+        output.tracewire_ends, self.tracewire_ends = self.tracewire_ends, {}
         return output
+
+    def tokens(self, request_ids: Iterable[str]) -> dict[str, int]:
+        """How many tokens each of these has put out, of those that have not ended."""
+        found = [self.requests[request_id] for request_id in request_ids if request_id in self.requests]
+        return {request.request_id: request.num_output_tokens for request in found if not request.is_finished()}
+
+    def _free_request(self, request: Any, *args: Any, **options: Any) -> Any:
+        if not _is_plain(request):
+            self.tracewire_ends[request.request_id] = request.num_output_tokens
+        return super()._free_request(request, *args, **options)  # type: ignore[misc]
 
     def counts(self) -> dict[str, int]:
         """What is in the queues and in the KV cache, for tests and for whoever looks for a leak."""
@@ -406,6 +422,12 @@ def _hold(core: Any, on: bool) -> None:
     core.scheduler.hold(on)
 
 
+def _end(core: Any, request_ids: list[str]) -> dict[str, int]:
+    tokens: dict[str, int] = core.scheduler.tokens(request_ids)
+    core.abort_requests(request_ids)
+    return tokens
+
+
 def _counts(core: Any) -> dict[str, int]:
     counts: dict[str, int] = core.scheduler.counts()
     return counts
@@ -414,6 +436,6 @@ def _counts(core: Any) -> dict[str, int]:
 def pausing_scheduler(vllm_config: Any, **options: Any) -> _Pausing:
     """Make EngineCore's scheduler, and let EngineCore answer calls about it: what `scheduler_cls` names."""
     EngineCore.tracewire_pause, EngineCore.tracewire_resume, EngineCore.tracewire_hold = _pause, _resume, _hold
-    EngineCore.tracewire_counts = _counts
+    EngineCore.tracewire_counts, EngineCore.tracewire_end = _counts, _end
     kind = PausingAsyncScheduler if vllm_config.scheduler_config.async_scheduling else PausingScheduler
     return kind(vllm_config=vllm_config, **options)

@@ -144,14 +144,30 @@ class _ChoiceHalf:
             return True
         return any(len(one) < max(one) + 1 - self.asked for one in (self.steps, self.reads.steps) if one)
 
+    def take(self, index: int) -> msgspec.Raw:
+        """What was reported of a step, which is part of the trace. Steps are taken in order."""
+        deltas = self.steps.pop(index, _NO_DELTAS)
+        if deltas != _NO_DELTAS:
+            self.digests.take(deltas)
+        return deltas
+
     def left(self, tokens: int) -> list[msgspec.Raw]:
-        """What was reported of steps that nobody has taken, in order; of reads, those of the first `tokens` tokens."""
+        """Take what was reported of steps that nobody has taken, in order, as far as the choice's end covers it; of
+        reads, those of the first `tokens` tokens. What later steps saved does not count.
+        """
         found = []
+        covered = self.finish.tokens if self.finish is not None else -1
         for index in sorted(self.steps.keys() | self.reads.steps.keys()):
-            raw = self.steps.get(index, _NO_DELTAS)
+            raw = self.take(index) if covered < 0 or index < covered else _NO_DELTAS
             more = self.reads.steps.get(index) if index < tokens else None
-            found.append(joined(bytes(raw), more) if more else raw)
+            if more or raw != _NO_DELTAS:
+                found.append(joined(bytes(raw), more) if more else raw)
         return found
+
+    def end_at(self, index: int, ended: str, reason: str) -> None:
+        """It ends at token `index`, unless it has ended before."""
+        if self.ended_at is None or index < self.ended_at:
+            self.ended, self.ended_at, self.reason = ended, index, reason
 
     def forget(self) -> None:
         """Let go of what was reported of steps."""
@@ -225,10 +241,8 @@ class Half:
         choice.steps[record.index] = record.deltas
         self._held += _size(record.deltas)
         choice.stepped += 1
-        if record.deltas != _NO_DELTAS:
-            choice.digests.take(record.deltas)
         if record.ended:
-            choice.ended, choice.ended_at = record.ended, record.index
+            choice.end_at(record.index, record.ended, choice.reason)
         self._bound()
         self._changed.notify()
 
@@ -240,8 +254,8 @@ class Half:
         reads = choice.reads
         reads.take(index, items, data)
         self._held += sum(map(len, reads.steps.get(index, ())))
-        if reads.stopped is not None and choice.ended_at is None:
-            choice.ended, choice.ended_at, choice.reason = "stop", reads.stopped_at, f"StopWhen({reads.stopped.probe})"
+        if reads.stopped is not None and reads.stopped_at is not None:
+            choice.end_at(reads.stopped_at, "stop", f"StopWhen({reads.stopped.probe})")
         self._bound()
         self._changed.notify()
 
@@ -254,8 +268,8 @@ class Half:
         """The encoded deltas of the steps of shared values, as far as they have come and were not taken yet."""
         choice = self.choices[0]
         found = []
-        while (deltas := choice.steps.pop(choice.taken, None)) is not None:
-            found.append(deltas)
+        while choice.taken in choice.steps:
+            found.append(deltas := choice.take(choice.taken))
             choice.taken = choice.asked = choice.taken + 1
             self._held -= _size(deltas)
         return found
@@ -278,7 +292,8 @@ class Half:
     async def steps(self, choice: int, first: int, count: int) -> list[msgspec.Raw]:
         """The encoded deltas of token indices `first` to `first + count - 1`, when the workers have reported them.
 
-        Indices that a worker will not report any more, because the choice has ended, count as having none.
+        Indices that a worker will not report any more, because the choice has ended, count as having none, and so do
+        those behind its end.
 
         Raises:
             ReportMissing: one of them was lost on its way.
@@ -296,11 +311,14 @@ class Half:
                 raise ReportMissing(f"what the workers reported of token {missing} was lost")
             await self._due()
         half.asked = first + count
+        if half.ended_at is not None and half.ended_at in wanted:
+            wanted = range(first, half.ended_at + 1)
         for index in wanted:
             if index in half.steps:
                 self._held -= _size(half.steps[index])
             self._held -= sum(map(len, half.reads.steps.get(index, ())))
-        found = [half.steps.pop(index, _NO_DELTAS) for index in wanted]
+        found = [half.take(index) for index in wanted]
+        found += [_NO_DELTAS] * (count - len(found))
         if self._reads:
             for place, index in enumerate(wanted):
                 more = half.reads.steps.pop(index, None)
@@ -782,8 +800,9 @@ class TraceRun:
             await self._give_result(request)
 
     async def _give_result(self, request: _Request) -> None:
-        """Tell a request's block what it has put out, if it asks: it waits, whatever has become of the trace."""
-        if not request.prepared.asks_result or request.given:
+        """Tell the workers what a request has put out, if they wait for that, whatever has become of the trace."""
+        asks = request.prepared.asks_result
+        if not (asks or request.prepared.tells_end) or request.given:
             return
         request.given = True
         invoke = self._submission.invokes[request.invoke]
@@ -791,7 +810,8 @@ class TraceRun:
             GeneratedChoice(index, "".join(request.text[index]), ids, *request.ends[index], logprobs or None)
             for index, (ids, logprobs) in enumerate(zip(request.token_ids, request.logprobs, strict=True))
         ]
-        result = Generated(request.name, invoke.prompt, request.prepared.token_ids, choices)
+        tokens = list(map(len, request.token_ids))
+        result = Generated(request.name, invoke.prompt, request.prepared.token_ids, choices if asks else [], tokens)
         with anyio.move_on_after(SHARED_S, shield=True):
             try:
                 await self._engine.give_result(msgspec.msgpack.encode(result))
@@ -888,9 +908,9 @@ class TraceRun:
                     # What it holds in all would not be what was published.
                     error = error or (record.error if record is not None else None) or _UNREPORTED
                     continue
-                # Steps whose token never became part of an output: sampled past the end, and trimmed.
-                trimmed = [choice.steps[step] for step in sorted(choice.steps)]
-                deltas.extend((request.invoke, index, raw) for raw in (*trimmed, record.deltas) if raw != _NO_DELTAS)
+                # Steps of which no output told, where the workers count them: those of an output that was lost.
+                untold = choice.left(0)
+                deltas.extend((request.invoke, index, raw) for raw in (*untold, record.deltas) if raw != _NO_DELTAS)
                 choice.digests.take(record.deltas)
                 for entry in record.manifest:
                     entry.digest = entry.digest or choice.digests.of(entry.name)
@@ -1001,8 +1021,10 @@ class TraceRun:
 
     async def abort_all(self) -> None:
         """End all of the trace's requests in the engine."""
-        for request in self.requests:
-            await self._engine.abort(request.name)
+        aborted = [self._engine.abort(request.name) for request in self.requests]
+        for outcome in await asyncio.gather(*aborted, return_exceptions=True):
+            if isinstance(outcome, BaseException):
+                raise outcome
 
 
 def _stops(submission: Submission) -> list[StopWhen]:

@@ -13,6 +13,7 @@ from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import anyio
 import anyio.to_thread
@@ -23,7 +24,7 @@ from vllm.inputs.engine import tokens_input
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from tracewire_bus.messages import NO_MEDIA, Block, Invoke, Submission
+from tracewire_bus.messages import NO_MEDIA, Block, Invoke, StopWhen, Submission
 
 from .blob_link import BlobChunk, BlobReceiver
 from .endpoints import is_remote
@@ -32,7 +33,7 @@ from .link import Changes, LinkReceiver, Report, encode_changes
 from .media import rendered, taken
 from .model import EngineModel
 from .trace import REPORT_S
-from .wiring import BLOCK_ARG, DECLARED_ARG, EDITS_ARG, LIVE_ARG, RESULT_ARG, RUN_ARG, SHARED_ARG
+from .wiring import BLOCK_ARG, DECLARED_ARG, EDITS_ARG, END_ARG, LIVE_ARG, RESULT_ARG, RUN_ARG, SHARED_ARG
 
 __all__ = ["VllmEngine"]
 
@@ -94,6 +95,9 @@ _TRIAL = 4
 #: How long vLLM may take to answer whether it goes on, in seconds.
 _ANSWER_S = 5.0
 
+#: How long outputs that vLLM has may take to be looked at, before it is looked again, in seconds.
+_LOOK_S = 0.001
+
 #: No live parameters, packed.
 _NONE_LIVE = msgspec.msgpack.encode({})
 
@@ -151,6 +155,8 @@ class VllmEngine:
         # One thread at a time: a tokenizer is not made to be shared.
         self._tokenizing = anyio.CapacityLimiter(1)
         self._loras = {one.lora_name: one for one in model.loras}
+        #: The outputs of requests with a block, by name, as long as somebody has them.
+        self._traced: WeakValueDictionary[str, _VllmOutputs] = WeakValueDictionary()
         self._fields = [name for name in SamplingParams.__struct_fields__ if not name.startswith("_")]
 
     async def prepare(
@@ -199,6 +205,10 @@ class VllmEngine:
             extra[DECLARED_ARG] = declared
         if edits is not None:
             extra[EDITS_ARG] = edits
+        stops = bool(params.stop) or any(isinstance(one, StopWhen) for one in submission.interventions)
+        tells_end = stops and (block is not None or edits is not None)
+        if tells_end:
+            extra[END_ARG] = True
         if extra:
             if submission.live != _NONE_LIVE:
                 extra[LIVE_ARG], extra[RUN_ARG] = submission.live, run
@@ -225,6 +235,7 @@ class VllmEngine:
             choices=params.n or 1,
             sampling=sampling,
             asks_result=asks_result,
+            tells_end=tells_end,
             token_ids=token_ids if asks_result else [],
             lora=lora,
         )
@@ -323,7 +334,10 @@ class VllmEngine:
                 named = "structured_outputs"
             field = f"sampling.{named}" if named in self._fields else "prompt"
             raise Rejection(field, str(error)) from error
-        return _VllmOutputs(collector)
+        outputs = _VllmOutputs(collector)
+        if not {BLOCK_ARG, EDITS_ARG}.isdisjoint(prepared.params.extra_args or ()):
+            self._traced[request] = outputs
+        return outputs
 
     async def try_out(self) -> None:
         """Have it generate a few tokens, for nobody: what it cannot run at all shows here.
@@ -345,10 +359,30 @@ class VllmEngine:
     async def abort(self, request: str) -> None:
         processor = self.llm.output_processor
         names = list(processor.external_req_ids.get(request, ()))
+        if names and request in self._traced:
+            with anyio.move_on_after(_ANSWER_S):
+                await self._cut(names)
         await self.llm.abort(request)
         # Of several choices, vLLM keeps the parent that they share.
         for parent in {name.partition("_")[2] for name in names}:
             processor.parent_requests.pop(parent, None)
+
+    async def _cut(self, names: list[str]) -> None:
+        """End requests in EngineCore, and wait for what it has put out of them: vLLM's abort would drop that, while the
+        workers are told that it counts.
+        """
+        states = self.llm.output_processor.request_states
+        try:
+            tokens = await self.llm.engine_core.call_utility_async("tracewire_end", names)
+        except Exception as error:  # it is lost, or was told to stop
+            logger.debug("vLLM did not say at which token requests end: %s", error)
+            return
+        for name in names:
+            # One that had ended by itself is gone when its last output has come.
+            while (state := states.get(name)) is not None:
+                if name in tokens and state.detokenizer.num_output_tokens() >= tokens[name]:
+                    break
+                await anyio.sleep(_LOOK_S)
 
     async def steer(self, changes: Changes, over: list[str], since: float) -> None:
         # Between two steps: EngineCore hands it to all workers behind the steps that it has handed them already.

@@ -11,6 +11,7 @@ __all__ = [
     "CHECK_COLLECT",
     "DECLARED_ARG",
     "EDITS_ARG",
+    "END_ARG",
     "KEPT_BYTES",
     "LINK_ADDRESS",
     "LIVE_ARG",
@@ -25,7 +26,8 @@ __all__ = [
 
 #: Keys of a request's `SamplingParams.extra_args`: an encoded `Block`, its encoded declared interventions (a list of
 #: `Placed`), their packed live parameters, the run that these belong to, the encoded blocks of standing interventions
-#: (a list of `EditBlock`), an encoded `Share`, and whether its block asks for what the request put out in the end.
+#: (a list of `EditBlock`), an encoded `Share`, whether its block asks for what the request put out in the end, and
+#: whether the adapter alone knows at which token it ends.
 BLOCK_ARG = "tracewire_block"
 DECLARED_ARG = "tracewire_declared"
 LIVE_ARG = "tracewire_live"
@@ -33,6 +35,7 @@ RUN_ARG = "tracewire_run"
 EDITS_ARG = "tracewire_edits"
 SHARED_ARG = "tracewire_shared"
 RESULT_ARG = "tracewire_result"
+END_ARG = "tracewire_end"
 
 #: Key of vLLM's `additional_config` under which the workers find the adapter's address.
 LINK_ADDRESS = "tracewire_link"

@@ -365,16 +365,26 @@ class Trace(Reader):
             # Nobody is there to get them: keep the state only.
             self._keep = False
         await self._read_until(lambda: self._fold.finished)
-        result = self._verified()
-        self._raise_failure()
-        return result
+        self._settled()
+        try:
+            self._raise_failure()
+        except TracewireError as failure:
+            # Why it ended comes first: that is the caller's to mend.
+            raise failure from self._state_mismatch()
+        return self._verified()
 
     def _verified(self) -> Result:
         """The result, if it is what the engine collected."""
         result = self._settled()
-        if self._mismatch is not None:
-            raise StateMismatch(f"trace {self.id}: {self._mismatch}", self._mismatch.names)
+        mismatch = self._state_mismatch()
+        if mismatch is not None:
+            raise mismatch
         return result
+
+    def _state_mismatch(self) -> StateMismatch | None:
+        """How what arrived differs from what the engine collected, if it does."""
+        found = self._mismatch
+        return None if found is None else StateMismatch(f"trace {self.id}: {found}", found.names)
 
     def _settled(self) -> Result:
         """The result, built and compared once."""

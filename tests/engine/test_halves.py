@@ -7,6 +7,7 @@ import asyncio
 import msgspec
 import pytest
 
+from tracewire_bus.messages import Append
 from tracewire_engine.link import FinishRecord, StepRecord
 from tracewire_engine.trace import Half
 
@@ -53,3 +54,24 @@ async def test_the_last_step_is_waited_for_beside_a_guard() -> None:
 
 async def test_nothing_is_waited_for_that_no_step_reports() -> None:
     await asyncio.wait_for(Half(1, block=False).reported([5]), 10)
+
+
+def appended(*items: int) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.msgpack.encode([Append(path=("seen",), items=list(items))]))
+
+
+async def test_what_was_saved_behind_the_end_is_no_output_s_nor_the_final_s() -> None:
+    """The block ends at token 1, and vLLM's output has three tokens by then."""
+    half = Half(1)
+    for index in range(4):
+        half.step(StepRecord("r", 0, index, appended(index), "stop" if index == 1 else ""), 0.0)
+    half.finish(FinishRecord("r", 0, NOTHING, steps=4, tokens=2))
+    assert await half.steps(0, 0, 3) == [appended(0), appended(1), NOTHING]
+    assert half.choices[0].left(2) == []
+
+
+async def test_the_earlier_end_counts() -> None:
+    half = Half(1)
+    for index, ended in ((0, ""), (2, "error"), (1, "stop")):
+        half.step(StepRecord("r", 0, index, NOTHING, ended), 0.0)
+    assert (half.choices[0].ended, half.choices[0].ended_at) == ("stop", 1)

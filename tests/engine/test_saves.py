@@ -297,3 +297,94 @@ def test_any_sequence_of_changes_folds_to_what_is_held_in_the_end(data: st.DataO
     assert set(replay.folded) == set(replay.saves)
     for name, value in replay.saves.items():
         assert digest(replay.folded[name]) == digest(value)
+
+
+class Rewound:
+    """Steps of a block, of which only the first `tokens` are published in the end."""
+
+    def __init__(self) -> None:
+        self.tracker = SaveTracker()
+        self.saves: dict[str, Any] = {}
+        self.sent: list[bytes] = []
+        self.held: list[dict[str, Any]] = []
+
+    def step(self) -> None:
+        index = len(self.sent)
+        deltas = self.tracker.step(self.saves, index=index)
+        self.sent.append(encode(DecodedOutput(attempt=1, seq=index, index=index, token_ids=[7], deltas=[deltas])))
+        self.held.append(copy.deepcopy(self.saves))
+
+    def end(self, tokens: int) -> tuple[dict[str, Any], list[Delta]]:
+        """What a consumer holds, and the final's deltas."""
+        counted = self.tracker.rewind(self.saves, tokens)
+        deltas, manifest, _ = self.tracker.ending(counted(self.saves), 0, 0).compare()
+        fold = Fold()
+        for event in self.sent[:tokens]:
+            fold.apply(decode_event(event))
+        final = Final(attempt=1, seq=tokens, status="stopped", deltas=[(0, 0, deltas)], manifest=manifest)
+        fold.apply(decode_event(encode(final)))
+        fold.verify()
+        return fold.choices[0, 0].saves, deltas
+
+
+def test_what_later_steps_saved_is_undone() -> None:
+    """Lists, dicts, nested ones, rebound and new names: the block's own objects too."""
+    for tokens in range(1, 13):
+        block = Rewound()
+        seen: list[Any] = []
+        nested: dict[str, Any] = {"rows": [[0]], "last": None}
+        kinds: set[str] = set()
+        block.saves = {"seen": seen, "nested": nested, "kinds": kinds}
+        for step in range(12):
+            kinds.add(f"kind {step // 2}")
+            seen.append(torch.full((3,), float(step)))
+            nested["rows"].append([step])
+            nested["rows"][0] = [step * 100]
+            nested["last"] = f"step {step}"
+            nested[f"key {step}"] = step
+            block.saves["latest"] = step + 1000
+            if step == 9:
+                block.saves["new"] = "bound late"
+                del nested["key 3"]
+                del seen[:4]
+            block.step()
+        folded, deltas = block.end(tokens)
+        assert deltas == []
+        assert equal(folded, block.held[tokens - 1]), tokens
+        assert equal({"seen": seen, "nested": nested}, {name: folded[name] for name in ("seen", "nested")})
+
+
+def test_what_is_too_long_ago_to_be_undone_is_sent_anew() -> None:
+    block = Rewound()
+    block.saves = {"seen": []}
+    for step in range(3 * saves_module.REPLACED):
+        block.saves["seen"].append(step)
+        block.saves["latest"] = step + 1000
+        block.step()
+    folded, _ = block.end(4)
+    assert folded["seen"] == [0, 1, 2, 3]
+
+
+def test_what_a_block_saves_when_its_request_is_over_stays() -> None:
+    """It runs on to its end, behind what is undone."""
+    block = Rewound()
+    block.saves = {"seen": []}
+    for step in range(5):
+        block.saves["seen"].append(step)
+        block.saves["latest"] = step + 1000
+        block.step()
+    counted = block.tracker.rewind(block.saves, 3)
+    block.saves["seen"].append("end")
+    block.saves["text"] = "the result"
+    assert counted(block.saves) == {"seen": [0, 1, 2, "end"], "latest": 1002, "text": "the result"}
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_any_sequence_of_changes_can_be_undone(data: st.DataObject) -> None:
+    block = Rewound()
+    for _ in range(data.draw(st.integers(1, 8))):
+        for _ in range(data.draw(st.integers(0, 4))):
+            _mutate(data, block.saves)
+        block.step()
+    block.end(data.draw(st.integers(0, len(block.sent))))
