@@ -36,6 +36,7 @@ __all__ = [
     "Change",
     "Clamp",
     "Declared",
+    "DeclaredIntervention",
     "DecodedOutput",
     "DecodedShared",
     "Delete",
@@ -155,7 +156,7 @@ edited, the prompt's last position and every generated one.
 """
 
 
-class _Declared(Message, tag_field="do"):
+class DeclaredIntervention(Message, tag_field="do"):
     """Base of the declared interventions.
 
     What most blocks do, said without code: an engine runs it for all requests of a step at once, and can take it from
@@ -171,7 +172,7 @@ class _Declared(Message, tag_field="do"):
     """
 
 
-class Probe(_Declared, tag="probe"):
+class Probe(DeclaredIntervention, tag="probe"):
     """Reads the values at a location, reduces them, and saves one item a step in the list `name`.
 
     Without anything else, the value itself in the model's dtype: `[hidden]`. `weight` of shape `[hidden]` projects it
@@ -193,7 +194,7 @@ class Probe(_Declared, tag="probe"):
     positions: Positions = "last"
 
 
-class LogitLens(_Declared, tag="logit_lens"):
+class LogitLens(DeclaredIntervention, tag="logit_lens"):
     """Reads the residual stream through the model's final norm and head, and saves the `top_k` likeliest tokens.
 
     Each item of the list `name` is a dict of `token_ids`, int32 `[top_k]`, and `logits`, float32 `[top_k]`, best first;
@@ -206,7 +207,7 @@ class LogitLens(_Declared, tag="logit_lens"):
     positions: Positions = "last"
 
 
-class Steer(_Declared, tag="steer"):
+class Steer(DeclaredIntervention, tag="steer"):
     """Adds `scale * vector` to the values at a location. `vector` has shape `[hidden]`; computed in float32."""
 
     at: str
@@ -215,7 +216,7 @@ class Steer(_Declared, tag="steer"):
     positions: Positions = "all"
 
 
-class Clamp(_Declared, tag="clamp"):
+class Clamp(DeclaredIntervention, tag="clamp"):
     """Keeps the component along `direction` (`[hidden]`, of any length) between `min` and `max`."""
 
     at: str
@@ -225,7 +226,7 @@ class Clamp(_Declared, tag="clamp"):
     positions: Positions = "all"
 
 
-class Ablate(_Declared, tag="ablate"):
+class Ablate(DeclaredIntervention, tag="ablate"):
     """Scales the component in the span of `direction` (`[hidden]` or `[directions, hidden]`) by `keep`.
 
     0 projects it out, 2 doubles it. Without a direction, the whole value is scaled: 0 turns a module's output off.
@@ -237,7 +238,7 @@ class Ablate(_Declared, tag="ablate"):
     positions: Positions = "all"
 
 
-class StopWhen(_Declared, tag="stop_when"):
+class StopWhen(DeclaredIntervention, tag="stop_when"):
     """Ends a choice at the token in whose step the probe `probe` is over `above` or under `below`.
 
     The probe must save a single number a step, or several of which `output` says which. `steps` such steps in a row are

@@ -14,7 +14,7 @@ import difflib
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Final, TypeAlias, overload
 
 from .messages import EngineInfo
 
@@ -208,7 +208,8 @@ class ModuleTree:
     def __getattr__(self, name: str) -> ModuleNode:
         if name.startswith("_"):
             raise AttributeError(name)
-        return self.root[name]
+        node: ModuleNode = getattr(self.root, name)
+        return node
 
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), *self._children[""]]
@@ -253,12 +254,19 @@ class ModuleNode:
         """Name of its class."""
         return self._tree.cls(self.path)
 
-    def __getitem__(self, key: str | int) -> ModuleNode:
-        """A child by index (from the end if negative) or by path from here.
+    @overload
+    def __getitem__(self, key: slice) -> list[ModuleNode]: ...
+    @overload
+    def __getitem__(self, key: str | int) -> ModuleNode: ...
+
+    def __getitem__(self, key: str | int | slice) -> ModuleNode | list[ModuleNode]:
+        """A child by index (from the end if negative) or by path from here; with a slice, a list of children.
 
         Raises:
             UnknownModule: there is none. It names the nearest path that exists.
         """
+        if isinstance(key, slice):
+            return list(self)[key]
         child = self._tree.child(self.path, key)
         if child is None:
             wanted = ".".join(filter(None, (self.path, str(key))))
@@ -270,6 +278,8 @@ class ModuleNode:
     def __getattr__(self, name: str) -> ModuleNode:
         if name.startswith("_"):
             raise AttributeError(name)
+        if self._tree.child(self.path, name) is None and self._tree.readable(self.path, name):
+            raise AttributeError(_in_a_block(".".join(filter(None, (self.path, name))), name, self.path))
         return self[name]
 
     def __dir__(self) -> list[str]:
@@ -291,6 +301,18 @@ class ModuleNode:
 
     def __repr__(self) -> str:
         return self._tree.text(self.path)
+
+
+def _in_a_block(path: str, name: str, parent: str) -> str:
+    """Why a name that a block can read cannot be read here."""
+    if not parent and name == "edit":
+        return (
+            "'edit' is nnsight's word: await client.edits(model).install(name, block) installs a standing intervention"
+        )
+    hint = ""
+    if not parent and name in ("tokenizer", "config"):
+        hint = f"; transformers' Auto{name.capitalize()}.from_pretrained() gives it here"
+    return f"{path!r} exists on the engine, inside a block, and not in this process{hint}"
 
 
 def _repeated(names: list[str], body: str) -> str:

@@ -22,11 +22,21 @@ from __future__ import annotations
 
 from tracewire_bus.firehose import Lifecycle
 from tracewire_bus.fold import Fold
-from tracewire_bus.messages import Ablate, Clamp, FirstToken, Live, LogitLens, Probe, Steer, StopWhen
+from tracewire_bus.messages import (
+    Ablate,
+    Clamp,
+    DeclaredIntervention,
+    FirstToken,
+    Live,
+    LogitLens,
+    Probe,
+    Steer,
+    StopWhen,
+)
 from tracewire_bus.records import LiveState
 from tracewire_bus.values import ArrayRef, digest
 
-from .blocks import Intervention, intervention
+from .blocks import Intervention, intervention, save
 from .client import Client, Prompt, connect
 from .dead import DeadLetter
 from .edits import Edit, EditOutput, Edits, EditWatch
@@ -34,6 +44,7 @@ from .engines import Draining, Engine
 from .errors import (
     AmbiguousResult,
     BlockError,
+    BlockOnly,
     BrokenStream,
     BusFull,
     BusRefused,
@@ -79,6 +90,7 @@ __all__ = [
     "AmbiguousResult",
     "ArrayRef",
     "BlockError",
+    "BlockOnly",
     "BrokenStream",
     "BusFull",
     "BusRefused",
@@ -90,6 +102,7 @@ __all__ = [
     "ClientClosed",
     "ConnectError",
     "DeadLetter",
+    "DeclaredIntervention",
     "Draining",
     "Edit",
     "EditConflict",
@@ -154,4 +167,5 @@ __all__ = [
     "connect",
     "digest",
     "intervention",
+    "save",
 ]

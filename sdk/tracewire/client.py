@@ -21,7 +21,7 @@ import anyio
 from tracewire_bus.connection import Turns
 from tracewire_bus.fold import Fold
 from tracewire_bus.keys import is_text, parse_id
-from tracewire_bus.messages import Block, Declared, EngineInfo, Submission
+from tracewire_bus.messages import Block, Declared, DeclaredIntervention, EngineInfo, Submission
 from tracewire_bus.messages import Invoke as InvokeMessage
 from tracewire_bus.records import LiveState, SteerRefused, TraceMissing
 from tracewire_bus.records import TraceEnded as RecordEnded
@@ -404,7 +404,7 @@ class Client:
         block: Intervention | Block | None = None,
         *,
         prompts: Sequence[PromptInput] | None = None,
-        interventions: Sequence[Declared] = (),
+        interventions: Sequence[DeclaredIntervention] = (),
         live: Mapping[str, Any] | None = None,
         deadline: float | timedelta | None = None,
         priority: int = 0,

@@ -26,7 +26,7 @@ from tracewire_bus.codec import decode_deltas
 from tracewire_bus.edits import EDIT_BYTES, EditRecords, EditsFull, Installed, VersionDiffers, is_edit_name
 from tracewire_bus.edits import UnknownEdit as NoSuchEdit
 from tracewire_bus.fold import FoldError, apply_delta
-from tracewire_bus.messages import Block, Declared, EditRecord, Failure, StopWhen
+from tracewire_bus.messages import Block, Declared, DeclaredIntervention, EditRecord, Failure, StopWhen
 from tracewire_bus.messages import Edit as EditMessage
 from tracewire_bus.values import digest, loading_by, pack
 
@@ -196,7 +196,7 @@ class Edits:
         name: str,
         block: Intervention | Block | None = None,
         *,
-        interventions: Sequence[Declared] = (),
+        interventions: Sequence[DeclaredIntervention] = (),
         scope: Literal["all", "default", "asked"] = "all",
         on_error: Literal["continue", "fail"] = "continue",
         max_failures: int = 10,

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AmbiguousResult",
     "BlockError",
+    "BlockOnly",
     "BrokenStream",
     "BusFull",
     "BusRefused",
@@ -479,6 +480,10 @@ class ValueMissing(TracewireError, LookupError):
         self.trace = trace
         self.name = name
         super().__init__(f"the value saved as {name!r} by trace {trace} cannot be loaded: {reason}")
+
+
+class BlockOnly(TracewireError, AttributeError):
+    """What was asked for exists in a block only, where the engine runs it."""
 
 
 class UnknownPosition(TracewireError, ValueError):

@@ -36,6 +36,7 @@ from tracewire_bus.messages import Block, Submission
 from .blocks import ENGINE_NAMES, Capture
 from .errors import (
     BlockError,
+    BlockOnly,
     BusUnavailable,
     ClientClosed,
     TraceRejected,
@@ -53,6 +54,10 @@ if TYPE_CHECKING:
     from .state import Result
 
 __all__ = ["Invoker", "Tracer"]
+
+
+#: What a tracer has in a block only.
+_IN_BLOCKS = frozenset({"iter", "all", "stop", "cache", "live", "next"})
 
 
 class _Skipped(BaseException):
@@ -129,8 +134,16 @@ class Tracer(Trace):
     `cancel()`, `aclose()` and its client's end (unless it was submitted with `detach=True`).
 
     Inside a block, `tracer` is nnsight's: `iter`, `all()`, `stop()`, `cache()`, `result`; and `live`, the trace's live
-    parameters.
+    parameters. Outside, asking for them raises a [`BlockOnly`][tracewire.BlockOnly].
     """
+
+    if TYPE_CHECKING:
+        iter: Any
+        live: Any
+
+        def all(self) -> Any: ...
+        def cache(self, **options: Any) -> Any: ...
+        def stop(self) -> None: ...
 
     def __init__(
         self,
@@ -156,6 +169,19 @@ class Tracer(Trace):
         self._starting: anyio.CancelScope | None = None
         #: Closed before it was submitted.
         self._withdrawn = False
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "barrier":
+            raise BlockOnly(
+                "tracer.barrier is not served, nor is it by nnsight's own engine: each invoke is a request of its own, "
+                "and the engine decides when it runs (invokes share lists, dicts and arrays that the scope saves)"
+            )
+        if name in _IN_BLOCKS:
+            raise BlockOnly(
+                f"tracer.{name} belongs into a block: below `with model.trace(prompt) as tracer:`, or below "
+                "`with tracer.invoke(prompt):`"
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     # --- the with -----------------------------------------------------------------------------------------------------
 
@@ -518,10 +544,15 @@ class _TraceScope:
 
 
 _SHARE = "_tw_share"
+#: Modules whose `save(value)` saves.
+_SAVERS = ("nnsight", "tracewire")
 
 
 class _Saves(ast.NodeTransformer):
-    """Makes `x.save()` and `nnsight.save(x)` of a trace scope share `x`. The invokes' own bodies are left alone."""
+    """Makes `x.save()`, `nnsight.save(x)` and `tracewire.save(x)` of a trace scope share `x`.
+
+    The bodies of the invokes are left alone.
+    """
 
     def __init__(self, tracers: set[str], namespace: Mapping[str, Any]) -> None:
         self._tracers = tracers
@@ -540,6 +571,10 @@ class _Saves(ast.NodeTransformer):
 
     visit_FunctionDef = visit_AsyncFunctionDef = visit_Lambda = visit_ClassDef = _function
 
+    def _names_a_saver(self, name: str) -> bool:
+        module = self._namespace.get(name)
+        return name in _SAVERS if module is None else getattr(module, "__name__", "") in _SAVERS
+
     def visit_Call(self, node: ast.Call) -> ast.AST:
         """A save, perhaps."""
         self.generic_visit(node)
@@ -547,11 +582,13 @@ class _Saves(ast.NodeTransformer):
         match node:
             case ast.Call(func=ast.Attribute(value=value, attr="save"), args=[], keywords=[]):
                 saved = value
-            case ast.Call(func=ast.Attribute(value=ast.Name(id="nnsight"), attr="save"), args=[value], keywords=[]):
+            case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="save"), args=[value], keywords=[]) if (
+                self._names_a_saver(name)
+            ):
                 saved = value
             case ast.Call(func=ast.Name(id=name), args=[value], keywords=[]):
                 function = self._namespace.get(name)
-                if getattr(function, "__name__", "") == "save" and _is_nnsight(function):
+                if getattr(function, "__name__", "") == "save" and _is_a_saver(function):
                     saved = value
         if saved is None:
             return node
@@ -559,8 +596,8 @@ class _Saves(ast.NodeTransformer):
         return ast.copy_location(share, node)
 
 
-def _is_nnsight(value: Any) -> bool:
-    return str(getattr(value, "__module__", "")).partition(".")[0] == "nnsight"
+def _is_a_saver(function: Any) -> bool:
+    return str(getattr(function, "__module__", "")).partition(".")[0] in _SAVERS
 
 
 # --- what a body takes along ------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import tracewire
 from tests.scripted import Script, ScriptedEngine, Stage, engine_info, tiny
 from tracewire import (
     BlockError,
+    BlockOnly,
     Client,
     ConnectError,
     Prompt,
@@ -25,6 +26,7 @@ from tracewire import (
     intervention,
 )
 from tracewire_bus.messages import Manifest
+from tracewire_bus.values import unpack
 
 PATIENCE = 20
 
@@ -202,3 +204,71 @@ async def test_a_with_whose_saves_nobody_could_read_is_refused(client: Client, e
         await tracer.start()
         async with client.subscribe("followed"):
             pass
+
+
+# --- the model at hand ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", ["logits", "samples", "tokenizer", "config", "output", "source", "named_modules", "get"]
+)
+async def test_what_only_a_block_can_read_says_so(client: Client, engine: Callable[..., Any], name: str) -> None:
+    async with engine():
+        model = await client.model("tiny")
+        with pytest.raises(AttributeError, match=f"'{name}' exists on the engine, inside a block"):
+            getattr(model, name)
+        assert not hasattr(model, name)
+
+
+async def test_a_module_s_words_slices_and_misspelt_children(client: Client, engine: Callable[..., Any]) -> None:
+    async with engine():
+        model = await client.model("tiny")
+        layers = model.model.layers
+        assert [layer.path for layer in layers[1:3]] == ["model.layers.1", "model.layers.2"]
+        assert [layer.path for layer in layers[-1:]] == [layers[-1].path]
+        with pytest.raises(AttributeError, match=r"'model\.layers\.2\.output' exists on the engine"):
+            _ = layers[2].output
+        with pytest.raises(AttributeError, match=r"client\.edits\(model\)\.install"):
+            _ = model.edit
+        with pytest.raises(AttributeError, match="AutoTokenizer"):
+            _ = model.tokenizer
+        with pytest.raises(AttributeError, match=r"no module at 'model\.layrs'; the nearest .* 'model\.layers'"):
+            _ = model.model.layrs
+
+
+async def test_what_only_a_block_s_tracer_has_says_so(client: Client, engine: Callable[..., Any]) -> None:
+    async with engine():
+        model = await client.model("tiny")
+        tracer = model.trace("hello")
+        for name in ("iter", "all", "stop", "cache", "live"):
+            with pytest.raises(BlockOnly, match=f"tracer.{name} belongs into a block"):
+                getattr(tracer, name)
+        assert not hasattr(tracer, "anything_else")
+        with pytest.raises(BlockOnly, match="barrier is not served"), model.trace() as tracer:
+            barrier = tracer.barrier(2)
+            with tracer.invoke("one"):
+                model.logits.save()
+
+
+async def test_the_typed_save_is_a_save(client: Client, engine: Callable[..., Any]) -> None:
+    @intervention
+    def typed(model, tracer, live):
+        scores: list[float] = tracewire.save([])
+
+    from tracewire import save
+
+    block = typed.block()
+    assert block.modules == {"tracewire": "tracewire"}
+    async with engine():
+        model = await client.model("tiny")
+        with model.trace() as tracer:
+            rows: list[Any] = tracewire.save([])
+            held = save({})
+            with tracer.invoke("one"):
+                rows.append(save(model.logits))
+                held["one"] = 1
+        shared = tracer._submission
+        assert sorted(unpack(shared.shared)) == ["held", "rows"]
+        assert shared.invokes[0].block is not None
+        assert shared.invokes[0].block.imports == {"save": ("tracewire", "save")}
+        await tracer.result()
