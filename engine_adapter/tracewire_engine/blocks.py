@@ -14,6 +14,7 @@ import __future__
 import importlib
 import linecache
 import logging
+import sys
 import traceback
 import types
 from collections import OrderedDict
@@ -42,7 +43,7 @@ from .residual import Streams
 from .serving import RowBatcher
 from .tensors import to_tensors
 
-__all__ = ["RESULT", "BlockCache", "BlockMediator", "BlockTracer", "failure_of", "is_stop"]
+__all__ = ["RESULT", "SAMPLES", "BlockCache", "BlockMediator", "BlockTracer", "failure_of", "is_stop"]
 
 logger = logging.getLogger("vllm.tracewire")
 
@@ -50,12 +51,16 @@ _blocks = msgspec.msgpack.Decoder(Block)
 _encoder = msgspec.msgpack.Encoder()
 _NOTHING: Mapping[str, Any] = types.MappingProxyType({})
 
-#: nnsight's location of `tracer.result`.
-RESULT = "result"
+#: nnsight's locations of `tracer.result`, and of `model.samples`.
+RESULT, SAMPLES = "result", "model.samples"
 
 
 class BlockExit(RuntimeError):
     """A block raised something that would end the process (`SystemExit`, `KeyboardInterrupt`): turned into an error."""
+
+
+class NotInVocabulary(ValueError):
+    """A block put something in place of a sampled token that is no token of the model's."""
 
 
 class UntappedLocation(LookupError):
@@ -85,6 +90,8 @@ class BlockMediator(Mediator):
         #: What stands for saved objects that cannot travel themselves, by identity.
         self.made: dict[int, tuple[Any, Any]] = {}
         self.streams = Streams()
+        #: Where the block asked for this step's samples, to change them perhaps: a frame, its instruction and line.
+        self.asked_samples: tuple[types.FrameType, int, int] | None = None
 
     def saved(self) -> dict[str, Any]:
         """What it has saved and still binds to a name, by name, as it travels."""
@@ -110,7 +117,7 @@ class BlockMediator(Mediator):
         it would come in the middle of some other step.
         """
         errors = [self.raised, self.exception]
-        self.raised = self.exception = self.pending = self.transform = self.found = None
+        self.raised = self.exception = self.pending = self.transform = self.found = self.asked_samples = None
         self.made.clear()
         self.caches: list[Any] = []
         # What the block made may have a word to say when it goes, which takes part in its time.
@@ -161,7 +168,28 @@ class BlockMediator(Mediator):
                 f"{location.removeprefix('model.')!r} is not a tap of this engine, which replays CUDA graphs "
                 f"and serves only {served}"
             )
+        if location == SAMPLES:
+            self._note_line()
         return self.occurrence(location) if self.iteration is None else self.iteration
+
+    def _note_line(self) -> None:
+        """Remember the line of the block's that is about to ask for the samples."""
+        frame: types.FrameType | None = sys._getframe(1)
+        files = self.compiled.files if self.compiled is not None else {}
+        while frame is not None and frame.f_code.co_filename not in files:
+            frame = frame.f_back
+        self.asked_samples = None if frame is None else (frame, frame.f_lasti, frame.f_lineno)
+
+    def not_in_vocabulary(
+        self, tokens: list[int], size: int, where: tuple[types.FrameType, int, int] | None
+    ) -> NotInVocabulary:
+        """What the block fails with that left `tokens` as its request's samples, which it had asked for at `where`."""
+        error = NotInVocabulary(
+            f"model.samples holds token ids of this model, 0 to {size - 1}; the block left {tokens[0]} there"
+        )
+        if where is not None:
+            _attributes.__get__(error)["__intervention_tb__"] = types.TracebackType(None, *where)
+        return error
 
     def _run(self) -> None:
         try:

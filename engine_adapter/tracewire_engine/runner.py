@@ -34,7 +34,7 @@ from tracewire_bus.values import digest
 from . import marks, watchdog
 from .answering import AfterAnswer
 from .blob_link import BlobSender
-from .blocks import RESULT, BlockCache, BlockMediator, failure_of, is_stop
+from .blocks import RESULT, SAMPLES, BlockCache, BlockMediator, failure_of, is_stop
 from .columns import ColumnFragments
 from .declared import Declaration, DeclaredInterleaver, DeclaredRequests, is_early
 from .edit_blocks import EditedRequest
@@ -594,8 +594,36 @@ class TracewireRunner(NNsightGPUModelRunner):
         return True
 
     def _sample(self, *args: Any, **kwargs: Any) -> Any:
-        owner: Any = super(NNsightGPUModelRunner, self) if self.tracewire_unwatched else super()
-        return owner._sample(*args, **kwargs)
+        # vLLM's own; what nnsight's adds is below.
+        output: Any = super(NNsightGPUModelRunner, self)._sample(*args, **kwargs)
+        if not self.tracewire_unwatched:
+            with self._still_running() as interleaver:
+                drawn = output.sampled_token_ids
+                # Waiting for them, or for another block that does.
+                parked = [one for one in interleaver.mediators if one.pending is not None]
+                asked = [(one, one.asked_samples) for one in parked if one.pending.provider in (SAMPLES, None)]
+                # Blocks may keep what they are served, and write to it later: that is not what the model goes on with.
+                served = type(self.nnsight_model).samples.provide(self.nnsight_model, drawn.clone() if asked else drawn)
+                output.sampled_token_ids = self._checked(interleaver, served.clone(), drawn, asked) if asked else drawn
+        return output
+
+    def _checked(
+        self, interleaver: Any, served: torch.Tensor, drawn: torch.Tensor, asked: list[tuple[Any, Any]]
+    ) -> torch.Tensor:
+        """The tokens `[requests, 1]` that blocks have left, where they are of the vocabulary, or else those drawn.
+
+        Anything else would end the worker in the next step's embedding. The block that left it ends with an error.
+        """
+        size = self.model_config.get_vocab_size()
+        valid = ((served >= 0) & (served < size)).all(-1)
+        if bool(valid.all()):
+            return served
+        for row in (~valid).nonzero().flatten().tolist():
+            left = [token for token in served[row].tolist() if not 0 <= token < size]
+            for mediator, where in asked:
+                if mediator.batch_group[0] == row and mediator.exception is None:
+                    interleaver._fail(mediator, mediator.not_in_vocabulary(left, size, where))
+        return torch.where(valid.unsqueeze(-1), served, drawn)
 
     def _finish_erred(self, sampler_output: Any) -> None:
         """Nothing: a block that ended is reported, and the adapter aborts its request. No token is forced."""

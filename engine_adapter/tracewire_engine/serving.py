@@ -30,6 +30,21 @@ _Tensor = torch.Tensor
 _NOTHING: Any = object()
 
 
+def _converted(edited: torch.Tensor, full: torch.Tensor, name: str) -> torch.Tensor:
+    """`edited` as what it replaces is kept; integers that do not fit become the least or the greatest that do.
+
+    Raises:
+        ValueError: it would have to be rounded to integers.
+    """
+    if not full.is_floating_point() and not full.is_complex():
+        if edited.is_floating_point() or edited.is_complex():
+            raise ValueError(f"{name} is replaced by integers ({full.dtype}), got {edited.dtype}")
+        if edited.dtype != torch.bool and full.dtype != torch.bool and edited.element_size() > full.element_size():
+            limits = torch.iinfo(full.dtype)
+            edited = edited.clamp(limits.min, limits.max)
+    return edited.to(device=full.device, dtype=full.dtype)
+
+
 class RowBatcher(VLLMBatcher):
     """nnsight's batcher, which splits a value `[tokens, ...]`, or a tuple of such, once for all blocks of a visit."""
 
@@ -78,7 +93,7 @@ class RowBatcher(VLLMBatcher):
                 raise ValueError(f"{name} is replaced by a tensor of shape {wanted}, got {type(edited).__name__}")
             if tuple(edited.shape) != wanted:
                 raise ValueError(f"{name} is replaced by a tensor of shape {wanted}, got {tuple(edited.shape)}")
-            return edited.to(device=full.device, dtype=full.dtype)
+            return _converted(edited, full, name)
         if isinstance(full, list | tuple):
             if not isinstance(edited, list | tuple) or len(edited) != len(full):
                 got = f"{len(edited)} items" if isinstance(edited, list | tuple) else type(edited).__name__

@@ -17,7 +17,8 @@ import torch
 import tracewire
 from tests.engine import blocks_for_tests as blocks
 from tracewire import Client, InterventionError, Model, Output, Prompt, TraceFailed, TraceRejected, UnknownModulePath
-from tracewire_bus.messages import Block
+from tracewire_bus.messages import Block, Invoke, Submission
+from tracewire_bus.streams import Bus
 
 PROMPT = "def add(a, b):\n    return"
 OTHER = "import os\nimport sys\n\nclass Path"
@@ -337,14 +338,12 @@ async def test_what_stands_for_a_skipped_output_is_seen(client: Client, model: M
         "model.model.layers[2].mlp.skip('nothing')",
         "model.logits = model.logits[:, :10]",
         "model.samples = model.samples.new_zeros(7)",
+        "model.samples = model.samples + 0.5",
         "model.model.layers[2].inputs = ((), {})",
     ],
 )
 async def test_a_replacement_of_another_shape_ends_its_own_trace(client: Client, model: Model, source: str) -> None:
     """Beside others, which it leaves alone."""
-    from tracewire_bus.messages import Block, Invoke, Submission
-    from tracewire_bus.streams import Bus
-
     plain = await run(client, model, max_tokens=20)
     together: list[Any] = []
     block = Block(name="written", source=source, filename="user.py", first_line=1)
@@ -370,6 +369,56 @@ async def test_a_replacement_of_another_shape_ends_its_own_trace(client: Client,
     assert finals[0].error.type == "ValueError"
     # What stands for a module's output is looked at when the module has run, and the block is elsewhere by then.
     assert "skip" in source or finals[0].error.line == 1
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ["model.samples = model.samples + 10**6"],
+        ["model.samples[:] = 10**6"],
+        ["model.samples[:] = -1"],
+        ["model.samples = model.samples.long() + 2**40"],
+        ["kept = model.samples", "kept[:] = 10**6", "logits = model.logits"],
+        ["for step in tracer.iter[:]:", "    drawn = model.samples", "    drawn.fill_(-2 if step else 5)"],
+    ],
+)
+async def test_a_sample_outside_of_the_vocabulary_ends_its_own_trace(
+    client: Client, model: Model, lines: list[str]
+) -> None:
+    """At the line that asked for the samples, beside others, which it leaves alone."""
+    plain = await run(client, model, max_tokens=20)
+    block = Block(name="written", source="\n".join(["first = model.logits", *lines]), filename="user.py", first_line=1)
+    finals: list[Any] = []
+    async with client.trace(model, PROMPT, max_tokens=20, **GREEDY) as beside:
+        await beside.__anext__()
+        async with Bus.open(client.url) as bus:
+            name = f"outside-{abs(hash(tuple(lines)))}"
+            sampling = {"max_tokens": 5, "temperature": 0.0, "ignore_eos": True}
+            await bus.submit(
+                Submission(trace=name, model="demo", invokes=[Invoke(prompt=PROMPT, sampling=sampling)], block=block)
+            )
+            finals.extend([event async for event in client.subscribe(name)][-1:])
+        assert (await beside.result()).token_ids == plain.token_ids
+    error = finals[0].error
+    assert finals[0].status == "failed"
+    assert error.type == "NotInVocabulary"
+    assert f"0 to {model.info.vocabulary - 1}" in error.message
+    where = next(number for number, line in enumerate(lines, 2) if "model.samples" in line)
+    assert (error.filename, error.line) == ("user.py", where)
+
+
+async def test_samples_that_a_block_kept_are_not_what_the_model_goes_on_with(client: Client, model: Model) -> None:
+    @tracewire.intervention
+    def keeping(model, tracer, live):
+        kept = []
+        for _ in tracer.iter[:]:
+            logits = model.logits
+            for earlier in kept:
+                earlier[:] = 10**6
+            kept.append(model.samples)
+
+    plain = await run(client, model, max_tokens=6)
+    assert (await run(client, model, keeping, max_tokens=6)).token_ids == plain.token_ids
 
 
 async def test_a_replacement_of_another_dtype_is_converted(client: Client, model: Model) -> None:
