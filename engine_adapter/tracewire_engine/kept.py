@@ -1,4 +1,4 @@
-"""The KV of preempted requests, kept in host memory until they go on.
+"""What a worker does with the KV blocks of traced requests that they leave: keep a copy, and zero them.
 
 vLLM computes what it has preempted anew, all tokens in one step. A block would then see all of them at once, once more,
 and what it had changed at earlier positions would be changed as the step at hand has it. So the scheduler
@@ -6,6 +6,11 @@ and what it had changed at earlier positions would be changed as the step at han
 copies its own share of the request's KV blocks before the step in which others may write to them, and puts it into the
 blocks that the request is given later. A recurrent layer's state is a block like any other, and as it was after the
 request's last step.
+
+What an intervention makes of activations may be infinite or NaN, and then so are keys and values computed from them.
+The next request that is given such a KV block writes to its first slots only. An attention kernel that reads the others
+and multiplies what it finds there by a weight of zero gets NaN: vLLM's kernels for CPUs do, and kernels are free to. So
+the blocks that a traced request leaves are zeroed before anybody else writes to them.
 """
 
 from __future__ import annotations
@@ -15,7 +20,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["KeptCache"]
+__all__ = ["KeptCache", "KvBlocks"]
 
 
 class _Kept:
@@ -29,17 +34,16 @@ class _Kept:
         self.tensors = tensors
 
 
-class KeptCache:
-    """What this worker keeps of the KV of preempted requests, by the scheduler's name of each.
+class KvBlocks:
+    """A worker's KV caches as blocks.
 
-    `caches` are the runner's KV caches (tensors, or lists of tensors), in each of which one of the first two
-    dimensions counts `blocks` blocks, or so many times some number of smaller ones.
+    `caches` are the runner's (tensors, or lists of tensors), in each of which one of the first two dimensions counts
+    `blocks` blocks, or so many times some number of smaller ones.
     """
 
     def __init__(self, caches: Iterable[Any], blocks: int) -> None:
         self._caches: list[tuple[torch.Tensor, int]] = []
         self._blocks = blocks
-        self._kept: dict[str, _Kept] = {}
         seen: set[tuple[int, Any, Any]] = set()
         for cache in _flat(caches):
             # Layers that share their KV.
@@ -47,6 +51,33 @@ class KeptCache:
             if key not in seen:
                 seen.add(key)
                 self._caches.append((cache, _block_dimension(cache, blocks)))
+
+    @property
+    def views(self) -> list[torch.Tensor]:
+        """Each cache as `[blocks, smaller blocks in each, ...]`, whatever its elements mean."""
+        return [self._view(cache, dimension) for cache, dimension in self._caches]
+
+    def zero(self, ids: Collection[int]) -> None:
+        """Zero these blocks, in the order of what the device is doing."""
+        device: torch.device | None = None
+        for cache in self.views:
+            if cache.device != device:
+                device = cache.device
+                index = torch.tensor(list(ids), dtype=torch.int64)
+                index = index if device.type == "cpu" else index.pin_memory().to(device, non_blocking=True)
+            cache.index_fill_(0, index, 0)
+
+    def _view(self, cache: torch.Tensor, dimension: int) -> torch.Tensor:
+        plain = cache.view(torch.uint8) if cache.element_size() == 1 else cache
+        return plain.unflatten(dimension, (self._blocks, -1)).movedim(dimension, 0)
+
+
+class KeptCache:
+    """What this worker keeps of the KV of preempted requests, by the scheduler's name of each."""
+
+    def __init__(self, blocks: KvBlocks) -> None:
+        self._caches = blocks.views
+        self._kept: dict[str, _Kept] = {}
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -56,7 +87,7 @@ class KeptCache:
         held = [list(group) for group in groups]
         # Block 0 stands for none.
         ids = sorted({block for group in held for block in group} - {0})
-        tensors = [self._view(*cache).index_select(0, self._index(ids, cache[0])).cpu() for cache in self._caches]
+        tensors = [cache.index_select(0, self._index(ids, cache)).cpu() for cache in self._caches]
         self._kept[request] = _Kept(held, {block: place for place, block in enumerate(ids)}, tensors)
 
     def restore(self, request: str, groups: Iterable[Iterable[int]]) -> None:
@@ -72,19 +103,14 @@ class KeptCache:
         }
         if not pairs:
             return
-        for (cache, dimension), copy in zip(self._caches, kept.tensors, strict=True):
+        for cache, copy in zip(self._caches, kept.tensors, strict=True):
             values = copy[list(pairs.values())].to(cache.device)
-            self._view(cache, dimension).index_copy_(0, self._index(list(pairs), cache), values)
+            cache.index_copy_(0, self._index(list(pairs), cache), values)
 
     def forget(self, requests: Collection[str]) -> None:
         """Drop what is kept of requests that are over."""
         for request in self._kept.keys() & requests:
             del self._kept[request]
-
-    def _view(self, cache: torch.Tensor, dimension: int) -> torch.Tensor:
-        """A cache as `[blocks, smaller blocks in each, ...]`, whatever its elements mean."""
-        plain = cache.view(torch.uint8) if cache.element_size() == 1 else cache
-        return plain.unflatten(dimension, (self._blocks, -1)).movedim(dimension, 0)
 
     @staticmethod
     def _index(ids: list[int], cache: torch.Tensor) -> torch.Tensor:

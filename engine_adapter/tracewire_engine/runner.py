@@ -41,7 +41,7 @@ from .edit_blocks import EditedRequest
 from .encoders import encoder_locations, refuse_encoders
 from .held_inputs import inputs_at
 from .hosting import HostArray, HostCopy, ToHost, encoded_late
-from .kept import KeptCache
+from .kept import KeptCache, KvBlocks
 from .large import Hold
 from .link import Applied, FinishRecord, LinkSender, Report, StepRecord
 from .live import LIVE, LiveRun, LiveRuns
@@ -425,6 +425,7 @@ class TracewireRunner(NNsightGPUModelRunner):
         self.tracewire_sent = 0.0
         self.tracewire_unwatched = False
         self.tracewire_kept: KeptCache | None = None
+        self.tracewire_blocks: KvBlocks | None = None
         kind: Any = type(model)
         self.tracewire_phases = frozenset(value._location(model) for value in (kind.logits, kind.samples))
         # Every rank runs every block, and gathers what it reads: one rank's values are all there are. Of a pipeline's
@@ -444,7 +445,7 @@ class TracewireRunner(NNsightGPUModelRunner):
         return output
 
     def _update_states(self, scheduler_output: Any) -> Any:
-        self._keep_preempted(scheduler_output)
+        self._leave_blocks(scheduler_output)
         pipeline = self.tracewire_pipeline
         if pipeline is not None:
             self.nnsight_requests.settle(self.nnsight_model)
@@ -487,17 +488,25 @@ class TracewireRunner(NNsightGPUModelRunner):
         self._send(wait=not scheduler_output.total_num_scheduled_tokens)
         return corrections
 
-    def _keep_preempted(self, scheduler_output: Any) -> None:
-        """Copy the KV of requests that the scheduler has just preempted: their blocks are anybody's from now on."""
+    def _leave_blocks(self, scheduler_output: Any) -> None:
+        """Copy the KV of traced requests that were just preempted, and zero the blocks that traced requests have left.
+
+        From now on those blocks are anybody's.
+        """
+        unclean: list[int] = getattr(scheduler_output, "tracewire_unclean", [])
+        leaving: dict[str, Any] = getattr(scheduler_output, "tracewire_leaving", {})
+        if (unclean or leaving) and self.tracewire_blocks is None:
+            self.tracewire_blocks = KvBlocks(self.kv_caches, self.kv_cache_config.num_blocks)
         kept, finished = self.tracewire_kept, scheduler_output.finished_req_ids
         if kept and finished:
             kept.forget(finished)
-        leaving: dict[str, Any] = getattr(scheduler_output, "tracewire_leaving", {})
-        if leaving and kept is None:
-            kept = self.tracewire_kept = KeptCache(self.kv_caches, self.kv_cache_config.num_blocks)
+        if leaving and kept is None and self.tracewire_blocks is not None:
+            kept = self.tracewire_kept = KeptCache(self.tracewire_blocks)
         for request_id, blocks in leaving.items():
             if request_id in self.requests and request_id not in finished and kept is not None:
                 kept.keep(request_id, blocks)
+        if unclean and self.tracewire_blocks is not None:
+            self.tracewire_blocks.zero(unclean)
 
     def _applied(self, run: LiveRun, scheduled: dict[str, int]) -> Applied:
         """From which token of each of its choices on a run's live parameters hold, if they do from this step on."""

@@ -11,6 +11,8 @@ interventions, a *traced* one, is different in three ways:
 - When it is preempted, the workers copy its KV blocks to the host (`kept.py`) and back when it goes on. It is not
   computed anew, and what it reads and edits is what it would have been.
 
+The workers zero the KV blocks that a traced request leaves, before anybody else writes to them (`kept.py` says why).
+
 A paused request is not scheduled, and takes neither a step's tokens nor a place among the running requests. It stays in
 vLLM's own queues, where an abort, and a token that is still on its way, find it. Only while vLLM decides on a step, or
 counts what is left to do, is it set aside from them. Its KV blocks stay its own until somebody finds none free: then
@@ -101,6 +103,13 @@ class _Pausing:
         self._allocate = manager.allocate_slots
         # The one place where running and waiting requests alike learn that there are no free blocks.
         manager.allocate_slots = self._allocate_slots
+        #: Which KV blocks traced requests have, and which of those that they left the workers have not zeroed.
+        self.tracewire_edited: set[int] = set()
+        self.tracewire_unclean: list[int] = []
+        self._for_traced = False
+        pool: Any = manager.block_pool
+        self._take_from_pool, self._give_to_pool = pool.get_new_blocks, pool.free_blocks
+        pool.get_new_blocks, pool.free_blocks = self._taken_blocks, self._given_blocks
         coordinator: Any = manager.coordinator
         #: How many positions a block holds where one more token can need nothing but a block, and 1 elsewhere; how many
         #: full blocks of each request are in the prefix cache; and what an allocation of nothing returns.
@@ -143,6 +152,7 @@ class _Pausing:
         # The workers look for it before they write to any block.
         output.tracewire_leaving, self.tracewire_leaving = self.tracewire_leaving, {}
         output.tracewire_ends, self.tracewire_ends = self.tracewire_ends, {}
+        output.tracewire_unclean, self.tracewire_unclean = self.tracewire_unclean, []
         return output
 
     def tokens(self, request_ids: Iterable[str]) -> dict[str, int]:
@@ -299,15 +309,43 @@ class _Pausing:
 
     def _allocate_or_take(self, request: Any, *args: Any, **options: Any) -> Any:
         """vLLM's allocation, with the blocks of those set aside while there are no others."""
-        blocks = self._allocate(request, *args, **options)
+        blocks = self._allocate_for(request, *args, **options)
         while blocks is None and self.tracewire_aside:
             victim = self._victim()
             self._preempt_request(victim, time.monotonic())
             # Not to be scheduled in this very step.
             self.waiting.remove_request(victim)
             self.tracewire_preempted.append(victim)
-            blocks = self._allocate(request, *args, **options)
+            blocks = self._allocate_for(request, *args, **options)
         return blocks
+
+    def _allocate_for(self, request: Any, *args: Any, **options: Any) -> Any:
+        """vLLM's allocation; what a traced request is given is noted as its own."""
+        self._for_traced = not _is_plain(request)
+        try:
+            return self._allocate(request, *args, **options)
+        finally:
+            self._for_traced = False
+
+    def _taken_blocks(self, *args: Any, **options: Any) -> list[Any]:
+        """vLLM's way of taking blocks from those that are free, whoever asks for them."""
+        blocks: list[Any] = self._take_from_pool(*args, **options)
+        if self._for_traced:
+            self.tracewire_edited.update([block.block_id for block in blocks])
+        return blocks
+
+    def _given_blocks(self, blocks: Iterable[Any], *args: Any, **options: Any) -> None:
+        """vLLM's way of giving them back: at a request's end, when it is preempted, and behind a sliding window."""
+        edited = self.tracewire_edited
+        if not edited:
+            self._give_to_pool(blocks, *args, **options)
+            return
+        freed = list(blocks)
+        self._give_to_pool(freed, *args, **options)
+        for block in freed:
+            if block.block_id in edited and not block.ref_cnt:
+                edited.remove(block.block_id)
+                self.tracewire_unclean.append(block.block_id)
 
     def _cache_blocks(self, request: Any, num_computed_tokens: int) -> None:
         """vLLM's way into the prefix cache, for plain requests with a block that is not there yet."""

@@ -80,6 +80,8 @@ class Worker:
             if name in self.tokens and name not in output.finished_req_ids:
                 assert held == self.blocks[name][: len(held)]
                 self.kept[name] = [list(self.slots[block]) for block in held]
+        for block in output.tracewire_unclean:
+            self.slots.pop(block, None)
         for name in output.finished_req_ids:
             self.tokens.pop(name, None)
             self.blocks.pop(name, None)
@@ -116,6 +118,9 @@ class Worker:
             for position in range(first + count):
                 there = self.slots[blocks[position // BLOCK]][position % BLOCK]
                 assert there == (whose, tuple(tokens[: position + 1])), "another's KV"
+            # An attention kernel may read what is in its last block behind its tokens.
+            behind = self.slots[blocks[(first + count - 1) // BLOCK]]
+            assert {slot[0] for slot in behind if slot is not None} <= {"", whose}, "what a trace left behind"
             if first + count < len(tokens):
                 sampled.append([])
                 continue
