@@ -431,7 +431,10 @@ async def _run(model: object, link: object, blobs: object, info: object, options
     from .vllm_engine import VllmEngine
 
     engine = VllmEngine(model, link, blobs, options.engine_patience)  # type: ignore[arg-type]
-    if options.first_answer and (fault := await _first_answer(engine, options.first_answer)):
+    fault = await _untapped(engine)
+    if not fault and options.first_answer:
+        fault = await _first_answer(engine, options.first_answer)
+    if fault:
         if not engine.lost:
             # It may be anywhere, and hears nothing.
             _give_up(engine.model, "it does not answer")
@@ -528,6 +531,20 @@ async def _open(bus: Bus, held: AsyncExitStack) -> bool:
     except BusUnavailable as error:
         logger.warning("%s", error)
     return True
+
+
+async def _untapped(engine: VllmEngine) -> str:
+    """What is wrong with an engine whose CUDA graphs leave interventions out; empty if they do not."""
+    from .engine import EngineLost
+    from .model import UnsupportedSetting
+
+    try:
+        await engine.refuse_untapped()
+    except UnsupportedSetting as error:
+        return str(error)
+    except EngineLost:
+        return "vLLM died before its first request; its error is above"
+    return ""
 
 
 async def _first_answer(engine: VllmEngine, patience_s: float) -> str:

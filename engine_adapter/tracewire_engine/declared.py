@@ -31,6 +31,7 @@ from .live import LiveRun
 from .recorded import Recorded, Recorder
 from .serving import BlockServing
 from .stand_ins import Topology
+from .taps import current_capture
 from .tensors import to_tensors
 
 __all__ = ["Declaration", "DeclaredInterleaver", "DeclaredRequests", "is_early"]
@@ -950,6 +951,8 @@ class DeclaredInterleaver(VLLMInterleaver, BlockServing):
         stage = self.declared.stages.get(provider)
         if stage is not None and self.interleaving:
             value = self._serve(stage, value)
+        if provider in self.taps:
+            current_capture()
         value = super().handle(provider, value)
         return self.keep_skipped(provider, value) if type(value) is SkipParts else value
 

@@ -53,6 +53,7 @@ from .ring import InRing
 from .saves import Ending, SaveTracker
 from .serving import RowBatcher
 from .sharing import SharedRun, SharedRuns
+from .taps import breakable_throughout, without_taps
 from .wiring import (
     BLOB_THRESHOLD,
     BLOCK_ARG,
@@ -387,6 +388,9 @@ class TracewireRunner(NNsightGPUModelRunner):
         watchdog.limit_turns(self.vllm_config.additional_config.get(BLOCK_TIMEOUT, 0.0))
         model = self.nnsight_model
         model.__class__ = TracedModel
+        if model.interleaver.taps:
+            vllm_runner: Any = self
+            vllm_runner.model = breakable_throughout(vllm_runner.model, self.vllm_config)
         model.__dict__["_tracewire_layers"] = layers = find_layers(
             self.get_model().named_modules(),
             getattr(self.model_config.hf_text_config, "num_hidden_layers", 0),
@@ -1030,6 +1034,14 @@ class TracewireRunner(NNsightGPUModelRunner):
         if not any(other.engine_id == name for other in requests.requests.values()):
             requests.results.forget(name)
         self._send(wait=True)
+
+    def tracewire_untapped(self) -> list[str]:
+        """CUDA graphs that were captured without any tap, though this worker's part of the model has some; by RPC."""
+        taps = self.nnsight_model.interleaver.taps
+        pipeline = self.tracewire_pipeline
+        if pipeline is not None:
+            taps = [tap for tap in taps if pipeline.topology.owner(tap) in (None, pipeline.index)]
+        return without_taps(vars(self)["model"]) if taps else []
 
     def tracewire_request_count(self) -> int:
         """How many requests this worker still holds anything for: 0 when the engine is idle. A leak gauge, by RPC."""

@@ -31,7 +31,7 @@ from .endpoints import is_remote
 from .engine import Carrier, Choice, EngineLost, Outputs, Prepared, Rejection
 from .link import Changes, LinkReceiver, Report, encode_changes
 from .media import rendered, taken
-from .model import EngineModel
+from .model import EngineModel, UnsupportedSetting, versions
 from .trace import REPORT_S
 from .wiring import BLOCK_ARG, DECLARED_ARG, EDITS_ARG, END_ARG, LIVE_ARG, RESULT_ARG, RUN_ARG, SHARED_ARG
 
@@ -355,6 +355,26 @@ class VllmEngine:
                 pass
         except EngineDeadError as error:
             raise EngineLost(str(error)) from error
+
+    async def refuse_untapped(self) -> None:
+        """Look whether all CUDA graphs have taps, on an engine that has any.
+
+        Raises:
+            UnsupportedSetting: one has none, and would leave every intervention out.
+            EngineLost: vLLM has died.
+        """
+        if not self.model.taps:
+            return
+        try:
+            found = [graph for worker in await self.llm.collective_rpc("tracewire_untapped") for graph in worker]
+        except EngineDeadError as error:
+            raise EngineLost(str(error)) from error
+        if found:
+            raise UnsupportedSetting(
+                f"--tap: vLLM {versions().vllm} captured {len(found)} CUDA graphs without a place for taps, so that no "
+                f"intervention would run in them (the first is {found[0]}); use a version of vLLM that Tracewire "
+                "names as supported, or leave --tap out"
+            )
 
     async def abort(self, request: str) -> None:
         processor = self.llm.output_processor

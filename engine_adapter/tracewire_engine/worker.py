@@ -81,6 +81,11 @@ class TracewireWorker(_PlatformWorker):
         """Hand a block what its request has put out, by `collective_rpc`."""
         self.model_runner.tracewire_result(generated)
 
+    def tracewire_untapped(self) -> list[str]:
+        """CUDA graphs that would leave interventions out, by `collective_rpc`."""
+        found: list[str] = self.model_runner.tracewire_untapped()
+        return found
+
     def tracewire_request_count(self) -> int:
         """How many requests the runner holds anything for, by `collective_rpc`."""
         count: int = self.model_runner.tracewire_request_count()
