@@ -13,8 +13,6 @@ import pytest
 import tracewire
 from tracewire import Client, Model, Steer
 
-pytestmark = pytest.mark.engine
-
 PROMPTS = [
     "def add(a, b):\n    return",
     "import os\nimport sys\n\nclass Path",
