@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import json
 import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 
 import tracewire
+from tests.scripted import ScriptedEngine, Stage, engine_info
 from tracewire_bus import messages
+from tracewire_bus.embedded import EmbeddedServer
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted(path.relative_to(ROOT) for path in (ROOT / "examples").rglob("*.py"))
@@ -109,6 +113,47 @@ def test_the_demo_says_who_reported_nothing(demo: ModuleType, name: str) -> None
 def test_the_demo_says_that_the_trace_itself_is_short(demo: ModuleType) -> None:
     assert "the trace has 63 tokens, not 64" in demo.problems(list(reports().values()), TOKEN_IDS[:63], COLLECTED)
     assert "nnsight collected [], not ['probability', 'projection']" in demo.problems([], TOKEN_IDS, {})
+
+
+#: A consumer that says that it received nothing.
+EMPTY = """
+import json
+print("connected", flush=True)
+input()
+print(json.dumps({"name": "late", "outputs": 0, "tokens": 0, "token_digest": "", "digests": {}}), flush=True)
+"""
+
+
+@pytest.mark.parametrize("lacking", [False, True], ids=["all received everything", "one received nothing"])
+async def test_the_demo_s_verdict_is_of_what_its_consumers_report(demo: ModuleType, lacking: bool) -> None:
+    """Its service and its watchers, each in a process of its own, on a scripted engine."""
+    direction = np.load(demo.MODEL / "direction.npy")
+    facts = json.loads((demo.MODEL / "direction.json").read_text())
+
+    async def script(stage: Stage) -> None:
+        await stage.accept()
+        for number in range(demo.TOKENS):
+            await stage.save(f" {number}", {"projection": number / 2, "probability": 1 / (1 + number)})
+        await stage.final()
+
+    watcher = (sys.executable, str(demo.HERE / "watch.py"))
+    async with EmbeddedServer.start() as server:
+        narrow_command = (*watcher, "--url", server.url, "--name", "narrow", "--only", "projection")
+        late_command = (sys.executable, "-c", EMPTY) if lacking else (*watcher, "--url", server.url, "--name", "late")
+        info = engine_info("demo", hidden_size=len(direction))
+        async with (
+            ScriptedEngine.running(server.url, "tw", script, info),
+            demo.started(*late_command) as late,
+            demo.started(*narrow_command) as narrow,
+        ):
+            figures = await demo.follow(server.url, direction, facts, late, narrow)
+    assert [consumer["name"] for consumer in figures["consumers"]] == ["service", "late", "narrow"]
+    assert figures["agree"] is not lacking
+    if lacking:
+        assert "late: no output" in figures["problems"]
+    else:
+        assert figures["problems"] == []
+        assert [consumer["tokens"] for consumer in figures["consumers"]] == [64, 64, 64]
 
 
 @pytest.mark.parametrize(

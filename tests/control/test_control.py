@@ -85,6 +85,55 @@ async def test_a_queued_trace_is_cancelled_at_once(
             assert [submission.trace for submission in engine.taken] == [other.id]
 
 
+async def test_leaving_a_trace_cancels_it_unless_it_is_detached(
+    client: Client, bus: Bus, embedded: str, prefix: str, registered: str
+) -> None:
+    """Before an engine has taken it, and while one runs it."""
+    runs = anyio.Event()
+
+    async def waits(stage: Stage) -> None:
+        await stage.accept()
+        runs.set()
+        await anyio.sleep_forever()
+
+    async with client.trace("tiny", "kept", detach=True) as kept, client.trace("tiny", "left") as left:
+        assert await bus.queue.waiting("tiny") == 2
+    assert await bus.queue.waiting("tiny") == 1
+    (final,) = await events_of(client, left.id)
+    assert final.status == "cancelled"
+    assert "its submitter has left it" in final.error.message
+    await kept.cancel()
+    async with running(embedded, prefix, waits):
+        with anyio.fail_after(PATIENCE):
+            async with client.trace("tiny", "left") as left:
+                await runs.wait()
+        *_, final = await events_of(client, left.id)
+    assert final.status == "cancelled"
+
+
+async def test_a_change_that_does_not_fit_what_was_declared_is_refused_by_name(
+    client: Client, bus: Bus, registered: str
+) -> None:
+    """None of its values is taken, and its version is the next one's."""
+    live = {"alpha": 0.0, "name": "a", "flag": True, "vector": np.zeros(4, np.float32)}
+    async with client.trace("tiny", "hello", live=live) as trace:
+        for values, field in [
+            ({"alpha": "high"}, "live.alpha"),
+            ({"name": 1.0}, "live.name"),
+            ({"flag": 1.0}, "live.flag"),
+            ({"vector": np.zeros(5, np.float32)}, "live.vector"),
+            ({"vector": np.zeros(4, np.int64)}, "live.vector"),
+            ({"alpha": 1.0, "vector": np.zeros((2, 2), np.float32)}, "live.vector"),
+            ({"alpha": 1.0, "beta": 1.0}, "live.beta"),
+        ]:
+            with pytest.raises(tracewire.SteerRejected) as caught:
+                await trace.steer(values)
+            assert caught.value.field == field
+        now = await client.live(trace.id)
+        assert (now.version, now.values["alpha"], now.values["name"]) == (0, 0.0, "a")
+        assert await trace.steer(alpha=1, vector=np.ones(4, np.float64)) == 1
+
+
 async def test_a_deadline_passes_with_no_engine(
     client: Client, bus: Bus, embedded: str, prefix: str, registered: str
 ) -> None:

@@ -170,6 +170,24 @@ async def test_what_another_engine_has_begun_is_not_told_to_wait(bus: Bus) -> No
     assert await bus.records.wait([("a", 2)], "lost") == 0
 
 
+async def test_what_an_engine_that_lives_has_taken_stays_its(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside one that is gone, at a look that waits for nobody."""
+    monkeypatch.setattr(recovery, "PATIENCE_S", 0.0)
+    lives = info(engine="lives")
+    await bus.register(lives, ttl_s=600)
+    for engine in ("lives", "gone"):
+        await bus.queue.put("tiny", f"of {engine}", b"x", tries=3)
+        (taken,) = await bus.queue.take("tiny", engine, 1, 100)
+        assert taken.trace == f"of {engine}"
+    looking = bus.recovery("tiny")
+    assert await looking.look() == ["gone"]
+    assert await looking.look() == []
+    assert await bus.queue.holders("tiny") == ["lives"]
+    assert await bus.queue.waiting("tiny") == 1
+    (again,) = await bus.queue.take("tiny", "another", 2, 100)
+    assert again.trace == "of gone"
+
+
 async def test_an_engine_that_is_only_slow_can_write_nothing_any_more(
     client: Client, bus: Bus, embedded: str, prefix: str
 ) -> None:

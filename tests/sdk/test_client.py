@@ -443,6 +443,25 @@ async def test_the_result_beside_an_iteration_takes_nothing_from_it(client: Clie
     assert results[0].saves == {"x": [1] + [2] * 50}
 
 
+async def test_an_iteration_that_begins_while_a_result_is_waited_for_gets_all(
+    client: Client, engine: Callable[..., Any]
+) -> None:
+    gate = anyio.Event()
+
+    async def script(stage: Stage) -> None:
+        await gate.wait()
+        await tiny(stage)
+
+    async with engine(script), client.trace("tiny", "hello") as trace:
+        with anyio.fail_after(PATIENCE):
+            async with anyio.create_task_group() as group:
+                group.start_soon(trace.result)
+                await checkpoint()
+                items = aiter(trace)
+                gate.set()
+                assert [item.text async for item in items] == ["one", " two", " three"]
+
+
 async def test_the_state_of_a_trace_while_it_is_read(client: Client, engine: Callable[..., Any]) -> None:
     async with engine(), client.trace("tiny", "hello") as trace:
         assert trace.state().saves == {}
