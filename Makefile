@@ -15,7 +15,7 @@ ARGS ?=
 PYTHONS := $(if $(PYTHON),$(PYTHON),python3.11 python3 python3.12 python)
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 
-.PHONY: help setup demo test test-full test-engineless lint format bench faults wheel locks clean distclean
+.PHONY: help setup demo test test-full test-engineless lint format bench faults mutants wheel locks clean distclean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 24
@@ -74,6 +74,9 @@ bench: $(READY)  ## the benchmarks, each beside its baseline
 
 faults: $(READY)  ## break things under load and check that nothing is lost; JSON=1 ends with one JSON object
 	@$(BIN)/python -m tests.faults.harness $(if $(JSON),--json) $(ARGS)
+
+mutants: $(READY)  ## break one line after the other and see a test fail for each; JSON=1 ends with one JSON object
+	@$(BIN)/python -m tests.mutants $(if $(JSON),--json) $(ARGS)
 
 wheel: $(READY)  ## build the wheel into dist/
 	@$(PIP) wheel --no-deps --no-build-isolation -w dist .
