@@ -10,7 +10,8 @@ import pytest
 
 from tests.faults.checker import KINDS, Asked, check_leftovers, check_trace
 from tests.faults.scripted import expected
-from tracewire_bus.codec import encode
+from tracewire_bus.codec import decode_plain, encode
+from tracewire_bus.fold import Fold
 from tracewire_bus.keys import FINAL_ID
 from tracewire_bus.messages import (
     Accepted,
@@ -120,6 +121,19 @@ def test_what_a_consumer_never_got_at_its_end_is_lost() -> None:
     """It follows in itself, and is not all that there is."""
     asked, stream = good()
     assert "lost" in kinds(asked, stream, stream[:5])
+
+
+def test_what_a_gap_came_to_is_compared() -> None:
+    """A consumer that read a state in place of what was trimmed must come to what the stream comes to."""
+    asked, stream = good()
+    fold = Fold()
+    for _, data in stream[:-2]:
+        fold.apply(decode_plain(data))
+    gap = f"gap start {stream[-3][0]}"
+    assert kinds(asked, stream, [(gap, encode(fold.snapshot())), *stream[-2:]]) == set()
+    saved = fold.choices[0, 0].saves["acts"]
+    saved[0], saved[1] = saved[1], saved[0]
+    assert kinds(asked, stream, [(gap, encode(fold.snapshot())), *stream[-2:]]) == {"wrong"}
 
 
 def test_other_contents_are_found() -> None:

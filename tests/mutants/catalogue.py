@@ -722,14 +722,14 @@ MUTANTS = (
         "shared-values-go-with-the-first-request",
         "        return not self._left\n",
         "        return True\n",
-        "tests/nnsight/test_shared_values.py",
+        "tests/nnsight/test_shared_values.py::test_a_value_lives_from_the_first_request_to_the_last_in_whatever_order",
     ),
     _of(
         f"{_ENGINE}/serving.py",
         "blocks-are-handed-each-others-rows",
         "            return self._pieces[mediator.row]\n",
         "            return self._pieces[-1 - mediator.row]\n",
-        "tests/engine/test_passing.py",
+        "tests/engine/test_passing.py::test_blocks_are_handed_the_rows_that_nnsight_would_narrow",
     ),
     # --- verdicts -----------------------------------------------------------------------------------------------------
     _of(
@@ -737,14 +737,14 @@ MUTANTS = (
         "a-browser-resumes-where-it-began",
         "yield encoded(*shown, self._subscription.position)",
         "yield encoded(*shown)",
-        _CHAT,
+        _CHAT + "::test_ids_are_those_of_the_bus",
     ),
     _of(
         "examples/chat_backend/conversations.py",
         "a-conversation-forgets-what-was-said",
         """return head + "".join(reversed(kept)) + said""",
         """return head + said""",
-        _CHAT,
+        _CHAT + "::test_a_message_goes_on_from_what_was_said_before",
     ),
     _of(
         "examples/demo/run.py",
@@ -786,20 +786,20 @@ MUTANTS = (
         "the-checker-misses-what-a-consumer-never-got",
         '    if missing:\n        found.append(Violation("lost", trace, f"{name} never got',
         '    if False:\n        found.append(Violation("lost", trace, f"{name} never got',
-        _CHECKER,
+        _CHECKER + "::test_what_a_consumer_never_got_at_its_end_is_lost",
     ),
     _of(
         "tests/faults/checker.py",
         "the-checker-does-not-compare-digests",
         "        if folded(entries).digest() != fold.digest():\n",
         "        if False:\n",
-        _CHECKER,
+        _CHECKER + "::test_what_a_gap_came_to_is_compared",
     ),
     _of(
         "tests/faults/checker.py",
         "the-checker-misses-a-dropped-change",
         "asked.steered - set(told)",
         "set()",
-        _CHECKER,
+        _CHECKER + "::test_changes_are_told_of_once",
     ),
 )

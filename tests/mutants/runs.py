@@ -208,6 +208,6 @@ def run_all(
         problems = list(pool.map(lambda part: run_unmutated(part, engine=False) if part else "", parts))
     if slow:
         problems.append(run_unmutated(slow, engine=True))
-    said(f"{len(quick) + len(slow)} tests pass without any mutation" if not any(problems) else "tests fail unmutated")
+    said("\n".join(filter(None, problems)) or f"{len(quick) + len(slow)} tests pass without any mutation")
     found = run_mutants(mutants, jobs=jobs, said=said)
     return found, [problem for problem in (*problems, *(one.problem for one in found.values())) if problem]
