@@ -578,7 +578,6 @@ MUTANTS = (
         "call_later(opened.left_s, self._end,",
         "call_later(opened.left_s + 1e6, self._end,",
         _OUTPUTS + "::test_a_trace_past_its_deadline_is_ended_by_its_engine",
-        hangs=True,
     ),
     _of(
         f"{_ENGINE}/adapter.py",
@@ -597,10 +596,16 @@ MUTANTS = (
     _of(
         f"{_ENGINE}/adapter.py",
         "a-leaving-adapter-keeps-what-it-took",
-        """await self._bus.queue.put_back(model, engine, f"engine {engine} was shut down", lost=False)""",
+        "await self._bus.queue.put_back(model, engine, why, lost=False, which=which)",
         "pass",
         _LOSS + "::test_an_engine_that_is_shut_down_hands_over",
-        hangs=True,
+    ),
+    _of(
+        f"{_ENGINE}/adapter.py",
+        "nobody-hears-that-a-trace-waits-again",
+        "            await self._bus.records.wait(which, why)\n",
+        "",
+        _LOSS + "::test_an_engine_that_leaves_tells_that_its_traces_wait",
     ),
     _of(
         f"{_ENGINE}/adapter.py",
@@ -608,7 +613,6 @@ MUTANTS = (
         "problems = [problem for name in names for problem in check_block(self._tree, block.source, name)]",
         "problems = []",
         _OUTPUTS + "::test_a_block_with_a_path_that_there_is_not_is_refused_whoever_sent_it",
-        hangs=True,
     ),
     _of(
         f"{_ENGINE}/retention.py",
@@ -616,7 +620,6 @@ MUTANTS = (
         "        beyond = 0 < self._events < tally.events or 0 < self._nbytes < tally.nbytes\n",
         "        beyond = False\n",
         "tests/faults/test_retention.py::test_a_consumer_is_killed_and_another_process_goes_on_from_its_last_id",
-        hangs=True,
     ),
     # --- the worker ---------------------------------------------------------------------------------------------------
     _of(
