@@ -171,6 +171,23 @@ class DeclaredIntervention(Message, tag_field="do"):
       and `.input` is its first input. A `*` stands for any one step of the path.
     """
 
+    def __repr__(self) -> str:
+        shown = ((field, getattr(self, field.name)) for field in msgspec.structs.fields(self))
+        parts = [f"{field.name}={_brief(value)}" for field, value in shown if value is not field.default]
+        return f"{type(self).__name__}({', '.join(parts)})"
+
+
+def _brief(value: Any) -> str:
+    """A field's value: an array, or a list of numbers, by what it is and not by what it holds."""
+    shape = getattr(value, "shape", None)
+    if shape:
+        return f"<{str(value.dtype).removeprefix('torch.')} {list(shape)}>"
+    if isinstance(value, msgspec.msgpack.Ext):
+        return f"<array of {memoryview(value.data).nbytes} bytes>"
+    if isinstance(value, list | tuple) and len(value) > 8:
+        return f"<{type(value).__name__} of {len(value)}>"
+    return repr(value)
+
 
 class Probe(DeclaredIntervention, tag="probe"):
     """Reads the values at a location, reduces them, and saves one item a step in the list `name`.

@@ -12,13 +12,14 @@ from __future__ import annotations
 import ast
 import difflib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Final, TypeAlias, overload
+from functools import lru_cache
+from typing import Any, Final, TypeAlias, overload
 
 from .messages import EngineInfo
 
-__all__ = ["ModuleNode", "ModuleTree", "PathProblem", "UnknownModule", "check_block"]
+__all__ = ["ModuleNode", "ModuleTree", "PathProblem", "UnknownModule", "check_block", "index_names"]
 
 #: What nnsight lets a block read or call on any module, besides the module's own attributes.
 MODULE_WORDS: Final = frozenset(
@@ -73,7 +74,7 @@ class ModuleTree:
         #: The only locations that an engine with CUDA graphs serves; empty if it serves all.
         self.taps = frozenset(info.taps)
         #: What `check_block` found in the blocks that it has seen: services send the same ones again and again.
-        self.checked: dict[tuple[str, str], list[PathProblem]] = {}
+        self.checked: dict[tuple[Any, ...], list[PathProblem]] = {}
         #: Likewise, digests of the interventions that `declared.check_encoded` has found no fault with.
         self.fitting: set[bytes] = set()
         self._classes = {module.path: module.cls for module in info.modules} or {"": "Module"}
@@ -348,31 +349,71 @@ def _fill(shape: str, numbers: list[str]) -> str:
 _Step: TypeAlias = tuple[str | int, ast.expr]
 
 
-def check_block(tree: ModuleTree, source: str, model_name: str) -> list[PathProblem]:
+def index_names(source: str) -> frozenset[str]:
+    """The names that a block's source uses as an index or a layer, and binds nowhere itself."""
+    if len(source) > _LONG:
+        return frozenset()
+    return _index_names(source)
+
+
+@lru_cache(maxsize=512)
+def _index_names(source: str) -> frozenset[str]:
+    try:
+        module = ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return frozenset()
+    used: set[str] = set()
+    bound: set[str] = set()
+    for node in ast.walk(module):
+        match node:
+            case ast.Subscript(slice=index) | ast.Call(func=ast.Attribute(attr="residual"), args=[index]):
+                index = index.operand if isinstance(index, ast.UnaryOp) else index
+                if isinstance(index, ast.Name):
+                    used.add(index.id)
+        match node:
+            case ast.Name(id=name, ctx=ast.Store() | ast.Del()) | ast.arg(arg=name):
+                bound.add(name)
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                bound.add(name)
+            case ast.alias(name=name, asname=other):
+                bound.add(other or name.partition(".")[0])
+            case ast.ExceptHandler(name=str(name)) | ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)):
+                bound.add(name)
+            case ast.MatchMapping(rest=str(name)):
+                bound.add(name)
+    return frozenset(used - bound)
+
+
+def check_block(
+    tree: ModuleTree, source: str, model_name: str, indices: tuple[tuple[str, int], ...] = ()
+) -> list[PathProblem]:
     """Every literal path in `source` from the variable `model_name` that leads to no module and no readable name.
 
     A chain of attributes and constant indices is followed as long as it goes through modules; a slice, a computed
     index, a call or an attribute that is no module ends the check of that chain, and `model.get("a.path")` and
     `model.residual(3)` are checked too. What stands in a `try` with handlers is not: there, a block may be finding
-    out. Nor is anything where `model_name` is bound anew. A source that does not parse, or nests
+    out. Nor is anything where `model_name` is bound anew. `indices` are values of `index_names`, which are followed as
+    constants are. A source that does not parse, or nests
     too deep to be walked, has no problems here.
     """
     if len(source) > _LONG:
-        return _check_block(tree, source, model_name)
-    known = tree.checked.get((source, model_name))
+        return _check_block(tree, source, model_name, indices)
+    known = tree.checked.get((source, model_name, indices))
     if known is None:
         if len(tree.checked) >= _REMEMBERED:
             tree.checked.clear()
-        known = tree.checked[source, model_name] = _check_block(tree, source, model_name)
+        known = tree.checked[source, model_name, indices] = _check_block(tree, source, model_name, indices)
     return known
 
 
-def _check_block(tree: ModuleTree, source: str, model_name: str) -> list[PathProblem]:
+def _check_block(
+    tree: ModuleTree, source: str, model_name: str, indices: tuple[tuple[str, int], ...]
+) -> list[PathProblem]:
     try:
         module = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return []
-    checker = _Checker(tree, model_name)
+    checker = _Checker(tree, model_name, dict(indices))
     try:
         if not any(checker.binds(node) for node in _own_scope(module)):
             checker.visit(module)
@@ -395,8 +436,9 @@ def _own_scope(node: ast.AST) -> Iterator[ast.AST]:
 class _Checker(ast.NodeVisitor):
     """Follows each chain from the model's name."""
 
-    def __init__(self, tree: ModuleTree, model_name: str) -> None:
+    def __init__(self, tree: ModuleTree, model_name: str, indices: Mapping[str, int]) -> None:
         self._tree = tree
+        self._indices = indices
         self._name = model_name
         self.problems: list[PathProblem] = []
 
@@ -485,7 +527,7 @@ class _Checker(ast.NodeVisitor):
                     return
                 case ast.Attribute(ctx=ast.Load()):
                     path_or_none = self._through(path, [(link.attr, link)])
-                case ast.Subscript(ctx=ast.Load()) if (key := _constant(link.slice)) is not None:
+                case ast.Subscript(ctx=ast.Load()) if (key := self._constant(link.slice)) is not None:
                     path_or_none = self._through(path, [(key, link)])
                 case ast.Call(func=ast.Attribute(attr="get")) if self._literal(link) is not None:
                     continue
@@ -525,12 +567,26 @@ class _Checker(ast.NodeVisitor):
         count = self._tree.layer_count
         if len(call.args) != 1 or call.keywords or not count:
             return
-        layer = _constant(call.args[0])
+        layer = self._constant(call.args[0])
         if isinstance(layer, int) and not -count <= layer < count:
             nearest = f"residual({count - 1 if layer > 0 else -count})"
             self.problems.append(PathProblem(f"residual({layer})", call.lineno, call.col_offset, nearest))
         elif isinstance(layer, int):
             self._served(f"{self._tree.layers}.{layer % count}.output", call)
+
+    def _constant(self, node: ast.expr) -> str | int | None:
+        """A constant index: an int, its negative, or a str."""
+        match node:
+            case ast.Constant(value=bool()):
+                return None
+            case ast.Constant(value=int() | str() as value):
+                return value
+            case ast.Name(id=name):
+                return self._indices.get(name)
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                index = self._constant(operand)
+                return -index if isinstance(index, int) else None
+        return None
 
     def _problem(self, path: str, node: ast.expr) -> None:
         line, column = node.end_lineno or node.lineno, node.end_col_offset or node.col_offset
@@ -539,15 +595,3 @@ class _Checker(ast.NodeVisitor):
         elif isinstance(node, ast.Subscript):
             line, column = node.slice.lineno, node.slice.col_offset
         self.problems.append(PathProblem(path, line, column, self._tree.nearest(path)))
-
-
-def _constant(node: ast.expr) -> str | int | None:
-    """A constant index: an int, its negative, or a str."""
-    match node:
-        case ast.Constant(value=bool()):
-            return None
-        case ast.Constant(value=int() | str() as value):
-            return value
-        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() as value)):
-            return -value
-    return None

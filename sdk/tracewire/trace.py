@@ -22,6 +22,7 @@ from tracewire_bus.messages import NO_MEDIA, Submission
 from tracewire_bus.records import TraceElsewhere, TraceEnded
 from tracewire_bus.streams import BusFull as NoMemory
 from tracewire_bus.streams import BusUnavailable, EntryTooLarge, QueueFull
+from tracewire_bus.values import unpack
 
 from .errors import (
     BusFull,
@@ -65,11 +66,17 @@ def check_paths(block: Block, model: Model) -> None:
         UnknownModulePath: for the first such path.
         TraceRejected: a path that the model's engines do not serve.
     """
-    from tracewire_bus.tree import check_block
+    from tracewire_bus.tree import check_block, index_names
 
     names = [block.parameters[0], *(name for name, path in block.paths.items() if not path)]
     # Any engine of the model may run it.
-    problems = (problem for tree in model.trees for name in names for problem in check_block(tree, block.source, name))
+    indices: tuple[tuple[str, int], ...] = ()
+    if layers := index_names(block.source):
+        values = unpack(block.variables)
+        indices = tuple((name, values[name]) for name in sorted(layers) if type(values.get(name)) is int)
+    problems = (
+        problem for tree in model.trees for name in names for problem in check_block(tree, block.source, name, indices)
+    )
     for problem in problems:
         filename, line = block.filename, block.first_line + problem.line - 1
         source = block.source.splitlines()[problem.line - 1].strip()

@@ -20,7 +20,7 @@ from tracewire_engine import edits as module
 from tracewire_engine.edits import Standing
 from tracewire_engine.engine import Rejection
 from tracewire_engine.link import FinishRecord
-from tracewire_engine.plain_requests import EditedClient, PlainRequests
+from tracewire_engine.plain_requests import EditedClient, PlainRequests, _asked
 from tracewire_engine.reports import Reports
 
 _NO_DELTAS = msgspec.Raw(msgspec.msgpack.encode([]))
@@ -206,3 +206,12 @@ async def test_what_a_plain_client_may_not_bring(bus: Bus, extra: dict[str, Any]
     with pytest.raises(ValueError, match=message):
         EditedClient(PlayedClient(), plain).generate("hello", params, "cmpl-1")
     assert not plain.busy
+
+
+@pytest.mark.parametrize("asked", [["calm", "b"], "calm,b", " calm , b,"])
+def test_edits_are_asked_for_by_a_list_or_by_one_string(asked: Any) -> None:
+    params = SimpleNamespace(extra_args={"tracewire_edits": asked, "other": 1})
+    params.clone = lambda: SimpleNamespace(extra_args=params.extra_args)
+    names, left = _asked(params)
+    assert names == ["calm", "b"]
+    assert left.extra_args == {"other": 1}

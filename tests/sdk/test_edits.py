@@ -181,3 +181,46 @@ async def test_the_command_installs_lists_and_removes(
         assert await command("edits", "remove", "tiny", "norms", *where) == 1
         assert "there is no edit 'norms'" in capsys.readouterr().err
     assert await edits.list() == []
+
+
+@tracewire.intervention
+def reads_layer(model, tracer, live, layer=2, module=0):
+    norms = [].save()
+    for step in tracer.iter[:]:
+        norms.append(model.residual(layer).output[-1].norm().item())
+        norms.append(model.model.layers[-module].output[0])
+
+
+async def test_a_layer_that_a_variable_names_is_looked_at(
+    client: Client, edits: Edits, redis_url: str, prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By `--set layer=99`, too: before it is installed, and not as saves that stay empty."""
+    async with ScriptedEngine.running(redis_url, prefix, tiny, engine_info("tiny", "e", **FOLLOWS)):
+        with pytest.raises(tracewire.UnknownModulePath, match=r"'residual\(99\)'; the nearest .* 'residual\(3\)'"):
+            await edits.install("a", reads_layer(layer=99))
+        with pytest.raises(tracewire.UnknownModulePath, match=r"model\.layers\.-77") as caught:
+            await client.trace("tiny", "hello", reads_layer(module=77)).start()
+        assert caught.value.filename == __file__
+        await edits.install("a", reads_layer(layer=-1))
+        assert await edits.list()
+        file = tmp_path / "edit.py"
+        file.write_text(
+            "import tracewire\n@tracewire.intervention\ndef watch(model, tracer, live, layer=2):\n"
+            "    x = model.residual(layer).output.save()\n"
+        )
+        arguments = ["edits", "install", "tiny", "b", str(file), "--url", redis_url, "--prefix", prefix]
+        assert await anyio.to_thread.run_sync(cli.main, [*arguments, "--set", "layer=99"]) != 0
+        assert "residual(99)" in capsys.readouterr().err
+        assert [edit.name for edit in await edits.list()] == ["a"]
+
+
+async def test_a_printed_edit_is_short(edits: Edits, redis_url: str, prefix: str) -> None:
+    steer = tracewire.Steer("residual(2)", np.ones(8, np.float32), scale=2.0)
+    assert repr(steer) == "Steer(at='residual(2)', vector=<float32 [8]>, scale=2.0)"
+    async with ScriptedEngine.running(redis_url, prefix, tiny, engine_info("tiny", "e", **FOLLOWS)):
+        edit = await edits.install("a", interventions=[steer, Probe("p", "residual(1)", weight=[1.0] * 8)])
+    assert "Steer(at='residual(2)', vector=<float32 [8]>" in repr(edit)
+    assert len(repr(edit)) < 500
+    assert (
+        repr(Probe("p", "residual(1)", weight=[1.0] * 64)) == "Probe(name='p', at='residual(1)', weight=<list of 64>)"
+    )
