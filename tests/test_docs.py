@@ -8,12 +8,15 @@ import importlib.util
 import inspect
 import re
 import shlex
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import tracewire
+from tests.documented import RUN_BY, RUN_BY_NONE
+from tests.documented import commands as documented
 from tracewire.cli import _parser
 
 ROOT = Path(__file__).parents[1]
@@ -166,3 +169,57 @@ def test_links_lead_somewhere(page: Path) -> None:
         if anchor:
             headings = re.findall(r"^#+ (.*)$", there.read_text(), re.MULTILINE)
             assert anchor in [re.sub(r"[^\w\- ]", "", one.lower()).replace(" ", "-") for one in headings], target
+
+
+def longest_start(command: str) -> str:
+    """The entry of the tables that a command falls under, or an empty text."""
+    starts = [start for start in (*RUN_BY, *RUN_BY_NONE) if command.startswith(start)]
+    return max(starts, key=len, default="")
+
+
+@each_page
+def test_each_command_is_run_by_a_test_or_it_is_said_why_not(page: Path) -> None:
+    for command in documented(page.read_text()):
+        start = longest_start(command)
+        assert start, f"no test runs {command!r}: add it to tests/documented.py, with the test or the reason"
+        if start in RUN_BY_NONE:
+            print(f"no test runs {command!r}: {RUN_BY_NONE[start]}")
+
+
+def test_each_command_of_the_table_is_in_the_pages_and_its_test_is_there() -> None:
+    used = {longest_start(command) for page in PAGES for command in documented(page.read_text())}
+    assert {*RUN_BY, *RUN_BY_NONE} - used == set()
+    assert not RUN_BY.keys() & RUN_BY_NONE.keys()
+    for start, test in RUN_BY.items():
+        if not test:
+            assert start.startswith("python -m pytest tests/")
+            continue
+        path, _, name = test.partition("::")
+        source = (ROOT / path).read_text()
+        assert name == "*" or re.search(rf"^(async )?def {name}\(", source, re.MULTILINE), test
+
+
+def test_a_command_that_no_test_runs_is_found() -> None:
+    text = "```\nexport A=b\nX=$(curl -s there | jq -r .id)\nfrobnicate --hard  # at night\n```\n"
+    text += "\n    python -m \\\n        this &\n"
+    assert list(documented(text)) == ["curl -s there | jq -r .id", "frobnicate --hard", "python -m this"]
+    assert longest_start("frobnicate --hard") == ""
+    assert longest_start("python -m benchmarks.bus --rate 300 --sweep --seconds 6").endswith("--sweep")
+
+
+@pytest.mark.parametrize(
+    ("target", "runs"),
+    [
+        ("demo", "examples/demo/run.py"),
+        ("demo JSON=1", "examples/demo/run.py --json"),
+        ("test", '-m pytest -q -m "not full"'),
+        ("test-full", "-m pytest -q"),
+        ("test-engineless", '-m pytest -q -m "not full and not engine"'),
+        ("bench", "-m benchmarks.blobs"),
+        ('faults JSON=1 ARGS="--trials 3"', "-m tests.faults.harness --json --trials 3"),
+    ],
+)
+def test_what_make_runs(target: str, runs: str) -> None:
+    command = ["make", "--dry-run", "--no-print-directory", *shlex.split(target)]
+    said = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    assert said.rstrip().endswith(f"/python {runs}"), said

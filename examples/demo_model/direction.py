@@ -88,20 +88,21 @@ async def score(client: Any, model: Any, prompts: list[str], block: Any) -> tupl
     return [scorer(text) for text in texts], texts
 
 
-def documents_by_kind() -> tuple[list[str], list[str]]:
-    """The first characters of training documents of each kind, evenly spread over the corpus."""
+def documents_by_kind(count: int) -> tuple[list[str], list[str]]:
+    """The first characters of `count` training documents of each kind, evenly spread over the corpus."""
     documents, _ = read_corpus(Path(sysconfig.get_paths()["stdlib"]))
     chosen = []
     for kind in ("code", "prose"):
         texts = [text[: 8 * LENGTH] for text in texts_of(documents, kind, held_out=False) if len(text) > 4 * LENGTH]
-        chosen.append(texts[:: max(1, len(texts) // DOCUMENTS)][:DOCUMENTS])
+        chosen.append(texts[:: max(1, len(texts) // count)][:count])
     return chosen[0], chosen[1]
 
 
-async def run(url: str) -> None:
-    """Compute, write and measure the direction."""
-    code, prose = documents_by_kind()
+async def run(url: str, out: Path, documents: int, share: int) -> None:
+    """Compute, write and measure the direction, by every `share`-th prompt."""
+    code, prose = documents_by_kind(documents)
     prompts = [json.loads(line) for line in (HERE / "prompts.txt").read_text().splitlines() if line.strip()]
+    prompts = prompts[: len(prompts) // 2][::share] + prompts[len(prompts) // 2 :][::share]
     async with tracewire.connect(url) as client:
         model = await client.model("demo", wait_for_engine=120)
         code_mean, code_norm = await means(client, model, code)
@@ -109,14 +110,14 @@ async def run(url: str) -> None:
         difference = (code_mean - prose_mean).astype(np.float32)
         distance = float(np.linalg.norm(difference))
         direction = difference / distance
-        np.save(HERE / "direction.npy", direction)
+        np.save(out / "direction.npy", direction)
 
         figures: dict[str, Any] = {
             "layer": LAYER,
             "distance": distance,
             "mean_norm": {"code": code_norm, "prose": prose_norm},
             "scale": float(max(abs(code_mean @ direction), abs(prose_mean @ direction), 2 * distance)),
-            "documents": DOCUMENTS,
+            "documents": documents,
             "prompts": len(prompts),
         }
         runs = [
@@ -137,14 +138,18 @@ async def run(url: str) -> None:
                 "sample": {"prompt": prompts[half], "text": texts[half]},
             }
             print(f"{name:14} strength {strength:7.2f}   mean code score {fmean(scores):.3f}", flush=True)
-    (HERE / "direction.json").write_text(json.dumps(figures, indent=1, ensure_ascii=False) + "\n")
+    (out / "direction.json").write_text(json.dumps(figures, indent=1, ensure_ascii=False) + "\n")
 
 
 def main() -> None:
     """Run from the command line."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--url", required=True)
-    anyio.run(run, parser.parse_args().url)
+    parser.add_argument("--out", type=Path, default=HERE, help="folder to write (default: this one)")
+    parser.add_argument("--documents", type=int, default=DOCUMENTS, help="of each kind, whose streams are averaged")
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="write after every N-th prompt only")
+    options = parser.parse_args()
+    anyio.run(run, options.url, options.out, options.documents, options.every)
 
 
 if __name__ == "__main__":

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
+import os
+import shlex
 import socket
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +30,13 @@ from examples.chat_backend.problems import of_bus
 from examples.chat_backend.settings import Bend, Settings
 from examples.chat_backend.stream import EventStream
 from tests.bus.proxy import proxy
+from tests.documented import commands as documented
 from tests.scripted import Script, ScriptedEngine, Stage, engine_info
 from tracewire_bus.embedded import EmbeddedServer
 from tracewire_bus.messages import Failure
 from tracewire_bus.streams import FINAL_ID, Bus
+
+ROOT = Path(__file__).parents[2]
 
 #: Nothing here takes longer; a test that would hang fails instead.
 PATIENCE = 20
@@ -552,6 +561,102 @@ async def test_a_reader_that_leaves_amid_a_burst_is_noticed_at_once(
         subscription = client.subscribe(trace.id)
         await EventStream(subscription, settings, set())({"type": "http", "asgi": {}}, receive, send)
     assert sent <= 7
+
+
+# --- as its page says ------------------------------------------------------------------------------------------------
+
+
+async def test_the_requests_of_its_page(settings: Settings, engine: Callable[..., Any]) -> None:
+    """Each `curl` of the page, in its order, on an answer that is written until it is cancelled."""
+    page = (ROOT / "examples" / "chat_backend" / "README.md").read_text()
+    curls = [line for line in documented(page) if line.startswith("curl ")]
+    assert len(curls) == 8
+    answers: list[Any] = []
+    seen: list[Seen] = []
+
+    async def script(stage: Stage) -> None:
+        await stage.accept()
+        for _ in range(8):
+            await stage.save(" word", {"meter": 0.0})
+        while True:
+            await stage.steered()
+            await stage.save(" bent", {"meter": stage.live["alpha"]})
+
+    async with serving(settings) as http, engine(script), anyio.create_task_group() as group:
+        for number, curl in enumerate(curls):
+            conversation = answers[0]["id"] if answers else ""
+            line = (
+                curl.replace("$C", conversation).replace('"$H"', "'Content-Type: application/json'").partition(" | ")[0]
+            )
+            parser = argparse.ArgumentParser()
+            for flag in ("-s", "-N"):
+                parser.add_argument(flag, action="store_true")
+            parser.add_argument("-H", action="append", default=[])
+            parser.add_argument("-d")
+            parser.add_argument("-X")
+            parser.add_argument("url")
+            asked = parser.parse_args(shlex.split(line)[1:])
+            path = asked.url.removeprefix("localhost:8000")
+            headers = dict(header.split(": ", 1) for header in asked.H)
+            if asked.N:
+                follow = partial(all_of, http, path, headers.get("Last-Event-ID"))
+                if number < 5:
+
+                    async def watch(follow: Callable[[], Any] = follow) -> None:
+                        seen.extend(await follow())
+
+                    group.start_soon(watch)
+                else:
+                    answers.append(await follow())
+                continue
+            method = asked.X or ("POST" if asked.d else "GET")
+            response = await http.request(method, path, headers=headers, content=asked.d)
+            assert response.is_success, (line, response.text)
+            answers.append(response.json())
+    opened_, told, first, second, cancelled, rest, whole = answers
+    assert told["answer"] == 0
+    assert told["stream"].startswith(f"/conversations/{opened_['id']}/stream")
+    assert (first["version"], second["version"], cancelled) == (1, 2, {"cancelled": True})
+    # The first reader saw all of it; the second what came after the event that it named.
+    assert names(seen)[0] == "accepted"
+    assert [event.data["values"] for event in seen if event.name == "steered"][-1] == {"alpha": 0.0}
+    assert seen[-1].data["status"] == "cancelled"
+    assert rest == seen[[event.id for event in seen].index("1-7") + 1 :]
+    assert whole["id"] == opened_["id"]
+
+
+async def test_the_service_as_uvicorn_starts_it(embedded: str, prefix: str, tmp_path: Path) -> None:
+    """The page's command, with a port of its own and two workers."""
+    page = (ROOT / "examples" / "chat_backend" / "README.md").read_text()
+    (command,) = (line for line in documented(page) if line.startswith("uvicorn "))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = [*shlex.split(command.replace("--workers 4", "--workers 2"))[1:], "--port", str(port)]
+    log = tmp_path / "log"
+    with log.open("wb") as out:
+        process = subprocess.Popen(  # noqa: ASYNC220
+            [sys.executable, "-m", "uvicorn", *words],
+            cwd=ROOT,
+            stdout=out,
+            stderr=out,
+            env={**os.environ, "TRACEWIRE_URL": embedded, "CHAT_PREFIX": prefix, "CHAT_MODEL": "tiny"},
+        )
+    try:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE) as http:
+            with anyio.fail_after(60):
+                while True:
+                    assert process.poll() is None, log.read_text()
+                    with suppress(httpx.ConnectError):
+                        page = (await http.get("/")).text
+                        break
+                    await anyio.sleep(0.05)
+            assert "<html" in page
+            conversation = await opened(http, alpha=1.0)
+            assert (await http.get(f"/conversations/{conversation}")).json()["id"] == conversation
+    finally:
+        process.terminate()
+        await anyio.to_thread.run_sync(process.wait, 30)
 
 
 # --- bending ----------------------------------------------------------------------------------------------------------

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import signal
+import socket
+import subprocess
+import sys
 from collections.abc import AsyncIterator
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import anyio
 import httpx
+import psutil
 import pytest
 
 import tracewire
@@ -14,6 +21,8 @@ from examples.chat_backend.settings import Settings
 from examples.demo_model.score import CodeScore
 
 from .test_chat_backend import Seen, following, opened, said, serving, steered, text
+
+ROOT = Path(__file__).parents[2]
 
 #: Prose, which greedy decoding never leaves by itself.
 PROMPT = "This module provides"
@@ -23,6 +32,44 @@ ALPHA = 3.0
 TOKENS = 512
 #: How many tokens are read before the answer is bent.
 BEFORE = 12
+
+
+@pytest.mark.usefixtures("starts_engine")
+@pytest.mark.full
+async def test_the_try_out(tmp_path: Path) -> None:
+    """`python -m examples.chat_backend`: a Redis, an engine and the service; Ctrl-C ends all three."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "examples.chat_backend", "--port", str(port)]
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=log, text=True)  # noqa: ASYNC220
+    try:
+        assert process.stdout is not None
+        said_ = await anyio.to_thread.run_sync(lambda: [process.stdout.readline() for _ in range(3)])  # type: ignore[union-attr]
+        assert [line.partition(":")[0] for line in said_] == ["bus", "engine", "service"], said_
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as http:
+            with anyio.fail_after(60):
+                while True:
+                    with suppress(httpx.ConnectError):
+                        await http.get("/")
+                        break
+                    await anyio.sleep(0.05)
+            told = await said(http, await opened(http, temperature=0.0, max_tokens=16), PROMPT)
+            async with following(http, told["stream"]) as events:
+                seen = await events.rest()
+        assert seen[-1].data["status"] == "finished"
+        assert sum(one["count"] for one in tokens(seen)) == seen[-1].data["usage"]["completion_tokens"] > 0
+        below = psutil.Process(process.pid).children(recursive=True)
+        assert below
+        process.send_signal(signal.SIGINT)
+        assert await anyio.to_thread.run_sync(process.wait, 60) == 0
+        assert psutil.wait_procs(below, timeout=10)[1] == []
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            await anyio.to_thread.run_sync(process.wait, 60)
+    assert "socket.send() raised" not in (tmp_path / "log").read_text()
 
 
 @pytest.fixture

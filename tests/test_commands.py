@@ -1,0 +1,60 @@
+"""Commands of the pages that no other test runs, in small, and what they come to."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.engine_process import EngineProcess
+
+ROOT = Path(__file__).parents[1]
+
+
+def last_line(*command: str) -> Any:
+    """What `python COMMAND`, which ends well, prints last."""
+    done = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, check=False, cwd=ROOT, timeout=500
+    )
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_soak() -> None:
+    sizes = ("--traces", "30", "--at-once", "10", "--consumers", "2", "--tokens", "4", "--rate", "50")
+    said = last_line("-m", "tests.faults.soak", *sizes, "--retention", "1", "--every", "0.2")
+    assert (said["traces"], said["tokens"], said["lost"], said["wrong"]) == (30, 120, 0, [])
+    assert said["left_on_the_queue"] == 0
+    assert said["samples"] > 0
+    assert all(value["rss_mib"] is None or min(value["rss_mib"]) > 0 for value in said["memory"].values())
+
+
+@pytest.mark.full
+def test_recovery() -> None:
+    said = last_line("-m", "tests.faults.harness", "--recovery", "1")
+    assert said
+    assert all(number > 0 for kind in said.values() for number in kind.values()), said
+
+
+@pytest.mark.full
+def test_the_direction_is_found_again(engine: EngineProcess, engine_bus: str, tmp_path: Path) -> None:
+    """By an eighth of the documents and a few prompts: about where the one that ships points."""
+    example = ROOT / "examples" / "demo_model"
+    sizes = ("--documents", "8", "--every", "5", "--out", str(tmp_path))
+    command = [sys.executable, str(example / "direction.py"), "--url", engine_bus, *sizes]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=500)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert len(done.stdout.splitlines()) == 3
+    found, shipped = np.load(tmp_path / "direction.npy"), np.load(example / "direction.npy")
+    assert np.linalg.norm(found) == pytest.approx(1, abs=1e-3)
+    assert found @ shipped > 0.7
+    figures = json.loads((tmp_path / "direction.json").read_text())
+    assert (figures["documents"], figures["prompts"]) == (8, 10)
+    assert figures["distance"] > 0
+    scores = [figures[name]["mean_score"] for name in ("towards_prose", "unsteered", "towards_code")]
+    assert 0 < scores[0] < scores[2] <= 1
