@@ -172,6 +172,20 @@ class ArrayRef:
             raise RuntimeError(f"{self!r} was decoded apart from a client, which alone knows where to load it from")
         return await self._load(self)
 
+    def __array__(self, *_: Any, **__: Any) -> NoReturn:
+        raise TypeError(self._elsewhere())
+
+    def __getattr__(self, name: str) -> NoReturn:
+        what = f" has no {name!r}" if name.startswith("_") else f": {self._elsewhere()}"
+        raise AttributeError(f"{type(self).__name__}{what}")
+
+    def _elsewhere(self) -> str:
+        where = f" saved as {self.name!r}" if self.name else ""
+        return (
+            f"this array of {self.nbytes} bytes{where} is a reference, whose values are still to be loaded: "
+            "await its load(), or tracewire.load(value) for all in a value"
+        )
+
     def __eq__(self, other: object) -> bool:
         return self.digest == other.digest if isinstance(other, ArrayRef) else NotImplemented
 

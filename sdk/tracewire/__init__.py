@@ -78,6 +78,7 @@ from .errors import (
     VersionConflict,
 )
 from .events import Accepted, Change, Event, Final, Gap, Output, Paused, Restarted, Resumed, Shared, Steered, Waiting
+from .large import load
 from .model import Model, ModelInfo
 from .state import Choice, Invoke, Result, State
 from .trace import Subscription, Trace
@@ -167,5 +168,6 @@ __all__ = [
     "connect",
     "digest",
     "intervention",
+    "load",
     "save",
 ]

@@ -332,7 +332,7 @@ def _line(event: Event) -> str:
 def _short(value: Any) -> str:
     shape = getattr(value, "shape", None)
     if shape:
-        return f"{value.dtype.name}{list(shape)}"
+        return f"{getattr(value.dtype, 'name', value.dtype)}{list(shape)}"
     if isinstance(value, list):
         return f"[{', '.join(_short(item) for item in value[:8])}{', ...' if len(value) > 8 else ''}]"
     if isinstance(value, dict):

@@ -12,7 +12,7 @@ import msgspec
 
 from tracewire_bus.blobs import THRESHOLD_BYTES, BlobMissing
 from tracewire_bus.messages import NO_MEDIA
-from tracewire_bus.values import ArrayRef, pack, unpack
+from tracewire_bus.values import ArrayRef, array_of, is_array, pack, unpack
 
 from .errors import ValueMissing, bus_errors
 
@@ -22,7 +22,39 @@ if TYPE_CHECKING:
     from tracewire_bus.messages import Block, Submission
     from tracewire_bus.streams import Bus
 
-__all__ = ["LargeValues", "without_large"]
+__all__ = ["LargeValues", "load", "without_large"]
+
+
+async def load(value: Any, *, exact: bool = False) -> Any:
+    """`value`, such as `result.saves` or `output.delta`, with arrays that NumPy computes with as one expects.
+
+        saves = await tracewire.load(result.saves)
+        saves["acts"][0].mean()
+
+    Every [`ArrayRef`][tracewire.ArrayRef] in it is downloaded, one after the other, and checked against its digest;
+    whether an array came as a reference is the engine's choice, by its size. Arrays of bfloat16 and of the 8-bit floats
+    become float32 arrays of the same values: NumPy sums those types in their own precision, and saves them without
+    their dtype. With `exact`, arrays keep the dtype that the engine saved, by which digests are compared.
+
+    Lists, tuples and dicts are new; `value` is left as it was. A tuple subclass becomes a tuple.
+
+    Raises:
+        ValueMissing: a reference's array has expired, or is not whole any more.
+        BusRefused: Redis refuses.
+        ClientClosed: the client that read the reference is closed.
+    """
+    if isinstance(value, ArrayRef):
+        value = await value.load()
+    elif isinstance(value, dict):
+        return {key: await load(item, exact=exact) for key, item in value.items()}
+    elif isinstance(value, list):
+        return [await load(item, exact=exact) for item in value]
+    elif isinstance(value, tuple):
+        return tuple([await load(item, exact=exact) for item in value])
+    if exact or not is_array(value):
+        return value
+    array = array_of(value)
+    return array.astype("float32") if array.dtype.name.startswith(("bfloat16", "float8")) else value
 
 
 class LargeValues:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -58,6 +60,45 @@ async def test_references_fold_verify_and_load(client: Client, engine: Any) -> N
         assert np.array_equal(loaded, LARGE + number)
         assert not loaded.flags.writeable
     assert np.array_equal(await state.saves["acts"][2].load(), LARGE + 2)
+
+
+async def test_one_call_makes_arrays_of_whatever_came(client: Client, engine: Any) -> None:
+    """References and arrays alike, and those that NumPy computes wrong with as float32."""
+    rng = np.random.default_rng(3)
+    narrow = [rng.random(4096).astype(getattr(ml_dtypes, name)) for name in ("bfloat16", "float8_e4m3fn")]
+
+    async def script(stage: Stage) -> None:
+        await stage.accept()
+        large = await stage.store(LARGE.astype(ml_dtypes.bfloat16), "acts")
+        await stage.save("x", {"acts": {"all": (large, LARGE[0]), 1: [large]}, "narrow": narrow, "text": "a", "n": {3}})
+        await stage.final()
+
+    async with engine(script), client.trace("tiny", "hello") as trace:
+        result = await trace.result()
+        saves = await tracewire.load(result.saves)
+        exact = await tracewire.load(result.saves["acts"][0], exact=True)
+    assert isinstance(result.saves["acts"][0]["all"][0], ArrayRef)
+    whole, row = saves["acts"][0]["all"]
+    assert whole.dtype == row.dtype == np.float32
+    assert np.array_equal(whole, LARGE.astype(ml_dtypes.bfloat16).astype(np.float32))
+    assert np.array_equal(saves["acts"][0][1][0], whole)
+    assert exact["all"][0].dtype == ml_dtypes.bfloat16
+    assert digest(exact["all"][0]) == result.saves["acts"][0]["all"][0].digest
+    (given,) = saves["narrow"]
+    assert [one.dtype for one in given] == [np.float32, np.float32]
+    assert abs(given[0].mean() - 0.5) < 0.02
+    assert (saves["text"], saves["n"]) == (["a"], [{3}])
+
+
+async def test_a_reference_that_is_used_as_an_array_says_how_to_load_it(client: Client, engine: Any) -> None:
+    async with engine(saves_large), client.trace("tiny", "hello") as trace:
+        ref = (await trace.result()).saves["acts"][0]
+    with pytest.raises(AttributeError, match=r"saved as 'acts' is a reference.*tracewire\.load\(value\)"):
+        ref.mean()
+    with pytest.raises(TypeError, match="is a reference"):
+        np.asarray(ref)
+    assert copy.copy(ref) == ref
+    assert not hasattr(ref, "tolist")
 
 
 async def test_another_client_loads_from_what_it_reads(
