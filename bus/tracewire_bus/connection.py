@@ -26,11 +26,11 @@ from contextlib import suppress
 from functools import cache
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, Protocol
-from urllib.parse import urlsplit
 
 import anyio
 import anyio.lowlevel
 
+from .addresses import parsed, redacted, unreadable
 from .scripts import with_text
 
 if TYPE_CHECKING:
@@ -191,16 +191,6 @@ class Wakeup:
                 waiter.set_result(None)
 
 
-def redacted(url: str) -> str:
-    """`url` without its password, for messages."""
-    parts = urlsplit(url)
-    user, _, host = parts.netloc.rpartition("@")
-    if ":" in user:
-        parts = parts._replace(netloc=f"{user.partition(':')[0]}:***@{host}")
-    query = re.sub(r"(?<![^&])([a-z_]*password=)[^&]*", r"\1***", parts.query)
-    return parts._replace(query=query).geturl() if "***" in parts.netloc + query else url
-
-
 class Turns:
     """Lets `count` callers through in each turn of the event loop, in their order, and anybody while there are fewer.
 
@@ -272,6 +262,7 @@ class Server:
         from redis.asyncio.connection import ConnectionPool
         from redis.asyncio.retry import Retry
         from redis.backoff import NoBackoff
+        from redis.exceptions import RedisError
 
         options = {
             # Retrying is ours: a command sent twice unseen would be refused the second time, or done twice.
@@ -287,12 +278,12 @@ class Server:
             options["socket_keepalive"] = True
         if "lib_name=" not in url and "lib_version=" not in url:
             options |= _driver()
-        # Redis-py's pool, for what it knows of URLs: it makes connections and holds none.
-        self._factory: Any = ConnectionPool.from_url(url, **options)
         try:
+            # Redis-py's pool, for what it knows of URLs: it makes connections and holds none.
+            self._factory: Any = ConnectionPool.from_url(url, **options)
             self._factory.make_connection()  # type: ignore[no-untyped-call]
-        except TypeError as error:
-            raise ValueError(f"the URL {redacted(url)} has an option that redis-py does not know: {error}") from None
+        except (TypeError, ValueError, RedisError) as error:
+            raise ValueError(_refused(url, error)) from None
 
     async def open(self, spare: Any = None) -> Any:
         """A connection to it."""
@@ -310,6 +301,20 @@ class Server:
         return True
 
 
+def _refused(url: str, error: Exception) -> str:
+    """What redis-py has against a URL, without what may be a part of a password."""
+    option = re.search(r"(?:keyword argument|Invalid value for) '(\w+)'", str(error))
+    if option is None and isinstance(error, ValueError):
+        return unreadable(url)
+    if option is None:
+        # What stands behind a colon is the value.
+        return f"the URL {redacted(url)} is refused: {str(error).partition(':')[0]}"
+    shown = redacted(url)
+    name = repr(option[1]) if re.search(rf"[?&]{option[1]}=", shown) else "its name may be a part of a password"
+    what = "an option that redis-py does not know" if isinstance(error, TypeError) else "an option with a wrong value"
+    return f"the URL {shown} has {what}: {name}"
+
+
 @cache
 def _driver() -> dict[str, Any]:
     """What connections tell Redis of us. Left to itself, redis-py reads its version from disk for each of them."""
@@ -321,7 +326,7 @@ def _driver() -> dict[str, Any]:
 
 
 def _transport(url: str) -> Transport:
-    if urlsplit(url).scheme.endswith("+sentinel"):
+    if parsed(url).scheme.endswith("+sentinel"):
         from .sentinel import Sentinels
 
         return Sentinels(url)
@@ -459,7 +464,7 @@ class Connections:
         self._alone = alone
         self._patience_s = patience_s
         self._cluster: Cluster | None = None
-        if urlsplit(url).scheme.endswith("+cluster"):
+        if parsed(url).scheme.endswith("+cluster"):
             from .cluster import Cluster
 
             self._cluster = Cluster(url)

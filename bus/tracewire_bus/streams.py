@@ -18,11 +18,11 @@ from contextlib import suppress
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
-from urllib.parse import urlsplit
 
 import anyio
 import msgspec
 
+from .addresses import parsed
 from .blobs import Blobs
 from .codec import decode_engine, digest_bytes, encode
 from .connection import (
@@ -94,7 +94,7 @@ class Bus:
     """
 
     def __init__(self, url: str, *, prefix: str, retention_s: float, patience_s: float) -> None:
-        if urlsplit(url).scheme not in _SCHEMES:
+        if parsed(url).scheme not in _SCHEMES:
             raise ValueError(
                 f"a bus's URL begins with {', '.join(f'{scheme}://' for scheme in _SCHEMES)}; got {redacted(url)!r}"
             )
@@ -141,7 +141,7 @@ class Bus:
         if self._connections_ is not None:
             raise RuntimeError("the bus is open already")
         try:
-            if urlsplit(self.url).scheme == "embedded":
+            if parsed(self.url).scheme == "embedded":
                 from .embedded import EmbeddedServer
 
                 self._server = await EmbeddedServer.start().__aenter__()

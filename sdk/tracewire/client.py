@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import anyio
 
-from tracewire_bus.connection import Turns
+from tracewire_bus.connection import Turns, redacted
 from tracewire_bus.fold import Fold
 from tracewire_bus.keys import is_text, parse_id
 from tracewire_bus.messages import Block, Declared, DeclaredIntervention, EngineInfo, Submission
@@ -270,7 +270,7 @@ class Client:
         return self._url
 
     def __repr__(self) -> str:
-        return f"<Client of {self._url}{'' if self._bus else ', closed'}>"
+        return f"<Client of {redacted(self._url)}{'' if self._bus else ', closed'}>"
 
     def _open_bus(self) -> Bus:
         if self._bus is None:
