@@ -111,6 +111,37 @@ async def test_leaving_a_trace_cancels_it_unless_it_is_detached(
     assert final.status == "cancelled"
 
 
+@pytest.mark.parametrize("canceller", ["another client", "its own service"])
+async def test_what_iterates_over_a_cancelled_trace_hears_of_it_after_the_last_output(
+    client: Client, embedded: str, prefix: str, canceller: str
+) -> None:
+    async def waits(stage: Stage) -> None:
+        await stage.accept()
+        await stage.save("one", {"x": 1})
+        await stage.save(" two", {"x": 2})
+        await anyio.sleep_forever()
+
+    texts: list[str] = []
+    async with (
+        running(embedded, prefix, waits),
+        tracewire.connect(embedded, prefix=prefix, client="other") as other,
+        client.trace(await client.model("tiny", wait_for_engine=PATIENCE), "hello") as trace,
+    ):
+        with anyio.fail_after(PATIENCE), pytest.raises(tracewire.TraceFailed) as caught:
+            async for item in trace:
+                assert isinstance(item, Output)
+                texts.append(item.text)
+                if len(texts) == 2:
+                    await (other if canceller == "another client" else client).cancel(trace.id)
+        *_, final = await events_of(other, trace.id)
+    assert texts == ["one", " two"]
+    assert caught.value.status == "cancelled"
+    assert caught.value.result is not None
+    assert caught.value.result.text == "one two"
+    assert isinstance(final, Final)
+    assert final.status == "cancelled"
+
+
 async def test_a_change_that_does_not_fit_what_was_declared_is_refused_by_name(
     client: Client, bus: Bus, registered: str
 ) -> None:

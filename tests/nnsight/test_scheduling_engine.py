@@ -8,8 +8,12 @@ requests share prefixes and are computed in chunks; traced ones are not, and lea
 
 from __future__ import annotations
 
+import os
+import tempfile
+import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -54,11 +58,16 @@ async def model(client: Client) -> Model:
 
 
 @tracewire.intervention
-def edits_by_position(model, tracer, live, amount):
-    """What it adds at the last position depends on the step: computed anew, the cache would be another."""
+def edits_by_position(model, tracer, live, amount, gate=""):
+    """What it adds at the last position depends on the step: computed anew, the cache would be another.
+
+    At step 10 it waits until there is a file `gate`, if that is named.
+    """
     streams = [].save()
     inputs = {}.save()
     for step in tracer.iter[:]:
+        while step == 10 and gate and not os.path.exists(gate):
+            time.sleep(0.005)
         model.residual(1).output[-1]
         model.model.layers[2].output[0][-1, step % 16] += amount * (1 + step % 5)
         streams.append(model.residual(5).output.clone())
@@ -91,14 +100,14 @@ def same(ours: Any, theirs: Any) -> None:
             np.testing.assert_allclose(one, other, rtol=0.05, atol=0.05 * np.abs(other).max())
 
 
-def submission(client: Client, model: Model, number: int, count: int) -> Any:
+def submission(client: Client, model: Model, number: int, count: int, gate: str = "") -> Any:
     """A trace with a block that edits, a probe and a steering vector, each different by `number`."""
     vector = np.zeros(model.info.hidden_size, np.float32)
     vector[number] = 0.5
     return client.trace(
         model,
         ids(number, 120 + number),
-        edits_by_position(amount=2.0 + number),
+        edits_by_position(amount=2.0 + number, gate=gate),
         interventions=[Probe("probed", "residual(6)", positions="all"), Steer("residual(0)", vector, positions="last")],
         max_tokens=count,
         **GREEDY,
@@ -194,14 +203,26 @@ async def test_traces_among_plain_requests_that_come_and_go(engine: Any, client:
 
 async def test_a_paused_trace_that_gave_its_blocks_up_goes_on(engine: Any, client: Client, model: Model) -> None:
     alone, _ = await outcome(client, submission(client, model, 1, 200))
-    async with submission(client, model, 1, 200) as trace:
+    before = (await counts(engine))["preemptions"]
+    asked, pause = anyio.Event(), engine.pause
+
+    async def asks(request: str) -> bool:
+        asked.set()
+        return await pause(request)
+
+    async with AsyncExitStack() as stack:
+        gate = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "gate"
+        stack.enter_context(pytest.MonkeyPatch.context()).setattr(engine, "pause", asks)
+        trace = await stack.enter_async_context(submission(client, model, 1, 200, str(gate)))
         seen = 0
         async for item in trace:
             seen += len(getattr(item, "token_ids", ()))
-            if seen >= 10:
+            if seen >= 5:
                 break
         await client.pause(trace.id)
-        before = (await counts(engine))["preemptions"]
+        # It goes no further before the engine has been asked, however late that is.
+        await asked.wait()
+        gate.touch()
         with anyio.fail_after(30):
             while (await counts(engine))["paused"] == 0:  # noqa: ASYNC110
                 await anyio.sleep(0.01)
