@@ -7,6 +7,7 @@ import weakref
 from types import SimpleNamespace
 
 import torch
+from nnsight.tracing import tracer as nnsight_tracer
 
 import tracewire_engine  # noqa: F401 (before nnsight)
 from tracewire_engine import marks
@@ -32,6 +33,12 @@ def test_only_this_block_s_marks_name_its_saves() -> None:
 
 
 def test_release_forgets_all() -> None:
-    mediator = SimpleNamespace(marked={id(5): 5})
+    saved = object()
+    marks.install()
+    mediator = SimpleNamespace(marked={id(saved): saved})
+    nnsight_tracer._saves().add(id(saved))
     marks.release(mediator)
     assert not hasattr(mediator, "marked")
+    # Its id may be another object's now, which nobody has saved.
+    assert id(saved) not in nnsight_tracer._saves()
+    marks.release(mediator)

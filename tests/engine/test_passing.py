@@ -18,7 +18,8 @@ from tracewire_bus.messages import Append, Delete, Delta, Set
 from tracewire_bus.values import decoder, digest, encoded_digest, equal, wire
 from tracewire_engine.feed import PassingDigests
 from tracewire_engine.hosting import HostCopy, elements, encoded_late
-from tracewire_engine.runner import _encoded
+from tracewire_engine.link import Report
+from tracewire_engine.runner import TracewireRunner, _encoded
 from tracewire_engine.saves import SaveTracker
 from tracewire_engine.serving import RowBatcher
 
@@ -90,6 +91,25 @@ def test_the_final_names_the_digests_of_what_the_block_holds(seed: int) -> None:
     assert {name: known for name, (known, _) in found.items()} == {name: digest(value) for name, value in saves.items()}
     assert equal(passage.folded, saves)
     assert found["xs"][1] or seed % 2, "a list that only grew is the adapter's to know"
+
+
+def test_where_it_is_checked_the_final_names_the_digests_of_what_nnsight_collected() -> None:
+    """Whatever the tracker holds: a consumer's fold is compared with that."""
+    held, collected = {"xs": [torch.ones(2)]}, {"xs": [torch.zeros(2)]}
+    digests = []
+    for checks in (False, True):
+        worker = SimpleNamespace(
+            tracewire_check_collect=checks,
+            tracewire_blobs=None,
+            tracewire_unsent=SimpleNamespace(report=Report()),
+            _collected=lambda _: collected,
+        )
+        request = SimpleNamespace(engine_id="t0", index=0, error=None, mediator=None, saves=lambda: held)
+        traced = SimpleNamespace(tracker=SaveTracker(), failure=None, ended_at=None, steps=1)
+        TracewireRunner._report_finish(worker, request, traced, None, lambda own: own)
+        ((entry,),) = [finish.manifest for finish in worker.tracewire_unsent.report.finishes]
+        digests.append(entry.digest)
+    assert digests == [digest(held["xs"]), digest(collected["xs"])]
 
 
 def test_what_changed_in_place_after_it_was_sent_is_corrected() -> None:

@@ -28,6 +28,7 @@ _REDIS = "tests/faults/test_redis_loss.py"
 _REFUSALS = "tests/faults/test_refusals.py"
 _SAVES = "tests/engine/test_saves.py"
 _PLAN = "tests/engine/test_declared_plan.py"
+_PASSING = "tests/engine/test_passing.py"
 _EXAMPLES = "tests/test_examples.py"
 _CHECKER = "tests/faults/test_checker.py"
 
@@ -511,8 +512,8 @@ MUTANTS = (
     _of(
         f"{_ENGINE}/trace.py",
         "two-deltas-change-places",
-        "found = [half.steps.pop(index, _NO_DELTAS) for index in wanted]",
-        "found = [half.steps.pop(index, _NO_DELTAS) for index in reversed(wanted)]",
+        "found = [half.take(index) for index in wanted]",
+        "found = [half.take(index) for index in reversed(wanted)]",
         _OUTPUTS + "::test_each_token_has_what_was_saved_in_its_step",
     ),
     _of(
@@ -732,7 +733,76 @@ MUTANTS = (
         "blocks-are-handed-each-others-rows",
         "            return self._pieces[mediator.row]\n",
         "            return self._pieces[-1 - mediator.row]\n",
-        "tests/engine/test_passing.py::test_blocks_are_handed_the_rows_that_nnsight_would_narrow",
+        _PASSING + "::test_blocks_are_handed_the_rows_that_nnsight_would_narrow",
+    ),
+    _of(
+        f"{_ENGINE}/runner.py",
+        "nothing-is-compared-with-nnsight",
+        "entry.digest = digest(HostCopy()(plain(collected[entry.name], made)))",
+        "pass",
+        _PASSING + "::test_where_it_is_checked_the_final_names_the_digests_of_what_nnsight_collected",
+    ),
+    _of(
+        f"{_ENGINE}/marks.py",
+        "an-ended-blocks-marks-stay",
+        "        nnsight_tracer._saves().difference_update(marked)\n",
+        "        pass\n",
+        "tests/engine/test_marks.py::test_release_forgets_all",
+    ),
+    _of(
+        f"{_ENGINE}/columns.py",
+        "ranks-columns-change-places",
+        "tensor.chunk(ranks, dim=-1)]",
+        "tensor.chunk(ranks, dim=-1)[::-1]]",
+        "tests/distributed/test_columns.py::test_what_is_split_is_gathered_in_its_order",
+    ),
+    _of(
+        f"{_ENGINE}/supervisor.py",
+        "an-adapter-that-died-is-not-started-again",
+        "            if left == 0 or vain == _VAIN:\n",
+        "            if True:\n",
+        "tests/faults/test_supervisor.py::test_no_more_often_than_it_was_told",
+    ),
+    # --- with an engine -----------------------------------------------------------------------------------------------
+    _of(
+        f"{_ENGINE}/runner.py",
+        "a-change-is-told-of-a-token-too-late",
+        "first.append((request, choice, max(0, index)))",
+        "first.append((request, choice, max(0, index) + 1))",
+        "tests/control/test_steering_engine.py::test_a_change_holds_from_the_token_that_its_event_names",
+        engine=True,
+    ),
+    _of(
+        f"{_ENGINE}/live.py",
+        "a-change-never-reaches-a-block",
+        "run.values = {**run.values, **values}",
+        "run.values = {**values, **run.values}",
+        "tests/control/test_steering_engine.py::test_a_change_holds_from_the_token_that_its_event_names",
+        engine=True,
+    ),
+    _of(
+        f"{_ENGINE}/declared.py",
+        "a-declared-intervention-keeps-its-first-scale",
+        "                self.stale |= declaration.renew(self.known.vectors)\n",
+        "                declaration.renew(self.known.vectors)\n",
+        "tests/control/test_steering_engine.py::test_declared_interventions_take_live_scales_and_vectors",
+        engine=True,
+    ),
+    _of(
+        f"{_ENGINE}/vllm_engine.py",
+        "a-traced-prompt-is-read-from-the-cache",
+        "            params.skip_reading_prefix_cache = True\n",
+        "            pass\n",
+        "tests/nnsight/test_scheduling_engine.py::test_a_traced_request_neither_reads_nor_poisons_it",
+        engine=True,
+    ),
+    _of(
+        f"{_ENGINE}/plain_requests.py",
+        "an-edit-does-not-run-on-a-plain-request",
+        "            extra[EDITS_ARG] = chosen.blocks\n",
+        "            pass\n",
+        "tests/nnsight/test_edits_openai_engine.py::test_an_edit_changes_what_it_answers_until_it_is_removed",
+        engine=True,
     ),
     # --- verdicts -----------------------------------------------------------------------------------------------------
     _of(

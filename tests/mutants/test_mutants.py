@@ -72,7 +72,7 @@ def test_a_mutant_that_has_rotted_is_told(old: str, test: str, said: str) -> Non
 
 
 @pytest.mark.full
-@pytest.mark.engine
+@pytest.mark.usefixtures("starts_engine")
 @pytest.mark.timeout(3600)
 def test_every_mutant_dies() -> None:
     command = [sys.executable, "-m", "tests.mutants", "--json"]
