@@ -140,7 +140,11 @@ def decode_event(
         msgspec.ValidationError: its fields have other types than they should.
         msgspec.DecodeError: it is no msgpack, or holds a malformed value.
     """
-    return _event(_decode((output, shared)), data)
+    event = _event(_decode((output, shared)), data)
+    if type(event) is Final:
+        for _, _, deltas in event.deltas:
+            _check_paths(deltas)
+    return event
 
 
 def decode_plain(data: bytes | memoryview) -> AnyEvent:
@@ -174,7 +178,20 @@ def decode_deltas(data: bytes | memoryview | msgspec.Raw) -> list[list[Delta]]:
         msgspec.ValidationError: they are none.
         msgspec.DecodeError: they hold a malformed value.
     """
-    return cast(list[list[Delta]], _deltas()(data))
+    steps = cast(list[list[Delta]], _deltas()(data))
+    for step in steps:
+        _check_paths(step)
+    return steps
+
+
+def _check_paths(deltas: list[Delta]) -> None:
+    for delta in deltas:
+        if not delta.path:
+            raise msgspec.DecodeError("a delta has no path")
+        try:
+            hash(delta.path)
+        except TypeError:
+            raise msgspec.DecodeError("a delta's path has a step that is no key") from None
 
 
 def decode_change(data: bytes | memoryview) -> Change:

@@ -35,6 +35,7 @@ from .scripts import with_text
 
 if TYPE_CHECKING:
     from .cluster import Cluster
+    from .guard import Guard
 
 __all__ = [
     "CONNECT_S",
@@ -459,8 +460,12 @@ class Connections:
     With `alone` each call has a round trip of its own: for replies that are large.
     """
 
-    def __init__(self, url: str, *, patience_s: float, alone: bool = False) -> None:
+    def __init__(self, url: str, *, patience_s: float, alone: bool = False, guard: Guard | None = None) -> None:
+        from .guard import Guard
+
         self.url = url
+        #: Parses whatever is read over these connections.
+        self.guard = guard or Guard()
         self._alone = alone
         self._patience_s = patience_s
         self._cluster: Cluster | None = None

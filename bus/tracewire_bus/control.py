@@ -17,6 +17,7 @@ from typing import Any, Final, Literal
 import anyio
 
 from .connection import Background, Backoff, Connections, Link, Wakeup, as_bus_error, is_transient
+from .guard import Guard, integer
 from .keys import Keys
 from .scripts import Script
 
@@ -69,8 +70,11 @@ def draining(keys: Keys, engine: str, by: str, within_s: float | None, keep_s: i
 class ControlReader:
     """Reads what one engine is to do, over a link of its own. Not for concurrent use."""
 
-    def __init__(self, link: Link, keys: Keys, engine: str, tags: Sequence[str] = ()) -> None:
+    def __init__(
+        self, link: Link, keys: Keys, engine: str, tags: Sequence[str] = (), *, guard: Guard | None = None
+    ) -> None:
         self._link = link
+        self._guard = guard or Guard()
         self._backoff = Backoff()
         #: Streams with entries that were handed out and are there still.
         self._read_up_to: dict[str, bytes] = {}
@@ -107,21 +111,10 @@ class ControlReader:
         self._read_up_to.clear()
         orders: list[Order] = []
         for key, entries in reply or ():
-            for _, flat in entries:
-                fields = dict(zip(flat[::2], flat[1::2], strict=True))
-                kind = _text(fields.get(b"k", b""))
-                if kind in _KINDS:
-                    orders.append(
-                        Order(
-                            kind,  # type: ignore[arg-type]
-                            _text(fields.get(b"t", b"")),
-                            fields.get(b"d", b""),
-                            _text(fields.get(b"b", b"")),
-                            _text(fields.get(b"r", b"")),
-                            _seconds(_text(fields.get(b"w", b""))),
-                            int(fields.get(b"n", b"0")),
-                        )
-                    )
+            for id_, flat in entries:
+                order = self._guard.read(_order, flat, key=key, entry=id_)
+                if order is not None and order.kind in _KINDS:
+                    orders.append(order)
             self._positions[_text(key)] = entries[-1][0]
             self._read_up_to[_text(key)] = entries[-1][0]
         return orders
@@ -136,7 +129,8 @@ class SlotControlReaders:
 
     def __init__(self, connections: Connections, keys: Keys, engine: str) -> None:
         self._readers = [
-            ControlReader(connections.link(keys.control(tag, engine)), keys, engine, [tag]) for tag in keys.tags
+            ControlReader(connections.link(keys.control(tag, engine)), keys, engine, [tag], guard=connections.guard)
+            for tag in keys.tags
         ]
         self._tasks: list[Background] = []
         self._orders: deque[Order] = deque()
@@ -192,13 +186,27 @@ def _after(id_: bytes) -> bytes:
     return b"%s-%d" % (milliseconds, int(number) + 1)
 
 
+def _order(flat: Sequence[bytes]) -> Order:
+    fields = dict(zip(flat[::2], flat[1::2], strict=True))
+    return Order(
+        _text(fields[b"k"]),  # type: ignore[arg-type]
+        _text(fields.get(b"t", b"")),
+        fields.get(b"d", b""),
+        _text(fields.get(b"b", b"")),
+        _text(fields.get(b"r", b"")),
+        _seconds(_text(fields.get(b"w", b""))),
+        integer(fields.get(b"n", b"0")),
+    )
+
+
 def _seconds(text: str) -> float | None:
-    """A time that somebody gave, if it is one."""
-    try:
-        seconds = float(text)
-    except ValueError:
+    """A time that somebody gave, if somebody did."""
+    if not text:
         return None
-    return seconds if seconds >= 0 else None
+    seconds = float(text)
+    if not seconds >= 0:
+        raise ValueError(f"expected seconds, got {text!r}")
+    return seconds
 
 
 def _text(data: bytes | str) -> str:

@@ -24,7 +24,9 @@ import msgspec
 
 from .codec import NewerSchema, check_schema, decode_edit, decode_edit_record, encode, schema_text
 from .connection import Backoff, BusError, Connections, as_bus_error, is_transient
+from .guard import integer
 from .keys import Keys, parse_id
+from .limits import LimitExceeded, measure
 from .messages import Edit, EditRecord
 from .scripts import Script
 
@@ -47,6 +49,8 @@ logger = logging.getLogger("tracewire")
 #: How many edits a model may have, and how many bytes one may take: each request brings those that run on it.
 MOST_EDITS: Final = 64
 EDIT_BYTES: Final = 4 * 1024 * 1024
+#: Up to how many bytes an edit cannot hold more than it may.
+_SHORT: Final = 8 * 1024
 #: How many bytes one entry of an edit's stream may take, and all of them together.
 RECORD_BYTES: Final = 4 * 1024 * 1024
 STREAM_BYTES: Final = 64 * 1024 * 1024
@@ -275,22 +279,20 @@ class Edits:
         """
         generation, entries, abouts, disabled = await self._connections.command(*_LOAD(self._all(model)), alone=True)
         data, why = _by_name(entries), _by_name(disabled)
-        found: list[tuple[int, Installed]] = []
-        for raw, about in _by_name(abouts).items():
-            name = raw.decode("utf-8", "replace")
-            place, version, time, schema = about.decode("utf-8", "replace").split(" ", 3)
-            edit, problem = None, ""
-            try:
-                check_schema(schema)
-                edit = decode_edit(data.get(raw, b""))
-                if edit.name != name:
-                    problem = f"its entry names {name!r}, its body {edit.name!r}"
-                    edit = None
-            except (NewerSchema, msgspec.MsgspecError) as error:
-                problem = f"it cannot be read: {error}"
-            told = why.get(raw, b"").decode("utf-8", "replace")
-            found.append((int(place), Installed(name, int(version), int(time) / 1000, edit, problem, told)))
-        return EditSet(int(generation), tuple(one for _, one in sorted(found, key=lambda pair: pair[0])))
+        for name, raw in data.items():
+            if _SHORT < len(raw) <= EDIT_BYTES and await anyio.to_thread.run_sync(_is_too_much, raw):
+                data[name] = b""
+        guard, key = self._connections.guard, self._keys.edits(model, "about")
+        found = [
+            one
+            for raw, about in _by_name(abouts).items()
+            if (one := guard.read(_installed, raw, about, data.get(raw), why.get(raw, b""), key=key, entry=raw))
+        ]
+        number = guard.read(integer, generation, key=self._keys.edits(model, "state"), entry="generation")
+        ordered = [one for _, one in sorted(found, key=lambda pair: pair[0])]
+        if len(ordered) > MOST_EDITS:
+            guard.note(key, "", f"it has {len(ordered)} edits, and may have {MOST_EDITS}")
+        return EditSet(number or 0, tuple(ordered[:MOST_EDITS]))
 
     async def generation(self, model: str) -> int:
         """The number of the last change of a model's edits; 0 if there was none.
@@ -298,8 +300,9 @@ class Edits:
         Raises:
             BusUnavailable: Redis stayed away.
         """
-        found = await self._connections.command("HGET", self._keys.edits(model, "state"), "generation")
-        return int(found or 0)
+        key = self._keys.edits(model, "state")
+        found = await self._connections.command("HGET", key, "generation")
+        return self._connections.guard.read(integer, found or 0, key=key, entry="generation") or 0
 
     def changes(self, model: str) -> EditChanges:
         """Wakes who follows a model's edits. Whoever asks closes it."""
@@ -325,8 +328,45 @@ class Edits:
         return EditRecords(self._connections, self._keys.edit_saves(model, edit), since)
 
 
+def _is_too_much(data: bytes) -> bool:
+    try:
+        measure(data, "edit")
+    except LimitExceeded:
+        return True
+    return False
+
+
+def _installed(name: bytes, about: bytes, data: bytes | None, disabled: bytes) -> tuple[int, Installed]:
+    """An edit, after its place among all. One that cannot be run says why, where it has a name and a version."""
+    text = name.decode()
+    if not is_edit_name(text):
+        raise ValueError("no edit has such a name")
+    place, version, time, schema = about.decode().split(" ", 3)
+    edit, problem = None, ""
+    try:
+        check_schema(schema)
+        if data is None:
+            raise ValueError("it is not there")
+        if len(data) > EDIT_BYTES:
+            raise ValueError(f"it takes {len(data)} bytes, and may take {EDIT_BYTES}")
+        edit = decode_edit(data)
+        if edit.name != text:
+            problem = f"its entry names {text!r}, its body {edit.name!r}"
+            edit = None
+    except (NewerSchema, ValueError) as error:
+        problem = f"it cannot be read: {error}"
+    told = disabled.decode("utf-8", "replace")
+    return integer(place), Installed(text, integer(version), integer(time) / 1000, edit, problem, told)
+
+
 def _by_name(flat: list[bytes]) -> dict[bytes, bytes]:
     return dict(zip(flat[::2], flat[1::2], strict=True))
+
+
+def _record(flat: list[bytes]) -> EditRecord:
+    fields = dict(zip(flat[::2], flat[1::2], strict=True))
+    check_schema(fields.get(b"v", b"").decode("ascii", "replace"))
+    return decode_edit_record(fields.get(b"d", b""))
 
 
 class EditChanges:
@@ -370,6 +410,7 @@ class EditRecords:
             parse_id(since)
         self._link = connections.link(key)
         self._key = key
+        self._parse = connections.guard.read
         #: After the last entry handed out.
         self.position = "0-0" if since == "start" else "" if since == "now" else since
         self._buffer: deque[tuple[str, EditRecord]] = deque()
@@ -419,13 +460,10 @@ class EditRecords:
 
     def _take(self, entries: list[Any]) -> None:
         for id_, flat in entries:
-            fields = dict(zip(flat[::2], flat[1::2], strict=True))
             self.position = id_.decode()
-            try:
-                check_schema(fields.get(b"v", b"").decode("ascii", "replace"))
-                self._buffer.append((id_.decode(), decode_edit_record(fields.get(b"d", b""))))
-            except (NewerSchema, msgspec.MsgspecError) as error:
-                logger.warning("entry %s of %s cannot be read: %s", id_, self._key, error)
+            record = self._parse(_record, flat, key=self._key, entry=id_)
+            if record is not None:
+                self._buffer.append((self.position, record))
 
     async def aclose(self) -> None:
         """Close its connection. Idempotent."""

@@ -34,11 +34,16 @@ _LEAST, _MOST = 4, 200
 #: `keys`: the list, what each trace of it takes, then all that is kept of the trace. The sum of what they take stands
 #: under the name `""`, which no trace has.
 FINISHED: Final = """
+local function add(sizes, bytes)
+  -- A sum that is no number begins anew.
+  local sum = tonumber(redis.call('HGET', sizes, '')) or 0
+  redis.call('HSET', sizes, '', string.format('%.0f', math.max(0, sum + bytes)))
+end
 local function let_out(list, sizes, trace)
   local bytes = redis.call('HGET', sizes, trace)
   redis.call('ZREM', list, trace)
   if bytes then
-    redis.call('HINCRBY', sizes, '', -bytes)
+    add(sizes, -(tonumber(bytes) or 0))
     redis.call('HDEL', sizes, trace)
   end
 end
@@ -62,7 +67,7 @@ local function finished(trace, retention, list, sizes, ...)
   let_out_expired(list, sizes, 4)
   let_out(list, sizes, trace)
   redis.call('HSET', sizes, trace, bytes)
-  redis.call('HINCRBY', sizes, '', bytes)
+  add(sizes, bytes)
   redis.call('ZADD', list, milliseconds() + retention * 1000, trace)
   for _, key in ipairs({list, sizes}) do
     if redis.call('TTL', key) < tonumber(retention) then redis.call('EXPIRE', key, retention) end
@@ -76,12 +81,12 @@ _LOOK: Final = Script(
     FINISHED
     + """
 let_out_expired(KEYS[1], KEYS[2], 1000)
-local found = {redis.call('ZCARD', KEYS[1]), tonumber(redis.call('HGET', KEYS[2], '') or 0)}
+local found = {redis.call('ZCARD', KEYS[1]), tonumber(redis.call('HGET', KEYS[2], '')) or 0}
 if ARGV[1] == '0' then return found end
 local oldest = redis.call('ZRANGE', KEYS[1], 0, ARGV[1] - 1, 'WITHSCORES')
 for i = 1, #oldest, 2 do
   found[#found + 1] = tonumber(oldest[i + 1])
-  found[#found + 1] = tonumber(redis.call('HGET', KEYS[2], oldest[i]) or 0)
+  found[#found + 1] = tonumber(redis.call('HGET', KEYS[2], oldest[i])) or 0
   found[#found + 1] = oldest[i]
 end
 return found

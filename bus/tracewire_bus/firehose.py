@@ -29,6 +29,7 @@ import anyio
 import msgspec
 
 from .connection import Backoff, BusError, Connections, NotAllowed, as_bus_error, is_transient
+from .guard import Guard, integer
 from .keys import TAGS, Keys, parse_id
 from .messages import Status, Usage
 from .scripts import Script
@@ -130,12 +131,12 @@ def telling(
     return fields
 
 
-def _lifecycle(id_: _Id, flat: Sequence[bytes]) -> Lifecycle:
+def _lifecycle(guard: Guard, key: str, id_: _Id, flat: Sequence[bytes]) -> Lifecycle:
     fields = {name: value.decode("utf-8", "replace") for name, value in zip(flat[::2], flat[1::2], strict=True)}
 
     def number(name: bytes) -> int | None:
-        text = fields.get(name, "")
-        return int(text) if text.isascii() and text.isdigit() else None
+        # An entry stays in its place among those of its trace without its numbers.
+        return guard.read(integer, fields[name], key=key, entry=_text(id_)) if name in fields else None
 
     return Lifecycle(
         kind=fields.get(b"k", ""),
@@ -190,6 +191,7 @@ class _Reader:
 
     def __init__(self, connections: Connections, keys: Keys) -> None:
         self._link = connections.link()
+        self._parser = connections.guard
         #: On a cluster no command waits for streams of several slots.
         self._polls = connections.clustered
         self._keys = keys
@@ -290,7 +292,7 @@ class _Reader:
                 if flat is None:
                     gone.append((name, id_))
                 else:
-                    found.append((name, id_, _lifecycle(id_, flat)))
+                    found.append((name, id_, _lifecycle(self._parser, name, id_, flat)))
         found.sort(key=lambda one: one[1])
         self._buffer.extend(found)
         return gone

@@ -31,7 +31,7 @@ from .messages import (
     Usage,
     Waiting,
 )
-from .values import digest, list_digest, opened_key
+from .values import Unsavable, digest, list_digest, opened_key
 
 __all__ = ["ChoiceState", "DigestMismatch", "Fold", "FoldError", "apply_delta"]
 
@@ -172,6 +172,13 @@ class Fold:
         Raises:
             FoldError: it does not follow what was folded before, or has a delta that leads nowhere.
         """
+        try:
+            self._apply(event)
+        except (Unsavable, RecursionError) as error:
+            # What it holds is no value of anybody's: nested too deep, or with keys that find nothing.
+            raise FoldError(f"event {event.attempt}-{event.seq} holds what cannot be folded: {error}") from error
+
+    def _apply(self, event: Event) -> None:
         self._follow(event)
         if isinstance(event, OutputBase):
             self._output(event)

@@ -720,6 +720,7 @@ class EngineInfo(Message):
     `retention_s` is how long it keeps a trace after its end, in seconds; 0 where it does not say.
     `tree`, where `modules` and `attributes` are left out of a heartbeat, identifies them.
     `loras` names the LoRA adapters that a prompt can ask for, and `modalities` what it can have beside text (`image`).
+    `malformed` counts what the engine has found in Redis that was malformed, and passed over.
     """
 
     engine: str
@@ -750,3 +751,4 @@ class EngineInfo(Message):
     tree: bytes = b""
     loras: list[str] = []
     modalities: list[str] = []
+    malformed: int = 0

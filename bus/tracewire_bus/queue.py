@@ -37,6 +37,7 @@ import anyio
 
 from .codec import schema_text
 from .connection import After, Backoff, BusError, Connections, Link, as_bus_error, is_transient
+from .guard import GREATEST, Guard, integer
 from .keys import Keys
 from .scripts import Script
 
@@ -77,9 +78,26 @@ local call = redis.call
 local entries, data, taken, state, turns, bell, leases = unpack(KEYS, 1, 7)
 local suspects = KEYS[10]
 
+local function text(value)
+  if type(value) == 'number' then return tostring(value) end
+  return type(value) == 'string' and value or ''
+end
+
+local function whole(value, other)
+  local number = (type(value) == 'number' or type(value) == 'string') and tonumber(value)
+  return number and number >= -2^53 and number <= 2^53 and math.floor(number) or other
+end
+
+-- What is malformed in an entry is as if it had never been written: who takes the entry finds out what is left of it.
 local function entry_of(trace)
   local packed = call('HGET', entries, trace)
-  return packed and cmsgpack.unpack(packed)
+  if not packed then return false end
+  local fine, entry = pcall(cmsgpack.unpack, packed)
+  if not fine or type(entry) ~= 'table' then entry = {} end
+  return {
+    text(entry[1]), text(entry[2]), text(entry[3]), whole(entry[4], 0), text(entry[5]), whole(entry[6], 0),
+    whole(entry[7], 0), whole(entry[8], 0), whole(entry[9], 1), whole(entry[10], 0), text(entry[11])
+  }
 end
 
 -- Its member of its client's set, which orders equal priorities.
@@ -111,7 +129,9 @@ local function leave(trace, entry)
   call('ZREM', suspects, trace)
   if call('EXISTS', own) == 0 then call('ZREM', turns, client) end
   leave_lease(trace, entry[5])
-  if call('HINCRBY', state, 'waiting', -1) <= 0 then leave_nothing() end
+  local waiting = whole(call('HGET', state, 'waiting'), 0) - 1
+  call('HSET', state, 'waiting', waiting)
+  if waiting <= 0 then leave_nothing() end
 end
 
 -- Entries that somebody holds, but for some, in the order they came.
@@ -191,7 +211,7 @@ if not call('SET', submitted, 1, 'EX', remember, 'NX') then return 1 end
 local own = KEYS[8] .. client
 local mine = call('ZCARD', own)
 local was = call('HMGET', state, 'waiting', 'number', 'turn')
-local waiting, number, turn = tonumber(was[1] or 0), tonumber(was[2] or 0) + 1, tonumber(was[3] or 0)
+local waiting, number, turn = whole(was[1], 0), whole(was[2], 0) + 1, whole(was[3], 0)
 limit = tonumber(limit)
 if limit > 0 and waiting >= limit then
   local clients = call('ZCARD', turns) + (mine == 0 and 1 or 0)
@@ -200,7 +220,8 @@ if limit > 0 and waiting >= limit then
     call('DEL', submitted)
     local took = call('HMGET', state, 'span', 'count')
     local retry = 1e6
-    if took[1] then retry = took[1] / took[2] * (waiting - room + 1) end
+    local span, count = tonumber(took[1]), tonumber(took[2])
+    if span and count then retry = span / count * (waiting - room + 1) end
     return {waiting, math.floor(math.min(math.max(retry / 1000, 100), 60000))}
   end
 end
@@ -225,7 +246,7 @@ _TAKE: Final = Script(
     + """
 local token, engine, count, most, inline, alone = unpack(ARGV)
 local was = call('HMGET', state, 'waiting', 'turn', 'since', 'span', 'count')
-local waiting, turn, since = tonumber(was[1] or 0), tonumber(was[2] or 0), was[3]
+local waiting, turn, since = whole(was[1], 0), whole(was[2], 0), tonumber(was[3])
 if call('GET', KEYS[11]) ~= token then
   -- The bell that it came by is somebody else's.
   if waiting > 0 then ring() end
@@ -239,7 +260,7 @@ local found, size, before = {}, 0, waiting
 local time = call('TIME')
 local now = time[1] * 1e6 + time[2]
 local suspect, suspected = unpack(call('HMGET', state, 'suspect:' .. engine, 'suspected:' .. engine))
-if suspect and (call('HGET', taken, suspect) ~= engine or now - (suspected or 0) >= tonumber(alone)) then
+if suspect and (call('HGET', taken, suspect) ~= engine or now - whole(suspected, 0) >= tonumber(alone)) then
   call('HDEL', state, 'suspect:' .. engine, 'suspected:' .. engine)
   suspect = false
 end
@@ -285,7 +306,8 @@ if waiting ~= before then
   call('HSET', state, 'waiting', waiting, 'turn', turn, 'since', now)
   if #found > 0 then call('SADD', KEYS[12], engine) end
   if since then
-    call('HSET', state, 'span', (was[4] or 0) * 0.9 + now - since, 'count', (was[5] or 0) * 0.9 + #found)
+    local span, taken_before = tonumber(was[4]) or 0, tonumber(was[5]) or 0
+    call('HSET', state, 'span', span * 0.9 + now - since, 'count', taken_before * 0.9 + #found)
   end
   if waiting <= 0 then
     leave_nothing()
@@ -337,7 +359,7 @@ else
   held = held_by(holder, {})
 end
 local was = call('HMGET', state, 'waiting', 'turn')
-local waiting, turn, back = tonumber(was[1] or 0), tonumber(was[2] or 0), {}
+local waiting, turn, back = whole(was[1], 0), whole(was[2], 0), {}
 for index = 1, math.min(#held, tonumber(count)) do
   local trace, entry = held[index][1], held[index][2]
   entry[11] = why
@@ -391,7 +413,8 @@ if ARGV[2] ~= '' and holder ~= ARGV[2] then return 0 end
 if ARGV[3] ~= '0' then
   -- Its holder may have it again, after others.
   local packed = redis.call('HGET', KEYS[2], ARGV[1])
-  if packed and tostring(cmsgpack.unpack(packed)[8] or 0) ~= ARGV[3] then return 0 end
+  local fine, entry = pcall(cmsgpack.unpack, packed or '')
+  if packed and fine and type(entry) == 'table' and tostring(entry[8] or 0) ~= ARGV[3] then return 0 end
 end
 for index = 1, 3 do redis.call('HDEL', KEYS[index], ARGV[1]) end
 return 1
@@ -447,7 +470,8 @@ if holder and holder ~= engine then return 0 end
 if entry and (entry[8] or 0) > attempt then return 0 end
 if not entry then
   if holder then return 0 end
-  local number = call('HINCRBY', state, 'number', 1)
+  local number = whole(call('HGET', state, 'number'), 0) + 1
+  call('HSET', state, 'number', number)
   entry = {
     ARGV[4], ARGV[5], ARGV[6], ARGV[7], ARGV[8], number, #ARGV[13], attempt,
     tonumber(ARGV[9]), tonumber(ARGV[10]), ARGV[11]
@@ -642,7 +666,8 @@ class Queue:
         if intake is None:
             names = [*_names(self._keys, model), self._keys.queue(model, f"engine:{engine}")]
             names.append(self._keys.queue(model, "holders"))
-            intake = self._intakes[model, engine] = _Intake(self._connections.link(), names, engine)
+            guard = self._connections.guard
+            intake = self._intakes[model, engine] = _Intake(self._connections.link(), names, engine, guard)
         return await intake.take(count, block_ms)
 
     async def done(self, model: str, trace: str, holder: str = "", attempt: int = 0) -> None:
@@ -661,8 +686,9 @@ class Queue:
         Raises:
             BusUnavailable: Redis stayed away.
         """
-        found = await self._connections.command("SMEMBERS", self._keys.queue(model, "holders"))
-        return [_text(name) for name in found]
+        key = self._keys.queue(model, "holders")
+        found = await self._connections.command("SMEMBERS", key)
+        return [name for one in found if (name := self._connections.guard.read(bytes.decode, one, key=key, entry=one))]
 
     async def cares(self, model: str, role: str, who: str) -> bool:
         """Whether `who`, of all in this role, is to look at whatever is taken. One at a time is enough: it takes the
@@ -732,7 +758,11 @@ class Queue:
             BusUnavailable: Redis stayed away.
         """
         call = _HELD(_names(self._keys, model), _GIVEN_UP, _TAKE_BYTES, _INLINE_BYTES)
-        return [_taken(*one) for one in await self._connections.command(*call, alone=True)]
+        return self._all_taken(model, await self._connections.command(*call, alone=True))
+
+    def _all_taken(self, model: str, replies: Sequence[Sequence[Any]]) -> list[Taken]:
+        key = self._keys.queue(model, "entries")
+        return [_taken(self._connections.guard, key, *one) for one in replies]
 
     def forgo(self, model: str, engine: str, trace: str) -> None:
         """Have an entry that `engine` took come again with a later `take`, under the same attempt."""
@@ -838,7 +868,7 @@ class Queue:
             BusUnavailable: Redis stayed away; they may have been withdrawn.
         """
         call = _WITHDRAW_LEASE(_names(self._keys, model), _bytes(lease), _holder(lease), _TAKE_BYTES, _INLINE_BYTES)
-        return [_taken(*one) for one in await self._connections.command(*call, alone=True)]
+        return self._all_taken(model, await self._connections.command(*call, alone=True))
 
     async def waiting(self, model: str) -> int:
         """How many entries wait.
@@ -846,7 +876,9 @@ class Queue:
         Raises:
             BusUnavailable: Redis stayed away.
         """
-        return int(await self._connections.command("HGET", self._keys.queue(model, "state"), "waiting") or 0)
+        key = self._keys.queue(model, "state")
+        found = await self._connections.command("HGET", key, "waiting")
+        return self._connections.guard.read(integer, found or 0, -GREATEST, key=key, entry="waiting") or 0
 
     async def clients(self, model: str) -> dict[str, int]:
         """How many entries of each client wait, in the order of their turns.
@@ -869,8 +901,9 @@ def _names(keys: Keys, model: str) -> tuple[str, ...]:
 class _Intake:
     """One engine's claims on one queue."""
 
-    def __init__(self, link: Link, names: Sequence[str], engine: str) -> None:
+    def __init__(self, link: Link, names: Sequence[str], engine: str, guard: Guard) -> None:
         self.link = link
+        self._guard = guard
         self._names = names
         self._data, self._bell = (names[_PARTS.index(part)] for part in ("data", "bell"))
         self._engine = engine
@@ -939,7 +972,7 @@ class _Intake:
             (bodies,) = await self._replies(("HMGET", self._data, *(one[0] for one in large)), timeout_s=30)
             for one, body in zip(large, bodies, strict=True):
                 one[3] = body
-        taken = [_taken(*one) for one in reply]
+        taken = [_taken(self._guard, self._names[0], *one) for one in reply]
         self.claimed.update(one.trace for one in taken)
         return taken
 
@@ -952,10 +985,21 @@ class _Intake:
 
 
 def _taken(
-    trace: bytes, schema: bytes, micros: bytes, data: bytes | None, attempt: int, tries: int, lost: int, why: bytes
+    guard: Guard,
+    key: str,
+    trace: bytes,
+    schema: bytes,
+    micros: bytes,
+    data: bytes | None,
+    attempt: int,
+    tries: int,
+    lost: int,
+    why: bytes,
 ) -> Taken:
     fields = {b"v": schema, b"t": trace} | ({} if data is None else {b"d": data})
-    return Taken(_text(trace), fields, int(micros) / 1e6, attempt, tries, lost, why.decode("utf-8", "replace"))
+    # An entry that does not say when it was queued is one all the same.
+    queued = guard.read(integer, micros, key=key, entry=trace) or 0
+    return Taken(_text(trace), fields, queued / 1e6, attempt, tries, lost, why.decode("utf-8", "replace"))
 
 
 def _holder(lease: str) -> bytes:

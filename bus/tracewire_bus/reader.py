@@ -35,6 +35,7 @@ from anyio.lowlevel import checkpoint
 from .connection import Background, Backoff, BusError, BusUnavailable, Connections, Wakeup, is_transient
 from .keys import FINAL_ID, parse_id
 from .snapshots import Stored
+from .values import decoder
 
 __all__ = ["Entry", "EventsLost", "Gap", "Reader", "SlotReaders", "StreamGone", "Subscription", "tail_id"]
 
@@ -124,7 +125,7 @@ class _Place(msgspec.Struct, array_like=True):
     seq: int
 
 
-_place = msgspec.msgpack.Decoder(_Place).decode
+_place = decoder(_Place)
 
 
 def _number(id_: _Id, entry: Entry) -> _Id | None:

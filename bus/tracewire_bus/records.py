@@ -32,8 +32,9 @@ from .codec import decode_event, encode, schema_text
 from .connection import BusError, BusUnavailable, Connections, Link, as_bus_error, is_transient
 from .finished import FINISHED
 from .firehose import TELL
+from .guard import GREATEST, Guard, integer
 from .keys import FINAL_ID, Keys, is_text
-from .live import LiveValue, joined
+from .live import LiveValue, joined, parted
 from .messages import Failure, Status, Submission, Waiting
 from .messages import Final as FinalEvent
 from .queue import REMEMBER_S
@@ -89,14 +90,20 @@ local function remember(record, operations, operation, seconds)
   redis.call('ZREMRANGEBYRANK', operations, 0, -1 - {OPERATIONS})
   redis.call('EXPIRE', operations, seconds)
 end
+-- How often a trace was begun, by its record; a record that says what cannot be says nothing.
+local function attempts(known)
+  local number = tonumber(known)
+  return number and number >= 0 and number < 2^31 and math.floor(number) or 0
+end
 local function ended(events)
   return #redis.call('XRANGE', events, FINAL, FINAL) > 0
 end
 local function finish(base, trace, schema, head, tail, retention, status, kind)
   local record, events = base .. 'trace:' .. trace, base .. 'events:' .. trace
-  local attempt = tonumber(redis.call('HGET', record, 'a') or 0) + 1
+  local attempt = attempts(redis.call('HGET', record, 'a')) + 1
   -- As long as the engines of its model keep theirs, if that is known.
-  retention = redis.call('HGET', record, 'r') or retention
+  local known = tonumber(redis.call('HGET', record, 'r'))
+  if known and known >= 1 and known <= 1e9 then retention = math.floor(known) end
   -- After what is never refused, a Redis that is full takes an end.
   redis.call('HDEL', record, '')
   redis.call('XADD', events, FINAL, 'v', schema, 'd', head .. struct.pack('>I4', attempt) .. tail)
@@ -104,8 +111,8 @@ local function finish(base, trace, schema, head, tail, retention, status, kind)
   for _, key in ipairs(kept) do redis.call('EXPIRE', key, retention) end
   redis.call('DEL', base .. 'changes:' .. trace)
   redis.call('EXPIRE', base .. 'operations:' .. trace, 60)
-  local known = redis.call('HMGET', record, 'm', 'c', 'e')
-  tell(base .. 'firehose', 'k', 'final', 't', trace, 'm', known[1] or '', 'c', known[2] or '', 'e', known[3] or '',
+  local whose = redis.call('HMGET', record, 'm', 'c', 'e')
+  tell(base .. 'firehose', 'k', 'final', 't', trace, 'm', whose[1] or '', 'c', whose[2] or '', 'e', whose[3] or '',
     'a', attempt, 's', status, 'x', kind)
   redis.call('ZREM', base .. 'deadlines', trace)
   finished(trace, retention, base .. 'ended', base .. 'ended-bytes', unpack(kept))
@@ -161,7 +168,7 @@ _OPEN = Script(
     + """
 if ended(KEYS[2]) then return 'ended' end
 local known = redis.call('HMGET', KEYS[1], 'a', 'e')
-local last, attempt = tonumber(known[1] or 0), tonumber(ARGV[3])
+local last, attempt = attempts(known[1]), tonumber(ARGV[3])
 if attempt < last or attempt == last and known[2] ~= ARGV[1] then return 'overtaken' end
 redis.call('HSET', KEYS[1], 'a', attempt, 'e', ARGV[1], 's', 'running', 'r', ARGV[4])
 if redis.call('TTL', KEYS[1]) == -1 then redis.call('EXPIRE', KEYS[1], ARGV[2]) end
@@ -178,14 +185,14 @@ _CLAIM = Script(
 redis.call('HDEL', KEYS[1], '')
 if ended(KEYS[2]) then return 0 end
 local known = redis.call('HMGET', KEYS[1], 'a', 'e', 'v', 'zn')
-local last, attempt = tonumber(known[1] or 0), tonumber(ARGV[1])
+local last, attempt = attempts(known[1]), tonumber(ARGV[1])
 if attempt < last or attempt == last and known[2] ~= ARGV[2] then return 0 end
 redis.call('HSET', KEYS[1], 'a', attempt, 'e', ARGV[2], 's', ARGV[3])
-if tonumber(known[3] or 0) < tonumber(ARGV[4]) then
+if (tonumber(known[3]) or 0) < tonumber(ARGV[4]) then
   redis.call('HSET', KEYS[1], 'v', ARGV[4])
   for i = 8, #ARGV, 2 do redis.call('HSET', KEYS[1], 'l:' .. ARGV[i], ARGV[i + 1]) end
 end
-if tonumber(known[4] or 0) < tonumber(ARGV[7]) then
+if (tonumber(known[4]) or 0) < tonumber(ARGV[7]) then
   redis.call('HSET', KEYS[1], 'zn', ARGV[7])
   if ARGV[6] ~= '' then redis.call('HSET', KEYS[1], 'z', ARGV[6]) else redis.call('HDEL', KEYS[1], 'z') end
 end
@@ -200,7 +207,7 @@ _CLOSE = Script(
     """
 redis.call('HDEL', KEYS[1], '')
 if redis.call('EXISTS', KEYS[1]) == 0 then return {} end
-if tonumber(redis.call('HGET', KEYS[1], 'a') or 0) > tonumber(ARGV[1]) then return {} end
+if (tonumber(redis.call('HGET', KEYS[1], 'a')) or 0) > tonumber(ARGV[1]) then return {} end
 redis.call('HSET', KEYS[1], 's', 'closed')
 return redis.call('ZRANGE', KEYS[2], 0, -1)
 """
@@ -223,7 +230,7 @@ _WAIT = Script(
     _ENDING
     + """
 if redis.call('EXISTS', KEYS[2]) == 0 then return 0 end
-if tonumber(redis.call('HGET', KEYS[1], 'a') or 0) > tonumber(ARGV[1]) then return 0 end
+if attempts(redis.call('HGET', KEYS[1], 'a')) > tonumber(ARGV[1]) then return 0 end
 local last, info = '', redis.call('XINFO', 'STREAM', KEYS[2])
 for i = 1, #info, 2 do
   if info[i] == 'last-generated-id' then last = info[i + 1] end
@@ -432,6 +439,7 @@ class Records:
         self._connections = connections
         self._keys = keys
         self._retention_s = max(1, round(retention_s))
+        self._guard: Guard = connections.guard
 
     def _base(self, tag: str) -> str:
         """What precedes every key of a hash tag."""
@@ -472,6 +480,7 @@ class Records:
         Raises:
             TraceEnded: it has ended already.
             Overtaken: another engine has begun this attempt, or a later one.
+            Malformed: its record cannot be read.
         """
         keys = self._keys
         reply = await self._connections.command(
@@ -484,20 +493,7 @@ class Records:
             if reply == b"ended":
                 raise TraceEnded(f"trace {trace} has ended")
             raise Overtaken(f"attempt {attempt} of trace {trace} is not the last one, or another engine's")
-        now, flat, changes = reply
-        record: dict[bytes, bytes] = dict(zip(flat[::2], flat[1::2], strict=True))
-        due = record.get(b"t")
-        cancelled = record.get(b"x")
-        return Opened(
-            attempt=int(record[b"a"]),
-            left_s=None if due is None else (int(due) - int(now)) / 1000,
-            version=int(record.get(b"v", 0)),
-            live=joined(_live(record)),
-            changes=list(changes),
-            cancelled=None if cancelled is None else (_text(record.get(b"xb", b"")), _text(cancelled)),
-            paused=None if b"z" not in record else _text(record[b"z"]),
-            pauses=int(record.get(b"zn", b"0")),
-        )
+        return self._guard.demand(_opened, *reply, key=keys.record(trace))
 
     def claiming(
         self,
@@ -542,13 +538,16 @@ class Records:
             alone=True,
         )
         known, finals = replies[: len(attempts)], replies[len(attempts) :]
+
+        def is_overtaken(trace: str, attempt: int, number: bytes | None, by: bytes | None) -> bool:
+            if number is None:
+                return False
+            last = self._guard.read(integer, number, key=self._keys.record(trace), entry="a") or 0
+            return last > attempt or (last == attempt and _text(by or b"") != engine)
+
         return [
-            bool(final)
-            or (
-                number is not None
-                and (int(number) > attempt or (int(number) == attempt and _text(by or b"") != engine))
-            )
-            for (_, attempt), (number, by), final in zip(attempts, known, finals, strict=True)
+            bool(final) or is_overtaken(trace, attempt, number, by)
+            for (trace, attempt), (number, by), final in zip(attempts, known, finals, strict=True)
         ]
 
     async def close(self, trace: str, attempt: int) -> list[bytes]:
@@ -616,7 +615,8 @@ class Records:
             ("HMGET", self._keys.record(trace), "m", "t"), ("TIME",)
         )
         now = int(seconds) + int(micros) / 1e6
-        return model is not None, None if due is None else int(due) / 1000 - now
+        at = None if due is None else self._guard.read(_due, due, key=self._keys.record(trace), entry="t")
+        return model is not None, None if at is None else at / 1000 - now
 
     # --- asked of it from outside -------------------------------------------------------------------------------------
 
@@ -625,14 +625,14 @@ class Records:
 
         Raises:
             TraceMissing: there is no such trace.
+            Malformed: its record cannot be read.
         """
         _check_name(trace)
         flat = await self._connections.command("HGETALL", self._keys.record(trace))
         record: dict[bytes, bytes] = dict(zip(flat[::2], flat[1::2], strict=True))
         if b"m" not in record:
             raise TraceMissing(f"no trace {trace!r}")
-        values = {name: unpack(packed) for name, packed in _live(record).items()}
-        return LiveState(int(record.get(b"v", 0)), values)
+        return self._guard.demand(_live_state, record, key=self._keys.record(trace))
 
     async def steer(
         self,
@@ -811,6 +811,34 @@ def _operation() -> str:
     return secrets.token_hex(8)
 
 
+def _opened(now: int, flat: Sequence[bytes], changes: Sequence[bytes]) -> Opened:
+    record: dict[bytes, bytes] = dict(zip(flat[::2], flat[1::2], strict=True))
+    due = record.get(b"t")
+    cancelled = record.get(b"x")
+    live = joined(_live(record))
+    parted(live)
+    return Opened(
+        attempt=integer(record[b"a"], 1),
+        left_s=None if due is None else (_due(due) - integer(now)) / 1000,
+        version=integer(record.get(b"v", 0)),
+        live=live,
+        changes=list(changes),
+        cancelled=None if cancelled is None else (_text(record.get(b"xb", b"")), _text(cancelled)),
+        paused=None if b"z" not in record else _text(record[b"z"]),
+        pauses=integer(record.get(b"zn", 0)),
+    )
+
+
+def _due(raw: bytes) -> int:
+    """A deadline, in milliseconds since the epoch."""
+    return integer(raw, -GREATEST)
+
+
+def _live_state(record: Mapping[bytes, bytes]) -> LiveState:
+    values = {name: unpack(packed) for name, packed in _live(record).items()}
+    return LiveState(integer(record.get(b"v", 0)), values)
+
+
 def _check_name(trace: str) -> None:
     if not is_text(trace):
         raise TraceMissing(f"no trace {trace!r}")
@@ -835,7 +863,7 @@ def _flat(values: Mapping[str, LiveValue]) -> list[Any]:
 
 def _live(record: Mapping[bytes, bytes]) -> dict[str, bytes]:
     """The live parameters in a record, packed, by name."""
-    return {_text(field[2:]): packed for field, packed in record.items() if field.startswith(b"l:")}
+    return {field[2:].decode(): packed for field, packed in record.items() if field.startswith(b"l:")}
 
 
 def _text(data: bytes | str) -> str:

@@ -25,6 +25,7 @@ from anyio.lowlevel import checkpoint
 from .codec import UnknownKind, check_schema, decode_plain, decode_snapshot, encode, schema_text
 from .connection import Connections
 from .fold import Fold, FoldError
+from .guard import integer
 from .keys import FINAL_ID, Keys
 from .messages import Event
 from .scripts import Script
@@ -56,10 +57,10 @@ if left == -2 then
 end
 local had = redis.call('HMGET', KEYS[1], 'a', 's', 'g')
 local answer = 'trimmed'
-if attempt < tonumber(redis.call('HGET', KEYS[3], 'a') or 0) then
+if attempt < (tonumber(redis.call('HGET', KEYS[3], 'a')) or 0) then
   answer = 'overtaken'
-elseif had[3] ~= name and had[1] and (tonumber(had[1]) > attempt or
-    tonumber(had[1]) == attempt and tonumber(had[2]) >= seq) then
+elseif had[3] ~= name and tonumber(had[1]) and (tonumber(had[1]) > attempt or
+    tonumber(had[1]) == attempt and (tonumber(had[2]) or 0) >= seq) then
   answer = 'older'
 else
   redis.call('HSET', KEYS[1], 'a', ARGV[1], 's', ARGV[2], 'v', ARGV[3], 'n', ARGV[4], 'g', name)
@@ -124,14 +125,17 @@ class Snapshots:
             attempt, seq, schema, count, name = await self._connections.command("HMGET", key, *"asvng")
             if name is None:
                 return None
+            where = self._connections.guard.read(_place, attempt, seq, schema, count, key=key)
+            if where is None:
+                return None
             chunks = []
-            for number in range(int(count)):
+            for number in range(where[3]):
                 chunks.append(await self._connections.command("HGET", key, b"%s:%d" % (name, number)))
                 if chunks[-1] is None:
                     # Replaced by a newer one meanwhile.
                     break
             else:
-                return Stored(int(attempt), int(seq), schema.decode("ascii", "replace"), b"".join(chunks))
+                return Stored(*where[:3], b"".join(chunks))
         return None
 
     async def take(self, trace: str, attempt: int) -> Trimmed | None:
@@ -186,6 +190,10 @@ class Snapshots:
             *_COMMIT((key, keys.events(trace), keys.record(trace)), *(attempt, seq, schema_text(), len(chunks), name))
         )
         return answer
+
+
+def _place(attempt: bytes, seq: bytes, schema: bytes, count: bytes) -> tuple[int, int, str, int]:
+    return integer(attempt), integer(seq), schema.decode("ascii", "replace"), integer(count)
 
 
 def _apply(fold: Fold, id_: str, data: bytes) -> None:

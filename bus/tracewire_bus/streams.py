@@ -42,7 +42,9 @@ from .control import ControlReader, SlotControlReaders, draining
 from .edits import EditRecords, Edits
 from .finished import Finished
 from .firehose import Groups, GroupWatch, Watch
+from .guard import Guard
 from .keys import FINAL_ID, Keys
+from .limits import check_size, check_submission
 from .live import parted
 from .messages import EngineInfo, ModuleInfo, Submission
 from .queue import Queue, QueueFull, Taken
@@ -50,7 +52,7 @@ from .reader import Entry, EventsLost, Gap, Reader, SlotReaders, StreamGone, Sub
 from .records import CONTROL_S, RENEW, Records, TraceElsewhere, TraceEnded, TraceMissing
 from .recovery import Recovery
 from .snapshots import Snapshots
-from .writer import ENTRY_BYTES, EntryTooLarge, Fenced, Writer
+from .writer import EntryTooLarge, Fenced, Writer
 
 if TYPE_CHECKING:
     from .embedded import EmbeddedServer
@@ -116,6 +118,8 @@ class Bus:
         self._memory_at = -math.inf
         #: What engines of this process last registered in whole, but for how much they run, by its digest.
         self._registered: dict[str, bytes] = {}
+        #: Parses whatever is read from Redis, and counts what is malformed.
+        self.guard = Guard()
         #: Modules and attributes of the trees that engines serve, by digest.
         self._trees: dict[bytes, tuple[list[ModuleInfo], dict[str, list[str]]]] = {}
 
@@ -146,7 +150,7 @@ class Bus:
 
                 self._server = await EmbeddedServer.start().__aenter__()
                 self.url = self._server.url
-            connections = self._connections_ = Connections(self.url, patience_s=self._patience_s)
+            connections = self._connections_ = Connections(self.url, patience_s=self._patience_s, guard=self.guard)
             await _check(connections)
             if connections.clustered:
                 self._reader = SlotReaders(connections)
@@ -154,7 +158,8 @@ class Bus:
                 self._reader = Reader(connections)
                 self._reader.start()
             self._blobs = Blobs(self.url, self.keys, patience_s=self._patience_s)
-            self._snapshots = Snapshots(Connections(self.url, patience_s=self._patience_s, alone=True), self.keys)
+            large = Connections(self.url, patience_s=self._patience_s, alone=True, guard=self.guard)
+            self._snapshots = Snapshots(large, self.keys)
             self._records = Records(connections, self.keys, self._retention_s)
             self._queue = Queue(connections, self.keys)
         except BaseException:
@@ -222,7 +227,7 @@ class Bus:
         `retention_s` is how long the model's engines keep a trace after its end, should it end before one has it.
 
         Raises:
-            EntryTooLarge: it is larger than an entry may be.
+            LimitExceeded: it is more than a submission may be.
             LiveError: its live parameters are none.
             QueueFull: too many wait.
             TraceElsewhere: a trace of this id was submitted to another model.
@@ -231,9 +236,9 @@ class Bus:
             BusError: Redis refused it.
             BusUnavailable: Redis stayed away; it may have been queued, and can be submitted again.
         """
+        check_submission(submission)
         data = encode(submission)
-        if len(data) > ENTRY_BYTES:
-            raise EntryTooLarge(f"the submission takes {len(data)} bytes, an entry holds {ENTRY_BYTES}")
+        check_size(len(data))
         model, trace = submission.model, submission.trace
         creation = self.records.creation(submission, parted(submission.live), retention_s)
         memory = await self._memory_left()
@@ -433,7 +438,7 @@ class Bus:
         """Reads what is asked of an engine's traces. Whoever asks closes it."""
         if self._connections.clustered:
             return SlotControlReaders(self._connections, self.keys, engine)
-        return ControlReader(self._connections.link(), self.keys, engine)
+        return ControlReader(self._connections.link(), self.keys, engine, guard=self.guard)
 
     def writer(self, *, memory_patience_s: float = 60.0) -> Writer:
         """A writer of events, with a connection of its own: `async with bus.writer() as writer`.
@@ -546,7 +551,7 @@ class Bus:
         """
         key, milliseconds = self.keys.engine(info.engine), max(1, round(ttl_s * 1000))
         brief = msgspec.structs.replace(info, modules=[], attributes={}, tree=_tree_digest(info))
-        lasting = digest_bytes(encode(msgspec.structs.replace(brief, running=0)))
+        lasting = digest_bytes(encode(msgspec.structs.replace(brief, running=0, malformed=0)))
         heartbeat = [
             RENEW((self.keys.heartbeat(info.engine),), encode(brief), milliseconds),
             # Whoever finds it there and nothing behind it removes it.
@@ -591,7 +596,9 @@ class Bus:
         Raises:
             BusUnavailable: Redis stayed away.
         """
-        names = [name.decode() for name in await self._connections.command("SMEMBERS", self.keys.engines())]
+        key = self.keys.engines()
+        members = await self._connections.command("SMEMBERS", key)
+        names = [name for one in members if (name := self.guard.read(bytes.decode, one, key=key, entry=one))]
         briefs = await self._infos(names, self.keys.heartbeat)
         # Those of earlier versions have no heartbeat of their own.
         others = [name for name in names if name not in briefs]
@@ -612,13 +619,8 @@ class Bus:
         infos: dict[str, EngineInfo | None] = {}
         replies = await self._connections.commands(*(("GET", key(name)) for name in names), alone=True)
         for name, data in zip(names, replies, strict=True):
-            if data is None:
-                continue
-            try:
-                infos[name] = decode_engine(data)
-            except msgspec.MsgspecError as error:
-                logger.warning("engine %s has registered something else than an engine: %s", name, error)
-                infos[name] = None
+            if data is not None:
+                infos[name] = self.guard.read(_info, name, data, key=key(name))
         return infos
 
     async def _with_trees(self, briefs: list[EngineInfo]) -> list[EngineInfo]:
@@ -641,6 +643,13 @@ class Bus:
                 modules, attributes = self._trees[info.tree]
                 whole.append(msgspec.structs.replace(info, modules=modules, attributes=attributes, tree=b""))
         return whole
+
+
+def _info(name: str, data: bytes) -> EngineInfo:
+    info = decode_engine(data)
+    if info.engine != name:
+        raise ValueError(f"it is said of engine {info.engine[:80]!r}")
+    return info
 
 
 def _tree_digest(info: EngineInfo) -> bytes:

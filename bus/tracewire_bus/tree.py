@@ -13,7 +13,7 @@ import ast
 import difflib
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Final, TypeAlias, overload
 
@@ -32,6 +32,8 @@ MODULE_WORDS: Final = frozenset(
 #: How many blocks' problems a tree remembers, and of how many characters at most.
 _REMEMBERED: Final = 256
 _LONG: Final = 20_000
+#: For how many of a block's problems is looked what is near.
+_NEAREST: Final = 8
 
 #: Words that read or edit a value which only a tap serves, on an engine with CUDA graphs, and that value's name.
 _SERVED: Final = {"output": "output", "outputs": "output", "input": "input", "inputs": "input", "skip": "skip"}
@@ -419,7 +421,16 @@ def _check_block(
             checker.visit(module)
     except RecursionError:
         return []
-    return sorted(checker.problems, key=lambda problem: (problem.line, problem.column))
+    problems = sorted(checker.problems, key=lambda problem: (problem.line, problem.column))
+    # Looking for what is near takes long beside finding a problem.
+    return [
+        problem if problem.reason or problem.nearest or place >= _NEAREST else _with_nearest(tree, problem)
+        for place, problem in enumerate(problems)
+    ]
+
+
+def _with_nearest(tree: ModuleTree, problem: PathProblem) -> PathProblem:
+    return replace(problem, nearest=tree.nearest(problem.path))
 
 
 _Scope = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
@@ -594,4 +605,4 @@ class _Checker(ast.NodeVisitor):
             column -= len(node.attr.encode())
         elif isinstance(node, ast.Subscript):
             line, column = node.slice.lineno, node.slice.col_offset
-        self.problems.append(PathProblem(path, line, column, self._tree.nearest(path)))
+        self.problems.append(PathProblem(path, line, column, None))

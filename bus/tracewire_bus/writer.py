@@ -107,7 +107,7 @@ _APPENDING: Final = (
     + """
 redis.call('HDEL', KEYS[3], '')
 if ARGV[2] ~= '' then
-  if tonumber(redis.call('HGET', KEYS[3], 'a') or 0) > tonumber(ARGV[7]) then
+  if (tonumber(redis.call('HGET', KEYS[3], 'a')) or 0) > tonumber(ARGV[7]) then
     -- Nor is anything of this attempt to come behind it, which needs no script and would leave a hole.
     redis.pcall('XSETID', KEYS[1], ARGV[7] .. '-18446744073709551615')
     return redis.error_reply('FENCED by a later attempt')
@@ -167,7 +167,7 @@ local function before(one, other)
 end
 redis.call('HDEL', KEYS[2], '')
 local known = redis.call('HMGET', KEYS[2], 'a', 'c')
-if ARGV[3] == '1' and tonumber(known[1] or 0) > tonumber(ARGV[4]) then return 'fenced' end
+if ARGV[3] == '1' and (tonumber(known[1]) or 0) > tonumber(ARGV[4]) then return 'fenced' end
 local last = '0-0'
 if redis.call('EXISTS', events) == 1 then
   local info = redis.call('XINFO', 'STREAM', events)

@@ -18,12 +18,12 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import anyio
 import msgspec
@@ -33,13 +33,15 @@ from tracewire_bus.codec import NewerSchema, check_schema, decode_submission, en
 from tracewire_bus.connection import Backoff, BusUnavailable, Wakeup
 from tracewire_bus.control import Order
 from tracewire_bus.firehose import telling
+from tracewire_bus.guard import Malformed
 from tracewire_bus.keys import TAGS
+from tracewire_bus.limits import MAX_TRACE_ID, LimitExceeded, check_size, check_submission, measure
 from tracewire_bus.live import LiveError, parted
 from tracewire_bus.messages import Block, EngineInfo, Failure, Final, Status, StopWhen, Submission
 from tracewire_bus.queue import claiming
 from tracewire_bus.records import Opened, Overtaken, TraceEnded, TraceMissing, cancellation
 from tracewire_bus.streams import Bus, BusError, Fenced, Taken, Writer
-from tracewire_bus.tree import ModuleTree, check_block
+from tracewire_bus.tree import ModuleTree
 from tracewire_bus.values import unpack
 
 from .blob_link import BlobChunk
@@ -49,6 +51,7 @@ from .inputs import Inputs
 from .plain_requests import PlainRequests
 from .reports import Reports
 from .retention import FinishedRetention, Retention
+from .sources import Sources
 from .steering import LiveTrace, Steering
 from .trace import REPORT_S, Blocks, Half, TraceRun, first
 
@@ -56,10 +59,10 @@ __all__ = ["Adapter", "Settings"]
 
 logger = logging.getLogger("tracewire")
 
-#: Longest trace id that is taken, in characters; longest source of a block, in bytes; greatest line it may start at.
-MAX_TRACE_ID = 256
-MAX_SOURCE = 1_000_000
-MAX_LINE = 1_000_000
+T = TypeVar("T")
+
+#: Up to how many bytes an encoded submission, or a part of one, is looked at on the event loop.
+_SHORT = 8 * 1024
 #: Of how many of the traces' hash tags each heartbeat ends what is past its deadline and runs nowhere.
 SWEPT = TAGS // 8
 #: How often is looked how much waits for Redis, in seconds.
@@ -127,6 +130,9 @@ class Adapter:
         self._settings = settings or Settings()
         self._tree = ModuleTree(info)
         self._halves: dict[str, Half] = {}
+        self._sources = Sources(info, self._tree)
+        #: One thread at a time for submissions that take long to look at: several would only wait for each other.
+        self._looking = anyio.CapacityLimiter(1)
         self._standing = Standing(bus, info, self._tree, self._check_block, self._renew)
         self._inputs = Inputs(bus.blobs, engine.inputs, engine.carrier)
         self._reports = Reports(engine, self._halves, (settings or Settings()).blob_threshold)
@@ -338,6 +344,9 @@ class Adapter:
             opened = await self._open(writer, entry)
             if opened is not None:
                 await self._run_trace(writer, entry, scope, *opened)
+        except Malformed as error:
+            # Its record: the next answer would be the same.
+            await self._fail(entry, Failure(type="TraceRejected", message=str(error)))
         except BusError as error:
             # It is ours still, and comes again, but not at once: the next answer may be the same.
             logger.warning("queue entry %s could not be served: %s", entry.trace, error)
@@ -424,6 +433,8 @@ class Adapter:
         live: LiveTrace | None = None
         if submission.live != _NO_LIVE:
             if opened.version:
+                key = self._bus.keys.record(submission.trace)
+                self._bus.guard.demand(_check_same, submission.live, opened.live, key=key, entry="live parameters")
                 submission = msgspec.structs.replace(submission, live=opened.live)
             stops = [one for one in submission.interventions if isinstance(one, StopWhen)]
             live = LiveTrace(f"r{next(self._names)}", submission.live, opened.version, opened.changes, stops)
@@ -640,12 +651,10 @@ class Adapter:
         elif order.kind == "cancel":
             self._end(run, "cancelled", cancellation(order.by, order.reason))
         elif run.live is not None:
-            try:
-                values = run.live.take(order.change)
-            except (ValueError, msgspec.MsgspecError):
-                logger.exception("a change of live parameters of trace %s could not be read", order.trace)
-                return
-            self._steering.send(run.live, values)
+            key = self._bus.keys.record(order.trace)
+            values = self._bus.guard.read(run.live.take, order.change, key=key, entry="a change of live parameters")
+            if values:
+                self._steering.send(run.live, values)
 
     def _end(self, run: TraceRun, status: Status, failure: Failure) -> None:
         """Have a run end before its own end."""
@@ -729,19 +738,25 @@ class Adapter:
         trace = entry.fields.get(b"t", b"").decode("utf-8", "replace")
         try:
             check_schema(entry.fields.get(b"v", b"").decode("ascii", "replace"))
-            submission = decode_submission(entry.fields.get(b"d", b""))
+            data = entry.fields.get(b"d", b"")
+            submission = await self._decoded(data)
             if submission.trace != trace:
-                raise ValueError(f"its entry names trace {trace!r}, its body {submission.trace!r}")
-            blocks = self._check(submission)
-            declared = self._place(submission, entry.fields.get(b"d", b""))
+                raise ValueError(f"its entry names trace {trace[:300]!r}, its body {submission.trace[:300]!r}")
+            blocks = await self._check(submission)
+            declared = await self._beside(len(data), self._place, submission, data)
             edits = self._choose(submission)
         except Rejection as rejection:
             failure = rejection.failure
+        except LimitExceeded as error:
+            failure = Failure(type="TraceRejected", message=error.message, field=error.field)
         except NewerSchema as error:
             failure = Failure(type="TraceRejected", message=str(error), field="schema")
-        except (ValueError, msgspec.MsgspecError) as error:
+        except ValueError as error:
+            self._bus.guard.note(self._bus.keys.queue(self._info.model, "data"), entry.trace, error)
             failure = Failure(
-                type="TraceRejected", message=f"the submission could not be decoded: {error}", field="submission"
+                type="TraceRejected",
+                message=f"the submission could not be decoded: {str(error)[:1000]}",
+                field="submission",
             )
         else:
             return submission, blocks, declared, edits
@@ -768,7 +783,31 @@ class Adapter:
             self._bus.queue.settled(self._info.model, entry.trace)
         return None
 
-    def _check(self, submission: Submission) -> Blocks:
+    async def _beside(self, size: int, look: Callable[..., T], *arguments: Any) -> T:
+        """`look(*arguments)`, on a thread where there is much to look at: the event loop serves others meanwhile."""
+        if size <= _SHORT:
+            return look(*arguments)
+        return await anyio.to_thread.run_sync(look, *arguments, limiter=self._looking)
+
+    async def _decoded(self, data: bytes) -> Submission:
+        """A submission that is no more than one may be.
+
+        Raises:
+            LimitExceeded: it is more.
+            ValueError: it is none.
+        """
+        check_size(len(data))
+        await self._beside(len(data), _measure, [("submission", data)])
+        submission = decode_submission(data)
+        check_submission(submission)
+        packed = [("live", submission.live), ("shared", submission.shared)]
+        for block in (submission.block, *(invoke.block for invoke in submission.invokes)):
+            packed += [("block.variables", block.variables)] if block is not None else []
+        packed += [("prompt.multi_modal_data", invoke.media) for invoke in submission.invokes]
+        await self._beside(sum(len(part) for _, part in packed), _measure, packed)
+        return submission
+
+    async def _check(self, submission: Submission) -> Blocks:
         """What can be told without the engine. Returns the encoded block of each invoke.
 
         Raises:
@@ -791,13 +830,13 @@ class Adapter:
         encoded: dict[int, bytes] = {}
         for index, block in enumerate([submission.block, *(invoke.block for invoke in submission.invokes)]):
             if block is not None:
-                self._check_block(block, shared)
+                await self._check_block(block, shared)
                 encoded[index] = self._blocks.encode(block)
         return [encoded.get(index, encoded.get(0)) for index in range(1, len(submission.invokes) + 1)]
 
-    def _check_block(self, block: Block, shared: Mapping[Any, Any] = _NOTHING) -> None:
+    async def _check_block(self, block: Block, shared: Mapping[Any, Any] = _NOTHING) -> None:
         """Refuse a block that cannot run here, of a trace that shares these values."""
-        self._check_source(block)
+        await self._check_source(block)
         for name, path in block.paths.items():
             if not self._tree.knows(path):
                 near = self._tree.nearest(path)
@@ -845,32 +884,26 @@ class Adapter:
         ]
         return chosen if any(chosen) else []
 
-    def _check_source(self, block: Block) -> None:
-        for name, source, first_line in [
-            (block.name, block.source, block.first_line),
-            *((helper.name, helper.source, helper.first_line) for helper in block.helpers),
+    async def _check_source(self, block: Block) -> None:
+        models = (block.parameters[0], *(name for name, path in block.paths.items() if not path))
+        for name, source, first_line, names in [
+            (block.name, block.source, block.first_line, models),
+            *((helper.name, helper.source, helper.first_line, ()) for helper in block.helpers),
         ]:
-            if len(source) > MAX_SOURCE or not 0 < first_line <= MAX_LINE:
-                raise Rejection(
-                    "block", f"{name} is longer than {MAX_SOURCE} characters, or starts past line {MAX_LINE}"
-                )
-            error = _compile_error(source)
+            error, problem = await self._sources.examine(source, names)
             if error is not None:
                 kind, number, message = error
                 line = None if number is None else number + first_line - 1
                 where = "" if line is None else f" at line {line} of {block.filename}"
                 raise Rejection("block", f"{name} does not compile{where}: {message}", type=kind, line=line)
-        names = [block.parameters[0], *(name for name, path in block.paths.items() if not path)]
-        problems = [problem for name in names for problem in check_block(self._tree, block.source, name)]
-        if problems:
-            problem = problems[0]
-            near = f"; the nearest that does is {problem.nearest!r}" if problem.nearest else ""
-            raise Rejection(
-                "block",
-                problem.reason or f"module path {problem.path!r} does not exist in {self._info.model}{near}",
-                type="UntappedLocation" if problem.reason else "UnknownModulePath",
-                line=problem.line + block.first_line - 1,
-            )
+            if problem is not None:
+                near = f"; the nearest that does is {problem.nearest!r}" if problem.nearest else ""
+                raise Rejection(
+                    "block",
+                    problem.reason or f"module path {problem.path!r} does not exist in {self._info.model}{near}",
+                    type="UntappedLocation" if problem.reason else "UnknownModulePath",
+                    line=problem.line + first_line - 1,
+                )
 
     # --- the engine's side ------------------------------------------------------------------------------------------
 
@@ -919,6 +952,7 @@ class Adapter:
             # Of requests that nobody follows: plain ones.
             self._reports.pull()
             info.running = len(self._runs) + self.plain.running
+            info.malformed = self._bus.guard.malformed
             stopping = "holding" if self.holding and self._taking else "serving" if self._taking else "draining"
             info.state = "lost" if self.lost else stopping
             try:
@@ -994,11 +1028,15 @@ def _patience_of(lease: str) -> float:
     return min(max(seconds, 1.0), 60.0) / 3 if seconds == seconds else 3.0
 
 
-@lru_cache(maxsize=64)
-def _compile_error(source: str) -> tuple[str, int | None, str] | None:
-    """Why a source does not compile: an exception's class, line and message. Remembered: the same blocks come often."""
-    try:
-        compile(source, "<block>", "exec", dont_inherit=True)
-    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
-        return type(error).__name__, getattr(error, "lineno", None), str(getattr(error, "msg", error))
-    return None
+def _check_same(declared: bytes, now: bytes) -> None:
+    """Live parameters have the names and forms that they were declared with."""
+    forms = [{name: value.form for name, value in parted(packed).items()} for packed in (declared, now)]
+    if forms[0] != forms[1]:
+        raise ValueError(f"they were declared as {forms[0]}, and are {forms[1]}"[:1000])
+
+
+def _measure(parts: Sequence[tuple[str, bytes]]) -> None:
+    for field, data in parts:
+        # What is shorter holds no more than it has bytes.
+        if len(data) > _SHORT:
+            measure(data, field)

@@ -114,7 +114,7 @@ class Standing:
         bus: Bus,
         info: EngineInfo,
         tree: ModuleTree,
-        check_block: Callable[[Block], None],
+        check_block: Callable[[Block], Awaitable[None]],
         announce: Callable[[], Awaitable[None]],
     ) -> None:
         self._bus = bus
@@ -161,32 +161,32 @@ class Standing:
         edits = self._bus.edits
         if await edits.generation(self._info.model) == self._generation:
             return
-        self.take(await edits.load(self._info.model))
+        await self.take(await edits.load(self._info.model))
         await self._announce()
 
-    def take(self, edits: EditSet) -> None:
+    async def take(self, edits: EditSet) -> None:
         """Run these from now on, as far as they can run here."""
         ready: list[Ready] = []
-        self._refused = {}
+        refused: dict[str, str] = {}
         errors: dict[str, str] = {}
         for one in edits.edits:
             if one.disabled:
-                self._refused[one.name] = f"it is disabled: {one.disabled}"
+                refused[one.name] = f"it is disabled: {one.disabled}"
                 continue
             try:
-                ready.append(self._check(one))
+                ready.append(await self._check(one))
             except Rejection as rejection:
                 failure = rejection.failure
-                errors[one.name] = self._refused[one.name] = f"{failure.field}: {failure.message}"
+                errors[one.name] = refused[one.name] = f"{failure.field}: {failure.message}"
             except Exception as error:  # of hostile content: one edit's misfortune
                 logger.exception("edit %s could not be checked", one.name)
-                errors[one.name] = self._refused[one.name] = f"{type(error).__name__}: {error}"
-        self._ready, self._generation, self._chosen = ready, edits.generation, {}
+                errors[one.name] = refused[one.name] = f"{type(error).__name__}: {error}"
+        self._ready, self._refused, self._generation, self._chosen = ready, refused, edits.generation, {}
         known = {(edit.name, edit.version) for edit in ready}
         self._streaks = {key: streak for key, streak in self._streaks.items() if key in known}
         self._info.edits, self._info.edit_errors = edits.generation, errors
 
-    def _check(self, installed: Installed) -> Ready:
+    async def _check(self, installed: Installed) -> Ready:
         edit = installed.edit
         if edit is None:
             raise Rejection("edit", installed.problem)
@@ -196,7 +196,7 @@ class Standing:
             raise Rejection("interventions", "StopWhen belongs to a trace: an edit ends no request")
         block = None
         if edit.block is not None:
-            self._check_block(edit.block)
+            await self._check_block(edit.block)
             block = EditBlock(edit.name, msgspec.Raw(_encoder.encode(edit.block)), edit.on_error == "fail")
         placed = place(edit.interventions, self._tree, self._info.hidden_size, {})
         return Ready(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -18,6 +18,7 @@ import msgspec
 
 from tracewire_bus.connection import Backoff, Wakeup
 from tracewire_bus.declared import resolved
+from tracewire_bus.live import live_values, parted
 from tracewire_bus.messages import FirstToken, RawSteered, StopWhen
 from tracewire_bus.values import unpack
 
@@ -43,6 +44,19 @@ class _Change(msgspec.Struct, array_like=True):
 _change = msgspec.msgpack.Decoder(_Change)
 
 
+def _read(data: bytes, forms: Mapping[str, str]) -> _Change:
+    """A change that fits what was declared: what does not would fail in the workers, for all traces that are steered.
+
+    Raises:
+        ValueError: it does not, or is none.
+    """
+    change = _change.decode(data)
+    for name, value in live_values({name: unpack(bytes(raw)) for name, raw in change.values.items()}).items():
+        if forms.get(name) != value.form:
+            raise ValueError(f"live parameter {name!r} is {forms.get(name, 'not declared')}, got {value.form}")
+    return change
+
+
 class LiveTrace:
     """The live parameters of one run, which began as `packed`, at `version`.
 
@@ -54,13 +68,14 @@ class LiveTrace:
     ) -> None:
         self.run = run
         self.first_version = self.version = version
+        self._forms = {name: value.form for name, value in parted(packed).items()}
         #: Accepted, and told by no event: version and encoded change, in order.
         self._untold: list[tuple[int, bytes]] = []
         for data in changes:
             try:
-                self._untold.append((_change.decode(data).version, data))
-            except msgspec.MsgspecError:
-                logger.exception("a change of live parameters of run %s could not be read", run)
+                self._untold.append((_read(data, self._forms).version, data))
+            except ValueError as error:
+                logger.warning("a change of live parameters of run %s could not be read: %s", run, error)
         self._values: dict[str, Any] = unpack(packed)
         #: What has changed since, packed, by name.
         self.changed: dict[str, bytes] = {}
@@ -77,8 +92,12 @@ class LiveTrace:
         self.on_applied: Callable[[Applied], None] = lambda _: None
 
     def take(self, data: bytes) -> dict[str, msgspec.Raw]:
-        """An accepted change. Returns what the workers are to know; nothing if it is known already."""
-        change = _change.decode(data)
+        """An accepted change. Returns what the workers are to know; nothing if it is known already.
+
+        Raises:
+            ValueError: it is none, or does not fit what was declared.
+        """
+        change = _read(data, self._forms)
         if change.version <= self.version:
             # It had been accepted before the run began, and is among its first values.
             return {}

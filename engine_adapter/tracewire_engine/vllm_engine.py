@@ -262,8 +262,13 @@ class VllmEngine:
                     raise Rejection(
                         f"{where}messages[{place}].content", "expected text: media are not taken in chat messages"
                     )
+            self._bound(_characters(invoke.messages), where, "messages")
+
+            def text_of(messages: list[dict[str, Any]]) -> str:
+                return str(self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+
             try:
-                text = self._tokenizer.apply_chat_template(invoke.messages, add_generation_prompt=True, tokenize=False)
+                text = await anyio.to_thread.run_sync(text_of, invoke.messages, limiter=self._tokenizing)
             except Exception as error:
                 raise Rejection(
                     f"{where}messages", f"the model's chat template refused the messages: {error}"
@@ -277,17 +282,20 @@ class VllmEngine:
 
     async def _encode(self, text: str, where: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of a text, made on a thread: a long one takes seconds, in which the loop must serve the others."""
-        limit = self.llm.model_config.max_model_len
-        if len(text) > limit * self._longest_token:
-            raise Rejection(
-                f"{where}prompt",
-                f"a prompt of {len(text)} characters is more than this model's {limit} tokens can hold",
-            )
+        self._bound(len(text), where, "prompt")
 
         def encode() -> list[int]:
             return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
         return await anyio.to_thread.run_sync(encode, limiter=self._tokenizing)
+
+    def _bound(self, characters: int, where: str, field: str) -> None:
+        limit = self.llm.model_config.max_model_len
+        if characters > limit * self._longest_token:
+            raise Rejection(
+                f"{where}{field}",
+                f"a prompt of {characters} characters is more than this model's {limit} tokens can hold",
+            )
 
     def _sampling(self, invoke: Invoke, where: str) -> SamplingParams:
         given = dict(invoke.sampling)
@@ -511,6 +519,15 @@ class VllmEngine:
             "requests": counts["requests"],
             "blocks": counts["blocks"] - counts["free_blocks"],
         }
+
+
+def _characters(value: Any) -> int:
+    """How many characters stand in the texts of plain data, and one for each other part of it."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return 1 + sum(map(_characters, value.values()))
+    return 1 + sum(map(_characters, value)) if isinstance(value, list) else 1
 
 
 def _asks_result(block: Block | None) -> bool:

@@ -164,7 +164,10 @@ async def _engines(options: argparse.Namespace) -> int:
     for engine in engines:
         versions = " ".join(f"{name} {version}" for name, version in engine.versions.items() if version)
         running = f"{engine.running} of {engine.capacity} traces"
-        print("\t".join((engine.name, engine.model, engine.state, running, engine.host or "-", versions)).rstrip())
+        columns = [engine.name, engine.model, engine.state, running, engine.host or "-", versions]
+        if engine.malformed:
+            columns.append(f"{engine.malformed} malformed items in Redis passed over")
+        print("\t".join(columns).rstrip())
     return 0
 
 

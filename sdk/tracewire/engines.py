@@ -33,6 +33,8 @@ class Engine:
         revision, dtype, max_model_len: of its model.
         schema: the schema that it writes; `versions`: of tracewire, vllm, nnsight and torch.
         started_at: when it started, in seconds since the epoch by its own clock.
+        malformed: how many malformed items it has found in Redis and passed over. It should be 0: somebody else than
+            Tracewire writes there.
     """
 
     name: str
@@ -47,6 +49,7 @@ class Engine:
     schema: str
     versions: dict[str, str]
     started_at: float
+    malformed: int = 0
 
     @classmethod
     def of(cls, info: EngineInfo) -> Engine:
@@ -65,6 +68,7 @@ class Engine:
             schema=info.schema,
             versions={name: getattr(versions, name) for name in versions.__struct_fields__},
             started_at=info.started_at,
+            malformed=info.malformed,
         )
 
     @property

@@ -18,10 +18,11 @@ import anyio
 import msgspec
 
 from tracewire_bus.fold import DigestMismatch, Fold
+from tracewire_bus.limits import LimitExceeded
 from tracewire_bus.messages import NO_MEDIA, Submission
 from tracewire_bus.records import TraceElsewhere, TraceEnded
 from tracewire_bus.streams import BusFull as NoMemory
-from tracewire_bus.streams import BusUnavailable, EntryTooLarge, QueueFull
+from tracewire_bus.streams import BusUnavailable, QueueFull
 from tracewire_bus.values import unpack
 
 from .errors import (
@@ -106,9 +107,8 @@ def refusals(model: str) -> Iterator[None]:
                 f"{error}: start it again later, keep finished traces for a shorter time "
                 "or fewer of them (tracewire engine --retention, --retain-total-bytes), or give Redis more memory"
             ) from None
-        except EntryTooLarge as error:
-            hint = "arrays of any size can be submitted; make the block's other variables or the prompts smaller"
-            raise TraceRejected("submission", f"{error}: {hint}") from None
+        except LimitExceeded as error:
+            raise TraceRejected(error.field, error.message) from None
 
 
 class Trace(Reader):

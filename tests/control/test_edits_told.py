@@ -34,7 +34,10 @@ async def standing(bus: Bus, **more: Any) -> Standing:
     async def announce() -> None:
         pass
 
-    made = Standing(bus, info, ModuleTree(info), lambda block: None, announce)
+    async def accept(block: Block) -> None:
+        pass
+
+    made = Standing(bus, info, ModuleTree(info), accept, announce)
     await made.look()
     return made
 
