@@ -188,7 +188,7 @@ class Mutator:
             # A value within the value.
             try:
                 node[key] = _packed(self.mutated(msgspec.msgpack.decode(found)))
-            except msgspec.MsgspecError:
+            except (ValueError, TypeError, RecursionError):
                 node[key] = self.bytes(found)
         elif what == "text" and isinstance(found, str):
             node[key] = "".join(self.chosen.choice([one, "*", "\n", "(", "\x00", "é"]) for one in found[:200])
