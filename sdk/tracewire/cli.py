@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import socket
 import sys
@@ -61,7 +62,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 2
     options = _parser().parse_args(argv)
     try:
-        return int(anyio.run(options.run, options))
+        status = int(anyio.run(options.run, options))
+        # Here: what cannot be written when the interpreter ends is complained of.
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        # The program that reads what is printed has closed the pipe, as `head` does when it has enough.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except TracewireError as error:
         print(f"tracewire: {error}", file=sys.stderr)
         return 1

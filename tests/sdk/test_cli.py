@@ -157,6 +157,33 @@ async def test_redis_runs_until_it_is_told_to_end(number: signal.Signals) -> Non
         process.stdout.close()
 
 
+@pytest.mark.parametrize(
+    "arguments", [["watch", "TRACE"], ["watch", "--since", "start"], ["models"], ["engines", "--json"]]
+)
+async def test_a_reader_that_has_had_enough_ends_it_without_a_word(
+    client: Client, redis_url: str, prefix: str, arguments: list[str]
+) -> None:
+    """As `head` does: whether what is printed is flushed line by line or at the end."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    async with ScriptedEngine.running(redis_url, prefix, tiny), client.trace("tiny", "hello") as trace:
+        await trace.result()
+        words = [trace.id if word == "TRACE" else word for word in arguments]
+        reading, writing = os.pipe()
+        os.close(reading)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tracewire.cli", *words, "--url", redis_url, "--prefix", prefix],
+            stdout=writing,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        os.close(writing)
+        _, said = await anyio.to_thread.run_sync(process.communicate)
+    # What a shell reports of a program that SIGPIPE ended.
+    assert process.returncode == 128 + signal.SIGPIPE
+    assert [line for line in said.splitlines() if not line.startswith("tracewire: go on with --since ")] == []
+
+
 async def test_watch_without_a_trace_prints_what_becomes_of_all(client: Client, redis_url: str, prefix: str) -> None:
     async with ScriptedEngine.running(redis_url, prefix, tiny) as engine, client.trace("tiny", "hello") as trace:
         await trace.result()
