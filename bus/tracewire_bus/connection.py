@@ -25,7 +25,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from functools import cache
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeVar
 
 import anyio
 import anyio.lowlevel
@@ -49,6 +49,7 @@ __all__ = [
     "Connections",
     "Link",
     "NotAllowed",
+    "Refreshed",
     "Server",
     "Transport",
     "Wakeup",
@@ -59,6 +60,8 @@ __all__ = [
 ]
 
 logger = logging.getLogger("tracewire")
+
+T = TypeVar("T")
 
 #: How long one command may take, in seconds, before its connection is given up.
 COMMAND_S: Final = 30.0
@@ -190,6 +193,57 @@ class Wakeup:
         for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_result(None)
+
+
+class Refreshed(Generic[T]):
+    """What is asked for again when it is older than whoever wants it likes: once for all who want it meanwhile.
+
+    If asking fails, it fails for all of them. It goes on for as long as one of them waits.
+    """
+
+    __slots__ = ("_asking", "_at", "_begun", "_run", "_value", "_waiting")
+
+    def __init__(self, run: Callable[[], Awaitable[T]]) -> None:
+        self._run = run
+        self._at = -math.inf
+        self._value: T
+        self._asking: asyncio.Task[T] | None = None
+        #: When the asking under way began.
+        self._begun = math.inf
+        #: How many wait for it.
+        self._waiting = 0
+
+    def forget(self) -> None:
+        """Ask the next time, however young it is."""
+        self._at = -math.inf
+
+    async def get(self, age_s: float) -> T:
+        """It, as it was at most so many seconds ago. Raises what asking raises."""
+        now = anyio.current_time()
+        if now - self._at < age_s:
+            return self._value
+        if self._asking is None or self._begun < now - age_s:
+            self._begun, self._waiting = math.inf, 0
+            self._asking = asyncio.get_running_loop().create_task(self._ask(), name="tracewire asks for all")
+        asking = self._asking
+        self._waiting += 1
+        try:
+            return await asyncio.shield(asking)
+        except Exception as error:
+            # Of its own: whoever raises an error writes to it.
+            raise _copy(error) from error.__cause__
+        finally:
+            if asking is self._asking:
+                self._waiting -= 1
+                if not self._waiting:
+                    self._asking = None
+                    asking.cancel()
+
+    async def _ask(self) -> T:
+        self._begun = anyio.current_time()
+        self._value = value = await self._run()
+        self._at = anyio.current_time()
+        return value
 
 
 class Turns:

@@ -11,7 +11,6 @@ else for as long as the bus is patient.
 from __future__ import annotations
 
 import logging
-import math
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -34,6 +33,7 @@ from .connection import (
     Connections,
     Link,
     NotAllowed,
+    Refreshed,
     as_bus_error,
     is_transient,
     redacted,
@@ -83,6 +83,8 @@ logger = logging.getLogger("tracewire")
 #: Which part of its memory a Redis must have left for new submissions: what runs needs it more.
 RESERVE: float = 0.05
 
+#: How old what is known of Redis's memory may be when a trace is submitted, in seconds.
+_MEMORY_AGE_S: Final = 1.0
 _SCHEMES = (*SCHEMES, "embedded")
 #: How long opening connections ahead may take, in seconds.
 _WARM_S: Final = 1.0
@@ -114,8 +116,8 @@ class Bus:
         self._edit_records: weakref.WeakSet[EditRecords] = weakref.WeakSet()
         self._records: Records | None = None
         self._queue: Queue | None = None
-        self._memory: float | None = None
-        self._memory_at = -math.inf
+        #: Which part of its memory Redis has left; None if it has no limit or says none.
+        self._memory = Refreshed(self._memory_left)
         #: What engines of this process last registered in whole, but for how much they run, by its digest.
         self._registered: dict[str, bytes] = {}
         #: Parses whatever is read from Redis, and counts what is malformed.
@@ -202,7 +204,7 @@ class Bus:
 
     async def warm(self) -> None:
         """Open what a burst of traces would have to open in its midst: further connections for commands, and the
-        reader's. What cannot be opened, or not soon, is opened when it is needed.
+        reader's; and ask what it would ask first. What cannot be opened, or not soon, is opened when it is needed.
         """
         if not isinstance(self._reader, Reader):
             # On a cluster each slot has its own.
@@ -211,6 +213,11 @@ class Bus:
             async with anyio.create_task_group() as group:
                 group.start_soon(self._connections.warm)
                 group.start_soon(self._reader.connect)
+                group.start_soon(self._ask_ahead)
+
+    async def _ask_ahead(self) -> None:
+        with suppress(BusError):
+            await self._memory.get(_MEMORY_AGE_S)
 
     @property
     def _connections(self) -> Connections:
@@ -241,7 +248,7 @@ class Bus:
         check_size(len(data))
         model, trace = submission.model, submission.trace
         creation = self.records.creation(submission, parted(submission.live), retention_s)
-        memory = await self._memory_left()
+        memory = await self._memory.get(_MEMORY_AGE_S)
         if memory is not None and memory < RESERVE:
             raise BusFull(f"Redis has {100 * memory:.2g} % of its memory left, and keeps that for traces that run")
         try:
@@ -285,19 +292,14 @@ class Bus:
         return {trace for (_, trace), reply in zip(traces, replies, strict=True) if reply}
 
     async def _memory_left(self) -> float | None:
-        """Which part of its memory Redis has left, as of at most a second ago; None if it has no limit or says none."""
-        now = anyio.current_time()
-        if now - self._memory_at >= 1.0:
-            self._memory_at = now
-            try:
-                limit, used, _ = await self.memory()
-            except BusUnavailable:
-                raise
-            except BusError as error:
-                logger.debug("Redis does not say how much memory it has: %s", error)
-                limit = used = 0
-            self._memory = None if not limit else max(0.0, 1 - used / limit)
-        return self._memory
+        try:
+            limit, used, _ = await self.memory()
+        except BusUnavailable:
+            raise
+        except BusError as error:
+            logger.debug("Redis does not say how much memory it has: %s", error)
+            return None
+        return max(0.0, 1 - used / limit) if limit else None
 
     async def memory(self) -> tuple[int, int, str]:
         """Redis's limit of memory in bytes (0: none), how much it uses, and what it does when there is none left.

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import anyio
 
-from tracewire_bus.connection import Turns, redacted
+from tracewire_bus.connection import Refreshed, Turns, redacted
 from tracewire_bus.fold import Fold
 from tracewire_bus.keys import is_text, parse_id
 from tracewire_bus.messages import Block, Declared, DeclaredIntervention, EngineInfo, Submission
@@ -241,7 +241,7 @@ class Client:
         self._turns = Turns(_AT_ONCE)
         #: Those of a model's engines that differ, built once for the engines that serve it.
         self._trees: dict[str, tuple[tuple[str, ...], list[ModuleTree]]] = {}
-        self._looked = -math.inf
+        self._registry_read = Refreshed(self._read_registry)
         self._queueing: Queueing | None = None
         self._closing = False
 
@@ -382,18 +382,18 @@ class Client:
 
     async def _look(self, age: float) -> None:
         """Read the registry, unless what was read is younger than `age` seconds."""
-        bus = self._open_bus()
+        self._open_bus()
         known = sum(map(len, self._registry.values()))
-        if anyio.current_time() - self._looked < age * max(1.0, known / _REGISTRY_ENGINES):
-            return
+        await self._registry_read.get(age * max(1.0, known / _REGISTRY_ENGINES))
+
+    async def _read_registry(self) -> None:
         with bus_errors():
-            engines = await bus.engines()
+            engines = await self._open_bus().engines()
         registry: dict[str, list[EngineInfo]] = {}
         for engine in engines:
             registry.setdefault(engine.model, []).append(engine)
         self._registry = registry
         self._infos = {}
-        self._looked = anyio.current_time()
 
     # --- traces -------------------------------------------------------------------------------------------------------
 

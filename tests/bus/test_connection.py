@@ -19,6 +19,7 @@ from tracewire_bus.connection import (
     BusUnavailable,
     Connections,
     Link,
+    Refreshed,
     Turns,
     Wakeup,
     redacted,
@@ -393,3 +394,98 @@ async def test_a_background_task_that_fails_says_so_at_once_and_begins_anew(
     assert "failure 1" in said[0][1]
     await task.aclose()
     assert begun == 3
+
+
+class Asked:
+    """Counts how often it is asked, and answers when it is told to."""
+
+    def __init__(self) -> None:
+        self.times = 0
+        self.answered = anyio.Event()
+        self.error: Exception | None = None
+        self.ended = 0
+
+    async def __call__(self) -> int:
+        self.times += 1
+        try:
+            await self.answered.wait()
+        finally:
+            self.ended += 1
+        if self.error is not None:
+            raise self.error
+        return self.times
+
+
+async def test_what_many_want_at_once_is_asked_for_once() -> None:
+    asked, found = Asked(), []
+    refreshed = Refreshed(asked)
+
+    async def get(age: float) -> None:
+        found.append(await refreshed.get(age))
+
+    async with anyio.create_task_group() as group:
+        for _ in range(20):
+            group.start_soon(get, 60)
+        await checkpoint()
+        await checkpoint()
+        for _ in range(20):
+            group.start_soon(get, 60)
+        await checkpoint()
+        asked.answered.set()
+    assert found == [1] * 40
+    assert await refreshed.get(60) == 1
+    # Those who want it as it is now do not take what was asked for before; they share what is asked for them.
+    found.clear()
+    async with anyio.create_task_group() as group:
+        for _ in range(20):
+            group.start_soon(get, 0)
+    assert found == [2] * 20
+    refreshed.forget()
+    assert await refreshed.get(60) == 3
+
+
+async def test_what_fails_fails_for_all_who_wait_and_is_asked_for_again() -> None:
+    asked, found = Asked(), []
+    refreshed = Refreshed(asked)
+    asked.error = ValueError("away")
+
+    async def get() -> None:
+        try:
+            found.append(await refreshed.get(60))
+        except ValueError as error:
+            found.append(error)
+
+    async with anyio.create_task_group() as group:
+        for _ in range(3):
+            group.start_soon(get)
+        await checkpoint()
+        asked.answered.set()
+    assert [str(one) for one in found] == ["away"] * 3
+    assert len({id(one) for one in found}) == 3
+    asked.error = None
+    assert await refreshed.get(60) == 2
+
+
+async def test_asking_ends_with_the_last_who_waits() -> None:
+    asked = Asked()
+    refreshed = Refreshed(asked)
+    scopes = [anyio.CancelScope() for _ in range(2)]
+
+    async def get(scope: anyio.CancelScope) -> None:
+        with scope:
+            await refreshed.get(60)
+
+    async with anyio.create_task_group() as group:
+        for scope in scopes:
+            group.start_soon(get, scope)
+        while not asked.times:
+            await checkpoint()
+        scopes[0].cancel()
+        await checkpoint()
+        await checkpoint()
+        assert not asked.ended
+        scopes[1].cancel()
+    while not asked.ended:
+        await checkpoint()
+    asked.answered.set()
+    assert await refreshed.get(60) == 2

@@ -659,6 +659,8 @@ async def test_of_many_traces_that_are_started_at_once_the_first_are_sent_while_
     async with engine(script), anyio.create_task_group() as group:
         await client.model("tiny")
         await client._presence.lease()
+        # What the first of them would ask for all.
+        await client._open_bus()._memory.get(0)
         monkeypatch.setattr(connections, "_travel", travel)
         monkeypatch.setattr(client, "_find", finding)
         cancelled = anyio.CancelScope()
@@ -675,6 +677,43 @@ async def test_of_many_traces_that_are_started_at_once_the_first_are_sent_while_
         cancelled.cancel()
     assert 0 < turns[0] <= 8
     assert len(made) == 39
+
+
+async def test_a_burst_reads_what_is_old_once(client: Client, engine: Callable[..., Any]) -> None:
+    bus = client._open_bus()
+    asked: list[str] = []
+    engines, memory = bus.engines, bus.memory
+
+    async def counted_engines() -> Any:
+        asked.append("engines")
+        return await engines()
+
+    async def counted_memory() -> Any:
+        asked.append("memory")
+        return await memory()
+
+    bus.engines, bus.memory = counted_engines, counted_memory  # type: ignore[method-assign]
+
+    async def start(model: str) -> None:
+        try:
+            await client.trace(model, "p", detach=True).start()
+        except UnknownModel:
+            asked.append("unknown")
+
+    async with engine():
+        for model in ("tiny", "nobody's"):
+            client._registry_read.forget()
+            bus._memory.forget()
+            asked.clear()
+            async with anyio.create_task_group() as group:
+                for _ in range(50):
+                    group.start_soon(start, model)
+            if model == "tiny":
+                assert asked == ["engines", "memory"]
+            else:
+                # Those that do not find it look once more, together as they come.
+                assert asked.count("unknown") == 50
+                assert asked.count("engines") < 10
 
 
 async def test_a_consumer_that_lags_misses_nothing(client: Client, engine: Callable[..., Any]) -> None:

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 
 import tracewire
@@ -86,12 +87,33 @@ async def test_a_redis_that_is_full(own: Bus) -> None:
         with pytest.raises(BusFull, match="no memory left"):
             await trace.steer(alpha=1.0)
         # It is looked at once a second.
-        client._open_bus()._memory = 0.0
+        client._open_bus()._memory.forget()
         for start in (client.trace("tiny", "hello", detach=True).start(), client.resubmit(letter)):
             with pytest.raises(BusFull, match="start it again later"):
                 await start
         await own.command("CONFIG", "SET", "maxmemory", 0)
         await trace.aclose()
+
+
+async def test_a_first_burst_keeps_the_reserve_of_memory(own: Bus) -> None:
+    _, used, _ = await own.memory()
+    # Less is left than what is kept for traces that run, and enough for all of these.
+    await own.command("CONFIG", "SET", "maxmemory", round(used * 1.02))
+    refused: list[Exception] = []
+    async with tracewire.connect(own.url) as client:
+
+        async def start() -> None:
+            try:
+                await client.trace("tiny", "hello", detach=True).start()
+            except BusFull as error:
+                refused.append(error)
+
+        async with anyio.create_task_group() as group:
+            for _ in range(20):
+                group.start_soon(start)
+        await own.command("CONFIG", "SET", "maxmemory", 0)
+    assert len(refused) == 20
+    assert await own.queue.waiting("tiny") == 0
 
 
 async def test_a_dead_letter_whose_new_trace_has_ended_and_is_forgotten(
