@@ -50,10 +50,10 @@ BLOCK_MS = 1000
 
 
 def engine_info(model: str = "tiny", engine: str | None = None, **fields: Any) -> EngineInfo:
-    """What an engine of a Llama-like model with four layers would publish."""
+    """What an engine of a Llama-like model would publish: of four layers, unless `layer_count` is among the fields."""
     modules = [ModuleInfo("", "LlamaForCausalLM"), ModuleInfo("model", "LlamaModel")]
     modules += [ModuleInfo("model.embed_tokens", "VocabParallelEmbedding"), ModuleInfo("model.layers", "ModuleList")]
-    for layer in range(4):
+    for layer in range(fields.get("layer_count", 4)):
         path = f"model.layers.{layer}"
         modules += [
             ModuleInfo(path, "LlamaDecoderLayer"),

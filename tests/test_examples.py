@@ -140,7 +140,7 @@ async def test_the_demo_s_verdict_is_of_what_its_consumers_report(demo: ModuleTy
     async with EmbeddedServer.start() as server:
         narrow_command = (*watcher, "--url", server.url, "--name", "narrow", "--only", "projection")
         late_command = (sys.executable, "-c", EMPTY) if lacking else (*watcher, "--url", server.url, "--name", "late")
-        info = engine_info("demo", hidden_size=len(direction))
+        info = engine_info("demo", hidden_size=len(direction), layer_count=facts["layer"] + 1)
         async with (
             ScriptedEngine.running(server.url, "tw", script, info),
             demo.started(*late_command) as late,
