@@ -73,6 +73,7 @@ class _Pausing:
     max_num_running_reqs: int
     max_num_scheduled_tokens: int
     scheduler_config: Any
+    lora_config: Any
     vllm_config: Any
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -202,7 +203,21 @@ class _Pausing:
         There can be more: while a request was paused, its place was another's. It then waits for one, blocks and all.
         """
         paused, limit = self._still_paused(), self._places()
+        if self.lora_config is not None:
+            paused = paused | self._beyond_loras(paused)
         return self._without(paused, limit) if paused or len(self.running) > limit else _AS_IT_IS
+
+    def _beyond_loras(self, paused: set[Any]) -> set[Any]:
+        """Running requests of more LoRA adapters than a step may have: who came first goes first.
+
+        While a request was paused, another adapter's got the place of its own.
+        """
+        using = [one for one in self.running if one.lora_request is not None and one not in paused]
+        taken: set[int] = set()
+        for one in sorted(using, key=lambda one: one.arrival_time):
+            if len(taken) < self.lora_config.max_loras:
+                taken.add(one.lora_request.lora_int_id)
+        return {one for one in using if one.lora_request.lora_int_id not in taken}
 
     @contextmanager
     def _without(self, paused: set[Any], limit: int) -> Iterator[None]:

@@ -791,6 +791,9 @@ class TraceRun:
                 if not finished and all(request.done):
                     await self._engine.abort(request.name)
                     return
+        except Rejection as refused:
+            self._broken = self._broken or refused.failure
+            await self._engine.abort(request.name)
         except ReportMissing as missing:
             if self._ending is None and not await self._engine.takes_requests():
                 raise EngineLost(f"{missing}, and vLLM does not answer") from missing

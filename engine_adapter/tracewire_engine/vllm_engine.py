@@ -51,6 +51,10 @@ class _VllmOutputs:
             output = self._collector.get_nowait() or await self._collector.get()
         except EngineDeadError as error:
             raise EngineLost(str(error)) from error
+        except (VLLMValidationError, ValueError) as error:
+            # From 0.33 on, EngineCore refuses what it alone can find out, of this request only.
+            named = getattr(error, "parameter", None)
+            raise Rejection(f"sampling.{named}" if named else "sampling", str(error)) from error
         self.cached_tokens = max(self.cached_tokens, output.num_cached_tokens or 0)
         if output.prompt_logprobs:
             self.prompt_logprobs = _logprobs(output.prompt_logprobs) or []

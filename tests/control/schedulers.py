@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.lora.request import LoRARequest
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -163,7 +164,9 @@ class Core:
         #: Steps made, with whom.
         self.steps: list[set[str]] = []
 
-    def add(self, name: str, prompt: list[int], count: int, priority: int = 0, *, traced: bool = False) -> None:
+    def add(
+        self, name: str, prompt: list[int], count: int, priority: int = 0, *, traced: bool = False, lora: int = 0
+    ) -> None:
         """A request; one that is traced as the adapter gives it to the engine."""
         params = SamplingParams(max_tokens=count, ignore_eos=True)
         if traced:
@@ -174,6 +177,8 @@ class Core:
         request = Request(name, prompt, params, None, priority=priority, block_hasher=self.hasher)
         if traced:
             request.cache_salt = name
+        if lora:
+            request.lora_request = LoRARequest(f"adapter {lora}", lora, "/nowhere")
         self.scheduler.add_request(request)
 
     @property

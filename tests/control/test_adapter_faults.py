@@ -452,3 +452,26 @@ async def test_an_engine_that_refuses_to_be_held_is_asked_again(
             engine.report(Report(finishes=[FinishRecord(request, 0, nothing, steps=1)]))
             outputs.put("", "stop", 0)
             assert (await trace.result()).text == "x"
+
+
+async def test_what_engine_core_alone_finds_out_fails_the_trace_and_no_other(
+    client: Client, embedded: str, prefix: str
+) -> None:
+    engine = PlayedEngine()
+
+    async def refused() -> Any:
+        raise Rejection("sampling.structured_outputs", "no grammar")
+
+    async with adapted(embedded, prefix, engine), client.trace("tiny", "good", detach=True) as good:
+        await good.accepted()
+        (first,) = engine.requests
+        async with client.trace("tiny", "bad", detach=True) as bad:
+            await bad.accepted()
+            (second,) = engine.requests.keys() - {first}
+            engine.requests[second].get = refused  # type: ignore[method-assign]
+            engine.requests[second].put("x")
+            with pytest.raises(tracewire.TraceFailed, match="no grammar"):
+                await bad.result()
+            assert ("abort", second) in engine.asked
+            engine.finish(first)
+            assert (await good.result()).text == "x"

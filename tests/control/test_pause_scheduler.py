@@ -139,6 +139,30 @@ def test_a_paused_request_takes_no_place_and_waits_for_one(config: Any, depth: i
     assert core.generated["r1"] == alone([2], 12)
 
 
+def test_a_resumed_request_waits_while_its_step_has_no_place_for_its_adapter(config: Any, depth: int) -> None:
+    """vLLM takes requests of so many adapters as a step may have, and expects that no others run."""
+    config = configuration()
+    config.lora_config = SimpleNamespace(max_loras=1)
+    core = Core(config, 100, depth, "fcfs")
+    core.add("a", [1, 2, 3], 20, lora=1)
+    for _ in range(4):
+        core.step()
+    core.scheduler.pause_requests(["a"])
+    core.add("b", [4, 5], 20, lora=2)
+    core.add("plain", [6], 20)
+    for _ in range(4):
+        core.step()
+    assert core.count("b")
+    core.scheduler.resume_requests(["a"])
+    core.add("c", [7], 20, lora=2)
+    core.settle()
+    prompts = {"a": [1, 2, 3], "b": [4, 5], "plain": [6], "c": [7]}
+    assert core.generated == {name: alone(tokens, 20) for name, tokens in prompts.items()}
+    assert all(len({"a", "b", "c"} & step) <= 1 or "a" not in step for step in core.steps)
+    # Who came first is not overtaken for ever by who comes for the other adapter.
+    assert next(iter(core.finished)) in ("plain", "a")
+
+
 def test_paused_requests_lose_their_blocks_first(config: Any, depth: int) -> None:
     # 24 tokens of each: two fit in 13 blocks (one of them is vLLM's own), three do not.
     core = Core(config, 13, depth, "fcfs")
