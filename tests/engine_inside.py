@@ -48,7 +48,7 @@ async def engine_inside(*, model: Any = None, name: str = "demo", **options: Any
 
     options.setdefault("kv_cache_memory_bytes", 64 << 20)
     build = {"check_collect": True}
-    build |= {key: options.pop(key) for key in ("kept_bytes", "check_collect") if key in options}
+    build |= {key: options.pop(key) for key in ("kept_bytes", "check_collect", "taps") if key in options}
     arguments = AsyncEngineArgs(model=str(model or demo_model()), **options)
     with LinkReceiver() as link, BlobReceiver(link.address) as large:
         traced = build_engine(arguments, link.address, **build)

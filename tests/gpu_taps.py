@@ -1,0 +1,183 @@
+"""What only a GPU shows: taps in CUDA graphs, and what KV that is not finite does to later requests.
+
+    python -m tests.gpu_taps --model FOLDER [--layer 3] [--backend FLASH_ATTN --backend TRITON_ATTN ...] [--eager]
+
+Starts one engine after the other, with dummy weights, and prints one JSON object:
+
+- `taps`: a block that reads a layer, a `Probe` and a `Steer`, on an engine with CUDA graphs and one tap, and on an
+  eager one. `read` and `probed` are how many steps were read on each, `block_apart` and `probe_apart` the greatest
+  relative difference of what was read, `tokens` and `steered` whether both generated the same.
+- `infinite`, by attention backend: how many plain requests of 40 answer otherwise after traces with infinite
+  activations, as it is (`zeroed`), and with the KV blocks that traces leave not zeroed (`left`), which says for which
+  backends it matters. `repeats` is whether they answer the same at all.
+
+Exits with 1 if a tap was not read, the values are apart, or plain requests were harmed although blocks are zeroed.
+"""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from typing import Any
+
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+import anyio
+import numpy as np
+
+import tracewire
+from tests.engine_inside import engine_inside
+from tracewire import Probe, Steer
+from tracewire_engine.model import versions
+
+PROMPTS = [[7 * number + place for place in range(5 + number)] for number in range(1, 9)]
+GREEDY = {"temperature": 0.0, "ignore_eos": True}
+STEPS = 24
+
+
+@tracewire.intervention
+def reads(model, tracer, live, layer):
+    found = [].save()
+    for _ in tracer.iter[:]:
+        hidden, residual = model.model.layers[layer].output
+        found.append((hidden[-1] + residual[-1]).float().clone())
+
+
+@tracewire.intervention
+def explodes(model, tracer, live, layer):
+    for _ in tracer.iter[:]:
+        model.model.layers[layer].output[0][:] *= float("inf")
+
+
+@tracewire.intervention
+def leaves_blocks(model, tracer, live):
+    """Have this worker zero no KV block any more."""
+    from tracewire_engine.kept import KvBlocks
+
+    KvBlocks.zero = lambda self, ids: None
+    model.logits
+
+
+async def together(client: Any, model: Any, prompts: list[Any], steps: int = STEPS, **what: Any) -> list[Any]:
+    """The results of traces that run at once."""
+    found: dict[int, Any] = {}
+
+    async def one(place: int) -> None:
+        async with client.trace(model, prompts[place], max_tokens=steps, **GREEDY, **what) as trace:
+            found[place] = await trace.result()
+
+    async with anyio.create_task_group() as group:
+        for place in range(len(prompts)):
+            group.start_soon(one, place)
+    return [found[place] for place in range(len(prompts))]
+
+
+async def read_on(options: Any, taps: list[str]) -> dict[str, Any]:
+    """What one engine reads and generates."""
+    layer = options.layer
+    async with (
+        engine_inside(model=options.model, check_collect=False, taps=taps, **engine_options(options)) as (
+            _,
+            url,
+        ),
+        tracewire.connect(url) as client,
+    ):
+        model = await client.model("demo", wait_for_engine=60)
+        (block,) = await together(client, model, PROMPTS[:1], block=reads(layer=layer))
+        probe = [Probe("read", f"residual({layer})", reduce="norm")]
+        (probed,) = await together(client, model, PROMPTS[:1], interventions=probe)
+        vector = np.linspace(-4, 4, model.info.hidden_size, dtype=np.float32)
+        (steered,) = await together(client, model, PROMPTS[:1], interventions=[Steer(f"residual({layer})", vector)])
+    return {
+        "block": [np.asarray(one, np.float64) for one in block.saves["found"]],
+        "probe": [np.asarray(one, np.float64) for one in probed.saves["read"]],
+        "tokens": list(block.token_ids),
+        "steered": list(steered.token_ids),
+    }
+
+
+async def tapped(options: Any) -> dict[str, Any]:
+    """An engine with CUDA graphs beside an eager one."""
+    graphs = await read_on(options, [f"model.layers.{options.layer}.output"])
+    eager = await read_on(options, [])
+    figures: dict[str, Any] = {"read": [len(graphs["block"]), len(eager["block"])]}
+    figures["probed"] = [len(graphs["probe"]), len(eager["probe"])]
+    for name in ("block", "probe"):
+        pairs = list(zip(graphs[name], eager[name], strict=False))
+        figures[f"{name}_apart"] = max(
+            (float(np.abs(ours - theirs).max() / (np.abs(theirs).max() + 1e-9)) for ours, theirs in pairs), default=None
+        )
+    figures["tokens"] = graphs["tokens"] == eager["tokens"]
+    figures["steered"] = graphs["steered"] == eager["steered"]
+    figures["steer_matters"] = graphs["steered"] != graphs["tokens"]
+    return figures
+
+
+async def harmed(options: Any, backend: str) -> dict[str, Any]:
+    """Whether plain requests are as before after infinite ones, with KV blocks zeroed, and without."""
+    given = engine_options(options) | ({"attention_backend": backend} if backend != "default" else {})
+    taps = [] if options.eager else [f"model.layers.{options.layer}.output"]
+    figures: dict[str, Any] = {}
+    inside = engine_inside(model=options.model, check_collect=False, taps=taps, **given)
+    async with inside as (_, url), tracewire.connect(url) as client:
+        model = await client.model("demo", wait_for_engine=60)
+        before = [one.token_ids for one in await together(client, model, PROMPTS)]
+        again = [one.token_ids for one in await together(client, model, PROMPTS)]
+        figures["repeats"] = before == again
+        vector = np.full(model.info.hidden_size, 3e38, np.float32)
+        for how in ("zeroed", "left"):
+            if how == "left":
+                await together(client, model, PROMPTS[:1], 1, block=leaves_blocks())
+            await together(client, model, PROMPTS, block=explodes(layer=options.layer))
+            steer = [Steer(f"residual({options.layer})", vector)]
+            await together(client, model, PROMPTS, interventions=steer)
+            rounds = [[one.token_ids for one in await together(client, model, PROMPTS)] for _ in range(5)]
+            figures[how] = sum(ours != theirs for found in rounds for ours, theirs in zip(found, before, strict=True))
+    return figures
+
+
+def engine_options(options: Any) -> dict[str, Any]:
+    """vLLM's options of all engines."""
+    found: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 16, "gpu_memory_utilization": 0.5}
+    if options.dummy:
+        found |= {"load_format": "dummy"}
+    return found
+
+
+async def run(options: Any) -> dict[str, Any]:
+    """All of it."""
+    found = versions()
+    figures: dict[str, Any] = {"vllm": found.vllm, "torch": found.torch, "infinite": {}}
+    if not options.eager:
+        figures["taps"] = await tapped(options)
+    for backend in options.backend or ["default"]:
+        try:
+            figures["infinite"][backend] = await harmed(options, backend)
+        except Exception as error:  # a backend that this machine does not have
+            figures["infinite"][backend] = {"error": f"{type(error).__name__}: {error}"[:300]}
+    return figures
+
+
+def main() -> int:
+    """Print the figures; whether they are as they should be."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", help="a folder; the demo model if there is none")
+    parser.add_argument("--layer", type=int, default=3)
+    parser.add_argument("--backend", action="append", help="an attention backend of vLLM's; again for another")
+    parser.add_argument("--eager", action="store_true", help="no CUDA graphs: as on a CPU")
+    parser.add_argument("--weights", dest="dummy", action="store_false", help="load the model's weights")
+    options = parser.parse_args()
+    options.dummy = options.dummy and options.model is not None
+    figures = anyio.run(run, options)
+    print(json.dumps(figures, indent=1))
+    taps = figures.get("taps")
+    good = taps is None or (taps["read"] == taps["probed"] == [STEPS, STEPS] and taps["block_apart"] < 0.05)
+    return 0 if good and not any(found.get("zeroed") for found in figures["infinite"].values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
