@@ -123,7 +123,7 @@ class _Box:
         del self.items[length:], self.shadows[length:], self.value[length:]
 
     def _box(self, key: Any, shadow: _Shadow) -> None:
-        if isinstance(shadow, _Box | _SetLeaf):
+        if isinstance(shadow, (_Box, _SetLeaf)):
             self.boxes[key] = shadow
         else:
             self.boxes.pop(key, None)
@@ -268,7 +268,7 @@ class SaveTracker:
                     undo.replaced(partial(_restore, self._names, name, shadow))
                     self._names[name] = fresh
                     deltas.append(Set(path=(name,), value=wired))
-                elif isinstance(shadow, _Box | _SetLeaf):
+                elif isinstance(shadow, (_Box, _SetLeaf)):
                     _walk(shadow, (name,), copies, deltas, whole, undo)
             except Unsavable as error:
                 self._refuse(name, error, deltas, mark)
