@@ -65,7 +65,7 @@ __all__ = [
 
 #: What the value of a variable, or a live parameter, can be.
 TRANSPORTABLE = (
-    "numbers, strings, bytes, None, NumPy arrays, torch tensors, and lists, tuples and dicts of them; "
+    "numbers, strings, bytes, None, NumPy arrays, torch tensors, and lists, tuples, dicts and sets of them; "
     "functions travel as source, modules by name"
 )
 
