@@ -12,6 +12,7 @@ from typing import Any
 import anyio
 import pytest
 
+from tracewire_bus import writer as writing
 from tracewire_bus.codec import decode_engine, encode, schema_text
 from tracewire_bus.connection import Link
 from tracewire_bus.keys import parse_id
@@ -437,6 +438,22 @@ async def test_one_fenced_append_does_not_touch_the_others(bus: Bus) -> None:
                 for seq in range(5, 8):
                     group.start_soon(append, trace, seq)
     assert outcomes == {"a5": Fenced, "a6": "1-6", "a7": "1-7", "b5": "1-5", "b6": "1-6", "b7": "1-7"}
+
+
+async def test_what_follows_an_event_that_is_not_there_is_refused(bus: Bus) -> None:
+    """In a pipeline an event before it may have been refused, and memory be there again by the time it comes."""
+    key = bus.keys.events("t")
+
+    async def after(behind: str, id_: str) -> None:
+        await bus.command(*writing._AFTER((key,), id_, schema_text(), b"x", behind))
+
+    async with bus.writer() as writer:
+        await writer.append("t", 1, 0, b"begun")
+        await after("1-0", "1-1")
+        for behind in ("1-2", "1-0"):
+            with pytest.raises(BusError, match=f"BEHIND {behind}"):
+                await after(behind, "1-3")
+    assert [id_ for id_, _ in await bus.command("XRANGE", key, "-", "+")] == [b"1-0", b"1-1"]
 
 
 async def test_appends_that_wait_together_share_a_round_trip(bus: Bus) -> None:

@@ -499,6 +499,22 @@ async def test_a_trace_that_waits_for_memory_can_be_cancelled(redis: Server) -> 
         assert await _settled(bus)
 
 
+async def test_what_was_refused_together_comes_in_order(redis: Server) -> None:
+    """Several events of one trace in one round trip, to a Redis that is full."""
+    async with Bus.open(redis.url) as bus, bus.writer(memory_patience_s=1000) as writer:
+        await writer.append("t", 1, 0, b"begun")
+        await limit(bus, 1)
+        async with anyio.create_task_group() as group:
+            for seq in range(1, 6):
+                group.start_soon(writer.append, "t", 1, seq, b"more")
+            await until(lambda: [len(stream.stuck) for stream in writer._stuck.values()] == [5])
+            await limit(bus, 0)
+            with anyio.fail_after(PATIENCE):
+                await writer.append("t", 1, 6, b"the end", final=True)
+        found = [id_ for id_, _ in await bus.command("XRANGE", bus.keys.events("t"), "-", "+")]
+    assert found == [*(b"1-%d" % seq for seq in range(6)), FINAL_ID.encode()]
+
+
 async def test_nothing_overtakes_what_was_refused(redis: Server) -> None:
     """Memory comes and goes while many events of the same traces are under way at once."""
     count = 300

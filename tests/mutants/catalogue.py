@@ -94,7 +94,7 @@ MUTANTS = (
         "an-event-overtakes-one-that-was-refused",
         "return last and last[1] == before",
         "return true",
-        _REDIS + "::test_nothing_overtakes_what_was_refused",
+        _STREAMS + "::test_what_follows_an_event_that_is_not_there_is_refused",
     ),
     _of(
         f"{_BUS}/writer.py",
@@ -115,7 +115,7 @@ MUTANTS = (
         "what-waited-for-memory-comes-in-reverse",
         "stream.stuck.extendleft(reversed(items))",
         "stream.stuck.extendleft(items)",
-        _REDIS + "::test_what_is_appended_again_is_told_once",
+        _REDIS + "::test_what_was_refused_together_comes_in_order",
     ),
     _of(
         f"{_BUS}/writer.py",
@@ -488,6 +488,13 @@ MUTANTS = (
         _CLIENT + "::test_a_path_that_does_not_exist_is_refused_with_the_nearest",
     ),
     _of(
+        f"{_SDK}/tracer.py",
+        "a-tracer-holds-its-callers-frame",
+        "            self._submission = self._captured(body)\n",
+        "            self._submission, self._body = self._captured(body), body\n",
+        "tests/sdk/test_with.py::test_it_holds_no_frame",
+    ),
+    _of(
         f"{_SDK}/presence.py",
         "a-closed-client-keeps-its-lease",
         "                    await self._bus.records.release(self._lease)\n",
@@ -607,6 +614,7 @@ MUTANTS = (
         "            await self._bus.records.wait(which, why)\n",
         "",
         _LOSS + "::test_an_engine_that_leaves_tells_that_its_traces_wait",
+        hangs=True,
     ),
     _of(
         f"{_ENGINE}/adapter.py",
