@@ -85,8 +85,8 @@ MUTANTS = (
     _of(
         f"{_BUS}/writer.py",
         "a-stale-attempt-is-not-fenced",
-        "if tonumber(redis.call('HGET', KEYS[3], 'a') or 0) > tonumber(ARGV[7]) then",
-        "if false then",
+        "> tonumber(ARGV[7]) then",
+        "> 1e18 then",
         _LOSS + "::test_what_follows_a_refused_event_is_refused_too",
     ),
     _of(
@@ -323,8 +323,8 @@ MUTANTS = (
     _of(
         f"{_BUS}/control.py",
         "an-order-is-lost",
-        "            for _, flat in entries:\n",
-        "            for _, flat in entries[:1]:\n",
+        "            for id_, flat in entries:\n",
+        "            for id_, flat in entries[:1]:\n",
         _CONTROL + "::test_orders_come_once_and_in_order_over_a_broken_way",
         hangs=True,
     ),
@@ -360,15 +360,15 @@ MUTANTS = (
     _of(
         f"{_BUS}/snapshots.py",
         "an-old-snapshot-replaces-a-newer-one",
-        "tonumber(had[1]) == attempt and tonumber(had[2]) >= seq) then",
-        "false) then",
+        "tonumber(had[1]) == attempt and (",
+        "false and (",
         _SNAPSHOTS + "::test_an_engine_that_lost_its_claim_neither_replaces_nor_trims",
     ),
     _of(
         f"{_BUS}/snapshots.py",
         "an-engine-that-was-overtaken-trims",
-        "if attempt < tonumber(redis.call('HGET', KEYS[3], 'a') or 0) then",
-        "if false then",
+        "if attempt < (",
+        "if attempt < 0 * (",
         _SNAPSHOTS + "::test_an_engine_that_lost_its_claim_neither_replaces_nor_trims",
     ),
     # --- the firehose -------------------------------------------------------------------------------------------------
@@ -419,7 +419,7 @@ MUTANTS = (
     _of(
         f"{_BUS}/edits.py",
         "a-disabled-edit-is-read-as-enabled",
-        """told = why.get(raw, b"").decode("utf-8", "replace")""",
+        """told = disabled.decode("utf-8", "replace")""",
         """told = \"\"""",
         "tests/bus/test_edits.py::test_a_disabled_edit_stays_so_until_it_is_installed_anew",
     ),
@@ -617,9 +617,9 @@ MUTANTS = (
         hangs=True,
     ),
     _of(
-        f"{_ENGINE}/adapter.py",
+        f"{_ENGINE}/sources.py",
         "an-adapter-does-not-check-paths",
-        "problems = [problem for name in names for problem in check_block(self._tree, block.source, name)]",
+        "problems = [problem for name in names for problem in check_block(tree, source, name)]",
         "problems = []",
         _OUTPUTS + "::test_a_block_with_a_path_that_there_is_not_is_refused_whoever_sent_it",
     ),
