@@ -69,8 +69,8 @@ class Blobs:
     Any task may use it. The connections end with `aclose`.
     """
 
-    def __init__(self, url: str, keys: Keys, *, patience_s: float) -> None:
-        self._connections = Connections(url, patience_s=patience_s, alone=True)
+    def __init__(self, connections: Connections, keys: Keys) -> None:
+        self._connections = connections
         self._keys = keys
         #: Chunks that Redis acknowledged of late, and when, once somebody has said that they may have to be repeated.
         self._kept: deque[tuple[float, str, str, int, Any]] | None = None

@@ -309,6 +309,9 @@ class Transport(Protocol):
     async def holds(self, connection: Any) -> bool:
         """Whether `connection`, which was opened here, still goes to the right server. Asked before each use."""
 
+    async def aclose(self) -> None:
+        """Close what it holds itself."""
+
 
 class Server:
     """The transport to one server, by its URL (`redis://`, `rediss://` or `unix://`)."""
@@ -354,6 +357,9 @@ class Server:
     async def holds(self, connection: Any) -> bool:
         """There is no other."""
         return True
+
+    async def aclose(self) -> None:
+        """It holds nothing."""
 
 
 def _refused(url: str, error: Exception) -> str:
@@ -511,19 +517,32 @@ class Link:
 class Connections:
     """Makes links to one Redis and lends a bounded number of them to short commands.
 
-    With `alone` each call has a round trip of its own: for replies that are large.
+    With `alone` each call has a round trip of its own: for replies that are large. Those made `like` others find their
+    servers by the same means, and are closed before them.
     """
 
-    def __init__(self, url: str, *, patience_s: float, alone: bool = False, guard: Guard | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        patience_s: float,
+        alone: bool = False,
+        guard: Guard | None = None,
+        like: Connections | None = None,
+    ) -> None:
         from .guard import Guard
 
         self.url = url
+        self._like = like
         #: Parses whatever is read over these connections.
         self.guard = guard or Guard()
         self._alone = alone
         self._patience_s = patience_s
         self._cluster: Cluster | None = None
-        if parsed(url).scheme.endswith("+cluster"):
+        self._transport: Transport | None = None
+        if like is not None:
+            self._cluster, self._transport = like._cluster, like._transport
+        elif parsed(url).scheme.endswith("+cluster"):
             from .cluster import Cluster
 
             self._cluster = Cluster(url)
@@ -558,7 +577,12 @@ class Connections:
             from .cluster import ClusterLink
 
             return ClusterLink(self._cluster, near)
+        assert self._transport is not None
         return Link(self._transport)
+
+    def apart(self) -> Connections:
+        """Others to the same Redis, for calls whose replies are large."""
+        return Connections(self.url, patience_s=self._patience_s, alone=True, guard=self.guard, like=self)
 
     async def once(self, *commands: Sequence[Any], beside: Link | None = None, alone: bool = False) -> list[Any]:
         """`Link.ask` on a lent link, one try; with `beside`, of the server that this one is connected to.
@@ -756,6 +780,8 @@ class Connections:
                 call.replies.set_exception(anyio.ClosedResourceError())
         while self._idle:
             await self._idle.pop().drop()
+        if self._like is None and self._transport is not None:
+            await self._transport.aclose()
 
 
 class _Call:

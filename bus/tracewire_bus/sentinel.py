@@ -5,7 +5,8 @@ demoted a moment ago is not written to. A connection that breaks, or whose serve
 opened anew in this way, so a failover is an outage of a few seconds like any other.
 
 Sentinels that fail over while the old master lives tell it some ten seconds later. Until then it takes writes that
-nobody will find, so connections that are in use ask once a second whether they still go to the master.
+nobody will find, so connections that are in use ask once a second whether they still go to the master. All that are
+opened here ask over one connection to a sentinel, which stays.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, Final
 import anyio
 
 from .addresses import Addresses
-from .connection import CONNECT_S, BusError, Server, discard
+from .connection import CONNECT_S, BusError, Link, Server, discard
 
 __all__ = ["Sentinels"]
 
@@ -45,6 +46,10 @@ class Sentinels:
         #: Where the master is, as far as is known, and when that was asked.
         self._known: tuple[str, int] | None = None
         self._asked = 0.0
+        #: By which a sentinel is asked, again and again, and which sentinel; whether it is being asked.
+        self._link: Link | None = None
+        self._linked = ""
+        self._asking = self._closed = False
 
     async def open(self, spare: Any = None) -> Any:
         """A connection to the master.
@@ -89,18 +94,39 @@ class Sentinels:
 
     async def holds(self, connection: Any) -> bool:
         """Whether it goes to the master, as of a second ago."""
-        if anyio.current_time() >= self._asked + _CHECK_S:
-            self._asked = anyio.current_time()
+        if anyio.current_time() >= self._asked + _CHECK_S and not self._asking and not self._closed:
+            self._asking = True
             name, server = sentinel = self._sentinels[0]
             try:
                 with anyio.fail_after(_ASK_S):
-                    self._known = await self._master(server) or self._known
+                    self._known = await self._master_again(name, server) or self._known
             except Exception as error:
                 # It says nothing about the master. Another is asked the next time.
                 logger.debug("sentinel %s does not answer: %s", name, error)
                 self._sentinels.remove(sentinel)
                 self._sentinels.append(sentinel)
+            finally:
+                self._asking = False
+                self._asked = anyio.current_time()
         return self._known is None or (connection.host, connection.port) == self._known
+
+    async def aclose(self) -> None:
+        """Close the connection to a sentinel. None is opened again to ask whether others hold."""
+        self._closed = True
+        link, self._link = self._link, None
+        if link is not None:
+            await link.drop()
+
+    async def _master_again(self, name: str, server: Server) -> tuple[str, int] | None:
+        """Where a sentinel says that the master is, over a connection that is kept."""
+        if self._link is None or self._linked != name:
+            if self._link is not None:
+                await self._link.drop()
+            self._link, self._linked = Link(server), name
+        (reply,) = await self._link.ask(("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self.service))
+        if isinstance(reply, Exception):
+            raise reply
+        return None if reply is None else (reply[0].decode(), int(reply[1]))
 
     async def _master(self, sentinel: Server) -> tuple[str, int] | None:
         connection = await sentinel.open()

@@ -159,9 +159,8 @@ class Bus:
             else:
                 self._reader = Reader(connections)
                 self._reader.start()
-            self._blobs = Blobs(self.url, self.keys, patience_s=self._patience_s)
-            large = Connections(self.url, patience_s=self._patience_s, alone=True, guard=self.guard)
-            self._snapshots = Snapshots(large, self.keys)
+            self._blobs = Blobs(connections.apart(), self.keys)
+            self._snapshots = Snapshots(connections.apart(), self.keys)
             self._records = Records(connections, self.keys, self._retention_s)
             self._queue = Queue(connections, self.keys)
         except BaseException:

@@ -144,6 +144,42 @@ async def test_a_master_that_was_replaced_and_lives_is_left(version: str, prefix
         assert await service.replica.ask("XLEN", bus.keys.events("t")) == 2
 
 
+async def test_whether_the_master_is_another_is_asked_over_one_connection(
+    version: str, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As often as there is something to ask for.
+    monkeypatch.setattr("tracewire_bus.sentinel._CHECK_S", 0.0)
+    async with watched(version) as service:
+
+        async def count(name: bytes) -> int:
+            lines = (await service.sentinel.ask("INFO")).split(b"\r\n")
+            return int(next(line.partition(b":")[2] for line in lines if line.startswith(name + b":")))
+
+        before = await count(b"connected_clients")
+        async with Bus.open(service.url, prefix=prefix) as bus:
+
+            async def use(number: int) -> None:
+                await bus.command("PING")
+                await bus.blobs.put("t", "b", number, b"x")
+                await bus.snapshots.read("t")
+
+            await use(0)
+            opened = await count(b"total_connections_received")
+            for number in range(1, 10):
+                await use(number)
+            assert await count(b"total_connections_received") == opened
+            # One that breaks is opened again.
+            assert await service.sentinel.ask("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+            for number in range(10, 20):
+                await use(number)
+            assert await count(b"connected_clients") == before + 1
+
+        async def left() -> bool:
+            return await count(b"connected_clients") <= before
+
+        await until(left)
+
+
 async def test_a_server_that_takes_no_writes_is_asked_about_again(version: str, prefix: str) -> None:
     async with watched(version) as service:
         sentinels = Sentinels(service.url)
