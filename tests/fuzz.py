@@ -14,14 +14,18 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import copy
+import gc
 import json
 import random
 import signal
 import struct
 import sys
+import threading
 import time
+import traceback
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
@@ -45,6 +49,8 @@ from tracewire_engine.engine import Prepared, Rejection
 __all__ = ["Mutator", "main", "run"]
 
 MODEL = "tiny"
+#: How many entries are written at once.
+_TOGETHER = 32
 _packed = msgspec.msgpack.encode
 
 # --- the adapter's process --------------------------------------------------------------------------------------------
@@ -56,8 +62,8 @@ class Engine(ScriptedEngine):
     async def prepare(self, submission: Submission, index: int, *more: Any, **named: Any) -> Prepared:
         """As the seam has it."""
         tokens = submission.invokes[index].sampling.get("max_tokens", 16)
-        if not isinstance(tokens, int) or not 0 < tokens <= 256:
-            raise Rejection("sampling.max_tokens", "expected 1 to 256")
+        if not isinstance(tokens, int) or not 0 < tokens <= 256 or len(submission.invokes) > 4:
+            raise Rejection("sampling.max_tokens", "expected 1 to 256 tokens, of at most 4 prompts")
         return await super().prepare(submission, index, *more, **named)
 
 
@@ -66,21 +72,43 @@ class Loop:
 
     def __init__(self) -> None:
         self.callback_cpu = self.held = self.late = 0.0
-        self.longest = ""
+        self.longest: list[str] = []
         self.measuring = False
+        self._began = 0.0
+        self._stack: list[str] = []
+        self.collecting = 0.0
+        self._collecting = 0.0
 
     def watch_callbacks(self) -> None:
         """Measure each callback of the loop from now on."""
-        run = asyncio.Handle._run
+        run, loops = asyncio.Handle._run, threading.get_ident()
 
         def measured(handle: asyncio.Handle) -> None:
+            self._began, self._stack = time.monotonic(), []
             began = time.thread_time()
             run(handle)
             took = time.thread_time() - began
+            self._began = 0.0
             if took > self.callback_cpu and self.measuring:
-                self.callback_cpu, self.longest = took, repr(handle)[:500]
+                self.callback_cpu, self.longest = took, self._stack
+
+        def collected(phase: str, _: dict[str, int]) -> None:
+            if phase == "start":
+                self._collecting = time.thread_time()
+            elif self.measuring:
+                self.collecting = max(self.collecting, time.thread_time() - self._collecting)
+
+        gc.callbacks.append(collected)
+
+        def look() -> None:
+            while True:
+                time.sleep(0.01)
+                if self._began and time.monotonic() - self._began > 0.04 and not self._stack:
+                    stack = traceback.extract_stack(sys._current_frames()[loops])
+                    self._stack = [f"{one.filename.rpartition('/')[2]}:{one.lineno} {one.name}" for one in stack[-8:]]
 
         asyncio.Handle._run = measured  # type: ignore[method-assign]
+        threading.Thread(target=look, daemon=True).start()
 
     async def tick(self) -> None:
         """Measure how late the loop comes, for ever."""
@@ -119,7 +147,9 @@ async def _serve(options: argparse.Namespace) -> None:
         "callback_cpu_ms": round(loop.callback_cpu * 1000, 1),
         "held_ms": round(loop.held * 1000, 1),
         "late_ms": round(loop.late * 1000, 1),
+        "garbage_ms": round(loop.collecting * 1000, 1),
         "longest_callback": loop.longest,
+        "cpu_s": round(time.process_time(), 1),
         "malformed": bus.guard.malformed,
     }
     print(json.dumps(told), flush=True)
@@ -285,7 +315,6 @@ def _plain_submission(trace: str) -> Submission:
         deadline_s=5.0,
         max_attempts=2,
         context={"traceparent": "00"},
-        shared=pack({"seen": []}),
         client="fuzz",
         priority=1,
         detach=True,
@@ -314,44 +343,48 @@ class Writer:
         self._bus = bus
         self._keys = bus.keys
         self._engine = engine
-        self.chosen = random.Random(seed)
-        self.mutator = Mutator(self.chosen)
+        self._seed = seed
         self.written: Counter[str] = Counter()
-        self._number = 0
+        self.mutations: Counter[str] = Counter()
         self._victims = [""]
-        self._kinds: list[tuple[Callable[[], Any], int]] = [
-            (self.submission, 40),
-            (self.raw_entry, 8),
-            (self.order, 25),
-            (self.record, 10),
-            (self.edit, 5),
-            (self.registry, 8),
-            (self.beside, 8),
-        ]
-        self.huge_in = 500
+        self._kinds = {
+            "submission": 40,
+            "raw_entry": 8,
+            "order": 25,
+            "record": 10,
+            "edit": 5,
+            "registry": 8,
+            "beside": 8,
+        }
+
+    async def write(self, number: int) -> None:
+        """Write the entry of this number, which the seed and the number alone determine."""
+        one = copy.copy(self)
+        one._number = number
+        one.chosen = random.Random(f"{self._seed}/{number}")
+        one.mutator = Mutator(one.chosen)
+        (kind,) = one.chosen.choices([*self._kinds], [*self._kinds.values()])
+        self.written[kind] += 1
+        await getattr(one, kind)()
+        self.mutations += one.mutator.count
 
     def _name(self) -> str:
-        self._number += 1
         return f"fuzz-{self._number}"
 
-    async def one(self) -> None:
-        """Write one entry."""
-        kinds, weights = zip(*self._kinds, strict=True)
-        kind = self.chosen.choices(kinds, weights)[0]
-        self.written[kind.__name__] += 1
-        await kind()
-
-    async def valid(self) -> None:
+    async def valid(self, number: int) -> None:
         """One valid submission, for a run to compare with."""
-        trace = self._name()
         self.written["valid"] += 1
-        await self._bus.submit(_plain_submission(trace))
+        await self._bus.submit(_plain_submission(f"valid-{number}"))
 
     async def submission(self) -> None:
         """A submission, through the queue's own script."""
         chosen, trace = self.chosen, self._name()
-        data = encode(_plain_submission(trace))
-        data = self.mutator.huge() if chosen.randrange(self.huge_in) == 0 else self.mutator.message(data)
+        submission = _plain_submission(trace)
+        if chosen.random() < 0.1:
+            # The scripted engine knows no shared values: those that could be some would wait for it.
+            submission.shared = self.mutator.bytes(b"\x81\xa1a\x90")[:3]
+        data = encode(submission)
+        data = self.mutator.huge() if chosen.randrange(500) == 0 else self.mutator.message(data)
         if chosen.random() < 0.05:
             trace = chosen.choice(["", "\0", "a" * 300, "}{", "\n", "final", f"{trace}\u00e9"]) + str(self._number)
         schema = chosen.choice(["1.1"] * 9 + ["", "9.0", "x", "1.99", "9" * 30, "1"])
@@ -428,7 +461,8 @@ class Writer:
         else:
             await self._bus.submit(submission)
             await self._bus.command(*garbage)
-            self._victims = [*self._victims[-20:], trace]
+            self._victims.append(trace)
+            del self._victims[1:-20]
 
     async def edit(self) -> None:
         """One of the model's edits."""
@@ -592,15 +626,15 @@ async def run(count: int, seed: int, *, control: bool = False, prefix: str = "fu
         async with anyio.create_task_group() as group:
             for task in range(4):
                 group.start_soon(valid.run, task)
-            for _ in range(count):
-                await (writer.valid() if control else writer.one())
+            for first in range(0, count, _TOGETHER):
+                async with anyio.create_task_group() as batch:
+                    for number in range(first, min(count, first + _TOGETHER)):
+                        batch.start_soon(writer.valid if control else writer.write, number)
+                while process.returncode is None and await bus.queue.waiting(MODEL) > 256:  # noqa: ASYNC110
+                    await anyio.sleep(0.02)
                 if process.returncode is not None:
                     lost = f"the adapter ended with status {process.returncode}"
                     break
-                while sum(writer.written.values()) % 256 == 0 and await bus.queue.waiting(MODEL) > 512:
-                    if process.returncode is not None:
-                        break
-                    await anyio.sleep(0.05)
             unwritten = valid.verified
             # All that waits is answered, and valid traces still run.
             with anyio.move_on_after(120):
@@ -622,7 +656,7 @@ async def run(count: int, seed: int, *, control: bool = False, prefix: str = "fu
         "seed": seed,
         "entries": count,
         "written": dict(writer.written),
-        "mutations": dict(writer.mutator.count),
+        "mutations": dict(writer.mutations),
         "adapter": lost or "served to the end",
         "registered": registered is not None,
         "malformed_in_registry": registered.malformed if registered else None,

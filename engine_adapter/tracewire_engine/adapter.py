@@ -656,11 +656,13 @@ class Adapter:
             if values:
                 self._steering.send(run.live, values)
 
-    def _end(self, run: TraceRun, status: Status, failure: Failure) -> None:
-        """Have a run end before its own end."""
-        if run.end(status, failure):
+    def _end(self, run: TraceRun, status: Status, failure: Failure) -> bool:
+        """Have a run end before its own end. Returns whether that is news."""
+        news = run.end(status, failure)
+        if news:
             self._reaping.append(run)
             self._reap.notify()
+        return news
 
     async def _reaper(self) -> None:
         """Abort the requests of what is to end early, whose run then ends as it was told; and pause and resume."""
@@ -700,10 +702,10 @@ class Adapter:
         quiet = [run for run in runs if was.get(run) == run.seq]
         theirs = await self._bus.records.overtaken(engine, [(run.trace, run.attempt) for run in quiet])
         for run, over in zip(quiet, theirs, strict=True):
-            if over:
+            # Its stream refuses that.
+            lost = Failure(type="EngineLost", message="others have ended or begun it since")
+            if over and self._end(run, "failed", lost):
                 logger.warning("trace %s was taken from this engine: its attempt %d ends", run.trace, run.attempt)
-                # Its stream refuses that.
-                self._end(run, "failed", Failure(type="EngineLost", message="others have ended or begun it since"))
 
     async def _look_after_clients(self) -> None:
         """End the traces of clients whose leases are gone, and stay so while a client that lives could have renewed."""
