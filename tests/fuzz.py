@@ -140,6 +140,10 @@ async def _serve(options: argparse.Namespace) -> None:
         group.start_soon(watch_signals)
         group.start_soon(engine.run)
         group.start_soon(loop.tick)
+        # As the engine's command does.
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(10_000)
         print(f"ready {described.engine}", flush=True)
         await adapter.run()
         group.cancel_scope.cancel()
