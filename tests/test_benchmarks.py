@@ -30,12 +30,15 @@ def run(module: str, *arguments: str, status: int = 0) -> subprocess.CompletedPr
     return done
 
 
-def figures(module: str, *arguments: str) -> Any:
-    """The JSON object that it ends with, in which every number is finite and none is negative."""
+def figures(module: str, *arguments: str, differences: bool = False) -> Any:
+    """The JSON object that it ends with, in which every number is finite.
+
+    None is negative, unless some are `differences` of two measurements: in small, those drown in noise.
+    """
     found = json.loads(run(module, *arguments, "--json").stdout.splitlines()[-1])
     for number in numbers(found):
         assert math.isfinite(number), found
-        assert number >= 0, found
+        assert differences or number >= 0, found
     return found
 
 
@@ -155,10 +158,10 @@ def test_fleet() -> None:
 
 
 def test_sizing() -> None:
-    found = figures("sizing", "--idle", "2", "--seconds", "2", "--traces", "12", "--engines", "20")
+    found = figures("sizing", "--idle", "2", "--seconds", "2", "--traces", "12", "--engines", "20", differences=True)
     assert set(found) == {"idle engine", "trace", "registry", "looking after"}
     above_zero(found["idle engine"], "connections", "commands", "bytes")
-    above_zero(found["trace"], "cpu_us", "memory", "client_connections")
+    above_zero(found["trace"], "cpu_us", "client_connections")
     above_zero(found["registry"], "whole_bytes", "heartbeat_bytes", "memory", "first_look_ms", "look_ms", "look_bytes")
     assert found["registry"]["engines"] == 20
     assert found["registry"]["heartbeat_bytes"] < found["registry"]["whole_bytes"]

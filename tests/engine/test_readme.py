@@ -62,4 +62,4 @@ async def test_the_steering_in_the_readme_runs(
     exec(source, scope)
     trace = await scope["main"](client, model, np.load(ROOT / "examples" / "demo_model" / "direction.npy"))
     assert (await trace.result()).live_version == 1
-    assert "on: {'alpha': 8.0} by" in capsys.readouterr().out
+    assert re.search(r"^from token \d+ on: \{'alpha': 8\.0\} by ", capsys.readouterr().out, re.MULTILINE)
