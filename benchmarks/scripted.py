@@ -25,7 +25,7 @@ import zmq
 import zmq.asyncio
 
 from tracewire_bus.messages import Append, EngineInfo, Manifest, ModuleInfo, Set, Submission
-from tracewire_bus.values import array_payload, encoded_array, list_digest, payload_digest
+from tracewire_bus.values import array_digest, array_head, array_payload, encoded_array, list_digest
 from tracewire_engine.engine import Choice, Prepared
 from tracewire_engine.link import Changes, FinishRecord, LinkReceiver, LinkSender, Report, StepRecord
 
@@ -63,6 +63,8 @@ class Token(msgspec.Struct, array_like=True):
 _commands = msgspec.msgpack.Decoder(Command)
 _tokens = msgspec.msgpack.Decoder(list[Token])
 _encode = msgspec.msgpack.Encoder().encode
+#: What the digest of one saved array begins with.
+_, _HEAD = array_head("float64", (ELEMENTS,), 8 * ELEMENTS)
 
 
 def scripted_info(model: str, capacity: int) -> EngineInfo:
@@ -84,9 +86,9 @@ class _Request:
 
     def step(self, now: float) -> tuple[Token, StepRecord]:
         """Its next token, and what the block saved with it."""
-        payload = array_payload("float64", (ELEMENTS,), struct.pack("<dd", now, self.index) + self._filler)
-        self.digests.append(payload_digest(payload))
-        item = encoded_array(payload)
+        data = struct.pack("<dd", now, self.index) + self._filler
+        self.digests.append(array_digest(_HEAD, data))
+        item = encoded_array(array_payload("float64", (ELEMENTS,), data))
         delta = Append(path=("acts",), items=[item]) if self.index else Set(path=("acts",), value=[item])
         index, self.index = self.index, self.index + 1
         reason = "length" if self.index == self.tokens else None

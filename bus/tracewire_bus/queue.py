@@ -828,10 +828,6 @@ class Queue:
         """
         return bool(await self._connections.command("XDEL", self._keys.dead(), id_))
 
-    async def dead_count(self) -> int:
-        """How many dead letters there are."""
-        return int(await self._connections.command("XLEN", self._keys.dead()))
-
     async def withdraw(self, model: str, trace: str) -> bool:
         """Remove an entry that waits. False where it is taken, or was never put.
 

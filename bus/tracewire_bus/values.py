@@ -54,7 +54,6 @@ __all__ = [
     "digest",
     "encoded_array",
     "encoded_digest",
-    "equal",
     "is_array",
     "kind",
     "length",
@@ -63,9 +62,7 @@ __all__ = [
     "opened_key",
     "pack",
     "path_key",
-    "payload_digest",
     "raw_bytes",
-    "tuple_digest",
     "unpack",
     "wire",
     "wired_key",
@@ -787,46 +784,11 @@ def _key_digest(key: Any) -> bytes:
     return _digest(key, ())
 
 
-def equal(a: Any, b: Any) -> bool:
-    """Whether two values are the same in the sense of [`digest`][tracewire_bus.values.digest], found by comparing them.
-
-    Raises:
-        Unsavable: one of them holds what cannot travel, where they had not differed before.
-    """
-    return _equal(a, b, ())
-
-
-def _equal(a: Any, b: Any, path: Path) -> bool:
-    found = _kind(a) or _refuse(a, path)
-    if found != (_kind(b) or _refuse(b, path)):
-        return False
-    if found in ("list", "tuple", "dict"):
-        if len(path) >= MAX_DEPTH:
-            _too_deep(path)
-        if len(a) != len(b):
-            return False
-        if found == "dict":
-            return all(key in b and _equal(item, b[key], (*path, key)) for key, item in dict.items(a))
-        return all(_equal(x, y, (*path, index)) for index, (x, y) in enumerate(zip(a, b, strict=True)))
-    if found == "array" and (isinstance(a, ArrayRef) or isinstance(b, ArrayRef)):
-        return _digest(a, path) == _digest(b, path)
-    if found == "array":
-        x, y = _array(a, path), _array(b, path)
-        return x.dtype.name == y.dtype.name and x.shape == y.shape and bytes(_raw(x)) == bytes(_raw(y))
-    if found == "float":
-        return _float.pack(a) == _float.pack(b)
-    if found == "dtype":
-        return _dtype_name(a, path) == _dtype_name(b, path)
-    if found == "complex":
-        return _complex.pack(a.real, a.imag) == _complex.pack(b.real, b.imag)
-    return bool(a == b)
-
-
 # --- for those who encode many arrays, and keep digests as they go --------------------------------------------------
 
 
 def array_payload(dtype: str, shape: tuple[int, ...], raw: bytes | memoryview) -> bytes:
-    """The payload of an array from its raw little-endian elements: what `encoded_array` and `payload_digest` take."""
+    """The payload of an array from its raw little-endian elements: what `encoded_array` takes."""
     return b"".join((_payload_head(dtype, shape), raw))
 
 
@@ -839,11 +801,6 @@ def _payload_head(dtype: str, shape: tuple[int, ...]) -> bytes:
 def encoded_array(payload: bytes) -> Any:
     """An array as `wire` would have it, from its payload."""
     return msgspec.msgpack.Ext(_ARRAY, payload)
-
-
-def payload_digest(payload: bytes) -> bytes:
-    """The digest of an array, from its payload."""
-    return _hash(b"a", memoryview(payload)[2:])
 
 
 #: By the first byte of an extension on the wire: where its payload begins, behind the byte that says its type.
@@ -892,11 +849,6 @@ def array_hash(dtype: str, shape: tuple[int, ...]) -> hashlib.blake2b:
 def list_digest(items: Iterable[bytes]) -> bytes:
     """The digest of a list, from those of its items."""
     return _hash(b"l", *items)
-
-
-def tuple_digest(items: Iterable[bytes]) -> bytes:
-    """The digest of a tuple, from those of its items."""
-    return _hash(b"t", *items)
 
 
 def dict_digest(items: Iterable[tuple[Any, bytes]]) -> bytes:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.equality import equal
 from tracewire_bus.codec import (
     NewerSchema,
     UnknownKind,
@@ -43,7 +44,7 @@ from tracewire_bus.messages import (
     Usage,
     Versions,
 )
-from tracewire_bus.values import equal, pack, wire
+from tracewire_bus.values import pack, wire
 
 EVENTS: list[Any] = [
     Accepted(attempt=1, seq=0, engine="e", model="m", queued_at=1.5, sampling=[{"seed": None, "stop": ["a"]}]),

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.equality import equal
 from tracewire_bus.codec import decode_event, decode_plain, decode_snapshot, encode
 from tracewire_bus.fold import DigestMismatch, Fold, FoldError
 from tracewire_bus.messages import (
@@ -30,7 +31,7 @@ from tracewire_bus.messages import (
     Set,
     Usage,
 )
-from tracewire_bus.values import ArrayRef, digest, equal, kind, length, wire, wired_key
+from tracewire_bus.values import ArrayRef, digest, kind, length, wire, wired_key
 
 
 def manifest_of(saves: dict[str, Any], invoke: int = 0, choice: int = 0) -> list[Manifest]:

@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from tests.equality import equal
 from tracewire_bus import values
 from tracewire_bus.values import (
     DTYPES,
@@ -26,7 +27,6 @@ from tracewire_bus.values import (
     Unsavable,
     array_of,
     digest,
-    equal,
     is_array,
     kind,
     length,

@@ -26,10 +26,11 @@ import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
+from tests.equality import equal
 from tests.faults.network import wire
 from tracewire_bus.messages import Block, Invoke, Submission
 from tracewire_bus.streams import Bus
-from tracewire_bus.values import equal, pack
+from tracewire_bus.values import pack
 from tracewire_engine.blob_link import BlobChunk, BlobReceiver
 from tracewire_engine.endpoints import Guard, endpoint
 from tracewire_engine.held_inputs import HeldInputs, inputs_at

@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 import torch
 
+from tests.equality import equal
 from tracewire_bus.blobs import CHUNK_BYTES
 from tracewire_bus.codec import decode_event, encode
 from tracewire_bus.fold import Fold
 from tracewire_bus.messages import Block, Invoke, RawOutput, Submission
 from tracewire_bus.streams import Bus
-from tracewire_bus.values import ArrayRef, array_from_raw, digest, equal, pack
+from tracewire_bus.values import ArrayRef, array_from_raw, digest, pack
 from tracewire_engine.blob_link import BlobChunk, BlobReceiver, BlobSender
 from tracewire_engine.blocks import to_tensors
 from tracewire_engine.engine import Rejection

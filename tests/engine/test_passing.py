@@ -13,9 +13,10 @@ import pytest
 import torch
 
 import tracewire_engine  # noqa: F401 (before nnsight)
+from tests.equality import equal
 from tracewire_bus.fold import apply_delta
 from tracewire_bus.messages import Append, Delete, Delta, Set
-from tracewire_bus.values import decoder, digest, encoded_digest, equal, wire
+from tracewire_bus.values import decoder, digest, encoded_digest, wire
 from tracewire_engine.feed import PassingDigests
 from tracewire_engine.hosting import HostCopy, elements, encoded_late
 from tracewire_engine.link import Report

@@ -11,10 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.equality import equal
 from tracewire_bus.codec import decode_event, encode
 from tracewire_bus.fold import Fold
 from tracewire_bus.messages import Append, DecodedOutput, Delta, Final, Manifest, Set
-from tracewire_bus.values import digest, equal
+from tracewire_bus.values import digest
 from tracewire_engine import saves as saves_module
 from tracewire_engine.saves import SaveTracker
 

@@ -15,10 +15,11 @@ import pytest
 
 import tracewire
 from tests.engine import blocks_for_tests as blocks
+from tests.equality import equal
 from tracewire import Client, InterventionError, Model, Output
 from tracewire_bus.fold import Fold
 from tracewire_bus.messages import Append, Final, Set
-from tracewire_bus.values import digest, equal
+from tracewire_bus.values import digest
 
 PROMPT = "def add(a, b):\n    return"
 GREEDY = {"temperature": 0.0, "ignore_eos": True}

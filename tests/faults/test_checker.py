@@ -28,7 +28,7 @@ from tracewire_bus.messages import (
     Set,
     Steered,
 )
-from tracewire_bus.values import array_payload, encoded_array, list_digest, payload_digest
+from tracewire_bus.values import array_digest, array_head, array_payload, encoded_array, list_digest
 
 TOKENS = 4
 
@@ -44,7 +44,7 @@ def good() -> tuple[Asked, Entries]:
     """A trace that was steered twice, lost its engine after two tokens, and finished in its second attempt."""
     asked = Asked("t", "hello", TOKENS, live=True, steered={1, 2})
     tokens, _ = expected("hello", TOKENS)
-    payloads = [array_payload("float64", (2,), struct.pack("<dd", token, at)) for at, token in enumerate(tokens)]
+    arrays = [struct.pack("<dd", token, at) for at, token in enumerate(tokens)]
 
     def attempt(number: int, length: int) -> list[Any]:
         events: list[Any] = [Restarted(attempt=number, seq=0)] if number > 1 else []
@@ -53,14 +53,15 @@ def good() -> tuple[Asked, Entries]:
         change = Change(version=version, by="x", time=0, values={"alpha": 1.0})
         events.append(Steered(attempt=number, seq=len(events), version=version, changes=[change]))
         for at in range(length):
-            item = encoded_array(payloads[at])
+            item = encoded_array(array_payload("float64", (2,), arrays[at]))
             delta = Append(path=("acts",), items=[item]) if at else Set(path=("acts",), value=[item])
             fields = {"index": at, "token_ids": [tokens[at]], "text": "x", "deltas": [[delta]]}
             events.append(DecodedOutput(attempt=number, seq=len(events), **fields))
         return events
 
     events = [*attempt(1, 2), *attempt(2, TOKENS)]
-    digest = list_digest([payload_digest(payload) for payload in payloads])
+    _, head = array_head("float64", (2,), 16)
+    digest = list_digest([array_digest(head, array) for array in arrays])
     manifest = [Manifest(0, 0, "acts", "list", TOKENS, digest)]
     events.append(Final(attempt=2, seq=events[-1].seq + 1, status="finished", manifest=manifest))
     return asked, [entry(event) for event in events]

@@ -339,7 +339,7 @@ async def test_a_crash_on_the_way_to_a_dead_letter_leaves_one(
     # An operator who has seen to it does not find it again.
     await bus.queue.drop_dead_letter(letter.id)
     await bus.recovery("tiny").bury()
-    assert await bus.queue.dead_count() == 0
+    assert len(await bus.queue.dead_letters()) == 0
 
 
 async def test_what_had_ended_otherwise_is_no_dead_letter(bus: Bus) -> None:
@@ -349,7 +349,7 @@ async def test_what_had_ended_otherwise_is_no_dead_letter(bus: Bus) -> None:
     await bus.records.end("a", "failed", Failure(type="BlockError", message="its block failed"))
     await bus.queue.put_back("tiny", "e", "it was lost again", lost=True)
     await bus.recovery("tiny").bury()
-    assert await bus.queue.dead_count() == 0
+    assert len(await bus.queue.dead_letters()) == 0
     assert await bus.queue.given_up("tiny") == []
 
 
@@ -362,7 +362,7 @@ async def test_a_dead_letter_fits_into_a_redis_that_is_full(tmp_path: Path) -> N
         with pytest.raises(BusError):
             await bus.queue.put("tiny", "b", b"d")
         await bus.recovery("tiny").bury()
-        assert await bus.queue.dead_count() == 1
+        assert len(await bus.queue.dead_letters()) == 1
 
 
 async def test_readers_of_a_group_are_forgotten_when_they_leave_or_fall_silent(bus: Bus) -> None:
