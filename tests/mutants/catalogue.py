@@ -418,6 +418,13 @@ MUTANTS = (
     ),
     _of(
         f"{_BUS}/edits.py",
+        "an-edit-is-installed-twice",
+        "    if entry[2][4] == operation then return tonumber(entry[2][2]) end\n",
+        "",
+        "tests/bus/test_lost_replies.py::test_an_edit_is_installed_once",
+    ),
+    _of(
+        f"{_BUS}/edits.py",
         "a-disabled-edit-is-read-as-enabled",
         """told = disabled.decode("utf-8", "replace")""",
         """told = \"\"""",
@@ -472,6 +479,14 @@ MUTANTS = (
         "            if self._iterated or self._keep:",
         "            if self._keep:",
         _CLIENT + "::test_an_iteration_that_begins_while_a_result_is_waited_for_gets_all",
+    ),
+    _of(
+        f"{_SDK}/trace.py",
+        "a-submission-in-doubt-is-forgotten",
+        "                self._doubtful = not submission.detach\n",
+        "                self._doubtful = False\n",
+        "tests/sdk/test_outages.py::test_a_submission_whose_reply_was_lost_is_cancelled_when_redis_answers",
+        hangs=True,
     ),
     _of(
         f"{_SDK}/trace.py",
@@ -566,6 +581,15 @@ MUTANTS = (
         _FAULTS + "::test_a_change_is_not_told_as_applied_before_it_was_sent",
     ),
     _of(
+        f"{_ENGINE}/trace.py",
+        "a-lost-report-is-waited-for-for-ever",
+        "            self.given_up = True\n",
+        "            pass\n",
+        "tests/control/test_lost_reports.py"
+        "::test_a_trace_whose_report_was_lost_ends_with_an_error_and_the_others_go_on",
+        hangs=True,
+    ),
+    _of(
         f"{_ENGINE}/steering.py",
         "a-known-change-is-taken-again",
         "        if change.version <= self.version:\n",
@@ -658,6 +682,13 @@ MUTANTS = (
         "            deltas.append(Delete(path=(name,)))\n",
         "            pass\n",
         _SAVES + "::test_a_save_that_cannot_travel_is_named_and_the_others_arrive",
+    ),
+    _of(
+        f"{_ENGINE}/saves.py",
+        "what-was-saved-behind-the-last-token-stays",
+        "                box.cut(length)\n",
+        "                pass\n",
+        _SAVES + "::test_what_later_steps_saved_is_undone",
     ),
     _of(
         f"{_ENGINE}/feed.py",
