@@ -55,7 +55,9 @@ def acts(model, tracer, live):
 def info(model: str = "tiny", capacity: int = 256, engine: str = "", **fields: Any) -> EngineInfo:
     """What an engine of this kind registers."""
     name = engine or f"scripted-{uuid.uuid4().hex[:8]}"
-    return engine_info(model, name, **{"capacity": capacity, "host": socket.gethostname()} | fields)
+    # Its prompts say how many tokens it puts out, as many as a test likes.
+    described = {"capacity": capacity, "host": socket.gethostname(), "max_model_len": 1_000_000}
+    return engine_info(model, name, **described | fields)
 
 
 def _values(prompt: str, seed: int | None, index: int) -> tuple[int, bytes]:
