@@ -303,6 +303,21 @@ async def test_large_entries_fill_a_buffer_by_their_size(bus: Bus) -> None:
         assert [len(entry.data) for entry in await rest(asleep)] == [len(data)] * 79 + [0]
 
 
+async def test_a_buffer_that_is_full_takes_no_more_and_says_so(bus: Bus) -> None:
+    """The reader then lets its subscription go, which fetches the rest by itself."""
+    async with bus.writer() as writer:
+        for seq in range(400):
+            await writer.append("t", 1, seq, b"x")
+        asleep = bus.read("t", "1-0")
+        await asleep.start()
+        entries = [((1, seq), Entry(f"1-{seq}", b"x", schema_text())) for seq in range(1, 400)]
+        assert asleep.take(entries[:100])
+        assert not asleep.take(entries[100:])
+        assert asleep.last == (1, len(asleep._buffer)) == (1, 256)
+        await writer.append("t", 1, 400, b"", final=True)
+        assert [entry.id for entry in await rest(asleep)] == [*(f"1-{seq}" for seq in range(1, 400)), FINAL_ID]
+
+
 async def anext_is_waited_for(bus: Bus, subscription: Subscription) -> None:
     """Bring a subscription to its stream's end, then stop asking."""
     with anyio.move_on_after(10) as scope:

@@ -157,8 +157,7 @@ MUTANTS = (
         "a-full-buffer-drops-what-comes",
         "                self._arrived.notify()\n                return False",
         "                self._arrived.notify()\n                return True",
-        _STREAMS + "::test_large_entries_fill_a_buffer_by_their_size",
-        hangs=True,
+        _STREAMS + "::test_a_buffer_that_is_full_takes_no_more_and_says_so",
     ),
     # --- the queue ----------------------------------------------------------------------------------------------------
     _of(
