@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import msgspec
+from msgspec.msgpack import Ext
+
 from .messages import (
     SHARED_INVOKE,
     Accepted,
@@ -359,7 +362,7 @@ def apply_delta(saves: dict[str, Any], delta: Delta) -> None:
     """
     target: Any = saves
     try:
-        *way, last = delta.path if len(delta.path) == 1 else map(opened_key, delta.path)
+        *way, last = delta.path
         for key in way:
             target = _at(target, key)
         if isinstance(delta, Append):
@@ -375,8 +378,22 @@ def apply_delta(saves: dict[str, Any], delta: Delta) -> None:
             if type(target) is not dict:
                 raise TypeError(f"a {type(target).__name__} is no dict")
             del target[last]
-    except (KeyError, IndexError, TypeError, ValueError) as error:
+    except (KeyError, IndexError, TypeError) as error:
+        # Keys that are tuples stand encoded in what was decoded plain. No dict takes them so: nothing has changed yet.
+        if Ext in map(type, delta.path):
+            apply_delta(saves, msgspec.structs.replace(delta, path=_opened(delta)))
+            return
         raise FoldError(f"{type(delta).__name__} at {delta.path!r} leads nowhere: {error!r}") from error
+
+
+def _opened(delta: Delta) -> tuple[Any, ...]:
+    try:
+        path = tuple(map(opened_key, delta.path))
+    except ValueError as error:
+        raise FoldError(f"{type(delta).__name__} at {delta.path!r} leads nowhere: {error}") from error
+    if Ext in map(type, path):
+        raise FoldError(f"{type(delta).__name__} at {delta.path!r} leads nowhere: a step of it is no key")
+    return path
 
 
 def _at(container: Any, key: Any) -> Any:

@@ -552,7 +552,8 @@ def _take_back(leaf: _SetLeaf, held: set[Any] | None, size: int, digest: Any) ->
 
 def _key(key: Any, path: _Path) -> Any:
     """A dict's key as a delta's path has it."""
-    return wired_key(path_key(key, path))
+    plain = path_key(key, path)
+    return wired_key(plain) if type(plain) is tuple else plain
 
 
 def _check_gain(count: int, path: _Path) -> None:
