@@ -66,7 +66,11 @@ async def test_a_submission_whose_reply_was_lost_is_cancelled_when_redis_answers
         way.away = False
         # The client lives on.
         await until(lambda: _is_cancelled(bus, trace.id))
-        assert await bus.queue.waiting("tiny") == 0
+
+        async def withdrawn() -> bool:
+            return await bus.queue.waiting("tiny") == 0
+
+        await until(withdrawn)
         final = (await client.state(trace.id)).error
         assert final is not None
         assert "not confirmed" in final.message
