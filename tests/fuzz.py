@@ -50,7 +50,7 @@ __all__ = ["Mutator", "main", "run"]
 
 MODEL = "tiny"
 #: How many entries are written at once.
-_TOGETHER = 32
+_TOGETHER = 128
 _packed = msgspec.msgpack.encode
 
 # --- the adapter's process --------------------------------------------------------------------------------------------

@@ -36,7 +36,8 @@ _LEAST, _MOST = 4, 200
 FINISHED: Final = """
 local function add(sizes, bytes)
   -- A sum that is no number begins anew.
-  local sum = tonumber(redis.call('HGET', sizes, '')) or 0
+  local sum = tonumber(redis.call('HGET', sizes, ''))
+  if not (sum and sum >= 0 and sum < 2^53) then sum = 0 end
   redis.call('HSET', sizes, '', string.format('%.0f', math.max(0, sum + bytes)))
 end
 local function let_out(list, sizes, trace)

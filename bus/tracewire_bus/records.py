@@ -84,23 +84,23 @@ _ENDING = (
     + FINISHED
     + f"""
 local FINAL = '{FINAL_ID}'
--- What was asked of a trace is done once: who asks again, because no answer came, is told so.
-local function remember(record, operations, operation, seconds)
-  redis.call('ZADD', operations, redis.call('HGET', record, 'v') or 0, operation)
-  redis.call('ZREMRANGEBYRANK', operations, 0, -1 - {OPERATIONS})
-  redis.call('EXPIRE', operations, seconds)
-end
--- How often a trace was begun, by its record; a record that says what cannot be says nothing.
-local function attempts(known)
+-- A count in a trace's record; one that cannot be is none.
+local function counted(known)
   local number = tonumber(known)
   return number and number >= 0 and number < 2^31 and math.floor(number) or 0
+end
+-- What was asked of a trace is done once: who asks again, because no answer came, is told so.
+local function remember(record, operations, operation, seconds)
+  redis.call('ZADD', operations, counted(redis.call('HGET', record, 'v')), operation)
+  redis.call('ZREMRANGEBYRANK', operations, 0, -1 - {OPERATIONS})
+  redis.call('EXPIRE', operations, seconds)
 end
 local function ended(events)
   return #redis.call('XRANGE', events, FINAL, FINAL) > 0
 end
 local function finish(base, trace, schema, head, tail, retention, status, kind)
   local record, events = base .. 'trace:' .. trace, base .. 'events:' .. trace
-  local attempt = attempts(redis.call('HGET', record, 'a')) + 1
+  local attempt = counted(redis.call('HGET', record, 'a')) + 1
   -- As long as the engines of its model keep theirs, if that is known.
   local known = tonumber(redis.call('HGET', record, 'r'))
   if known and known >= 1 and known <= 1e9 then retention = math.floor(known) end
@@ -168,7 +168,7 @@ _OPEN = Script(
     + """
 if ended(KEYS[2]) then return 'ended' end
 local known = redis.call('HMGET', KEYS[1], 'a', 'e')
-local last, attempt = attempts(known[1]), tonumber(ARGV[3])
+local last, attempt = counted(known[1]), tonumber(ARGV[3])
 if attempt < last or attempt == last and known[2] ~= ARGV[1] then return 'overtaken' end
 redis.call('HSET', KEYS[1], 'a', attempt, 'e', ARGV[1], 's', 'running', 'r', ARGV[4])
 if redis.call('TTL', KEYS[1]) == -1 then redis.call('EXPIRE', KEYS[1], ARGV[2]) end
@@ -185,7 +185,7 @@ _CLAIM = Script(
 redis.call('HDEL', KEYS[1], '')
 if ended(KEYS[2]) then return 0 end
 local known = redis.call('HMGET', KEYS[1], 'a', 'e', 'v', 'zn')
-local last, attempt = attempts(known[1]), tonumber(ARGV[1])
+local last, attempt = counted(known[1]), tonumber(ARGV[1])
 if attempt < last or attempt == last and known[2] ~= ARGV[2] then return 0 end
 redis.call('HSET', KEYS[1], 'a', attempt, 'e', ARGV[2], 's', ARGV[3])
 if (tonumber(known[3]) or 0) < tonumber(ARGV[4]) then
@@ -230,7 +230,7 @@ _WAIT = Script(
     _ENDING
     + """
 if redis.call('EXISTS', KEYS[2]) == 0 then return 0 end
-if attempts(redis.call('HGET', KEYS[1], 'a')) > tonumber(ARGV[1]) then return 0 end
+if counted(redis.call('HGET', KEYS[1], 'a')) > tonumber(ARGV[1]) then return 0 end
 local last, info = '', redis.call('XINFO', 'STREAM', KEYS[2])
 for i = 1, #info, 2 do
   if info[i] == 'last-generated-id' then last = info[i + 1] end

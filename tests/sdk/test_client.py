@@ -1164,9 +1164,9 @@ async def test_a_path_that_does_not_exist_is_refused_with_the_nearest(
 async def test_a_submission_that_is_too_large_is_refused(
     client: Client, engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tracewire_bus.streams.ENTRY_BYTES", 1000)
+    monkeypatch.setattr("tracewire_bus.limits.MAX_BYTES", 1000)
     async with engine():
-        with pytest.raises(TraceRejected, match=r"holds 1000.*smaller") as caught:
+        with pytest.raises(TraceRejected, match=r"may take 1000; large values travel beside it") as caught:
             async with client.trace("tiny", "hello" * 1000):
                 pass
         assert caught.value.field == "submission"
