@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,7 @@ from tracewire_bus.values import decoder, digest, encoded_digest, wire
 from tracewire_engine.feed import PassingDigests
 from tracewire_engine.hosting import HostCopy, elements, encoded_late
 from tracewire_engine.link import Report
+from tracewire_engine.live import LiveRun
 from tracewire_engine.runner import TracewireRunner, _encoded
 from tracewire_engine.saves import SaveTracker
 from tracewire_engine.serving import RowBatcher
@@ -111,6 +113,26 @@ def test_where_it_is_checked_the_final_names_the_digests_of_what_nnsight_collect
         ((entry,),) = [finish.manifest for finish in worker.tracewire_unsent.report.finishes]
         digests.append(entry.digest)
     assert digests == [digest(held["xs"]), digest(collected["xs"])]
+
+
+def test_a_change_is_told_of_with_the_token_that_its_step_samples() -> None:
+    """Of requests whose prompt is computed, that generate, that are in no step for now, and that have gone."""
+    run = LiveRun("run")
+    run.version = 3
+    run.requests = {name: (f"t-{name}", choice) for choice, name in enumerate(("prompt", "going", "preempted", "gone"))}
+    state = partial(SimpleNamespace, num_prompt_tokens=5)
+    worker = SimpleNamespace(
+        requests={
+            "prompt": state(num_computed_tokens=0, output_token_ids=[]),
+            "going": state(num_computed_tokens=7, output_token_ids=[1, 2, 3]),
+            "preempted": state(num_computed_tokens=0, output_token_ids=[1, 2, 3, 4]),
+        },
+        nnsight_requests=SimpleNamespace(live=SimpleNamespace(late=1)),
+    )
+    applied = TracewireRunner._applied(worker, run, {"prompt": 4, "going": 1})
+    assert (applied.run, applied.version) == ("run", 3)
+    # The prompt's next step samples its first token.
+    assert applied.first == [("t-prompt", 0, 0), ("t-going", 1, 3), ("t-preempted", 2, 4)]
 
 
 def test_what_changed_in_place_after_it_was_sent_is_corrected() -> None:

@@ -801,31 +801,28 @@ MUTANTS = (
         "            if True:\n",
         "tests/faults/test_supervisor.py::test_no_more_often_than_it_was_told",
     ),
-    # --- with an engine -----------------------------------------------------------------------------------------------
     _of(
         f"{_ENGINE}/runner.py",
         "a-change-is-told-of-a-token-too-late",
         "first.append((request, choice, max(0, index)))",
         "first.append((request, choice, max(0, index) + 1))",
-        "tests/control/test_steering_engine.py::test_a_change_holds_from_the_token_that_its_event_names",
-        engine=True,
+        _PASSING + "::test_a_change_is_told_of_with_the_token_that_its_step_samples",
     ),
     _of(
         f"{_ENGINE}/live.py",
         "a-change-never-reaches-a-block",
         "run.values = {**run.values, **values}",
         "run.values = {**values, **run.values}",
-        "tests/control/test_steering_engine.py::test_a_change_holds_from_the_token_that_its_event_names",
-        engine=True,
+        _PLAN + "::test_plans_are_what_a_loop_over_requests_gives[1]",
     ),
     _of(
         f"{_ENGINE}/declared.py",
         "a-declared-intervention-keeps-its-first-scale",
         "                self.stale |= declaration.renew(self.known.vectors)\n",
         "                declaration.renew(self.known.vectors)\n",
-        "tests/control/test_steering_engine.py::test_declared_interventions_take_live_scales_and_vectors",
-        engine=True,
+        _PLAN + "::test_plans_are_what_a_loop_over_requests_gives[1]",
     ),
+    # --- with an engine -----------------------------------------------------------------------------------------------
     _of(
         f"{_ENGINE}/vllm_engine.py",
         "a-traced-prompt-is-read-from-the-cache",
