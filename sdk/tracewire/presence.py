@@ -67,6 +67,7 @@ class Presence:
         self._expected: dict[str, tuple[float, Submission]] = {}
         self._broken_at = bus.broken_at
         self._recoveries: dict[str, Recovery] = {}
+        self._closed = False
         #: Traces to be cancelled: by whom and why, and whether Redis was asked and did not know it.
         self._abandoned: dict[str, tuple[str, str, bool]] = {}
 
@@ -124,7 +125,8 @@ class Presence:
         self._changed.set()
 
     async def aclose(self) -> None:
-        """Give the lease up."""
+        """Give the lease up. Whatever hangs on it ends by that."""
+        self._closed = True
         tasks, self._tasks = self._tasks, []
         for task in tasks:
             await task.aclose()
@@ -136,7 +138,7 @@ class Presence:
                     logger.debug("the lease could not be given up, and ends by itself: %s", error)
 
     def _run(self) -> None:
-        if not self._tasks:
+        if not self._tasks and not self._closed:
             self._tasks = [
                 Background(self._renew, "that renews a client's lease"),
                 Background(self._recover, "that looks for lost engines"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -155,6 +156,17 @@ async def test_a_lease_is_renewed_whatever_else_a_client_fails_at(
     said = [one.getMessage() for one in caplog.records if one.levelname == "ERROR"]
     assert any("that looks for lost engines failed" in one and "what no Redis says" in one for one in said)
     assert any("that renews a client's lease failed" in one and "what no lease does" in one for one in said)
+
+
+async def test_what_is_left_after_its_client_leaves_no_task(bus: Bus, embedded: str, prefix: str) -> None:
+    await bus.register(engine_info(), ttl_s=600)
+    before = asyncio.all_tasks()
+    async with tracewire.connect(embedded, prefix=prefix) as client:
+        trace = client.trace("tiny", "hello")
+        await trace.start()
+    await trace.aclose()
+    left = [task for task in asyncio.all_tasks() - before if not task.done()]
+    assert not left
 
 
 def _queued(model: tracewire.Model, count: int, **options: Any) -> list[tracewire.Tracer]:
