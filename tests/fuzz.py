@@ -650,7 +650,7 @@ async def run(count: int, seed: int, *, control: bool = False, prefix: str = "fu
             if lost:
                 group.cancel_scope.cancel()
         registered = next((one for one in await client.engines(MODEL) if one.name == engine), None)
-        wrong = [] if control else await consume(client, bus, seed, max(50, count // 100))
+        wrong = [] if control else await consume(client, bus, seed, min(200, max(50, count // 100)))
         loop: dict[str, Any] = {}
         if not lost:
             process.terminate()
