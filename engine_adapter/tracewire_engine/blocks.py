@@ -25,7 +25,7 @@ from typing import Any
 
 import msgspec
 import torch
-from greenlet import GreenletExit
+from greenlet import GreenletExit, getcurrent
 from nnsight.intervention.cache import CacheView
 from nnsight.intervention.interleaver import EarlyStopException, Event, Mediator
 from nnsight.modeling.vllm.tracer import VLLMTracer
@@ -72,8 +72,13 @@ class BlockMediator(Mediator):
 
     iteration: int | None
     pending: Any
-    exception: BaseException | None
     worker: Any
+
+    #: Under tensor parallelism, the other ranks, and what this block is called among them.
+    ranks: Any = None
+    key: Any = None
+    #: Whether the ranks have compared how it ended.
+    compared = False
 
     def __init__(self, code: types.CodeType, glbls: dict[str, Any], lcls: dict[str, Any]) -> None:
         super().__init__(code, glbls, lcls)
@@ -92,6 +97,44 @@ class BlockMediator(Mediator):
         self.streams = Streams()
         #: Where the block asked for this step's samples, to change them perhaps: a frame, its instruction and line.
         self.asked_samples: tuple[types.FrameType, int, int] | None = None
+
+    @property
+    def exception(self) -> BaseException | None:
+        """What the block ended with, if it did not come to its end."""
+        return self._exception
+
+    @exception.setter
+    def exception(self, exception: BaseException | None) -> None:
+        self._exception = exception
+        if exception is not None and self.ranks is not None:
+            stopped = partial(Failure, type="tracer.stop()", message="the block stopped there")
+            self._tell(stopped if is_stop(exception) else partial(failure_of, exception, self.compiled), caches=True)
+
+    def _tell(self, what: Any, *, caches: bool) -> None:
+        """Tell the other ranks that the block asks for nothing more here; nor do its caches, or they go on."""
+        self.ranks.fail(self.key, what)
+        if caches and self.caches:
+            self.ranks.fail(self.key.cache, what)
+
+    @property
+    def ended(self) -> str:
+        """How it has ended: `"failed"`, `"stopped"`, `"ended"` (at its end), or not at all (`""`)."""
+        if self._exception is not None:
+            return "stopped" if is_stop(self._exception) else "failed"
+        return "ended" if self.worker is not None and self.worker.dead else ""
+
+    def halt(self, error: BaseException) -> None:
+        """End the block with an error, at the line where it waits."""
+        waits = self.worker is not None and not self.worker.dead and self.pending is not None
+        self.pending, self.exception = None, error
+        if waits:
+            self.worker.parent = getcurrent()
+            try:
+                with watchdog.turn():
+                    self.worker.throw(error)
+            except BaseException as thrown:
+                self.raised = self.raised or thrown
+        self.pending, self.exception = None, error
 
     def saved(self) -> dict[str, Any]:
         """What it has saved and still binds to a name, by name, as it travels."""
@@ -132,9 +175,12 @@ class BlockMediator(Mediator):
     def switch(self, *args: Any) -> Any:
         watchdog.begin()
         try:
-            return super().switch(*args)
+            pending = super().switch(*args)
         finally:
             watchdog.end()
+        if pending is None and self.ranks is not None and self.worker.dead:
+            self._tell(partial(Failure, type="its end", message="the block came to its end there"), caches=False)
+        return pending
 
     def handle(self, provider: str, value: Any) -> Any:
         try:

@@ -28,6 +28,7 @@ from tracewire_bus.values import decoder
 from .hosting import TORCH_DTYPES
 from .link import Batch, Layout, LayoutEntry, Part, Placed, Slot
 from .live import LiveRun
+from .ranks import DECLARED, Key, Ranks
 from .recorded import Recorded, Recorder
 from .serving import BlockServing
 from .stand_ins import Topology
@@ -175,6 +176,8 @@ class Declaration:
         #: Positions up to here have been read, and are not read again when a preempted request is recomputed.
         self.seen = 0
         self.failure: Failure | None = None
+        #: The scheduler's name of the request.
+        self.id = ""
         #: Whether the failure has been reported with a step; whether other pipeline stages were told.
         self.reported = False
         #: The index of the token in whose step it was reported.
@@ -334,6 +337,11 @@ class _Collector:
             shape = (*values.shape[:-1], top.values.shape[-1])
             return {"token_ids": top.indices.to(torch.int32).reshape(shape), "logits": top.values.reshape(shape)}
         return {"": values}
+
+    @property
+    def takes_head(self) -> bool:
+        """Whether the model's head is to be computed for it, which is on all ranks."""
+        return isinstance(self.one, LogitLens) and not any(found is None for found in self.found)
 
     def reset(self) -> None:
         """The step is over."""
@@ -593,10 +601,13 @@ class DeclaredRequests:
         self.here: Callable[[str], bool] | None = None
         #: Whether the plan no longer holds: a request came or went, or failed.
         self.stale = False
+        #: Under tensor parallelism, the other ranks.
+        self.ranks: Ranks | None = None
 
     def add(self, request_id: str, declaration: Declaration) -> None:
         """Take a new request's."""
         self.live[request_id] = declaration
+        declaration.id = request_id
         self.stale = True
 
     def renew(self, run: LiveRun) -> None:
@@ -608,9 +619,7 @@ class DeclaredRequests:
             try:
                 self.stale |= declaration.renew(self.known.vectors)
             except Exception as error:  # too large for the device, say
-                if declaration.failure is None:
-                    declaration.failure = Failure(type=type(error).__name__, message=str(error), field="live")
-                self.stale = True
+                self._failed(declaration, Failure(type=type(error).__name__, message=str(error), field="live"))
 
     def pop(self, request_id: str) -> Declaration | None:
         """Forget a request's, which is over."""
@@ -622,16 +631,34 @@ class DeclaredRequests:
     def fail(self, members: Iterable[_Member], error: Exception) -> None:
         """End what belongs to these members with an error; the others go on."""
         for member in members:
-            declaration = member.declaration
-            if declaration.failure is None:
-                one = member.op.one
-                name = getattr(one, "name", "") or type(one).__name__
-                declaration.failure = Failure(
-                    type=type(error).__name__,
-                    message=f"{name} at {getattr(one, 'at', '')}: {error}",
-                    field="interventions",
-                )
+            one = member.op.one
+            name = getattr(one, "name", "") or type(one).__name__
+            message = f"{name} at {getattr(one, 'at', '')}: {error}"
+            failure = Failure(type=type(error).__name__, message=message, field="interventions")
+            self._failed(member.declaration, failure)
         self.stale = True
+
+    def _failed(self, declaration: Declaration, failure: Failure) -> None:
+        """End a request's interventions with an error, unless they have failed."""
+        self.stale = True
+        if declaration.failure is None:
+            declaration.failure = failure
+            if self.ranks is not None:
+                self.ranks.fail(Key(declaration.id, DECLARED), lambda: failure)
+
+    def agree(self, what: str, members: Iterable[_Member]) -> bool:
+        """Under tensor parallelism: whether to make what these members are about whole, which takes all ranks."""
+        ranks = self.ranks
+        if ranks is None:
+            return True
+        asking = {Key(one.declaration.id, DECLARED): one.declaration for one in members}
+        asking = {key: one for key, one in asking.items() if one.failure is None}
+        agreed = ranks.agree(what, asking)
+        for key in asking.keys() - agreed:
+            self._failed(
+                asking[key], Failure(type="RanksDiffer", message=str(ranks.differ(key)), field="interventions")
+            )
+        return bool(agreed)
 
     # --- a step -----------------------------------------------------------------------------------------------------
 
@@ -767,8 +794,8 @@ class DeclaredRequests:
         """Take failures on another stage."""
         for request_id, failure in failures.items():
             declaration = self.live.get(request_id)
-            if declaration is not None and declaration.failure is None:
-                declaration.failure, self.stale = failure, True
+            if declaration is not None:
+                self._failed(declaration, failure)
 
     def collect(
         self, lens: Callable[[torch.Tensor], torch.Tensor | None]
@@ -796,7 +823,8 @@ class DeclaredRequests:
         for collector in plan.collectors:
             results = None
             try:
-                results = collector.results(lens)
+                if not collector.takes_head or self.agree("the head", collector.members):
+                    results = collector.results(lens)
             except Exception as error:
                 self.fail(collector.members, error)
             if results is None:
@@ -959,18 +987,17 @@ class DeclaredInterleaver(VLLMInterleaver, BlockServing):
     def replay(self, location: str, live: Any) -> None:
         # Most steps of most engines have nobody at most taps, and few need what nnsight does for a block.
         stage = self.declared.stages.get(location)
-        if self.busy or (stage is not None and self._fragmented(location)):
+        if self.busy or (stage is not None and self.is_sharded(location)):
             super().replay(location, live)
         elif stage is not None and self.interleaving:
             stage.replay(live)
 
-    def _fragmented(self, location: str) -> bool:
-        fragments = self.fragments
-        return fragments is not None and fragments.enabled and bool(fragments.fragmented(location))
-
     def _serve(self, stage: Stage, value: Any) -> Any:
-        if not self._fragmented(stage.location):
+        if not self.is_sharded(stage.location):
             stage.run(value)
+            return value
+        if not self.declared.agree(stage.location, [one for group in stage.groups for one in group.members]):
+            stage.reached = True
             return value
         whole, undo = self.fragments.whole(stage.location, value)
         stage.run(whole)

@@ -30,7 +30,6 @@ from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from greenlet import getcurrent
 from nnsight.intervention.cache import Cache
 from nnsight.intervention.interleaver import Event
 from nnsight.util import apply
@@ -38,7 +37,6 @@ from vllm.distributed.parallel_state import GroupCoordinator
 
 from tracewire_bus.messages import Failure
 
-from . import watchdog
 from .blocks import RESULT, BlockMediator, failure_of, is_stop
 from .live import LIVE
 from .plain import CopyingCache
@@ -306,16 +304,8 @@ class StagedMediator(BlockMediator):
         self.halt(error)
 
     def halt(self, error: BaseException) -> None:
-        """End the block with an error, at the line where it waits."""
-        if self.worker is not None and not self.worker.dead and self.pending is not None:
-            self.worker.parent = getcurrent()
-            self._fed, self.pending = True, None
-            try:
-                with watchdog.turn():
-                    self.worker.throw(error)
-            except BaseException as thrown:
-                self.raised = self.raised or thrown
-        self.pending, self.exception = None, error
+        self._fed = True
+        super().halt(error)
 
 
 def _short(location: Any) -> str:

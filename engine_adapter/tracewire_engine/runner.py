@@ -47,6 +47,7 @@ from .link import Applied, FinishRecord, LinkSender, Report, StepRecord
 from .live import LIVE, LiveRun, LiveRuns
 from .pipeline import Pipeline, Said, Share, StagedMediator, StagesDiffer, shared
 from .plain import plain, trim
+from .ranks import DECLARED, Key, Ranks
 from .residual import Residual, find_layers, find_norm, takes_residual
 from .results import Results
 from .ring import InRing
@@ -152,6 +153,8 @@ class TracedRequests(Requests):
     ) -> None:
         super().__init__()
         self.pipeline = pipeline
+        #: Under tensor parallelism, the other ranks.
+        self.ranks: Ranks | None = None
         self.blocks = blocks
         self.declared = declared
         self.live = live
@@ -166,7 +169,16 @@ class TracedRequests(Requests):
 
     def add(self, new_requests: list[Any], persistent_objects: dict[str, Any]) -> None:
         fresh = [data for data in new_requests if data.req_id not in self.traced]
+        ranks = self.ranks
+        for data in fresh if ranks is not None else ():
+            assert ranks is not None
+            # By what it brings, which all ranks see alike.
+            if not {BLOCK_ARG, EDITS_ARG, DECLARED_ARG}.isdisjoint(_arguments(data)):
+                ranks.requests.add(data.req_id)
         self._add(new_requests, persistent_objects)
+        for data in fresh if ranks is not None else ():
+            assert ranks is not None
+            self._introduce(data.req_id, ranks)
         pipeline = self.pipeline
         for data in fresh if pipeline is not None else ():
             assert pipeline is not None
@@ -208,6 +220,20 @@ class TracedRequests(Requests):
                 request.mediator = self.blocks.mediator(block, live, shared)
             except BaseException as exception:  # what a module or a helper's definition raises, SystemExit included
                 request.error = failure_of(exception, None)
+
+    def _introduce(self, request_id: str, ranks: Ranks) -> None:
+        """Tell the other ranks if a request could not be taken here, and have its blocks tell if they fail."""
+        request = self.requests.get(request_id)
+        error: Any = None if request is None else request.error
+        if error is not None:
+            failure = (
+                error if isinstance(error, Failure) else Failure(type=error["type_name"], message=error["message"])
+            )
+            ranks.fail(Key(request_id, ""), lambda: failure)
+            if request_id not in self.declared.live:
+                ranks.fail(Key(request_id, DECLARED), lambda: failure)
+        for name, mediator in self.copies(request_id).items():
+            mediator.ranks, mediator.key = ranks, Key(request_id, name)
 
     def _join(self, request_id: str, request: Request, arguments: dict[str, Any]) -> LiveRun:
         """The live parameters of the run that a request belongs to."""
@@ -251,12 +277,12 @@ class TracedRequests(Requests):
                     start[location] = start.get(location, 0) + passed
         self.out = set()
 
-    def copies(self, request: str) -> dict[str, StagedMediator]:
-        """Under pipeline parallelism, a request's blocks on this stage: standing ones by name, and its own (empty)."""
+    def copies(self, request: str) -> dict[str, Any]:
+        """A request's blocks in this process: standing ones by name, and its own (empty)."""
         known = self.requests.get(request)
         if known is None:
             return {}
-        found: dict[str, StagedMediator] = dict(known.copies)
+        found: dict[str, Any] = dict(known.copies)
         if known.mediator is not None:
             found[""] = known.mediator
         return found
@@ -422,6 +448,15 @@ class TracewireRunner(NNsightGPUModelRunner):
             pipeline,
         )
         model.interleaver.encoders = self.nnsight_requests.encoders = encoder_locations(self.get_model())
+        self.tracewire_ranks: Ranks | None = None
+        #: Whether the step under way has blocks or interventions, which all ranks know alike.
+        self.tracewire_shared = False
+        if get_tp_group().world_size > 1:
+            limit_s = self.vllm_config.additional_config.get(BLOCK_TIMEOUT, 0.0)
+            self.tracewire_ranks = Ranks(get_tp_group(), address or "", limit_s)
+            self.tracewire_ranks.watch_calls()
+        model.interleaver.ranks = self.tracewire_declared.ranks = self.tracewire_ranks
+        self.nnsight_requests.ranks = self.tracewire_ranks
         self.tracewire_norm = find_norm(self.get_model(), model.__dict__["_tracewire_layers"])
         self.tracewire_after = AfterAnswer()
         self.tracewire_unsent = _Unsent(Report())
@@ -450,6 +485,10 @@ class TracewireRunner(NNsightGPUModelRunner):
 
     def _update_states(self, scheduler_output: Any) -> Any:
         self._leave_blocks(scheduler_output)
+        ranks = self.tracewire_ranks
+        if ranks is not None:
+            ranks.begin()
+            self._part(ranks)
         pipeline = self.tracewire_pipeline
         if pipeline is not None:
             self.nnsight_requests.settle(self.nnsight_model)
@@ -474,6 +513,7 @@ class TracewireRunner(NNsightGPUModelRunner):
                 traced.index = state.num_computed_tokens + scheduled[request_id] - state.num_prompt_tokens
             else:
                 traced.index = -1
+        self.tracewire_shared = ranks is not None and not ranks.requests.isdisjoint(scheduled)
         self.tracewire_unsent.report.applied.extend(self._applied(run, scheduled) for run in changed)
         declared = self.tracewire_declared
         if declared.live:
@@ -617,12 +657,10 @@ class TracewireRunner(NNsightGPUModelRunner):
                 asked = [(one, one.asked_samples) for one in parked if one.pending.provider in (SAMPLES, None)]
                 # Blocks may keep what they are served, and write to it later: that is not what the model goes on with.
                 served = type(self.nnsight_model).samples.provide(self.nnsight_model, drawn.clone() if asked else drawn)
-                output.sampled_token_ids = self._checked(interleaver, served.clone(), drawn, asked) if asked else drawn
+                output.sampled_token_ids = self._checked(served.clone(), drawn, asked) if asked else drawn
         return output
 
-    def _checked(
-        self, interleaver: Any, served: torch.Tensor, drawn: torch.Tensor, asked: list[tuple[Any, Any]]
-    ) -> torch.Tensor:
+    def _checked(self, served: torch.Tensor, drawn: torch.Tensor, asked: list[tuple[Any, Any]]) -> torch.Tensor:
         """The tokens `[requests, 1]` that blocks have left, where they are of the vocabulary, or else those drawn.
 
         Anything else would end the worker in the next step's embedding. The block that left it ends with an error.
@@ -635,7 +673,7 @@ class TracewireRunner(NNsightGPUModelRunner):
             left = [token for token in served[row].tolist() if not 0 <= token < size]
             for mediator, where in asked:
                 if mediator.batch_group[0] == row and mediator.exception is None:
-                    interleaver._fail(mediator, mediator.not_in_vocabulary(left, size, where))
+                    mediator.halt(mediator.not_in_vocabulary(left, size, where))
         return torch.where(valid.unsqueeze(-1), served, drawn)
 
     def _finish_erred(self, sampler_output: Any) -> None:
@@ -645,14 +683,49 @@ class TracewireRunner(NNsightGPUModelRunner):
 
     def _has_reports(self) -> bool:
         """Whether there may be anything to report of this step, or left of those before it."""
-        return bool(self.nnsight_requests.traced or self.tracewire_declared.plan is not None or self.tracewire_behind)
+        declared = self.tracewire_declared
+        return bool(
+            self.nnsight_requests.traced or declared.plan is not None or self.tracewire_behind or self.tracewire_shared
+        )
 
     @torch.inference_mode()
     def _report(self) -> None:
         """Report a step, behind its answer where that can be."""
+        if self.tracewire_ranks is not None and self.tracewire_shared:
+            self._compare(self.tracewire_ranks)
         self._report_step()
         self._report_declared()
         self._send()
+
+    def _compare(self, ranks: Ranks) -> None:
+        """Compare what has ended in this step with the other ranks, of which the first reports."""
+        ended: dict[Key, str] = {}
+        for request_id in ranks.requests:
+            for name, mediator in self.nnsight_requests.copies(request_id).items():
+                if not mediator.compared and mediator.ended:
+                    mediator.compared = True
+                    ended[Key(request_id, name)] = mediator.ended
+        if ranks.index:
+            ranks.over(ended)
+        else:
+            ranks.settle(ended)
+            self._part(ranks)
+
+    def _part(self, ranks: Ranks) -> None:
+        """End here what has ended otherwise on another rank."""
+        book = self.nnsight_requests
+        for key, error, sure in ranks.parted():
+            failure = Failure(type=type(error).__name__, message=str(error), field="block")
+            if key.name == DECLARED:
+                self.tracewire_declared.fail_with(
+                    {key.request: msgspec.structs.replace(failure, field="interventions")}
+                )
+                continue
+            request, mediator = book.requests.get(key.request), book.copies(key.request).get(key.name)
+            if mediator is not None and (not mediator.ended or (sure and mediator.ended != "failed")):
+                mediator.halt(error)
+            if mediator is None and request is not None and not key.name:
+                request.error = request.error or failure
 
     def _report_declared(self) -> None:
         """Add what declared interventions read to the report."""
@@ -824,6 +897,8 @@ class TracewireRunner(NNsightGPUModelRunner):
             requests.leave(request_id)
             if self.tracewire_pipeline is not None:
                 self.tracewire_pipeline.forget(request_id)
+            if self.tracewire_ranks is not None and request_id not in requests.requests:
+                self.tracewire_ranks.forget(request_id)
             if traced is None:
                 failure = None if declaration is None else declaration.failure
                 record = FinishRecord(request.engine_id, request.index, _NO_DELTAS, error=failure)
@@ -877,6 +952,8 @@ class TracewireRunner(NNsightGPUModelRunner):
             if isinstance(mediator, BlockMediator):
                 mediator.dispose()
         self._leave_share(request)
+        if self.tracewire_ranks is not None:
+            self.tracewire_ranks.forget(request.id)
 
     def _covered(self, request: Request, traced: _Traced) -> int | None:
         """How many tokens a request has that is over: of all that end it, what comes first counts."""
@@ -1046,6 +1123,15 @@ class TracewireRunner(NNsightGPUModelRunner):
     def tracewire_request_count(self) -> int:
         """How many requests this worker still holds anything for: 0 when the engine is idle. A leak gauge, by RPC."""
         book = self.nnsight_requests
-        held = (book.requests, book.traced, book.declared.live, book.live.runs, book.runs, self.tracewire_kept or ())
+        ranks = () if self.tracewire_ranks is None else self.tracewire_ranks.requests
+        held = (
+            book.requests,
+            book.traced,
+            book.declared.live,
+            book.live.runs,
+            book.runs,
+            self.tracewire_kept or (),
+            ranks,
+        )
         most = max(map(len, (*held, book.shares.runs, book.results.waiting)))
         return most if self.tracewire_pipeline is None else max(most, self.tracewire_pipeline.count)

@@ -23,6 +23,7 @@ from nnsight.intervention.source import NO_SKIP
 from nnsight.modeling.vllm.batching import VLLMBatcher
 
 from . import watchdog
+from .ranks import Ranks
 
 __all__ = ["BlockServing", "RowBatcher"]
 
@@ -122,6 +123,8 @@ class BlockServing(Interleaver):
 
     #: What locations begin with that are no request's own.
     encoders: tuple[str, ...] = ()
+    #: Under tensor parallelism, the other ranks.
+    ranks: Ranks | None = None
     #: By the location of a module's output, what blocks want there of this visit, with the rows.
     skipped: dict[str, list[tuple[Any, Any]]]
 
@@ -136,7 +139,11 @@ class BlockServing(Interleaver):
         if parts is None:
             return value
         undo = None
-        if self.fragments is not None and self.fragments.enabled and self.fragments.fragmented(provider):
+        if self.is_sharded(provider):
+            if self.ranks is not None:
+                parts = self._agreed_parts(provider, parts, self.ranks)
+            if not parts:
+                return value
             value, undo = self.fragments.whole(provider, value)
         for group, replacement in parts:
             try:
@@ -149,11 +156,13 @@ class BlockServing(Interleaver):
         return value if undo is None else undo(value)
 
     def handle(self, provider: str, value: Any) -> Any:
+        if self.ranks is not None and self.is_sharded(provider):
+            self._agree(provider, self.ranks)
         if (
             provider not in self.parked
             or provider in self.observers
             or not self.defer_exceptions
-            or (self.fragments is not None and self.fragments.enabled and self.fragments.fragmented(provider))
+            or self.is_sharded(provider)
             or type(self.batcher) is not RowBatcher
             # A block that runs modules by itself, in the midst of being served.
             or self.batcher.busy
@@ -178,6 +187,36 @@ class BlockServing(Interleaver):
             watchdog.let_go()
         self.counts[provider] = occurrence + 1
         return batcher.assemble_skip(value)
+
+    def is_sharded(self, location: str) -> bool:
+        """Whether each rank has a part of the value there."""
+        fragments = self.fragments
+        return fragments is not None and fragments.enabled and bool(fragments.fragmented(location))
+
+    def _agree(self, provider: str, ranks: Ranks) -> None:
+        """Before a value is made whole: leave none waiting for it here that does not wait on all ranks."""
+        watching = self.observers.get(provider, ())
+        if provider not in self.parked and not watching:
+            return
+        waiting = {one.key: one for one in self._ready(provider)}
+        waiting |= {observer[0].key.cache: observer[0] for observer in watching}
+        waiting = {key: one for key, one in waiting.items() if one.exception is None}
+        agreed = ranks.agree(provider, waiting)
+        for key in waiting.keys() - agreed:
+            waiting[key].halt(ranks.differ(key))
+        if watching:
+            self.observers[provider] = [observer for observer in watching if observer[0].key.cache in agreed]
+
+    def _agreed_parts(self, provider: str, parts: list[tuple[Any, Any]], ranks: Ranks) -> list[tuple[Any, Any]]:
+        """Of what blocks have in place of a sharded output, what they have on all ranks; the others' blocks end."""
+        rows = [group for group, _ in parts]
+        skipping = {one.key: one for one in self.mediators if any(one.batch_group is group for group in rows)}
+        skipping = {key: one for key, one in skipping.items() if one.exception is None}
+        agreed = ranks.agree(f"{provider} that is skipped", skipping)
+        for key in skipping.keys() - agreed:
+            skipping[key].halt(ranks.differ(key))
+        kept = [skipping[key].batch_group for key in agreed]
+        return [(group, replacement) for group, replacement in parts if any(group is one for one in kept)]
 
     @staticmethod
     def _fail(mediator: Any, exception: BaseException) -> None:

@@ -20,12 +20,13 @@ from types import FrameType
 
 from greenlet import getcurrent
 
-__all__ = ["BlockTimeout", "begin", "end", "hold", "let_go", "limit_turns", "turn"]
+__all__ = ["BlockTimeout", "begin", "end", "hold", "let_go", "limit_turns", "shielded", "turn"]
 
 logger = logging.getLogger("vllm.tracewire")
 
 _limit_s = 0.0
 _building = False
+_shielded = False
 #: When the turn under way began, and whether the timer runs from one turn to the next.
 _began = 0.0
 _held = False
@@ -36,6 +37,8 @@ class BlockTimeout(Exception):
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
+    if _shielded:
+        return
     left = _began + _limit_s - time.monotonic()
     if left > 0:
         # Set for an earlier turn.
@@ -96,6 +99,22 @@ def let_go() -> None:
 def _start() -> None:
     # Rings again each second, for a block that swallowed the first.
     signal.setitimer(signal.ITIMER_REAL, _limit_s, 1.0)
+
+
+@contextmanager
+def shielded(*, waiting: bool = False) -> Iterator[None]:
+    """Let nothing be interrupted meanwhile: what has run out of its time is, within a second, afterwards.
+
+    `waiting` for others is no part of a block's time.
+    """
+    global _began, _shielded
+    _shielded, since = True, time.monotonic()
+    try:
+        yield
+    finally:
+        _shielded = False
+        if waiting:
+            _began += time.monotonic() - since
 
 
 @contextmanager

@@ -1,0 +1,150 @@
+"""What tensor-parallel ranks tell each other of blocks, without an engine: two ends, each on a thread of its own."""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("vllm")
+
+from tracewire_bus.messages import Failure  # noqa: E402
+from tracewire_engine import ranks as module  # noqa: E402
+from tracewire_engine.ranks import Key, Ranks  # noqa: E402
+
+ONE, TWO = Key("request 1", ""), Key("request 2", "")
+
+
+class Pair:
+    """Two ranks, at the beginning of a step with both requests."""
+
+    def __init__(self, address: str, limit_s: float = 0.0) -> None:
+        self.threads = ThreadPoolExecutor(2)
+        addresses: list[str] = ["", ""]
+        all_there = threading.Barrier(2)
+
+        def gather(found: list[Any], mine: str, group: int) -> None:
+            addresses[group] = mine
+            all_there.wait()
+            found[:] = addresses
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.distributed, "all_gather_object", gather)
+            groups = [SimpleNamespace(rank_in_group=rank, rank=rank, world_size=2, cpu_group=rank) for rank in (0, 1)]
+            self.ends = list(self.threads.map(lambda group: Ranks(group, address, limit_s), groups))
+        for end in self.ends:
+            end.requests |= {ONE.request, TWO.request}
+            end.begin()
+
+    def both(self, *what: Callable[[Ranks], Any]) -> list[Any]:
+        """What each rank returns that does its part, beside the other."""
+        return [
+            one.result(30) for one in [self.threads.submit(do, end) for do, end in zip(what, self.ends, strict=True)]
+        ]
+
+
+@pytest.fixture
+def pair(tmp_path: Any) -> Pair:
+    return Pair(f"ipc://{tmp_path}/link")
+
+
+def failure() -> Failure:
+    return Failure(type="BlockTimeout", message="too slow", line=7)
+
+
+def at(what: str, *keys: Key) -> Callable[[Ranks], set[Key]]:
+    return lambda ranks: ranks.agree(what, keys)
+
+
+def test_what_all_ask_for_is_done(pair: Pair) -> None:
+    assert pair.both(at("a", ONE, TWO), at("a", TWO, ONE)) == [{ONE, TWO}] * 2
+    assert pair.both(at("b", ONE), at("b", ONE)) == [{ONE}] * 2
+    # Nobody asks: nothing is sent.
+    assert pair.ends[0].agree("c", []) == set()
+
+
+def test_who_has_failed_elsewhere_is_not_waited_for(pair: Pair) -> None:
+    first, second = pair.ends
+    first.fail(ONE, failure)
+    first.fail(ONE, failure)
+    assert second.agree("a", [ONE]) == set()
+    error = str(second.differ(ONE))
+    assert "rank 0 of 2" in error
+    assert "BlockTimeout: too slow (line 7)" in error
+    # What the second rank had said of it is not taken for an answer to anything else.
+    assert pair.both(at("b", TWO), at("b", TWO)) == [{TWO}] * 2
+
+
+def test_what_one_rank_leaves_out_all_leave_out(pair: Pair) -> None:
+    pair.ends[1].fail(TWO, failure)
+    assert pair.both(at("a", ONE, TWO), at("a", ONE)) == [{ONE}] * 2
+    assert pair.both(at("b", ONE), at("b", ONE)) == [{ONE}] * 2
+
+
+def test_ranks_at_different_places_leave_both_out(pair: Pair) -> None:
+    assert pair.both(at("a", ONE), at("b", ONE)) == [set(), set()]
+    assert pair.both(at("c", TWO), at("c", TWO)) == [{TWO}] * 2
+
+
+def test_who_never_comes_is_not_waited_for_without_end(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_LEAST_S", 0.01)
+    pair = Pair(f"ipc://{tmp_path}/link", 0.01)
+    assert pair.ends[1].agree("a", [ONE]) == set()
+    # The other hears of it with the next step.
+    for end in pair.ends:
+        end.begin()
+    pair.ends[0]._receive(5000)
+    pair.ends[0].begin()
+    assert [key for key, *_ in pair.ends[0].parted()] == [ONE]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "parts"),
+    [
+        ({}, {}, False),
+        ({ONE: "ended"}, {ONE: "ended"}, False),
+        ({ONE: "failed"}, {ONE: "failed"}, False),
+        ({ONE: "ended"}, {}, True),
+        ({}, {ONE: "ended"}, True),
+        ({ONE: "stopped"}, {ONE: "ended"}, True),
+        # Its own failure is what the first rank reports.
+        ({}, {ONE: "failed"}, False),
+    ],
+)
+def test_a_step_is_compared(pair: Pair, theirs: dict[Key, str], ours: dict[Key, str], parts: bool) -> None:
+    pair.both(lambda ranks: ranks.settle(ours), lambda ranks: ranks.over(theirs))
+    assert [key for key, *_ in pair.ends[0].parted()] == ([ONE] if parts else [])
+
+
+def test_the_first_rank_lets_go_of_who_waits_for_it(pair: Pair) -> None:
+    def waits(ranks: Ranks) -> set[Key]:
+        found = ranks.agree("a", [ONE])
+        ranks.over({})
+        return found
+
+    assert pair.both(lambda ranks: ranks.settle({}), waits) == [None, set()]
+    # Both know: the second by what it was told, the first since it told it.
+    assert ONE in pair.ends[0]._told
+
+
+def test_what_is_over_is_forgotten(pair: Pair) -> None:
+    first, second = pair.ends
+    first.fail(ONE, failure)
+    assert second.agree("a", [ONE]) == set()
+    for end in pair.ends:
+        end.forget(ONE.request)
+        end.forget(TWO.request)
+        assert not end.requests
+        assert not end._told
+        assert not end._theirs
+    # Of a request that is over nothing is told, nor noted.
+    first.fail(ONE, failure)
+    second.begin()
+    assert second.parted() == []
