@@ -36,7 +36,6 @@ RUN_BY = {
         "tests/control/test_chat_backend.py::test_the_service_as_uvicorn_starts_it"
     ),
     "curl": _CHAT,
-    "python -m tests.faults.harness --recovery": "tests/test_commands.py::test_recovery",
     "python -m tests.faults.soak": "tests/test_commands.py::test_soak",
     "python examples/demo_model/direction.py": "tests/test_commands.py::test_the_direction_is_found_again",
     "pip install tracewire": "tests/test_packaging.py::test_base_install_runs_without_the_engine",
@@ -67,6 +66,9 @@ RUN_BY_NONE = {
     "python -m benchmarks.overhead $O": _GPU,
     "python -m benchmarks.steering --model LLAMA_1B": _GPU,
     "python -m tests.distributed.compare": "needs several GPUs; tests/distributed runs the same scenarios on a CPU",
+    "python -m tests.faults.harness --recovery": (
+        "measures for minutes, with leases as by default; tests/faults/test_harness.py runs the same faults"
+    ),
     "mkdir -p deploy/secrets": _CONTAINERS,
     "for user in engine controller": _CONTAINERS,
     "docker": _CONTAINERS,

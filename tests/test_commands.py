@@ -35,13 +35,6 @@ def test_soak() -> None:
 
 
 @pytest.mark.full
-def test_recovery() -> None:
-    said = last_line("-m", "tests.faults.harness", "--recovery", "1")
-    assert said
-    assert all(number > 0 for kind in said.values() for number in kind.values()), said
-
-
-@pytest.mark.full
 def test_the_direction_is_found_again(engine: EngineProcess, engine_bus: str, tmp_path: Path) -> None:
     """By an eighth of the documents and a few prompts: about where the one that ships points."""
     example = ROOT / "examples" / "demo_model"
