@@ -754,6 +754,13 @@ MUTANTS = (
     ),
     _of(
         f"{_ENGINE}/scheduler.py",
+        "a-traced-request-is-cached-for-others",
+        "        if _is_plain(request):\n            self._cache(",
+        "        if True:\n            self._cache(",
+        "tests/nnsight/test_scheduling.py::test_plain_requests_share_prefixes_and_traced_ones_neither_read_nor_write",
+    ),
+    _of(
+        f"{_ENGINE}/scheduler.py",
         "a-paused-request-runs-on",
         "        self.tracewire_paused |= alive\n",
         "",
@@ -823,14 +830,6 @@ MUTANTS = (
         _PLAN + "::test_plans_are_what_a_loop_over_requests_gives[1]",
     ),
     # --- with an engine -----------------------------------------------------------------------------------------------
-    _of(
-        f"{_ENGINE}/vllm_engine.py",
-        "a-traced-prompt-is-read-from-the-cache",
-        "            params.skip_reading_prefix_cache = True\n",
-        "            pass\n",
-        "tests/nnsight/test_scheduling_engine.py::test_a_traced_request_neither_reads_nor_poisons_it",
-        engine=True,
-    ),
     _of(
         f"{_ENGINE}/plain_requests.py",
         "an-edit-does-not-run-on-a-plain-request",
