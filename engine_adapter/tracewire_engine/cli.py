@@ -17,10 +17,12 @@ import os
 import signal
 import socket
 import sys
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack, ExitStack
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import anyio
@@ -31,6 +33,7 @@ from tracewire_bus.fleet import LEAVING, differences, disagreements
 
 from .orphans import die_with_parent
 from .ray_cluster import Cluster, ClusterError, ClusterUnavailable, joined
+from .secret import API_KEY, URL, Given, hub_token, shown
 from .supervisor import DRAINING, SUPERVISOR_PID, supervise
 
 if TYPE_CHECKING:
@@ -73,12 +76,15 @@ def demo_model() -> Path:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; returns the exit status."""
-    arguments = sys.argv[1:] if arguments is None else arguments
+    given = Given.take(sys.argv[1:] if arguments is None else arguments)
+    arguments = given.arguments
     supervisor = os.environ.pop(SUPERVISOR_PID, "")
     if supervisor:
         # Whoever kills it outright wants all of it gone.
         die_with_parent(int(supervisor))
-        return _adapter(arguments)
+        with ExitStack() as loading:
+            loading.enter_context(hub_token(given.secrets))
+            return _adapter(arguments, given.secrets, loading.close)
     logging.basicConfig(level=logging.INFO, format=_LOG, stream=sys.stderr)
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument("--restarts", type=int)
@@ -86,10 +92,14 @@ def main(arguments: list[str] | None = None) -> int:
     options, _ = early.parse_known_args(arguments)
     # EngineCore may drain for as long, behind the adapter.
     grace_s = 2 * max(0.0, options.drain) + _GRACE_S
-    return supervise([sys.executable, "-m", "tracewire_engine.cli", *arguments], options.restarts, grace_s)
+    command = [sys.executable, "-m", "tracewire_engine.cli", *shown(arguments)]
+    return supervise(command, options.restarts, grace_s, given)
 
 
-def _adapter(arguments: list[str]) -> int:
+def _adapter(
+    arguments: list[str], secrets: Mapping[str, str] = MappingProxyType({}), loaded: Callable[[], None] = lambda: None
+) -> int:
+    """Serve until it is told to stop. `loaded` is called when the model is."""
     # vLLM reads these when it is first imported.
     os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -106,7 +116,10 @@ def _adapter(arguments: list[str]) -> int:
     ours = parser.add_argument_group("tracewire")
     ours.add_argument("model_folder", metavar="MODEL", help="a Hugging Face model's folder or name, or 'demo'")
     ours.add_argument("--name", help="the name that clients ask for (default: the last part of MODEL)")
-    ours.add_argument("--url", default=os.environ.get("TRACEWIRE_URL"), help="Redis URL (default: $TRACEWIRE_URL)")
+    ours.add_argument(
+        "--url", default=secrets.get(URL) or os.environ.get(URL), help="Redis URL (default: $TRACEWIRE_URL)"
+    )
+    ours.add_argument("--url-file", metavar="FILE", help="a file that holds the Redis URL, in place of --url")
     ours.add_argument("--prefix", default="tw", help="prefix of all keys on Redis")
     ours.add_argument("--capacity", type=int, default=256, help="traces taken at once")
     ours.add_argument(
@@ -291,8 +304,13 @@ def _adapter(arguments: list[str]) -> int:
         parser.error(f"--engine-patience takes a number of seconds, at least 10; got {options.engine_patience}")
     if not 1 <= options.retention < math.inf:
         parser.error(f"--retention takes a number of seconds, at least 1; got {options.retention}")
+    if options.url_file is not None:
+        try:
+            options.url = Path(options.url_file).read_text().strip()
+        except OSError as error:
+            parser.error(f"--url-file: {error}")
     if not options.url:
-        parser.error("--url is required (or set TRACEWIRE_URL): the Redis that clients use")
+        parser.error("--url is required (or --url-file, or set TRACEWIRE_URL): the Redis that clients use")
     folder, name = options.model_folder, options.name
     if folder == "demo":
         folder, name = str(demo_model()), name or "demo"
@@ -321,13 +339,15 @@ def _adapter(arguments: list[str]) -> int:
     listener: socket.socket | None = None
     if options.openai is not None:
         try:
-            from .openai_api import bound
+            from .openai_api import bound, parsed
 
+            options.openai_arguments = parsed(options.openai_option, secrets.get(API_KEY) or os.environ.get(API_KEY))
             listener = bound(options.openai)
         except (ValueError, OSError, ImportError) as error:
             print(f"tracewire engine: --openai: {error}", file=sys.stderr)
             return 2
     options.listener = listener
+    options.loaded = loaded
     try:
         if vllm_arguments.distributed_executor_backend != "ray":
             return _serve(vllm_arguments, name or Path(folder).name, options)
@@ -391,6 +411,7 @@ def _serve(vllm_arguments: object, name: str, options: argparse.Namespace, clust
             worker_patience_s=options.worker_patience,
             loras=dict(one.split("=", 1) for one in options.lora),
         )
+        options.loaded()
         pulse.on_loss(partial(_give_up, model))
         try:
             if current_platform.is_cpu() and (rest := keep_off_workers()):
@@ -476,7 +497,7 @@ async def _run(model: object, link: object, blobs: object, info: object, options
                 options.listener,
                 model=info.model,  # type: ignore[attr-defined]
                 path=info.path,  # type: ignore[attr-defined]
-                options=options.openai_option,
+                arguments=options.openai_arguments,
             )
             info.openai = api.url  # type: ignore[attr-defined]
 

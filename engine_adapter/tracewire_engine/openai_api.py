@@ -7,10 +7,14 @@ and know nothing of them unless they ask: by the extra argument `tracewire_edits
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import logging
+import secrets
 import socket
-from collections.abc import Iterator, Sequence
+import ssl
+from argparse import Namespace
+from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
@@ -19,7 +23,7 @@ import uvicorn
 
 from .plain_requests import EditedClient, PlainRequests
 
-__all__ = ["HttpApi", "bound"]
+__all__ = ["OPEN", "Guarded", "HttpApi", "bound", "parsed"]
 
 logger = logging.getLogger("tracewire")
 
@@ -46,6 +50,103 @@ def bound(address: str) -> socket.socket:
     return made
 
 
+#: What anybody may ask of a server that has API keys: whether it lives.
+OPEN = frozenset({"/health", "/ping"})
+#: Options of vLLM's own server that mean nothing here, or would open what must stay closed, and what to use instead.
+_REFUSED = {
+    "host": "the address is that of --openai",
+    "port": "the address is that of --openai",
+    "uds": "the address is that of --openai",
+    "enable_ssl_refresh": "restart the engine with the new files",
+}
+_UNAUTHORIZED = b'{"error":{"message":"an API key is needed","type":"Unauthorized","code":401}}'
+
+
+class Guarded:
+    """An ASGI app whose every route asks for one of some API keys, but for `OPEN` and a browser's OPTIONS.
+
+    vLLM's own check covers a list of prefixes, and leaves what its versions add open.
+    """
+
+    def __init__(self, app: Callable[..., Awaitable[None]], keys: Sequence[str], root_path: str = "") -> None:
+        self._app = app
+        self._keys = [hashlib.sha256(key.encode()).digest() for key in keys]
+        self._root_path = root_path
+
+    async def __call__(
+        self,
+        scope: MutableMapping[str, Any],
+        receive: Callable[[], Awaitable[Any]],
+        send: Callable[[dict[str, Any]], Awaitable[None]],
+    ) -> None:
+        if scope["type"] == "lifespan" or scope.get("method") == "OPTIONS" or self._admitted(scope):
+            return await self._app(scope, receive, send)
+        if scope["type"] == "websocket":
+            return await send({"type": "websocket.close", "code": 1008})
+        headers = [(b"content-type", b"application/json"), (b"www-authenticate", b"Bearer")]
+        await send({"type": "http.response.start", "status": 401, "headers": headers})
+        await send({"type": "http.response.body", "body": _UNAUTHORIZED})
+
+    def _admitted(self, scope: Mapping[str, Any]) -> bool:
+        # A proxy may send the prefix that it serves this under, or take it off.
+        if scope["path"].removeprefix(self._root_path) in OPEN:
+            return True
+        given = dict(scope["headers"]).get(b"authorization", b"")
+        scheme, _, key = given.partition(b" ")
+        asked = hashlib.sha256(key).digest()
+        # All of them, so that how long it takes says nothing.
+        matches = [secrets.compare_digest(asked, one) for one in self._keys]
+        return scheme.lower() == b"bearer" and any(matches)
+
+
+def parsed(options: Sequence[str], api_key: str | None = None) -> Namespace:
+    """Options of vLLM's server, looked at before a model is loaded. `api_key` counts where none of them is one.
+
+    Raises:
+        ValueError: one of them cannot be carried out here; says which.
+        OSError: a file that one of them names cannot be read.
+    """
+    import vllm.envs as envs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    _, _, make_arg_parser = _of_vllm()
+    if getattr(envs, "VLLM_SERVER_DEV_MODE", False):
+        raise ValueError("VLLM_SERVER_DEV_MODE opens routes that run whatever they are sent: unset it")
+    parser = make_arg_parser(FlexibleArgumentParser(prog="tracewire engine --openai-option"))
+    arguments: Namespace = parser.parse_args(list(options))
+    for name, instead in _REFUSED.items():
+        if getattr(arguments, name, None) not in (None, parser.get_default(name)):
+            raise ValueError(f"--openai-option=--{name.replace('_', '-')} is not supported: {instead}")
+    if not any(arguments.api_key or ()):
+        arguments.api_key = [api_key] if api_key else None
+    if bool(arguments.ssl_keyfile) != bool(arguments.ssl_certfile):
+        raise ValueError("TLS takes both --openai-option=--ssl-certfile=FILE and --openai-option=--ssl-keyfile=FILE")
+    if not arguments.ssl_certfile and (arguments.ssl_ca_certs or arguments.ssl_cert_reqs):
+        raise ValueError("--ssl-ca-certs and --ssl-cert-reqs take an --ssl-certfile and its --ssl-keyfile")
+    if arguments.ssl_certfile:
+        # Whether it can be used shows here, and not when the model has loaded.
+        uvicorn.Config(_never, log_config=None, **_tls(arguments)).load()
+    return arguments
+
+
+async def _never(scope: Any, receive: Any, send: Any) -> None:
+    """An app that nobody asks."""
+
+
+def _tls(arguments: Namespace) -> dict[str, Any]:
+    """What uvicorn is to serve TLS with; nothing if it is not to."""
+    if not arguments.ssl_certfile:
+        return {}
+    ciphers = getattr(arguments, "ssl_ciphers", None)
+    return {
+        "ssl_certfile": arguments.ssl_certfile,
+        "ssl_keyfile": arguments.ssl_keyfile,
+        "ssl_ca_certs": arguments.ssl_ca_certs,
+        "ssl_cert_reqs": int(arguments.ssl_cert_reqs or ssl.CERT_NONE),
+        **({"ssl_ciphers": ciphers} if ciphers else {}),
+    }
+
+
 #: How long its end may take, in seconds.
 _END_S = 2.0
 
@@ -61,8 +162,9 @@ class _Server(uvicorn.Server):
 class HttpApi:
     """The server of one adapter."""
 
-    def __init__(self, server: uvicorn.Server, made: socket.socket) -> None:
+    def __init__(self, server: uvicorn.Server, made: socket.socket, scheme: str = "http") -> None:
         self._server = server
+        self._scheme = scheme
         self._socket = made
         # Taken down now: the server closes its socket when it ends.
         self._address: tuple[str, int] = made.getsockname()[:2]
@@ -77,13 +179,10 @@ class HttpApi:
         *,
         model: str,
         path: str,
-        options: Sequence[str],
+        arguments: Namespace,
     ) -> Self:
-        """Built over `llm`, an `AsyncLLM`, which it serves as `model`. `options` are options of vLLM's server."""
-        build_app, init_app_state, make_arg_parser = _of_vllm()
-        from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-        arguments = make_arg_parser(FlexibleArgumentParser()).parse_args(list(options))
+        """Built over `llm`, an `AsyncLLM`, which it serves as `model`. `arguments` are those of `parsed`."""
+        build_app, init_app_state, _ = _of_vllm()
         arguments.model, arguments.served_model_name = path, arguments.served_model_name or [model]
         arguments.disable_log_stats = not getattr(llm, "log_stats", False)
         tasks = await llm.get_supported_tasks()
@@ -100,13 +199,20 @@ class HttpApi:
         known = _known(init_app_state, vllm_config=llm.vllm_config, supported_tasks=tasks)
         known |= {"engine_client": client, "state": app.state, "args": arguments}
         await init_app_state(**known)
+        return cls.over(app, made, arguments)
+
+    @classmethod
+    def over(cls, app: Any, made: socket.socket, arguments: Namespace) -> Self:
+        """Of an app that is made."""
+        keys, tls = [key for key in arguments.api_key or () if key], _tls(arguments)
         config = uvicorn.Config(
-            app,
+            Guarded(app, keys, getattr(arguments, "root_path", None) or "") if keys else app,
             log_config=None,
             access_log=False,
             lifespan="on",
+            **tls,
         )
-        return cls(_Server(config), made)
+        return cls(_Server(config), made, "https" if tls else "http")
 
     @property
     def url(self) -> str:
@@ -114,7 +220,7 @@ class HttpApi:
         host, port = self._address
         if host in ("0.0.0.0", "::"):
             host = socket.gethostname()
-        return f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+        return f"{self._scheme}://{f'[{host}]' if ':' in host else host}:{port}/v1"
 
     async def run(self) -> None:
         """Serve until `stop`, and then until what runs has ended, or `drop`."""

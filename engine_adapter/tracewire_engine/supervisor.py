@@ -22,6 +22,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import IO
 
+from .secret import Given
+
 __all__ = ["DRAINING", "SUPERVISOR_PID", "supervise"]
 
 logger = logging.getLogger("tracewire")
@@ -47,8 +49,9 @@ GRACE_S = 60.0
 
 
 class _Supervisor:
-    def __init__(self, command: Sequence[str], grace_s: float) -> None:
+    def __init__(self, command: Sequence[str], grace_s: float, given: Given) -> None:
         self._command = list(command)
+        self._given = given
         self._grace_s = grace_s
         self._child: subprocess.Popen[bytes] | None = None
         #: No event of `threading`: a signal's handler that interrupts its own thread would wait for its lock for ever.
@@ -108,9 +111,18 @@ class _Supervisor:
     def _once(self) -> int:
         """Run one adapter to its end; its exit status."""
         self._served = False
-        environment = {**os.environ, SUPERVISOR_PID: str(os.getpid())}
-        # In a group of its own: a Ctrl-C at the terminal comes by us. On this thread, which the kernel ties it to.
-        child = self._child = subprocess.Popen(self._command, stdout=subprocess.PIPE, env=environment, process_group=0)
+        handed, environment = self._given.hand()
+        try:
+            # In a group of its own: a Ctrl-C at the terminal comes by us. On this thread, which the kernel ties it to.
+            child = self._child = subprocess.Popen(
+                self._command,
+                stdout=subprocess.PIPE,
+                env={**environment, SUPERVISOR_PID: str(os.getpid())},
+                pass_fds=[int(handed)],
+                process_group=0,
+            )
+        finally:
+            os.close(int(handed))
         if self._stopping:
             self._tell()
         assert child.stdout is not None
@@ -169,10 +181,13 @@ def _end_children() -> None:
         psutil.wait_procs(left, timeout=30 / _ROUNDS)
 
 
-def supervise(command: Sequence[str], restarts: int | None, grace_s: float = GRACE_S) -> int:
+def supervise(
+    command: Sequence[str], restarts: int | None, grace_s: float = GRACE_S, given: Given | None = None
+) -> int:
     """Run `command`, an adapter, and again when it has died, up to `restarts` times (`None`: any number).
 
-    After SIGTERM or SIGINT it has `grace_s` seconds to leave, and is killed then, with all that it has started.
+    Each is handed what was `given`. After SIGTERM or SIGINT it has `grace_s` seconds to leave, and is killed then, with
+    all that it has started.
     Returns the exit status that is to be ours: the last adapter's. Gives up after some starts in a row of which none
     came to serve. On Linux, what its children leave behind is adopted, and ended.
     """
@@ -180,7 +195,7 @@ def supervise(command: Sequence[str], restarts: int | None, grace_s: float = GRA
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     except (OSError, AttributeError):
         logger.debug("processes that an adapter leaves behind cannot be adopted here")
-    supervisor = _Supervisor(command, grace_s)
+    supervisor = _Supervisor(command, grace_s, given or Given([]))
     signal.signal(signal.SIGALRM, supervisor.kill)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, supervisor.stop)
