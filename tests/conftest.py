@@ -11,6 +11,7 @@ import pytest
 from tests.adapter_command import import_ahead
 from tests.engine_process import (
     BLOB_THRESHOLD,
+    SECRET,
     EngineProcess,
     expect_engines,
     is_asked_for,
@@ -66,6 +67,8 @@ async def engine_bus() -> AsyncIterator[str]:
 @pytest.fixture(scope="session")
 def starting(starts_engine: None, engine_bus: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
     """The shared engine, on its way."""
+    # Its Redis takes any password of this user.
+    secret = f"{engine_bus}?username=default&password={SECRET}"
     options = (
         "--check-collect",
         "--block-timeout",
@@ -75,7 +78,8 @@ def starting(starts_engine: None, engine_bus: str, tmp_path_factory: pytest.Temp
         "--openai",
         "127.0.0.1:0",
     )
-    with started_engine(engine_bus, tmp_path_factory.mktemp("engine"), *options) as engine:
+    environment = {"HF_TOKEN": SECRET}
+    with started_engine(secret, tmp_path_factory.mktemp("engine"), *options, environment=environment) as engine:
         yield engine
 
 

@@ -21,6 +21,7 @@ from tests.engine import blocks_for_tests as blocks
 __all__ = [
     "BLOB_THRESHOLD",
     "ENVIRONMENT",
+    "SECRET",
     "EngineProcess",
     "check_expected",
     "expect_engines",
@@ -33,6 +34,9 @@ __all__ = [
 
 #: The engine under test runs as bit-stable as a CPU allows.
 ENVIRONMENT = {"VLLM_CPU_ATTN_SPLIT_KV": "0"}
+
+#: What the shared engine is given in its URL and environment, and shows nobody.
+SECRET = "sesame-4711"
 
 #: Saved arrays of more bytes than this are references, on the shared engine.
 BLOB_THRESHOLD = 65536
