@@ -55,6 +55,10 @@ _TAKE_BYTES: Final = 8 * 1024 * 1024
 _INLINE_BYTES: Final = 64 * 1024
 #: An engine without work looks at least this often, in seconds, should a token of the bell be lost.
 _POLL_S: Final = 1.0
+#: How long an engine that has asked for work counts as one that takes, in seconds: without work it asks each second.
+_SEEN_S: Final = 2.5
+#: How long an engine leaves what waits to others who have less, in seconds, before it takes it all the same.
+_YIELD_S: Final = 0.03
 #: How long a token of an engine's takes is valid, in seconds. A new one costs a round trip.
 _TOKEN_S: Final = 24 * 3600
 #: Who holds what was given up: no engine is called so, nor is a lease held by such a name.
@@ -240,11 +244,13 @@ return false
 """
 )
 
-# `span` and `count`: time between takes while something waited, and entries taken, older ones counting ever less.
+# Returns a number where what waits is for others, who have fewer. `span` and `count`: time between takes while there
+# was something, and entries taken, older ones counting ever less. `taker:` and an engine that takes: when it last
+# asked, and how many it had then.
 _TAKE: Final = Script(
     _COMMON
     + """
-local token, engine, count, most, inline, alone = unpack(ARGV)
+local token, engine, count, most, inline, alone, load, patient, room = unpack(ARGV)
 local was = call('HMGET', state, 'waiting', 'turn', 'since', 'span', 'count')
 local waiting, turn, since = whole(was[1], 0), whole(was[2], 0), tonumber(was[3])
 if call('GET', KEYS[11]) ~= token then
@@ -253,12 +259,36 @@ if call('GET', KEYS[11]) ~= token then
   return false
 end
 count, most, inline = tonumber(count), tonumber(most), tonumber(inline)
--- Its share at most, so that a burst does not all go to the engine that woke first; what is left it may take next.
-count = math.min(count, math.max(1, math.ceil(waiting / math.max(1, call('SCARD', KEYS[12])))))
-
 local found, size, before = {}, 0, waiting
 local time = call('TIME')
 local now = time[1] * 1e6 + time[2]
+load = tonumber(load)
+
+-- What is left when all that take have equally many at most, so that a burst does not all go to the engine that woke
+-- first. It may take more when the others have not come for it.
+local others = false
+if patient == '1' and waiting > 0 then
+  local loads, all = {load}, call('HGETALL', state)
+  for index = 1, #all, 2 do
+    local taker = string.match(all[index], '^taker:(.*)$')
+    local at, had = string.match(all[index + 1], '^(%d+) (%d+)$')
+    if at and taker and taker ~= engine then
+      if math.abs(now - at) > SEEN then call('HDEL', state, all[index]) else loads[#loads + 1] = tonumber(had) end
+    end
+  end
+  if #loads > 1 then
+    table.sort(loads)
+    local level, sum = 0, waiting
+    for index = 1, #loads do
+      -- Who has more than that already gets nothing of it.
+      if index > 1 and loads[index] >= level then break end
+      sum = sum + loads[index]
+      level = math.ceil(sum / index)
+    end
+    count = math.max(0, math.min(count, level - load))
+    others = count == 0
+  end
+end
 local suspect, suspected = unpack(call('HMGET', state, 'suspect:' .. engine, 'suspected:' .. engine))
 if suspect and (call('HGET', taken, suspect) ~= engine or now - whole(suspected, 0) >= tonumber(alone)) then
   call('HDEL', state, 'suspect:' .. engine, 'suspected:' .. engine)
@@ -302,6 +332,13 @@ while #found < count do
   if call('EXISTS', own) == 1 then call('ZADD', turns, at, client) end
 end
 
+-- Begun with what is never refused. One that has no room left asks no more for a while.
+call('HDEL', state, '')
+if #found < tonumber(room) then
+  call('HSET', state, 'taker:' .. engine, string.format('%.0f %d', now, load + #found))
+else
+  call('HDEL', state, 'taker:' .. engine)
+end
 if waiting ~= before then
   call('HSET', state, 'waiting', waiting, 'turn', turn, 'since', now)
   if #found > 0 then call('SADD', KEYS[12], engine) end
@@ -316,8 +353,13 @@ if waiting ~= before then
     ring()
   end
 end
+if others and #found == 0 and call('EXISTS', turns) == 1 then
+  -- The token that it came by is another's.
+  ring()
+  return 1
+end
 return found
-"""
+""".replace("SEEN", str(round(_SEEN_S * 1e6)))
 )
 
 # Entries that an engine took and that are none of those it knows: the arguments from the seventh on. Sets its token.
@@ -378,7 +420,7 @@ if #back > 0 then call('HSET', state, 'waiting', waiting + #back, 'turn', turn) 
 local more = #held > tonumber(count)
 if only == '' and not more then
   call('SREM', KEYS[11], holder)
-  call('HDEL', state, 'suspect:' .. holder, 'suspected:' .. holder)
+  call('HDEL', state, 'suspect:' .. holder, 'suspected:' .. holder, 'taker:' .. holder)
 end
 return {back, more and 1 or 0}
 """
@@ -654,8 +696,11 @@ class Queue:
             raise QueueFull(model, waiting, limit or 0, retry_ms / 1000)
         return [*replies, bool(refused)]
 
-    async def take(self, model: str, engine: str, count: int, block_ms: int) -> list[Taken]:
+    async def take(self, model: str, engine: str, count: int, block_ms: int, room: int | None = None) -> list[Taken]:
         """Up to `count` entries that no engine has taken, clients in turns, waiting up to `block_ms` for the first.
+
+        `room` is how many the engine could take, if that is more. Engines that take get equally many: one that has more
+        than others leaves them what waits for a moment.
 
         They stay `engine`'s until it calls `done` or `dead_letter`. What was taken by a call that was cancelled or
         lost its connection, or by an earlier process under this engine's name, comes with a later one. Fewer come
@@ -668,7 +713,7 @@ class Queue:
             names.append(self._keys.queue(model, "holders"))
             guard = self._connections.guard
             intake = self._intakes[model, engine] = _Intake(self._connections.link(), names, engine, guard)
-        return await intake.take(count, block_ms)
+        return await intake.take(count, block_ms, count if room is None else room)
 
     async def done(self, model: str, trace: str, holder: str = "", attempt: int = 0) -> None:
         """Settle an entry that was taken: it leaves the queue, if `holder` has it (anybody, without), from the take
@@ -894,6 +939,10 @@ def _names(keys: Keys, model: str) -> tuple[str, ...]:
     return tuple(keys.queue(model, part) for part in _PARTS)
 
 
+#: Stands for nothing taken, because others are to take it.
+_LATER: Final[list[Taken]] = []
+
+
 class _Intake:
     """One engine's claims on one queue."""
 
@@ -917,9 +966,9 @@ class _Intake:
         self.claimed.discard(trace)
         self._again = True
 
-    async def take(self, count: int, block_ms: int) -> list[Taken]:
+    async def take(self, count: int, block_ms: int, room: int) -> list[Taken]:
         deadline = anyio.current_time() + block_ms / 1000
-        wait_s = 0.0
+        wait_s, patient = 0.0, 1
         while True:
             try:
                 if self._lost or self._again:
@@ -931,10 +980,16 @@ class _Intake:
                         return found
                 # Settled only once its reply is here: a call that is cancelled leaves claims behind.
                 self._lost = True
-                found = await self._ask(self._call(_TAKE, count, round(SUSPECT_S * 1e6)), wait_s)
+                more = round(SUSPECT_S * 1e6), len(self.claimed), patient, room
+                found = await self._ask(self._call(_TAKE, count, *more), wait_s)
                 if found is None:
                     continue
                 self._lost = False
+                if found is _LATER:
+                    await anyio.sleep(_YIELD_S)
+                    wait_s, patient = 0.0, 0
+                    continue
+                patient = 1
                 self._backoff.reset()
                 # What is left of the last millisecond is no time to wait, and 0 would be for ever.
                 wait_s = min(deadline - anyio.current_time(), _POLL_S)
@@ -963,6 +1018,8 @@ class _Intake:
         *_, reply = await self._replies(*wait, call, timeout_s=wait_s + 30)
         if reply is None:
             return None
+        if reply == 1:
+            return _LATER
         large = [one for one in reply if one[3] is None]
         if large:
             (bodies,) = await self._replies(("HMGET", self._data, *(one[0] for one in large)), timeout_s=30)

@@ -314,7 +314,7 @@ class Adapter:
                 continue
             wait_ms = int(min(self._settings.poll_s, valid_s) * 1000)
             try:
-                taken = await self._bus.queue.take(self._info.model, self._info.engine, min(room, 64), wait_ms)
+                taken = await self._bus.queue.take(self._info.model, self._info.engine, min(room, 64), wait_ms, room)
             except BusError as error:
                 # What runs goes on, and whoever has made it so may mend it.
                 logger.error("nothing can be taken from the queue: %s", error)

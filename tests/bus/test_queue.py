@@ -531,17 +531,30 @@ async def test_redis_may_forget_the_scripts(bus: Bus) -> None:
 
 
 async def test_a_take_is_an_engines_share_of_what_waits(bus: Bus) -> None:
-    """Of two engines that have ever taken, each gets half of the rest at a time; one that is alone gets all."""
+    """Of two engines that take, each gets half, whoever asks first; one that is alone gets all."""
     for trace in ("a", "b"):
         await bus.submit(submission(trace))
         assert len(await bus.queue.take("demo", trace, 10, 0)) == 1
     for number in range(10):
         await bus.submit(submission(f"t{number}"))
     sizes = [len(await bus.queue.take("demo", engine, 10, 0)) for engine in ("a", "b", "a", "b", "a")]
-    assert sizes == [5, 3, 1, 1, 0]
+    assert sizes == [5, 5, 0, 0, 0]
     # One that has gone has no share, and what it had waits again.
-    assert await bus.queue.put_back("demo", "b", "", lost=False) == 5
-    assert len(await bus.queue.take("demo", "a", 10, 0)) == 5
+    assert await bus.queue.put_back("demo", "b", "", lost=False) == 6
+    assert len(await bus.queue.take("demo", "a", 10, 0)) == 6
+
+
+async def test_a_burst_is_shared_evenly_and_leaves_nothing_to_engines_that_do_not_come(bus: Bus) -> None:
+    for engine in "abc":
+        assert await bus.queue.take("demo", engine, 64, 0, 256) == []
+    for number in range(10):
+        await bus.submit(submission(f"t{number}"))
+    assert [len(await bus.queue.take("demo", engine, 64, 0, 256)) for engine in "abc"] == [4, 3, 3]
+    # Who has fewer is to have it, and gets a moment for that.
+    for trace in ("u", "v", "w"):
+        await bus.submit(submission(trace))
+    assert len(await bus.queue.take("demo", "b", 64, 0, 256)) == 2
+    assert len(await bus.queue.take("demo", "a", 64, 0, 256)) == 1
 
 
 async def test_two_engines_that_are_disturbed_get_each_entry_once(bus: Bus, prefix: str, tmp_path: Path) -> None:
