@@ -20,6 +20,13 @@ from tracewire_engine.adapter import Adapter, Settings
 PATIENCE = 60
 
 
+class Whole(PlayedEngine):
+    """With what the command asks of vLLM's engine besides."""
+
+    async def refuse_untapped(self) -> None:
+        """It has no taps."""
+
+
 async def test_a_redis_that_goes_before_the_engine_is_registered_ends_no_adapter(
     embedded: str, prefix: str, tmp_path: Path
 ) -> None:
@@ -92,7 +99,7 @@ async def test_it_says_ready_when_the_registry_has_it_and_not_before(
     monkeypatch.setattr(Bus, "__aenter__", opened)
     monkeypatch.setattr(Bus, "register", registered)
     monkeypatch.setattr("tracewire_engine.adapter.Adapter", Kept)
-    monkeypatch.setattr("tracewire_engine.vllm_engine.VllmEngine", lambda *arguments: PlayedEngine())
+    monkeypatch.setattr("tracewire_engine.vllm_engine.VllmEngine", lambda *arguments: Whole())
     async with proxy(embedded, tmp_path) as way, anyio.create_task_group() as group:
         options = argparse.Namespace(
             url=way.url,
