@@ -27,7 +27,7 @@ from tracewire_bus.messages import Delta, Failure, Manifest
 
 from .endpoints import Guard, bind, connect, endpoint, extended
 from .large import LargeArray, encode
-from .link import FinishRecord, Receiver, Report, StepRecord
+from .link import FinishRecord, Receiver, Report, StepRecord, encode_reports
 from .saves import Ending
 
 __all__ = ["BlobChunk", "BlobReceiver", "BlobSender"]
@@ -49,7 +49,7 @@ class BlobChunk(msgspec.Struct, array_like=True):
 
 _encoder = msgspec.msgpack.Encoder()
 _chunks = msgspec.msgpack.Decoder(BlobChunk)
-_reports = msgspec.msgpack.Decoder(Report)
+_reports = msgspec.msgpack.Decoder(list[Report])
 
 _Lane = tuple[str, int]
 
@@ -82,6 +82,7 @@ class BlobSender:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
         self._socket.setsockopt(zmq.SNDHWM, QUEUED_CHUNKS)
         self._socket.setsockopt(zmq.LINGER, 0)
+        self._buffer = bytearray()
         connect(self._socket, self._address, "blobs")
         lanes: dict[_Lane, deque[Iterator[None]]] = {}
         while True:
@@ -89,8 +90,11 @@ class BlobSender:
                 lane, job = self._new.get()
                 lanes.setdefault(lane, deque()).append(job)
             for lane, jobs in list(lanes.items()):
-                if next(jobs[0], jobs) is not jobs:
-                    continue
+                try:
+                    if next(jobs[0], jobs) is not jobs:
+                        continue
+                except Exception as error:  # one request's: the thread is everybody's
+                    self._fail(lane, error)
                 jobs.popleft()
                 if not jobs:
                     del lanes[lane]
@@ -103,7 +107,7 @@ class BlobSender:
             record.deltas = msgspec.Raw(encode(deltas))
         except Exception as error:
             self._fail(lane, error)
-        self._socket.send(_encoder.encode(Report(time=ended_at, steps=[record])))
+        self._send(Report(time=ended_at, steps=[record]))
 
     def _finish(
         self,
@@ -119,7 +123,12 @@ class BlobSender:
         except Exception as error:
             self._fail(lane, error)
         record.error = record.error or self._failed.pop(lane, None)
-        self._socket.send(_encoder.encode(Report(time=ended_at, finishes=[record])))
+        self._send(Report(time=ended_at, finishes=[record]))
+
+    def _send(self, report: Report) -> None:
+        # As the link's, of one report.
+        encode_reports([report], self._buffer)
+        self._socket.send(self._buffer)
 
     def _end(
         self, lane: _Lane, record: FinishRecord, ending: Ending, checked: Callable[[list[Manifest]], None]
@@ -191,7 +200,8 @@ class BlobReceiver(Receiver):
                 continue
             try:
                 if len(frames) == 1:
-                    yield _reports.decode(frames[0].buffer)
+                    for report in _reports.decode(frames[0].buffer):
+                        yield report
                     continue
                 chunk = _chunks.decode(frames[0].buffer)
             except msgspec.MsgspecError:

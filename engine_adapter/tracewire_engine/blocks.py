@@ -18,7 +18,7 @@ import sys
 import traceback
 import types
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ import torch
 from greenlet import GreenletExit, getcurrent
 from nnsight.intervention.cache import CacheView
 from nnsight.intervention.interleaver import EarlyStopException, Event, Mediator
+from nnsight.intervention.iterator import Iterations
 from nnsight.modeling.vllm.tracer import VLLMTracer
 
 from tracewire_bus.codec import digest_bytes
@@ -37,7 +38,7 @@ from tracewire_bus.values import unpack
 from . import marks, watchdog
 from .encoders import refuse_encoders
 from .held_inputs import HeldInputs
-from .live import LiveRun, LiveValues
+from .live import LIVE, LiveRun, LiveValues
 from .plain import CopyingCache, plain
 from .residual import Streams
 from .serving import RowBatcher
@@ -54,9 +55,14 @@ _NOTHING: Mapping[str, Any] = types.MappingProxyType({})
 #: nnsight's locations of `tracer.result`, and of `model.samples`.
 RESULT, SAMPLES = "result", "model.samples"
 
+#: How often a block may ask for one location within one step, and how many turns of a loop over steps may ask for
+#: nothing within one: a fraction of a second of everybody's time.
+MOST_REQUESTS = 1 << 14
+MOST_IDLE = 1 << 16
 
-class BlockExit(RuntimeError):
-    """A block raised something that would end the process (`SystemExit`, `KeyboardInterrupt`): turned into an error."""
+
+class SameStep(RuntimeError):
+    """A block asks for what it has been handed over and over, within one step."""
 
 
 class NotInVocabulary(ValueError):
@@ -81,6 +87,14 @@ class BlockMediator(Mediator):
     compared = False
 
     def __init__(self, code: types.CodeType, glbls: dict[str, Any], lcls: dict[str, Any]) -> None:
+        #: Its time in each step.
+        self.budget = watchdog.Budget()
+        #: How many requests it has made of the model; what it asked for last, and how often on end.
+        self.asked = 0
+        self._last: tuple[str, int | None] = ("", None)
+        self._repeated = 0
+        #: Whether its frames are being let go of.
+        self._ending = False
         super().__init__(code, glbls, lcls)
         # What nnsight sets when a mediator arrives by pickle, which ours does not.
         self.presaved: set[str] = set()
@@ -105,6 +119,7 @@ class BlockMediator(Mediator):
 
     @exception.setter
     def exception(self, exception: BaseException | None) -> None:
+        # nnsight's way, and each of ours, to say that a block has failed, or stopped, in this step.
         self._exception = exception
         if exception is not None and self.ranks is not None:
             stopped = partial(Failure, type="tracer.stop()", message="the block stopped there")
@@ -129,11 +144,11 @@ class BlockMediator(Mediator):
         self.pending, self.exception = None, error
         if waits:
             self.worker.parent = getcurrent()
-            try:
-                with watchdog.turn():
+            with watchdog.turn(self.budget):
+                try:
                     self.worker.throw(error)
-            except BaseException as thrown:
-                self.raised = self.raised or thrown
+                except BaseException as thrown:
+                    self.raised = self.raised or thrown
         self.pending, self.exception = None, error
 
     def saved(self) -> dict[str, Any]:
@@ -159,25 +174,26 @@ class BlockMediator(Mediator):
         Left to a garbage collection, which counts objects and not their bytes, they would keep the device's memory; and
         it would come in the middle of some other step.
         """
+        self._ending = True
         errors = [self.raised, self.exception]
         self.raised = self.exception = self.pending = self.transform = self.found = self.asked_samples = None
         self.made.clear()
         self.caches: list[Any] = []
         # What the block made may have a word to say when it goes, which takes part in its time.
-        worker = partial(setattr, self, "worker", None)
+        worker, budget = partial(setattr, self, "worker", None), watchdog.Budget()
         for let_go in (worker, partial(_unwind, errors), self.lcls.shared.clear, self.lcls.clear):
             try:
-                with watchdog.turn(building=True):
+                with watchdog.turn(budget, building=True):
                     let_go()
-            except BaseException as exception:  # out of its time, or out of anything of the block's
+            except Exception as exception:  # out of its time, or out of anything of the block's
                 logger.debug("an ended block did not let go of what it held: %s", type(exception).__name__)
 
     def switch(self, *args: Any) -> Any:
-        watchdog.begin()
+        outer = watchdog.begin(self.budget)
         try:
             pending = super().switch(*args)
         finally:
-            watchdog.end()
+            watchdog.end(outer)
         if pending is None and self.ranks is not None and self.worker.dead:
             self._tell(partial(Failure, type="its end", message="the block came to its end there"), caches=False)
         return pending
@@ -216,7 +232,17 @@ class BlockMediator(Mediator):
             )
         if location == SAMPLES:
             self._note_line()
-        return self.occurrence(location) if self.iteration is None else self.iteration
+        occurrence = self.occurrence(location) if self.iteration is None else self.iteration
+        self.asked += 1
+        if (location, occurrence) != self._last:
+            self._last, self._repeated = (location, occurrence), 0
+        elif self._repeated == MOST_REQUESTS:
+            raise SameStep(
+                f"{location.removeprefix('model.')!r} was asked for {MOST_REQUESTS} times within one step, and is the "
+                "same each time; `for step in tracer.iter[:]` goes from step to step"
+            )
+        self._repeated += 1
+        return occurrence
 
     def _note_line(self) -> None:
         """Remember the line of the block's that is about to ask for the samples."""
@@ -240,14 +266,47 @@ class BlockMediator(Mediator):
     def _run(self) -> None:
         try:
             super()._run()
-        except GreenletExit:
-            raise
         except Exception as exception:
             self.raised = exception
             raise
         except BaseException as exception:
-            self.raised = BlockExit(f"the block raised {type(exception).__name__}: {exception}")
+            if self._ending and isinstance(exception, GreenletExit):
+                raise
+            self.raised = watchdog.BlockExit(f"the block raised {type(exception).__name__}: {exception}")
             raise self.raised from exception
+
+
+class Steps(Iterations):
+    """nnsight's `tracer.iter`, whose turns do not run ahead of the model without end.
+
+    A turn of an open loop that has asked the model for nothing is over with its step: the next one waits for the next
+    step's beginning. It ends, as such loops do, with the request. A loop with an end runs on to it.
+    """
+
+    def __getitem__(self, key: Any) -> Steps:
+        chosen = super().__getitem__(key)
+        return Steps(chosen.start, chosen.stop, chosen.steps)
+
+    def _indices(self) -> Iterator[int]:
+        mediator: Any = getcurrent().mediator()
+        opened = self.steps is None and self.stop is None
+        asked, idle = -1, 0
+        for step in super()._indices():
+            if mediator.asked != asked:
+                idle = 0
+            elif opened:
+                if step >= mediator.occurrence(LIVE):
+                    mediator.iteration = step
+                    Mediator.value(LIVE)
+            elif idle == MOST_IDLE:
+                raise SameStep(
+                    f"{MOST_IDLE} turns of this loop have asked the model for nothing, within one step; a loop over "
+                    "some steps is `tracer.iter[0:1]`, and one that is done ends with `break`"
+                )
+            else:
+                idle += 1
+            asked = mediator.asked
+            yield step
 
 
 class BlockTracer(VLLMTracer):
@@ -259,6 +318,11 @@ class BlockTracer(VLLMTracer):
         super().__init__(envoy, "__call__")
         #: The trace's live parameters, as the block's third name has them.
         self.live = live
+
+    @property
+    def iter(self) -> Steps:
+        """nnsight's."""
+        return Steps()
 
     def cache(self, *args: Any, **kwargs: Any) -> CacheView:
         """nnsight's, of copies."""
@@ -403,12 +467,20 @@ def _attribute(module: types.ModuleType, path: str) -> Any:
 
 def failure_of(exception: BaseException, compiled: _Compiled | None, *, hint: str = "") -> Failure:
     """What went wrong, at the user's own line: the deepest frame of the traceback that is theirs."""
-    cause = exception.__cause__ if isinstance(exception, BlockExit) and exception.__cause__ else exception
-    trace = dict.get(_attributes.__get__(cause), "__intervention_tb__")
-    frames = traceback.extract_tb(trace if type(trace) is types.TracebackType else _trace.__get__(cause))
-    message = _text_of(exception) + hint
-    if isinstance(exception, SyntaxError) and compiled is None:
-        return Failure(type=type(exception).__name__, message=message, field="block", line=exception.lineno)
+    kind = marks.class_name(type(exception))
+    try:
+        with watchdog.turn(building=True):
+            message = _printable(str(exception), 10_000)
+    except Exception as error:
+        message = f"(its message could not be read: {type(error).__name__})"
+    message += hint
+    if issubclass(type(exception), SyntaxError) and compiled is None:
+        return Failure(type=kind, message=message, field="block", line=getattr(exception, "lineno", None))
+    try:
+        with watchdog.turn(building=True):
+            frames = list(_frames(exception))
+    except Exception:  # its traceback is of its own making
+        frames = []
     filename: str | None = None
     line: int | None = None
     source: str | None = None
@@ -421,7 +493,7 @@ def failure_of(exception: BaseException, compiled: _Compiled | None, *, hint: st
             name = function if frame.name == "<module>" else frame.name
             lines.append(f'  File "{filename}", line {line}, in {name}\n    {source}\n')
     return Failure(
-        type=type(exception).__name__,
+        type=kind,
         message=message,
         field="block",
         filename=filename,
@@ -431,13 +503,16 @@ def failure_of(exception: BaseException, compiled: _Compiled | None, *, hint: st
     )
 
 
-def _text_of(exception: BaseException) -> str:
-    """An exception's message, whatever it takes, as text that can be encoded."""
-    try:
-        text = str(exception)
-    except Exception as error:
-        text = f"(its message could not be read: {type(error).__name__})"
-    return text.encode("utf-8", "backslashreplace").decode()[:10_000]
+def _frames(exception: BaseException) -> Iterable[traceback.FrameSummary]:
+    """The frames that an exception has passed, or what it came of."""
+    cause = exception.__cause__ if isinstance(exception, watchdog.BlockExit) and exception.__cause__ else exception
+    trace = dict.get(_attributes.__get__(cause), "__intervention_tb__")
+    return traceback.extract_tb(trace if type(trace) is types.TracebackType else _trace.__get__(cause))
+
+
+def _printable(text: str, most: int) -> str:
+    """The beginning of a text, as one that can be encoded."""
+    return str.__getitem__(text, slice(most)).encode("utf-8", "backslashreplace").decode()
 
 
 def is_stop(exception: BaseException | None) -> bool:

@@ -154,7 +154,7 @@ def _adapter(
         type=float,
         default=10.0,
         metavar="SECONDS",
-        help="how long a block may compute without asking the model for anything (0: any time)",
+        help="how long a block may compute within one step, while all requests wait (0: any time)",
     )
     ours.add_argument(
         "--blob-threshold",

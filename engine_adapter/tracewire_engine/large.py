@@ -229,7 +229,7 @@ class Copies:
     Values are known by identity, so that one array saved under two names is frozen once.
     """
 
-    __slots__ = ("_frozen", "_hold", "_still", "array", "local", "taken")
+    __slots__ = ("_frozen", "_hold", "_still", "array", "local", "taken", "texts")
 
     def __init__(self, host: HostCopy, hold: Hold, *, still: bool = False) -> None:
         #: A small tensor that the host copy was primed with.
@@ -241,6 +241,8 @@ class Copies:
         self._frozen: dict[int, Frozen] = {}
         #: The large arrays frozen so far.
         self.taken: list[LargeArray] = []
+        #: How many bytes the texts and bytes take that were found so far.
+        self.texts = 0
 
     def frozen(self, value: Any) -> Frozen | None:
         """What `freeze` made of `value` before."""

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TypeAlias
@@ -47,6 +47,7 @@ __all__ = [
     "Slot",
     "StepRecord",
     "encode_changes",
+    "encode_reports",
 ]
 
 logger = logging.getLogger("tracewire")
@@ -228,6 +229,37 @@ class Report(msgspec.Struct, array_like=True):
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(list[Report])
+_NO_DELTAS = msgspec.Raw(_encoder.encode([]))
+
+
+def encode_reports(reports: Sequence[Report], buffer: bytearray) -> None:
+    """Encode reports into `buffer`. A record that cannot be encoded ends its request; the others go as they are."""
+    try:
+        _encoder.encode_into(reports, buffer)
+    except Exception:
+        logger.exception("a record of a report could not be encoded")
+        for report in reports:
+            report.steps = [_encodable_step(step) for step in report.steps]
+            report.finishes = [_encodable_finish(finish) for finish in report.finishes]
+        _encoder.encode_into(reports, buffer)
+
+
+def _encodable_step(record: StepRecord) -> StepRecord:
+    try:
+        _encoder.encode(record)
+    except Exception:
+        return StepRecord(record.request, record.choice, record.index, _NO_DELTAS, "error")
+    return record
+
+
+def _encodable_finish(record: FinishRecord) -> FinishRecord:
+    try:
+        _encoder.encode(record)
+    except Exception as error:
+        failure = Failure(type=type(error).__name__, message=f"what its block saved could not be encoded: {error!r}")
+        steps, tokens = record.steps, record.tokens
+        return FinishRecord(record.request, record.choice, _NO_DELTAS, error=failure, steps=steps, tokens=tokens)
+    return record
 
 
 class LinkSender:
@@ -259,7 +291,7 @@ class LinkSender:
 
     def send(self, *reports: Report) -> None:
         """Queue reports of steps, in one message. What they refer to may change as soon as this returns."""
-        _encoder.encode_into(reports, self._buffer)
+        encode_reports(reports, self._buffer)
         # Copied: sending without one wakes a Python thread for each message, which the model would wait for.
         self._socket.send(self._buffer)
 

@@ -137,8 +137,9 @@ def build_engine(
 
     Blocks until the engine is ready. `vllm_entrypoint` of the result is the `AsyncLLM`. With `check_collect`, every
     trace's manifest is made from what nnsight's own collect returns, at the cost of that collect. `block_timeout_s`
-    limits each turn of a block (see `watchdog.py`); 0 for no limit. Saved arrays of more than `blob_threshold` bytes
-    travel in blobs; with 0, none does. Of preempted requests that are traced, each worker keeps up to `kept_bytes` of
+    limits what a block takes of each step (see `watchdog.py`); 0 for no limit. Saved arrays of more than
+    `blob_threshold` bytes travel in blobs; with 0, none does. Of preempted requests that are traced, each worker keeps
+    up to `kept_bytes` of
     KV in host memory; beyond, they are computed anew. With a `cluster`, the workers are Ray actors in it; on other
     machines, they and the adapter wait `worker_patience_s` for each other (see `pulse.py`).
     `loras` has the folders of LoRA adapters by name, in PEFT's format.

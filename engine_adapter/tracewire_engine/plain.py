@@ -42,7 +42,8 @@ def plain(value: Any, made: dict[int, tuple[Any, Any]]) -> Any:
         _, known = made.setdefault(id(value), (value, {}))
         _extend(known, value._cache)
         return known
-    if isinstance(value, RequestOutput):
+    # By its type: what it says of itself may be a block's own doing.
+    if issubclass(type(value), RequestOutput):
         if id(value) not in made:
             made[id(value)] = value, _output(value)
         return made[id(value)][1]

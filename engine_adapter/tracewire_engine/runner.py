@@ -105,7 +105,7 @@ class TracedModel(VLLM):
 class _Traced:
     """What the runner keeps for one live request beside nnsight's own record."""
 
-    __slots__ = ("asks_result", "ended_at", "failure", "index", "last", "steps", "tells_end", "tokens", "tracker")
+    __slots__ = (*("asks_result", "ended_at", "failure", "index", "last", "steps", "tells_end", "tokens", "tracker"),)
 
     def __init__(self, hold: Hold) -> None:
         self.tracker = SaveTracker(hold)
@@ -122,6 +122,13 @@ class _Traced:
         self.tokens: int | None = None
         #: Whether its block asks for what the request put out.
         self.asks_result = False
+
+    def take_failure(self) -> None:
+        """Fail if one of its saves could not be read."""
+        broken = self.tracker.broken
+        if broken is not None and self.failure is None:
+            name, exception = broken
+            self.failure = failure_of(exception, None, hint=f" (while the save {name!r} was read)")
 
 
 def _waits_for_result(request: Request) -> bool:
@@ -368,12 +375,24 @@ def _encoded(deltas: list[Any]) -> bytes:
     return _encoder.encode(deltas)
 
 
+def _encode(record: StepRecord, deltas: list[Any], traced: _Traced | None) -> None:
+    """Put a step's deltas into its record. What cannot be encoded ends its request, and nothing else."""
+    try:
+        record.deltas = msgspec.Raw(_encoded(deltas))
+    except Exception as exception:
+        logger.exception("could not encode what %s saved", record.request)
+        if traced is not None:
+            traced.failure = traced.failure or failure_of(exception, None, hint=" (while its saves were encoded)")
+            traced.ended_at = record.index if traced.ended_at is None else traced.ended_at
+            record.ended = record.ended or "error"
+
+
 class _Unsent:
     """A step's report, and what must still be made of bytes that are on their way to the host."""
 
     def __init__(self, report: Report) -> None:
         self.report = report
-        self.steps: list[tuple[StepRecord, list[Any]]] = []
+        self.steps: list[tuple[StepRecord, list[Any], _Traced | None]] = []
         self.batch: ToHost | InRing | None = None
         #: The copy that was begun last.
         self.copy: ToHost | InRing | None = None
@@ -386,8 +405,8 @@ class _Unsent:
 
     def complete(self) -> Report:
         """The whole report, good until `release`; waits for its bytes."""
-        for record, deltas in self.steps:
-            record.deltas = msgspec.Raw(_encoded(deltas))
+        for record, deltas, traced in self.steps:
+            _encode(record, deltas, traced)
         if self.batch is not None and self.report.batch is not None:
             self.batch.tell(self.report.batch)
         return self.report
@@ -411,6 +430,7 @@ class TracewireRunner(NNsightGPUModelRunner):
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
         marks.install()
+        watchdog.keep_modules(("nnsight", "tracewire"), marks.remount)
         watchdog.limit_turns(self.vllm_config.additional_config.get(BLOCK_TIMEOUT, 0.0))
         model = self.nnsight_model
         model.__class__ = TracedModel
@@ -476,6 +496,7 @@ class TracewireRunner(NNsightGPUModelRunner):
 
     def execute_model(self, scheduler_output: Any, intermediate_tensors: Any = None) -> Any:
         self.tracewire_after.finish()
+        watchdog.begin_step()
         output = super().execute_model(scheduler_output, intermediate_tensors)
         pipeline = self.tracewire_pipeline
         if pipeline is not None and pipeline.index < pipeline.topology.last:
@@ -798,10 +819,11 @@ class TracewireRunner(NNsightGPUModelRunner):
             tracker = traced.tracker
             try:
                 deltas = tracker.step(saves, host, still=self._is_over(request), index=traced.index)
-            except Exception as exception:  # a save of a hostile type: its trace fails, the engine does not
+            except Exception as exception:  # its trace fails, the engine does not
                 logger.exception("could not read the saves of %s", request.engine_id)
                 deltas = []
                 traced.failure = traced.failure or failure_of(exception, None, hint=" (while its saves were read)")
+            traced.take_failure()
             if traced.ended_at is not None:
                 # Looked at to be undone in the end: other blocks of the request go on until it is aborted.
                 continue
@@ -815,9 +837,9 @@ class TracewireRunner(NNsightGPUModelRunner):
                 continue
             reported.append(record)
             if deltas and late:
-                waiting.append((record, deltas))
+                waiting.append((record, deltas, traced))
             elif deltas:
-                record.deltas = msgspec.Raw(_encoded(deltas))
+                _encode(record, deltas, traced)
         for run in shares:
             self._report_shared(run, host)
         unsent.copy = host.under_way
@@ -839,28 +861,30 @@ class TracewireRunner(NNsightGPUModelRunner):
             return
         self.tracewire_unsent.report.steps.append(record)
         if host.under_way is not None:
-            self.tracewire_unsent.steps.append((record, deltas))
+            self.tracewire_unsent.steps.append((record, deltas, None))
         else:
-            record.deltas = msgspec.Raw(_encoded(deltas))
+            _encode(record, deltas, None)
 
     def _report_shared_end(self, run: SharedRun) -> None:
         """Report what a trace's shared values are in the end: all its requests are over."""
         tracker, record = run.tracker, FinishRecord(run.name, 0, _NO_DELTAS, steps=run.steps)
         try:
-            # A dict of its own: it may be compared on another thread, later.
-            ending = tracker.ending(dict(run.values), 0, 0)
-            ending.passed = not tracker.large
-            record.save_errors = tracker.errors
-            if self.tracewire_blobs is not None and (tracker.large or tracker.late):
-                self.tracewire_blobs.finish(record, ending, _unchecked)
-                return
-            deltas, record.manifest, _ = ending.compare()
-            record.deltas = msgspec.Raw(_encoder.encode(deltas))
+            with tracker.guard():
+                # A dict of its own: it may be compared on another thread, later.
+                ending = tracker.ending(dict(run.values), 0, 0)
+                ending.passed = not tracker.large
+                record.save_errors = tracker.errors
+                if tracker.broken is not None:
+                    name, raised = tracker.broken
+                    record.error = failure_of(raised, None, hint=f" (while the shared value {name!r} was read)")
+                if self.tracewire_blobs is not None and (tracker.large or tracker.late):
+                    self.tracewire_blobs.finish(record, ending, _unchecked)
+                    return
+                deltas, record.manifest, _ = ending.compare()
+                record.deltas = msgspec.Raw(_encoder.encode(deltas))
         except Exception as exception:
             logger.exception("could not report the shared values of %s", run.name)
-            record.error = Failure(
-                type=type(exception).__name__, message=f"the shared values could not be read: {exception}"
-            )
+            record.error = failure_of(exception, None, hint=" (while the shared values were read)")
         self.tracewire_unsent.report.finishes.append(record)
 
     @staticmethod
@@ -995,7 +1019,7 @@ class TracewireRunner(NNsightGPUModelRunner):
     def _report_finish(self, request: Request, traced: _Traced, covered: int | None, counted: _Counted) -> None:
         own = _saves(request)
         saves = counted(own)
-        deltas: list[Any] = []
+        encoded = _NO_DELTAS
         manifest: list[Manifest] = []
         ending: Ending | None = None
         later = False
@@ -1012,19 +1036,24 @@ class TracewireRunner(NNsightGPUModelRunner):
             error = Failure(type=error["type_name"], message=error["message"], field="block")
         stopped = False
         try:
-            ending = traced.tracker.ending(saves, 0, request.index)
-            # What goes by another way than the link's is not in order for whoever takes digests as it passes.
-            ending.passed = not traced.tracker.large
-            # On a GPU, what is to be compared is still on its way to the host: not on the model's time.
-            later = traced.tracker.large or (traced.tracker.late and not self.tracewire_check_collect)
-            if not later:
-                deltas, manifest, _ = ending.compare()
-            if self.tracewire_check_collect:
-                collected = self._collected(request)
-                check(manifest)
+            with traced.tracker.guard():
+                ending = traced.tracker.ending(saves, 0, request.index)
+                # What goes by another way than the link's is not in order for whoever takes digests as it passes.
+                ending.passed = not traced.tracker.large
+                # On a GPU, what is to be compared is still on its way to the host: not on the model's time.
+                later = traced.tracker.large or (traced.tracker.late and not self.tracewire_check_collect)
+                if not later:
+                    deltas, manifest, _ = ending.compare()
+                    encoded = msgspec.Raw(_encoder.encode(deltas))
+                traced.take_failure()
+                error = error or traced.failure
+                # nnsight would read a save that cannot be read, too.
+                if self.tracewire_check_collect and traced.tracker.broken is None:
+                    collected = self._collected(request)
+                    check(manifest)
         except Exception as exception:  # a save of a hostile type: the trace fails, the engine does not
             logger.exception("could not report the saves of %s", request.engine_id)
-            error = error or Failure(type=type(exception).__name__, message=f"its saves could not be read: {exception}")
+            error = error or failure_of(exception, None, hint=" (while its saves were read)")
         mediator = request.mediator
         if covered is not None and traced.ended_at is not None and traced.ended_at >= covered:
             # What ended it, did so in a step of a token that it does not have.
@@ -1040,7 +1069,7 @@ class TracewireRunner(NNsightGPUModelRunner):
         record = FinishRecord(
             request=request.engine_id,
             choice=request.index,
-            deltas=msgspec.Raw(_encoder.encode(deltas)),
+            deltas=encoded,
             manifest=manifest,
             save_errors=traced.tracker.errors,
             error=error,

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from operator import is_not
 from typing import Any
@@ -44,6 +45,8 @@ from tracewire_bus.values import (
 
 from .hosting import HostArray, HostCopy, elements
 from .large import Copies, Frozen, Hold, LargeArray, LargeTuple
+from .marks import NoName
+from .watchdog import BlockTimeout, Budget, turn
 
 __all__ = ["Ending", "SaveTracker"]
 
@@ -54,6 +57,9 @@ WINDOW = 256
 #: How many items one list or dict may gain in one step. A block's loop that asks the model for nothing makes millions
 #: until it is interrupted, and everybody would wait for them.
 MOST_ITEMS = 2**18
+
+#: How many bytes the texts and bytes may take that one choice saves in one step: they stand in its output's event.
+MOST_TEXT = 64 * 1024 * 1024
 
 #: How deep a glance for new tensors goes into what is new.
 _GLANCE = 4
@@ -159,9 +165,6 @@ class _Undo:
     def begin(self, index: int) -> None:
         """A step begins."""
         self.index = index
-        replaced = self._replaced
-        while replaced and replaced[0][0] < index - REPLACED:
-            self._gone = replaced.popleft()[0]
 
     def appended(self, box: _Box, length: int) -> None:
         """A list had `length` items."""
@@ -169,7 +172,10 @@ class _Undo:
 
     def replaced(self, undo: Callable[[], object]) -> None:
         """Something was put, replaced or deleted, which `undo` undoes."""
-        self._replaced.append((self.index, len(self._appended), undo))
+        replaced = self._replaced
+        while replaced and replaced[0][0] < self.index - REPLACED:
+            self._gone = replaced.popleft()[0]
+        replaced.append((self.index, len(self._appended), undo))
 
     def back_to(self, tokens: int) -> bool:
         """Undo the steps that sampled tokens of index `tokens` and later, the last thing first. Returns whether all of
@@ -202,7 +208,13 @@ class SaveTracker:
         self.errors: dict[str, str] = {}
         #: Names under which a declared intervention of the same request saves.
         self.reserved: frozenset[str] = frozenset()
+        #: What is bound to something that is no name, and that is said already.
+        self._nameless: set[str] = set()
+        #: The save that could not be read at all, with what it raised: its block fails.
+        self.broken: tuple[str, Exception] | None = None
         self._undo = _Undo()
+        #: What is read of values that may be of a block's own making, is read within its time.
+        self.guard: Callable[[], AbstractContextManager[None]] = partial(turn, Budget(), building=True)
 
     # --- one step ---------------------------------------------------------------------------------------------------
 
@@ -223,9 +235,10 @@ class SaveTracker:
                         else:
                             _flat(item, 0, found)
                 else:
-                    for key, item in value.items():
-                        if known.get(key, _MISSING) is not item:
-                            _flat(item, 0, found)
+                    with self.guard():
+                        for key, item in value.items():
+                            if known.get(key, _MISSING) is not item:
+                                _flat(item, 0, found)
 
     def step(
         self,
@@ -241,8 +254,7 @@ class SaveTracker:
         With `whole`, every item of a long list is looked at, and not a window of it. With `still`, the block that saved
         them has ended. `index` is that of the token which the step sampled.
         """
-        undo = self._undo
-        undo.begin(index)
+        self._undo.begin(index)
         if host is not None and not whole:
             appended = self._appended(saves, host)
             if appended is not None:
@@ -250,12 +262,21 @@ class SaveTracker:
                 self.late = self.late or host.under_way is not None
                 return appended
         copies = Copies(host or HostCopy(self._hold.threshold), self._hold, still=still)
+        with self.guard():
+            deltas = self._changes(saves, copies, whole)
+        self.taken = copies.taken
+        self.large = self.large or bool(copies.taken)
+        self.late = self.late or (host is not None and host.under_way is not None)
+        return deltas
+
+    def _changes(self, saves: Mapping[str, Any], copies: Copies, whole: bool) -> list[Delta]:
+        """The deltas of any step."""
         deltas: list[Delta] = []
         if self._names.keys() - saves.keys():
             for name in [name for name in self._names if name not in saves]:
                 self._forget(name, deltas)
         for name, value in saves.items():
-            if name in self.errors:
+            if name in self.errors or name in self._nameless:
                 continue
             if name in self.reserved:
                 self.errors[name] = f"a declared intervention of this trace saves {name!r}"
@@ -263,18 +284,24 @@ class SaveTracker:
             mark = len(deltas)
             try:
                 shadow = self._names.get(name)
+                if shadow is None and not _is_name(name, value):
+                    self._nameless.add(name)
+                    self.errors[_printable(name)] = "a save is bound to a name: text that can be encoded as UTF-8"
+                    continue
                 if shadow is None or shadow.value is not value:
                     wired, fresh = _adopt(value, (name,), copies)
-                    undo.replaced(partial(_restore, self._names, name, shadow))
+                    self._undo.replaced(partial(_restore, self._names, name, shadow))
                     self._names[name] = fresh
                     deltas.append(Set(path=(name,), value=wired))
                 elif isinstance(shadow, (_Box, _SetLeaf)):
-                    _walk(shadow, (name,), copies, deltas, whole, undo)
+                    _walk(shadow, (name,), copies, deltas, whole, self._undo)
             except Unsavable as error:
                 self._refuse(name, error, deltas, mark)
-        self.taken = copies.taken
-        self.large = self.large or bool(copies.taken)
-        self.late = self.late or (host is not None and host.under_way is not None)
+            except Exception as error:  # of a type of the block's own, say
+                self._break(name, error, deltas, mark)
+                if isinstance(error, BlockTimeout):
+                    # It has used up its time. What is not looked at is as it was sent.
+                    break
         return deltas
 
     def _appended(self, saves: Mapping[str, Any], host: HostCopy) -> list[Delta] | None:
@@ -313,7 +340,11 @@ class SaveTracker:
             self._undo.replaced(partial(_restore, self._names, name, shadow))
             deltas.append(Delete(path=(name,)))
 
-    def _refuse(self, name: str, error: Unsavable, deltas: list[Delta], mark: int) -> None:
+    def _break(self, name: str, error: Exception, deltas: list[Delta], mark: int) -> None:
+        self._refuse(name, f"it could not be read: {type(error).__name__}", deltas, mark)
+        self.broken = self.broken or (name, error)
+
+    def _refuse(self, name: str, error: Unsavable | str, deltas: list[Delta], mark: int) -> None:
         del deltas[mark:]
         self.errors[name] = str(error)
         self._undo.replaced(partial(self.errors.pop, name, None))
@@ -407,7 +438,7 @@ class Ending:
         manifest: list[Manifest] = []
         changed: list[LargeArray] = []
         for name, value in self._saves.items():
-            if name in tracker.errors:
+            if name in tracker.errors or name not in tracker._names:
                 continue
             mark = len(deltas)
             try:
@@ -428,7 +459,17 @@ class Ending:
                 )
             except Unsavable as error:
                 tracker._refuse(name, error, deltas, mark)
+            except Exception as error:
+                tracker._break(name, error, deltas, mark)
         return deltas, manifest, changed
+
+
+def _is_name(name: str, value: Any) -> bool:
+    return type(value) is not NoName and _printable(name) == name
+
+
+def _printable(name: str) -> str:
+    return name if name.isascii() else name.encode("utf-8", "backslashreplace").decode()
 
 
 def _flat(value: Any, depth: int, found: list[Any]) -> None:
@@ -477,6 +518,8 @@ def _adopt(value: Any, path: _Path, copies: Copies) -> tuple[Any, _Shadow]:
         if frozen is not None:
             return frozen, _Leaf(value, frozen)
     local = copies.local(value)
+    if cls is str or cls is bytes or cls not in _FIXED:
+        _check_size(local, path, copies)
     return wire(local, path), _Leaf(value, digest(local))
 
 
@@ -559,6 +602,23 @@ def _key(key: Any, path: _Path) -> Any:
 def _check_gain(count: int, path: _Path) -> None:
     if count > MOST_ITEMS:
         raise Unsavable(path, f"it gained {count} items in one step, more than the {MOST_ITEMS} that can be sent")
+
+
+def _check_size(value: Any, path: _Path, copies: Copies) -> None:
+    """Count what a value takes of what texts and bytes may take in a step."""
+    size = 0
+    waiting = [value]
+    while waiting:
+        one = waiting.pop()
+        if type(one) is tuple or type(one) is list:
+            waiting += one
+        elif isinstance(one, bytes | bytearray | str):
+            size += len(one) if not isinstance(one, str) or str.isascii(one) else 4 * len(one)
+    copies.texts += size
+    if copies.texts > MOST_TEXT:
+        raise Unsavable(
+            path, f"texts and bytes saved in one step may take {MOST_TEXT} bytes; make it an array of uint8"
+        )
 
 
 def _put(box: _Box, key: Any, item: Any, path: _Path, copies: Copies, deltas: list[Delta], undo: _Undo) -> None:

@@ -222,13 +222,13 @@ class BlockServing(Interleaver):
     def _fail(mediator: Any, exception: BaseException) -> None:
         """Have a block's exception be its end; one of serving it is raised in it first, at the line that asked."""
         if mediator.alive:
-            try:
-                with watchdog.turn():
+            with watchdog.turn(getattr(mediator, "budget", None)):
+                try:
                     mediator.worker.parent = getcurrent()
                     mediator.pending = mediator.worker.throw(exception)
-                return
-            except BaseException as thrown:  # as a rule, the same
-                exception = thrown
+                    return
+                except BaseException as thrown:  # as a rule, the same
+                    exception = thrown
         mediator.exception = exception
         mediator.pending = None
 

@@ -118,10 +118,78 @@ async def test_a_block_that_exits_ends_itself_only(client: Client, model: Model)
 
 
 async def test_a_block_that_never_returns_is_interrupted(client: Client, model: Model) -> None:
-    with pytest.raises(InterventionError, match="without asking the model") as failed:
+    with pytest.raises(InterventionError, match="within one step") as failed:
         async with client.trace(model, PROMPT, blocks.never_returns, max_tokens=3) as trace:
             await trace.result()
     assert failed.value.type == "BlockTimeout"
+
+
+@tracewire.intervention
+def asks_again_and_again(model, tracer, live):  # type: ignore[no-untyped-def]
+    while True:
+        model.model.layers[2].output
+
+
+@tracewire.intervention
+def iterates_when_read(model, tracer, live):  # type: ignore[no-untyped-def]
+    class Endless(list):  # type: ignore[type-arg]
+        def __iter__(self):  # type: ignore[no-untyped-def]
+            while True:
+                pass
+
+    model.model.layers[2].output
+    held = {"endless": Endless([1])}.save()
+
+
+@tracewire.intervention
+def binds_no_name(model, tracer, live):  # type: ignore[no-untyped-def]
+    globals()["\ud800"] = [1].save()
+    globals()[5] = model.model.layers[2].output[0].clone().save()
+
+
+@tracewire.intervention
+def deletes_modules(model, tracer, live):  # type: ignore[no-untyped-def]
+    import sys
+
+    model.model.layers[2].output
+    for name in [name for name in sys.modules if name.startswith("nnsight")]:
+        del sys.modules[name]
+
+
+@tracewire.intervention
+def asks_at_its_first_step(model, tracer, live):  # type: ignore[no-untyped-def]
+    for step in tracer.iter[:]:
+        if step == 0:
+            first = float(model.model.layers[2].output[0][-1].float().norm()).save()
+
+
+@pytest.mark.parametrize(
+    ("block", "kind"),
+    [
+        (asks_again_and_again, "SameStep"),
+        (iterates_when_read, "BlockTimeout"),
+        (binds_no_name, None),
+        (deletes_modules, None),
+        (asks_at_its_first_step, None),
+    ],
+    ids=lambda given: getattr(given, "name", given),
+)
+async def test_what_a_block_does_is_its_own(client: Client, model: Model, block: Any, kind: str | None) -> None:
+    """Others go on beside it, and after it, on the same engine."""
+    engines = [engine.name for engine in await client.engines(model)]
+    async with client.trace(model, PROMPT, blocks.two_names, temperature=0.0, max_tokens=40, ignore_eos=True) as other:
+        async with client.trace(model, PROMPT, block, max_tokens=4, ignore_eos=True) as trace:
+            if kind is None:
+                result = await trace.result()
+                assert len(result.token_ids) == 4
+            else:
+                with pytest.raises(InterventionError) as raised:
+                    await trace.result()
+                assert raised.value.type == kind
+        assert len((await other.result()).saves["first"]) == 40
+    async with client.trace(model, PROMPT, blocks.two_names, max_tokens=2, ignore_eos=True) as after:
+        assert len((await after.result()).saves["first"]) == 2
+    assert [engine.name for engine in await client.engines(model)] == engines
 
 
 async def test_a_read_out_of_order_is_the_block_s_error(client: Client, model: Model) -> None:
@@ -263,7 +331,7 @@ async def test_a_newer_minor_schema_with_fields_unknown_here_runs(bus: Bus) -> N
 
 async def test_live_parameters_that_were_not_declared(client: Client, model: Model) -> None:
     block = blocks.uses_everything(vector=[0.0] * 256, names=[], table={})
-    with pytest.raises(InterventionError):
+    with pytest.raises(TraceRejected, match=r"live\.alpha"):
         async with client.trace(model, PROMPT, block, live={"beta": 1.0}, max_tokens=2) as trace:
             await trace.result()
 

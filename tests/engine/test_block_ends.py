@@ -121,14 +121,15 @@ def stops(model, tracer, live, layer):
 
 
 @pytest.fixture(scope="module")
-def runner() -> Any:
+def runner() -> Iterator[Any]:
     from vllm.v1.worker.cpu_model_runner import _set_torch_accelerator_to_noop
 
     _set_torch_accelerator_to_noop()
     made: Any = _Runner(16)
     with mock.patch("vllm.tokenizers.cached_tokenizer_from_config", return_value=None):
         made.load_model()
-    return made
+    yield made
+    watchdog.limit_turns(0)
 
 
 @pytest.fixture

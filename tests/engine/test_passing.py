@@ -20,9 +20,10 @@ from tracewire_bus.messages import Append, Delete, Delta, Set
 from tracewire_bus.values import decoder, digest, encoded_digest, wire
 from tracewire_engine.feed import PassingDigests
 from tracewire_engine.hosting import HostCopy, elements, encoded_late
+from tracewire_engine.large import Hold
 from tracewire_engine.link import Report
 from tracewire_engine.live import LiveRun
-from tracewire_engine.runner import TracewireRunner, _encoded
+from tracewire_engine.runner import TracewireRunner, _encoded, _Traced
 from tracewire_engine.saves import SaveTracker
 from tracewire_engine.serving import RowBatcher
 
@@ -108,7 +109,7 @@ def test_where_it_is_checked_the_final_names_the_digests_of_what_nnsight_collect
             _collected=lambda _: collected,
         )
         request = SimpleNamespace(engine_id="t0", index=0, error=None, mediator=None, saves=lambda: held)
-        traced = SimpleNamespace(tracker=SaveTracker(), failure=None, ended_at=None, steps=1)
+        traced = _Traced(Hold())
         TracewireRunner._report_finish(worker, request, traced, None, lambda own: own)
         ((entry,),) = [finish.manifest for finish in worker.tracewire_unsent.report.finishes]
         digests.append(entry.digest)
