@@ -198,8 +198,8 @@ MUTANTS = (
     _of(
         f"{_BUS}/queue.py",
         "one-engine-takes-the-whole-burst",
-        "math.ceil(waiting / math.max(1, call('SCARD', KEYS[12])))",
-        "waiting",
+        "count = math.max(0, math.min(count, level - load))",
+        "count = math.max(0, count)",
         _QUEUE + "::test_a_take_is_an_engines_share_of_what_waits",
     ),
     _of(
