@@ -33,6 +33,7 @@ HANDLES = {
 }
 #: Options of programs that are not ours.
 FOREIGN = {
+    *("--api-key", "--ssl-certfile", "--ssl-keyfile"),  # of vLLM's HTTP server
     *("--address", "--head", "--num-cpus"),
     *("--factory", "--timeout-graceful-shutdown", "--workers"),
     *("--from-literal", "--scale", "--strict", "--target", "--wait"),
