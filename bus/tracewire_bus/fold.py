@@ -159,6 +159,7 @@ class Fold:
         self.save_errors: dict[str, str] = {}
         self.manifest: list[Manifest] = []
         self.prompt_logprobs: list[list[dict[int, tuple[float, int | None, str | None]]]] = []
+        self.warnings: list[str] = []
 
     @property
     def finished(self) -> bool:
@@ -240,6 +241,7 @@ class Fold:
         self.save_errors = dict(final.save_errors)
         self.manifest = list(final.manifest)
         self.prompt_logprobs = list(final.prompt_logprobs)
+        self.warnings = list(final.warnings)
 
     def _deltas(self, state: ChoiceState, deltas: Iterable[Delta]) -> None:
         for delta in deltas:

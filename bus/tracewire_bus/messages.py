@@ -622,7 +622,8 @@ class Final(Event, tag="final"):
     `deltas` holds what was saved after the last output, and a `Set` for every value whose fold would differ from what
     nnsight collected, as `(invoke, choice, deltas)`. `save_errors` names saves that cannot travel (by
     `invoke.choice.name`), each with the reason. `prompt_logprobs`, if any were asked for, holds for each invoke and
-    each token of its prompt what `OutputBase.logprobs` does for a generated one; nothing for the first.
+    each token of its prompt what `OutputBase.logprobs` does for a generated one; nothing for the first. `warnings` says
+    what a block did that its author hardly meant, at the author's own line.
     """
 
     status: Status
@@ -633,6 +634,7 @@ class Final(Event, tag="final"):
     save_errors: dict[str, str] = {}
     time: float = 0.0
     prompt_logprobs: list[list[dict[int, tuple[float, int | None, str | None]]]] = []
+    warnings: list[str] = []
 
     @property
     def id(self) -> str:

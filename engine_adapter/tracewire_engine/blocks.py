@@ -11,6 +11,7 @@ raises, `SystemExit` included, ends that block and nothing else.
 from __future__ import annotations
 import __future__
 
+import ast
 import importlib
 import linecache
 import logging
@@ -93,6 +94,9 @@ class BlockMediator(Mediator):
         self.asked = 0
         self._last: tuple[str, int | None] = ("", None)
         self._repeated = 0
+        #: Whether it has gone through steps; and, by line, what it has asked for there again and again, and how often.
+        self.iterated = False
+        self.again: dict[int, tuple[str, int]] = {}
         #: Whether its frames are being let go of.
         self._ending = False
         super().__init__(code, glbls, lcls)
@@ -241,8 +245,37 @@ class BlockMediator(Mediator):
                 f"{location.removeprefix('model.')!r} was asked for {MOST_REQUESTS} times within one step, and is the "
                 "same each time; `for step in tracer.iter[:]` goes from step to step"
             )
+        elif not self.iterated:
+            line = self._line()
+            self.again[line] = location, self.again.get(line, (location, 1))[1] + 1
         self._repeated += 1
         return occurrence
+
+    def _line(self) -> int:
+        """The line that the block itself is at, outside its functions; 0 if it is at none."""
+        frame: types.FrameType | None = sys._getframe(2)
+        files = self.compiled.files if self.compiled is not None else {}
+        line = 0
+        while frame is not None:
+            if frame.f_code.co_filename in files and frame.f_code.co_name == "<module>":
+                line = frame.f_lineno
+            frame = frame.f_back
+        return line
+
+    def warnings(self, tokens: int) -> list[str]:
+        """What its author hardly meant, of a block that has ended and whose request has so many tokens."""
+        if tokens < 2 or self.iterated or self.compiled is None:
+            return []
+        found = []
+        for line, (location, count) in self.again.items():
+            loop = self.compiled.loop(line)
+            if loop is not None:
+                name = location.removeprefix("model.")
+                found.append(
+                    f"{loop}: this loop asked for {name!r} {count} times, all within the first of {tokens} steps; "
+                    "`for step in tracer.iter[:]` goes from step to step"
+                )
+        return found
 
     def _note_line(self) -> None:
         """Remember the line of the block's that is about to ask for the samples."""
@@ -289,6 +322,7 @@ class Steps(Iterations):
 
     def _indices(self) -> Iterator[int]:
         mediator: Any = getcurrent().mediator()
+        mediator.iterated = True
         opened = self.steps is None and self.stop is None
         asked, idle = -1, 0
         for step in super()._indices():
@@ -343,6 +377,8 @@ class _Compiled:
 
     def __init__(self, block: Block, key: str) -> None:
         self.files: dict[str, tuple[str, str]] = {}
+        self.source, self.first_line = block.source, block.first_line
+        self._loops: list[ast.For] | None = None
         self.code = self._compile(block.source, block.filename, block.first_line, block.name, key)
         self.helpers = [
             self._compile(helper.source, helper.filename, helper.first_line, helper.name, f"{key}.{helper.name}")
@@ -358,9 +394,37 @@ class _Compiled:
         self.files[label] = (filename, name)
         return code
 
+    def loop(self, line: int) -> str | None:
+        """Where a `for` over `range()` begins that has a line of the block in its body and whose numbers are no index
+        there: it stands for steps, perhaps. The innermost one; `None` if there is none.
+        """
+        if self._loops is None:
+            tree = compile("\n" * (self.first_line - 1) + self.source, "<block>", "exec", ast.PyCF_ONLY_AST)
+            self._loops = [node for node in ast.walk(tree) if isinstance(node, ast.For) and _counts_steps(node)]
+        around = [loop for loop in self._loops if loop.body[0].lineno <= line <= (loop.end_lineno or 0)]
+        if not around:
+            return None
+        filename = next(iter(self.files.values()))[0]
+        return f"{filename}:{max(loop.lineno for loop in around)}"
+
     def forget(self) -> None:
         for label in self.files:
             linecache.cache.pop(label, None)
+
+
+def _counts_steps(loop: ast.For) -> bool:
+    """Whether a loop is over `range()`, and none of its numbers picks a part of anything."""
+    called = loop.iter.func if isinstance(loop.iter, ast.Call) else None
+    if not isinstance(called, ast.Name) or called.id != "range":
+        return False
+    names = {node.id for node in ast.walk(loop.target) if isinstance(node, ast.Name)}
+    return not any(
+        isinstance(node, ast.Subscript)
+        and isinstance(node.ctx, ast.Load)
+        and any(isinstance(part, ast.Name) and part.id in names for part in ast.walk(node.slice))
+        for statement in loop.body
+        for node in ast.walk(statement)
+    )
 
 
 class BlockCache:

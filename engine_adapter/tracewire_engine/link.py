@@ -88,6 +88,8 @@ class FinishRecord(msgspec.Struct, array_like=True):
     edit_errors: dict[str, Failure] = {}
     #: How many tokens it covers: what later steps saved is not in it. -1: all steps.
     tokens: int = -1
+    #: What its block did that its author hardly meant.
+    warnings: list[str] = []
 
 
 class Share(msgspec.Struct, array_like=True):

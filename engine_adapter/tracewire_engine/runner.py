@@ -1077,6 +1077,9 @@ class TracewireRunner(NNsightGPUModelRunner):
             steps=traced.steps,
             edit_errors=request.edit_errors if isinstance(request, EditedRequest) else {},
             tokens=-1 if covered is None else covered,
+            warnings=mediator.warnings(traced.last + 1)
+            if error is None and isinstance(mediator, BlockMediator)
+            else [],
         )
         if later and self.tracewire_blobs is not None:
             self.tracewire_blobs.finish(record, ending, check)

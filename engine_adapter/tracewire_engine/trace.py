@@ -898,6 +898,7 @@ class TraceRun:
         deltas: list[tuple[int, int, msgspec.Raw]] = []
         manifest: list[Manifest] = []
         save_errors: dict[str, str] = {}
+        warnings: list[str] = []
         error = self._broken
         stopped = False
         for request in self.requests:
@@ -931,6 +932,8 @@ class TraceRun:
                         for edit, failure in record.edit_errors.items()
                     }
                 )
+                # Choices, and prompts, do the same.
+                warnings.extend(warning for warning in record.warnings if warning not in warnings)
                 error = error or record.error
                 stopped = stopped or record.stopped or choice.reads.stopped is not None
         end = await self._shared_end()
@@ -958,6 +961,7 @@ class TraceRun:
                 prompt_logprobs=[request.outputs.prompt_logprobs for request in self.requests]
                 if any(request.outputs.prompt_logprobs for request in self.requests)
                 else [],
+                warnings=warnings,
             ),
             final=True,
         )

@@ -74,6 +74,7 @@ class State:
         save_errors: saves that could not travel, by `invoke.choice.name`, with the reason.
         manifest: kind, length and digest of every save, as the engine collected it (at the end only).
         prompt_logprobs: by prompt and token, if they were asked for (at the end only).
+        warnings: what a block did that its author hardly meant, at the author's own line (at the end only).
     """
 
     def __init__(self, trace: str, fold: Fold) -> None:
@@ -93,6 +94,7 @@ class State:
         self.save_errors: dict[str, str] = dict(copy.save_errors)
         self.manifest: list[Manifest] = list(copy.manifest)
         self.prompt_logprobs = list(copy.prompt_logprobs)
+        self.warnings: list[str] = list(copy.warnings)
         self.position = FINAL_ID if copy.finished else "start" if copy.seq < 0 else f"{copy.attempt}-{copy.seq}"
         self.invokes = _invokes(copy, trace)
         self.shared: dict[str, Any] = _saves(copy, trace, SHARED_INVOKE, 0)

@@ -401,6 +401,8 @@ class Trace(Reader):
             except DigestMismatch as error:
                 self._mismatch = error
             self._result = Result(self.id, self._fold)
+            for warning in self._result.warnings:
+                logger.warning("trace %s: %s", self.id, warning)
         return self._result
 
     async def _read_until(self, done: Callable[[], bool]) -> None:

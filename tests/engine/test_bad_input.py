@@ -163,6 +163,24 @@ def asks_at_its_first_step(model, tracer, live):  # type: ignore[no-untyped-def]
             first = float(model.model.layers[2].output[0][-1].float().norm()).save()
 
 
+async def test_a_loop_over_numbers_is_told_of_in_the_result(
+    client: Client, model: Model, caplog: pytest.LogCaptureFixture
+) -> None:
+    @tracewire.intervention
+    def numbers(model, tracer, live):  # type: ignore[no-untyped-def]
+        seen = [].save()
+        for step in range(5):
+            seen.append(float(model.model.layers[2].output[0][-1].float().norm()))
+
+    async with client.trace(model, PROMPT, numbers, max_tokens=4, ignore_eos=True) as trace:
+        result = await trace.result()
+    assert len(set(result.saves["seen"])) == 1
+    (warning,) = result.warnings
+    assert "test_bad_input.py:" in warning
+    assert "tracer.iter[:]" in warning
+    assert warning in caplog.text
+
+
 @pytest.mark.parametrize(
     ("block", "kind"),
     [

@@ -200,6 +200,58 @@ def test_one_location_is_not_asked_for_without_end(runner: Any, monkeypatch: pyt
     innocent_saved(rounds, 4)
 
 
+def test_a_loop_over_numbers_that_stays_in_its_step_is_told_of(runner: Any) -> None:
+    @tracewire.intervention
+    def numbers(model, tracer, live):
+        seen = [].save()
+        for step in range(5):
+            seen.append(float(model.model.layers[2].output[0][-1].sum()))
+
+    @tracewire.intervention
+    def by_step(model, tracer, live):
+        seen = {}.save()
+        for step in range(2):
+            seen[step] = float(model.model.layers[2].output[0][-1].sum())
+
+    @tracewire.intervention
+    def positions(model, tracer, live):
+        seen = [].save()
+        for place in range(3):
+            seen.append(float(model.model.layers[2].output[0][place].sum()))
+
+    @tracewire.intervention
+    def several(model, tracer, live):
+        first = float(model.model.layers[2].output[0][0].sum()).save()
+        model.model.layers[2].output[0][:] *= 2
+        rows = [float(row.sum()) for row in model.model.layers[2].output[0]].save()
+
+    @tracewire.intervention
+    def within_steps(model, tracer, live):
+        seen = [].save()
+        for step in tracer.iter[:]:
+            for again in range(2):
+                seen.append(float(model.model.layers[2].output[0][-1].sum()))
+
+    blocks = {
+        "numbers": numbers,
+        "by_step": by_step,
+        "positions": positions,
+        "several": several,
+        "within_steps": within_steps,
+        "innocent": innocent,
+    }
+    finishes = Rounds(runner, **blocks).run(4)
+    assert all(finish.error is None for finish in finishes.values())
+    told = {name: finish.warnings for name, finish in finishes.items() if finish.warnings}
+    assert told.keys() == {"numbers", "by_step"}
+    (first,), (second,) = told["numbers"], told["by_step"]
+    assert "'model.layers.2.output' 5 times, all within the first of 4 steps" in first
+    assert "2 times" in second
+    assert "test_step_limits.py:" in first
+    # With one token there are no other steps.
+    assert not Rounds(runner, numbers=numbers).run(1)["numbers"].warnings
+
+
 def test_a_block_s_turns_share_the_time_of_a_step(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is short; the whole is not."""
     monkeypatch.setattr(blocks_module, "MOST_REQUESTS", 10**9)
