@@ -675,7 +675,9 @@ class TracewireRunner(NNsightGPUModelRunner):
                 drawn = output.sampled_token_ids
                 # Waiting for them, or for another block that does.
                 parked = [one for one in interleaver.mediators if one.pending is not None]
-                asked = [(one, one.asked_samples) for one in parked if one.pending.provider in (SAMPLES, None)]
+                asking = [one for one in parked if one.pending.provider in (SAMPLES, None)]
+                # nnsight's own mediators do not note the line.
+                asked = [(one, getattr(one, "asked_samples", None)) for one in asking]
                 # Blocks may keep what they are served, and write to it later: that is not what the model goes on with.
                 served = type(self.nnsight_model).samples.provide(self.nnsight_model, drawn.clone() if asked else drawn)
                 output.sampled_token_ids = self._checked(served.clone(), drawn, asked) if asked else drawn
@@ -693,7 +695,8 @@ class TracewireRunner(NNsightGPUModelRunner):
         for row in (~valid).nonzero().flatten().tolist():
             left = [token for token in served[row].tolist() if not 0 <= token < size]
             for mediator, where in asked:
-                if mediator.batch_group[0] == row and mediator.exception is None:
+                rows: Any = mediator.batch_group
+                if isinstance(mediator, BlockMediator) and rows[0] == row and mediator.exception is None:
                     mediator.halt(mediator.not_in_vocabulary(left, size, where))
         return torch.where(valid.unsqueeze(-1), served, drawn)
 
