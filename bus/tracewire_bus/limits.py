@@ -45,7 +45,7 @@ MAX_TUPLES: Final = 1024
 MAX_DEPTH: Final = 80
 MAX_INVOKES: Final = 1024
 #: How many blocks its invokes and the trace have together, and how many helpers one block has.
-MAX_BLOCKS: Final = 256
+MAX_BLOCKS: Final = MAX_INVOKES + 1
 MAX_HELPERS: Final = 256
 #: How many characters the source of one block or helper has, and those of all together.
 MAX_SOURCE: Final = 100_000

@@ -570,17 +570,18 @@ def _walk(box: _Box | _SetLeaf, path: _Path, copies: Copies, deltas: list[Delta]
 
 
 def _resend(leaf: _SetLeaf, path: _Path, deltas: list[Delta], undo: _Undo) -> None:
-    """Send a set that has other items than before, as far as its size tells; the end compares contents.
+    """Send a set that has other items than before; of a set of more than `WINDOW` items, only its size tells.
 
-    A set is sent whole. A set of more than `WINDOW` items waits until its size has changed by a quarter: one that grows
-    with every step then costs, in all, a few times what it holds.
+    The end compares contents. A set is sent whole. A set of more than `WINDOW` items waits until its size has changed
+    by a quarter: one that grows with every step then costs, in all, a few times what it holds.
     """
     value: set[Any] = leaf.value
     change = abs(len(value) - leaf.size)
-    if change:
+    if change or (leaf.held is not None and leaf.held != value):
         undo.replaced(partial(_take_back, leaf, leaf.held, leaf.size, leaf.digest))
         leaf.held = set(value) if len(value) <= WINDOW else None
-    if change and (len(value) <= WINDOW or change * 4 >= leaf.size):
+        if len(value) > WINDOW and change * 4 < leaf.size:
+            return
         _check_gain(change, path)
         deltas.append(Set(path=path, value=wire(value, path)))
         leaf.size, leaf.digest = len(value), digest(value)
@@ -635,10 +636,31 @@ def _restore(names: dict[str, _Shadow], name: str, shadow: _Shadow | None) -> No
     if shadow is None:
         names.pop(name, None)
     else:
+        _refresh(shadow)
         names[name] = shadow
 
 
+def _refresh(shadow: _Shadow) -> None:
+    """Bring a container that comes back to what the consumer has of it: the block may have changed it since."""
+    if isinstance(shadow, _SetLeaf):
+        if shadow.held is not None and shadow.held != shadow.value:
+            shadow.value.clear()
+            shadow.value.update(shadow.held)
+    elif isinstance(shadow, _Box):
+        value, items = shadow.value, shadow.items
+        differs = len(value) != len(items) or any(map(is_not, value, items))
+        if type(value) is list:
+            if differs:
+                value[:] = items
+        elif differs or any(map(is_not, value.values(), items.values())):
+            value.clear()
+            value.update(items)
+        for child in shadow.boxes.values():
+            _refresh(child)
+
+
 def _put_back(box: _Box, key: Any, item: Any, shadow: _Shadow) -> None:
+    _refresh(shadow)
     box.value[key] = item
     box.put(key, item, shadow)
 
@@ -649,8 +671,8 @@ def _take_out(box: _Box, key: Any) -> None:
 
 
 def _refill(box: _Box, items: list[Any], shadows: list[_Shadow], boxes: dict[Any, _Box | _SetLeaf]) -> None:
-    box.value[:] = items
     box.items, box.shadows, box.boxes, box.cursor = items, shadows, boxes, 0
+    _refresh(box)
 
 
 def _replaced(known: list[Any], value: list[Any], start: int, stop: int) -> list[int]:
