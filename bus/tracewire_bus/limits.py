@@ -16,7 +16,6 @@ from .live import MAX_NAMES as MAX_LIVE
 from .messages import Submission
 
 __all__ = [
-    "MAX_BLOCKS",
     "MAX_BYTES",
     "MAX_CONTAINERS",
     "MAX_DEPTH",
@@ -44,8 +43,7 @@ MAX_TUPLES: Final = 1024
 #: How deep they nest: what a value may, and the message around it.
 MAX_DEPTH: Final = 80
 MAX_INVOKES: Final = 1024
-#: How many blocks its invokes and the trace have together, and how many helpers one block has.
-MAX_BLOCKS: Final = MAX_INVOKES + 1
+#: How many helpers one block has.
 MAX_HELPERS: Final = 256
 #: How many characters the source of one block or helper has, and those of all together.
 MAX_SOURCE: Final = 100_000
@@ -76,7 +74,6 @@ def check_submission(submission: Submission) -> None:
     for field, what, count, most in [
         ("trace", "characters in its id", len(submission.trace), MAX_TRACE_ID),
         ("invokes", "prompts", len(submission.invokes), MAX_INVOKES),
-        ("block", "blocks", len(given), MAX_BLOCKS),
         ("block", "helpers of one block", max((len(one.helpers) for one in given), default=0), MAX_HELPERS),
         ("interventions", "interventions", len(submission.interventions), MAX_INTERVENTIONS),
         ("live", "bytes of live parameters", len(submission.live), MAX_LIVE * MAX_LIVE_BYTES),

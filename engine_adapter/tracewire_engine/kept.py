@@ -42,20 +42,16 @@ class KvBlocks:
     """
 
     def __init__(self, caches: Iterable[Any], blocks: int) -> None:
-        self._caches: list[tuple[torch.Tensor, int]] = []
         self._blocks = blocks
+        #: Each cache as `[blocks, smaller blocks in each, ...]`, whatever its elements mean.
+        self.views: list[torch.Tensor] = []
         seen: set[tuple[int, Any, Any]] = set()
         for cache in _flat(caches):
             # Layers that share their KV.
             key = cache.data_ptr(), cache.shape, cache.stride()
             if key not in seen:
                 seen.add(key)
-                self._caches.append((cache, _block_dimension(cache, blocks)))
-
-    @property
-    def views(self) -> list[torch.Tensor]:
-        """Each cache as `[blocks, smaller blocks in each, ...]`, whatever its elements mean."""
-        return [self._view(cache, dimension) for cache, dimension in self._caches]
+                self.views.append(self._view(cache, _block_dimension(cache, blocks)))
 
     def zero(self, ids: Collection[int]) -> None:
         """Zero these blocks, in the order of what the device is doing."""

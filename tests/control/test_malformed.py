@@ -241,7 +241,8 @@ async def test_a_client_is_told_before_it_submits(bus: Bus, embedded: str, prefi
         ({"invokes": [Invoke(prompt="x")] * (MAX_INVOKES + 1)}, "invokes"),
         ({"interventions": [Steer(at="residual(1)", vector=1.0)] * 65}, "interventions"),
         ({"block": Block(name="b", source="pass", helpers=helpers)}, "block"),
-        ({"invokes": [Invoke(prompt="x", block=Block(name="b", source="pass"))] * 257}, "block"),
+        ({"block": Block(name="b", source="x" * (MAX_SOURCE + 1))}, "block"),
+        ({"invokes": [Invoke(prompt="x", block=Block(name="b", source="x" * MAX_SOURCE))] * 11}, "block"),
         ({"invokes": [Invoke(prompt="x" * 40_000_000)]}, "submission"),
     ]:
         with pytest.raises(LimitExceeded) as caught:

@@ -20,7 +20,7 @@ from nnsight.tracing.tracer import inc
 
 import tracewire
 from tests.distributed.test_ranks import Pair
-from tracewire_engine import marks, ranks
+from tracewire_engine import marks, ranks, watchdog
 from tracewire_engine.blocks import BlockCache
 from tracewire_engine.declared import DeclaredInterleaver, DeclaredRequests
 from tracewire_engine.live import LIVE, LiveRun
@@ -190,6 +190,8 @@ def _calls(monkeypatch: pytest.MonkeyPatch) -> None:
             return forward() if mediator is None else mediator().ranks.call(envoy, forward)
 
     monkeypatch.setattr(Envoy, "__call__", ranks._called(Envoy.__call__, ByBlock()))
+    # A worker has one thread, and its limits are of one block at a time. What two threads leave there is put back.
+    monkeypatch.setattr(watchdog, "_running", None)
 
 
 @tracewire.intervention
