@@ -42,8 +42,8 @@ import tracewire
 from benchmarks.overhead import ROOT, start_engine
 from benchmarks.processes import at_least, start
 from benchmarks.quantiles import quantiles
-from tracewire_bus.embedded import EmbeddedServer
-from tracewire_bus.streams import Bus
+from tracewire_bus.bus import Bus
+from tracewire_bus.transport.embedded import EmbeddedServer
 
 WAYS = ("alone", "made", "saved", "loaded")
 

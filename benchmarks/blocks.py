@@ -35,10 +35,10 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 import tracewire_engine  # noqa: F401
 from benchmarks.overhead import last
 from benchmarks.processes import at_least, show
-from tracewire_bus.messages import Block
-from tracewire_engine.link import Report
-from tracewire_engine.runner import TracewireRunner
-from tracewire_engine.wiring import BLOCK_ARG, BLOCK_TIMEOUT
+from tracewire_bus.wire.messages import Block
+from tracewire_engine.link.step_link import Report
+from tracewire_engine.protocol.keys import BLOCK_ARG, BLOCK_TIMEOUT
+from tracewire_engine.worker.runner import TracewireRunner
 
 LAYER, LAYERS = 2, 4
 TAP = f"model.model.layers.{LAYER}.output"

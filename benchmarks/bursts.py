@@ -32,14 +32,14 @@ import tracewire
 from benchmarks.bus import cpu_s
 from benchmarks.processes import at_least, show, start
 from benchmarks.scripted import ScriptedEngine, Token, _Outputs, scripted_info
-from tracewire_bus.embedded import EmbeddedServer
-from tracewire_bus.messages import ModuleInfo
-from tracewire_bus.streams import Bus
-from tracewire_engine.adapter import Adapter
-from tracewire_engine.cli import LOOP, settle_memory
-from tracewire_engine.engine import Prepared
-from tracewire_engine.link import FinishRecord, Report
-from tracewire_engine.trace import _NO_DELTAS
+from tracewire_bus.bus import Bus
+from tracewire_bus.transport.embedded import EmbeddedServer
+from tracewire_bus.wire.messages import ModuleInfo
+from tracewire_engine.adapter.engine_api import Prepared
+from tracewire_engine.adapter.service import Adapter
+from tracewire_engine.adapter.trace_run import _NO_DELTAS
+from tracewire_engine.launch.cli import LOOP, settle_memory
+from tracewire_engine.link.step_link import FinishRecord, Report
 
 MODEL, HIDDEN = "bursts", 2048
 

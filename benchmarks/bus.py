@@ -41,13 +41,13 @@ import tracewire
 from benchmarks.processes import at_least, show
 from benchmarks.quantiles import quantiles
 from benchmarks.scripted import ELEMENTS, Command, Pacer, ScriptedEngine, scripted_info
-from tracewire_bus.embedded import EmbeddedServer
-from tracewire_bus.fold import Fold
-from tracewire_bus.messages import Block
-from tracewire_bus.streams import Bus
-from tracewire_engine.adapter import Adapter
-from tracewire_engine.cli import LOOP
-from tracewire_engine.link import LinkReceiver
+from tracewire_bus.bus import Bus
+from tracewire_bus.domain.fold import Fold
+from tracewire_bus.transport.embedded import EmbeddedServer
+from tracewire_bus.wire.messages import Block
+from tracewire_engine.adapter.service import Adapter
+from tracewire_engine.launch.cli import LOOP
+from tracewire_engine.link.step_link import LinkReceiver
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = "scripted"

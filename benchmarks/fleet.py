@@ -37,9 +37,9 @@ from tests.faults.checker import Asked, Violation, check_trace
 from tests.faults.processes import Child, Nursery, RedisServer, nursery
 from tests.faults.scripted import acts
 from tracewire import Client
-from tracewire_bus.codec import decode_event
-from tracewire_bus.messages import Accepted
-from tracewire_bus.streams import Bus
+from tracewire_bus.bus import Bus
+from tracewire_bus.wire.codec import decode_event
+from tracewire_bus.wire.messages import Accepted
 
 __all__ = ["Phase", "Shape", "run"]
 

@@ -51,8 +51,8 @@ import tracewire
 from benchmarks.processes import at_least, show
 from benchmarks.quantiles import quantiles
 from benchmarks.roles import cpu_seconds, prompts, sampling
-from tracewire_bus.embedded import EmbeddedServer
-from tracewire_bus.streams import Bus
+from tracewire_bus.bus import Bus
+from tracewire_bus.transport.embedded import EmbeddedServer
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -203,7 +203,7 @@ def nnsight(options: dict[str, Any]) -> None:
 def our_worker(options: dict[str, Any]) -> None:
     """nnsight's async backend on Tracewire's worker, which reports nothing here. It is faster than nnsight's own."""
     import tracewire_engine  # noqa: F401
-    from tracewire_engine.model import build_engine
+    from tracewire_engine.launch.engine_builder import build_engine
 
     _serve_nnsight(build_engine(engine_arguments(options), "", options["taps"]))
 
@@ -212,9 +212,9 @@ def own(options: dict[str, Any]) -> None:
     """Tracewire's engine without the bus: what requests pay that have nothing to do with it."""
     from vllm.platforms import current_platform
 
-    from tracewire_engine.cores import keep_off_workers
-    from tracewire_engine.link import LinkReceiver
-    from tracewire_engine.model import build_engine
+    from tracewire_engine.launch.cpu_affinity import keep_off_workers
+    from tracewire_engine.launch.engine_builder import build_engine
+    from tracewire_engine.link.step_link import LinkReceiver
 
     async def main() -> None:
         async def drain() -> None:

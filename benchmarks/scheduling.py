@@ -82,7 +82,7 @@ def main() -> None:
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
-    from tracewire_engine.scheduler import pausing_scheduler
+    from tracewire_engine.core.scheduler import pausing_scheduler
 
     init_none_hash(sha256)
     hasher = get_request_block_hasher(BLOCK, sha256)

@@ -24,10 +24,10 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from tracewire_bus.messages import Append, EngineInfo, Manifest, ModuleInfo, Set, Submission
-from tracewire_bus.values import array_digest, array_head, array_payload, encoded_array, list_digest
-from tracewire_engine.engine import Choice, Prepared
-from tracewire_engine.link import Changes, FinishRecord, LinkReceiver, LinkSender, Report, StepRecord
+from tracewire_bus.wire.messages import Append, EngineInfo, Manifest, ModuleInfo, Set, Submission
+from tracewire_bus.wire.values import array_digest, array_head, array_payload, encoded_array, list_digest
+from tracewire_engine.adapter.engine_api import Choice, Prepared
+from tracewire_engine.link.step_link import Changes, FinishRecord, LinkReceiver, LinkSender, Report, StepRecord
 
 __all__ = ["ELEMENTS", "Pacer", "ScriptedEngine", "scripted_info"]
 

@@ -30,9 +30,9 @@ from tests.faults.processes import Nursery, RedisServer, nursery
 from tests.faults.scripted import acts
 from tests.scripted import engine_info
 from tracewire import Client
-from tracewire_bus.codec import encode
-from tracewire_bus.messages import EngineInfo, ModuleInfo
-from tracewire_bus.streams import Bus
+from tracewire_bus.bus import Bus
+from tracewire_bus.wire.codec import encode
+from tracewire_bus.wire.messages import EngineInfo, ModuleInfo
 
 SHORT, LONG = 1, 101
 

@@ -40,7 +40,7 @@ import tracewire
 from benchmarks.blobs import put_redis_first
 from benchmarks.processes import at_least
 from benchmarks.quantiles import quantile
-from tracewire_bus.embedded import EmbeddedServer
+from tracewire_bus.transport.embedded import EmbeddedServer
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -161,10 +161,11 @@ def start_engine(url: str, options: argparse.Namespace, log: Path, notes: Path) 
 
 def engine(arguments: list[str], notes: str) -> int:
     """An engine whose traces note how many steps after it was read each change came to hold."""
-    from tracewire_engine import adapter, cli
-    from tracewire_engine.link import Applied
-    from tracewire_engine.supervisor import SUPERVISOR_PID
-    from tracewire_engine.trace import TraceRun
+    from tracewire_engine.adapter import service as adapter
+    from tracewire_engine.adapter.trace_run import TraceRun
+    from tracewire_engine.launch import cli
+    from tracewire_engine.launch.supervisor import SUPERVISOR_PID
+    from tracewire_engine.link.step_link import Applied
 
     class Watched(TraceRun):
         """Notes what the workers say of each change."""

@@ -18,7 +18,8 @@ import pytest
 __all__ = ["Done", "adapter_command", "import_ahead"]
 
 #: What the adapter's command imports before it looks at its settings.
-_IMPORTED = ["tracewire_engine.cli", "vllm.engine.arg_utils", "vllm.utils.argparse_utils", "tracewire_engine.model"]
+_IMPORTED = ["tracewire_engine.launch.cli", "vllm.engine.arg_utils", "vllm.utils.argparse_utils"]
+_IMPORTED.append("tracewire_engine.launch.engine_builder")
 
 #: As the command sets it before it imports vLLM.
 _AT_IMPORT = {
@@ -77,6 +78,6 @@ def _run(out: Path, err: Path, environment: dict[str, str], arguments: tuple[str
         os.close(opened)
     os.environ.clear()
     os.environ.update(environment)
-    from tracewire_engine.cli import _adapter
+    from tracewire_engine.launch.cli import _adapter
 
     sys.exit(_adapter(list(arguments)))

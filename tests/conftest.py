@@ -18,8 +18,8 @@ from tests.engine_process import (
     looked_at_inside,
     started_engine,
 )
-from tracewire_bus.embedded import EmbeddedServer
-from tracewire_bus.streams import Bus
+from tracewire_bus.bus import Bus
+from tracewire_bus.transport.embedded import EmbeddedServer
 
 _numbers = count()
 

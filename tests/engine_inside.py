@@ -13,8 +13,8 @@ from typing import Any
 import anyio
 
 from tests.engine_process import check_expected
-from tracewire_bus.embedded import EmbeddedServer
-from tracewire_bus.streams import Bus
+from tracewire_bus.bus import Bus
+from tracewire_bus.transport.embedded import EmbeddedServer
 
 __all__ = ["counts", "engine_inside", "forgotten"]
 
@@ -31,12 +31,12 @@ async def engine_inside(*, model: Any = None, name: str = "demo", **options: Any
     os.environ.update(VLLM_USE_V2_MODEL_RUNNER="0", VLLM_CPU_ATTN_SPLIT_KV="0", VLLM_NO_USAGE_STATS="1")
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    from tracewire_engine.adapter import Adapter, Settings
-    from tracewire_engine.blob_link import BlobReceiver
-    from tracewire_engine.cli import demo_model
-    from tracewire_engine.link import LinkReceiver
-    from tracewire_engine.model import build_engine, describe
-    from tracewire_engine.vllm_engine import VllmEngine
+    from tracewire_engine.adapter.service import Adapter, Settings
+    from tracewire_engine.adapter.vllm_engine import VllmEngine
+    from tracewire_engine.launch.cli import demo_model
+    from tracewire_engine.launch.engine_builder import build_engine, describe
+    from tracewire_engine.link.blob_link import BlobReceiver
+    from tracewire_engine.link.step_link import LinkReceiver
 
     class Noting(VllmEngine):
         started: list[str]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tracewire_bus.values import (
+from tracewire_bus.wire.values import (
     MAX_DEPTH,
     ArrayRef,
     Path,

@@ -37,14 +37,14 @@ import numpy as np
 import tracewire
 from tests.faults.scripted import ScriptedEngine, acts, expected, info
 from tracewire.errors import TracewireError
-from tracewire_bus.codec import encode, schema_text
-from tracewire_bus.embedded import EmbeddedServer
-from tracewire_bus.messages import Append, Block, DecodedOutput, Edit, Final, Helper, Invoke, Set, Submission
-from tracewire_bus.queue import Queue
-from tracewire_bus.streams import Bus
-from tracewire_bus.values import pack, wire
-from tracewire_engine.adapter import Adapter, Settings
-from tracewire_engine.engine import Prepared, Rejection
+from tracewire_bus.bus import Bus
+from tracewire_bus.store.submission_queue import Queue
+from tracewire_bus.transport.embedded import EmbeddedServer
+from tracewire_bus.wire.codec import encode, schema_text
+from tracewire_bus.wire.messages import Append, Block, DecodedOutput, Edit, Final, Helper, Invoke, Set, Submission
+from tracewire_bus.wire.values import pack, wire
+from tracewire_engine.adapter.engine_api import Prepared, Rejection
+from tracewire_engine.adapter.service import Adapter, Settings
 
 __all__ = ["Mutator", "main", "run"]
 

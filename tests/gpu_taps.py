@@ -32,7 +32,7 @@ import numpy as np
 import tracewire
 from tests.engine_inside import engine_inside
 from tracewire import Probe, Steer
-from tracewire_engine.model import versions
+from tracewire_engine.launch.engine_builder import versions
 
 PROMPTS = [[7 * number + place for place in range(5 + number)] for number in range(1, 9)]
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
@@ -56,7 +56,7 @@ def explodes(model, tracer, live, layer):
 @tracewire.intervention
 def leaves_blocks(model, tracer, live):
     """Have this worker zero no KV block any more."""
-    from tracewire_engine.kept import KvBlocks
+    from tracewire_engine.worker.kv_offload import KvBlocks
 
     KvBlocks.zero = lambda self, ids: None
     model.logits

@@ -21,13 +21,13 @@ import anyio
 import tracewire_engine  # noqa: F401 (before nnsight)
 from tests.control.cancelled import cancelled_among_many
 from tests.engine.reference import both_ways
-from tracewire_bus.streams import Bus
+from tracewire_bus.bus import Bus
 
 
 async def run(model, link, blobs, info, options):
     """What was asked for, one after the other."""
-    from tracewire_engine.adapter import Adapter
-    from tracewire_engine.vllm_engine import VllmEngine
+    from tracewire_engine.adapter.service import Adapter
+    from tracewire_engine.adapter.vllm_engine import VllmEngine
 
     engine, figures = VllmEngine(model, link, blobs), {}
     async with Bus.open("embedded://") as bus:
@@ -46,10 +46,10 @@ def main():
     """Start the engine in this process."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    from tracewire_engine.blob_link import BlobReceiver
-    from tracewire_engine.cli import demo_model
-    from tracewire_engine.link import LinkReceiver
-    from tracewire_engine.model import build_engine, describe
+    from tracewire_engine.launch.cli import demo_model
+    from tracewire_engine.launch.engine_builder import build_engine, describe
+    from tracewire_engine.link.blob_link import BlobReceiver
+    from tracewire_engine.link.step_link import LinkReceiver
 
     parser = argparse.ArgumentParser()
     parser.add_argument("--reference", action="store_true")

@@ -16,10 +16,12 @@ from typing import Any
 import anyio
 import msgspec
 
-from tracewire_bus.codec import decode_change, decode_event, decode_submission, encode
-from tracewire_bus.firehose import telling
-from tracewire_bus.fold import Fold
-from tracewire_bus.messages import (
+from tracewire_bus.bus import Bus, Writer
+from tracewire_bus.domain.fold import Fold
+from tracewire_bus.store.lifecycle import telling
+from tracewire_bus.store.trace_records import Opened, Overtaken, TraceEnded, cancellation
+from tracewire_bus.wire.codec import decode_change, decode_event, decode_submission, encode
+from tracewire_bus.wire.messages import (
     Accepted,
     Append,
     DecodedOutput,
@@ -39,9 +41,7 @@ from tracewire_bus.messages import (
     Submission,
     Usage,
 )
-from tracewire_bus.records import Opened, Overtaken, TraceEnded, cancellation
-from tracewire_bus.streams import Bus, Writer
-from tracewire_bus.values import ArrayRef, digest, kind, length, unpack, wire
+from tracewire_bus.wire.values import ArrayRef, digest, kind, length, unpack, wire
 
 __all__ = ["Script", "ScriptedEngine", "Stage", "engine_info", "tiny"]
 

@@ -17,7 +17,7 @@ import pytest
 import tracewire
 from tests.documented import RUN_BY, RUN_BY_NONE
 from tests.documented import commands as documented
-from tracewire.cli import _parser
+from tracewire.cli.main import _parser
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").glob("*/README.md"))]

@@ -15,8 +15,8 @@ import pytest
 
 import tracewire
 from tests.scripted import ScriptedEngine, Stage, engine_info
-from tracewire_bus import messages
-from tracewire_bus.embedded import EmbeddedServer
+from tracewire_bus.transport.embedded import EmbeddedServer
+from tracewire_bus.wire import messages
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted(path.relative_to(ROOT) for path in (ROOT / "examples").rglob("*.py"))

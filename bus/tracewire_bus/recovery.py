@@ -1,11 +1,11 @@
 """What becomes of the traces of an engine that has gone.
 
 An engine's entry in the registry is its lease. Whoever serves or waits for a model looks at times whether those that
-have taken its submissions are there still ([`Recovery`][tracewire_bus.recovery.Recovery]). What a lost one had waits
+have taken its submissions are there still (`Recovery`). What a lost one had waits
 again, and runs as its next attempt; what had no try left is ended, and kept as a dead letter.
 
 Nothing rests on the lost engine's being dead. One that was only slow, or cut off, finds its traces taken by number
-(`records.py`) and its events refused by the stream.
+(`trace_records.py`) and its events refused by the stream.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Final
 
 import anyio
 
-from .messages import Failure
-from .queue import Taken
+from tracewire_bus.store.submission_queue import Taken
+from tracewire_bus.wire.messages import Failure
 
 if TYPE_CHECKING:
-    from .streams import Bus
+    from .bus import Bus
 
 __all__ = ["Recovery", "lost_for_good"]
 

@@ -1,8 +1,8 @@
 """The engine adapter: hosts vLLM's `AsyncLLM` with nnsight's interleaving in its workers, and publishes to the bus.
 
-Two kinds of process run this package. The *adapter* (`adapter.py`, `trace.py`, `cli.py`) owns the bus connection and
-`AsyncLLM`. The *workers* (`worker.py`, `runner.py`, `blocks.py`, `saves.py`), started by vLLM, run the blocks. One
-`link.py` socket leads from the second to the first.
+Two kinds of process run this package. The *adapter* (`service.py`, `trace_run.py`, `cli.py`) owns the bus connection
+and `AsyncLLM`. The *workers* (`worker.py`, `runner.py`, `compiler.py`, `save_tracker.py`), started by vLLM, run the
+blocks. One `step_link.py` socket leads from the second to the first.
 """
 
 # nnsight puts a `save` attribute on every object. anyio's attribute sets refuse attributes they do not know when they

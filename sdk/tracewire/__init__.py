@@ -20,9 +20,34 @@ This package needs neither torch, vLLM nor nnsight; the engine, which does, is `
 
 from __future__ import annotations
 
-from tracewire_bus.firehose import Lifecycle
-from tracewire_bus.fold import Fold
-from tracewire_bus.messages import (
+from tracewire.admin.dead_letters import DeadLetter
+from tracewire.admin.edits import Edit, EditOutput, Edits, EditWatch
+from tracewire.admin.engines import Draining, Engine
+from tracewire.admin.watch import Watch
+from tracewire.capture.intervention import Intervention, intervention, save
+from tracewire.traces.event_reader import (
+    Accepted,
+    Change,
+    Event,
+    Final,
+    Gap,
+    Output,
+    Paused,
+    Restarted,
+    Resumed,
+    Shared,
+    Steered,
+    Waiting,
+)
+from tracewire.traces.large import load
+from tracewire.traces.model import Model, ModelInfo
+from tracewire.traces.state import Choice, Invoke, Result, State
+from tracewire.traces.trace import Subscription, Trace
+from tracewire.traces.tracer import Tracer
+from tracewire_bus.domain.fold import Fold
+from tracewire_bus.store.lifecycle import Lifecycle
+from tracewire_bus.store.trace_records import LiveState
+from tracewire_bus.wire.messages import (
     Ablate,
     Clamp,
     DeclaredIntervention,
@@ -33,14 +58,9 @@ from tracewire_bus.messages import (
     Steer,
     StopWhen,
 )
-from tracewire_bus.records import LiveState
-from tracewire_bus.values import ArrayRef, digest
+from tracewire_bus.wire.values import ArrayRef, digest
 
-from .blocks import Intervention, intervention, save
 from .client import Client, Prompt, connect
-from .dead import DeadLetter
-from .edits import Edit, EditOutput, Edits, EditWatch
-from .engines import Draining, Engine
 from .errors import (
     AmbiguousResult,
     BlockError,
@@ -77,13 +97,6 @@ from .errors import (
     ValueMissing,
     VersionConflict,
 )
-from .events import Accepted, Change, Event, Final, Gap, Output, Paused, Restarted, Resumed, Shared, Steered, Waiting
-from .large import load
-from .model import Model, ModelInfo
-from .state import Choice, Invoke, Result, State
-from .trace import Subscription, Trace
-from .tracer import Tracer
-from .watch import Watch
 
 __all__ = [
     "Ablate",

@@ -18,19 +18,26 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import anyio
 
-from tracewire_bus.connection import Refreshed, Turns, redacted
-from tracewire_bus.fold import Fold
-from tracewire_bus.keys import is_text, parse_id
-from tracewire_bus.messages import Block, Declared, DeclaredIntervention, EngineInfo, Submission
-from tracewire_bus.messages import Invoke as InvokeMessage
-from tracewire_bus.records import LiveState, SteerRefused, TraceMissing
-from tracewire_bus.records import TraceEnded as RecordEnded
-from tracewire_bus.streams import Bus, BusError
+from tracewire.admin.dead_letters import DeadLetter, fresh
+from tracewire.admin.edits import Edits
+from tracewire.admin.engines import Draining, Engine
+from tracewire.admin.watch import Watch
+from tracewire.capture.intervention import Intervention, live_reads
+from tracewire.traces.event_reader import EventReader
+from tracewire.traces.media import packed_media
+from tracewire.traces.model import Model, ModelInfo
+from tracewire.traces.presence import Presence
+from tracewire.traces.state import State
+from tracewire.traces.trace import Subscription, Trace, refusals
+from tracewire_bus.bus import Bus, BusError
+from tracewire_bus.domain.fold import Fold
+from tracewire_bus.store.keys import is_text, parse_id
+from tracewire_bus.store.trace_records import LiveState, SteerRefused, TraceMissing
+from tracewire_bus.store.trace_records import TraceEnded as RecordEnded
+from tracewire_bus.transport.connection import Refreshed, Turns, redacted
+from tracewire_bus.wire.messages import Block, Declared, DeclaredIntervention, EngineInfo, Submission
+from tracewire_bus.wire.messages import Invoke as InvokeMessage
 
-from .blocks import Intervention, live_reads
-from .dead import DeadLetter, fresh
-from .edits import Edits
-from .engines import Draining, Engine
 from .errors import (
     ClientClosed,
     ConnectError,
@@ -50,18 +57,10 @@ from .errors import (
     connect_error,
     type_name,
 )
-from .events import EventReader
-from .media import packed_media
-from .model import Model, ModelInfo
-from .presence import Presence
-from .state import State
-from .trace import Subscription, Trace, refusals
-from .watch import Watch
 
 if TYPE_CHECKING:
-    from tracewire_bus.tree import ModuleTree
-
-    from .tracer import Queueing, Tracer
+    from tracewire.traces.tracer import Queueing, Tracer
+    from tracewire_bus.domain.tree import ModuleTree
 
 __all__ = ["Client", "Prompt", "PromptInput", "connect"]
 
@@ -194,7 +193,7 @@ async def _connected(url: str | None, prefix: str, client: str | None, lease: fl
     loop = _running_loop()
     if loop is None:
         raise TracewireError("tracewire runs on asyncio, and no event loop of asyncio runs here")
-    from tracewire_bus.embedded import EmbeddedServerError
+    from tracewire_bus.transport.embedded import EmbeddedServerError
 
     try:
         bus = Bus.open(address, prefix=prefix, patience_s=patience)
@@ -220,7 +219,7 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
 
 
 class Client:
-    """Made by [`connect`][tracewire.connect]. Any task of its event loop may use it.
+    """Made by `connect`. Any task of its event loop may use it.
 
     An argument of the wrong type is a `TypeError`, or, in a submission, a `TraceRejected` with its field. Whatever asks
     Redis raises `BusUnavailable` where that does not answer for as long as the client is patient, `BusRefused` where it
@@ -284,7 +283,7 @@ class Client:
 
     def _queue(self, tracer: Tracer) -> None:
         """Submit a trace in the background; this client's end waits for it."""
-        from .tracer import Queueing
+        from tracewire.traces.tracer import Queueing
 
         self._open_bus()
         if self._queueing is None:
@@ -311,7 +310,7 @@ class Client:
         """Have an engine take nothing new, finish what it runs, and leave; its supervisor does not start it again.
 
         It has been asked to on return; the registry says `draining` as soon as it takes nothing new, and
-        [`Draining.wait`][tracewire.Draining.wait] returns when it has left. What has not ended after `timeout` seconds
+        `Draining.wait` returns when it has left. What has not ended after `timeout` seconds
         is put back, ahead of what came later, and runs anew on another engine; without, it takes as long as its traces
         do, paused ones among them. Asking again does no harm; of several timeouts the earliest counts.
 
@@ -363,7 +362,7 @@ class Client:
                     await self._look(0)
         if name not in self._registry:
             raise UnknownModel(name, self._registry, wait_for_engine)
-        from tracewire_bus.tree import ModuleTree
+        from tracewire_bus.domain.tree import ModuleTree
 
         engines = self._registry[name]
         names = tuple(engine.engine for engine in engines)
@@ -418,17 +417,17 @@ class Client:
     ) -> Trace:
         """A trace of `block` over one prompt, or over each of `prompts`; submitted when it is entered or started.
 
-        `interventions` are declared ones ([`Probe`][tracewire.Probe], [`Steer`][tracewire.Steer], ...), alone or beside
+        `interventions` are declared ones (`Probe`, `Steer`, ...), alone or beside
         a block, which is then served after them. `live` declares the live parameters that they and the block read, by
         their first values: numbers, booleans, strings, bytes and arrays of up to 1 MiB, which anybody who knows the
-        trace's id may change while it runs ([`steer`][tracewire.Client.steer]), each to a value of the same type, and
+        trace's id may change while it runs (`steer`), each to a value of the same type, and
         of the same dtype and shape. `deadline` (seconds, or a timedelta) counts from the submission; a trace that has
         not ended by then ends as `expired`. `priority`: lower first, on the queue among this client's own traces
         (clients take turns), in vLLM's scheduler among all that run. `detach` lets it run on when the trace is left or
         the client goes away; otherwise it is cancelled then. A trace whose engine is lost, or shut down, runs anew on
-        another (iterating yields a [`Restarted`][tracewire.Restarted]; sampling without a seed is given one, so that it
+        another (iterating yields a `Restarted`; sampling without a seed is given one, so that it
         samples the same) until `max_attempts` engines were lost over it; with `on_engine_loss="fail"` it fails with the
-        first. `edits` names the standing interventions that it asks for ([`edits`][tracewire.Client.edits]): none at
+        first. `edits` names the standing interventions that it asks for (`edits`): none at
         all and an empty list differ. `trace_id` is made up unless given; submitting the same id
         twice runs it once. `lora="name"` runs it with an adapter that the engine was started with. `shared` has first
         values, by name, of lists, dicts and arrays that the blocks of all prompts share: one object on the engine,
@@ -495,7 +494,7 @@ class Client:
         consumer: str | None = None,
         idle: float = 60.0,
     ) -> Watch:
-        """What becomes of all traces, whoever submitted them: an async iterator of [`Lifecycle`][tracewire.Lifecycle]
+        """What becomes of all traces, whoever submitted them: an async iterator of `Lifecycle`
         events, which has no end. It has one connection of its own, and waits while Redis is away.
 
         `model` limits it to one model's traces. `since` is `"now"`, `"start"` (what is kept: some 2000 events of each
@@ -627,7 +626,7 @@ class Client:
         """Change live parameters of a trace, all that are given at once, and return the version that this makes.
 
         Any client may, whoever submitted the trace; changes count in the order in which the bus took them. It is
-        accepted on return. A [`Steered`][tracewire.Steered] event then says from which token on it holds: the first
+        accepted on return. A `Steered` event then says from which token on it holds: the first
         that is sampled in a step which begins after the engine has heard of it. `if_version` makes it conditional: it
         is accepted only if the live parameters are still at that version. `by` says who made it, if not this client.
         Floating-point arrays of another precision are converted to the declared one. Parameters that are called as one
@@ -640,7 +639,7 @@ class Client:
             UnknownTrace: no such trace was submitted, or it has expired.
             BusUnavailable: Redis does not answer; the change may have been accepted.
         """
-        from tracewire_bus.live import LiveError, cast_to, live_values
+        from tracewire_bus.wire.live_values import LiveError, cast_to, live_values
 
         _known(trace_id)
         if values is not None and not isinstance(values, Mapping):
@@ -701,7 +700,7 @@ class Client:
     async def pause(self, trace_id: str, *, by: str | None = None) -> bool:
         """Hold a trace where it is, within two steps, until it is resumed; nobody else on its engine waits for it.
 
-        A [`Paused`][tracewire.Paused] event says so. Its deadline goes on to count, and it can be steered and cancelled
+        A `Paused` event says so. Its deadline goes on to count, and it can be steered and cancelled
         meanwhile. It keeps its place in the engine's memory as long as nobody else needs that; it is then computed anew
         when it is resumed. One that is still queued is held right after its beginning. Returns whether it was not
         paused already.
@@ -713,7 +712,7 @@ class Client:
         return await self._pause(trace_id, by, resume=False)
 
     async def resume(self, trace_id: str, *, by: str | None = None) -> bool:
-        """Let a paused trace go on; [`Resumed`][tracewire.Resumed] says so. Returns whether it was paused.
+        """Let a paused trace go on; `Resumed` says so. Returns whether it was paused.
 
         Raises:
             TraceEnded: the trace has ended, or is about to.
@@ -974,7 +973,7 @@ def _edits(field: str, edits: Any) -> list[str] | None:
 
 
 def _interventions(interventions: Any) -> list[Declared]:
-    from tracewire_bus.declared import DeclarationError, normalized
+    from tracewire_bus.domain.intervention_checks import DeclarationError, normalized
 
     if isinstance(interventions, str | bytes | Mapping) or not isinstance(interventions, Iterable):
         raise TraceRejected("interventions", f"expected a list of interventions, got {_shown(interventions)}")
@@ -989,7 +988,7 @@ _MOST_SHARED = 2**20
 
 
 def _shared(shared: Any) -> bytes:
-    from tracewire_bus.values import Unsavable, is_array, pack
+    from tracewire_bus.wire.values import Unsavable, is_array, pack
 
     if shared is not None and not isinstance(shared, Mapping):
         raise TraceRejected("shared", f"expected a dict of shared values by name, got {_shown(shared)}")
@@ -1012,7 +1011,7 @@ def _shared(shared: Any) -> bytes:
 
 
 def _live(live: Any) -> bytes:
-    from tracewire_bus.live import LiveError, joined, live_values
+    from tracewire_bus.wire.live_values import LiveError, joined, live_values
 
     if live is not None and not isinstance(live, Mapping):
         raise TraceRejected("live", f"expected a dict of live parameters' first values, got {_shown(live)}")

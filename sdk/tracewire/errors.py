@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from tracewire_bus.connection import BusError, is_full
-from tracewire_bus.connection import BusFull as NoMemory
-from tracewire_bus.connection import BusUnavailable as Away
+from tracewire_bus.transport.connection import BusError, is_full
+from tracewire_bus.transport.connection import BusFull as NoMemory
+from tracewire_bus.transport.connection import BusUnavailable as Away
 
 if TYPE_CHECKING:
-    from tracewire_bus.messages import Failure
-
-    from .state import Result
+    from tracewire.traces.state import Result
+    from tracewire_bus.wire.messages import Failure
 
 __all__ = [
     "AmbiguousResult",

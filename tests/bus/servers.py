@@ -20,9 +20,9 @@ from typing import Any
 
 import anyio
 
-from tracewire_bus.connection import Link, Server
-from tracewire_bus.embedded import _binary, _die_with_parent
-from tracewire_bus.keys import Keys
+from tracewire_bus.store.keys import Keys
+from tracewire_bus.transport.connection import Link, Server
+from tracewire_bus.transport.embedded import _binary, _die_with_parent
 
 __all__ = [
     *("BINARIES", "Cluster", "Running", "Servers", "running_servers", "see_that_it_is_dead", "slot_of"),

@@ -15,16 +15,16 @@ from anyio.lowlevel import checkpoint
 from redis.exceptions import AskError, RedisError
 
 from tests.scripted import engine_info
-from tracewire_bus.cluster import Cluster as Slots
-from tracewire_bus.cluster import ClusterLink
-from tracewire_bus.connection import After
-from tracewire_bus.firehose import telling
-from tracewire_bus.live import live_values
-from tracewire_bus.messages import Invoke, Submission
-from tracewire_bus.scripts import Script
-from tracewire_bus.streams import FINAL_ID, Bus, BusError, BusUnavailable, Entry, Fenced, NotAllowed
-from tracewire_bus.values import pack
-from tracewire_bus.writer import Writer
+from tracewire_bus.bus import FINAL_ID, Bus, BusError, BusUnavailable, Entry, Fenced, NotAllowed
+from tracewire_bus.events.writer import Writer
+from tracewire_bus.store.lifecycle import telling
+from tracewire_bus.transport.cluster import Cluster as Slots
+from tracewire_bus.transport.cluster import ClusterLink
+from tracewire_bus.transport.connection import After
+from tracewire_bus.transport.scripts import Script
+from tracewire_bus.wire.live_values import live_values
+from tracewire_bus.wire.messages import Invoke, Submission
+from tracewire_bus.wire.values import pack
 
 from .servers import BINARIES, HOST, Cluster, Running, free_port, running_servers, slot_of, until, until_so
 from .test_snapshots import Author, read, same
@@ -272,7 +272,7 @@ async def test_a_slot_whose_move_stands_still_holds_up_no_other(
 ) -> None:
     """Nor what takes one key of it. What takes several waits, and with it what must not be done before."""
     # What waits is tried again with all that follows.
-    monkeypatch.setattr("tracewire_bus.writer.RETRY_S", 0.0)
+    monkeypatch.setattr("tracewire_bus.events.writer.RETRY_S", 0.0)
     async with Bus.open(cluster.url, prefix=prefix) as bus, bus.writer() as writer:
         slot = slot_of(bus.keys, "t")
         names = [f"s{n}" for n in range(10_000) if slot_of(bus.keys, f"s{n}") == slot][:2]
@@ -411,8 +411,8 @@ async def test_who_connects_anew_waits_for_no_move(
     cluster: Cluster, prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All that a stream's repair takes is on one node still, but not all that goes with its events."""
-    monkeypatch.setattr("tracewire_bus.writer.LOOK_S", 0.1)
-    monkeypatch.setattr("tracewire_bus.writer.KEEP_S", 0.2)
+    monkeypatch.setattr("tracewire_bus.events.writer.LOOK_S", 0.1)
+    monkeypatch.setattr("tracewire_bus.events.writer.KEEP_S", 0.2)
     async with Bus.open(cluster.url, prefix=prefix) as bus, bus.writer() as writer:
         slot = slot_of(bus.keys, "t")
         await writer.append("t", 1, 0, b"0", life=telling("accepted", "t", model="m", engine="e", attempt=1))
@@ -457,8 +457,8 @@ async def test_what_waits_apart_is_tried_in_turns_and_not_with_all_that_others_w
 
         monkeypatch.setattr(writer._link, "ask", watched)
         # One of them fills a flush.
-        monkeypatch.setattr("tracewire_bus.writer._FLUSH_BYTES", 1000)
-        monkeypatch.setattr("tracewire_bus.writer.RETRY_S", 3600.0)
+        monkeypatch.setattr("tracewire_bus.events.writer._FLUSH_BYTES", 1000)
+        monkeypatch.setattr("tracewire_bus.events.writer.RETRY_S", 3600.0)
         with anyio.fail_after(30):
             async with anyio.create_task_group() as group:
                 group.start_soon(partial(writer.append, "t", 1, 1, b"1" * 1000, final=True))
@@ -471,7 +471,7 @@ async def test_what_waits_apart_is_tried_in_turns_and_not_with_all_that_others_w
                 for seq in range(1, 50):
                     await writer.append("o", 1, seq, b"x")
                 assert bus.keys.events("t") not in sent
-                monkeypatch.setattr("tracewire_bus.writer.RETRY_S", 0.0)
+                monkeypatch.setattr("tracewire_bus.events.writer.RETRY_S", 0.0)
                 writer._retry_at = 0.0
                 await cluster.finish_move(*halves[1])
                 assert len(await rest(bus, moves)) == 2
@@ -484,7 +484,7 @@ async def test_a_node_that_lost_an_end_is_found_while_something_waits_apart(
     cluster: Cluster, prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing else is written to it."""
-    monkeypatch.setattr("tracewire_bus.writer.LOOK_S", 0.1)
+    monkeypatch.setattr("tracewire_bus.events.writer.LOOK_S", 0.1)
     async with Bus.open(cluster.url, prefix=prefix) as bus, bus.writer() as writer:
         slot = slot_of(bus.keys, "t")
         await writer.append("t", 1, 0, b"0")

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.equality import equal
-from tracewire_bus.codec import (
+from tracewire_bus.wire.codec import (
     NewerSchema,
     UnknownKind,
     check_schema,
@@ -23,7 +23,7 @@ from tracewire_bus.codec import (
     encode,
     schema_text,
 )
-from tracewire_bus.messages import (
+from tracewire_bus.wire.messages import (
     Accepted,
     Append,
     Block,
@@ -44,7 +44,7 @@ from tracewire_bus.messages import (
     Usage,
     Versions,
 )
-from tracewire_bus.values import pack, wire
+from tracewire_bus.wire.values import pack, wire
 
 EVENTS: list[Any] = [
     Accepted(attempt=1, seq=0, engine="e", model="m", queued_at=1.5, sampling=[{"seed": None, "stop": ["a"]}]),

@@ -12,8 +12,7 @@ import pytest
 from anyio.lowlevel import checkpoint
 
 from tests.bus.proxy import proxy
-from tracewire_bus.addresses import Addresses
-from tracewire_bus.connection import (
+from tracewire_bus.transport.connection import (
     Background,
     BusError,
     BusUnavailable,
@@ -24,6 +23,7 @@ from tracewire_bus.connection import (
     Wakeup,
     redacted,
 )
+from tracewire_bus.transport.urls import Addresses
 
 
 async def woken_as(wakeup: Wakeup, woken: list[int], number: int) -> None:
@@ -374,7 +374,7 @@ async def test_calls_go_on_after_a_trip_that_never_began(connections: Connection
 async def test_a_background_task_that_fails_says_so_at_once_and_begins_anew(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("tracewire_bus.connection._ANEW_S", 0.0)
+    monkeypatch.setattr("tracewire_bus.transport.connection._ANEW_S", 0.0)
     begun, works = 0, anyio.Event()
 
     async def run() -> None:

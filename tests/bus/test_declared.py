@@ -9,9 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tracewire_bus.codec import decode_submission, encode
-from tracewire_bus.declared import DeclarationError, check, check_encoded, decoded, find_sites, normalized, resolved
-from tracewire_bus.messages import (
+from tracewire_bus.domain.intervention_checks import (
+    DeclarationError,
+    check,
+    check_encoded,
+    decoded,
+    find_sites,
+    normalized,
+    resolved,
+)
+from tracewire_bus.domain.tree import ModuleTree, check_block
+from tracewire_bus.wire.codec import decode_submission, encode
+from tracewire_bus.wire.messages import (
     Ablate,
     Clamp,
     EngineInfo,
@@ -23,8 +32,7 @@ from tracewire_bus.messages import (
     StopWhen,
     Submission,
 )
-from tracewire_bus.tree import ModuleTree, check_block
-from tracewire_bus.values import pack
+from tracewire_bus.wire.values import pack
 
 HIDDEN = 8
 PATHS = ["", "model", "model.embed", "model.layers"] + [
@@ -213,7 +221,7 @@ def test_what_has_been_found_to_fit_is_told_by_its_bytes(monkeypatch: pytest.Mon
         looked.append(interventions)
         return check(interventions, *args, **options)
 
-    monkeypatch.setattr("tracewire_bus.declared.check", counted)
+    monkeypatch.setattr("tracewire_bus.domain.intervention_checks.check", counted)
     here, there = tree(), tree(taps=["model.layers.1.output"])
 
     def look(at: str, live: Any, *trees: ModuleTree, hidden_size: int = HIDDEN) -> int:
@@ -235,7 +243,7 @@ def test_what_has_been_found_to_fit_is_told_by_its_bytes(monkeypatch: pytest.Mon
     for _ in range(2):
         with pytest.raises(DeclarationError, match="tap"):
             look("residual(2)", 1.0, here, there)
-    monkeypatch.setattr("tracewire_bus.declared._REMEMBERED", 2)
+    monkeypatch.setattr("tracewire_bus.domain.intervention_checks._REMEMBERED", 2)
     for number in range(5):
         assert look("residual(1)", float(number + 10), here) == 1
     assert len(here.fitting) <= 2

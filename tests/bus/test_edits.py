@@ -6,12 +6,12 @@ import anyio
 import msgspec
 import pytest
 
-from tracewire_bus import edits as module
-from tracewire_bus.codec import encode
-from tracewire_bus.connection import BusError
-from tracewire_bus.edits import EditsFull, UnknownEdit, VersionDiffers, is_edit_name, selected
-from tracewire_bus.messages import Block, Edit, EditRecord
-from tracewire_bus.streams import Bus
+from tracewire_bus.bus import Bus
+from tracewire_bus.store import edits as module
+from tracewire_bus.store.edits import EditsFull, UnknownEdit, VersionDiffers, is_edit_name, selected
+from tracewire_bus.transport.connection import BusError
+from tracewire_bus.wire.codec import encode
+from tracewire_bus.wire.messages import Block, Edit, EditRecord
 
 MODEL = "m"
 

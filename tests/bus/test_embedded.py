@@ -15,9 +15,9 @@ import anyio
 import psutil
 import pytest
 
-from tracewire_bus import embedded as module
-from tracewire_bus.embedded import MAX_SOCKET_PATH, EmbeddedServer, EmbeddedServerError
-from tracewire_bus.streams import Bus
+from tracewire_bus.bus import Bus
+from tracewire_bus.transport import embedded as module
+from tracewire_bus.transport.embedded import MAX_SOCKET_PATH, EmbeddedServer, EmbeddedServerError
 
 
 def folder_of(url: str) -> Path:
@@ -40,7 +40,7 @@ def gone(pid: int, within_s: float = 10) -> bool:
 
 HOLDER = """
 import sys, anyio
-from tracewire_bus.embedded import EmbeddedServer
+from tracewire_bus.transport.embedded import EmbeddedServer
 
 async def main():
     async with EmbeddedServer.start() as server:

@@ -11,9 +11,9 @@ import tracewire
 from tests.faults.scripted import acts, info, serving
 from tests.faults.test_engine_loss import free
 from tracewire import Client, TraceForgotten
-from tracewire_bus import reader
-from tracewire_bus.messages import Failure
-from tracewire_bus.streams import Bus, BusError, StreamGone
+from tracewire_bus.bus import Bus, BusError, StreamGone
+from tracewire_bus.events import reader
+from tracewire_bus.wire.messages import Failure
 
 from .servers import BINARIES, running_servers, until
 

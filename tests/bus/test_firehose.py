@@ -8,12 +8,12 @@ from pathlib import Path
 import anyio
 import pytest
 
-from tracewire_bus import firehose
-from tracewire_bus.connection import BusError
-from tracewire_bus.firehose import GroupRemoved, GroupWatch, Lifecycle, Watch, telling
-from tracewire_bus.messages import Failure, Invoke, Submission, Usage
-from tracewire_bus.queue import QueueFull
-from tracewire_bus.streams import Bus
+from tracewire_bus.bus import Bus
+from tracewire_bus.store import lifecycle as firehose
+from tracewire_bus.store.lifecycle import GroupRemoved, GroupWatch, Lifecycle, Watch, telling
+from tracewire_bus.store.submission_queue import QueueFull
+from tracewire_bus.transport.connection import BusError
+from tracewire_bus.wire.messages import Failure, Invoke, Submission, Usage
 
 from .proxy import proxy
 

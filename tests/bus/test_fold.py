@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.equality import equal
-from tracewire_bus.codec import decode_event, decode_plain, decode_snapshot, encode
-from tracewire_bus.fold import DigestMismatch, Fold, FoldError
-from tracewire_bus.messages import (
+from tracewire_bus.domain.fold import DigestMismatch, Fold, FoldError
+from tracewire_bus.wire.codec import decode_event, decode_plain, decode_snapshot, encode
+from tracewire_bus.wire.messages import (
     SHARED_INVOKE,
     Accepted,
     Append,
@@ -31,7 +31,7 @@ from tracewire_bus.messages import (
     Set,
     Usage,
 )
-from tracewire_bus.values import ArrayRef, digest, kind, length, wire, wired_key
+from tracewire_bus.wire.values import ArrayRef, digest, kind, length, wire, wired_key
 
 
 def manifest_of(saves: dict[str, Any], invoke: int = 0, choice: int = 0) -> list[Manifest]:

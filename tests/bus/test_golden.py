@@ -20,10 +20,10 @@ from tests.bus.golden import record
 from tests.faults.scripted import ScriptedEngine, expected, serving
 from tracewire import Accepted, Client, Final, Output, Restarted, Steered
 from tracewire_bus import recovery
-from tracewire_bus.codec import decode_event, encode, schema_text
-from tracewire_bus.messages import SCHEMA, FirstToken, Invoke, Message, Submission
-from tracewire_bus.streams import Bus
-from tracewire_bus.values import wire
+from tracewire_bus.bus import Bus
+from tracewire_bus.wire.codec import decode_event, encode, schema_text
+from tracewire_bus.wire.messages import SCHEMA, FirstToken, Invoke, Message, Submission
+from tracewire_bus.wire.values import wire
 
 PATIENCE = 20
 

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 
 from tests.bus.proxy import Proxy, proxy
-from tracewire_bus import edits, records
-from tracewire_bus.edits import UnknownEdit, VersionDiffers
-from tracewire_bus.messages import Block, Edit, Invoke, Submission
-from tracewire_bus.records import TraceEnded
-from tracewire_bus.scripts import Script, with_text
-from tracewire_bus.streams import Bus
+from tracewire_bus.bus import Bus
+from tracewire_bus.store import edits
+from tracewire_bus.store import trace_records as records
+from tracewire_bus.store.edits import UnknownEdit, VersionDiffers
+from tracewire_bus.store.trace_records import TraceEnded
+from tracewire_bus.transport.scripts import Script, with_text
+from tracewire_bus.wire.messages import Block, Edit, Invoke, Submission
 
 MODEL = "m"
 

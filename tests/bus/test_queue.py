@@ -12,12 +12,12 @@ from pathlib import Path
 import anyio
 import pytest
 
-from tracewire_bus import queue
-from tracewire_bus.codec import decode_submission, schema_text
-from tracewire_bus.embedded import EmbeddedServer
-from tracewire_bus.messages import Invoke, Submission
-from tracewire_bus.queue import _PUT, Taken
-from tracewire_bus.streams import Bus, BusFull, QueueFull
+from tracewire_bus.bus import Bus, BusFull, QueueFull
+from tracewire_bus.store import submission_queue as queue
+from tracewire_bus.store.submission_queue import _PUT, Taken
+from tracewire_bus.transport.embedded import EmbeddedServer
+from tracewire_bus.wire.codec import decode_submission, schema_text
+from tracewire_bus.wire.messages import Invoke, Submission
 
 from .proxy import proxy
 from .test_streams import clients, until

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 
 from tests.bus.proxy import proxy
-from tracewire_bus import queue, records
-from tracewire_bus.connection import After, BusUnavailable
-from tracewire_bus.embedded import EmbeddedServer
-from tracewire_bus.messages import Invoke, Submission
-from tracewire_bus.scripts import Script, with_text
-from tracewire_bus.streams import Bus, BusError
+from tracewire_bus.bus import Bus, BusError
+from tracewire_bus.store import submission_queue as queue
+from tracewire_bus.store import trace_records as records
+from tracewire_bus.transport.connection import After, BusUnavailable
+from tracewire_bus.transport.embedded import EmbeddedServer
+from tracewire_bus.transport.scripts import Script, with_text
+from tracewire_bus.wire.messages import Invoke, Submission
 
 
 def unknown(text: str) -> Script:

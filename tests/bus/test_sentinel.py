@@ -8,9 +8,9 @@ from contextlib import asynccontextmanager
 import anyio
 import pytest
 
-from tracewire_bus.connection import Link
-from tracewire_bus.sentinel import Sentinels
-from tracewire_bus.streams import FINAL_ID, Bus, BusError, BusUnavailable, Entry
+from tracewire_bus.bus import FINAL_ID, Bus, BusError, BusUnavailable, Entry
+from tracewire_bus.transport.connection import Link
+from tracewire_bus.transport.sentinel import Sentinels
 
 from .servers import BINARIES, HOST, Running, Servers, free_port, running_servers, see_that_it_is_dead, until
 from .transports import end_to_end
@@ -148,7 +148,7 @@ async def test_whether_the_master_is_another_is_asked_over_one_connection(
     version: str, prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As often as there is something to ask for.
-    monkeypatch.setattr("tracewire_bus.sentinel._CHECK_S", 0.0)
+    monkeypatch.setattr("tracewire_bus.transport.sentinel._CHECK_S", 0.0)
     async with watched(version) as service:
 
         async def count(name: bytes) -> int:

@@ -6,10 +6,12 @@ import anyio
 import numpy as np
 import pytest
 
-from tracewire_bus import snapshots
-from tracewire_bus.codec import decode_event, decode_snapshot, encode
-from tracewire_bus.fold import Fold, FoldError
-from tracewire_bus.messages import (
+from tracewire_bus.bus import Bus, EventsLost, Fenced, Gap
+from tracewire_bus.domain.fold import Fold, FoldError
+from tracewire_bus.events.writer import Writer
+from tracewire_bus.store import snapshots
+from tracewire_bus.wire.codec import decode_event, decode_snapshot, encode
+from tracewire_bus.wire.messages import (
     Accepted,
     Append,
     DecodedOutput,
@@ -23,9 +25,7 @@ from tracewire_bus.messages import (
     Set,
     Steered,
 )
-from tracewire_bus.streams import Bus, EventsLost, Fenced, Gap
-from tracewire_bus.values import ArrayRef, digest, kind, length, wire, wired_key
-from tracewire_bus.writer import Writer
+from tracewire_bus.wire.values import ArrayRef, digest, kind, length, wire, wired_key
 
 VALUES = [
     np.arange(3, dtype="float32"),

@@ -12,12 +12,7 @@ from typing import Any
 import anyio
 import pytest
 
-from tracewire_bus import writer as writing
-from tracewire_bus.codec import decode_engine, encode, schema_text
-from tracewire_bus.connection import Link
-from tracewire_bus.keys import parse_id
-from tracewire_bus.messages import EngineInfo, Invoke, ModuleInfo, Submission
-from tracewire_bus.streams import (
+from tracewire_bus.bus import (
     FINAL_ID,
     Bus,
     BusError,
@@ -28,7 +23,12 @@ from tracewire_bus.streams import (
     Keys,
     Subscription,
 )
-from tracewire_bus.writer import ENTRY_BYTES, Writer
+from tracewire_bus.events import writer as writing
+from tracewire_bus.events.writer import ENTRY_BYTES, Writer
+from tracewire_bus.store.keys import parse_id
+from tracewire_bus.transport.connection import Link
+from tracewire_bus.wire.codec import decode_engine, encode, schema_text
+from tracewire_bus.wire.messages import EngineInfo, Invoke, ModuleInfo, Submission
 
 from .proxy import proxy
 
@@ -229,7 +229,7 @@ async def test_many_subscriptions_share_one_connection(
     embedded: str, prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Its wait is not over between two looks at it.
-    monkeypatch.setattr("tracewire_bus.reader._BLOCK_S", 3600.0)
+    monkeypatch.setattr("tracewire_bus.events.reader._BLOCK_S", 3600.0)
     async with Bus.open(embedded, prefix=prefix) as bus, Bus.open(embedded, prefix=prefix) as watcher:
         before = {client["id"] for client in await clients(watcher)} | {client["id"] for client in await clients(bus)}
         found: list[list[Entry]] = []
@@ -402,7 +402,7 @@ async def test_a_subscription_that_was_dropped_is_forgotten(bus: Bus) -> None:
 async def test_a_reader_that_may_not_be_woken_reconnects(
     bus: Bus, prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tracewire_bus.reader._BLOCK_S", 3600.0)
+    monkeypatch.setattr("tracewire_bus.events.reader._BLOCK_S", 3600.0)
     await bus.command("ACL", "SETUSER", "reader", "reset", "on", ">secret", "~*", "+@all", "-client")
     url = bus.url.replace("unix://", "unix://reader@") + "?password=secret"
     async with Bus.open(url, prefix=prefix) as other, bus.writer() as writer, anyio.create_task_group() as group:

@@ -23,11 +23,11 @@ from cryptography.x509.oid import NameOID
 import tracewire
 from tests.scripted import engine_info
 from tracewire import ConnectError
-from tracewire_bus.codec import encode
-from tracewire_bus.live import live_values
-from tracewire_bus.messages import Block, Edit, EditRecord, Invoke, Submission
-from tracewire_bus.streams import Bus, BusError, NotAllowed
-from tracewire_bus.values import pack
+from tracewire_bus.bus import Bus, BusError, NotAllowed
+from tracewire_bus.wire.codec import encode
+from tracewire_bus.wire.live_values import live_values
+from tracewire_bus.wire.messages import Block, Edit, EditRecord, Invoke, Submission
+from tracewire_bus.wire.values import pack
 
 from .servers import BINARIES, HOST, Cluster, Running, free_port, running_servers
 from .transports import end_to_end

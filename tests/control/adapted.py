@@ -11,11 +11,11 @@ import anyio
 import msgspec
 
 from tests.scripted import engine_info
-from tracewire_bus.messages import Submission
-from tracewire_bus.streams import Bus
-from tracewire_engine.adapter import Adapter, Settings
-from tracewire_engine.engine import Choice, Prepared
-from tracewire_engine.link import Changes, FinishRecord, Report
+from tracewire_bus.bus import Bus
+from tracewire_bus.wire.messages import Submission
+from tracewire_engine.adapter.engine_api import Choice, Prepared
+from tracewire_engine.adapter.service import Adapter, Settings
+from tracewire_engine.link.step_link import Changes, FinishRecord, Report
 
 __all__ = ["PlayedEngine", "adapted"]
 

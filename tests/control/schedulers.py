@@ -24,8 +24,8 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from tracewire_engine.scheduler import pausing_scheduler
-from tracewire_engine.wiring import BLOCK_ARG
+from tracewire_engine.core.scheduler import pausing_scheduler
+from tracewire_engine.protocol.keys import BLOCK_ARG
 
 __all__ = ["BLOCK", "LENGTH", "PLACES", "Core", "alone", "configuration"]
 

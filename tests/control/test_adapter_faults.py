@@ -18,17 +18,17 @@ from tests.control.adapted import PlayedEngine, adapted
 from tests.faults.scripted import acts
 from tests.scripted import engine_info
 from tracewire import Accepted, Client, Final, FirstToken, Output, Paused, Resumed, Steered
-from tracewire_bus.codec import decode_submission, encode
-from tracewire_bus.control import Order
-from tracewire_bus.declared import normalized
-from tracewire_bus.live import live_values
-from tracewire_bus.messages import Invoke, Submission
-from tracewire_bus.streams import Bus
-from tracewire_bus.values import pack, unpack
-from tracewire_engine.adapter import Adapter
-from tracewire_engine.engine import Rejection
-from tracewire_engine.link import Applied, Changes, FinishRecord, Report, StepRecord
-from tracewire_engine.trace import TraceRun
+from tracewire_bus.bus import Bus
+from tracewire_bus.domain.intervention_checks import normalized
+from tracewire_bus.store.control import Order
+from tracewire_bus.wire.codec import decode_submission, encode
+from tracewire_bus.wire.live_values import live_values
+from tracewire_bus.wire.messages import Invoke, Submission
+from tracewire_bus.wire.values import pack, unpack
+from tracewire_engine.adapter.engine_api import Rejection
+from tracewire_engine.adapter.service import Adapter
+from tracewire_engine.adapter.trace_run import TraceRun
+from tracewire_engine.link.step_link import Applied, Changes, FinishRecord, Report, StepRecord
 
 PATIENCE = 15
 
@@ -424,7 +424,7 @@ async def test_an_engine_that_refuses_to_be_held_is_asked_again(
     client: Client, embedded: str, prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As one that was told to stop does, with an error of its own type: nobody else's traces end by that."""
-    monkeypatch.setattr("tracewire_engine.adapter._PRESS_AGAIN_S", 0.0)
+    monkeypatch.setattr("tracewire_engine.adapter.service._PRESS_AGAIN_S", 0.0)
     held = anyio.Event()
 
     class Refusing(PlayedEngine):

@@ -15,11 +15,11 @@ import tracewire
 from tests.control.adapted import PlayedEngine, adapted
 from tests.scripted import engine_info
 from tracewire import Client, Output, Steered, intervention
-from tracewire_bus.codec import encode
-from tracewire_bus.messages import Append, Block, Delta, Failure, Invoke, Manifest, Set, Submission
-from tracewire_bus.streams import Bus
-from tracewire_bus.values import pack, wire
-from tracewire_engine.link import FinishRecord, Report, StepRecord
+from tracewire_bus.bus import Bus
+from tracewire_bus.wire.codec import encode
+from tracewire_bus.wire.messages import Append, Block, Delta, Failure, Invoke, Manifest, Set, Submission
+from tracewire_bus.wire.values import pack, wire
+from tracewire_engine.link.step_link import FinishRecord, Report, StepRecord
 
 PATIENCE = 15
 #: What a played block saves in each step.

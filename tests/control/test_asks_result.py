@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tracewire_bus.messages import Block, Helper
-from tracewire_engine.vllm_engine import _asks_result
+from tracewire_bus.wire.messages import Block, Helper
+from tracewire_engine.adapter.vllm_engine import _asks_result
 
 
 @pytest.mark.parametrize(

@@ -32,9 +32,9 @@ from examples.chat_backend.stream import EventStream
 from tests.bus.proxy import proxy
 from tests.documented import commands as documented
 from tests.scripted import Script, ScriptedEngine, Stage, engine_info
-from tracewire_bus.embedded import EmbeddedServer
-from tracewire_bus.messages import Failure
-from tracewire_bus.streams import FINAL_ID, Bus
+from tracewire_bus.bus import FINAL_ID, Bus
+from tracewire_bus.transport.embedded import EmbeddedServer
+from tracewire_bus.wire.messages import Failure
 
 ROOT = Path(__file__).parents[2]
 
@@ -346,7 +346,7 @@ async def test_two_readers_see_the_same_at_their_own_pace(http: httpx.AsyncClien
 
 
 async def test_several_tokens_of_one_output_are_one_event(http: httpx.AsyncClient, engine: Callable[..., Any]) -> None:
-    from tracewire_bus.messages import Append, Set
+    from tracewire_bus.wire.messages import Append, Set
 
     async def script(stage: Stage) -> None:
         await stage.accept()

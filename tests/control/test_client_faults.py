@@ -14,9 +14,9 @@ import tracewire
 from tests.bus.proxy import proxy
 from tests.scripted import ScriptedEngine, Stage, engine_info
 from tracewire import Accepted, Client, Final, Output, Paused, Resumed
-from tracewire.presence import Presence
-from tracewire_bus.messages import Invoke, Submission
-from tracewire_bus.streams import Bus, QueueFull
+from tracewire.traces.presence import Presence
+from tracewire_bus.bus import Bus, QueueFull
+from tracewire_bus.wire.messages import Invoke, Submission
 
 PATIENCE = 15
 
@@ -34,7 +34,7 @@ async def test_a_deadline_is_seen_to_after_an_outage(
     bus: Bus, embedded: str, prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both of the times that a client looks at it Redis is away, for longer than the client is patient."""
-    monkeypatch.setattr("tracewire.presence._AGAIN_S", 0.05)
+    monkeypatch.setattr("tracewire.traces.presence._AGAIN_S", 0.05)
     with anyio.fail_after(PATIENCE):
         async with proxy(embedded, tmp_path) as way, Bus.open(way.url, prefix=prefix, patience_s=0.05) as away:
             failures = 0

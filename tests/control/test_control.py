@@ -14,10 +14,10 @@ import tracewire
 from tests.bus.proxy import proxy
 from tests.scripted import ScriptedEngine, Stage, engine_info, tiny
 from tracewire import Client, Final, FirstToken, Output, Steered
-from tracewire_bus.codec import decode_submission
-from tracewire_bus.live import live_values
-from tracewire_bus.records import SteerRefused
-from tracewire_bus.streams import Bus, Fenced
+from tracewire_bus.bus import Bus, Fenced
+from tracewire_bus.store.trace_records import SteerRefused
+from tracewire_bus.wire.codec import decode_submission
+from tracewire_bus.wire.live_values import live_values
 
 PATIENCE = 60
 
@@ -279,7 +279,7 @@ async def test_orders_come_once_and_in_order_over_a_broken_way(
 
 def trace_order(data: bytes) -> int:
     """The value in a change."""
-    from tracewire_bus.codec import decode_change
+    from tracewire_bus.wire.codec import decode_change
 
     return int(decode_change(data).values["alpha"])
 
@@ -402,7 +402,7 @@ async def test_a_change_whose_answer_was_lost_is_accepted_though_its_trace_has_e
 
         async def steer() -> int:
             with monkeypatch.context() as patched:
-                patched.setattr("tracewire_bus.records.secrets.token_hex", lambda _: "the operation")
+                patched.setattr("tracewire_bus.store.trace_records.secrets.token_hex", lambda _: "the operation")
                 return await bus.records.steer(trace.id, live_values({"alpha": 1.0}), by="x")
 
         assert await steer() == 1

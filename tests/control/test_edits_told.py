@@ -11,17 +11,17 @@ import msgspec
 import pytest
 
 from tests.scripted import engine_info
-from tracewire_bus.connection import BusError, BusUnavailable
-from tracewire_bus.edits import Edits
-from tracewire_bus.messages import Block, Edit, Failure
-from tracewire_bus.streams import Bus
-from tracewire_bus.tree import ModuleTree
-from tracewire_engine import edits as module
-from tracewire_engine.edits import Standing
-from tracewire_engine.engine import Rejection
-from tracewire_engine.link import FinishRecord
-from tracewire_engine.plain_requests import EditedClient, PlainRequests, _asked
-from tracewire_engine.reports import Reports
+from tracewire_bus.bus import Bus
+from tracewire_bus.domain.tree import ModuleTree
+from tracewire_bus.store.edits import Edits
+from tracewire_bus.transport.connection import BusError, BusUnavailable
+from tracewire_bus.wire.messages import Block, Edit, Failure
+from tracewire_engine.adapter import standing_edits as module
+from tracewire_engine.adapter.engine_api import Rejection
+from tracewire_engine.adapter.http_requests import EditedClient, PlainRequests, _asked
+from tracewire_engine.adapter.report_router import Reports
+from tracewire_engine.adapter.standing_edits import Standing
+from tracewire_engine.link.step_link import FinishRecord
 
 _NO_DELTAS = msgspec.Raw(msgspec.msgpack.encode([]))
 

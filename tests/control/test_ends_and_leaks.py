@@ -17,10 +17,10 @@ from tests.bus.proxy import proxy
 from tests.faults.scripted import ScriptedEngine, acts, info, serving
 from tests.faults.test_engine_loss import Gate
 from tracewire import Client, Final, Steered
-from tracewire_bus.connection import CONCURRENT, BusUnavailable
-from tracewire_bus.messages import Failure, Invoke, Submission
-from tracewire_bus.streams import Bus, QueueFull
-from tracewire_engine.adapter import Adapter
+from tracewire_bus.bus import Bus, QueueFull
+from tracewire_bus.transport.connection import CONCURRENT, BusUnavailable
+from tracewire_bus.wire.messages import Failure, Invoke, Submission
+from tracewire_engine.adapter.service import Adapter
 
 PATIENCE = 10
 
@@ -198,7 +198,7 @@ async def test_an_engine_outlives_odd_names_on_its_queue(
             looked.release()
 
     monkeypatch.setattr(Adapter, "_look_after_clients", looking)
-    monkeypatch.setattr("tracewire_engine.adapter._patience_of", lambda lease: 0.0)
+    monkeypatch.setattr("tracewire_engine.adapter.service._patience_of", lambda lease: 0.0)
     with anyio.fail_after(PATIENCE):
         async with (
             serving(bus, ScriptedEngine(gate), info(capacity=1)),

@@ -13,8 +13,8 @@ import pytest
 import uvicorn
 
 from tests.bus.test_tls_acl import Certificates
-from tracewire_engine import openai_api
-from tracewire_engine.openai_api import Guarded, HttpApi, bound, parsed
+from tracewire_engine.adapter import http_server as openai_api
+from tracewire_engine.adapter.http_server import Guarded, HttpApi, bound, parsed
 
 
 @pytest.mark.parametrize("address", ["", "8000", ":8000", "localhost:", "localhost:http", "localhost:70000"])

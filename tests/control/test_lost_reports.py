@@ -15,11 +15,11 @@ from tests.control.adapted import PlayedEngine, adapted
 from tests.faults.scripted import acts
 from tests.scripted import engine_info
 from tracewire import Client
-from tracewire_bus.streams import Bus
-from tracewire_engine import trace as traces
-from tracewire_engine.adapter import Adapter
-from tracewire_engine.engine import EngineLost, Prepared
-from tracewire_engine.link import FinishRecord, Report, StepRecord
+from tracewire_bus.bus import Bus
+from tracewire_engine.adapter import trace_run as traces
+from tracewire_engine.adapter.engine_api import EngineLost, Prepared
+from tracewire_engine.adapter.service import Adapter
+from tracewire_engine.link.step_link import FinishRecord, Report, StepRecord
 
 PATIENCE = 30
 NOTHING = msgspec.Raw(msgspec.msgpack.encode([]))
@@ -140,7 +140,7 @@ async def test_a_lost_report_of_an_engine_that_does_not_answer_is_an_engine_lost
 
 
 async def test_what_waits_for_redis_behind_large_arrays_is_not_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tracewire_engine import reports
+    from tracewire_engine.adapter import report_router as reports
 
     monkeypatch.setattr(reports, "_LOOK_S", 0.0)
     half = traces.Half(1, "t")
@@ -233,7 +233,7 @@ async def test_an_engine_that_reports_is_not_given_up_whether_or_not_it_answers(
 
 async def test_no_call_of_vllm_is_waited_for_without_a_limit() -> None:
     """vLLM fails no call that is under way when its EngineCore dies."""
-    from tracewire_engine.vllm_engine import VllmEngine
+    from tracewire_engine.adapter.vllm_engine import VllmEngine
 
     class Silent:
         """An `AsyncLLM` whose EngineCore is gone."""

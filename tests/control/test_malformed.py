@@ -20,16 +20,16 @@ import tests.fuzz as fuzz
 import tracewire
 from tests.faults.scripted import ScriptedEngine, acts, expected, info, serving
 from tracewire import Client
-from tracewire_bus.codec import encode
-from tracewire_bus.guard import LINES, Guard, Malformed
-from tracewire_bus.limits import MAX_HELPERS, MAX_INVOKES, MAX_SOURCE, LimitExceeded
-from tracewire_bus.messages import Block, Helper, Invoke, Steer, Submission
-from tracewire_bus.streams import Bus
-from tracewire_bus.tree import ModuleTree
-from tracewire_bus.values import pack
-from tracewire_engine import sources
-from tracewire_engine.adapter import Adapter
-from tracewire_engine.sources import Sources
+from tracewire_bus.bus import Bus
+from tracewire_bus.domain.limits import MAX_HELPERS, MAX_INVOKES, MAX_SOURCE, LimitExceeded
+from tracewire_bus.domain.tree import ModuleTree
+from tracewire_bus.transport.guard import LINES, Guard, Malformed
+from tracewire_bus.wire.codec import encode
+from tracewire_bus.wire.messages import Block, Helper, Invoke, Steer, Submission
+from tracewire_bus.wire.values import pack
+from tracewire_engine.adapter import block_sources as sources
+from tracewire_engine.adapter.block_sources import Sources
+from tracewire_engine.adapter.service import Adapter
 
 PATIENCE = 30
 ENGINE = "the-engine"
@@ -279,7 +279,7 @@ async def test_a_long_source_is_looked_at_in_another_process(monkeypatch: pytest
 
 
 async def test_a_chat_template_runs_on_a_thread_and_bounded() -> None:
-    vllm_engine = pytest.importorskip("tracewire_engine.vllm_engine")
+    vllm_engine = pytest.importorskip("tracewire_engine.adapter.vllm_engine")
     threads: list[int] = []
 
     class Tokenizer:

@@ -22,7 +22,7 @@ import tracewire
 from tests.engine import blocks_for_tests as blocks
 from tests.engine_inside import counts, engine_inside, forgotten
 from tracewire import Client, Model, Output
-from tracewire_bus.messages import Probe
+from tracewire_bus.wire.messages import Probe
 
 PROMPT = "def add(a, b):\n    return"
 GREEDY = {"temperature": 0.0, "ignore_eos": True}

@@ -20,7 +20,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from tracewire_engine.scheduler import PausingAsyncScheduler, PausingScheduler
+from tracewire_engine.core.scheduler import PausingAsyncScheduler, PausingScheduler
 
 from .schedulers import configuration, following
 

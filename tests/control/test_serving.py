@@ -13,9 +13,9 @@ import pytest
 from tests.bus.proxy import proxy
 from tests.control.adapted import PlayedEngine
 from tests.scripted import engine_info
-from tracewire_bus.streams import Bus
-from tracewire_engine import cli
-from tracewire_engine.adapter import Adapter, Settings
+from tracewire_bus.bus import Bus
+from tracewire_engine.adapter.service import Adapter, Settings
+from tracewire_engine.launch import cli
 
 PATIENCE = 60
 
@@ -98,8 +98,8 @@ async def test_it_says_ready_when_the_registry_has_it_and_not_before(
     monkeypatch.setattr(cli, "_REDIS_S", 0.0)
     monkeypatch.setattr(Bus, "__aenter__", opened)
     monkeypatch.setattr(Bus, "register", registered)
-    monkeypatch.setattr("tracewire_engine.adapter.Adapter", Kept)
-    monkeypatch.setattr("tracewire_engine.vllm_engine.VllmEngine", lambda *arguments: Whole())
+    monkeypatch.setattr("tracewire_engine.adapter.service.Adapter", Kept)
+    monkeypatch.setattr("tracewire_engine.adapter.vllm_engine.VllmEngine", lambda *arguments: Whole())
     async with proxy(embedded, tmp_path) as way, anyio.create_task_group() as group:
         options = argparse.Namespace(
             url=way.url,

@@ -10,7 +10,7 @@ from vllm.config import ParallelConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.platforms import current_platform
 
-from tracewire_engine.ray_executor import _card_of, _tell_nodes_apart
+from tracewire_engine.core.ray_executor import _card_of, _tell_nodes_apart
 
 
 def main(rank: int, store: str, address: str, node: str) -> None:

@@ -11,10 +11,10 @@ import time
 import msgspec
 import torch
 
-from tracewire_engine.blob_link import BlobSender
-from tracewire_engine.large import Hold, LargeArray
-from tracewire_engine.link import LinkSender, Report, StepRecord
-from tracewire_engine.pulse import PulseSender
+from tracewire_engine.link.blob_link import BlobSender
+from tracewire_engine.link.liveness import PulseSender
+from tracewire_engine.link.step_link import LinkSender, Report, StepRecord
+from tracewire_engine.worker.large_arrays import Hold, LargeArray
 
 
 def main(address: str, patience_s: float) -> None:

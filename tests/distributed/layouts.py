@@ -9,7 +9,7 @@ from pathlib import Path
 import tracewire
 from tests.engine_process import BLOB_THRESHOLD, EngineProcess, started_engine
 from tracewire import Client
-from tracewire_bus.embedded import EmbeddedServer
+from tracewire_bus.transport.embedded import EmbeddedServer
 
 __all__ = ["Served", "served"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tracewire_engine.columns import gathered, piece
+from tracewire_engine.worker.parallel.merged_columns import gathered, piece
 
 
 @pytest.mark.parametrize(

@@ -29,9 +29,9 @@ import yaml
 import tracewire
 from tests.faults.processes import free_port
 from tests.faults.scripted import acts
-from tracewire_bus import embedded
-from tracewire_bus.connection import BusError
-from tracewire_bus.streams import Bus
+from tracewire_bus.bus import Bus
+from tracewire_bus.transport import embedded
+from tracewire_bus.transport.connection import BusError
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
@@ -128,9 +128,9 @@ def test_what_an_image_is_given_makes_a_whole_wheel(tmp_path: Path) -> None:
     (wheel,) = (tmp_path / "dist").glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
     assert names >= {
-        "tracewire/cli.py",
-        "tracewire_bus/streams.py",
-        "tracewire_engine/cli.py",
+        "tracewire/cli/main.py",
+        "tracewire_bus/bus.py",
+        "tracewire_engine/launch/cli.py",
         "tracewire_engine/demo_model/config.json",
     }
 

@@ -24,12 +24,13 @@ from tests.engine_process import running_engine
 from tests.faults.scripted import ScriptedEngine, acts, expected, info, serving
 from tests.faults.test_engine_loss import Gate, free
 from tests.scripted import engine_info
-from tracewire import Client, Final, Output, Restarted, cli
-from tracewire_bus.control import draining
-from tracewire_bus.embedded import EmbeddedServer
-from tracewire_bus.messages import ModuleInfo, Versions
-from tracewire_bus.streams import Bus
-from tracewire_engine.cli import _stranger
+from tracewire import Client, Final, Output, Restarted
+from tracewire.cli import main as cli
+from tracewire_bus.bus import Bus
+from tracewire_bus.store.control import draining
+from tracewire_bus.transport.embedded import EmbeddedServer
+from tracewire_bus.wire.messages import ModuleInfo, Versions
+from tracewire_engine.launch.cli import _stranger
 
 PATIENCE = 20
 

@@ -28,16 +28,16 @@ from zmq.utils.monitor import parse_monitor_message
 
 from tests.equality import equal
 from tests.faults.network import wire
-from tracewire_bus.messages import Block, Invoke, Submission
-from tracewire_bus.streams import Bus
-from tracewire_bus.values import pack
-from tracewire_engine.blob_link import BlobChunk, BlobReceiver
-from tracewire_engine.endpoints import Guard, endpoint
-from tracewire_engine.held_inputs import HeldInputs, inputs_at
-from tracewire_engine.inputs import Inputs, input_path
-from tracewire_engine.link import LinkReceiver, Report, StepRecord
-from tracewire_engine.pulse import PulseReceiver
-from tracewire_engine.tensors import to_tensors
+from tracewire_bus.bus import Bus
+from tracewire_bus.wire.messages import Block, Invoke, Submission
+from tracewire_bus.wire.values import pack
+from tracewire_engine.adapter.large_inputs import Inputs, input_path
+from tracewire_engine.link.addresses import Guard, endpoint
+from tracewire_engine.link.blob_link import BlobChunk, BlobReceiver
+from tracewire_engine.link.liveness import PulseReceiver
+from tracewire_engine.link.step_link import LinkReceiver, Report, StepRecord
+from tracewire_engine.worker.remote_inputs import HeldInputs, inputs_at
+from tracewire_engine.worker.tensors import to_tensors
 
 #: What a handshake that was refused looks like to who tried it.
 REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -344,7 +344,7 @@ async def test_workers_that_hang_keep_no_adapter_from_leaving(
     bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither with a file on its way, nor with one to be forgotten."""
-    monkeypatch.setattr("tracewire_engine.inputs.DROP_S", 0.05)
+    monkeypatch.setattr("tracewire_engine.adapter.large_inputs.DROP_S", 0.05)
     ref = await bus.blobs.store("a", np.zeros(100_000), "w")
     carrying = anyio.Event()
 

@@ -21,13 +21,13 @@ from nnsight.tracing.tracer import inc
 from vllm.model_executor.models.utils import PPMissingLayer
 
 import tracewire
-from tracewire_engine import marks
-from tracewire_engine.blocks import BlockCache
-from tracewire_engine.declared import DeclaredInterleaver, DeclaredRequests
-from tracewire_engine.live import LIVE, LiveRun
-from tracewire_engine.pipeline import StagedMediator, StagesDiffer
-from tracewire_engine.serving import RowBatcher
-from tracewire_engine.stand_ins import OtherStage, Topology, described
+from tracewire_engine.worker.blocks import save_marks as marks
+from tracewire_engine.worker.blocks.batched_serving import RowBatcher
+from tracewire_engine.worker.blocks.compiler import BlockCache
+from tracewire_engine.worker.blocks.live_params import LIVE, LiveRun
+from tracewire_engine.worker.declared.plan import DeclaredInterleaver, DeclaredRequests
+from tracewire_engine.worker.parallel.staged_mediator import StagedMediator, StagesDiffer
+from tracewire_engine.worker.parallel.topology import OtherStage, Topology, described
 
 LAYERS = 4
 

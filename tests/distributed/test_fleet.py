@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.fleet import Phase, Shape, run
-from tracewire_bus import queue
-from tracewire_bus.streams import Bus
+from tracewire_bus.bus import Bus
+from tracewire_bus.store import submission_queue as queue
 
 
 def judge(phases: list[Phase], shape: Shape) -> None:

@@ -15,9 +15,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from tracewire_bus.messages import Failure  # noqa: E402
-from tracewire_engine import ranks as module  # noqa: E402
-from tracewire_engine.ranks import Key, Ranks  # noqa: E402
+from tracewire_bus.wire.messages import Failure  # noqa: E402
+from tracewire_engine.worker.parallel import rank_agreement as module  # noqa: E402
+from tracewire_engine.worker.parallel.rank_agreement import Key, Ranks  # noqa: E402
 
 ONE, TWO = Key("request 1", ""), Key("request 2", "")
 

@@ -129,7 +129,7 @@ def spoiling(model, tracer, live, who, spoilt):
     """Have steers of a rank find no memory, as of a GPU that others use too; or mend that."""
     import torch
 
-    import tracewire_engine.declared as declared
+    import tracewire_engine.worker.declared.plan as declared
 
     if torch.distributed.get_rank() == who:
         if spoilt:

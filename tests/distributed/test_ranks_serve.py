@@ -20,12 +20,14 @@ from nnsight.tracing.tracer import inc
 
 import tracewire
 from tests.distributed.test_ranks import Pair
-from tracewire_engine import marks, ranks, watchdog
-from tracewire_engine.blocks import BlockCache
-from tracewire_engine.declared import DeclaredInterleaver, DeclaredRequests
-from tracewire_engine.live import LIVE, LiveRun
-from tracewire_engine.ranks import Key, RanksDiffer
-from tracewire_engine.serving import RowBatcher
+from tracewire_engine.worker.blocks import save_marks as marks
+from tracewire_engine.worker.blocks import time_limit as watchdog
+from tracewire_engine.worker.blocks.batched_serving import RowBatcher
+from tracewire_engine.worker.blocks.compiler import BlockCache
+from tracewire_engine.worker.blocks.live_params import LIVE, LiveRun
+from tracewire_engine.worker.declared.plan import DeclaredInterleaver, DeclaredRequests
+from tracewire_engine.worker.parallel import rank_agreement as ranks
+from tracewire_engine.worker.parallel.rank_agreement import Key, RanksDiffer
 
 SHARDED = "model.model.layers.1.output"
 

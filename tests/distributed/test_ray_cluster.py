@@ -12,8 +12,15 @@ from pathlib import Path
 import pytest
 
 from tests.adapter_command import adapter_command
-from tracewire_engine import ray_cluster
-from tracewire_engine.ray_cluster import Cluster, ClusterError, ClusterUnavailable, cores_of, joined, parse_address
+from tracewire_engine.launch import ray_cluster
+from tracewire_engine.launch.ray_cluster import (
+    Cluster,
+    ClusterError,
+    ClusterUnavailable,
+    cores_of,
+    joined,
+    parse_address,
+)
 
 
 @pytest.mark.parametrize(

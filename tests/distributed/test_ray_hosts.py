@@ -33,7 +33,7 @@ from tests.distributed.scenarios import GREEDY, PROMPT, SCENARIOS, TIES, check_r
 from tests.engine_process import BLOB_THRESHOLD, ENVIRONMENT, EngineProcess
 from tests.faults.scripted import ScriptedEngine, serving
 from tracewire import Client, Model, Output
-from tracewire_bus.streams import Bus
+from tracewire_bus.bus import Bus
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -29,7 +29,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 def asked(host: Host, address: str, devices: int) -> subprocess.CompletedProcess[str]:
     """What an engine on this host would be told of a cluster: its address and ours, or what is wrong."""
     code = f"""
-from tracewire_engine.ray_cluster import ClusterError, joined
+from tracewire_engine.launch.ray_cluster import ClusterError, joined
 try:
     with joined({address!r}, {devices}, "CPU") as cluster:
         print(cluster.address, cluster.node)

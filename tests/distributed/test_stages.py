@@ -8,8 +8,16 @@ import pytest
 import torch
 from vllm.model_executor.models.utils import PPMissingLayer
 
-from tracewire_engine.pipeline import Entry, Pipeline, Said, _pickled, _Tensors, _unpacked, _Unpickler
-from tracewire_engine.stand_ins import StandIn, Topology, described
+from tracewire_engine.worker.parallel.staged_mediator import (
+    Entry,
+    Pipeline,
+    Said,
+    _pickled,
+    _Tensors,
+    _unpacked,
+    _Unpickler,
+)
+from tracewire_engine.worker.parallel.topology import StandIn, Topology, described
 
 
 class Layer(torch.nn.Module):

@@ -25,7 +25,7 @@ from tests.distributed.scenarios import SCENARIOS, TIES, same
 from tests.engine_process import EngineProcess, left_running
 from tests.nnsight import edit_blocks
 from tracewire import Client, Live, Model, Steer
-from tracewire_bus.streams import Bus
+from tracewire_bus.bus import Bus
 
 CAPACITY = 6
 

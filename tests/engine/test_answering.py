@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tracewire_engine.answering import AfterAnswer
+from tracewire_engine.worker.deferred_report import AfterAnswer
 
 
 def process_of(done: list[Any]) -> type:
@@ -67,7 +67,7 @@ def test_a_failure_is_the_next_calls() -> None:
 
 PLACED = """
 import os, subprocess, sys, threading
-from tracewire_engine.cores import keep_off_workers
+from tracewire_engine.launch.cpu_affinity import keep_off_workers
 own = sorted(os.sched_getaffinity(0))
 held = threading.Event()
 threading.Thread(target=held.wait, daemon=True).start()

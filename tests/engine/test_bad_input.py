@@ -14,10 +14,10 @@ import pytest
 import tracewire
 from tests.engine import blocks_for_tests as blocks
 from tracewire import Client, InterventionError, Model, TraceRejected
-from tracewire_bus.codec import decode_event, encode
-from tracewire_bus.messages import Block, Final, Helper, Invoke, Submission
-from tracewire_bus.streams import Bus
-from tracewire_bus.values import pack
+from tracewire_bus.bus import Bus
+from tracewire_bus.wire.codec import decode_event, encode
+from tracewire_bus.wire.messages import Block, Final, Helper, Invoke, Submission
+from tracewire_bus.wire.values import pack
 
 PROMPT = "def add(a, b):\n    return"
 

@@ -16,7 +16,7 @@ import torch
 
 import tracewire
 from benchmarks.blocks import LAYER, _Runner, one_round
-from tracewire_engine import watchdog
+from tracewire_engine.worker.blocks import time_limit as watchdog
 
 STEPS = 4
 

@@ -21,15 +21,15 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tracewire_bus.declared import decoded, normalized, resolved
-from tracewire_bus.fold import apply_delta
-from tracewire_bus.messages import Ablate, Append, Clamp, Declared, Delta, Live, LogitLens, Probe, Steer, StopWhen
-from tracewire_bus.values import decoder, digest, pack
-from tracewire_engine import declared as declared_module
-from tracewire_engine.declared import Declaration, DeclaredRequests
-from tracewire_engine.feed import ChoiceReads, Feed, joined
-from tracewire_engine.link import Placed, encode_changes
-from tracewire_engine.live import LiveRun, LiveRuns
+from tracewire_bus.domain.fold import apply_delta
+from tracewire_bus.domain.intervention_checks import decoded, normalized, resolved
+from tracewire_bus.wire.messages import Ablate, Append, Clamp, Declared, Delta, Live, LogitLens, Probe, Steer, StopWhen
+from tracewire_bus.wire.values import decoder, digest, pack
+from tracewire_engine.adapter.read_decoder import ChoiceReads, Feed, joined
+from tracewire_engine.link.step_link import Placed, encode_changes
+from tracewire_engine.worker.blocks.live_params import LiveRun, LiveRuns
+from tracewire_engine.worker.declared import plan as declared_module
+from tracewire_engine.worker.declared.plan import Declaration, DeclaredRequests
 
 HIDDEN, VOCABULARY, LAYERS = 16, 40, 3
 HEAD = torch.randn(VOCABULARY, HIDDEN, generator=torch.Generator().manual_seed(1))

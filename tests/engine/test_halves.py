@@ -7,9 +7,9 @@ import asyncio
 import msgspec
 import pytest
 
-from tracewire_bus.messages import Append
-from tracewire_engine.link import FinishRecord, StepRecord
-from tracewire_engine.trace import Half
+from tracewire_bus.wire.messages import Append
+from tracewire_engine.adapter.trace_run import Half
+from tracewire_engine.link.step_link import FinishRecord, StepRecord
 
 NOTHING = msgspec.Raw(msgspec.msgpack.encode([]))
 

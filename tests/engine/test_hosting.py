@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from tracewire_engine import hosting
-from tracewire_engine.hosting import ToHost
+from tracewire_engine.worker import host_copy as hosting
+from tracewire_engine.worker.host_copy import ToHost
 
 
 class OnDevice(torch.Tensor):

@@ -15,21 +15,21 @@ import pytest
 import torch
 
 from tests.equality import equal
-from tracewire_bus.blobs import CHUNK_BYTES
-from tracewire_bus.codec import decode_event, encode
-from tracewire_bus.fold import Fold
-from tracewire_bus.messages import Block, Invoke, RawOutput, Submission
-from tracewire_bus.streams import Bus
-from tracewire_bus.values import ArrayRef, array_from_raw, digest, pack
-from tracewire_engine.blob_link import BlobChunk, BlobReceiver, BlobSender
-from tracewire_engine.blocks import to_tensors
-from tracewire_engine.engine import Rejection
-from tracewire_engine.inputs import Inputs, input_path
-from tracewire_engine.large import Hold, LargeArray
-from tracewire_engine.large import encode as encode_large
-from tracewire_engine.link import FinishRecord, Report, StepRecord
-from tracewire_engine.saves import SaveTracker
-from tracewire_engine.trace import RawFinal
+from tracewire_bus.bus import Bus
+from tracewire_bus.domain.fold import Fold
+from tracewire_bus.store.blobs import CHUNK_BYTES
+from tracewire_bus.wire.codec import decode_event, encode
+from tracewire_bus.wire.messages import Block, Invoke, RawOutput, Submission
+from tracewire_bus.wire.values import ArrayRef, array_from_raw, digest, pack
+from tracewire_engine.adapter.engine_api import Rejection
+from tracewire_engine.adapter.large_inputs import Inputs, input_path
+from tracewire_engine.adapter.trace_run import RawFinal
+from tracewire_engine.link.blob_link import BlobChunk, BlobReceiver, BlobSender
+from tracewire_engine.link.step_link import FinishRecord, Report, StepRecord
+from tracewire_engine.worker.blocks.compiler import to_tensors
+from tracewire_engine.worker.large_arrays import Hold, LargeArray
+from tracewire_engine.worker.large_arrays import encode as encode_large
+from tracewire_engine.worker.save_tracker import SaveTracker
 
 
 def raw(deltas: list[Any]) -> msgspec.Raw:

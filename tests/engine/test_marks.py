@@ -10,7 +10,7 @@ import torch
 from nnsight.tracing import tracer as nnsight_tracer
 
 import tracewire_engine  # noqa: F401 (before nnsight)
-from tracewire_engine import marks
+from tracewire_engine.worker.blocks import save_marks as marks
 
 
 def test_an_object_that_nobody_else_holds_is_let_go_at_the_end_of_the_step() -> None:

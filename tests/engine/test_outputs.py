@@ -9,8 +9,8 @@ import pytest
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from tracewire_engine.engine import EngineLost, Rejection
-from tracewire_engine.vllm_engine import _VllmOutputs
+from tracewire_engine.adapter.engine_api import EngineLost, Rejection
+from tracewire_engine.adapter.vllm_engine import _VllmOutputs
 
 
 class Queue:

@@ -15,17 +15,17 @@ import torch
 
 import tracewire_engine  # noqa: F401 (before nnsight)
 from tests.equality import equal
-from tracewire_bus.fold import apply_delta
-from tracewire_bus.messages import Append, Delete, Delta, Set
-from tracewire_bus.values import decoder, digest, encoded_digest, wire
-from tracewire_engine.feed import PassingDigests
-from tracewire_engine.hosting import HostCopy, elements, encoded_late
-from tracewire_engine.large import Hold
-from tracewire_engine.link import Report
-from tracewire_engine.live import LiveRun
-from tracewire_engine.runner import TracewireRunner, _encoded, _Traced
-from tracewire_engine.saves import SaveTracker
-from tracewire_engine.serving import RowBatcher
+from tracewire_bus.domain.fold import apply_delta
+from tracewire_bus.wire.messages import Append, Delete, Delta, Set
+from tracewire_bus.wire.values import decoder, digest, encoded_digest, wire
+from tracewire_engine.adapter.read_decoder import PassingDigests
+from tracewire_engine.link.step_link import Report
+from tracewire_engine.worker.blocks.batched_serving import RowBatcher
+from tracewire_engine.worker.blocks.live_params import LiveRun
+from tracewire_engine.worker.host_copy import HostCopy, elements, encoded_late
+from tracewire_engine.worker.large_arrays import Hold
+from tracewire_engine.worker.runner import TracewireRunner, _encoded, _Traced
+from tracewire_engine.worker.save_tracker import SaveTracker
 
 ENCODER = msgspec.msgpack.Encoder(enc_hook=encoded_late)
 DELTAS = decoder(list[Delta])

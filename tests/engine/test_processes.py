@@ -13,7 +13,7 @@ import pytest
 from tests.adapter_command import adapter_command
 from tests.engine_process import ENVIRONMENT
 from tests.nnsight.checkpoints import make_checkpoint
-from tracewire_bus.embedded import EmbeddedServer
+from tracewire_bus.transport.embedded import EmbeddedServer
 
 
 @pytest.fixture(scope="module")

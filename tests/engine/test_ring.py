@@ -11,9 +11,9 @@ import msgspec
 import pytest
 import torch
 
-from tracewire_engine.hosting import ToHost
-from tracewire_engine.link import Batch, LinkReceiver, LinkSender, Report
-from tracewire_engine.ring import LEAST_BYTES, InRing, Place, RingBuffer, RingReader
+from tracewire_engine.link.shared_ring import LEAST_BYTES, InRing, Place, RingBuffer, RingReader
+from tracewire_engine.link.step_link import Batch, LinkReceiver, LinkSender, Report
+from tracewire_engine.worker.host_copy import ToHost
 
 SIZE = 16 * LEAST_BYTES
 
@@ -148,7 +148,7 @@ async def test_a_receiver_that_cannot_open_it_gets_all_in_messages(monkeypatch: 
     def refused(name: str) -> None:
         raise PermissionError(name)
 
-    monkeypatch.setattr("tracewire_engine.link.RingReader", refused)
+    monkeypatch.setattr("tracewire_engine.link.step_link.RingReader", refused)
     with LinkReceiver() as receiver:
         sender = LinkSender(receiver.address)
         found: list[Report] = []
@@ -176,8 +176,8 @@ async def test_a_step_that_cannot_be_found_takes_no_other_with_it() -> None:
 def test_a_worker_of_another_process_shares_its_own() -> None:
     code = (
         "import sys, msgspec, torch\n"
-        "from tracewire_engine.link import Batch\n"
-        "from tracewire_engine.ring import RingBuffer\n"
+        "from tracewire_engine.link.step_link import Batch\n"
+        "from tracewire_engine.link.shared_ring import RingBuffer\n"
         "ring = RingBuffer(1 << 20)\n"
         "print(ring.name, flush=True)\n"
         "sys.stdin.readline()\n"

@@ -17,11 +17,11 @@ import torch
 
 import tracewire
 from benchmarks.blocks import _Runner, _scheduled
-from tracewire_bus.messages import Append, Set
-from tracewire_engine import blocks as blocks_module
-from tracewire_engine import watchdog
-from tracewire_engine.link import FinishRecord, Report, StepRecord, encode_reports
-from tracewire_engine.wiring import BLOCK_ARG
+from tracewire_bus.wire.messages import Append, Set
+from tracewire_engine.link.step_link import FinishRecord, Report, StepRecord, encode_reports
+from tracewire_engine.protocol.keys import BLOCK_ARG
+from tracewire_engine.worker.blocks import compiler as blocks_module
+from tracewire_engine.worker.blocks import time_limit as watchdog
 
 #: The signals are the watchdog's.
 pytestmark = pytest.mark.timeout(120, method="thread")
@@ -410,7 +410,7 @@ def test_a_save_is_bound_to_a_name(runner: Any) -> None:
 
 
 def test_what_is_too_large_for_an_event_is_refused_by_name(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tracewire_engine import saves as saves_module
+    from tracewire_engine.worker import save_tracker as saves_module
 
     monkeypatch.setattr(saves_module, "MOST_TEXT", 1000)
 

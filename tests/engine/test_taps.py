@@ -13,11 +13,11 @@ import anyio
 import pytest
 import torch
 
-from tracewire_engine.blocks import BlockMediator, UntappedLocation
-from tracewire_engine.declared import DeclaredInterleaver, DeclaredRequests
-from tracewire_engine.model import UnsupportedSetting
-from tracewire_engine.taps import breakable_throughout, without_taps
-from tracewire_engine.vllm_engine import VllmEngine
+from tracewire_engine.adapter.vllm_engine import VllmEngine
+from tracewire_engine.launch.engine_builder import UnsupportedSetting
+from tracewire_engine.worker.blocks.compiler import BlockMediator, UntappedLocation
+from tracewire_engine.worker.declared.cuda_graphs import breakable_throughout, without_taps
+from tracewire_engine.worker.declared.plan import DeclaredInterleaver, DeclaredRequests
 
 TAP = "model.model.layers.2.output"
 

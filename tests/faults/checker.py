@@ -10,10 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tests.faults.scripted import expected
-from tracewire_bus.codec import decode_event, decode_snapshot
-from tracewire_bus.fold import DigestMismatch, Fold, FoldError
-from tracewire_bus.keys import FINAL_ID, parse_id
-from tracewire_bus.messages import Final, Paused, Restarted, Resumed, SteeredBase
+from tracewire_bus.domain.fold import DigestMismatch, Fold, FoldError
+from tracewire_bus.store.keys import FINAL_ID, parse_id
+from tracewire_bus.wire.codec import decode_event, decode_snapshot
+from tracewire_bus.wire.messages import Final, Paused, Restarted, Resumed, SteeredBase
 
 __all__ = ["KINDS", "Asked", "Entries", "Violation", "check_leftovers", "check_trace", "folded"]
 

@@ -17,8 +17,8 @@ from pathlib import Path
 import anyio
 import msgspec
 
-from tracewire_bus.reader import Entry, Gap
-from tracewire_bus.streams import Bus, BusUnavailable
+from tracewire_bus.bus import Bus, BusUnavailable
+from tracewire_bus.events.reader import Entry, Gap
 
 __all__ = ["journal_of", "main", "noted", "position"]
 

@@ -20,8 +20,8 @@ from tests.faults.processes import Child
 from tests.faults.scripted import acts
 from tests.faults.stage import MODEL, Stage
 from tracewire import Client
-from tracewire_bus.connection import BusError
-from tracewire_bus.fold import DigestMismatch, Fold, FoldError
+from tracewire_bus.domain.fold import DigestMismatch, Fold, FoldError
+from tracewire_bus.transport.connection import BusError
 
 __all__ = ["Load"]
 

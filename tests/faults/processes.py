@@ -25,8 +25,8 @@ import anyio
 import anyio.abc
 import anyio.to_thread
 
-from tracewire_bus import embedded
-from tracewire_bus.connection import Link, Server
+from tracewire_bus.transport import embedded
+from tracewire_bus.transport.connection import Link, Server
 
 __all__ = ["Child", "Nursery", "RedisServer", "free_port", "nursery"]
 

@@ -31,13 +31,14 @@ import msgspec
 
 import tracewire
 from tests.scripted import engine_info
-from tracewire_bus import connection, recovery
-from tracewire_bus.messages import Append, EngineInfo, Manifest, Set, Submission
-from tracewire_bus.streams import Bus
-from tracewire_bus.values import array_digest, array_head, array_payload, encoded_array, list_digest
-from tracewire_engine.adapter import Adapter, Settings
-from tracewire_engine.engine import Choice, EngineLost, Prepared, Rejection
-from tracewire_engine.link import Applied, Changes, FinishRecord, Report, StepRecord
+from tracewire_bus import recovery
+from tracewire_bus.bus import Bus
+from tracewire_bus.transport import connection
+from tracewire_bus.wire.messages import Append, EngineInfo, Manifest, Set, Submission
+from tracewire_bus.wire.values import array_digest, array_head, array_payload, encoded_array, list_digest
+from tracewire_engine.adapter.engine_api import Choice, EngineLost, Prepared, Rejection
+from tracewire_engine.adapter.service import Adapter, Settings
+from tracewire_engine.link.step_link import Applied, Changes, FinishRecord, Report, StepRecord
 
 __all__ = ["ScriptedEngine", "acts", "expected", "info", "serving"]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import anyio
 
-from tracewire_bus.embedded import _answers, _binary, _die_with_parent
+from tracewire_bus.transport.embedded import _answers, _binary, _die_with_parent
 
 __all__ = ["Server", "server"]
 

@@ -33,8 +33,8 @@ import psutil
 import tracewire
 from tests.faults.processes import ROOT, RedisServer
 from tests.faults.scripted import acts, expected
-from tracewire_bus.fold import DigestMismatch, Fold, FoldError
-from tracewire_bus.streams import Bus
+from tracewire_bus.bus import Bus
+from tracewire_bus.domain.fold import DigestMismatch, Fold, FoldError
 
 __all__ = ["soak"]
 

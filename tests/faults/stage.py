@@ -22,7 +22,7 @@ from tests.faults.checker import Violation, check_leftovers
 from tests.faults.network import Wire, wire
 from tests.faults.processes import Child, Nursery
 from tracewire import Client
-from tracewire_bus.streams import Bus
+from tracewire_bus.bus import Bus
 
 __all__ = ["MODEL", "Engine", "Stage", "stage"]
 

@@ -10,10 +10,10 @@ import pytest
 
 from tests.faults.checker import KINDS, Asked, check_leftovers, check_trace
 from tests.faults.scripted import expected
-from tracewire_bus.codec import decode_plain, encode
-from tracewire_bus.fold import Fold
-from tracewire_bus.keys import FINAL_ID
-from tracewire_bus.messages import (
+from tracewire_bus.domain.fold import Fold
+from tracewire_bus.store.keys import FINAL_ID
+from tracewire_bus.wire.codec import decode_plain, encode
+from tracewire_bus.wire.messages import (
     Accepted,
     Append,
     Change,
@@ -28,7 +28,7 @@ from tracewire_bus.messages import (
     Set,
     Steered,
 )
-from tracewire_bus.values import array_digest, array_head, array_payload, encoded_array, list_digest
+from tracewire_bus.wire.values import array_digest, array_head, array_payload, encoded_array, list_digest
 
 TOKENS = 4
 

@@ -13,12 +13,14 @@ import pytest
 
 import tracewire
 from tests.faults.scripted import ScriptedEngine, acts, expected, info, serving
-from tracewire import Accepted, Client, Final, Output, Paused, Restarted, Waiting, presence
-from tracewire_bus import messages, recovery
-from tracewire_bus.codec import decode_submission, encode
-from tracewire_bus.messages import Failure, Submission
-from tracewire_bus.records import Overtaken, TraceEnded
-from tracewire_bus.streams import Bus, Fenced
+from tracewire import Accepted, Client, Final, Output, Paused, Restarted, Waiting
+from tracewire.traces import presence
+from tracewire_bus import recovery
+from tracewire_bus.bus import Bus, Fenced
+from tracewire_bus.store.trace_records import Overtaken, TraceEnded
+from tracewire_bus.wire import messages
+from tracewire_bus.wire.codec import decode_submission, encode
+from tracewire_bus.wire.messages import Failure, Submission
 
 PATIENCE = 60
 

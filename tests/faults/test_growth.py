@@ -14,9 +14,9 @@ import tracewire
 from tests.faults.scripted import acts, info, serving
 from tests.faults.test_engine_loss import free
 from tests.faults.test_redis_loss import until
-from tracewire import presence
-from tracewire_bus import writer as writing
-from tracewire_bus.streams import Bus
+from tracewire.traces import presence
+from tracewire_bus.bus import Bus
+from tracewire_bus.events import writer as writing
 
 
 def remembers_class(thing: object) -> bool:

@@ -12,7 +12,7 @@ from tests.faults.faults import FAULTS, Fault
 from tests.faults.harness import run, summary
 from tests.faults.network import Wire, wire
 from tests.faults.processes import RedisServer
-from tracewire_bus.streams import Bus
+from tracewire_bus.bus import Bus
 
 
 @pytest.mark.timeout(500)

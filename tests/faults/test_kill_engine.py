@@ -20,8 +20,8 @@ import tracewire
 from tests.control.blocks import steered
 from tests.engine_process import EngineProcess, left_running, running_engine
 from tracewire import Client, Output, Restarted
-from tracewire_bus.embedded import EmbeddedServer
-from tracewire_bus.streams import Bus
+from tracewire_bus.bus import Bus
+from tracewire_bus.transport.embedded import EmbeddedServer
 
 LENGTH = 200
 PATIENCE = 300

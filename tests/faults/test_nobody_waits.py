@@ -13,8 +13,8 @@ import tracewire
 from tests.faults.scripted import ScriptedEngine, acts, info, serving
 from tracewire import Client
 from tracewire_bus import recovery
-from tracewire_bus.messages import Submission
-from tracewire_bus.streams import Bus
+from tracewire_bus.bus import Bus
+from tracewire_bus.wire.messages import Submission
 
 PATIENCE = 60
 

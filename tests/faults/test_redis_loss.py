@@ -17,15 +17,15 @@ from tests.faults.scripted import ScriptedEngine, acts, info, serving
 from tests.faults.servers import Server, free_port, server
 from tests.faults.test_engine_loss import Gate, free, some, whole
 from tracewire import Client, Final, Output, Restarted
-from tracewire.presence import Presence
+from tracewire.traces.presence import Presence
 from tracewire_bus import recovery
-from tracewire_bus import writer as writing
-from tracewire_bus.connection import BusFull
-from tracewire_bus.firehose import telling
-from tracewire_bus.keys import FINAL_ID
-from tracewire_bus.messages import EngineInfo, Invoke, Submission
-from tracewire_bus.streams import Bus, BusError, Fenced
-from tracewire_engine.adapter import Adapter
+from tracewire_bus.bus import Bus, BusError, Fenced
+from tracewire_bus.events import writer as writing
+from tracewire_bus.store.keys import FINAL_ID
+from tracewire_bus.store.lifecycle import telling
+from tracewire_bus.transport.connection import BusFull
+from tracewire_bus.wire.messages import EngineInfo, Invoke, Submission
+from tracewire_engine.adapter.service import Adapter
 
 PATIENCE = 20
 
@@ -35,7 +35,7 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """What waits for a while waits less."""
     monkeypatch.setattr(recovery, "PATIENCE_S", 0.1)
     monkeypatch.setattr(writing, "LOOK_S", 0.05)
-    monkeypatch.setattr("tracewire.presence.LOOK_S", 0.05)
+    monkeypatch.setattr("tracewire.traces.presence.LOOK_S", 0.05)
 
 
 @pytest.fixture
@@ -409,7 +409,7 @@ async def test_the_registry_says_that_an_engine_is_held(redis: Server) -> None:
 
 
 async def test_a_redis_that_evicts_is_refused(redis: Server) -> None:
-    from tracewire_engine.cli import _check_redis
+    from tracewire_engine.launch.cli import _check_redis
 
     async with Bus.open(redis.url) as bus:
         await bus.command("CONFIG", "SET", "maxmemory-policy", "allkeys-lru")

@@ -16,12 +16,13 @@ from tests.faults.servers import server
 from tests.faults.test_engine_loss import Gate, free, whole
 from tests.faults.test_redis_loss import until
 from tracewire import Client, Restarted
-from tracewire_bus import queue, recovery
-from tracewire_bus.messages import Failure, Invoke, Submission
-from tracewire_bus.streams import Bus, BusError, BusUnavailable, NotAllowed
-from tracewire_engine import adapter as adapters
-from tracewire_engine.adapter import Adapter, Settings
-from tracewire_engine.engine import Choice, Rejection
+from tracewire_bus import recovery
+from tracewire_bus.bus import Bus, BusError, BusUnavailable, NotAllowed
+from tracewire_bus.store import submission_queue as queue
+from tracewire_bus.wire.messages import Failure, Invoke, Submission
+from tracewire_engine.adapter import service as adapters
+from tracewire_engine.adapter.engine_api import Choice, Rejection
+from tracewire_engine.adapter.service import Adapter, Settings
 
 PATIENCE = 10
 

@@ -19,7 +19,7 @@ from tests.faults.scripted import ScriptedEngine, acts, expected, info, serving
 from tests.faults.test_engine_loss import PATIENCE, Gate, free
 from tracewire import Accepted, Client, Final, Gap, Output, Restarted
 from tracewire_bus import recovery
-from tracewire_bus.streams import Bus
+from tracewire_bus.bus import Bus
 
 
 @pytest.fixture
@@ -176,7 +176,7 @@ async def test_a_snapshot_that_redis_refuses_hurts_no_trace(
 
 CONSUMER = """
 import asyncio, sys, tracewire
-from tracewire_bus.fold import Fold
+from tracewire_bus.domain.fold import Fold
 
 async def main(url, prefix, trace, since):
     async with tracewire.connect(url, prefix=prefix) as client:

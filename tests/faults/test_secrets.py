@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tracewire_engine.secret import API_KEY, URL, Given, hub_token, shown
+from tracewire_engine.launch.secret import API_KEY, URL, Given, hub_token, shown
 
 SECRET = "sesame-4711"
 
@@ -38,7 +38,7 @@ def test_what_others_see_of_a_command(arguments: list[str], others_see: list[str
 
 LOOK = """
 import pathlib, sys
-from tracewire_engine.secret import Given
+from tracewire_engine.launch.secret import Given
 given = Given.take(sys.argv[1:])
 own = pathlib.Path("/proc/self")
 print(given.arguments, given.secrets)
@@ -48,8 +48,8 @@ import os; print(dict(os.environ))
 
 SUPERVISED = """
 import sys
-from tracewire_engine import supervisor
-from tracewire_engine.secret import Given
+from tracewire_engine.launch import supervisor
+from tracewire_engine.launch.secret import Given
 given = Given(["demo", "--url", "redis://:sesame-4711@h"], {"VLLM_API_KEY": "sesame-4711"})
 sys.exit(supervisor.supervise([sys.executable, "-c", sys.argv[1]], 0, 60.0, given))
 """
@@ -65,15 +65,16 @@ def test_an_adapter_is_handed_what_its_supervisor_was_given() -> None:
 
 def test_a_command_with_secrets_becomes_one_without(tmp_path: Path) -> None:
     """In the same process: what its parent holds of it stays true. It is started anew as the engine's command."""
-    module = tmp_path / "tracewire_engine"
-    module.mkdir()
+    module = tmp_path / "tracewire_engine" / "launch"
+    module.mkdir(parents=True)
+    (module.parent / "__init__.py").touch()
     secret = Path(sys.modules[Given.__module__].__file__ or "")
     (module / "__init__.py").touch()
     (module / "secret.py").write_text(secret.read_text())
     (module / "cli.py").write_text(LOOK + "print(os.getpid())")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), URL: f"redis://:{SECRET}@h", "HF_TOKEN": SECRET}
     begun = subprocess.Popen(
-        [sys.executable, "-m", "tracewire_engine.cli", "demo", f"--openai-option=--api-key={SECRET}"],
+        [sys.executable, "-m", "tracewire_engine.launch.cli", "demo", f"--openai-option=--api-key={SECRET}"],
         env=environment,
         cwd=tmp_path,
         stdout=subprocess.PIPE,

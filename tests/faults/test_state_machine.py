@@ -27,14 +27,14 @@ from hypothesis.stateful import (
 )
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from tracewire_bus.codec import encode
-from tracewire_bus.connection import Link
-from tracewire_bus.embedded import EmbeddedServer
-from tracewire_bus.keys import FINAL_ID, parse_id
-from tracewire_bus.messages import Failure, Final, Invoke, Restarted, Submission
-from tracewire_bus.queue import Taken
-from tracewire_bus.records import Overtaken, TraceEnded
-from tracewire_bus.streams import Bus, Fenced, Writer
+from tracewire_bus.bus import Bus, Fenced, Writer
+from tracewire_bus.store.keys import FINAL_ID, parse_id
+from tracewire_bus.store.submission_queue import Taken
+from tracewire_bus.store.trace_records import Overtaken, TraceEnded
+from tracewire_bus.transport.connection import Link
+from tracewire_bus.transport.embedded import EmbeddedServer
+from tracewire_bus.wire.codec import encode
+from tracewire_bus.wire.messages import Failure, Final, Invoke, Restarted, Submission
 
 MODEL = "demo"
 ENGINES = ("a", "b", "c")

@@ -14,11 +14,11 @@ import pytest
 
 from tests.adapter_command import Done, adapter_command
 from tests.faults.servers import server
-from tracewire_bus.streams import Bus
+from tracewire_bus.bus import Bus
 
 RUN = """
 import sys
-from tracewire_engine import supervisor
+from tracewire_engine.launch import supervisor
 supervisor._FIRST_S = 0.01
 sys.exit(supervisor.supervise(sys.argv[2:], None if sys.argv[1] == "None" else int(sys.argv[1]), GRACE_S))
 """

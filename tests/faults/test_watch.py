@@ -13,7 +13,7 @@ import anyio
 import tracewire
 from tests.faults.scripted import ScriptedEngine, acts, serving
 from tests.faults.test_engine_loss import PATIENCE, Gate, free
-from tracewire_bus.streams import Bus
+from tracewire_bus.bus import Bus
 
 MEMBER = """
 import asyncio, sys, tracewire

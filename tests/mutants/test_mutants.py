@@ -17,7 +17,7 @@ CHEAP = ("a-delta-is-folded-twice", "a-trace-is-queued-twice", "the-checker-miss
 
 #: A quick test, and the file whose mutants it is to notice.
 _TEST = "tests/bus/test_streams.py::test_keys_of_a_trace_share_a_tag_and_so_do_those_of_a_queue"
-_KEYS = "bus/tracewire_bus/keys.py"
+_KEYS = "bus/tracewire_bus/store/keys.py"
 
 
 def _of_keys(name: str, old: str, new: str, *, test: str = _TEST) -> Mutant:
@@ -60,7 +60,7 @@ def test_only_a_test_that_fails_as_tests_do_counts() -> None:
     ("old", "test", "said"),
     [
         ("no such text", _TEST, "occurs 0 times"),
-        ("return", _TEST, "times in bus/tracewire_bus/keys.py, not once"),
+        ("return", _TEST, "times in bus/tracewire_bus/store/keys.py, not once"),
         ("class Keys:", "tests/bus/test_streams.py::test_that_there_is_not", "there is no test"),
         ("class Keys:", "tests/bus/test_that_there_is_not.py::test_names", "there is no test"),
     ],

@@ -13,7 +13,7 @@ import pytest
 import tracewire
 from tests.engine_process import running_engine
 from tests.nnsight import edit_blocks as blocks
-from tracewire_bus.embedded import EmbeddedServer
+from tracewire_bus.transport.embedded import EmbeddedServer
 
 pytestmark = pytest.mark.full
 

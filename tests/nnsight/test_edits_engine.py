@@ -18,7 +18,7 @@ import pytest
 import tracewire
 from tests.nnsight import edit_blocks as blocks
 from tracewire import Client, Edits, Probe, Prompt, Steer, StopWhen
-from tracewire_bus.messages import Block, Edit
+from tracewire_bus.wire.messages import Block, Edit
 
 PROMPT = "def add(a, b):\n    return"
 GREEDY = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 5}
@@ -312,7 +312,7 @@ async def test_what_an_engine_refuses_is_put_back(
     client: Client, edits: Edits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As an older client's, which does not know what is wrong."""
-    monkeypatch.setattr("tracewire.edits.check_paths", lambda block, model: None)
+    monkeypatch.setattr("tracewire.admin.edits.check_paths", lambda block, model: None)
     with pytest.raises(tracewire.EditRejected, match=r"module path 'model.*mpl' does not exist in demo"):
         await edits.install("a", blocks.mistaken)
     assert await edits.list() == []

@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from tracewire_engine.kept import KeptCache, KvBlocks  # noqa: E402
+from tracewire_engine.worker.kv_offload import KeptCache, KvBlocks  # noqa: E402
 
 BLOCKS = 12
 

@@ -14,7 +14,7 @@ import tracewire
 from tests.engine_process import running_engine
 from tests.nnsight.checkpoints import make_lora
 from tracewire import Client, Model, Probe, Prompt, TraceRejected
-from tracewire_bus.embedded import EmbeddedServer
+from tracewire_bus.transport.embedded import EmbeddedServer
 
 pytestmark = pytest.mark.full
 

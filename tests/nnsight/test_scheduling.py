@@ -19,7 +19,7 @@ pytest.importorskip("vllm")
 from vllm.v1.request import RequestStatus
 
 from tests.control.schedulers import PLACES, Core, alone, configuration
-from tracewire_engine.wiring import KEPT_BYTES, STEP_TOKENS
+from tracewire_engine.protocol.keys import KEPT_BYTES, STEP_TOKENS
 
 #: How many tokens a step has, and how many the workers take.
 STEP, CAPACITY = 8, 48

@@ -23,7 +23,7 @@ import pytest
 import tracewire
 from tests.engine_inside import counts, engine_inside, forgotten
 from tracewire import Client, Model, Output, Probe, Steer
-from tracewire_bus.messages import Append
+from tracewire_bus.wire.messages import Append
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 PLACES, BLOCKS, BLOCK_SIZE, LENGTH, STEP = 4, 24, 32, 640, 128

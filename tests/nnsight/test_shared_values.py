@@ -16,13 +16,13 @@ import tracewire
 from tests.control.adapted import PlayedEngine, adapted
 from tests.scripted import engine_info
 from tracewire import Client, Shared, intervention
-from tracewire_bus.messages import Append, Manifest, Set
-from tracewire_bus.streams import Bus
-from tracewire_bus.values import digest, pack
-from tracewire_engine.large import Hold
-from tracewire_engine.link import FinishRecord, Generated, GeneratedChoice, Report, Share, StepRecord
-from tracewire_engine.results import Results, output_of
-from tracewire_engine.sharing import SharedRuns
+from tracewire_bus.bus import Bus
+from tracewire_bus.wire.messages import Append, Manifest, Set
+from tracewire_bus.wire.values import digest, pack
+from tracewire_engine.link.step_link import FinishRecord, Generated, GeneratedChoice, Report, Share, StepRecord
+from tracewire_engine.worker.blocks.request_result import Results, output_of
+from tracewire_engine.worker.blocks.shared_values import SharedRuns
+from tracewire_engine.worker.large_arrays import Hold
 
 PATIENCE = 15
 

@@ -17,8 +17,8 @@ import torch
 import tracewire
 from tests.engine import blocks_for_tests as blocks
 from tracewire import Client, InterventionError, Model, Output, Prompt, TraceFailed, TraceRejected, UnknownModulePath
-from tracewire_bus.messages import Block, Invoke, Submission
-from tracewire_bus.streams import Bus
+from tracewire_bus.bus import Bus
+from tracewire_bus.wire.messages import Block, Invoke, Submission
 
 PROMPT = "def add(a, b):\n    return"
 OTHER = "import os\nimport sys\n\nclass Path"

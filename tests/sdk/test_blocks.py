@@ -30,8 +30,8 @@ from torch import stack
 
 import tracewire
 from tracewire import BlockError, TraceRejected, UntransportableVariable, intervention
-from tracewire_bus.messages import Block
-from tracewire_bus.values import unpack
+from tracewire_bus.wire.messages import Block
+from tracewire_bus.wire.values import unpack
 
 if TYPE_CHECKING:
     import somewhere_else_entirely as elsewhere

@@ -17,8 +17,9 @@ import pytest
 
 import tracewire
 from tests.scripted import ScriptedEngine, Stage, tiny
-from tracewire import Client, cli
-from tracewire_bus.messages import Failure, Set
+from tracewire import Client
+from tracewire.cli import main as cli
+from tracewire_bus.wire.messages import Failure, Set
 
 
 async def command(*arguments: str) -> int:

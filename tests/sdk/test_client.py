@@ -44,13 +44,13 @@ from tracewire import (
     UntransportableVariable,
     intervention,
 )
-from tracewire_bus import messages
-from tracewire_bus.codec import encode
-from tracewire_bus.connection import BusUnavailable
-from tracewire_bus.fold import Fold
-from tracewire_bus.messages import Append, Delete, Failure, Final, Manifest, Set
-from tracewire_bus.streams import Bus
-from tracewire_bus.values import unpack
+from tracewire_bus.bus import Bus
+from tracewire_bus.domain.fold import Fold
+from tracewire_bus.transport.connection import BusUnavailable
+from tracewire_bus.wire import messages
+from tracewire_bus.wire.codec import encode
+from tracewire_bus.wire.messages import Append, Delete, Failure, Final, Manifest, Set
+from tracewire_bus.wire.values import unpack
 
 #: Nothing here takes longer; a test that would hang fails instead.
 PATIENCE = 20
@@ -117,7 +117,7 @@ async def test_connections_that_nobody_answers_do_not_hold_up_connecting(embedde
 async def test_connecting_can_be_given_up_at_any_moment(
     embedded: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tracewire_bus.streams._WARM_S", 1000.0)
+    monkeypatch.setattr("tracewire_bus.bus._WARM_S", 1000.0)
     before = asyncio.all_tasks()
     async with proxy(embedded, tmp_path) as through:
         through.served = 1
@@ -1164,7 +1164,7 @@ async def test_a_path_that_does_not_exist_is_refused_with_the_nearest(
 async def test_a_submission_that_is_too_large_is_refused(
     client: Client, engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tracewire_bus.limits.MAX_BYTES", 1000)
+    monkeypatch.setattr("tracewire_bus.domain.limits.MAX_BYTES", 1000)
     async with engine():
         with pytest.raises(TraceRejected, match=r"may take 1000; large values travel beside it") as caught:
             async with client.trace("tiny", "hello" * 1000):

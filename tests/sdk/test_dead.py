@@ -13,12 +13,13 @@ import pytest
 import tracewire
 from tests.faults.scripted import acts
 from tests.scripted import ScriptedEngine, Stage, engine_info, tiny
-from tracewire import Client, TraceRejected, UnknownDeadLetter, UnknownModel, ValueMissing, cli
-from tracewire_bus.blobs import THRESHOLD_BYTES
-from tracewire_bus.messages import Failure
-from tracewire_bus.queue import Taken
-from tracewire_bus.streams import Bus
-from tracewire_bus.values import ArrayRef, unpack
+from tracewire import Client, TraceRejected, UnknownDeadLetter, UnknownModel, ValueMissing
+from tracewire.cli import main as cli
+from tracewire_bus.bus import Bus
+from tracewire_bus.store.blobs import THRESHOLD_BYTES
+from tracewire_bus.store.submission_queue import Taken
+from tracewire_bus.wire.messages import Failure
+from tracewire_bus.wire.values import ArrayRef, unpack
 
 PATIENCE = 30
 
@@ -90,7 +91,7 @@ async def test_resubmitting_twice_runs_it_once(
             async def fail(self: object, id_: str) -> bool:
                 raise tracewire.ConnectError("away")
 
-            patch.setattr("tracewire_bus.queue.Queue.drop_dead_letter", fail)
+            patch.setattr("tracewire_bus.store.submission_queue.Queue.drop_dead_letter", fail)
             with pytest.raises(tracewire.ConnectError):
                 await client.resubmit(id_)
         new = await client.resubmit(id_)

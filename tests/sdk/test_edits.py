@@ -14,11 +14,12 @@ import pytest
 import tracewire
 from tests.nnsight import edit_blocks as blocks
 from tests.scripted import ScriptedEngine, engine_info, tiny
-from tracewire import Client, Edits, Probe, cli
-from tracewire_bus.codec import encode
-from tracewire_bus.messages import Append, Delta, EditRecord, Failure, Manifest, Set
-from tracewire_bus.streams import Bus
-from tracewire_bus.values import digest, wire
+from tracewire import Client, Edits, Probe
+from tracewire.cli import main as cli
+from tracewire_bus.bus import Bus
+from tracewire_bus.wire.codec import encode
+from tracewire_bus.wire.messages import Append, Delta, EditRecord, Failure, Manifest, Set
+from tracewire_bus.wire.values import digest, wire
 
 #: An engine that follows whatever comes.
 FOLLOWS = {"edits": 10**9}

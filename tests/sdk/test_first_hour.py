@@ -25,8 +25,8 @@ from tracewire import (
     UnknownTrace,
     intervention,
 )
-from tracewire_bus.messages import Manifest
-from tracewire_bus.values import unpack
+from tracewire_bus.wire.messages import Manifest
+from tracewire_bus.wire.values import unpack
 
 PATIENCE = 20
 

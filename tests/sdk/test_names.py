@@ -6,7 +6,7 @@ import ast
 
 import pytest
 
-from tracewire.names import FreeNames
+from tracewire.capture.free_names import FreeNames
 
 CASES: dict[str, tuple[str, set[str], set[str]]] = {
     "read only": ("y = x", {"x"}, set()),

@@ -16,11 +16,11 @@ from tests.bus.proxy import Proxy, proxy
 from tests.bus.servers import until, until_so
 from tests.scripted import ScriptedEngine, Stage, engine_info, tiny
 from tracewire import Client, ConnectError
-from tracewire_bus import queue
-from tracewire_bus.connection import Link
-from tracewire_bus.messages import Invoke, Submission
+from tracewire_bus.bus import Bus
 from tracewire_bus.recovery import Recovery
-from tracewire_bus.streams import Bus
+from tracewire_bus.store import submission_queue as queue
+from tracewire_bus.transport.connection import Link
+from tracewire_bus.wire.messages import Invoke, Submission
 
 PATIENCE = 30
 
@@ -112,7 +112,7 @@ async def test_what_is_left_while_redis_is_away_is_cancelled_when_it_is_back(
     bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with far(bus, tmp_path) as (way, client):
-        monkeypatch.setattr("tracewire.trace._LEAVE_S", 0.05)
+        monkeypatch.setattr("tracewire.traces.trace._LEAVE_S", 0.05)
 
         async def endless(stage: Stage) -> None:
             await stage.accept()
@@ -132,7 +132,7 @@ async def test_what_is_left_while_redis_is_away_is_cancelled_when_it_is_back(
 async def test_a_lease_is_renewed_whatever_else_a_client_fails_at(
     bus: Bus, embedded: str, prefix: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("tracewire.presence.RECOVER_S", 0.001)
+    monkeypatch.setattr("tracewire.traces.presence.RECOVER_S", 0.001)
 
     async def look(self: Recovery, but: str = "") -> list[str]:
         raise ValueError("what no Redis says")
@@ -218,8 +218,8 @@ async def test_leaving_a_client_waits_for_all_that_is_queued_as_long_as_for_one(
 async def test_a_client_that_waits_for_what_is_queued_can_be_cancelled(
     bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tracewire.trace._LEAVE_S", 0.05)
-    monkeypatch.setattr("tracewire.tracer._LEAVE_S", 0.05)
+    monkeypatch.setattr("tracewire.traces.trace._LEAVE_S", 0.05)
+    monkeypatch.setattr("tracewire.traces.tracer._LEAVE_S", 0.05)
     await bus.register(engine_info(), ttl_s=600)
     async with proxy(bus.url, tmp_path) as way:
         with anyio.fail_after(PATIENCE), anyio.CancelScope() as scope:
@@ -236,7 +236,7 @@ async def test_a_client_that_waits_for_what_is_queued_can_be_cancelled(
 async def test_closing_a_trace_that_waits_to_be_submitted_waits_for_no_other(
     bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tracewire.trace._LEAVE_S", 0.05)
+    monkeypatch.setattr("tracewire.traces.trace._LEAVE_S", 0.05)
     tried = await _tries(monkeypatch)
     await bus.register(engine_info(), ttl_s=600)
     async with (

@@ -13,10 +13,10 @@ import tracewire
 from tests.bus.proxy import proxy
 from tests.scripted import engine_info
 from tracewire import BusFull, BusRefused, BusUnavailable, Client, ClientClosed, ConnectError
-from tracewire_bus.embedded import EmbeddedServer
-from tracewire_bus.messages import Invoke, Submission
-from tracewire_bus.queue import Queue, Taken
-from tracewire_bus.streams import Bus
+from tracewire_bus.bus import Bus
+from tracewire_bus.store.submission_queue import Queue, Taken
+from tracewire_bus.transport.embedded import EmbeddedServer
+from tracewire_bus.wire.messages import Invoke, Submission
 
 
 @pytest.fixture

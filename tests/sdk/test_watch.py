@@ -10,9 +10,9 @@ import pytest
 import tracewire
 from tests.scripted import ScriptedEngine, Stage, engine_info, tiny
 from tracewire import Client, ConnectError, Final, Gap, Lifecycle, Watch
-from tracewire_bus.fold import Fold
-from tracewire_bus.messages import Failure
-from tracewire_bus.streams import Bus
+from tracewire_bus.bus import Bus
+from tracewire_bus.domain.fold import Fold
+from tracewire_bus.wire.messages import Failure
 
 PATIENCE = 30
 

@@ -31,8 +31,8 @@ from tracewire import (
     UntransportableVariable,
     intervention,
 )
-from tracewire_bus.streams import Bus
-from tracewire_bus.values import unpack
+from tracewire_bus.bus import Bus
+from tracewire_bus.wire.values import unpack
 
 SCALE = 3.0
 PATIENCE = 20
@@ -556,8 +556,8 @@ async def test_source_that_cannot_be_read(model: Model) -> None:
 
 
 def test_a_handle_without_a_client() -> None:
-    from tracewire.model import ModelInfo
-    from tracewire_bus.tree import ModuleTree
+    from tracewire.traces.model import ModelInfo
+    from tracewire_bus.domain.tree import ModuleTree
 
     info = engine_info()
     bare = Model(ModelInfo.of([info]), [ModuleTree(info)])

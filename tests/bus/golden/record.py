@@ -24,14 +24,14 @@ import numpy as np
 import tracewire
 from tests.faults.scripted import ScriptedEngine, acts, info
 from tracewire import Probe, Steer, StopWhen
-from tracewire_bus import codec, messages
-from tracewire_bus.codec import encode, schema_text
-from tracewire_bus.embedded import EmbeddedServer
-from tracewire_bus.messages import Block, Helper, Invoke, Live, ModuleInfo, Versions
-from tracewire_bus.queue import Taken
-from tracewire_bus.streams import Bus
-from tracewire_bus.values import ArrayRef, digest, pack, wire
-from tracewire_engine.adapter import Adapter, Settings
+from tracewire_bus.bus import Bus
+from tracewire_bus.store.submission_queue import Taken
+from tracewire_bus.transport.embedded import EmbeddedServer
+from tracewire_bus.wire import codec, messages
+from tracewire_bus.wire.codec import encode, schema_text
+from tracewire_bus.wire.messages import Block, Helper, Invoke, Live, ModuleInfo, Versions
+from tracewire_bus.wire.values import ArrayRef, digest, pack, wire
+from tracewire_engine.adapter.service import Adapter, Settings
 
 HERE = Path(__file__).resolve().parent
 #: Stands before every key of the Redis that is written down.

@@ -1,0 +1,670 @@
+"""The bus: queues, traces' streams and the engines' registry, in one Redis.
+
+`Bus` is what clients and engines open. Submissions go through a model's queue
+(`submission_queue.py`); every trace has a stream of events that anyone reads from any position (`reader.py`) and the
+engine that runs it appends to (`writer.py`); engines say what they serve under keys that expire.
+
+While Redis is away, what may be done twice is tried again: reading and appending for as long as it takes, everything
+else for as long as the bus is patient.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, Self
+
+import anyio
+import msgspec
+
+from tracewire_bus.domain.limits import check_size, check_submission
+from tracewire_bus.events.reader import Entry, EventsLost, Gap, Reader, SlotReaders, StreamGone, Subscription, tail_id
+from tracewire_bus.events.writer import EntryTooLarge, Fenced, Writer
+from tracewire_bus.store.blobs import Blobs
+from tracewire_bus.store.control import ControlReader, SlotControlReaders, draining
+from tracewire_bus.store.edits import EditRecords, Edits
+from tracewire_bus.store.finished import Finished
+from tracewire_bus.store.keys import FINAL_ID, Keys
+from tracewire_bus.store.lifecycle import Groups, GroupWatch, Watch
+from tracewire_bus.store.snapshots import Snapshots
+from tracewire_bus.store.submission_queue import Queue, QueueFull, Taken
+from tracewire_bus.store.trace_records import CONTROL_S, RENEW, Records, TraceElsewhere, TraceEnded, TraceMissing
+from tracewire_bus.transport.connection import (
+    SCHEMES,
+    After,
+    BusError,
+    BusFull,
+    BusUnavailable,
+    Connections,
+    Link,
+    NotAllowed,
+    Refreshed,
+    as_bus_error,
+    is_transient,
+    redacted,
+)
+from tracewire_bus.transport.guard import Guard
+from tracewire_bus.transport.urls import parsed
+from tracewire_bus.wire.codec import decode_engine, digest_bytes, encode
+from tracewire_bus.wire.live_values import parted
+from tracewire_bus.wire.messages import EngineInfo, ModuleInfo, Submission
+
+from .recovery import Recovery
+
+if TYPE_CHECKING:
+    from tracewire_bus.transport.embedded import EmbeddedServer
+
+__all__ = [
+    "FINAL_ID",
+    "Bus",
+    "BusError",
+    "BusFull",
+    "BusUnavailable",
+    "Entry",
+    "EntryTooLarge",
+    "EventsLost",
+    "Fenced",
+    "Gap",
+    "Keys",
+    "NotAllowed",
+    "Queue",
+    "QueueFull",
+    "StreamGone",
+    "Subscription",
+    "Taken",
+    "Writer",
+]
+
+logger = logging.getLogger("tracewire")
+
+#: Which part of its memory a Redis must have left for new submissions: what runs needs it more.
+RESERVE: float = 0.05
+
+#: How old what is known of Redis's memory may be when a trace is submitted, in seconds.
+_MEMORY_AGE_S: Final = 1.0
+_SCHEMES = (*SCHEMES, "embedded")
+#: How long opening connections ahead may take, in seconds.
+_WARM_S: Final = 1.0
+
+
+class Bus:
+    """One process's end of the bus: `async with Bus.open(url) as bus`.
+
+    It owns one task and the connections; both end with its context. `aclose` may be called from another task than the
+    one that entered.
+    """
+
+    def __init__(self, url: str, *, prefix: str, retention_s: float, patience_s: float) -> None:
+        if parsed(url).scheme not in _SCHEMES:
+            raise ValueError(
+                f"a bus's URL begins with {', '.join(f'{scheme}://' for scheme in _SCHEMES)}; got {redacted(url)!r}"
+            )
+        #: What other processes open to be on the same bus. For `embedded://`, known once the bus is open.
+        self.url = url
+        self.keys = Keys(prefix)
+        self._retention_s = retention_s
+        self._patience_s = patience_s
+        self._server: EmbeddedServer | None = None
+        self._connections_: Connections | None = None
+        self._reader: Reader | SlotReaders | None = None
+        self._blobs: Blobs | None = None
+        self._snapshots: Snapshots | None = None
+        self._watches: weakref.WeakSet[Watch | GroupWatch] = weakref.WeakSet()
+        self._edit_records: weakref.WeakSet[EditRecords] = weakref.WeakSet()
+        self._records: Records | None = None
+        self._queue: Queue | None = None
+        #: Which part of its memory Redis has left; None if it has no limit or says none.
+        self._memory = Refreshed(self._memory_left)
+        #: What engines of this process last registered in whole, but for how much they run, by its digest.
+        self._registered: dict[str, bytes] = {}
+        #: Parses whatever is read from Redis, and counts what is malformed.
+        self.guard = Guard()
+        #: Modules and attributes of the trees that engines serve, by digest.
+        self._trees: dict[bytes, tuple[list[ModuleInfo], dict[str, list[str]]]] = {}
+
+    @classmethod
+    def open(cls, url: str, *, prefix: str = "tw", retention_s: float = 3600.0, patience_s: float = 20.0) -> Self:
+        """A bus on the Redis at `url`, connected when its context is entered.
+
+        `url` is `redis://`, `rediss://` (TLS) or `unix://`; with `redis+sentinel://host:port,host:port/service` the
+        master that sentinels name, with `redis+cluster://host:port,host:port` a cluster (either with `rediss`, too); or
+        `embedded://` for a private server that lives as long as the bus. All keys begin with `prefix`. A trace that
+        ends by this bus is kept for `retention_s` seconds then, unless an engine of its model has said how long. While
+        Redis is away, requests wait for up to `patience_s` seconds before they raise `BusUnavailable`.
+
+        Raises:
+            ValueError: `url` has another scheme, or `prefix` has braces; on entering, an option that there is not.
+            BusUnavailable: on entering; nothing answers there.
+            BusError: on entering; Redis refuses us.
+            EmbeddedServerError: on entering; no private server could be started.
+        """
+        return cls(url, prefix=prefix, retention_s=retention_s, patience_s=patience_s)
+
+    async def __aenter__(self) -> Self:
+        if self._connections_ is not None:
+            raise RuntimeError("the bus is open already")
+        try:
+            if parsed(self.url).scheme == "embedded":
+                from tracewire_bus.transport.embedded import EmbeddedServer
+
+                self._server = await EmbeddedServer.start().__aenter__()
+                self.url = self._server.url
+            connections = self._connections_ = Connections(self.url, patience_s=self._patience_s, guard=self.guard)
+            await _check(connections)
+            if connections.clustered:
+                self._reader = SlotReaders(connections)
+            else:
+                self._reader = Reader(connections)
+                self._reader.start()
+            self._blobs = Blobs(connections.apart(), self.keys)
+            self._snapshots = Snapshots(connections.apart(), self.keys)
+            self._records = Records(connections, self.keys, self._retention_s)
+            self._queue = Queue(connections, self.keys)
+        except BaseException:
+            await self.aclose()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Close every subscription and connection, and stop the embedded server.
+
+        Idempotent; writers close by themselves.
+        """
+        reader, self._reader = self._reader, None
+        connections, self._connections_ = self._connections_, None
+        blobs, self._blobs = self._blobs, None
+        snapshots, self._snapshots = self._snapshots, None
+        self._records = None
+        server, self._server = self._server, None
+        queue, self._queue = self._queue, None
+        with anyio.CancelScope(shield=True):
+            if reader is not None:
+                await reader.aclose()
+            for watch in [*self._watches, *self._edit_records]:
+                await watch.aclose()
+            if queue is not None:
+                await queue.aclose()
+            if blobs is not None:
+                await blobs.aclose()
+            if snapshots is not None:
+                await snapshots.aclose()
+            if connections is not None:
+                await connections.aclose()
+            if server is not None:
+                await server.aclose()
+
+    async def warm(self) -> None:
+        """Open what a burst of traces would have to open in its midst: further connections for commands, and the
+        reader's; and ask what it would ask first. What cannot be opened, or not soon, is opened when it is needed.
+        """
+        if not isinstance(self._reader, Reader):
+            # On a cluster each slot has its own.
+            return
+        with anyio.move_on_after(_WARM_S):
+            async with anyio.create_task_group() as group:
+                group.start_soon(self._connections.warm)
+                group.start_soon(self._reader.connect)
+                group.start_soon(self._ask_ahead)
+
+    async def _ask_ahead(self) -> None:
+        with suppress(BusError):
+            await self._memory.get(_MEMORY_AGE_S)
+
+    @property
+    def _connections(self) -> Connections:
+        if self._connections_ is None:
+            raise anyio.ClosedResourceError
+        return self._connections_
+
+    # --- submissions --------------------------------------------------------------------------------------------------
+
+    async def submit(self, submission: Submission, limit: int | None = None, retention_s: float | None = None) -> None:
+        """Queue a submission. A trace that was submitted before is not queued again.
+
+        `limit` is how many may wait, as `Queue.put` counts; 0 or None: any number.
+        `retention_s` is how long the model's engines keep a trace after its end, should it end before one has it.
+
+        Raises:
+            LimitExceeded: it is more than a submission may be.
+            LiveError: its live parameters are none.
+            QueueFull: too many wait.
+            TraceElsewhere: a trace of this id was submitted to another model.
+            BusFull: Redis has too little memory left. It was not queued, and may be submitted again later.
+            TraceEnded: a trace of this id has ended, so long ago that its events are gone.
+            BusError: Redis refused it.
+            BusUnavailable: Redis stayed away; it may have been queued, and can be submitted again.
+        """
+        check_submission(submission)
+        data = encode(submission)
+        check_size(len(data))
+        model, trace = submission.model, submission.trace
+        creation = self.records.creation(submission, parted(submission.live), retention_s)
+        memory = await self._memory.get(_MEMORY_AGE_S)
+        if memory is not None and memory < RESERVE:
+            raise BusFull(f"Redis has {100 * memory:.2g} % of its memory left, and keeps that for traces that run")
+        try:
+            created, before = await self.queue.put(
+                model,
+                trace,
+                data,
+                client=submission.client,
+                priority=submission.priority,
+                lease="" if submission.detach else submission.lease,
+                limit=limit,
+                tries=submission.max_attempts,
+                # Its record first: what is queued can be steered and cancelled.
+                before=[creation],
+            )
+        except QueueFull:
+            # It does not exist.
+            await self.records.forget(trace, model)
+            if await self._connections.command("EXISTS", self.keys.submitted(model, trace)):
+                # But somebody queued the same one just now, and found our record.
+                await self._connections.command(*creation)
+            raise
+        if isinstance(created, bytes):
+            await self.queue.withdraw(model, trace)
+            raise TraceElsewhere(f"trace {trace} was submitted to model {created.decode('utf-8', 'replace')!r}")
+        if created and before:
+            # It had a record once, and a queue entry: both went with what it left.
+            await self.records.forget(trace, model)
+            raise TraceEnded(f"trace {trace} has ended, and is forgotten but for its id")
+
+    async def submitted(self, *traces: tuple[str, str]) -> set[str]:
+        """Which of these traces, each after its model, were submitted, as far as Redis knows.
+
+        Raises:
+            BusUnavailable: Redis stayed away.
+        """
+        if not traces:
+            return set()
+        marks = (("EXISTS", self.keys.submitted(model, trace)) for model, trace in traces)
+        replies = await self._connections.commands(*marks)
+        return {trace for (_, trace), reply in zip(traces, replies, strict=True) if reply}
+
+    async def _memory_left(self) -> float | None:
+        try:
+            limit, used, _ = await self.memory()
+        except BusUnavailable:
+            raise
+        except BusError as error:
+            logger.debug("Redis does not say how much memory it has: %s", error)
+            return None
+        return max(0.0, 1 - used / limit) if limit else None
+
+    async def memory(self) -> tuple[int, int, str]:
+        """Redis's limit of memory in bytes (0: none), how much it uses, and what it does when there is none left.
+
+        Raises:
+            BusError: it does not say.
+            BusUnavailable: it stayed away.
+        """
+        raw = await self._connections.command("INFO", "memory")
+        lines = (line.partition(":") for line in bytes(raw).decode("utf-8", "replace").splitlines())
+        said = {name: value for name, _, value in lines}
+        return int(said.get("maxmemory", 0)), int(said.get("used_memory", 0)), said.get("maxmemory_policy", "")
+
+    async def refuse_eviction(self) -> None:
+        """Make sure that Redis never evicts what it holds.
+
+        Raises:
+            BusError: it would, when it has no memory left.
+            BusUnavailable: it stayed away.
+        """
+        try:
+            limit, _, policy = await self.memory()
+        except BusUnavailable:
+            raise
+        except BusError as error:
+            logger.warning("Redis does not say what it does when its memory is full: %s", error)
+            return
+        if limit and policy != "noeviction":
+            raise BusError(
+                f"this Redis evicts keys when its memory of {limit} bytes is full (maxmemory-policy {policy}), and so "
+                "would lose events and submissions: set maxmemory-policy to noeviction"
+            )
+
+    @property
+    def queue(self) -> Queue:
+        """The models' queues."""
+        if self._queue is None:
+            raise anyio.ClosedResourceError
+        return self._queue
+
+    @property
+    def blobs(self) -> Blobs:
+        """The large arrays of traces, over connections of their own."""
+        if self._blobs is None:
+            raise anyio.ClosedResourceError
+        return self._blobs
+
+    @property
+    def snapshots(self) -> Snapshots:
+        """Traces' states at an event, and the trimming of their streams, over connections of their own."""
+        if self._snapshots is None:
+            raise anyio.ClosedResourceError
+        return self._snapshots
+
+    # --- standing interventions ---------------------------------------------------------------------------------------
+
+    @property
+    def edits(self) -> Edits:
+        """What is installed on all engines of a model."""
+        return Edits(self._connections, self.keys)
+
+    def edit_records(self, model: str, edit: str, since: str = "now") -> EditRecords:
+        """Follow what an edit leaves on requests that are no traces: see `Edits.records`. Whoever asks closes it.
+
+        Raises:
+            ValueError: `since` is no place to begin at.
+        """
+        records = self.edits.records(model, edit, since)
+        self._edit_records.add(records)
+        return records
+
+    # --- traces -------------------------------------------------------------------------------------------------------
+
+    @property
+    def records(self) -> Records:
+        """What the bus knows of each trace, and what can be asked of one: steering, cancelling, deadlines, leases."""
+        if self._records is None:
+            raise anyio.ClosedResourceError
+        return self._records
+
+    @property
+    def retention_s(self) -> float:
+        """How long a trace that ends by this bus is kept, in seconds, where its engines said nothing else."""
+        return self._retention_s
+
+    @property
+    def patience_s(self) -> float:
+        """How long requests wait while Redis is away, in seconds."""
+        return self._patience_s
+
+    @property
+    def finished(self) -> Finished:
+        """All finished traces, and the bounds over them."""
+        return Finished(self._connections, self.keys)
+
+    def link(self) -> Link:
+        """A connection of one's own, which waits behind nobody's calls. Whoever asks drops it."""
+        return self._connections.link()
+
+    async def cancel(self, trace: str, *, by: str, reason: str = "") -> None:
+        """Have a trace end as `cancelled`: its engine is asked to, or, where none lives that runs it, it ends now.
+
+        Raises:
+            TraceEnded: it had ended before.
+            TraceMissing: there is no such trace.
+            BusUnavailable: Redis stayed away.
+        """
+        engine, model = await self.records.cancel(trace, by=by, reason=reason)
+        if engine and not await self.alive(engine):
+            _, model = await self.records.cancel(trace, by=by, reason=reason, force=True)
+        if model:
+            await self.queue.withdraw(model, trace)
+
+    async def sweep(self, tags: Sequence[str]) -> None:
+        """End what is past its deadline and runs nowhere, among the traces of these hash tags.
+
+        Raises:
+            BusUnavailable: Redis stayed away.
+        """
+        for trace, model in await self.records.sweep(tags):
+            await self.queue.withdraw(model, trace)
+
+    async def bury(self, model: str, lease: str, *, by: str) -> None:
+        """End what waits for `model` on a lease that is gone.
+
+        Raises:
+            BusUnavailable: Redis stayed away.
+        """
+        for taken in await self.queue.withdraw_lease(model, lease):
+            try:
+                # Whatever its record says, nobody runs it: an engine that was lost, or left, has it no more.
+                await self.records.cancel(taken.trace, by=by, reason="its submitter has gone", force=True)
+            except (TraceEnded, TraceMissing):
+                pass
+            await self.queue.done(model, taken.trace)
+
+    def control(self, engine: str) -> ControlReader | SlotControlReaders:
+        """Reads what is asked of an engine's traces. Whoever asks closes it."""
+        if self._connections.clustered:
+            return SlotControlReaders(self._connections, self.keys, engine)
+        return ControlReader(self._connections.link(), self.keys, engine, guard=self.guard)
+
+    def writer(self, *, memory_patience_s: float = 60.0) -> Writer:
+        """A writer of events, with a connection of its own: `async with bus.writer() as writer`.
+
+        An event waits for `memory_patience_s` seconds for a Redis that is full. Close it before the bus.
+        """
+        self.blobs.keep()
+        return Writer(
+            self._connections,
+            self.keys,
+            self._retention_s,
+            self.queue.settled,
+            patience_s=memory_patience_s,
+            before=self.blobs.repeat,
+        )
+
+    def read(self, trace: str, since: str = "start") -> Subscription:
+        """Subscribe to a trace's entries: those after `since`, then what comes, up to the final one.
+
+        `since` is `"start"`, `"now"` (after what is there when the subscription starts: see its `start`), or the id of
+        an entry. A trace that does not exist is waited for; one that was there and is gone is a `StreamGone`. In place
+        of entries that were trimmed comes a `Gap`, with the state after them.
+
+        Raises:
+            ValueError: `since` is nothing of that.
+        """
+        if self._reader is None:
+            raise anyio.ClosedResourceError
+        keys = self.keys
+        return self._reader.subscribe(
+            keys.events(trace), since, partial(self.snapshots.read, trace), keys.record(trace)
+        )
+
+    def watch(self, since: str = "now") -> Watch:
+        """Follow what becomes of all traces, from `since` on: `"start"`, `"now"`, or a watch's position.
+
+        Whoever asks closes it. It has a connection of its own.
+
+        Raises:
+            ValueError: `since` is nothing of that.
+        """
+        watch = Watch(self._connections, self.keys, since)
+        self._watches.add(watch)
+        return watch
+
+    def watch_group(self, group: str, consumer: str, since: str = "now", idle_s: float = 60.0) -> GroupWatch:
+        """Be one of the readers that share what becomes of all traces: see `GroupWatch`.
+
+        Whoever asks closes it. It has a connection of its own.
+
+        Raises:
+            ValueError: `since` is nothing that a watch takes, a name is empty, or `idle_s` is not positive.
+        """
+        if not group or not consumer or not idle_s > 0:
+            raise ValueError("a group and a consumer have names, and its consumers a positive time to be idle")
+        watch = GroupWatch(self._connections, self.keys, group, consumer, since, idle_s)
+        self._watches.add(watch)
+        return watch
+
+    @property
+    def watch_groups(self) -> Groups:
+        """The groups of readers of the firehose."""
+        return Groups(self._connections, self.keys)
+
+    async def tail_id(self, trace: str) -> str:
+        """Id of a trace's last entry, `"0-0"` if there is none."""
+        return await tail_id(self._connections, self.keys.events(trace))
+
+    async def alive(self, *engines: str) -> set[str]:
+        """Which of these engines have renewed their entries in the registry of late."""
+        if not engines:
+            return set()
+        found = await self._connections.commands(*(("EXISTS", self.keys.engine(engine)) for engine in engines))
+        return {engine for engine, there in zip(engines, found, strict=True) if there}
+
+    @property
+    def broken_at(self) -> float:
+        """When Redis last failed to answer this bus, by the event loop's clock; `-inf` if never."""
+        return self._connections.broken_at
+
+    def recovery(self, model: str) -> Recovery:
+        """Looks after what engines that are gone had taken of a model's queue."""
+        return Recovery(self, model)
+
+    async def exists(self, trace: str) -> bool:
+        """Whether a trace has been submitted or has events, and is not yet forgotten."""
+        keys = self.keys.record(trace), self.keys.events(trace)
+        return any(await self._connections.commands(*(("EXISTS", key) for key in keys)))
+
+    # --- anything else ------------------------------------------------------------------------------------------------
+
+    async def command(self, *command: Any) -> Any:
+        """One Redis command and its raw reply, for tools. It is sent again if the connection breaks under it.
+
+        Raises:
+            BusError: Redis refused it.
+            BusUnavailable: Redis stayed away.
+        """
+        return await self._connections.command(*command, alone=True)
+
+    # --- registry -----------------------------------------------------------------------------------------------------
+
+    async def register(self, info: EngineInfo, ttl_s: float = 5.0) -> None:
+        """Say that an engine serves, for `ttl_s` seconds from now. Call it again before they are over.
+
+        A heartbeat carries everything but the model's tree, which is most of it and does not change.
+
+        Raises:
+            BusUnavailable: Redis stayed away.
+        """
+        key, milliseconds = self.keys.engine(info.engine), max(1, round(ttl_s * 1000))
+        brief = msgspec.structs.replace(info, modules=[], attributes={}, tree=_tree_digest(info))
+        lasting = digest_bytes(encode(msgspec.structs.replace(brief, running=0, malformed=0)))
+        heartbeat = [
+            RENEW((self.keys.heartbeat(info.engine),), encode(brief), milliseconds),
+            # Whoever finds it there and nothing behind it removes it.
+            After(("SADD", self.keys.engines(), info.engine)),
+        ]
+        if self._registered.get(info.engine) == lasting:
+            # Earlier versions read the whole, of which they miss no change but the number of traces.
+            with suppress(NotAllowed):
+                there, *_ = await self._connections.commands(("PEXPIRE", key, milliseconds), *heartbeat)
+                if there:
+                    return
+        await self._connections.commands(RENEW((key,), encode(info), milliseconds), *heartbeat)
+        self._registered[info.engine] = lasting
+
+    async def unregister(self, engine: str) -> None:
+        """Say that an engine serves no more.
+
+        Raises:
+            BusUnavailable: Redis stayed away.
+        """
+        self._registered.pop(engine, None)
+        await self._connections.commands(
+            ("DEL", self.keys.engine(engine)),
+            ("DEL", self.keys.heartbeat(engine)),
+            ("SREM", self.keys.engines(), engine),
+        )
+
+    async def drain(self, engine: str, *, by: str, within_s: float | None = None) -> None:
+        """Ask an engine to take nothing new, to finish what it runs, and to leave for good.
+
+        What has not ended after `within_s` seconds, if that is given, waits for other engines. It may be asked again;
+        of several times the earliest counts. Nothing comes of it where no such engine serves.
+
+        Raises:
+            BusUnavailable: Redis stayed away; it may have been asked.
+        """
+        await self._connections.command(*draining(self.keys, engine, by, within_s, CONTROL_S))
+
+    async def engines(self) -> list[EngineInfo]:
+        """The engines that serve now, by model, then by when they started.
+
+        Raises:
+            BusUnavailable: Redis stayed away.
+        """
+        key = self.keys.engines()
+        members = await self._connections.command("SMEMBERS", key)
+        names = [name for one in members if (name := self.guard.read(bytes.decode, one, key=key, entry=one))]
+        briefs = await self._infos(names, self.keys.heartbeat)
+        # Those of earlier versions have no heartbeat of their own.
+        others = [name for name in names if name not in briefs]
+        found = await self._infos(others, self.keys.engine)
+        for name in others:
+            if name not in found:
+                # Expired. Should it be back this very moment, its next heartbeat enters it again.
+                with suppress(NotAllowed):
+                    await self._connections.command("SREM", self.keys.engines(), name)
+        infos = [info for info in found.values() if info is not None]
+        infos += await self._with_trees([info for info in briefs.values() if info is not None])
+        return sorted(infos, key=lambda info: (info.model, info.started_at, info.engine))
+
+    async def _infos(self, names: Sequence[str], key: Callable[[str], str]) -> dict[str, EngineInfo | None]:
+        """What stands under these engines' keys, where something does; None where it cannot be read."""
+        if not names:
+            return {}
+        infos: dict[str, EngineInfo | None] = {}
+        replies = await self._connections.commands(*(("GET", key(name)) for name in names), alone=True)
+        for name, data in zip(names, replies, strict=True):
+            if data is not None:
+                infos[name] = self.guard.read(_info, name, data, key=key(name))
+        return infos
+
+    async def _with_trees(self, briefs: list[EngineInfo]) -> list[EngineInfo]:
+        """Heartbeats with what they leave out, which is fetched once for each tree, from one of its engines."""
+        self._trees = {info.tree: self._trees[info.tree] for info in briefs if info.tree in self._trees}
+        lacking: dict[bytes, list[str]] = {}
+        for info in briefs:
+            if info.tree not in self._trees:
+                lacking.setdefault(info.tree, []).append(info.engine)
+        while lacking:
+            # Should one have gone this very moment, the next of them has it.
+            asked = {names.pop(): tree for tree, names in lacking.items()}
+            for found in (await self._infos(list(asked), self.keys.engine)).values():
+                if found is not None:
+                    self._trees[_tree_digest(found)] = found.modules, found.attributes
+            lacking = {tree: names for tree, names in lacking.items() if names and tree not in self._trees}
+        whole = []
+        for info in briefs:
+            if info.tree in self._trees:
+                modules, attributes = self._trees[info.tree]
+                whole.append(msgspec.structs.replace(info, modules=modules, attributes=attributes, tree=b""))
+        return whole
+
+
+def _info(name: str, data: bytes) -> EngineInfo:
+    info = decode_engine(data)
+    if info.engine != name:
+        raise ValueError(f"it is said of engine {info.engine[:80]!r}")
+    return info
+
+
+def _tree_digest(info: EngineInfo) -> bytes:
+    return digest_bytes(encode(EngineInfo(engine="", model="", modules=info.modules, attributes=info.attributes)))
+
+
+async def _check(connections: Connections) -> None:
+    """Whether Redis is there and lets us in. Asked once: whoever opens a bus wants to know."""
+    try:
+        (reply,) = await connections.once(("PING",))
+    except Exception as error:
+        if is_transient(error):
+            raise BusUnavailable(f"no Redis answers at {redacted(connections.url)}: {error}") from error
+        raise as_bus_error(error) from error
+    if isinstance(reply, Exception):
+        raise as_bus_error(reply)

@@ -1,0 +1,1 @@
+"""Rules that need no Redis: folding deltas, checking interventions, sharing work among engines."""

@@ -1,0 +1,1 @@
+"""What Redis keeps: queues, records, blobs, edits, control streams."""

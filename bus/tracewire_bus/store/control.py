@@ -1,0 +1,222 @@
+"""Control streams: what an engine is asked to do, for the traces that it runs or altogether.
+
+There is one for each engine and hash tag of traces, so that a script that changes a trace's record (`trace_records.py`)
+can put an order on it in the same breath. An engine reads all of its own in one call, or, on a cluster, in one for each
+slot. What is no single trace's stands on the first of them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final, Literal
+
+import anyio
+
+from tracewire_bus.transport.connection import (
+    Background,
+    Backoff,
+    Connections,
+    Link,
+    Wakeup,
+    as_bus_error,
+    is_transient,
+)
+from tracewire_bus.transport.guard import Guard, integer
+from tracewire_bus.transport.scripts import Script
+
+from .keys import Keys
+
+__all__ = ["ControlReader", "Order", "SlotControlReaders", "draining"]
+
+logger = logging.getLogger("tracewire")
+
+#: How many orders are read at once.
+_PAGE: Final = 512
+#: On a cluster, how long one wait at a node lasts, in milliseconds: it does not hear of a key that is being moved.
+_BLOCK_SLOT_MS: Final = 1000
+#: What is read; a later version may ask for more.
+_KINDS: Final = frozenset(("steer", "cancel", "pause", "resume", "drain"))
+
+# KEYS: a control stream. ARGV: by, how many seconds it may take or '', how long to keep the stream. Begins with what a
+# Redis that is full does not refuse.
+_DRAIN: Final = Script(
+    """
+redis.call('EXPIRE', KEYS[1], ARGV[3])
+redis.call('XADD', KEYS[1], '*', 'k', 'drain', 't', '', 'b', ARGV[1], 'w', ARGV[2])
+redis.call('EXPIRE', KEYS[1], ARGV[3])
+return 1
+"""
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What an engine is to do for one of its traces: apply `change` (encoded), cancel, pause or resume it. Or for none:
+    `drain`, within `within_s` seconds if that is given.
+
+    `number` counts a trace's pauses and resumptions, from 1; 0 where it was not told.
+    """
+
+    kind: Literal["steer", "cancel", "pause", "resume", "drain"]
+    trace: str
+    change: bytes = b""
+    by: str = ""
+    reason: str = ""
+    within_s: float | None = None
+    number: int = 0
+
+
+def draining(keys: Keys, engine: str, by: str, within_s: float | None, keep_s: int) -> tuple[Any, ...]:
+    """The command that asks an engine to drain. May be repeated. `keep_s`: how long to keep the stream."""
+    key = keys.control(keys.tags[0], engine)
+    return _DRAIN((key,), by, "" if within_s is None else within_s, keep_s)
+
+
+class ControlReader:
+    """Reads what one engine is to do, over a link of its own. Not for concurrent use."""
+
+    def __init__(
+        self, link: Link, keys: Keys, engine: str, tags: Sequence[str] = (), *, guard: Guard | None = None
+    ) -> None:
+        self._link = link
+        self._guard = guard or Guard()
+        self._backoff = Backoff()
+        #: Streams with entries that were handed out and are there still.
+        self._read_up_to: dict[str, bytes] = {}
+        self._positions = {keys.control(tag, engine): b"0-0" for tag in tags or keys.tags}
+
+    async def read(self, block_ms: int) -> list[Order]:
+        """The next orders, in each trace's order; waits up to `block_ms` for the first.
+
+        While Redis is away it returns nothing, after a while, and goes on where it was.
+
+        Raises:
+            BusError: Redis refuses.
+        """
+        try:
+            return await self._read(block_ms)
+        except Exception as error:
+            if not is_transient(error):
+                raise as_bus_error(error) from error
+            pause = self._backoff.next()
+            logger.log(self._backoff.level, "control waits for Redis: %s", error)
+            await anyio.sleep(pause)
+            return []
+
+    async def _read(self, block_ms: int) -> list[Order]:
+        # What the last call handed out goes with this one: handed out once, whatever happens to the connection.
+        *_, reply = await self._link.ask(
+            *(("XTRIM", key, "MINID", _after(last)) for key, last in self._read_up_to.items()),
+            ("XREAD", "COUNT", _PAGE, "BLOCK", block_ms, "STREAMS", *self._positions, *self._positions.values()),
+            timeout_s=block_ms / 1000 + 30,
+        )
+        if isinstance(reply, Exception):
+            raise reply
+        self._backoff.reset()
+        self._read_up_to.clear()
+        orders: list[Order] = []
+        for key, entries in reply or ():
+            for id_, flat in entries:
+                order = self._guard.read(_order, flat, key=key, entry=id_)
+                if order is not None and order.kind in _KINDS:
+                    orders.append(order)
+            self._positions[_text(key)] = entries[-1][0]
+            self._read_up_to[_text(key)] = entries[-1][0]
+        return orders
+
+    async def aclose(self) -> None:
+        """Close its connection."""
+        await self._link.drop()
+
+
+class SlotControlReaders:
+    """What a `ControlReader` is on one server: reads each hash tag's stream over a link of its own."""
+
+    def __init__(self, connections: Connections, keys: Keys, engine: str) -> None:
+        self._readers = [
+            ControlReader(connections.link(keys.control(tag, engine)), keys, engine, [tag], guard=connections.guard)
+            for tag in keys.tags
+        ]
+        self._tasks: list[Background] = []
+        self._orders: deque[Order] = deque()
+        self._refused: Exception | None = None
+        self._come = Wakeup()
+
+    async def read(self, block_ms: int) -> list[Order]:
+        """The next orders, in each trace's order; waits up to `block_ms` for the first.
+
+        Raises:
+            BusError: Redis refuses.
+        """
+        if not self._tasks:
+            self._tasks = [Background(partial(self._pump, one), "that reads orders") for one in self._readers]
+        if not self._orders and self._refused is None:
+            with anyio.move_on_after(block_ms / 1000):
+                await self._come.wait()
+        refused, self._refused = self._refused, None
+        if refused is not None:
+            raise refused
+        orders = list(self._orders)
+        self._orders.clear()
+        return orders
+
+    async def _pump(self, reader: ControlReader) -> None:
+        backoff = Backoff()
+        while True:
+            try:
+                orders = await reader.read(_BLOCK_SLOT_MS)
+                backoff.reset()
+            except Exception as error:
+                # Whoever reads is told, each time.
+                self._refused = error
+                self._come.notify()
+                await anyio.sleep(backoff.next())
+                continue
+            if orders:
+                self._orders += orders
+                self._come.notify()
+
+    async def aclose(self) -> None:
+        """End its tasks and close its connections."""
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            await task.aclose()
+        for reader in self._readers:
+            await reader.aclose()
+
+
+def _after(id_: bytes) -> bytes:
+    """The least id that is greater."""
+    milliseconds, _, number = id_.partition(b"-")
+    return b"%s-%d" % (milliseconds, int(number) + 1)
+
+
+def _order(flat: Sequence[bytes]) -> Order:
+    fields = dict(zip(flat[::2], flat[1::2], strict=True))
+    return Order(
+        _text(fields[b"k"]),  # type: ignore[arg-type]
+        _text(fields.get(b"t", b"")),
+        fields.get(b"d", b""),
+        _text(fields.get(b"b", b"")),
+        _text(fields.get(b"r", b"")),
+        _seconds(_text(fields.get(b"w", b""))),
+        integer(fields.get(b"n", b"0")),
+    )
+
+
+def _seconds(text: str) -> float | None:
+    """A time that somebody gave, if somebody did."""
+    if not text:
+        return None
+    seconds = float(text)
+    if not seconds >= 0:
+        raise ValueError(f"expected seconds, got {text!r}")
+    return seconds
+
+
+def _text(data: bytes | str) -> str:
+    return data if isinstance(data, str) else data.decode("utf-8", "replace")

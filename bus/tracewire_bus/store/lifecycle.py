@@ -1,0 +1,576 @@
+"""The firehose: what becomes of every trace, in a few small entries each, for whoever watches all of them.
+
+There is one stream for each hash tag of traces, so that an entry is written by the script that changes the trace
+itself: when it is queued, accepted, restarted, paused, resumed, and when it ends. The streams are bounded: each keeps
+about `KEEP` entries, and goes a day after its last one. Who is away for longer misses what was trimmed meanwhile.
+
+A `Watch` reads all of them over one connection, and says how far it is by one text. The
+entries of a trace come in their order; those of different traces nearly so.
+
+A `GroupWatch` is one of several readers that share the entries: each entry goes to
+one of them, and is acknowledged when that one asks for the next. What a reader has not acknowledged for some time goes
+to another. So each entry is handled at least once, and twice if a reader dies, or is slow, in the middle of one.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import logging
+import secrets
+import time
+import zlib
+from collections import deque
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+from typing import Any, Final, Self
+
+import anyio
+import msgspec
+
+from tracewire_bus.transport.connection import Backoff, BusError, Connections, NotAllowed, as_bus_error, is_transient
+from tracewire_bus.transport.guard import Guard, integer
+from tracewire_bus.transport.scripts import Script
+from tracewire_bus.wire.messages import Status, Usage
+
+from .keys import TAGS, Keys, parse_id
+
+__all__ = ["KEEP", "KEEP_S", "TELL", "GroupRemoved", "GroupWatch", "Groups", "Lifecycle", "Watch", "telling"]
+
+logger = logging.getLogger("tracewire")
+
+#: About how many entries each of the 64 streams keeps.
+KEEP: Final = 2000
+#: How long a stream is kept after its last entry, in seconds.
+KEEP_S: Final = 24 * 3600
+#: How many entries of a stream are read at once.
+_PAGE: Final = 64
+_BLOCK_S: Final = 5.0
+#: How often a watch looks on a cluster, in seconds.
+_POLL_S: Final = 0.2
+#: How many of each stream's entries one look takes over from readers that are gone.
+_CLAIM: Final = 8
+#: By how much what a leaving reader held is made to look older, in milliseconds.
+_AGED_MS: Final = 3_600_000
+
+#: For scripts: adds an entry of these fields to the firehose at `key`.
+TELL: Final = f"""
+local function tell(key, ...)
+  redis.call('XADD', key, 'MAXLEN', '~', {KEEP}, '*', ...)
+  redis.call('EXPIRE', key, {KEEP_S})
+end
+"""
+
+# A reader that is gone is forgotten, if it has acknowledged all that it had. KEYS: stream. ARGV: group, reader.
+_FORGET: Final = Script(
+    """
+if #redis.call('XPENDING', KEYS[1], ARGV[1], '-', '+', 1, ARGV[2]) > 0 then return 0 end
+redis.call('XGROUP', 'DELCONSUMER', KEYS[1], ARGV[1], ARGV[2])
+return 1
+"""
+)
+#: After how many of its `idle` times a silent reader that has nothing is forgotten; how many takeovers lie between two
+#: looks for such.
+_SILENT: Final = 10
+_SWEEP: Final = 10
+
+_Id = tuple[int, int]
+
+
+class Lifecycle(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that became of a trace.
+
+    Attributes:
+        kind: `queued` (submitted), `refused` (it was not queued after all: the queue was full), `accepted`,
+            `restarted`, `paused`, `resumed`, or `final`. Newer versions may tell of more.
+        trace: its id.
+        model: name of the model that it was submitted to.
+        client: name of the client that submitted it.
+        engine: the engine that runs it, or ran it last; `""` if none did.
+        attempt: which attempt it is, from 1 on; 0 before the first.
+        time: when, in seconds since the epoch by Redis's clock.
+        status: how it ended, of a final.
+        error: type of the error that it ended with, if any.
+        prompt_tokens, tokens: tokens of all its prompts, and of all that was generated, of a final that an engine
+            wrote; None if nobody counted.
+    """
+
+    kind: str
+    trace: str
+    model: str = ""
+    client: str = ""
+    engine: str = ""
+    attempt: int = 0
+    time: float = 0.0
+    status: str | None = None
+    error: str | None = None
+    prompt_tokens: int | None = None
+    tokens: int | None = None
+
+
+class GroupRemoved(BusError):
+    """The group was removed while this reader was one of it."""
+
+
+def telling(
+    kind: str,
+    trace: str,
+    *,
+    model: str,
+    engine: str = "",
+    attempt: int = 0,
+    status: Status | None = None,
+    error: str = "",
+    usage: Usage | None = None,
+) -> list[Any]:
+    """An entry's fields. Its client is added by the script, which knows the trace's record."""
+    fields: list[Any] = ["k", kind, "t", trace, "m", model, "e", engine, "a", attempt]
+    if status is not None:
+        fields += ["s", status, "x", error]
+    if usage is not None:
+        fields += ["p", usage.prompt_tokens, "g", usage.completion_tokens]
+    return fields
+
+
+def _lifecycle(guard: Guard, key: str, id_: _Id, flat: Sequence[bytes]) -> Lifecycle:
+    fields = {name: value.decode("utf-8", "replace") for name, value in zip(flat[::2], flat[1::2], strict=True)}
+
+    def number(name: bytes) -> int | None:
+        # An entry stays in its place among those of its trace without its numbers.
+        return guard.read(integer, fields[name], key=key, entry=_text(id_)) if name in fields else None
+
+    return Lifecycle(
+        kind=fields.get(b"k", ""),
+        trace=fields.get(b"t", ""),
+        model=fields.get(b"m", ""),
+        client=fields.get(b"c", ""),
+        engine=fields.get(b"e", ""),
+        attempt=number(b"a") or 0,
+        time=id_[0] / 1000,
+        status=fields.get(b"s"),
+        error=fields.get(b"x") or None,
+        prompt_tokens=number(b"p"),
+        tokens=number(b"g"),
+    )
+
+
+def _written(places: Iterable[_Id]) -> str:
+    """Places in all streams as one text."""
+    packed = zlib.compress(msgspec.msgpack.encode(list(places)))
+    return "w1." + base64.urlsafe_b64encode(packed).decode()
+
+
+def _places(text: str) -> list[_Id]:
+    """Places in all streams.
+
+    Raises:
+        ValueError: `text` is no position.
+    """
+    version, dot, packed = text.partition(".")
+    try:
+        if version != "w1" or not dot or len(packed) > 10_000:
+            raise ValueError(text)
+        unpacker = zlib.decompressobj()
+        places = msgspec.msgpack.decode(
+            unpacker.decompress(base64.urlsafe_b64decode(packed), 10_000), type=list[tuple[int, int]]
+        )
+        if len(places) != TAGS or any(min(place) < 0 for place in places):
+            raise ValueError(text)
+    except (ValueError, binascii.Error, zlib.error, msgspec.MsgspecError):
+        raise ValueError(
+            f"a watch begins at 'start', 'now', or a position that a watch told, not at {text[:60]!r}"
+        ) from None
+    return places
+
+
+def _text(id_: _Id) -> str:
+    return f"{id_[0]}-{id_[1]}"
+
+
+class _Reader:
+    """What both kinds of watch share: one connection that waits, and is opened anew when it breaks."""
+
+    def __init__(self, connections: Connections, keys: Keys) -> None:
+        self._link = connections.link()
+        self._parser = connections.guard
+        #: On a cluster no command waits for streams of several slots.
+        self._polls = connections.clustered
+        self._keys = keys
+        self._names = [keys.firehose(tag) for tag in keys.tags]
+        self._buffer: deque[tuple[str, _Id, Lifecycle]] = deque()
+        self._backoff = Backoff()
+        self._guard = anyio.ResourceGuard("watching by")
+        self._wait: anyio.CancelScope | None = None
+        self._closed = False
+
+    async def start(self) -> None:
+        """Settle where it begins. Idempotent."""
+        raise NotImplementedError
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def aclose(self) -> None:
+        """Stop reading. Whoever waits for the next entry gets `ClosedResourceError`. Idempotent."""
+        self._closed = True
+        if self._wait is not None:
+            self._wait.cancel()
+        with anyio.CancelScope(shield=True):
+            await self._link.drop()
+
+    async def _ask(self, *commands: Sequence[Any], timeout_s: float = 30.0) -> list[Any] | None:
+        """The replies; None where the connection broke or Redis is not itself, after a pause.
+
+        Raises:
+            anyio.ClosedResourceError: it is closed.
+            BusError: Redis refuses.
+        """
+        if self._closed:
+            raise anyio.ClosedResourceError
+        replies: list[Any] | None = None
+        try:
+            with anyio.CancelScope() as self._wait:
+                try:
+                    replies = await self._link.ask(*commands, timeout_s=timeout_s)
+                    for reply in replies:
+                        if isinstance(reply, Exception):
+                            raise reply
+                    self._backoff.reset()
+                except Exception as error:
+                    replies = None
+                    if not is_transient(error):
+                        raise as_bus_error(error) from error
+                    await self._link.drop()
+                    pause = self._backoff.next()
+                    logger.log(self._backoff.level, "a watch waits for Redis: %s", error)
+                    await anyio.sleep(pause)
+        finally:
+            self._wait = None
+        if self._closed:
+            raise anyio.ClosedResourceError
+        return replies
+
+    async def _insist(self, *commands: Sequence[Any]) -> list[Any]:
+        """The replies to what may be carried out twice, however long it takes."""
+        while True:
+            replies = await self._ask(*commands)
+            if replies is not None:
+                return replies
+
+    async def _from_all(self, head: Sequence[Any], places: Iterable[str], wait_s: float = 0.0) -> list[Any] | None:
+        """What a command that reads streams finds after these places in all of them, waiting so long for the first."""
+        if not self._polls:
+            wait = ("BLOCK", max(1, round(wait_s * 1000))) if wait_s else ()
+            replies = await self._ask((*head, *wait, "STREAMS", *self._names, *places), timeout_s=wait_s + 30)
+            return None if replies is None else replies[0] or []
+        each = zip(self._names, places, strict=True)
+        replies = await self._ask(*((*head, "STREAMS", name, place) for name, place in each))
+        if replies is None:
+            return None
+        found = [one for reply in replies for one in reply or ()]
+        if wait_s and not found:
+            with anyio.CancelScope() as self._wait:
+                await anyio.sleep(min(wait_s, _POLL_S))
+            self._wait = None
+        return found
+
+    def _take(self, reply: Any) -> list[tuple[str, _Id]]:
+        """Buffer what Redis replied, in the order of time. Returns what is only known by its id."""
+        found, gone = [], []
+        for key, entries in reply or ():
+            name = key.decode()
+            for raw, flat in entries:
+                id_ = parse_id(raw.decode())
+                if flat is None:
+                    gone.append((name, id_))
+                else:
+                    found.append((name, id_, _lifecycle(self._parser, name, id_, flat)))
+        found.sort(key=lambda one: one[1])
+        self._buffer.extend(found)
+        return gone
+
+
+class Watch(_Reader):
+    """An async iterator over everything that becomes of traces from `since` on. It never ends by itself.
+
+    `since` is `"start"` (what is there), `"now"` (what comes after `start`), or a `position`.
+    """
+
+    def __init__(self, connections: Connections, keys: Keys, since: str) -> None:
+        super().__init__(connections, keys)
+        places = None if since == "now" else [(0, 0)] * TAGS if since == "start" else _places(since)
+        #: How far each stream was read, and handed out.
+        self._read = None if places is None else dict(zip(self._names, places, strict=True))
+        self._told = dict(self._read or {})
+
+    async def start(self) -> None:
+        """Fix where a watch since `"now"` begins. Idempotent. While Redis is away it waits.
+
+        Raises:
+            anyio.ClosedResourceError: it is closed.
+            BusError: Redis refuses.
+        """
+        if self._read is None:
+            replies = await self._insist(*(("XREVRANGE", name, "+", "-", "COUNT", 1) for name in self._names))
+            self._read = {
+                name: parse_id(reply[0][0].decode()) if reply else (0, 0)
+                for name, reply in zip(self._names, replies, strict=True)
+            }
+            self._told = dict(self._read)
+
+    @property
+    def position(self) -> str:
+        """After the last entry handed out, as a text to go on from: what it stands for is the watch's own business.
+
+        `""` before a watch since `"now"` has started.
+        """
+        return _written(self._told[name] for name in self._names) if self._told else ""
+
+    async def __anext__(self) -> Lifecycle:
+        """The next entry, when there is one. While Redis is away it waits.
+
+        Raises:
+            anyio.ClosedResourceError: the watch or its bus is closed.
+            anyio.BusyResourceError: another task waits for the next entry.
+            BusError: Redis refuses.
+        """
+        with self._guard:
+            await self.start()
+            assert self._read is not None
+            while not self._buffer:
+                places = map(_text, self._read.values())
+                reply = await self._from_all(("XREAD", "COUNT", _PAGE), places, _BLOCK_S)
+                if reply is not None:
+                    self._take(reply)
+                    for name, id_, _ in self._buffer:
+                        self._read[name] = max(self._read[name], id_)
+            if self._closed:
+                raise anyio.ClosedResourceError
+            name, id_, event = self._buffer.popleft()
+            self._told[name] = id_
+            return event
+
+
+class Groups:
+    """The groups that readers share entries in. A group is kept until it is removed; its streams may expire."""
+
+    def __init__(self, connections: Connections, keys: Keys) -> None:
+        self._connections = connections
+        self._keys = keys
+
+    async def names(self) -> list[str]:
+        """All groups.
+
+        Raises:
+            BusUnavailable: Redis stayed away.
+        """
+        found = await self._connections.command("HKEYS", self._keys.watch_groups())
+        return sorted(name.decode("utf-8", "replace") for name in found)
+
+    async def remove(self, group: str) -> bool:
+        """Forget a group, with what its readers have not acknowledged. Returns whether there was one.
+
+        Raises:
+            BusUnavailable: Redis stayed away.
+        """
+        there = await self._connections.command("HDEL", self._keys.watch_groups(), group)
+        names = [self._keys.firehose(tag) for tag in self._keys.tags]
+        found = await self._connections.commands(*(("EXISTS", name) for name in names))
+        for name, exists in zip(names, found, strict=True):
+            if exists:
+                try:
+                    await self._connections.command("XGROUP", "DESTROY", name, group)
+                except BusError as error:
+                    # It has expired just now.
+                    logger.debug("group %s of %s was gone already: %s", group, name, error)
+        return bool(there)
+
+
+class GroupWatch(_Reader):
+    """An async iterator over the entries that fall to `consumer`, one of the readers of `group`.
+
+    The first reader of a group makes it, from `since` on; for all others `since` says nothing. What `consumer` had not
+    acknowledged when it was last here comes first. `idle_s` is how long a reader may be busy with an entry, in seconds:
+    after that another takes it over.
+    """
+
+    def __init__(
+        self, connections: Connections, keys: Keys, group: str, consumer: str, since: str, idle_s: float
+    ) -> None:
+        super().__init__(connections, keys)
+        self._group = group
+        self._consumer = consumer
+        self._idle_s = idle_s
+        self._first = ["$"] * TAGS if since == "now" else ["0-0"] * TAGS
+        if since not in ("now", "start"):
+            self._first = [_text(place) for place in _places(since)]
+        self._token = f"{int(time.time())}.{secrets.token_hex(8)}"
+        self._joined = False
+        #: What is ours is to be read again: perhaps we have some that we do not know of.
+        self._again = True
+        self._current: tuple[str, _Id] | None = None
+        self._read_at = 0.0
+        self._claim_at = 0.0
+        self._cursors = dict.fromkeys(self._names, b"0-0")
+        #: Takeovers until others that are gone are looked for.
+        self._sweep_in = 1
+
+    async def start(self) -> None:
+        """Join the group, which is made if there is none. Idempotent. While Redis is away it waits.
+
+        Raises:
+            anyio.ClosedResourceError: it is closed.
+            BusError: Redis refuses.
+        """
+        if not self._joined:
+            # Who was first says so: an answer may be lost.
+            named = (self._keys.watch_groups(), self._group)
+            _, maker = await self._insist(("HSETNX", *named, self._token), ("HGET", *named))
+            await self._make(self._first if maker == self._token.encode() else ["0-0"] * TAGS)
+            self._joined = True
+
+    async def _make(self, first: Sequence[str]) -> None:
+        """Make the group on every stream that does not know it."""
+        for name, id_ in zip(self._names, first, strict=True):
+            while True:
+                try:
+                    made = await self._ask(
+                        ("XGROUP", "CREATE", name, self._group, id_, "MKSTREAM"), ("EXPIRE", name, KEEP_S)
+                    )
+                except BusError as error:
+                    if "BUSYGROUP" not in str(error):
+                        raise
+                    break
+                if made is not None:
+                    break
+
+    async def __anext__(self) -> Lifecycle:
+        """Acknowledge the last entry, and return the next, when there is one. While Redis is away it waits.
+
+        Raises:
+            GroupRemoved: somebody removed the group.
+            anyio.ClosedResourceError: the watch or its bus is closed.
+            anyio.BusyResourceError: another task waits for the next entry.
+            BusError: Redis refuses.
+        """
+        with self._guard:
+            await self.start()
+            if self._current is not None:
+                name, id_ = self._current
+                await self._insist(("XACK", name, self._group, _text(id_)))
+                self._current = None
+            while True:
+                if self._buffer and anyio.current_time() - self._read_at > self._idle_s / 2:
+                    # Somebody else may think that we are gone.
+                    self._buffer.clear()
+                    self._again = True
+                if self._buffer:
+                    name, id_, event = self._buffer.popleft()
+                    self._current = name, id_
+                    return event
+                await self._fetch()
+
+    async def _fetch(self) -> None:
+        now = anyio.current_time()
+        if not self._link.connected:
+            # An answer may have been lost.
+            self._again = True
+        reading = ("XREADGROUP", "GROUP", self._group, self._consumer, "COUNT")
+        try:
+            if self._again:
+                own = await self._from_all((*reading, _PAGE), ["0"] * TAGS)
+                if own is not None:
+                    gone = self._take(own)
+                    if gone:
+                        # Trimmed before anybody came to it.
+                        await self._ask(*(("XACK", name, self._group, _text(id_)) for name, id_ in gone))
+                    self._again = bool(self._buffer or gone)
+            elif now >= self._claim_at:
+                await self._take_over()
+            else:
+                # Taken for granted only once its reply is here.
+                self._again = True
+                reply = await self._from_all((*reading, 1), [">"] * TAGS, min(_BLOCK_S, self._idle_s / 2))
+                if reply is not None:
+                    self._again = False
+                    self._take(reply)
+        except BusError as error:
+            if "NOGROUP" not in str(error) and "UNBLOCKED" not in str(error):
+                raise
+            await self._rejoin()
+        self._read_at = now
+
+    async def _take_over(self) -> None:
+        """Take over what others have held for too long."""
+        idle_ms = max(1, round(self._idle_s * 1000))
+        replies = await self._ask(
+            *(
+                ("XAUTOCLAIM", name, self._group, self._consumer, idle_ms, cursor, "COUNT", _CLAIM)
+                for name, cursor in self._cursors.items()
+            )
+        )
+        if replies is None:
+            return
+        self._claim_at = anyio.current_time() + self._idle_s / 2
+        for name, reply in zip(self._names, replies, strict=True):
+            self._cursors[name] = reply[0]
+            if reply[1]:
+                # They are ours now, whole or not.
+                self._again = True
+        self._sweep_in -= 1
+        if self._sweep_in <= 0:
+            self._sweep_in = _SWEEP
+            await self._forget_silent()
+
+    async def _forget_silent(self) -> None:
+        """Forget readers that have said nothing for long, and hold nothing. One that lives is made anew as it reads."""
+        try:
+            replies = await self._ask(*(("XINFO", "CONSUMERS", name, self._group) for name in self._names))
+            calls = []
+            for name, consumers in zip(self._names, replies or [], strict=bool(replies)):
+                for flat in consumers:
+                    said = dict(zip(flat[::2], flat[1::2], strict=True))
+                    silent = said[b"idle"] >= _SILENT * self._idle_s * 1000 and not said[b"pending"]
+                    if silent and said[b"name"] != self._consumer.encode("utf-8", "surrogatepass"):
+                        calls.append(_FORGET((name,), self._group, said[b"name"]))
+            if calls:
+                await self._ask(*calls)
+        except NotAllowed as error:
+            logger.debug("readers of %s that are gone are not this one's to forget: %s", self._group, error)
+
+    async def _rejoin(self) -> None:
+        """A stream of the group has expired: what comes into it anew is all new to the group."""
+        (there,) = await self._insist(("HEXISTS", self._keys.watch_groups(), self._group))
+        if not there:
+            raise GroupRemoved(f"the group {self._group!r} was removed")
+        await self._make(["0-0"] * TAGS)
+
+    async def aclose(self) -> None:
+        """Stop reading. What was not acknowledged goes to the others soon. Idempotent."""
+        closed, self._closed = self._closed, True
+        if self._wait is not None:
+            self._wait.cancel()
+        held = [(name, id_) for name, id_, _ in self._buffer]
+        if self._current is not None:
+            held.append(self._current)
+        if not closed and self._joined and self._wait is None:
+            age = ("IDLE", round(self._idle_s * 1000) + _AGED_MS, "JUSTID")
+            with anyio.move_on_after(1, shield=True):
+                try:
+                    await self._link.ask(
+                        *(("XCLAIM", name, self._group, self._consumer, 0, _text(id_), *age) for name, id_ in held),
+                        *(_FORGET((name,), self._group, self._consumer) for name in self._names),
+                    )
+                except Exception as error:
+                    logger.debug("what a watch held goes to others in a while only: %r", error)
+        self._buffer.clear()
+        await super().aclose()

@@ -1,0 +1,871 @@
+"""Records of traces: what the bus knows of each from its submission on, and what may be asked of one that runs.
+
+A trace's record is a hash beside its stream: who submitted it, which engine runs it in which attempt, its deadline, and
+its live parameters with their version and forms. It is changed by scripts only, each of which sees the record and the
+stream at one moment, so that a change is accepted or refused as a whole, cancelled traces never start, and a trace ends
+once:
+
+- *steering* checks names, forms and version, numbers the change, keeps it until an event has told of it, and puts it
+  on the control stream of the engine that runs the trace, if one does;
+- *opening* is an engine's claim to run it, by the number under which it took it from the queue: the highest runs;
+- *cancelling* asks that engine, or ends the trace at once where none runs it;
+- *sweeping* ends what is past its deadline and runs nowhere.
+
+Whoever ends a trace from outside writes its final event as one of an attempt that follows the last: readers take it as
+the end of what came before, and Redis refuses whatever an engine would still append.
+
+Everything that a script touches has the trace's hash tag. A script that makes up keys is given one besides that never
+exists (see `cluster.py`).
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import msgspec
+
+from tracewire_bus.transport.connection import BusError, BusUnavailable, Connections, Link, as_bus_error, is_transient
+from tracewire_bus.transport.guard import GREATEST, Guard, integer
+from tracewire_bus.transport.scripts import Script
+from tracewire_bus.wire.codec import decode_event, encode, schema_text
+from tracewire_bus.wire.live_values import LiveValue, joined, parted
+from tracewire_bus.wire.messages import Failure, Status, Submission, Waiting
+from tracewire_bus.wire.messages import Final as FinalEvent
+from tracewire_bus.wire.values import unpack
+
+from .finished import FINISHED
+from .keys import FINAL_ID, Keys, is_text
+from .lifecycle import TELL
+from .submission_queue import REMEMBER_S
+
+__all__ = [
+    "LiveState",
+    "Opened",
+    "Overtaken",
+    "Records",
+    "SteerRefused",
+    "TraceElsewhere",
+    "TraceEnded",
+    "TraceMissing",
+]
+
+#: How many changes of one trace may wait for their engine.
+MAX_CHANGES: Final = 10_000
+#: How many operations are remembered by their ids, for a controller that asks again.
+OPERATIONS: Final = 1000
+#: How long the engine that runs a trace has from its deadline on to end it itself, in milliseconds.
+GRACE_MS: Final = 5000
+#: The farthest deadline, in milliseconds from the submission: some 3000 years, which Lua writes as an integer.
+MAX_DEADLINE_MS: Final = 10**14
+#: How long a control stream is kept after its last entry, in seconds.
+CONTROL_S: Final = 24 * 3600
+
+#: Stands in an encoded event for the attempt, or the number, that the script puts there.
+_ATTEMPT: Final = 2**32 - 1
+_MARK: Final = b"\xce\xff\xff\xff\xff"
+
+# Fields of a record: m model, c client, p lease, t deadline (ms), e engine, a attempts, s state, v version of the live
+# parameters, x why it was cancelled and xb by whom, z by whom it was paused and zn how often that was changed, r for
+# how long it is kept after its end (s), l:NAME a live value packed, f:NAME its form.
+
+_NOW = """
+local function now()
+  local time = redis.call('TIME')
+  return time[1] * 1000 + math.floor(time[2] / 1000)
+end
+"""
+
+_ENDING = (
+    _NOW
+    + TELL
+    + FINISHED
+    + f"""
+local FINAL = '{FINAL_ID}'
+-- A count in a trace's record; one that cannot be is none.
+local function counted(known)
+  local number = tonumber(known)
+  return number and number >= 0 and number < 2^31 and math.floor(number) or 0
+end
+-- What was asked of a trace is done once: who asks again, because no answer came, is told so.
+local function remember(record, operations, operation, seconds)
+  redis.call('ZADD', operations, counted(redis.call('HGET', record, 'v')), operation)
+  redis.call('ZREMRANGEBYRANK', operations, 0, -1 - {OPERATIONS})
+  redis.call('EXPIRE', operations, seconds)
+end
+local function ended(events)
+  return #redis.call('XRANGE', events, FINAL, FINAL) > 0
+end
+local function finish(base, trace, schema, head, tail, retention, status, kind)
+  local record, events = base .. 'trace:' .. trace, base .. 'events:' .. trace
+  local attempt = counted(redis.call('HGET', record, 'a')) + 1
+  -- As long as the engines of its model keep theirs, if that is known.
+  local known = tonumber(redis.call('HGET', record, 'r'))
+  if known and known >= 1 and known <= 1e9 then retention = math.floor(known) end
+  -- After what is never refused, a Redis that is full takes an end.
+  redis.call('HDEL', record, '')
+  redis.call('XADD', events, FINAL, 'v', schema, 'd', head .. struct.pack('>I4', attempt) .. tail)
+  local kept = {{events, record, base .. 'blobs:' .. trace, base .. 'snapshot:' .. trace}}
+  for _, key in ipairs(kept) do redis.call('EXPIRE', key, retention) end
+  redis.call('DEL', base .. 'changes:' .. trace)
+  redis.call('EXPIRE', base .. 'operations:' .. trace, 60)
+  local whose = redis.call('HMGET', record, 'm', 'c', 'e')
+  tell(base .. 'firehose', 'k', 'final', 't', trace, 'm', whose[1] or '', 'c', whose[2] or '', 'e', whose[3] or '',
+    'a', attempt, 's', status, 'x', kind)
+  redis.call('ZREM', base .. 'deadlines', trace)
+  finished(trace, retention, base .. 'ended', base .. 'ended-bytes', unpack(kept))
+end
+"""
+)
+
+# KEYS: record, deadlines, firehose. ARGV: trace, model, client, lease, deadline in ms or '', how long to remember, how
+# long it is to be kept after its end or '', then name, form and value of each live parameter.
+# Returns whether it is new; or, where the id belongs to a trace of another model, that model.
+_CREATE = Script(
+    _NOW
+    + TELL
+    + """
+if redis.call('HSETNX', KEYS[1], 'm', ARGV[2]) == 0 then
+  local model = redis.call('HGET', KEYS[1], 'm')
+  return model == ARGV[2] and 0 or model
+end
+redis.call('HSET', KEYS[1], 'c', ARGV[3], 'p', ARGV[4], 'v', 0)
+if ARGV[7] ~= '' then redis.call('HSET', KEYS[1], 'r', ARGV[7]) end
+for i = 8, #ARGV, 3 do
+  redis.call('HSET', KEYS[1], 'f:' .. ARGV[i], ARGV[i + 1], 'l:' .. ARGV[i], ARGV[i + 2])
+end
+redis.call('EXPIRE', KEYS[1], ARGV[6])
+if ARGV[5] ~= '' then
+  local at = now() + ARGV[5]
+  redis.call('HSET', KEYS[1], 't', at)
+  redis.call('ZADD', KEYS[2], at, ARGV[1])
+end
+tell(KEYS[3], 'k', 'queued', 't', ARGV[1], 'm', ARGV[2], 'c', ARGV[3])
+return 1
+"""
+)
+
+# KEYS: record, deadlines, firehose. ARGV: trace, model. Another model's trace, or one that an engine runs, is not
+# forgotten.
+_FORGET = Script(
+    TELL
+    + """
+local known = redis.call('HMGET', KEYS[1], 'm', 'e', 'c')
+if known[1] ~= ARGV[2] or known[2] then return 0 end
+redis.call('ZREM', KEYS[2], ARGV[1])
+redis.call('DEL', KEYS[1])
+tell(KEYS[3], 'k', 'refused', 't', ARGV[1], 'm', known[1], 'c', known[3] or '')
+return 1
+"""
+)
+
+# KEYS: record, events, changes. ARGV: engine, how long to remember, attempt, for how long it is kept after its end. May
+# be repeated by who was let in.
+_OPEN = Script(
+    _ENDING
+    + """
+if ended(KEYS[2]) then return 'ended' end
+local known = redis.call('HMGET', KEYS[1], 'a', 'e')
+local last, attempt = counted(known[1]), tonumber(ARGV[3])
+if attempt < last or attempt == last and known[2] ~= ARGV[1] then return 'overtaken' end
+redis.call('HSET', KEYS[1], 'a', attempt, 'e', ARGV[1], 's', 'running', 'r', ARGV[4])
+if redis.call('TTL', KEYS[1]) == -1 then redis.call('EXPIRE', KEYS[1], ARGV[2]) end
+return {now(), redis.call('HGETALL', KEYS[1]), redis.call('ZRANGE', KEYS[3], 0, -1)}
+"""
+)
+
+# A server that came back may have forgotten who runs a trace. KEYS: record, events. ARGV: attempt, engine, state,
+# version of the live parameters that the engine has, how long to remember, who has paused it or '', how many pauses and
+# resumptions the engine knows of, then name and value of each live parameter. Begins with what is never refused.
+_CLAIM = Script(
+    _ENDING
+    + """
+redis.call('HDEL', KEYS[1], '')
+if ended(KEYS[2]) then return 0 end
+local known = redis.call('HMGET', KEYS[1], 'a', 'e', 'v', 'zn')
+local last, attempt = counted(known[1]), tonumber(ARGV[1])
+if attempt < last or attempt == last and known[2] ~= ARGV[2] then return 0 end
+redis.call('HSET', KEYS[1], 'a', attempt, 'e', ARGV[2], 's', ARGV[3])
+if (tonumber(known[3]) or 0) < tonumber(ARGV[4]) then
+  redis.call('HSET', KEYS[1], 'v', ARGV[4])
+  for i = 8, #ARGV, 2 do redis.call('HSET', KEYS[1], 'l:' .. ARGV[i], ARGV[i + 1]) end
+end
+if (tonumber(known[4]) or 0) < tonumber(ARGV[7]) then
+  redis.call('HSET', KEYS[1], 'zn', ARGV[7])
+  if ARGV[6] ~= '' then redis.call('HSET', KEYS[1], 'z', ARGV[6]) else redis.call('HDEL', KEYS[1], 'z') end
+end
+if redis.call('TTL', KEYS[1]) == -1 then redis.call('EXPIRE', KEYS[1], ARGV[5]) end
+return 1
+"""
+)
+
+# KEYS: record, changes. ARGV: attempt. Nothing is accepted from then on, if it is the one that runs. A record that is
+# forgotten is not begun again: it would stay.
+_CLOSE = Script(
+    """
+redis.call('HDEL', KEYS[1], '')
+if redis.call('EXISTS', KEYS[1]) == 0 then return {} end
+if (tonumber(redis.call('HGET', KEYS[1], 'a')) or 0) > tonumber(ARGV[1]) then return {} end
+redis.call('HSET', KEYS[1], 's', 'closed')
+return redis.call('ZRANGE', KEYS[2], 0, -1)
+"""
+)
+
+# KEYS: record, events. ARGV: trace, what precedes every key of its tag, schema, the final before and after its attempt,
+# retention, status, the error's type. Whoever runs it is fenced.
+_END = Script(
+    _ENDING
+    + """
+if ended(KEYS[2]) then return 0 end
+finish(ARGV[2], ARGV[1], ARGV[3], ARGV[4], ARGV[5], ARGV[6], ARGV[7], ARGV[8])
+return 1
+"""
+)
+
+# An attempt is over, and its trace waits for another, unless that has been begun already, or nothing of the attempt was
+# told. Whoever ran it is fenced. KEYS: record, events. ARGV: attempt, schema, the event before and after its number.
+_WAIT = Script(
+    _ENDING
+    + """
+if redis.call('EXISTS', KEYS[2]) == 0 then return 0 end
+if counted(redis.call('HGET', KEYS[1], 'a')) > tonumber(ARGV[1]) then return 0 end
+local last, info = '', redis.call('XINFO', 'STREAM', KEYS[2])
+for i = 1, #info, 2 do
+  if info[i] == 'last-generated-id' then last = info[i + 1] end
+end
+local dash = string.find(last, '-', 1, true)
+local attempt, seq = string.sub(last, 1, dash - 1), string.sub(last, dash + 1)
+-- Behind its end, or what refuses the rest of the attempt, nothing fits.
+if attempt ~= ARGV[1] or #seq > 9 then return 0 end
+local place = attempt .. '-' .. string.format('%d', seq + 1)
+local said = redis.pcall('XADD', KEYS[2], place, 'v', ARGV[2], 'd', ARGV[3] .. struct.pack('>I4', seq + 1) .. ARGV[4])
+if type(said) == 'table' and said.err then return 0 end
+-- Nor is anything of this attempt to come behind it, which would leave a hole.
+redis.call('XSETID', KEYS[2], attempt .. '-18446744073709551615')
+return 1
+"""
+)
+
+# KEYS: record, events, changes, operations. ARGV: trace, what precedes an engine in its control stream's name,
+# operation, by (packed), expected version or '', values (packed), most changes, how long to remember, how long to keep
+# the control stream, then name, form and value of each.
+_STEER = Script(
+    _ENDING
+    + """
+local known = redis.call('HMGET', KEYS[1], 'm', 's', 'e', 'v')
+if not known[1] then return {'unknown'} end
+local before = redis.call('ZSCORE', KEYS[4], ARGV[3])
+if before then return {'accepted', tonumber(before)} end
+if known[2] == 'closed' or ended(KEYS[2]) then return {'ended'} end
+if ARGV[5] ~= '' and ARGV[5] ~= known[4] then return {'version', tonumber(known[4])} end
+for i = 10, #ARGV, 3 do
+  local form = redis.call('HGET', KEYS[1], 'f:' .. ARGV[i])
+  if not form then
+    local names = {}
+    for _, name in ipairs(redis.call('HKEYS', KEYS[1])) do
+      if string.sub(name, 1, 2) == 'f:' then names[#names + 1] = string.sub(name, 3) end
+    end
+    table.sort(names)
+    return {'undeclared', ARGV[i], table.concat(names, ', ')}
+  end
+  if form ~= ARGV[i + 1] then return {'form', ARGV[i], form} end
+end
+if redis.call('ZCARD', KEYS[3]) >= tonumber(ARGV[7]) then return {'busy'} end
+local version = redis.call('HINCRBY', KEYS[1], 'v', 1)
+for i = 10, #ARGV, 3 do redis.call('HSET', KEYS[1], 'l:' .. ARGV[i], ARGV[i + 2]) end
+local change = '\\148' .. cmsgpack.pack(version) .. ARGV[4] .. cmsgpack.pack(now()) .. ARGV[6]
+redis.call('ZADD', KEYS[3], version, change)
+redis.call('EXPIRE', KEYS[3], ARGV[8])
+remember(KEYS[1], KEYS[4], ARGV[3], ARGV[8])
+if known[3] then
+  redis.call('XADD', ARGV[2] .. known[3], '*', 'k', 'steer', 't', ARGV[1], 'd', change)
+  redis.call('EXPIRE', ARGV[2] .. known[3], ARGV[9])
+end
+return {'accepted', version}
+"""
+)
+
+# KEYS: record, events, operations. ARGV: trace, what precedes every key of its tag, what precedes an engine in its
+# control stream's name, by, reason, schema, the final before and after its attempt, retention, force ('1': whoever runs
+# it), how long to keep the control stream, operation, how long to remember.
+_CANCEL = Script(
+    _ENDING
+    + """
+redis.call('HDEL', KEYS[1], '')
+local known = redis.call('HMGET', KEYS[1], 'm', 'e', 'x')
+if not known[1] then return {'unknown'} end
+local asks = known[2] and ARGV[10] ~= '1'
+if redis.call('ZSCORE', KEYS[3], ARGV[12]) then
+  if asks then return {'asked', known[2]} else return {'cancelled', known[1]} end
+end
+if ended(KEYS[2]) then return {'ended'} end
+remember(KEYS[1], KEYS[3], ARGV[12], ARGV[13])
+if not known[3] then redis.call('HSET', KEYS[1], 'x', ARGV[5], 'xb', ARGV[4]) end
+if asks then
+  if not known[3] then
+    redis.call('XADD', ARGV[3] .. known[2], '*', 'k', 'cancel', 't', ARGV[1], 'b', ARGV[4], 'r', ARGV[5])
+    redis.call('EXPIRE', ARGV[3] .. known[2], ARGV[11])
+  end
+  return {'asked', known[2]}
+end
+finish(ARGV[2], ARGV[1], ARGV[6], ARGV[7], ARGV[8], ARGV[9], 'cancelled', 'Cancelled')
+return {'cancelled', known[1]}
+"""
+)
+
+# KEYS: record, events, operations. ARGV: trace, what precedes an engine in its control stream's name, 'pause' or
+# 'resume', by, how long to keep the control stream, operation, how long to remember.
+_PAUSE = Script(
+    _ENDING
+    + """
+local known = redis.call('HMGET', KEYS[1], 'm', 'e', 'z', 's')
+if not known[1] then return 'unknown' end
+if redis.call('ZSCORE', KEYS[3], ARGV[6]) then return 'asked' end
+if known[4] == 'closed' or ended(KEYS[2]) then return 'ended' end
+if ARGV[3] == 'pause' then
+  if known[3] then return 'so already' end
+  redis.call('HSET', KEYS[1], 'z', ARGV[4])
+else
+  if not known[3] then return 'so already' end
+  redis.call('HDEL', KEYS[1], 'z')
+end
+remember(KEYS[1], KEYS[3], ARGV[6], ARGV[7])
+local number = redis.call('HINCRBY', KEYS[1], 'zn', 1)
+if known[2] then
+  redis.call('XADD', ARGV[2] .. known[2], '*', 'k', ARGV[3], 't', ARGV[1], 'b', ARGV[4], 'n', number)
+  redis.call('EXPIRE', ARGV[2] .. known[2], ARGV[5])
+end
+return 'asked'
+"""
+)
+
+# A key that expires is set anew, also where memory is short: it begins with what is never refused. KEYS: it. ARGV:
+# value, ms.
+RENEW = Script(
+    """
+redis.call('DEL', KEYS[1])
+return redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+"""
+)
+
+# KEYS: deadlines. ARGV: what precedes every key of its tag, schema, the final before and after its attempt, retention,
+# grace in ms.
+_SWEEP = Script(
+    _ENDING
+    + """
+local time, over = now(), {}
+local due = redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', time, 'WITHSCORES', 'LIMIT', 0, 100)
+for i = 1, #due, 2 do
+  local trace, at = due[i], tonumber(due[i + 1])
+  local known = redis.call('HMGET', ARGV[1] .. 'trace:' .. trace, 'm', 'e')
+  if not known[1] or ended(ARGV[1] .. 'events:' .. trace) then
+    redis.call('ZREM', KEYS[1], trace)
+  elseif not known[2] or time >= at + ARGV[6] then
+    finish(ARGV[1], trace, ARGV[2], ARGV[3], ARGV[4], ARGV[5], 'expired', 'DeadlineExceeded')
+    redis.call('ZREM', KEYS[1], trace)
+    over[#over + 1] = trace
+    over[#over + 1] = known[1]
+  end
+end
+return over
+"""
+)
+
+
+class SteerRefused(BusError, ValueError):
+    """A change that was not accepted. `reason` is `undeclared`, `form`, `version` or `busy`; `name` the parameter.
+
+    `declared` is the form that it was declared with, for `form`; all declared names, for `undeclared`. `version` is
+    the present one, for `version`.
+    """
+
+    def __init__(self, reason: str, message: str, *, name: str = "", declared: str = "", version: int = 0) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.name = name
+        self.declared = declared
+        self.version = version
+
+
+class TraceMissing(BusError, LookupError):
+    """No such trace was submitted, or it has been forgotten."""
+
+
+class Overtaken(BusError):
+    """Another engine runs the trace."""
+
+
+class TraceElsewhere(BusError, ValueError):
+    """The trace's id belongs to a trace of another model."""
+
+
+class TraceEnded(BusError):
+    """The trace has ended: nothing about it can change any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class LiveState:
+    """A trace's live parameters: their version, and their values by name."""
+
+    version: int
+    values: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A trace that an engine begins to run. `left_s` is what is left of its time, `None` if it has no deadline.
+
+    `live` holds its live parameters as they are now, packed, of version `version`; `changes` those that no event tells
+    of yet, encoded, in order. `cancelled` says by whom and why, if it was; `paused` by whom, if it is to be held, and
+    `pauses` how often that was changed.
+    """
+
+    attempt: int
+    left_s: float | None
+    version: int
+    live: bytes
+    changes: list[bytes] = field(default_factory=list)
+    cancelled: tuple[str, str] | None = None
+    paused: str | None = None
+    pauses: int = 0
+
+
+class Records:
+    """The records of all traces on one bus."""
+
+    def __init__(self, connections: Connections, keys: Keys, retention_s: float) -> None:
+        self._connections = connections
+        self._keys = keys
+        self._retention_s = max(1, round(retention_s))
+        self._guard: Guard = connections.guard
+
+    def _base(self, tag: str) -> str:
+        """What precedes every key of a hash tag."""
+        return f"{self._keys.prefix}:{{{tag}}}:"
+
+    # --- a trace's life -----------------------------------------------------------------------------------------------
+
+    def creation(
+        self, submission: Submission, live: Mapping[str, LiveValue], retention_s: float | None = None
+    ) -> tuple[Any, ...]:
+        """The command that makes the record of a trace about to be queued, with its live parameters; once.
+
+        `retention_s` is how long its engines keep it after its end, if that is known.
+        """
+        trace = submission.trace
+        deadline = submission.deadline_s
+        return _CREATE(
+            self._named(trace),
+            *(trace, submission.model, submission.client, "" if submission.detach else submission.lease),
+            *("" if deadline is None else round(min(deadline * 1000, MAX_DEADLINE_MS)), REMEMBER_S),
+            "" if retention_s is None else max(1, round(retention_s)),
+            *_flat(live),
+        )
+
+    async def forget(self, trace: str, model: str) -> None:
+        """Take back the record of a trace that was not queued for `model` after all."""
+        await self._connections.command(*_FORGET(self._named(trace), trace, model))
+
+    def _named(self, trace: str) -> tuple[str, str, str]:
+        keys, tag = self._keys, self._keys.tag(trace)
+        return keys.record(trace), keys.deadlines(tag), keys.firehose(tag)
+
+    async def open(self, trace: str, engine: str, attempt: int = 1) -> Opened:
+        """Begin to run a trace on `engine` as this attempt; orders for it go there from now on.
+
+        It may be asked again after an answer was lost.
+
+        Raises:
+            TraceEnded: it has ended already.
+            Overtaken: another engine has begun this attempt, or a later one.
+            Malformed: its record cannot be read.
+        """
+        keys = self._keys
+        reply = await self._connections.command(
+            *_OPEN(
+                (keys.record(trace), keys.events(trace), keys.changes(trace)),
+                *(engine, REMEMBER_S, attempt, self._retention_s),
+            )
+        )
+        if isinstance(reply, bytes):
+            if reply == b"ended":
+                raise TraceEnded(f"trace {trace} has ended")
+            raise Overtaken(f"attempt {attempt} of trace {trace} is not the last one, or another engine's")
+        return self._guard.demand(_opened, *reply, key=keys.record(trace))
+
+    def claiming(
+        self,
+        trace: str,
+        engine: str,
+        attempt: int,
+        *,
+        closed: bool,
+        version: int,
+        live: Mapping[str, bytes],
+        paused: str | None,
+        pauses: int,
+    ) -> tuple[Any, ...]:
+        """The command by which an engine says again that it runs this attempt, with the live parameters that it has.
+
+        `paused` is who has paused it, if somebody has, after `pauses` pauses and resumptions. A record that knows of
+        more keeps what it says.
+
+        Nothing where a later attempt, or another engine, has begun. It may be carried out again.
+        """
+        return _CLAIM(
+            (self._keys.record(trace), self._keys.events(trace)),
+            *(attempt, engine, "closed" if closed else "running", version, REMEMBER_S),
+            # Nobody in particular is somebody, too.
+            "" if paused is None else paused or "somebody",
+            pauses,
+            *(part for pair in live.items() for part in pair),
+        )
+
+    async def overtaken(self, engine: str, attempts: Sequence[tuple[str, int]]) -> list[bool]:
+        """Of each of these traces, whether it has ended, or another engine or a later attempt has begun, since `engine`
+        began this one, whose events are refused then.
+
+        Raises:
+            BusUnavailable: Redis stayed away.
+        """
+        if not attempts:
+            return []
+        replies = await self._connections.commands(
+            *(("HMGET", self._keys.record(trace), "a", "e") for trace, _ in attempts),
+            *(("XRANGE", self._keys.events(trace), FINAL_ID, FINAL_ID) for trace, _ in attempts),
+            alone=True,
+        )
+        known, finals = replies[: len(attempts)], replies[len(attempts) :]
+
+        def is_overtaken(trace: str, attempt: int, number: bytes | None, by: bytes | None) -> bool:
+            if number is None:
+                return False
+            last = self._guard.read(integer, number, key=self._keys.record(trace), entry="a") or 0
+            return last > attempt or (last == attempt and _text(by or b"") != engine)
+
+        return [
+            bool(final) or is_overtaken(trace, attempt, number, by)
+            for (trace, attempt), (number, by), final in zip(attempts, known, finals, strict=True)
+        ]
+
+    async def close(self, trace: str, attempt: int) -> list[bytes]:
+        """Accept no more changes of a trace whose end is near, in this attempt, if it is the last one.
+
+        Returns those that no event tells of, in order.
+        """
+        call = _CLOSE((self._keys.record(trace), self._keys.changes(trace)), attempt)
+        return list(await self._connections.command(*call))
+
+    async def end(self, trace: str, status: Status, failure: Failure) -> bool:
+        """End a trace here and now, whoever runs it. Returns whether it had not ended before."""
+        keys = self._keys
+        if not is_text(trace):
+            return False
+        head, tail = _final(status, failure)
+        call = _END(
+            (keys.record(trace), keys.events(trace)),
+            *(trace, self._base(keys.tag(trace)), schema_text(), head, tail, self._retention_s, status, failure.type),
+        )
+        return bool(await self._connections.command(*call))
+
+    async def wait(self, attempts: Sequence[tuple[str, int]], reason: str) -> int:
+        """Tell of these attempts of traces that they are over, and that their traces wait for another engine.
+
+        Returns of how many that is news: nothing is told where a later attempt has been begun, the trace has ended, or
+        nothing of the attempt has been told.
+
+        Raises:
+            BusUnavailable: Redis stayed away; some may have been told.
+        """
+        keys, calls = self._keys, []
+        for trace, attempt in attempts:
+            if is_text(trace):
+                event = encode(Waiting(attempt=attempt, seq=_ATTEMPT, reason=reason, time=time.time()))
+                head, _, tail = event.partition(_MARK)
+                names = (keys.record(trace), keys.events(trace))
+                calls.append(_WAIT(names, attempt, schema_text(), head + _MARK[:1], tail))
+        told = await self._connections.commands(*calls) if calls else []
+        return sum(map(int, told))
+
+    async def _final_entry(self, trace: str) -> Any:
+        """A list with the entry of its final event, empty if that is not there."""
+        return await self._connections.command("XRANGE", self._keys.events(trace), FINAL_ID, FINAL_ID, alone=True)
+
+    async def ended(self, trace: str) -> bool:
+        """Whether its final event is there."""
+        return bool(await self._final_entry(trace))
+
+    async def failed_as(self, trace: str) -> str | None:
+        """The type of the error that a trace has ended with; None if it has not ended so, or cannot be read."""
+        found = await self._final_entry(trace)
+        if not found:
+            return None
+        fields = dict(zip(found[0][1][::2], found[0][1][1::2], strict=True))
+        try:
+            event = decode_event(fields.get(b"d", b""))
+        except (ValueError, msgspec.MsgspecError):
+            return None
+        return event.error.type if isinstance(event, FinalEvent) and event.error is not None else None
+
+    async def left(self, trace: str) -> tuple[bool, float | None]:
+        """Whether a trace is known, and how many seconds are left of its time (`None`: it has no deadline)."""
+        (model, due), (seconds, micros) = await self._connections.commands(
+            ("HMGET", self._keys.record(trace), "m", "t"), ("TIME",)
+        )
+        now = int(seconds) + int(micros) / 1e6
+        at = None if due is None else self._guard.read(_due, due, key=self._keys.record(trace), entry="t")
+        return model is not None, None if at is None else at / 1000 - now
+
+    # --- asked of it from outside -------------------------------------------------------------------------------------
+
+    async def live(self, trace: str) -> LiveState:
+        """A trace's live parameters as the bus has them now.
+
+        Raises:
+            TraceMissing: there is no such trace.
+            Malformed: its record cannot be read.
+        """
+        _check_name(trace)
+        flat = await self._connections.command("HGETALL", self._keys.record(trace))
+        record: dict[bytes, bytes] = dict(zip(flat[::2], flat[1::2], strict=True))
+        if b"m" not in record:
+            raise TraceMissing(f"no trace {trace!r}")
+        return self._guard.demand(_live_state, record, key=self._keys.record(trace))
+
+    async def steer(
+        self,
+        trace: str,
+        values: Mapping[str, LiveValue],
+        *,
+        by: str,
+        if_version: int | None = None,
+    ) -> int:
+        """Change live parameters, all of `values` at once, and return the version that this makes.
+
+        It is sent again if the connection breaks under it, and carried out once. `if_version` is the version that they
+        must have.
+
+        Raises:
+            SteerRefused: it does not fit what was declared, or the version is another.
+            TraceEnded: the trace has ended, or is about to.
+            TraceMissing: there is no such trace.
+            BusUnavailable: Redis stayed away; it may have been accepted.
+        """
+        _check_name(trace)
+        keys = self._keys
+        reply = await self._connections.command(
+            *_STEER(
+                (
+                    *(keys.record(trace), keys.events(trace), keys.changes(trace), keys.operations(trace)),
+                    keys.control(keys.tag(trace), ""),
+                ),
+                *(trace, keys.control(keys.tag(trace), ""), _operation(), msgspec.msgpack.encode(by)),
+                *("" if if_version is None else if_version, joined({name: one.packed for name, one in values.items()})),
+                *(MAX_CHANGES, REMEMBER_S, CONTROL_S),
+                *_flat(values),
+            )
+        )
+        match _text(reply[0]):
+            case "accepted":
+                return int(reply[1])
+            case "unknown":
+                raise TraceMissing(f"no trace {trace!r}")
+            case "ended":
+                raise TraceEnded(f"trace {trace} has ended")
+            case "version":
+                version = int(reply[1])
+                raise SteerRefused(
+                    "version", f"the live parameters are at version {version}, not {if_version}", version=version
+                )
+            case "undeclared":
+                name, declared = _text(reply[1]), _text(reply[2])
+                message = f"no live parameter {name!r} was declared at submission (declared: {declared or 'none'})"
+                raise SteerRefused("undeclared", message, name=name, declared=declared)
+            case "form":
+                name, declared = _text(reply[1]), _text(reply[2])
+                message = f"it was declared as {declared}, got {values[name].form}"
+                raise SteerRefused("form", message, name=name, declared=declared)
+            case _:
+                raise SteerRefused("busy", f"{MAX_CHANGES} changes of this trace wait for its engine")
+
+    async def cancel(self, trace: str, *, by: str, reason: str, force: bool = False) -> tuple[str, str]:
+        """End a trace as `cancelled`. Returns the engine that was asked to and `""`, or `""` and the trace's model if
+        none runs it: then it has ended, and may wait on its queue still.
+
+        With `force` it is ended here and now, whoever runs it. A second call asks for nothing more. One that is sent
+        again, because the connection broke under it, is told the same.
+
+        Raises:
+            TraceEnded: it had ended before.
+            TraceMissing: there is no such trace.
+        """
+        _check_name(trace)
+        keys = self._keys
+        tag = keys.tag(trace)
+        head, tail = _final("cancelled", cancellation(by, reason))
+        reply = await self._connections.command(
+            *_CANCEL(
+                (keys.record(trace), keys.events(trace), keys.operations(trace), keys.control(tag, "")),
+                *(trace, self._base(tag), keys.control(tag, ""), by, reason, schema_text(), head, tail),
+                *(self._retention_s, "1" if force else "", CONTROL_S, _operation(), REMEMBER_S),
+            )
+        )
+        match _text(reply[0]):
+            case "unknown":
+                raise TraceMissing(f"no trace {trace!r}")
+            case "ended":
+                raise TraceEnded(f"trace {trace} has ended")
+            case "asked":
+                return _text(reply[1]), ""
+            case _:
+                return "", _text(reply[1])
+
+    async def pause(self, trace: str, *, by: str, resume: bool = False) -> bool:
+        """Have a trace held where it is, or, with `resume`, go on. Returns whether that changes anything.
+
+        It is sent again if the connection breaks under it, and carried out once.
+
+        Raises:
+            TraceEnded: it has ended, or is about to.
+            TraceMissing: there is no such trace.
+        """
+        _check_name(trace)
+        keys = self._keys
+        names = keys.record(trace), keys.events(trace), keys.operations(trace)
+        reply = await self._connections.command(
+            *_PAUSE(
+                (*names, keys.control(keys.tag(trace), "")),
+                *(trace, keys.control(keys.tag(trace), ""), "resume" if resume else "pause", by, CONTROL_S),
+                *(_operation(), REMEMBER_S),
+            )
+        )
+        match _text(reply):
+            case "unknown":
+                raise TraceMissing(f"no trace {trace!r}")
+            case "ended":
+                raise TraceEnded(f"trace {trace} has ended")
+            case answer:
+                return answer == "asked"
+
+    async def sweep(self, tags: Sequence[str]) -> list[tuple[str, str]]:
+        """End what is past its deadline and runs nowhere, among the traces of these hash tags.
+
+        Returns them, each with its model: they may wait on its queue still.
+        """
+        failure = Failure(type="DeadlineExceeded", message="its deadline passed before it had ended", field="deadline")
+        head, tail = _final("expired", failure)
+        replies = await self._connections.commands(
+            *(
+                _SWEEP(
+                    (self._keys.deadlines(tag), self._keys.control(tag, "")),
+                    *(self._base(tag), schema_text(), head, tail, self._retention_s, GRACE_MS),
+                )
+                for tag in tags
+            )
+        )
+        return [
+            (_text(trace), _text(model))
+            for reply in replies
+            for trace, model in zip(reply[::2], reply[1::2], strict=True)
+        ]
+
+    # --- leases -------------------------------------------------------------------------------------------------------
+
+    async def hold(self, lease: str, seconds: float, link: Link | None = None) -> None:
+        """Say that the client of this lease lives, for `seconds` from now; over `link`, with a single try.
+
+        Raises:
+            BusUnavailable: Redis stayed away, or did not answer at once.
+        """
+        command = RENEW((self._keys.lease(lease),), "", max(1, round(seconds * 1000)))
+        if link is None:
+            await self._connections.command(*command)
+            return
+        try:
+            (reply,) = await link.ask(command)
+            if isinstance(reply, Exception):
+                raise reply
+        except Exception as error:
+            if is_transient(error):
+                raise BusUnavailable(f"Redis is away: {error}") from error
+            raise as_bus_error(error) from error
+
+    async def release(self, lease: str) -> None:
+        """Say that the client of this lease has gone."""
+        await self._connections.command("DEL", self._keys.lease(lease))
+
+    async def held(self, leases: Sequence[str]) -> set[str]:
+        """Which of these leases are held."""
+        if not leases:
+            return set()
+        replies = await self._connections.commands(
+            *(("EXISTS", self._keys.lease(lease).encode("utf-8", "surrogateescape")) for lease in leases)
+        )
+        return {lease for lease, reply in zip(leases, replies, strict=True) if reply}
+
+
+def _operation() -> str:
+    """An id by which what is sent again is done once."""
+    return secrets.token_hex(8)
+
+
+def _opened(now: int, flat: Sequence[bytes], changes: Sequence[bytes]) -> Opened:
+    record: dict[bytes, bytes] = dict(zip(flat[::2], flat[1::2], strict=True))
+    due = record.get(b"t")
+    cancelled = record.get(b"x")
+    live = joined(_live(record))
+    parted(live)
+    return Opened(
+        attempt=integer(record[b"a"], 1),
+        left_s=None if due is None else (_due(due) - integer(now)) / 1000,
+        version=integer(record.get(b"v", 0)),
+        live=live,
+        changes=list(changes),
+        cancelled=None if cancelled is None else (_text(record.get(b"xb", b"")), _text(cancelled)),
+        paused=None if b"z" not in record else _text(record[b"z"]),
+        pauses=integer(record.get(b"zn", 0)),
+    )
+
+
+def _due(raw: bytes) -> int:
+    """A deadline, in milliseconds since the epoch."""
+    return integer(raw, -GREATEST)
+
+
+def _live_state(record: Mapping[bytes, bytes]) -> LiveState:
+    values = {name: unpack(packed) for name, packed in _live(record).items()}
+    return LiveState(integer(record.get(b"v", 0)), values)
+
+
+def _check_name(trace: str) -> None:
+    if not is_text(trace):
+        raise TraceMissing(f"no trace {trace!r}")
+
+
+def cancellation(by: str, reason: str) -> Failure:
+    """What a cancelled trace ends with."""
+    return Failure(type="Cancelled", message=f"cancelled by {by or 'somebody'}" + (f": {reason}" if reason else ""))
+
+
+def _final(status: Status, failure: Failure) -> tuple[bytes, bytes]:
+    """An encoded final event, before and after the number of its attempt."""
+    event = FinalEvent(attempt=_ATTEMPT, seq=0, status=status, error=failure, time=time.time())
+    head, mark, tail = encode(event).partition(_MARK)
+    assert mark
+    return head + mark[:1], tail
+
+
+def _flat(values: Mapping[str, LiveValue]) -> list[Any]:
+    return [part for name, value in values.items() for part in (name, value.form, value.packed)]
+
+
+def _live(record: Mapping[bytes, bytes]) -> dict[str, bytes]:
+    """The live parameters in a record, packed, by name."""
+    return {field[2:].decode(): packed for field, packed in record.items() if field.startswith(b"l:")}
+
+
+def _text(data: bytes | str) -> str:
+    return data if isinstance(data, str) else data.decode("utf-8", "replace")

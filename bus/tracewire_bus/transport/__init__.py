@@ -1,0 +1,1 @@
+"""Connections to Redis: one server, Sentinel, Cluster, or an embedded server."""

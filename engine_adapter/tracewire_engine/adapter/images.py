@@ -1,0 +1,74 @@
+"""Images that go with a prompt: taken off its invoke, and put into it as vLLM's processor of the model has them.
+
+The processor puts as many placeholders into the prompt as an image has positions, so what a prompt's tokens are is
+known only then. Its cache is left out: whoever is refused behind it would leave an image there that EngineCore, which
+has the other half of the cache, was never sent.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from vllm.inputs import TokensPrompt
+
+from tracewire_bus.wire.messages import NO_MEDIA, Invoke
+from tracewire_bus.wire.values import ArrayRef, array_from_raw, unpack
+
+from .engine_api import Rejection
+from .large_inputs import input_path
+
+__all__ = ["modalities", "rendered", "taken"]
+
+
+def modalities(llm: Any) -> list[str]:
+    """What a prompt can have beside text on this `AsyncLLM`: `["image"]`, or nothing."""
+    renderer: Any = getattr(llm, "renderer", None)
+    if not llm.model_config.is_multimodal_model or not hasattr(renderer, "process_for_engine_async"):
+        return []
+    return ["image"] if renderer.get_mm_processor().info.allowed_mm_limits.get("image") else []
+
+
+def taken(invoke: Invoke, folder: Path, where: str) -> list[Any]:
+    """The images of an invoke, as Pillow's; those that travelled apart are in files in `folder`.
+
+    Raises:
+        Rejection: something in it is no image.
+    """
+    if invoke.media == NO_MEDIA:
+        return []
+    from PIL import Image
+
+    field = f"{where}prompt.multi_modal_data"
+    try:
+        media = unpack(invoke.media)
+    except ValueError as error:
+        raise Rejection(field, f"it cannot be read: {error}") from error
+    if not isinstance(media, dict) or set(media) != {"image"} or not isinstance(media["image"], list):
+        raise Rejection(field, "images alone are taken beside text")
+    images = []
+    for place, array in enumerate(media["image"]):
+        if isinstance(array, ArrayRef):
+            array = array_from_raw(array.dtype, array.shape, input_path(folder, array).read_bytes())
+        shape = list(getattr(array, "shape", ()))
+        if len(shape) != 3 or shape[2] != 3 or 0 in shape or array.dtype.name != "uint8":
+            raise Rejection(f"{field}.image[{place}]", f"expected [height, width, 3] of uint8, got {shape or array!r}")
+        images.append(Image.fromarray(array))
+    return images
+
+
+async def rendered(llm: Any, token_ids: list[int], images: list[Any], where: str) -> Any:
+    """A prompt with images, as vLLM's processor of the model makes it.
+
+    Raises:
+        Rejection: the processor refuses them.
+    """
+    field = f"{where}prompt.multi_modal_data"
+    if not modalities(llm):
+        raise Rejection(field, "this model takes no images")
+    prompt = TokensPrompt(prompt_token_ids=token_ids, multi_modal_data={"image": images})
+    try:
+        return await llm.renderer.process_for_engine_async(prompt, time.time(), skip_mm_cache=True)
+    except Exception as error:  # whatever the model's processor raises, it is about what the caller gave
+        raise Rejection(f"{field}.image", f"the model's processor refused the prompt: {error}") from error

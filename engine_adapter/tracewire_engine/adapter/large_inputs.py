@@ -1,0 +1,159 @@
+"""Large variables and images of a submission, brought from the bus to where the workers, or the adapter, find them.
+
+What a client put into blobs does not pass through the engine's queues: the adapter writes it to a file in the link's
+folder, chunk by chunk, and the workers map the file. Files are named by the digest of the array that they hold, and it
+is checked, so that traces which share a variable share its file; the last of them removes it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+
+from tracewire_bus.store.blobs import BlobMissing, Blobs
+from tracewire_bus.wire.messages import MAX_MEDIA_BYTES, NO_MEDIA, Submission
+from tracewire_bus.wire.values import ArrayRef, unpack
+from tracewire_engine.worker.remote_inputs import HeldInputs
+
+from .engine_api import Carrier, Rejection
+
+__all__ = ["Inputs", "input_path"]
+
+
+#: How long the workers may take to forget a file, in seconds. One that they keep costs memory only.
+DROP_S = 10.0
+
+
+def input_name(ref: ArrayRef) -> str:
+    """Name of the file that holds an array's elements."""
+    return f"input-{ref.digest.hex()}"
+
+
+def input_path(folder: Path | HeldInputs, ref: ArrayRef) -> Path:
+    """The file that holds an array's elements."""
+    return folder / input_name(ref)
+
+
+class _File:
+    """One file, and how many traces use it."""
+
+    def __init__(self) -> None:
+        self.users = 0
+        self.whole = False
+        #: Whether the workers may have some of it, and whether they have all.
+        self.begun = False
+        self.carried = False
+        self.turn = anyio.Lock()
+
+
+class Inputs:
+    """The files of all running traces, in `folder`; with a `carrier`, also with the workers."""
+
+    def __init__(self, blobs: Blobs, folder: Path, carrier: Carrier | None = None) -> None:
+        self._blobs = blobs
+        self._folder = folder
+        self._carrier = carrier
+        self._files: dict[Path, _File] = {}
+
+    @asynccontextmanager
+    async def of(self, submission: Submission) -> AsyncIterator[None]:
+        """The large variables and images of `submission` are in their files for as long as the context lasts.
+
+        Raises:
+            Rejection: one cannot be had, naming it.
+            BusUnavailable: Redis stayed away.
+        """
+        async with AsyncExitStack() as held:
+            for field, ref in _references(submission):
+                await held.enter_async_context(self._file(submission.trace, field, ref, self._carrier))
+            for field, ref in _images(submission):
+                # For the adapter itself.
+                await held.enter_async_context(self._file(submission.trace, field, ref, None))
+            yield
+
+    @asynccontextmanager
+    async def _file(self, trace: str, field: str, ref: ArrayRef, carrier: Carrier | None) -> AsyncIterator[None]:
+        path = self._folder / input_name(ref)
+        file = self._files.setdefault(path, _File())
+        file.users += 1
+        try:
+            async with file.turn:
+                if not file.whole:
+                    await self._fetch(trace, field, ref, path)
+                    file.whole = True
+                if carrier is not None and not file.carried:
+                    file.begun = True
+                    await carrier.carry(path)
+                    # Not before: whoever waits for it would use what there is.
+                    file.carried = True
+            yield
+        finally:
+            file.users -= 1
+            if not file.users:
+                del self._files[path]
+                # What the workers have mapped stays with them.
+                path.unlink(missing_ok=True)
+                if self._carrier is not None and file.begun:
+                    # An engine that hangs must not keep its adapter from leaving.
+                    with anyio.move_on_after(DROP_S, shield=True):
+                        await self._carrier.drop(path)
+
+    async def _fetch(self, trace: str, field: str, ref: ArrayRef, path: Path) -> None:
+        def owned(name: str, flags: int) -> int:
+            return os.open(name, flags, 0o600)
+
+        try:
+            async with await anyio.open_file(path, "wb", opener=owned) as out:
+                async for chunk in self._blobs.chunks(trace, ref):
+                    await out.write(chunk)
+        except BlobMissing as error:
+            raise Rejection(field, f"its value, {ref!r}, cannot be fetched: {error}") from error
+        except OSError as error:
+            raise Rejection(field, f"its value, {ref!r}, cannot be kept by this engine: {error}") from error
+
+
+def _references(submission: Submission) -> Iterator[tuple[str, ArrayRef]]:
+    """Every reference in a submission, with the field that it stands in. Malformed values are the workers' to name."""
+    for block in (submission.block, *(invoke.block for invoke in submission.invokes)):
+        try:
+            values = unpack(block.variables) if block is not None else {}
+        except ValueError:
+            continue
+        for name, value in values.items() if isinstance(values, dict) else ():
+            for ref in _inside(value):
+                yield f"variables.{name}", ref
+
+
+def _images(submission: Submission) -> Iterator[tuple[str, ArrayRef]]:
+    """Likewise, in what goes with its prompts.
+
+    Raises:
+        Rejection: it is more than an adapter is to hold.
+    """
+    for index, invoke in enumerate(submission.invokes):
+        if invoke.media == NO_MEDIA:
+            continue
+        try:
+            media = unpack(invoke.media)
+        except ValueError:
+            continue
+        where = f"invokes[{index}]." if len(submission.invokes) > 1 else ""
+        field, refs = f"{where}prompt.multi_modal_data", list(_inside(media))
+        size = sum(ref.nbytes for ref in refs)
+        if size > MAX_MEDIA_BYTES:
+            raise Rejection(field, f"a prompt's images have at most {MAX_MEDIA_BYTES} bytes, got {size}")
+        for ref in refs:
+            yield field, ref
+
+
+def _inside(value: Any) -> Iterator[ArrayRef]:
+    if isinstance(value, ArrayRef):
+        yield value
+    elif isinstance(value, list | tuple | dict):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _inside(item)

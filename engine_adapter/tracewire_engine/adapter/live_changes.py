@@ -1,0 +1,217 @@
+"""Changes of live parameters, on their way from the bus to the workers and into their trace's stream.
+
+A `LiveTrace` is one run's part: what was accepted and is not yet told. What the
+workers are to know goes to them in one call for all runs, with one call under way at a time, so that changes that come
+faster than steps share one. The workers report the step that a version begins with before anything of that step; then
+the trace's next event is a `Steered`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import msgspec
+
+from tracewire_bus.domain.intervention_checks import resolved
+from tracewire_bus.transport.connection import Backoff, Wakeup
+from tracewire_bus.wire.live_values import live_values, parted
+from tracewire_bus.wire.messages import FirstToken, RawSteered, StopWhen
+from tracewire_bus.wire.values import unpack
+from tracewire_engine.link.step_link import Applied
+
+if TYPE_CHECKING:
+    from .engine_api import Engine
+
+__all__ = ["LiveTrace", "Steering"]
+
+logger = logging.getLogger("tracewire")
+
+
+class _Change(msgspec.Struct, array_like=True):
+    """A `Change` whose values stay packed."""
+
+    version: int
+    by: str
+    time: int
+    values: dict[str, msgspec.Raw]
+
+
+_change = msgspec.msgpack.Decoder(_Change)
+
+
+def _read(data: bytes, forms: Mapping[str, str]) -> _Change:
+    """A change that fits what was declared: what does not would fail in the workers, for all traces that are steered.
+
+    Raises:
+        ValueError: it does not, or is none.
+    """
+    change = _change.decode(data)
+    for name, value in live_values({name: unpack(bytes(raw)) for name, raw in change.values.items()}).items():
+        if forms.get(name) != value.form:
+            raise ValueError(f"live parameter {name!r} is {forms.get(name, 'not declared')}, got {value.form}")
+    return change
+
+
+class LiveTrace:
+    """The live parameters of one run, which began as `packed`, at `version`.
+
+    `changes` are those that went into that already, and that no event tells of yet.
+    """
+
+    def __init__(
+        self, run: str, packed: bytes, version: int, changes: Sequence[bytes], stops: Sequence[StopWhen]
+    ) -> None:
+        self.run = run
+        self.first_version = self.version = version
+        self._forms = {name: value.form for name, value in parted(packed).items()}
+        #: Accepted, and told by no event: version and encoded change, in order.
+        self._untold: list[tuple[int, bytes]] = []
+        for data in changes:
+            try:
+                self._untold.append((_read(data, self._forms).version, data))
+            except ValueError as error:
+                logger.warning("a change of live parameters of run %s could not be read: %s", run, error)
+        self._values: dict[str, Any] = unpack(packed)
+        #: What has changed since, packed, by name.
+        self.changed: dict[str, bytes] = {}
+        self._stops = list(stops)
+        #: The last version that the workers were sent, and the last that they reported.
+        self.sent = self.applied = version
+        #: What a call that failed did not bring to the workers: it goes along with the next change.
+        self.missed: dict[str, msgspec.Raw] = {}
+        #: Whether the workers were sent any.
+        self.steered = False
+        #: What is to be told before the next event, as the fields of a `Steered`.
+        self._notes: list[tuple[int, list[tuple[str, int, int]]]] = []
+        #: Wakes whoever waits for the workers.
+        self.on_applied: Callable[[Applied], None] = lambda _: None
+
+    def take(self, data: bytes) -> dict[str, msgspec.Raw]:
+        """An accepted change. Returns what the workers are to know; nothing if it is known already.
+
+        Raises:
+            ValueError: it is none, or does not fit what was declared.
+        """
+        change = _read(data, self._forms)
+        if change.version <= self.version:
+            # It had been accepted before the run began, and is among its first values.
+            return {}
+        self.version = change.version
+        self.changed.update({name: bytes(packed) for name, packed in change.values.items()})
+        self._untold.append((change.version, data))
+        return change.values
+
+    @property
+    def outstanding(self) -> bool:
+        """Whether the workers were sent a change whose first step they have not reported."""
+        return self.sent > self.applied
+
+    def stops_at(self, version: int) -> list[StopWhen]:
+        """The stop conditions, with the values that hold at `version`. Called with each version, in order."""
+        if not self._stops:
+            return []
+        for number, data in self._untold:
+            if number <= version:
+                self._values.update(
+                    {name: unpack(bytes(packed)) for name, packed in _change.decode(data).values.items()}
+                )
+        return [one for stop in self._stops if isinstance(one := resolved(stop, self._values), StopWhen)]
+
+    def report(self, applied: Applied) -> None:
+        """The workers have begun a step with a version."""
+        if applied.version <= self.applied:
+            return
+        self.applied = applied.version
+        self.on_applied(applied)
+        self._notes.append((applied.version, applied.first))
+
+    def told(self, places: Callable[[list[tuple[str, int, int]]], list[FirstToken]]) -> list[RawSteered]:
+        """What the stream has to be told now, in order; the caller numbers it. `places` turns requests into invokes."""
+        notes, self._notes = self._notes, []
+        return [self._steered(version, places(first)) for version, first in notes]
+
+    def begun(self, first: list[FirstToken]) -> list[RawSteered]:
+        """What had been accepted before the run began, and holds from `first` on."""
+        early = any(number <= self.first_version for number, _ in self._untold)
+        return [self._steered(self.first_version, first)] if early else []
+
+    def rest(self) -> list[RawSteered]:
+        """What was accepted and reached no step: to be told at the end."""
+        return [self._steered(self.version, [])] if self._untold else []
+
+    def _steered(self, version: int, first: list[FirstToken]) -> RawSteered:
+        changes = [msgspec.Raw(data) for number, data in self._untold if number <= version]
+        self._untold = [(number, data) for number, data in self._untold if number > version]
+        return RawSteered(attempt=0, seq=0, version=version, first=first, time=time.time(), changes=changes)
+
+
+class Steering:
+    """Brings changes to the workers: all that have come, for all runs, in one call after another."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._waiting: dict[str, tuple[LiveTrace, dict[str, msgspec.Raw]]] = {}
+        self._over: list[str] = []
+        #: When the first of what waits was read.
+        self._since = 0.0
+        self._wanted = Wakeup()
+        self._calling = False
+
+    @property
+    def busy(self) -> bool:
+        """Whether the workers have something to hear yet."""
+        return bool(self._calling or self._waiting or self._over)
+
+    def send(self, live: LiveTrace, values: dict[str, msgspec.Raw]) -> None:
+        """Have the workers change values of a run."""
+        if not values:
+            return
+        if not self._waiting:
+            self._since = time.time()
+        before = self._waiting.get(live.run)
+        earlier = before[1] if before else live.missed
+        self._waiting[live.run] = live, {**earlier, **values}
+        live.missed = {}
+        live.sent, live.steered = live.version, True
+        self._wanted.notify()
+
+    def over(self, live: LiveTrace) -> None:
+        """A run is over: the workers need not know its values any longer."""
+        self._waiting.pop(live.run, None)
+        if live.steered:
+            self._over.append(live.run)
+            self._wanted.notify()
+
+    async def run(self) -> None:
+        """Bring changes to the workers as they come. Never ends by itself."""
+        backoff = Backoff()
+        while True:
+            while not self._waiting and not self._over:
+                await self._wanted.wait()
+            waiting, self._waiting = self._waiting, {}
+            over, self._over = self._over, []
+            changes = {run: (live.sent, values) for run, (live, values) in waiting.items()}
+            self._calling = True
+            try:
+                await self._engine.steer(changes, over, self._since)
+                backoff.reset()
+            except Exception:
+                if self._engine.lost:
+                    # Whatever ran there is told so.
+                    await anyio.sleep_forever()
+                logger.exception("changes of %d traces did not reach the workers", len(changes))
+                for run, (live, values) in waiting.items():
+                    if run in self._waiting:
+                        self._waiting[run] = live, {**values, **self._waiting[run][1]}
+                    else:
+                        # Nobody is to wait for it.
+                        live.missed = values
+                        live.report(Applied(run, changes[run][0]))
+                self._over = [*over, *self._over]
+                await anyio.sleep(backoff.next())
+            finally:
+                self._calling = False

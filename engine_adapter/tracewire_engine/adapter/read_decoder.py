@@ -1,0 +1,277 @@
+"""From a step's bytes to each trace's deltas: what declared interventions read, on the adapter's side.
+
+The workers send one buffer a step for all requests, and once a `Layout` that says which bytes are whose. Here the bytes
+become deltas, encoded as they go on the wire: everything but the values themselves is the same from step to step and is
+prepared once. Digests for the final's manifest are taken as the bytes pass, and stop conditions are looked at.
+
+What blocks save comes encoded from the workers. Of lists of arrays, which most of it is, digests are taken here too.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import msgspec
+
+from tracewire_bus.store.blobs import new_blob
+from tracewire_bus.wire.messages import Append, Manifest, PathKey, Set, StopWhen
+from tracewire_bus.wire.values import (
+    ArrayRef,
+    array_digest,
+    array_head,
+    dict_digest,
+    digest,
+    encoded_digest,
+    list_digest,
+    wire,
+)
+from tracewire_engine.link.step_link import Batch, Layout, LayoutEntry, Part, Slot
+
+__all__ = ["ChoiceReads", "Feed", "Item", "Passing", "PassingDigests", "joined", "parted_by_edit"]
+
+_encoder = msgspec.msgpack.Encoder()
+_HOLE = b"\xc4\x10" + bytes(range(200, 216))
+_number = struct.Struct("<f")
+_wire_number = struct.Struct(">Bf")
+
+
+def _around(delta: Append | Set) -> tuple[bytes, bytes]:
+    """An encoded delta before and after its one item."""
+    before, _, after = _encoder.encode(delta).partition(_HOLE)
+    return before, after
+
+
+class Item:
+    """How one saved name's item of a step is made of a batch's bytes."""
+
+    __slots__ = ("append", "name", "parts", "shell", "slot", "start", "threshold")
+
+    def __init__(self, slot: Slot, threshold: int = 0) -> None:
+        self.slot = slot
+        #: Arrays of more bytes become blobs; 0: none does.
+        self.threshold = threshold
+        self.name = slot.name
+        self.append = _around(Append(path=(slot.name,), items=[msgspec.Raw(_HOLE)]))
+        self.start = _around(Set(path=(slot.name,), value=[msgspec.Raw(_HOLE)]))
+        self.parts = [(part, *_heads(part)) for part in slot.parts]
+        #: What stands before each part: nothing, or a dict's header and keys.
+        keys = [_encoder.encode(part.key) if part.key else b"" for part in slot.parts]
+        if slot.parts[0].key:
+            keys[0] = bytes([0x80 | len(keys)]) + keys[0]
+        self.shell = keys
+
+    def take(self, data: memoryview, blobs: list[tuple[str, bytes]]) -> tuple[bytes, bytes, Sequence[float]]:
+        """The encoded item, its digest, and its number or numbers if they are what a stop condition may look at.
+
+        Large arrays in it are referred to, and added to `blobs`.
+        """
+        pieces: list[bytes | memoryview] = []
+        digests: list[bytes] = []
+        numbers: Sequence[float] = ()
+        for (part, head, digest_head), before in zip(self.parts, self.shell, strict=True):
+            raw = data[part.offset : part.offset + part.size]
+            if before:
+                pieces.append(before)
+            if not head:
+                (value,) = _number.unpack(raw)
+                pieces.append(_wire_number.pack(0xCA, value))
+                digests.append(digest(value))
+                numbers = (value,)
+            elif self.threshold and part.size > self.threshold:
+                taken = ArrayRef(part.dtype, part.shape, array_digest(digest_head, raw), new_blob(), self.name)
+                pieces.append(_encoder.encode(wire(taken)))
+                digests.append(taken.digest)
+                blobs.append((taken.blob, bytes(raw)))
+            else:
+                pieces += (head, raw)
+                digests.append(array_digest(digest_head, raw))
+                if part.dtype == "float32" and len(part.shape) == 1 and not part.key:
+                    numbers = memoryview(raw).cast("f")
+        if self.slot.parts[0].key:
+            found = dict_digest([(part.key, own) for part, own in zip(self.slot.parts, digests, strict=True)])
+        else:
+            found = digests[0]
+        return b"".join(pieces), found, numbers
+
+
+def _heads(part: Part) -> tuple[bytes, bytes]:
+    """What stands before an array on the wire, and in what its digest is taken of; nothing for a single number."""
+    if not part.shape and part.dtype == "float32":
+        return b"", b""
+    return array_head(part.dtype, part.shape, part.size)
+
+
+class ChoiceReads:
+    """What declared interventions have read for one choice, by the index of the token of the step."""
+
+    def __init__(self, stops: Sequence[StopWhen] = ()) -> None:
+        self.steps: dict[int, list[bytes]] = {}
+        #: Large arrays, by the name of their blob, that must be on the bus before what refers to them.
+        self.blobs: list[tuple[str, bytes]] = []
+        self._started: set[str] = set()
+        self._digests: dict[int, list[tuple[str, bytes]]] = {}
+        self._stops = list(stops)
+        self._streaks = [0] * len(self._stops)
+        #: The stop condition that has come true, and at which token.
+        self.stopped: StopWhen | None = None
+        self.stopped_at: int | None = None
+
+    def take(self, index: int, items: Sequence[Item], data: memoryview) -> None:
+        """Take what the step that sampled token `index` read."""
+        if self.stopped_at is not None and index > self.stopped_at:
+            return
+        deltas: list[bytes] = []
+        digests: list[tuple[str, bytes]] = []
+        numbers: dict[str, Sequence[float]] = {}
+        for item in items:
+            encoded, found, values = item.take(data, self.blobs)
+            if item.name in self._started:
+                before, after = item.append
+            else:
+                self._started.add(item.name)
+                before, after = item.start
+            deltas.append(before + encoded + after)
+            digests.append((item.name, found))
+            numbers[item.name] = values
+        self.steps[index] = deltas
+        if digests:
+            self._digests[index] = digests
+        if self._stops:
+            self._look(index, numbers)
+
+    def renew(self, stops: Sequence[StopWhen]) -> None:
+        """Take the same stop conditions with other thresholds, for what is read from now on."""
+        self._stops = list(stops)
+
+    def _look(self, index: int, numbers: Mapping[str, Sequence[float]]) -> None:
+        for place, stop in enumerate(self._stops):
+            values = numbers.get(stop.probe, ())
+            if stop.output >= len(values):
+                continue
+            value = values[stop.output]
+            over = isinstance(stop.above, (int, float)) and value > stop.above
+            under = isinstance(stop.below, (int, float)) and value < stop.below
+            self._streaks[place] = self._streaks[place] + 1 if over or under else 0
+            if self._streaks[place] >= stop.steps and self.stopped is None:
+                self.stopped, self.stopped_at = stop, index
+
+    def manifest(self, choice: int, tokens: int) -> list[Manifest]:
+        """What the saves of the first `tokens` tokens hold, for a consumer to check its fold against."""
+        lists: dict[str, list[bytes]] = {}
+        for index in sorted(self._digests):
+            if index < tokens:
+                for name, found in self._digests[index]:
+                    lists.setdefault(name, []).append(found)
+        return [
+            Manifest(invoke=0, choice=choice, name=name, kind="list", length=len(found), digest=list_digest(found))
+            for name, found in lists.items()
+        ]
+
+
+class Feed:
+    """Knows what each batch's bytes are, by the layout that came last."""
+
+    def __init__(self, threshold: int = 0) -> None:
+        self._threshold = threshold
+        self._layout = 0
+        self._entries: list[tuple[LayoutEntry, list[Item]]] = []
+
+    def layout(self, layout: Layout) -> None:
+        """Take the layout of the batches that follow."""
+        self._layout = layout.id
+        self._entries = [
+            (entry, [Item(slot, self._threshold) for slot in entry.slots if slot.parts]) for entry in layout.entries
+        ]
+
+    def batch(self, batch: Batch) -> list[tuple[LayoutEntry, int, list[Item]]]:
+        """Each choice of the batch's layout, with the index of the token of this step and the items that it gains."""
+        if batch.layout != self._layout:
+            return []
+        return [(entry, entry.index + batch.step, items) for entry, items in self._entries]
+
+
+class _Append(msgspec.Struct, array_like=True, tag="a"):
+    path: tuple[PathKey, ...]
+    items: list[msgspec.Raw]
+
+
+class _Set(msgspec.Struct, array_like=True, tag="s"):
+    path: tuple[PathKey, ...]
+    value: msgspec.Raw
+
+
+class _Delete(msgspec.Struct, array_like=True, tag="d"):
+    path: tuple[PathKey, ...]
+
+
+Passing: TypeAlias = _Append | _Set | _Delete
+"""A delta whose values are encoded still."""
+
+_deltas = msgspec.msgpack.Decoder(list[Passing])
+_items = msgspec.msgpack.Decoder(list[msgspec.Raw])
+
+
+class PassingDigests:
+    """Digests of one choice's saved lists of arrays, taken of its encoded deltas as they pass, in order."""
+
+    def __init__(self) -> None:
+        #: By name, those of the items; `None` for an item that is no array.
+        self._known: dict[Any, list[bytes | None]] = {}
+
+    def take(self, raw: bytes | memoryview) -> None:
+        """Take an encoded `list[Delta]`."""
+        for delta in _deltas.decode(raw):
+            name = delta.path[0]
+            known = self._known.get(name)
+            if len(delta.path) == 1:
+                if isinstance(delta, _Append):
+                    if known is not None:
+                        known.extend([encoded_digest(memoryview(item)) for item in delta.items])
+                elif isinstance(delta, _Set) and _is_list(memoryview(delta.value)):
+                    self._known[name] = [encoded_digest(memoryview(item)) for item in _items.decode(delta.value)]
+                else:
+                    self._known.pop(name, None)
+            elif known is not None:
+                place = delta.path[1]
+                if type(place) is int and 0 <= place < len(known):
+                    known[place] = None
+                    if isinstance(delta, _Set) and len(delta.path) == 2:
+                        known[place] = encoded_digest(memoryview(delta.value))
+
+    def of(self, name: str) -> bytes:
+        """The digest of a list of arrays by now; nothing if it is anything else."""
+        known = self._known.get(name)
+        digests = [found for found in known or () if found is not None]
+        return list_digest(digests) if known is not None and len(digests) == len(known) else b""
+
+
+def _is_list(raw: memoryview) -> bool:
+    return raw[0] & 0xF0 == 0x90 or raw[0] in (0xDC, 0xDD)
+
+
+def joined(raw: bytes | memoryview, more: Sequence[bytes]) -> msgspec.Raw:
+    """An encoded list with further, encoded items at its end."""
+    first = raw[0]
+    if first & 0xF0 == 0x90:
+        count, start = first & 0x0F, 1
+    elif first == 0xDC:
+        count, start = int.from_bytes(raw[1:3], "big"), 3
+    else:
+        count, start = int.from_bytes(raw[1:5], "big"), 5
+    count += len(more)
+    head = bytes([0x90 | count]) if count < 16 else b"\xdd" + count.to_bytes(4, "big")
+    return msgspec.Raw(b"".join((head, raw[start:], *more)))
+
+
+def parted_by_edit(raws: Iterable[msgspec.Raw]) -> dict[str, list[Passing]]:
+    """Encoded lists of deltas, by the edit that saved, under the names that its block gave."""
+    found: dict[str, list[Passing]] = {}
+    for raw in raws:
+        for delta in _deltas.decode(raw):
+            edit, slash, name = str(delta.path[0]).partition("/")
+            if slash:
+                delta.path = (name, *delta.path[1:])
+                found.setdefault(edit, []).append(delta)
+    return found

@@ -1,0 +1,388 @@
+"""Standing interventions on the adapter's side: which are installed, which run on a request, and what they leave.
+
+The adapter reads all edits of its model when it starts and whenever they change, and checks each as it checks a
+submission. A request is given those of the moment in which it is taken: the encoded blocks ride on it to the workers,
+as its own does, so that nothing has to be broadcast and what runs keeps what it began with.
+
+What goes wrong in an edit, and what it saves on requests that are no traces, goes onto its own stream. Nobody waits for
+that: while Redis is away it is kept up to a bound.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import anyio
+import msgspec
+
+from tracewire_bus.bus import Bus
+from tracewire_bus.domain.intervention_checks import DeclarationError, check, normalized
+from tracewire_bus.domain.tree import ModuleTree
+from tracewire_bus.store.edits import RECORD_BYTES, EditSet, Installed, selected
+from tracewire_bus.transport.connection import BusError, BusUnavailable, Wakeup
+from tracewire_bus.wire.codec import encode
+from tracewire_bus.wire.messages import Block, Declared, Edit, EditRecord, EngineInfo, LogitLens, Probe, StopWhen
+from tracewire_engine.link.step_link import EditBlock, FinishRecord, Placed
+
+from .engine_api import Rejection
+from .read_decoder import parted_by_edit
+from .trace_run import Half
+
+__all__ = ["Chosen", "Standing", "place"]
+
+logger = logging.getLogger("tracewire")
+
+#: How often the edits are looked at if nothing wakes the adapter, in milliseconds.
+_LOOK_MS = 2000
+#: How many bytes of records wait for Redis before the oldest are dropped.
+_WAITING_BYTES = 64 * 1024 * 1024
+
+_encoder = msgspec.msgpack.Encoder()
+_NO_DELTAS = msgspec.Raw(_encoder.encode([]))
+_raws = msgspec.msgpack.Decoder(list[msgspec.Raw])
+
+
+class Ready(msgspec.Struct, frozen=True):
+    """An edit that this engine can run."""
+
+    name: str
+    version: int
+    scope: str
+    fatal: bool
+    max_failures: int
+    block: EditBlock | None
+    placed: list[msgspec.Raw]
+    reads: bool
+
+
+class Chosen:
+    """The edits that run on one request, in order."""
+
+    def __init__(self, edits: Sequence[Ready] = ()) -> None:
+        self.edits = tuple(edits)
+        blocks = [edit.block for edit in self.edits if edit.block is not None]
+        #: For the workers: their encoded blocks, if there are any.
+        self.blocks = _encoder.encode(blocks) if blocks else None
+        #: Whether declared interventions among them save something; whether a request may end by one.
+        self.reads = any(edit.reads for edit in self.edits)
+        self.fatal = any(edit.fatal for edit in self.edits)
+
+    def __bool__(self) -> bool:
+        return bool(self.edits)
+
+    def declared(self, own: bytes | None) -> bytes | None:
+        """Their declared interventions, then the request's own, encoded for the workers."""
+        before = [raw for edit in self.edits for raw in edit.placed]
+        if not before:
+            return own
+        return _encoder.encode([*before, *(_raws.decode(own) if own else ())])
+
+    @property
+    def versions(self) -> list[tuple[str, int]]:
+        """Their names and versions."""
+        return [(edit.name, edit.version) for edit in self.edits]
+
+
+def place(interventions: Sequence[Declared], tree: ModuleTree, hidden_size: int, live: dict[str, Any]) -> list[Placed]:
+    """Declared interventions with their locations, for the workers.
+
+    Raises:
+        Rejection: one of them cannot be carried out on this model.
+    """
+    try:
+        places = check(interventions, tree, hidden_size=hidden_size, live=live)
+        plain = normalized(interventions)
+    except DeclarationError as error:
+        raise Rejection(error.field, error.message) from error
+    return [
+        Placed(one, [(f"model.{site.location}", site.value == "residual") for site in sites], pattern)
+        for one, (sites, pattern) in zip(plain, places, strict=True)
+    ]
+
+
+class Standing:
+    """The edits of one engine's model. `check_block` refuses a block that cannot run; `announce` renews the registry's
+    entry of the engine, which says what it runs.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        info: EngineInfo,
+        tree: ModuleTree,
+        check_block: Callable[[Block], Awaitable[None]],
+        announce: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._bus = bus
+        self._info = info
+        self._tree = tree
+        self._check_block = check_block
+        self._announce = announce
+        self._ready: list[Ready] = []
+        #: Why those that are installed and do not run here do not, by name.
+        self._refused: dict[str, str] = {}
+        self._generation = -1
+        self._chosen: dict[tuple[int, tuple[str, ...] | None], Chosen] = {}
+        #: On how many requests in a row each version of an edit has raised.
+        self._streaks: dict[tuple[str, int], int] = {}
+        self._disabling: deque[tuple[str, int, str]] = deque()
+        self._records: deque[tuple[str, bytes]] = deque()
+        self._waiting = 0
+        self._new = Wakeup()
+        self._done = Wakeup()
+
+    # --- what is installed ------------------------------------------------------------------------------------------
+
+    async def follow(self) -> None:
+        """Look at the edits whenever they change. Never ends by itself."""
+        changes = self._bus.edits.changes(self._info.model)
+        try:
+            while True:
+                try:
+                    await changes.wait(_LOOK_MS)
+                    await self.look()
+                except BusError as error:
+                    logger.warning("the edits of %s cannot be read: %s", self._info.model, error)
+                    await anyio.sleep(_LOOK_MS / 1000)
+        finally:
+            with anyio.CancelScope(shield=True):
+                await changes.aclose()
+
+    async def look(self) -> None:
+        """Take the edits as they are now, if they have changed, and say so in the registry.
+
+        Raises:
+            BusError: they cannot be read, or the registry cannot be written.
+        """
+        edits = self._bus.edits
+        if await edits.generation(self._info.model) == self._generation:
+            return
+        await self.take(await edits.load(self._info.model))
+        await self._announce()
+
+    async def take(self, edits: EditSet) -> None:
+        """Run these from now on, as far as they can run here."""
+        ready: list[Ready] = []
+        refused: dict[str, str] = {}
+        errors: dict[str, str] = {}
+        for one in edits.edits:
+            if one.disabled:
+                refused[one.name] = f"it is disabled: {one.disabled}"
+                continue
+            try:
+                ready.append(await self._check(one))
+            except Rejection as rejection:
+                failure = rejection.failure
+                errors[one.name] = refused[one.name] = f"{failure.field}: {failure.message}"
+            except Exception as error:  # of hostile content: one edit's misfortune
+                logger.exception("edit %s could not be checked", one.name)
+                errors[one.name] = refused[one.name] = f"{type(error).__name__}: {error}"
+        self._ready, self._refused, self._generation, self._chosen = ready, refused, edits.generation, {}
+        known = {(edit.name, edit.version) for edit in ready}
+        self._streaks = {key: streak for key, streak in self._streaks.items() if key in known}
+        self._info.edits, self._info.edit_errors = edits.generation, errors
+
+    async def _check(self, installed: Installed) -> Ready:
+        edit = installed.edit
+        if edit is None:
+            raise Rejection("edit", installed.problem)
+        if edit.block is None and not edit.interventions:
+            raise Rejection("edit", "it has neither a block nor declared interventions")
+        if any(isinstance(one, StopWhen) for one in edit.interventions):
+            raise Rejection("interventions", "StopWhen belongs to a trace: an edit ends no request")
+        block = None
+        if edit.block is not None:
+            await self._check_block(edit.block)
+            block = EditBlock(edit.name, msgspec.Raw(_encoder.encode(edit.block)), edit.on_error == "fail")
+        placed = place(edit.interventions, self._tree, self._info.hidden_size, {})
+        return Ready(
+            name=edit.name,
+            version=installed.version,
+            scope=edit.scope,
+            fatal=edit.on_error == "fail",
+            max_failures=edit.max_failures,
+            block=block,
+            placed=[msgspec.Raw(_encoder.encode(_renamed(one, edit))) for one in placed],
+            reads=any(isinstance(one, Probe | LogitLens) for one in edit.interventions),
+        )
+
+    # --- which run on a request -------------------------------------------------------------------------------------
+
+    def choose(self, asked: list[str] | None, field: str = "edits") -> Chosen:
+        """The edits that run on a request that is taken now and asks for `asked` (None: it does not say).
+
+        Raises:
+            Rejection: it asks for one that does not run here.
+        """
+        if not self._ready and not asked:
+            return _NONE
+        key = self._generation, None if asked is None else tuple(asked)
+        chosen = self._chosen.get(key)
+        if chosen is None:
+            names = [edit.name for edit in self._ready]
+            for name in asked or ():
+                if name in self._refused:
+                    raise Rejection(field, f"edit {name!r} does not run on {self._info.model!r}: {self._refused[name]}")
+                if name not in names:
+                    installed = ", ".join(map(repr, names)) or "none"
+                    raise Rejection(
+                        field,
+                        f"no edit {name!r} is installed on {self._info.model!r} (installed: {installed})",
+                        type="UnknownEdit",
+                    )
+            chosen = Chosen([edit for edit in self._ready if selected(edit.scope, edit.name, asked)])
+            if len(self._chosen) < 1024:
+                self._chosen[key] = chosen
+        return chosen
+
+    # --- what they leave --------------------------------------------------------------------------------------------
+
+    def ended(self, chosen: Chosen, record: FinishRecord, *, trace: str = "", invoke: int = 0) -> None:
+        """A choice of a request has ended: count what raised; of a trace, tell of it."""
+        for edit in chosen.edits:
+            key = edit.name, edit.version
+            failure = record.edit_errors.get(edit.name)
+            if failure is None:
+                self._streaks.pop(key, None)
+                continue
+            if trace:
+                told = EditRecord(
+                    edit=edit.name,
+                    version=edit.version,
+                    engine=self._info.engine,
+                    request=record.request,
+                    trace=trace,
+                    invoke=invoke,
+                    choice=record.choice,
+                    time=time.time(),
+                    error=failure,
+                )
+                self._tell(told)
+            streak = self._streaks[key] = self._streaks.get(key, 0) + 1
+            if edit.max_failures and streak == edit.max_failures:
+                why = (
+                    f"it raised on {streak} requests of engine {self._info.engine} in a row, "
+                    f"last {failure.type}: {failure.message}"
+                )
+                self._disabling.append((edit.name, edit.version, why[:2000]))
+                self._new.notify()
+
+    def leave(self, chosen: Chosen, half: Half, request: str, tokens: list[int], reasons: list[str | None]) -> None:
+        """A request that is no trace has ended, and all that was reported of it is in `half`: tell what its edits left.
+
+        `tokens` counts those of each choice.
+        """
+        dropped = f"what edits saved on the request takes more than {RECORD_BYTES} bytes" if half.dropped else ""
+        for index, choice in enumerate(half.choices):
+            record = choice.finish
+            if record is None or not half.ended_whole(index):
+                logger.warning("what edits left on request %s was not reported whole, and is not told", request)
+                continue
+            self.ended(chosen, record)
+            left = choice.left(tokens[index])
+            choice.digests.take(record.deltas)
+            manifest = [*record.manifest, *choice.reads.manifest(index, tokens[index])]
+            for entry in manifest:
+                entry.digest = entry.digest or choice.digests.of(entry.name)
+            deltas = parted_by_edit([*left, record.deltas])
+            for edit in chosen.edits:
+                before = f"{edit.name}/"
+                told = EditRecord(
+                    edit=edit.name,
+                    version=edit.version,
+                    engine=self._info.engine,
+                    request=request,
+                    choice=index,
+                    time=time.time(),
+                    tokens=tokens[index],
+                    finish_reason=reasons[index],
+                    deltas=msgspec.Raw(_encoder.encode([] if dropped else [deltas.get(edit.name, [])])),
+                    blobs=half.trace,
+                    manifest=[]
+                    if dropped
+                    else [
+                        msgspec.structs.replace(entry, name=entry.name.removeprefix(before))
+                        for entry in manifest
+                        if entry.name.startswith(before)
+                    ],
+                    save_errors={
+                        name.removeprefix(before): why
+                        for name, why in record.save_errors.items()
+                        if name.startswith(before)
+                    },
+                    error=record.edit_errors.get(edit.name),
+                    dropped=dropped,
+                )
+                self._tell(told)
+
+    def _tell(self, record: EditRecord) -> None:
+        data = encode(record)
+        if len(data) > RECORD_BYTES:
+            why = f"they take {len(data)} bytes, an entry of the stream may take {RECORD_BYTES}"
+            data = encode(msgspec.structs.replace(record, deltas=_NO_DELTAS, manifest=[], dropped=why))
+        self._records.append((record.edit, data))
+        self._waiting += len(data)
+        if self._waiting > _WAITING_BYTES:
+            edit, oldest = self._records.popleft()
+            self._waiting -= len(oldest)
+            logger.warning("what edit %s left on a request was dropped: too much waits for Redis", edit)
+        self._new.notify()
+
+    @property
+    def _telling(self) -> bool:
+        return bool(self._records or self._disabling)
+
+    async def told(self) -> None:
+        """Wait until nothing of it waits for Redis any more. One task at a time."""
+        while self._telling:
+            await self._done.wait()
+
+    async def tell(self) -> None:
+        """Bring what edits leave to their streams. Never ends by itself."""
+        edits, model = self._bus.edits, self._info.model
+        while True:
+            while not self._telling:
+                self._done.notify()
+                await self._new.wait()
+            try:
+                while self._disabling:
+                    name, version, why = self._disabling[0]
+                    try:
+                        if await edits.disable(model, name, version, why):
+                            logger.warning("edit %s is disabled: %s", name, why)
+                    except BusUnavailable:
+                        raise
+                    except BusError as error:
+                        # It would be refused again, and the rest would wait for it. As many failures more ask again.
+                        self._streaks.pop((name, version), None)
+                        logger.error("edit %s could not be disabled, though %s: %s", name, why, error)
+                    self._disabling.popleft()
+                while self._records:
+                    edit, data = self._records[0]
+                    try:
+                        await edits.tell(model, edit, data)
+                    except BusUnavailable:
+                        raise
+                    except BusError as error:
+                        # It would be refused again.
+                        logger.warning("what edit %s left on a request is lost: %s", edit, error)
+                    if self._records and self._records[0][1] is data:
+                        self._records.popleft()
+                        self._waiting -= len(data)
+            except BusError as error:
+                logger.warning("what edits left on requests waits for Redis: %s", error)
+                await anyio.sleep(_LOOK_MS / 1000)
+
+
+def _renamed(placed: Placed, edit: Edit) -> Placed:
+    one = placed.intervention
+    if isinstance(one, Probe | LogitLens):
+        one = msgspec.structs.replace(one, name=f"{edit.name}/{one.name}")
+    return Placed(one, placed.sites, placed.pattern)
+
+
+_NONE = Chosen()

@@ -1,0 +1,603 @@
+"""vLLM behind the adapter's seam: validation in the caller's terms, `AsyncLLM`'s outputs, and the workers' link."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import logging
+import math
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import lru_cache
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+from weakref import WeakValueDictionary
+
+import anyio
+import anyio.to_thread
+import msgspec
+from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
+from vllm.inputs.engine import tokens_input
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from tracewire_bus.wire.messages import NO_MEDIA, Block, Invoke, StopWhen, Submission
+from tracewire_engine.launch.engine_builder import EngineModel, UnsupportedSetting, versions
+from tracewire_engine.link.addresses import is_remote
+from tracewire_engine.link.blob_link import BlobChunk, BlobReceiver
+from tracewire_engine.link.step_link import Changes, LinkReceiver, Report, encode_changes
+from tracewire_engine.protocol.keys import (
+    BLOCK_ARG,
+    DECLARED_ARG,
+    EDITS_ARG,
+    END_ARG,
+    LIVE_ARG,
+    RESULT_ARG,
+    RUN_ARG,
+    SHARED_ARG,
+)
+
+from .engine_api import Carrier, Choice, EngineLost, Outputs, Prepared, Rejection
+from .images import rendered, taken
+from .trace_run import REPORT_S
+
+__all__ = ["VllmEngine"]
+
+logger = logging.getLogger("tracewire")
+
+
+class _VllmOutputs:
+    def __init__(self, collector: Any) -> None:
+        self._collector = collector
+        self.cached_tokens = 0
+        self.prompt_logprobs: list[dict[int, tuple[float, int | None, str | None]]] = []
+
+    async def get(self) -> tuple[list[Choice], bool]:
+        try:
+            output = self._collector.get_nowait() or await self._collector.get()
+        except EngineDeadError as error:
+            raise EngineLost(str(error)) from error
+        except (VLLMValidationError, ValueError) as error:
+            # From 0.33 on, EngineCore refuses what it alone can find out, of this request only.
+            named = getattr(error, "parameter", None)
+            raise Rejection(f"sampling.{named}" if named else "sampling", str(error)) from error
+        self.cached_tokens = max(self.cached_tokens, output.num_cached_tokens or 0)
+        if output.prompt_logprobs:
+            self.prompt_logprobs = _logprobs(output.prompt_logprobs) or []
+        choices = [
+            Choice(
+                index=completion.index,
+                token_ids=list(completion.token_ids),
+                text=completion.text,
+                logprobs=_logprobs(completion.logprobs),
+                finish_reason=completion.finish_reason,
+                stop_reason=completion.stop_reason,
+            )
+            for completion in output.outputs
+        ]
+        return choices, output.finished
+
+    def size(self) -> int:
+        waiting = getattr(self._collector, "output", None)
+        if waiting is None or isinstance(waiting, Exception):
+            return 0
+        return sum(
+            _TOKEN_BYTES * len(one.token_ids) + len(one.text) + _LOGPROB_BYTES * sum(map(len, one.logprobs or ()))
+            for one in waiting.outputs
+        )
+
+
+def _logprobs(entries: Any) -> list[dict[int, tuple[float, int | None, str | None]]] | None:
+    if not entries:
+        return None
+    return [
+        {token: (value.logprob, value.rank, value.decoded_token) for token, value in (entry or {}).items()}
+        for entry in entries
+    ]
+
+
+#: What a token and a logprob take in this process, in bytes, about.
+_TOKEN_BYTES, _LOGPROB_BYTES = 48, 250
+
+#: How many tokens an engine's first request has, and how many it generates.
+_TRIAL = 4
+
+#: How long vLLM may take to answer whether it goes on, in seconds.
+_ANSWER_S = 5.0
+
+#: How long outputs that vLLM has may take to be looked at, before it is looked again, in seconds.
+_LOOK_S = 0.001
+
+#: No live parameters, packed.
+_NONE_LIVE = msgspec.msgpack.encode({})
+
+#: What vLLM's structured outputs are described by.
+_CONSTRAINTS = [one.name for one in dataclasses.fields(StructuredOutputsParams) if one.init]
+
+#: Sampling params that are the engine's own business.
+_RESERVED = frozenset(
+    {
+        *("extra_args", "flat_logprobs", "output_kind", "output_text_buffer_length", "skip_clone"),
+        *("skip_reading_prefix_cache", "stream_interval"),
+    }
+)
+
+
+#: Pieces in which large variables go to workers on other machines, each between two steps, in bytes.
+_PIECE_BYTES = 2 * 1024 * 1024
+
+
+class _Carrier:
+    """Large variables on their way to workers that cannot see the adapter's files, by vLLM's own queues."""
+
+    def __init__(self, call: Callable[..., Awaitable[Any]]) -> None:
+        self._call = call
+
+    async def carry(self, path: Path) -> None:
+        async with await anyio.open_file(path, "rb") as file:
+            offset = 0
+            while (piece := await file.read(_PIECE_BYTES)) or offset == 0:
+                await self._call("tracewire_input", path.name, offset, piece)
+                offset += len(piece)
+                if not piece:
+                    break
+
+    async def drop(self, path: Path) -> None:
+        try:
+            await self._call("tracewire_drop_input", path.name)
+        except EngineLost:
+            pass
+
+
+class VllmEngine:
+    """vLLM's `AsyncLLM`, its tokenizer and the link from its workers. `patience_s` is how long a call may take."""
+
+    def __init__(
+        self, model: EngineModel, link: LinkReceiver, blobs: BlobReceiver, patience_s: float = REPORT_S
+    ) -> None:
+        self._patience_s = patience_s
+        self.model = model
+        self.llm: Any = model.vllm_entrypoint
+        self._link = link
+        self._blobs = blobs
+        self._tokenizer: Any = model.tokenizer
+        self._longest_token = max((len(token) for token in self._tokenizer.get_vocab()), default=1)
+        # One thread at a time: a tokenizer is not made to be shared.
+        self._tokenizing = anyio.CapacityLimiter(1)
+        self._loras = {one.lora_name: one for one in model.loras}
+        #: The outputs of requests with a block, by name, as long as somebody has them.
+        self._traced: WeakValueDictionary[str, _VllmOutputs] = WeakValueDictionary()
+        self._fields = [name for name in SamplingParams.__struct_fields__ if not name.startswith("_")]
+
+    async def prepare(
+        self,
+        submission: Submission,
+        index: int,
+        block: bytes | None,
+        declared: bytes | None,
+        run: str,
+        edits: bytes | None = None,
+        shared: bytes | None = None,
+    ) -> Prepared:
+        invoke = submission.invokes[index]
+        where = f"invokes[{index}]." if len(submission.invokes) > 1 else ""
+        lora = None
+        if invoke.lora is not None and (lora := self._loras.get(invoke.lora)) is None:
+            have = ", ".join(self._loras) or "none"
+            raise Rejection(f"{where}lora", f"this engine has no adapter {invoke.lora!r} (it has {have})")
+        token_ids = await self._token_ids(invoke, where)
+        images = await anyio.to_thread.run_sync(taken, invoke, self.inputs, where) if invoke.media != NO_MEDIA else []
+        # What vLLM makes of a prompt of tokens; given one, it would do so on a thread.
+        prompt: Any = tokens_input(token_ids)
+        if images:
+            prompt = await rendered(self.llm, token_ids, images, where)
+            token_ids = list(prompt["prompt_token_ids"])
+        limit = self.llm.model_config.max_model_len
+        if len(token_ids) >= limit:
+            raise Rejection(
+                f"{where}prompt",
+                f"the prompt has {len(token_ids)} tokens; this model takes {limit} of prompt and output together",
+            )
+        params = self._sampling(invoke, where)
+        if params.seed is None and params.temperature > 0 and submission.max_attempts > 1:
+            params.seed = pinned_seed(submission.trace, index)
+        sampling = _plain(params)
+        extra: dict[str, Any] = {}
+        asks_result = False
+        if block is not None:
+            extra[BLOCK_ARG] = block
+            asks_result = _asks_result(invoke.block or submission.block)
+            if asks_result:
+                extra[RESULT_ARG] = True
+            if shared is not None:
+                extra[SHARED_ARG] = shared
+        if declared is not None:
+            extra[DECLARED_ARG] = declared
+        if edits is not None:
+            extra[EDITS_ARG] = edits
+        stops = bool(params.stop) or any(isinstance(one, StopWhen) for one in submission.interventions)
+        tells_end = stops and (block is not None or edits is not None)
+        if tells_end:
+            extra[END_ARG] = True
+        if extra:
+            if submission.live != _NONE_LIVE:
+                extra[LIVE_ARG], extra[RUN_ARG] = submission.live, run
+            # A token served from the prefix cache runs no forward pass, and a block would not see it.
+            params.skip_reading_prefix_cache = True
+        budget = self.llm.vllm_config.scheduler_config.max_num_batched_tokens
+        if extra and len(token_ids) > budget:
+            raise Rejection(
+                f"{where}prompt",
+                f"the prompt has {len(token_ids)} tokens; with a block or interventions it is computed in one step, "
+                f"which takes {budget} on this engine (max_num_batched_tokens)",
+            )
+        params.extra_args = extra or None
+        params.output_kind = RequestOutputKind.DELTA
+        # Nobody else's: vLLM need not copy it.
+        params.skip_clone = True
+        if extra:
+            # What is edited ends up in the KV cache, and must serve nobody else.
+            prompt["cache_salt"] = submission.trace
+        return Prepared(
+            prompt=prompt,
+            prompt_tokens=len(token_ids),
+            params=params,
+            choices=params.n or 1,
+            sampling=sampling,
+            asks_result=asks_result,
+            tells_end=tells_end,
+            token_ids=token_ids if asks_result else [],
+            lora=lora,
+        )
+
+    async def _token_ids(self, invoke: Invoke, where: str) -> list[int]:
+        given = [name for name in ("prompt", "token_ids", "messages") if getattr(invoke, name) is not None]
+        if len(given) != 1:
+            raise Rejection(
+                f"{where}prompt", f"give exactly one of prompt, token_ids and messages, got {given or 'none'}"
+            )
+        if invoke.token_ids is not None:
+            token_ids = list(invoke.token_ids)
+            vocabulary = self.llm.model_config.get_vocab_size()
+            wrong = next((token for token in token_ids if not 0 <= token < vocabulary), None)
+            if wrong is not None:
+                raise Rejection(f"{where}token_ids", f"token id {wrong} is outside the vocabulary of {vocabulary}")
+        elif invoke.messages is not None:
+            for place, message in enumerate(invoke.messages):
+                parts = message.get("content")
+                kinds = (
+                    {one.get("type", "text") for one in parts if isinstance(one, dict)} if type(parts) is list else ()
+                )
+                if set(kinds) - {"text"}:
+                    raise Rejection(
+                        f"{where}messages[{place}].content", "expected text: media are not taken in chat messages"
+                    )
+            self._bound(_characters(invoke.messages), where, "messages")
+
+            def text_of(messages: list[dict[str, Any]]) -> str:
+                return str(self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+
+            try:
+                text = await anyio.to_thread.run_sync(text_of, invoke.messages, limiter=self._tokenizing)
+            except Exception as error:
+                raise Rejection(
+                    f"{where}messages", f"the model's chat template refused the messages: {error}"
+                ) from error
+            token_ids = await self._encode(text, where, add_special_tokens=False)
+        else:
+            token_ids = await self._encode(invoke.prompt or "", where, add_special_tokens=True)
+        if not token_ids:
+            raise Rejection(f"{where}prompt", "the prompt is empty")
+        return list(token_ids)
+
+    async def _encode(self, text: str, where: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of a text, made on a thread: a long one takes seconds, in which the loop must serve the others."""
+        self._bound(len(text), where, "prompt")
+
+        def encode() -> list[int]:
+            return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+        return await anyio.to_thread.run_sync(encode, limiter=self._tokenizing)
+
+    def _bound(self, characters: int, where: str, field: str) -> None:
+        limit = self.llm.model_config.max_model_len
+        if characters > limit * self._longest_token:
+            raise Rejection(
+                f"{where}{field}",
+                f"a prompt of {characters} characters is more than this model's {limit} tokens can hold",
+            )
+
+    def _sampling(self, invoke: Invoke, where: str) -> SamplingParams:
+        given = dict(invoke.sampling)
+        for name, value in given.items():
+            field = f"{where}sampling.{name}"
+            if name in _RESERVED:
+                raise Rejection(field, f"{name} is the engine's own to set")
+            if name not in self._fields:
+                near = difflib.get_close_matches(name, self._fields, 1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise Rejection(field, f"{name!r} is not one of vLLM's sampling params{hint}")
+            # vLLM compares, which no NaN fails.
+            numbers = value.values() if isinstance(value, dict) else [value]
+            if any(isinstance(number, float) and math.isnan(number) for number in numbers):
+                raise Rejection(field, "expected a number, got NaN")
+        constraint = given.get("structured_outputs")
+        for name in constraint if isinstance(constraint, dict) else ():
+            if name not in _CONSTRAINTS:
+                near = difflib.get_close_matches(str(name), _CONSTRAINTS, 1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                field = f"{where}sampling.structured_outputs.{name}"
+                raise Rejection(field, f"{name!r} is not one of vLLM's constraints{hint}")
+        try:
+            return msgspec.convert(given, SamplingParams)
+        except msgspec.ValidationError as error:
+            # "... - at `$.temperature`"
+            named = re.search(r"\$\.(\w+)", str(error))
+            message = str(error).replace("`$.", "`sampling.")
+            raise Rejection(f"{where}sampling.{named[1] if named else '?'}", message) from error
+        except Exception as error:  # whatever vLLM raises here, it is about what the caller gave
+            raise Rejection(f"{where}sampling.{_culprit(error, given)}", str(error)) from error
+
+    async def start(self, request: str, prepared: Prepared, priority: int) -> Outputs:
+        try:
+            collector = await self.llm.add_request(
+                request, prepared.prompt, prepared.params, lora_request=prepared.lora, priority=priority
+            )
+        except EngineDeadError as error:
+            raise EngineLost(str(error)) from error
+        except (VLLMValidationError, ValueError, TypeError) as error:
+            named = getattr(error, "parameter", None)
+            if named not in self._fields and prepared.params.structured_outputs is not None:
+                # The prompt was looked at before: a grammar, a schema.
+                named = "structured_outputs"
+            field = f"sampling.{named}" if named in self._fields else "prompt"
+            raise Rejection(field, str(error)) from error
+        outputs = _VllmOutputs(collector)
+        if not {BLOCK_ARG, EDITS_ARG}.isdisjoint(prepared.params.extra_args or ()):
+            self._traced[request] = outputs
+        return outputs
+
+    async def try_out(self) -> None:
+        """Have it generate a few tokens, for nobody: what it cannot run at all shows here.
+
+        Raises:
+            EngineLost: it died of that.
+        """
+        limit = self.llm.model_config.max_model_len
+        length = max(1, min(_TRIAL, limit - _TRIAL))
+        params = SamplingParams(
+            max_tokens=min(_TRIAL, limit - length), temperature=0.0, ignore_eos=True, detokenize=False
+        )
+        try:
+            async for _ in self.llm.generate(tokens_input([0] * length), params, "tracewire-trial"):
+                pass
+        except EngineDeadError as error:
+            raise EngineLost(str(error)) from error
+
+    async def refuse_untapped(self) -> None:
+        """Look whether all CUDA graphs have taps, on an engine that has any.
+
+        Raises:
+            UnsupportedSetting: one has none, and would leave every intervention out.
+            EngineLost: vLLM has died.
+        """
+        if not self.model.taps:
+            return
+        try:
+            found = [graph for worker in await self.llm.collective_rpc("tracewire_untapped") for graph in worker]
+        except EngineDeadError as error:
+            raise EngineLost(str(error)) from error
+        if found:
+            raise UnsupportedSetting(
+                f"--tap: vLLM {versions().vllm} captured {len(found)} CUDA graphs without a place for taps, so that no "
+                f"intervention would run in them (the first is {found[0]}); use a version of vLLM that Tracewire "
+                "names as supported, or leave --tap out"
+            )
+
+    async def abort(self, request: str) -> None:
+        processor = self.llm.output_processor
+        names = list(processor.external_req_ids.get(request, ()))
+        if names and request in self._traced:
+            with anyio.move_on_after(_ANSWER_S):
+                await self._cut(names)
+        await self.llm.abort(request)
+        # Of several choices, vLLM keeps the parent that they share.
+        for parent in {name.partition("_")[2] for name in names}:
+            processor.parent_requests.pop(parent, None)
+
+    async def _cut(self, names: list[str]) -> None:
+        """End requests in EngineCore, and wait for what it has put out of them: vLLM's abort would drop that, while the
+        workers are told that it counts.
+        """
+        states = self.llm.output_processor.request_states
+        try:
+            tokens = await self.llm.engine_core.call_utility_async("tracewire_end", names)
+        except Exception as error:  # it is lost, or was told to stop
+            logger.debug("vLLM did not say at which token requests end: %s", error)
+            return
+        for name in names:
+            # One that had ended by itself is gone when its last output has come.
+            while (state := states.get(name)) is not None:
+                if name in tokens and state.detokenizer.num_output_tokens() >= tokens[name]:
+                    break
+                await anyio.sleep(_LOOK_S)
+
+    async def steer(self, changes: Changes, over: list[str], since: float) -> None:
+        # Between two steps: EngineCore hands it to all workers behind the steps that it has handed them already.
+        await self._call_workers("tracewire_steer", encode_changes(changes, over, since))
+
+    async def give_result(self, result: bytes) -> None:
+        await self._call_workers("tracewire_result", result)
+
+    async def pause(self, request: str) -> bool:
+        return await self._call_scheduler("tracewire_pause", request)
+
+    async def resume(self, request: str) -> bool:
+        return await self._call_scheduler("tracewire_resume", request)
+
+    async def _call_scheduler(self, method: str, request: str) -> bool:
+        # vLLM's own names for what is left of it, one for each choice.
+        names = list(self.llm.output_processor.external_req_ids.get(request, ()))
+        return bool(names) and bool(await self._call_core(method, names))
+
+    async def hold(self) -> None:
+        await self._hold(True)
+
+    async def takes_requests(self) -> bool:
+        # An EngineCore that was told to stop answers no calls any more, or says so.
+        with anyio.move_on_after(_ANSWER_S):
+            try:
+                await self.llm.engine_core.call_utility_async("tracewire_counts")
+            except Exception as error:  # of a type of its own, or a plain one with the reason as text
+                logger.warning("vLLM does not answer: %s", error)
+            else:
+                return True
+        return False
+
+    async def go_on(self) -> None:
+        await self._hold(False)
+
+    async def _hold(self, on: bool) -> None:
+        await self._call_core("tracewire_hold", on)
+
+    async def answers(self) -> None:
+        try:
+            await self.llm.engine_core.call_utility_async("tracewire_counts")
+        except EngineDeadError as error:
+            raise EngineLost(str(error)) from error
+        except Exception as error:  # so does one that was told to stop
+            logger.debug("vLLM answers: %s", error)
+
+    async def _call_core(self, method: str, *arguments: Any) -> Any:
+        return await self._answer(method, self.llm.engine_core.call_utility_async(method, *arguments))
+
+    async def _call_workers(self, method: str, *arguments: Any) -> Any:
+        return await self._answer(method, self.llm.collective_rpc(method, args=arguments))
+
+    async def _answer(self, method: str, call: Awaitable[Any]) -> Any:
+        """What vLLM answers. It fails no call that is under way when it dies, and none when it hangs.
+
+        Raises:
+            EngineLost: it died, or did not answer in time.
+        """
+        try:
+            with anyio.fail_after(self._patience_s):
+                return await call
+        except EngineDeadError as error:
+            raise EngineLost(str(error)) from error
+        except TimeoutError as error:
+            raise EngineLost(f"vLLM did not answer {method} within {self._patience_s:g} s") from error
+
+    def decode(self, token_ids: list[int], prepared: Prepared) -> str:
+        if not prepared.params.detokenize:
+            return ""
+        skip = prepared.params.skip_special_tokens
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=skip)
+        return text
+
+    def ready(self) -> list[Report]:
+        return self._link.ready()
+
+    async def arrived(self) -> None:
+        await self._link.arrived()
+
+    def large(self) -> AsyncIterator[BlobChunk | Report]:
+        return self._blobs.items()
+
+    @property
+    def inputs(self) -> Path:
+        return self._link.folder
+
+    @property
+    def carrier(self) -> Carrier | None:
+        return _Carrier(self._call_workers) if is_remote(self._link.address) else None
+
+    @property
+    def lost(self) -> bool:
+        return bool(self.llm.errored)
+
+    async def tracked(self) -> int:
+        """How many requests the workers still hold anything for: 0 when idle. A leak gauge."""
+        counts: list[int] = await self.llm.collective_rpc("tracewire_request_count")
+        return max(counts)
+
+    async def held(self) -> dict[str, int]:
+        """What there still is of any request, in the workers, the scheduler and the KV cache: all 0 when idle."""
+        counts = await self.llm.engine_core.call_utility_async("tracewire_counts")
+        return {
+            "tracked": await self.tracked(),
+            "requests": counts["requests"],
+            "blocks": counts["blocks"] - counts["free_blocks"],
+        }
+
+
+def _characters(value: Any) -> int:
+    """How many characters stand in the texts of plain data, and one for each other part of it."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return 1 + sum(map(_characters, value.values()))
+    return 1 + sum(map(_characters, value)) if isinstance(value, list) else 1
+
+
+def _asks_result(block: Block | None) -> bool:
+    """Whether a block reads `tracer.result`, perhaps."""
+    if block is None:
+        return False
+    return _reads_result((block.source, *(helper.source for helper in block.helpers)), block.parameters[1])
+
+
+@lru_cache(maxsize=64)
+def _reads_result(sources: tuple[str, ...], tracer: str) -> bool:
+    """Whether `result` is an attribute of the tracer there, or of anything, if the tracer goes by other names, too."""
+    try:
+        nodes = [node for source in sources for node in ast.walk(ast.parse(source))]
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        # What compiles it tells of that.
+        return True
+    of_tracer = [
+        node
+        for node in nodes
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == tracer
+    ]
+    if any(node.attr == "result" for node in of_tracer):
+        return True
+    plain = {node.value for node in of_tracer if not node.attr.startswith("__")}
+    renamed = any(
+        (isinstance(node, ast.Name) and node.id == tracer and node not in plain)
+        or (isinstance(node, ast.Constant) and node.value == tracer)
+        for node in nodes
+    )
+    named = any(
+        (isinstance(node, ast.Attribute) and node.attr == "result")
+        or (isinstance(node, ast.Constant) and node.value == "result")
+        for node in nodes
+    )
+    return renamed and named
+
+
+def pinned_seed(trace: str, invoke: int) -> int:
+    """The seed of an invoke that names none: the same in each attempt, which so repeats what the last one sampled."""
+    return int.from_bytes(blake2b(f"{trace}/{invoke}".encode("utf-8", "surrogatepass"), digest_size=8).digest()) >> 1
+
+
+def _culprit(error: Exception, given: dict[str, Any]) -> str:
+    """Which of the given params an error of vLLM's is about: the one it names, else one that its text names."""
+    named = getattr(error, "parameter", None)
+    if named in given:
+        return str(named)
+    text = str(error)
+    return next((name for name in sorted(given, key=len, reverse=True) if name in text), "?")
+
+
+def _plain(params: SamplingParams) -> dict[str, Any]:
+    """The resolved params that differ from nothing: every field with a plain value."""
+    resolved: dict[str, Any] = {}
+    for name in SamplingParams.__struct_fields__:
+        value = getattr(params, name)
+        if not name.startswith("_") and name not in _RESERVED and isinstance(value, (bool, int, float, str, list)):
+            resolved[name] = value
+    return resolved

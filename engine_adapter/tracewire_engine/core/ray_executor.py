@@ -1,0 +1,161 @@
+"""vLLM's Ray executor, with our workers in it: on a CPU too, and with a cluster that was chosen before.
+
+vLLM's `RayExecutorV2` starts a Ray actor for each rank and then talks to them by its own message queues, as its
+multiprocess executor does. It refuses CPUs, because vLLM's CPU platform names no Ray device. `TracewireRayExecutor`
+runs there as well: an actor takes a bundle of one CPU, and binds its threads to the cores that
+`VLLM_CPU_OMP_THREADS_BIND` gives its rank. On a GPU it changes only how the cluster is joined and left.
+
+This module is imported in the adapter, in EngineCore, which is the driver, and in each worker.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from typing import Any
+
+import msgspec
+import psutil
+import ray
+import torch
+from vllm.platforms import current_platform
+from vllm.v1.executor import ray_executor_v2
+
+from tracewire_engine.launch.ray_cluster import Cluster, cores_of
+from tracewire_engine.protocol.keys import RAY_CLUSTER
+
+__all__ = ["TracewireRayExecutor", "TracewireRayWorker"]
+
+logger = logging.getLogger("vllm.tracewire")
+
+_CPU = current_platform.is_cpu()
+if _CPU and not current_platform.ray_device_key:
+    type(current_platform).ray_device_key = "CPU"
+
+#: How long the cluster may take to give the engine its devices, in seconds. vLLM would wait for half an hour.
+_PLACE_S = 60
+#: Ray's object store, which vLLM makes no use of, in a cluster of the engine's own.
+_STORE_BYTES = 128 * 1024 * 1024
+
+#: What a worker must find in its environment when it imports vLLM or torch, which is before vLLM hands on the rest.
+_EARLY = ("TORCHDYNAMO_DISABLE", "VLLM_LOGGING_LEVEL", "VLLM_LOGGING_STREAM", "VLLM_USE_V2_MODEL_RUNNER")
+
+
+class TracewireRayWorker(ray_executor_v2.RayWorkerProc):  # type: ignore[misc, unused-ignore]
+    """The Ray actor of one rank."""
+
+    def get_node_and_physical_gpu_ids(self) -> tuple[str, list[int]]:
+        """On which node it is, with which devices: on a CPU, its rank stands for one."""
+        if not _CPU:
+            return super().get_node_and_physical_gpu_ids()  # type: ignore[no-any-return]
+        return ray.get_runtime_context().get_node_id(), [self._init_kwargs["rank"]]
+
+    def initialize_worker(self, local_rank: int, *args: Any, **kwargs: Any) -> None:
+        """Build the worker, once it is known who else is on this node."""
+        # vLLM would ask for the way to the Internet, and Gloo what the machine's own name resolves to: the loopback.
+        address = ray.util.get_node_ip_address()
+        os.environ.setdefault("VLLM_HOST_IP", address)
+        card = _card_of(address)
+        if card is not None:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", card)
+        if _CPU:
+            ranks = kwargs.pop("assigned_physical_gpu_ids", None) or [0]
+            # The environment that the driver hands on comes first: it may say how to bind.
+            if len(args) > 2 and args[2]:
+                for name, value in args[2].items():
+                    os.environ.setdefault(name, value)
+            world = self._init_kwargs["vllm_config"].parallel_config.world_size
+            bind = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "auto")
+            allowed = sorted(os.sched_getaffinity(0))
+            cores = cores_of(bind, self._init_kwargs["rank"], local_rank, world, len(ranks), allowed)
+            if bind != "nobind":
+                os.sched_setaffinity(0, cores)
+            torch.set_num_threads(len(cores))
+            _tell_nodes_apart(ray.get_runtime_context().get_node_id())
+        super().initialize_worker(local_rank, *args, **kwargs)
+
+
+def _tell_nodes_apart(node: str) -> None:
+    """Have vLLM's ranks on a CPU share memory only with those of the same node.
+
+    It asks whether their groups have the same name, which they have on two machines as well, and then one waits for
+    memory that the other has opened elsewhere. Those of different names talk by Gloo.
+    """
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+
+    theirs = _CPUSHMDistributed.make_group_name
+    _CPUSHMDistributed.make_group_name = staticmethod(lambda communicator: f"{theirs(communicator)}-{node[:12]}")
+
+
+def _card_of(address: str) -> str | None:
+    """The network interface that has this address."""
+    families = (socket.AF_INET, socket.AF_INET6)
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.family in families and one.address == address for one in addresses):
+            return str(name)
+    return None
+
+
+class TracewireRayExecutor(ray_executor_v2.RayExecutorV2):  # type: ignore[misc, unused-ignore]
+    """vLLM's executor over Ray actors, in the cluster that the adapter chose."""
+
+    def _init_executor(self) -> None:
+        # vLLM hands the driver's whole environment on to the workers. What is the adapter's own stays here: the
+        # password of its Redis, and the parent that its processes die with.
+        for name in [name for name in os.environ if name.startswith("TRACEWIRE_")]:
+            del os.environ[name]
+        cluster = msgspec.convert(self.vllm_config.additional_config[RAY_CLUSTER], Cluster)
+        self._connect(cluster)
+        self.parallel_config.placement_group = self._place()
+        theirs = ray_executor_v2.RayWorkerProc
+        ray_executor_v2.RayWorkerProc = TracewireRayWorker
+        try:
+            super()._init_executor()
+        finally:
+            ray_executor_v2.RayWorkerProc = theirs
+        if _CPU:
+            self.parallel_config.assigned_physical_gpu_ids = None
+
+    def _connect(self, cluster: Cluster) -> None:
+        os.environ.pop("RAY_ADDRESS", None)
+        os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+        if not cluster.own:
+            ray.init(address=cluster.address, _node_ip_address=cluster.node)
+            return
+        options: dict[str, Any] = {}
+        if _CPU:
+            # A bundle of one stands for one rank, whatever number of cores it is bound to.
+            options["num_cpus"] = self.parallel_config.world_size
+        ray.init(address="local", include_dashboard=False, object_store_memory=_STORE_BYTES, **options)
+
+    def _place(self) -> Any:
+        kind = current_platform.ray_device_key
+        group = ray.util.placement_group([{kind: 1.0}] * self.parallel_config.world_size, strategy="PACK")
+        if not group.wait(_PLACE_S):
+            free = ray.available_resources().get(kind, 0)
+            raise RuntimeError(
+                f"the Ray cluster has not given this engine {self.parallel_config.world_size} {kind} within "
+                f"{_PLACE_S} s: {free:g} of {ray.cluster_resources().get(kind, 0):g} are free"
+            )
+        return group
+
+    def _build_runtime_env(self) -> dict[str, Any]:
+        environment: dict[str, Any] = super()._build_runtime_env()
+        early = {name: os.environ[name] for name in _EARLY if name in os.environ}
+        environment.setdefault("env_vars", {}).update(early)
+        return environment
+
+    @staticmethod
+    def _get_actor_resource_kwargs() -> dict[str, Any]:
+        # On a CPU the bundle is all: an actor of no CPUs in a bundle of one.
+        return {} if _CPU else dict(ray_executor_v2.RayExecutorV2._get_actor_resource_kwargs())
+
+    def shutdown(self) -> None:
+        """End the workers, and leave the cluster: one of our own ends with that."""
+        if not ray.is_initialized():
+            # Ray would join anew to end actors that it does not know then.
+            self.ray_worker_handles: list[Any] = []
+        super().shutdown()
+        # Else two of its processes would outlive the engine by minutes.
+        ray.shutdown()

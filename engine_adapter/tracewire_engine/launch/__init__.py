@@ -1,0 +1,1 @@
+"""How an engine's processes start and end."""

@@ -1,0 +1,318 @@
+"""Which Ray cluster an engine's workers run in, found and checked before the engine is built.
+
+Three ways lead to one. `local` starts one for this engine, which ends with it. `auto` is the one that runs on this
+machine, as `ray start` left it. `HOST:PORT` is one that runs elsewhere. A driver needs a Ray node on its own machine:
+where there is none, this machine joins with a node of no resources for as long as the engine lives.
+
+Ray and vLLM wait in silence, some of them for ever, for a cluster that does not answer or is too small. So a process of
+its own asks first, within limits of time, and what it finds wrong is said in a sentence.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from .parent_death import die_with_parent
+
+__all__ = ["Cluster", "ClusterError", "ClusterUnavailable", "cores_of", "joined", "parse_address"]
+
+#: How long a cluster's address may take to answer, a cluster to tell what it has, and a node to join, in seconds.
+_CONNECT_S, _ASK_S, _JOIN_S = 5.0, 30.0, 60.0
+
+
+class ClusterError(RuntimeError):
+    """There is no cluster that this engine could run in. The message names the setting and what to do."""
+
+
+class ClusterUnavailable(ClusterError):
+    """There may be one later: it does not answer, or lacks a machine."""
+
+
+class Cluster(msgspec.Struct):
+    """A cluster to run in. `address` is `"local"` for one that is still to be started, else `HOST:PORT` of its head."""
+
+    address: str
+    #: This machine's address in it.
+    node: str = ""
+
+    @property
+    def own(self) -> bool:
+        """Whether it is this engine's own, and ends with it."""
+        return self.address == "local"
+
+
+def parse_address(address: str) -> tuple[str, int]:
+    """Host and port of a cluster's head.
+
+    Raises:
+        ClusterError: it is no `HOST:PORT`.
+    """
+    if "://" in address:
+        raise ClusterError(
+            f"the Ray address {address!r} is not supported: Ray's client protocol cannot run an engine; "
+            "give the HOST:PORT that `ray start --head` printed, 'auto' or 'local'"
+        )
+    host, _, port = address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ClusterError(
+            f"the Ray address {address!r} is none: give HOST:PORT of the cluster's head, 'auto' for the cluster that "
+            "runs on this machine, or 'local' for one of this engine's own"
+        )
+    return host, int(port)
+
+
+@contextmanager
+def joined(address: str | None, devices: int, kind: str) -> Iterator[Cluster]:
+    """The cluster to run in, with this machine a node of it for as long as the context lasts.
+
+    Args:
+        address: `"local"`, `"auto"`, `HOST:PORT`, or `None` for the one that runs here, else a local one.
+        devices: how many devices the engine needs.
+        kind: Ray's name of them, `"CPU"` or `"GPU"`.
+
+    Raises:
+        ClusterError: what was given cannot be one.
+        ClusterUnavailable: there is none, it does not answer, or it is too small.
+    """
+    if find_spec("ray") is None:
+        raise ClusterError("--distributed-executor-backend ray needs Ray: pip install 'tracewire[ray]'")
+    if address == "local":
+        yield Cluster("local")
+        return
+    if address is None or address == "auto":
+        found = _ask("find")["address"]
+        if found is None and address is None:
+            yield Cluster("local")
+            return
+        if found is None:
+            raise ClusterUnavailable(
+                "no Ray cluster runs on this machine (--ray-address auto): start one with `ray start --head`, "
+                "or give the HOST:PORT of its head, or 'local' for one of this engine's own"
+            )
+        address = str(found)
+    host, port = parse_address(address)
+    here = _reach(host, port)
+    with _node(address, here) as node:
+        said = _ask("describe", address, node)
+        has = said["total"].get(kind, 0)
+        if has < devices:
+            nodes = ", ".join(sorted(f"{one['address']} {one['resources'].get(kind, 0):g}" for one in said["nodes"]))
+            raise ClusterUnavailable(
+                f"the Ray cluster at {address} has {has:g} {kind}, and this engine needs {devices} "
+                f"(its nodes: {nodes}); add nodes with `ray start --address={address}`, or take fewer with "
+                "--tensor-parallel-size and --pipeline-parallel-size"
+            )
+        yield Cluster(address, node)
+
+
+def _reach(host: str, port: int) -> str:
+    """This machine's address on the way to a cluster's head.
+
+    Raises:
+        ClusterUnavailable: nothing answers there.
+    """
+    try:
+        with socket.create_connection((host, port), timeout=_CONNECT_S) as connection:
+            return str(connection.getsockname()[0])
+    except OSError as error:
+        raise ClusterUnavailable(
+            f"no Ray cluster answers at {host}:{port} ({error}): is it running, and may this machine connect to it?"
+        ) from error
+
+
+def _ask(*question: str) -> Any:
+    """Ask Ray in a process of its own, which may hang or crash."""
+    environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0"}
+    environment.pop("RAY_ADDRESS", None)
+    command = [sys.executable, "-m", "tracewire_engine.launch.ray_cluster", *question]
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_ASK_S)
+    except subprocess.TimeoutExpired as error:
+        said = error.stderr.decode(errors="replace") if isinstance(error.stderr, bytes) else error.stderr or ""
+        raise ClusterUnavailable(f"the Ray cluster has not answered within {_ASK_S:g} s{_last_words(said)}") from error
+    answer = done.stdout.rpartition("\n{")[2] if "\n{" in done.stdout else done.stdout.removeprefix("{")
+    if done.returncode or not answer:
+        raise ClusterUnavailable(f"the Ray cluster could not be asked{_last_words(done.stderr)}")
+    answered = json.loads("{" + answer)
+    if "error" in answered:
+        raise ClusterUnavailable(f"the Ray cluster could not be joined: {answered['error']}")
+    return answered
+
+
+def _last_words(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return f": {lines[-1]}" if lines else ""
+
+
+@contextmanager
+def _node(address: str, here: str) -> Iterator[str]:
+    """This machine's address in the cluster, which it joins as a node of no resources if it is none yet."""
+    try:
+        nodes = _ask("nodes", address)["nodes"]
+    except ClusterError as error:
+        if "AuthenticationError" not in str(error) or os.environ.get("RAY_AUTH_MODE"):
+            raise
+        if not _has_token():
+            raise ClusterError(
+                f"the Ray cluster at {address} asks for a token: set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to its "
+                "head's (`ray get-auth-token` prints it there)"
+            ) from error
+        # Ray shows its token by itself to a cluster that it has found on this machine, not to one at an address.
+        os.environ["RAY_AUTH_MODE"] = "token"
+        nodes = _ask("nodes", address)["nodes"]
+    ours = _addresses() | {here}
+    # A node whose machine died stays in Ray's list for a while.
+    found = next((node for node in nodes if node in ours and _runs_here(node)), None)
+    if found is not None:
+        yield found
+        return
+    started = _start_node(address, here)
+    try:
+        until = time.monotonic() + _JOIN_S
+        while here not in _ask("nodes", address)["nodes"] or not _runs_here(here):
+            if started.poll() is not None or time.monotonic() > until:
+                raise ClusterUnavailable(
+                    f"this machine ({here}) could not join the Ray cluster at {address}: `ray start` "
+                    + (f"ended with {started.returncode}" if started.poll() is not None else "has not finished")
+                )
+            time.sleep(0.5)
+        yield here
+    finally:
+        started.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            started.wait(10)
+        started.kill()
+        started.wait()
+
+
+def _has_token() -> bool:
+    """Whether Ray would find a token."""
+    named = any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
+    return named or (Path.home() / ".ray" / "auth_token").is_file()
+
+
+def _start_node(address: str, here: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "tracewire_engine.launch.ray_cluster", "node", str(os.getpid()), address, here]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TRACEWIRE_")}
+    # What it prints is no business of those who read the adapter's output.
+    return subprocess.Popen(command, env=environment, stdout=sys.stderr, process_group=0)
+
+
+def _raylets() -> list[list[str]]:
+    """The command lines of the Ray nodes on this machine, found as Ray itself does."""
+    import psutil
+
+    found = psutil.process_iter(["name", "cmdline"])
+    return [process.info["cmdline"] or [] for process in found if process.info["name"] == "raylet"]
+
+
+def _runs_here(node: str) -> bool:
+    """Whether the node of this address has its process on this machine."""
+    return any(f"--node_ip_address={node}" in command for command in _raylets())
+
+
+def _addresses() -> set[str]:
+    import psutil
+
+    families = (socket.AF_INET, socket.AF_INET6)
+    return {one.address for card in psutil.net_if_addrs().values() for one in card if one.family in families}
+
+
+def cores_of(bind: str, rank: int, local_rank: int, world: int, neighbours: int, cores: Sequence[int]) -> list[int]:
+    """The cores that a rank's threads run on.
+
+    Args:
+        bind: `VLLM_CPU_OMP_THREADS_BIND`: a list of cores for each rank, as `"0-3|4-7"`: of all ranks, or of those on
+            this machine; `"auto"` to share what there is; `"nobind"`.
+        rank: among all `world` ranks.
+        local_rank: among the `neighbours` on this machine.
+        cores: what this process may use.
+
+    Raises:
+        ValueError: no list of cores is meant for it.
+    """
+    if bind == "nobind":
+        return list(cores)
+    if bind == "auto":
+        share = max(1, len(cores) // neighbours)
+        first = local_rank * share % len(cores)
+        return list(cores[first : first + share])
+    lists = bind.split("|")
+    index = rank if len(lists) == world else local_rank
+    if index >= len(lists):
+        raise ValueError(
+            f"VLLM_CPU_OMP_THREADS_BIND={bind!r} has {len(lists)} lists of cores; rank {rank} is number {local_rank} "
+            f"on its machine, of {world} in all: give one for each rank, or for each on the machine"
+        )
+    return [core for span in lists[index].split(",") for core in _span(span)]
+
+
+def _span(span: str) -> range:
+    first, _, last = span.partition("-")
+    return range(int(first), int(last or first) + 1)
+
+
+# --- in processes of their own ----------------------------------------------------------------------------------------
+
+
+def _find() -> Mapping[str, Any]:
+    from ray._private.services import canonicalize_bootstrap_address
+
+    # Ray also remembers the last cluster that this machine was a node of.
+    if not _raylets():
+        return {"address": None}
+    try:
+        return {"address": canonicalize_bootstrap_address("auto")}
+    except ConnectionError:
+        return {"address": None}
+
+
+def _nodes(address: str) -> Mapping[str, Any]:
+    from ray._raylet import GcsClient  # type: ignore[attr-defined, unused-ignore]
+
+    nodes = GcsClient(address=address).get_all_node_info(timeout=_CONNECT_S).values()
+    return {"nodes": [node.node_manager_address for node in nodes if node.state == 0]}
+
+
+def _describe(address: str, node: str) -> Mapping[str, Any]:
+    import ray
+
+    ray.init(address=address, _node_ip_address=node, log_to_driver=False, configure_logging=False)
+    nodes = [
+        {"address": one["NodeManagerAddress"], "resources": one["Resources"]} for one in ray.nodes() if one["Alive"]
+    ]
+    return {"total": ray.cluster_resources(), "nodes": nodes}
+
+
+def _main(question: str, *arguments: str) -> None:
+    if question == "node":
+        parent, address, here = arguments
+        # Ray's processes are tied to `ray start --block`, and so to the adapter.
+        die_with_parent(int(parent))
+        ray = shutil.which("ray", path=str(Path(sys.executable).parent)) or "ray"
+        options = ["--num-cpus=0", "--num-gpus=0", f"--node-ip-address={here}", "--disable-usage-stats", "--block"]
+        os.execvp(ray, ["ray", "start", f"--address={address}", *options])
+    answer = {"find": _find, "nodes": _nodes, "describe": _describe}[question]
+    try:
+        said = answer(*arguments)  # type: ignore[operator]
+    except Exception as error:
+        said = {"error": f"{type(error).__name__}: {' '.join(str(error).split())}"}
+    print("\n" + json.dumps(said), flush=True)
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

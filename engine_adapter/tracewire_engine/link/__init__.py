@@ -1,0 +1,1 @@
+"""How messages travel between the adapter and the workers."""

@@ -1,0 +1,212 @@
+"""The way of large arrays from a worker to its adapter, beside the link of the steps' reports.
+
+A worker's `BlobSender` has a thread that digests large arrays and pushes them
+in chunks over a socket of their own. Requests take turns, a chunk each, so that a small array does not wait behind a
+large one of another request. Both ends queue a few chunks only: when Redis is slow, the thread waits, and the model
+does not.
+
+Whatever a request reports from its first large array on takes this way too, in order behind the chunks, so that an
+adapter which has written everything before a record has the blobs that it refers to.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from tracewire_bus.wire.messages import Delta, Failure, Manifest
+from tracewire_engine.worker.large_arrays import LargeArray, encode
+from tracewire_engine.worker.save_tracker import Ending
+
+from .addresses import Guard, bind, connect, endpoint, extended
+from .step_link import FinishRecord, Receiver, Report, StepRecord, encode_reports
+
+__all__ = ["BlobChunk", "BlobReceiver", "BlobSender"]
+
+logger = logging.getLogger("vllm.tracewire")
+
+#: Chunks that a socket's end queues at most.
+QUEUED_CHUNKS = 8
+
+
+class BlobChunk(msgspec.Struct, array_like=True):
+    """One chunk of a request's blob. Its bytes are a frame of their own, and `data` once it was received."""
+
+    request: str
+    blob: str
+    number: int
+    data: Any = None
+
+
+_encoder = msgspec.msgpack.Encoder()
+_chunks = msgspec.msgpack.Decoder(BlobChunk)
+_reports = msgspec.msgpack.Decoder(list[Report])
+
+_Lane = tuple[str, int]
+
+
+class BlobSender:
+    """The worker's end. `step` and `finish` are for the model's thread and return at once."""
+
+    def __init__(self, link_address: str) -> None:
+        self._address = link_address
+        self._new: queue.SimpleQueue[tuple[_Lane, Iterator[None]]] = queue.SimpleQueue()
+        self._failed: dict[_Lane, Failure] = {}
+        # Ends with its process.
+        threading.Thread(target=self._run, name="tracewire blobs", daemon=True).start()
+
+    def step(self, record: StepRecord, deltas: list[Delta], taken: list[LargeArray]) -> None:
+        """Send `taken`, then `record` with `deltas`, which may refer to them."""
+        lane = (record.request, record.choice)
+        self._new.put((lane, self._step(lane, time.time(), record, deltas, taken)))
+
+    def finish(self, record: FinishRecord, ending: Ending | None, checked: Callable[[list[Manifest]], None]) -> None:
+        """Compare the end of a choice's saves, send what it brings, then `record` with it. `checked` is called with the
+        manifest first. Without an `ending`, `record` is sent as it is.
+        """
+        lane = (record.request, record.choice)
+        self._new.put((lane, self._finish(lane, time.time(), record, ending, checked)))
+
+    # --- on the thread ------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
+        self._socket.setsockopt(zmq.SNDHWM, QUEUED_CHUNKS)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._buffer = bytearray()
+        connect(self._socket, self._address, "blobs")
+        lanes: dict[_Lane, deque[Iterator[None]]] = {}
+        while True:
+            while not lanes or not self._new.empty():
+                lane, job = self._new.get()
+                lanes.setdefault(lane, deque()).append(job)
+            for lane, jobs in list(lanes.items()):
+                try:
+                    if next(jobs[0], jobs) is not jobs:
+                        continue
+                except Exception as error:  # one request's: the thread is everybody's
+                    self._fail(lane, error)
+                jobs.popleft()
+                if not jobs:
+                    del lanes[lane]
+
+    def _step(
+        self, lane: _Lane, ended_at: float, record: StepRecord, deltas: list[Delta], taken: list[LargeArray]
+    ) -> Iterator[None]:
+        try:
+            yield from self._ship(lane, taken)
+            record.deltas = msgspec.Raw(encode(deltas))
+        except Exception as error:
+            self._fail(lane, error)
+        self._send(Report(time=ended_at, steps=[record]))
+
+    def _finish(
+        self,
+        lane: _Lane,
+        ended_at: float,
+        record: FinishRecord,
+        ending: Ending | None,
+        checked: Callable[[list[Manifest]], None],
+    ) -> Iterator[None]:
+        try:
+            if ending is not None:
+                yield from self._end(lane, record, ending, checked)
+        except Exception as error:
+            self._fail(lane, error)
+        record.error = record.error or self._failed.pop(lane, None)
+        self._send(Report(time=ended_at, finishes=[record]))
+
+    def _send(self, report: Report) -> None:
+        # As the link's, of one report.
+        encode_reports([report], self._buffer)
+        self._socket.send(self._buffer)
+
+    def _end(
+        self, lane: _Lane, record: FinishRecord, ending: Ending, checked: Callable[[list[Manifest]], None]
+    ) -> Iterator[None]:
+        yield from self._ship(lane, ending.taken)
+        try:
+            for array in ending.again:
+                for _ in array.chunks():
+                    yield
+            deltas, manifest, changed = ending.compare()
+            yield from self._ship(lane, changed)
+        finally:
+            for array in ending.again:
+                array.release()
+        checked(manifest)
+        record.manifest = manifest
+        record.deltas = msgspec.Raw(encode(deltas))
+
+    def _ship(self, lane: _Lane, arrays: list[LargeArray]) -> Iterator[None]:
+        try:
+            for array in arrays:
+                for number, chunk in enumerate(array.chunks()):
+                    head = _encoder.encode(BlobChunk(lane[0], array.blob, number))
+                    # Not copied: the frame holds the array's memory until it is sent.
+                    self._socket.send_multipart([head, chunk], copy=False)
+                    yield
+                array.release()
+        finally:
+            for array in arrays:
+                array.release()
+
+    def _fail(self, lane: _Lane, error: Exception) -> None:
+        """The trace fails, the engine and the other traces do not."""
+        logger.error("could not send the large saves of %s", lane[0], exc_info=error)
+        self._failed.setdefault(
+            lane, Failure(type=type(error).__name__, message=f"its large saves could not be read: {error}")
+        )
+
+
+class BlobReceiver(Receiver):
+    """The adapter's end: yields chunks and reports, in the order in which the worker sent each request's.
+
+    `address` is the link's with this socket in it; `guard` is the link's.
+    """
+
+    def __init__(self, link_address: str, guard: Guard | None = None) -> None:
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.PULL)
+        self._socket.setsockopt(zmq.RCVHWM, QUEUED_CHUNKS)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._unprotect = guard.protect(self._context, self._socket) if guard is not None else None
+        at = endpoint(link_address, "blobs") if guard is None else f"{endpoint(link_address).rpartition(':')[0]}:*"
+        self.address = extended(link_address, "blobs", bind(self._socket, at))
+
+    def close(self) -> None:
+        """Close the socket. Idempotent."""
+        if self._unprotect is not None:
+            unprotect, self._unprotect = self._unprotect, None
+            unprotect()
+        self._context.destroy(linger=0)
+
+    async def items(self) -> AsyncIterator[BlobChunk | Report]:
+        """Yield every chunk and report. Never ends by itself. Nothing more is received than a few chunks ahead."""
+        while True:
+            try:
+                frames = await self._socket.recv_multipart(copy=False)
+            except zmq.Again:
+                # A connection that is being let in can look like a message.
+                continue
+            try:
+                if len(frames) == 1:
+                    for report in _reports.decode(frames[0].buffer):
+                        yield report
+                    continue
+                chunk = _chunks.decode(frames[0].buffer)
+            except msgspec.MsgspecError:
+                # A defect, but one request's: its trace ends with an error, the others go on.
+                logger.exception("a message of the workers could not be read")
+                continue
+            chunk.data = frames[1].buffer
+            yield chunk

@@ -1,0 +1,1 @@
+"""What an engine's processes say to each other."""

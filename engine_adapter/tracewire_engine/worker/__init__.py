@@ -1,0 +1,1 @@
+"""A worker's process: it runs the model, blocks and declared interventions."""

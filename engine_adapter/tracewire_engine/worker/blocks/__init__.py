@@ -1,0 +1,1 @@
+"""Blocks: code that a submission brought, run between the model's modules."""

@@ -1,0 +1,251 @@
+"""How blocks are served at a location, in fewer calls than nnsight's own way takes.
+
+nnsight serves any run: one invoke or many, values of any nesting, blocks that wait for each other. On an engine the
+common case is narrow: many blocks of one request each are parked at one location, whose value is a tensor or a tuple of
+tensors with a row for each token. Each call for each block counts here, since the model waits. What differs from
+nnsight is how often something is looked up, never what a block is handed; all else goes nnsight's own way.
+
+One thing is different: `.skip()`. To nnsight a module can only be skipped by all that share its batch, and a block that
+skips one beside another request would end the engine. Here the module runs for all, and what a block puts in the place
+of its output is put there, at the block's own rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from greenlet import getcurrent
+from nnsight.intervention.batching import SkipParts
+from nnsight.intervention.interleaver import Interleaver
+from nnsight.intervention.source import NO_SKIP
+from nnsight.modeling.vllm.batching import VLLMBatcher
+
+from tracewire_engine.worker.parallel.rank_agreement import Ranks
+
+from . import time_limit as watchdog
+
+__all__ = ["BlockServing", "RowBatcher"]
+
+_Tensor = torch.Tensor
+_NOTHING: Any = object()
+
+
+def _converted(edited: torch.Tensor, full: torch.Tensor, name: str) -> torch.Tensor:
+    """`edited` as what it replaces is kept; integers that do not fit become the least or the greatest that do.
+
+    Raises:
+        ValueError: it would have to be rounded to integers.
+    """
+    if not full.is_floating_point() and not full.is_complex():
+        if edited.is_floating_point() or edited.is_complex():
+            raise ValueError(f"{name} is replaced by integers ({full.dtype}), got {edited.dtype}")
+        if edited.dtype != torch.bool and full.dtype != torch.bool and edited.element_size() > full.element_size():
+            limits = torch.iinfo(full.dtype)
+            edited = edited.clamp(limits.min, limits.max)
+    return edited.to(device=full.device, dtype=full.dtype)
+
+
+class RowBatcher(VLLMBatcher):
+    """nnsight's batcher, which splits a value `[tokens, ...]`, or a tuple of such, once for all blocks of a visit."""
+
+    #: Whether blocks are being served.
+    busy = False
+    #: How many tokens each request of the step has, in the order of the rows; none while rows are requests.
+    counts: Sequence[int] = ()
+    _whole: Any = _NOTHING
+    _pieces: Sequence[Any] = ()
+
+    def begin(self, value: Any) -> None:
+        """Split `value` by requests. It stays split until `end`; what blocks put in its place is not."""
+        self.busy = True
+        if self.clone_reads or not self.counts or not torch.is_inference_mode_enabled():
+            # To autograd, several views made by one call are not the same as views made one by one.
+            return
+        if type(value) is tuple:
+            if value and all(self._splits(item) for item in value):
+                self._whole = value
+                self._pieces = list(zip(*[item.split_with_sizes(self.counts) for item in value], strict=True))
+        elif self._splits(value):
+            self._whole, self._pieces = value, value.split_with_sizes(self.counts)
+
+    def _splits(self, item: Any) -> bool:
+        return type(item) is _Tensor and item.ndim > 0 and item.shape[0] == self.total
+
+    def rows(self, value: Any, mediator: Any) -> Any:
+        """What `narrow` gives for a block's own rows."""
+        if value is self._whole:
+            return self._pieces[mediator.row]
+        return self.narrow(value, mediator.batch_group)
+
+    def widen(self, full: Any, group: Any, edited: Any) -> Any:
+        """`full` with a block's own rows replaced, as nnsight has it; of another shape they would break everybody's.
+
+        Raises:
+            ValueError: what the block gives is not made like what it was served.
+        """
+        return super().widen(full, group, edited if group is None else self._fitting(full, group, edited, "it"))
+
+    def _fitting(self, full: Any, group: Any, edited: Any, name: str) -> Any:
+        """`edited`, of the dtype and on the device of what it replaces."""
+        if isinstance(full, _Tensor):
+            wanted = tuple(self._narrow_tensor(full, group).shape)
+            if not isinstance(edited, _Tensor):
+                raise ValueError(f"{name} is replaced by a tensor of shape {wanted}, got {type(edited).__name__}")
+            if tuple(edited.shape) != wanted:
+                raise ValueError(f"{name} is replaced by a tensor of shape {wanted}, got {tuple(edited.shape)}")
+            return _converted(edited, full, name)
+        if isinstance(full, list | tuple):
+            if not isinstance(edited, list | tuple) or len(edited) != len(full):
+                got = f"{len(edited)} items" if isinstance(edited, list | tuple) else type(edited).__name__
+                raise ValueError(f"{name} is replaced by a {type(full).__name__} of {len(full)} items, got {got}")
+            pairs = enumerate(zip(full, edited, strict=True))
+            return tuple(self._fitting(one, group, other, f"{name}[{place}]") for place, (one, other) in pairs)
+        if isinstance(full, dict):
+            if not isinstance(edited, dict) or edited.keys() != full.keys():
+                raise ValueError(f"{name} is replaced by a dict of {sorted(map(str, full))}")
+            return {key: self._fitting(full[key], group, edited[key], f"{name}[{key!r}]") for key in full}
+        if isinstance(edited, _Tensor):
+            raise ValueError(f"{name} is {type(full).__name__} here, and is not replaced by a tensor")
+        return edited
+
+    def assemble_skip(self, running: Any) -> Any:
+        """What blocks put in place of a module's output, as it is: see `BlockServing.put_skipped`."""
+        return running
+
+    def end(self) -> None:
+        """Forget the value."""
+        self._whole, self._pieces, self.busy = _NOTHING, (), False
+
+
+class BlockServing(Interleaver):
+    """nnsight's interleaver, which looks once at each block to know who is parked here, and who is parked where."""
+
+    #: What locations begin with that are no request's own.
+    encoders: tuple[str, ...] = ()
+    #: Under tensor parallelism, the other ranks.
+    ranks: Ranks | None = None
+    #: By the location of a module's output, what blocks want there of this visit, with the rows.
+    skipped: dict[str, list[tuple[Any, Any]]]
+
+    def keep_skipped(self, provider: str, value: SkipParts) -> Any:
+        """Note what blocks that skip a module put in place of its output; returns what has the module run."""
+        self.skipped[provider.removesuffix("skip") + "output"] = value.parts
+        return NO_SKIP
+
+    def put_skipped(self, provider: str, value: Any) -> Any:
+        """A module's output, with what blocks that skip it have in its place. What does not fit ends its block."""
+        parts = self.skipped.pop(provider, None)
+        if parts is None:
+            return value
+        undo = None
+        if self.is_sharded(provider):
+            if self.ranks is not None:
+                parts = self._agreed_parts(provider, parts, self.ranks)
+            if not parts:
+                return value
+            value, undo = self.fragments.whole(provider, value)
+        for group, replacement in parts:
+            try:
+                value = self.batcher.widen(value, group, replacement)
+            except Exception as exception:
+                for mediator in self.mediators:
+                    if mediator.batch_group is group:
+                        mediator.exception = exception
+                        mediator.pending = None
+        return value if undo is None else undo(value)
+
+    def handle(self, provider: str, value: Any) -> Any:
+        if self.ranks is not None and self.is_sharded(provider):
+            self._agree(provider, self.ranks)
+        if (
+            provider not in self.parked
+            or provider in self.observers
+            or not self.defer_exceptions
+            or self.is_sharded(provider)
+            or type(self.batcher) is not RowBatcher
+            # A block that runs modules by itself, in the midst of being served.
+            or self.batcher.busy
+        ):
+            return super().handle(provider, value)
+        batcher: RowBatcher = self.batcher
+        occurrence = self.counts.get(provider, 0)
+        ready = self._look(provider)
+        watchdog.hold()
+        try:
+            batcher.begin(value)
+            # Serving one can release another into parking here.
+            while ready:
+                for mediator in ready:
+                    try:
+                        value = mediator.handle(provider, value)
+                    except Exception as exception:
+                        self._fail(mediator, exception)
+                ready = self._look(provider)
+        finally:
+            batcher.end()
+            watchdog.let_go()
+        self.counts[provider] = occurrence + 1
+        return batcher.assemble_skip(value)
+
+    def is_sharded(self, location: str) -> bool:
+        """Whether each rank has a part of the value there."""
+        fragments = self.fragments
+        return fragments is not None and fragments.enabled and bool(fragments.fragmented(location))
+
+    def _agree(self, provider: str, ranks: Ranks) -> None:
+        """Before a value is made whole: leave none waiting for it here that does not wait on all ranks."""
+        watching = self.observers.get(provider, ())
+        if provider not in self.parked and not watching:
+            return
+        waiting = {one.key: one for one in self._ready(provider)}
+        waiting |= {observer[0].key.cache: observer[0] for observer in watching}
+        waiting = {key: one for key, one in waiting.items() if one.exception is None}
+        agreed = ranks.agree(provider, waiting)
+        for key in waiting.keys() - agreed:
+            waiting[key].halt(ranks.differ(key))
+        if watching:
+            self.observers[provider] = [observer for observer in watching if observer[0].key.cache in agreed]
+
+    def _agreed_parts(self, provider: str, parts: list[tuple[Any, Any]], ranks: Ranks) -> list[tuple[Any, Any]]:
+        """Of what blocks have in place of a sharded output, what they have on all ranks; the others' blocks end."""
+        rows = [group for group, _ in parts]
+        skipping = {one.key: one for one in self.mediators if any(one.batch_group is group for group in rows)}
+        skipping = {key: one for key, one in skipping.items() if one.exception is None}
+        agreed = ranks.agree(f"{provider} that is skipped", skipping)
+        for key in skipping.keys() - agreed:
+            skipping[key].halt(ranks.differ(key))
+        kept = [skipping[key].batch_group for key in agreed]
+        return [(group, replacement) for group, replacement in parts if any(group is one for one in kept)]
+
+    @staticmethod
+    def _fail(mediator: Any, exception: BaseException) -> None:
+        """Have a block's exception be its end; one of serving it is raised in it first, at the line that asked."""
+        if mediator.alive:
+            with watchdog.turn(getattr(mediator, "budget", None)):
+                try:
+                    mediator.worker.parent = getcurrent()
+                    mediator.pending = mediator.worker.throw(exception)
+                    return
+                except BaseException as thrown:  # as a rule, the same
+                    exception = thrown
+        mediator.exception = exception
+        mediator.pending = None
+
+    def _look(self, provider: str) -> list[Any]:
+        """Who is parked on this visit of `provider`; notes on the way where everybody is parked."""
+        reached = self.counts.get(provider, 0)
+        parked: set[str] = set()
+        ready = []
+        for mediator in self.mediators:
+            pending = mediator.pending
+            if pending is None:
+                continue
+            _, where, iteration, _ = pending
+            if where == provider and iteration == reached - mediator.counts_at_start.get(provider, 0):
+                ready.append(mediator)
+            if where is not None:
+                parked.add(where)
+        self.parked = parked
+        return ready

@@ -1,0 +1,150 @@
+"""Live parameters in the worker: changed between two steps, on all ranks alike, and read by what runs.
+
+The adapter broadcasts what has changed for all its traces in one call, which every rank receives between the same two
+steps. It takes effect when the next step begins: declared interventions are planned anew with the new values, and a
+block that reads `live.alpha` gets those of the step that it reads them for. A block runs ahead of the model (its loop's
+next turn begins while the model is still in the step before), so a read that is meant for a later step waits for that
+step's beginning, as a read of a module's output does.
+
+The values belong to a *run*, one attempt of a trace, and are shared by all its requests.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Any
+
+import torch
+from greenlet import getcurrent
+from nnsight.intervention.interleaver import Mediator
+
+from tracewire_bus.wire.values import decoder, unpack
+from tracewire_engine.worker.tensors import to_tensors
+
+__all__ = ["LIVE", "LiveRun", "LiveRuns", "LiveValues"]
+
+#: The location that a step's beginning counts as, for blocks that wait for it.
+LIVE = "tracewire.live"
+
+_changes = decoder(tuple[float, dict[str, tuple[int, dict[str, Any]]], list[str]])
+
+
+class LiveRun:
+    """The live parameters of one run: their version, their values as they arrived, and the requests that read them."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.version = 0
+        self.values: dict[str, Any] = {}
+        #: By the scheduler's name: the adapter's name of the request, and its choice.
+        self.requests: dict[str, tuple[str, int]] = {}
+        #: Whether it was ever changed: then it stays until the adapter says that the run is over.
+        self.changed = False
+
+
+class LiveRuns:
+    """The live parameters of all runs in this worker."""
+
+    def __init__(self) -> None:
+        self.runs: dict[str, LiveRun] = {}
+        self._pending: dict[str, tuple[int, dict[str, Any]]] = {}
+        #: When the oldest of what is pending was sent, and when the last steps began.
+        self._sent = 0.0
+        self._begun: deque[float] = deque(maxlen=32)
+
+    def steer(self, encoded: bytes) -> list[str]:
+        """Take changes, for the next step on, and forget runs that are over, which it returns: see
+        `link.encode_changes`.
+        """
+        over: list[str]
+        sent, changes, over = _changes(encoded)
+        if changes and not self._pending:
+            self._sent = sent
+        for name, (version, values) in changes.items():
+            before = self._pending.get(name)
+            self._pending[name] = version, {**before[1], **values} if before else values
+        for name in over:
+            self._pending.pop(name, None)
+            self.runs.pop(name, None)
+        return over
+
+    @property
+    def late(self) -> int:
+        """How many steps have begun since what was applied last was sent, the one that it was applied in included."""
+        return sum(began >= self._sent for began in self._begun)
+
+    def apply(self) -> list[LiveRun]:
+        """Let what was taken hold from the step on that begins. Returns the runs that it changed."""
+        self._begun.append(time.time())
+        if not self._pending:
+            return []
+        changed = []
+        for name, (version, values) in self._pending.items():
+            run = self.runs.setdefault(name, LiveRun(name))
+            run.version, run.changed = version, True
+            run.values = {**run.values, **values}
+            changed.append(run)
+        self._pending = {}
+        return changed
+
+    def join(self, name: str, packed: bytes, request_id: str, request: str, choice: int) -> LiveRun:
+        """Enter a request of a run, whose live parameters began as `packed`."""
+        run = self.runs.get(name)
+        if run is None:
+            run = self.runs[name] = LiveRun(name)
+        if not run.requests:
+            # What a change has brought before its first request counts.
+            run.values = {**unpack(packed), **run.values}
+        run.requests[request_id] = request, choice
+        return run
+
+    def leave(self, name: str, request_id: str) -> None:
+        """A request of a run is over."""
+        run = self.runs.get(name)
+        if run is not None:
+            run.requests.pop(request_id, None)
+            if not run.requests and not run.changed:
+                del self.runs[name]
+
+
+class LiveValues:
+    """The live parameters that a block reads by name: `live.alpha`."""
+
+    def __init__(self, run: LiveRun, device: torch.device) -> None:
+        self.__dict__.update(_run=run, _device=device, _held={})
+
+    def __getattr__(self, name: str) -> Any:
+        run: LiveRun = self.__dict__["_run"]
+        if name not in run.values:
+            declared = ", ".join(sorted(run.values)) or "none"
+            raise AttributeError(f"no live parameter {name!r} was declared at submission (declared: {declared})")
+        mediator = _wait_for_step()
+        # Under pipeline parallelism a block can be behind the model (`staged_mediator.py`).
+        values = getattr(mediator, "live_values", None) or run.values
+        value, held = values.get(name, run.values[name]), self.__dict__["_held"]
+        found = held.get(name)
+        if found is None or found[0] is not value:
+            # The block's own: it may change it.
+            found = held[name] = value, to_tensors(value, self._device)
+        return found[1]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(
+            f"live parameters are changed by a controller, not by the block: live.{name} cannot be set"
+        )
+
+    def __repr__(self) -> str:
+        return f"live({', '.join(f'{name}={value!r}' for name, value in self._run.values.items())})"
+
+
+def _wait_for_step() -> Mediator | None:
+    """Wait for the step that the running block is at, if the model has not begun it; and return its mediator."""
+    own = getattr(getcurrent(), "mediator", None)
+    mediator: Mediator | None = own() if own is not None else None
+    if mediator is None or mediator.iteration is None:
+        # Not in a block; or the block was served something of this step, and follows the model.
+        return mediator
+    if mediator.iteration >= mediator.occurrence(LIVE):
+        Mediator.value(LIVE)
+    return mediator

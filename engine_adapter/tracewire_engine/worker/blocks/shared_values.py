@@ -1,0 +1,85 @@
+"""Values that all blocks of a trace share, in the worker: one object each, however many requests there are.
+
+What is shared belongs to no request, so it outlives each: from the first that joins until the last that the trace has
+is over, whether they run in one batch or one after the other. The adapter names all requests beforehand (`Share`),
+because the scheduler may end one before another has begun. What the blocks have changed is found at the end of a step
+as a block's own saves are, and reported once, as that of a request which does not exist: the share's own name.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import torch
+
+from tracewire_bus.wire.values import unpack
+from tracewire_engine.link.step_link import Share
+from tracewire_engine.worker.large_arrays import Hold
+from tracewire_engine.worker.save_tracker import SaveTracker
+from tracewire_engine.worker.tensors import to_tensors
+
+__all__ = ["SharedRun", "SharedRuns"]
+
+_shares = msgspec.msgpack.Decoder(Share)
+
+
+class SharedRun:
+    """What one attempt of a trace shares."""
+
+    def __init__(self, share: Share, values: dict[str, Any], hold: Hold) -> None:
+        self.name = share.name
+        self.values = values
+        self.tracker = SaveTracker(hold)
+        #: How many steps of it have been reported.
+        self.steps = 0
+        self._left = {(request, choice) for request, choices in share.members.items() for choice in range(choices)}
+
+    def leave(self, request: str, choice: int) -> bool:
+        """A request's choice is over; whether all are."""
+        self._left.discard((request, choice))
+        return not self._left
+
+    def dispose(self) -> None:
+        """Let go of the values."""
+        self.values.clear()
+
+
+class SharedRuns:
+    """What the traces of this worker share."""
+
+    def __init__(self, device: torch.device, hold: Hold) -> None:
+        self._device = device
+        self._hold = hold
+        self.runs: dict[str, SharedRun] = {}
+        self._members: dict[str, str] = {}
+
+    def join(self, encoded: bytes) -> SharedRun:
+        """Enter a request of a trace that shares something.
+
+        Raises whatever decoding a value raises.
+        """
+        share = _shares.decode(encoded)
+        run = self.runs.get(share.name)
+        if run is None:
+            values = to_tensors(unpack(share.values), self._device)
+            run = self.runs[share.name] = SharedRun(share, values, self._hold)
+            self._members.update(dict.fromkeys(share.members, share.name))
+        return run
+
+    def leave(self, request: str, choice: int) -> SharedRun | None:
+        """A request's choice is over, whether or not it ever ran. Returns what it shared, if it was the last."""
+        run = self.runs.get(self._members.get(request, ""))
+        if run is None or not run.leave(request, choice):
+            return None
+        self.forget(run.name)
+        return run
+
+    def of(self, request: str) -> str | None:
+        """Which run a request is in, by the adapter's names."""
+        return self._members.get(request)
+
+    def forget(self, name: str) -> None:
+        """Drop a run, if it is there: some of its requests may never come."""
+        if self.runs.pop(name, None) is not None:
+            self._members = {request: run for request, run in self._members.items() if run != name}

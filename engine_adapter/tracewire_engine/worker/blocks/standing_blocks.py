@@ -1,0 +1,106 @@
+"""Standing interventions in the worker: the blocks that a request carries beside its own.
+
+Each is a mediator of its own, with its own scope and marks, among nnsight's *copies* of registered blocks: so nnsight
+starts and serves them before the request's own block, which reads what they left behind. What they save is reported
+with the request's own saves, as `<edit>/<name>`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from nnsight.modeling.vllm.model_runners.GPUModelRunner import Request
+
+from tracewire_bus.wire.messages import Failure
+from tracewire_engine.link.step_link import EditBlock
+
+from . import save_marks as marks
+from .compiler import BlockCache, BlockMediator, failure_of, is_stop
+from .live_params import LiveRun
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["EditedRequest"]
+
+_blocks = msgspec.msgpack.Decoder(list[EditBlock])
+
+
+class EditedRequest(Request):
+    """nnsight's record of a request that has copies of edits."""
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(request_id)
+        #: What edits raised on it, by name, as far as it was looked at; and the first that ends the request.
+        self.edit_errors: dict[str, Failure] = {}
+        self.fatal: Any = None
+
+    def take(self, encoded: bytes, cache: BlockCache) -> None:
+        """Make copies of the edits that it brings. One that cannot be made counts as having raised."""
+        try:
+            edits = _blocks.decode(encoded)
+        except (ValueError, TypeError) as error:
+            self.error = Failure(type=type(error).__name__, message=f"its edits cannot be read: {error}", field="edits")
+            return
+        for edit in edits:
+            try:
+                mediator = cache.mediator(bytes(edit.block), LiveRun(""))
+            except BaseException as exception:  # what a module or a helper's definition raises, SystemExit included
+                self._failed(edit.name, failure_of(exception, None), edit.fatal)
+                continue
+            mediator.fatal = edit.fatal
+            self.copies[edit.name] = mediator
+
+    def saves(self) -> dict[str, Any]:
+        """What the request's own block has saved, and what its edits have."""
+        own = self.mediator
+        found: dict[str, Any] = own.saved() if isinstance(own, BlockMediator) else super().saves()
+        for name, mediator in self.mediators():
+            found.update({f"{name}/{own}": value for own, value in mediator.saved().items()})
+        return found
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether an edit has raised with which the request ends."""
+        return self.fatal is not None or any(
+            mediator.fatal and mediator.exception is not None and not is_stop(mediator.exception)
+            for _, mediator in self.mediators()
+        )
+
+    def mediators(self) -> Iterator[tuple[str, BlockMediator]]:
+        """Its edits by name, in order."""
+        copies: dict[str, BlockMediator] = self.copies
+        yield from copies.items()
+
+    def settle(self) -> None:
+        """Note what edits have raised since the last call; the request has failed if it ends with one of them."""
+        for name, mediator in self.mediators():
+            exception: Any = mediator.exception
+            if exception is not None and name not in self.edit_errors and not is_stop(exception):
+                self._failed(name, failure_of(exception, mediator.compiled), mediator.fatal)
+        if self.fatal is not None:
+            self.error = self.error or self.fatal
+
+    def _failed(self, name: str, failure: Failure, fatal: bool) -> None:
+        self.edit_errors[name] = failure
+        if fatal and self.fatal is None:
+            self.fatal = _named(name, failure)
+
+    def prune(self) -> None:
+        """Let go, between steps, of what its edits marked and nothing holds any more."""
+        for _, mediator in self.mediators():
+            found = mediator.found
+            mediator.found = None
+            marks.prune(mediator, marks.saved(mediator) if found is None else found)
+
+    def dispose(self) -> None:
+        """Let go of all that its edits held."""
+        for _, mediator in self.mediators():
+            marks.release(mediator)
+            mediator.dispose()
+        self.copies.clear()
+
+
+def _named(edit: str, failure: Failure) -> Failure:
+    return msgspec.structs.replace(failure, field=f"edits.{edit}", message=f"edit {edit!r}: {failure.message}")

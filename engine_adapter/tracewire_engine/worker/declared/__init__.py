@@ -1,0 +1,1 @@
+"""Declared interventions: a few batched kernels a step for all requests."""

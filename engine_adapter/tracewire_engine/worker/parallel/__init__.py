@@ -1,0 +1,1 @@
+"""Blocks and declared interventions where several workers hold one model."""

@@ -1,0 +1,336 @@
+"""Blocks under tensor parallelism: the ranks agree on who is still there.
+
+Every rank runs every block, on values that are whole on all of them. To make a sharded value whole takes a collective
+operation, which each rank enters because its own copy of a block asks for it. Copies can part: one runs out of its
+time, one finds no memory. The others would then wait in the operation for ever, and with them all requests.
+
+So each rank has a way to each other one, beside vLLM's own, on which messages keep their order:
+
+- A copy that fails is told to all at once.
+- Before an operation that depends on blocks, each rank tells whose copies ask for it there, and waits to hear the same
+  of the others or that the copies there have failed. What not all ask for is left out on all, and its blocks end.
+- At a step's end the others tell the first rank, which alone reports, which blocks have ended in it and how. The first
+  rank compares that with its own before it reports the step, behind its answer to EngineCore (`deferred_report.py`).
+
+A block that ends otherwise on one rank than on another ends its request with an error that names the rank. Ranks that
+never agree, since a copy takes another way without failing, wait for each other for a limited time.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import parse_qs
+
+import msgspec
+import torch
+import zmq
+from greenlet import getcurrent
+from nnsight.intervention.envoy import Envoy
+from nnsight.modeling.vllm.envoys import ParallelEnvoy
+from vllm.distributed.parallel_state import GroupCoordinator
+from zmq.utils import z85
+
+from tracewire_bus.wire.messages import Failure
+from tracewire_engine.link.addresses import bind, endpoint, is_remote
+from tracewire_engine.worker.blocks import time_limit as watchdog
+
+__all__ = ["DECLARED", "Key", "Ranks", "RanksDiffer"]
+
+#: The name of a request's declared interventions, among those of its blocks: its own (empty), and standing ones.
+DECLARED = "\0interventions"
+
+#: How long a rank waits for the others at a collective operation: so many times a block's limit, and so long at least.
+_TIMES, _LEAST_S = 3, 30.0
+
+
+class RanksDiffer(RuntimeError):
+    """A block, or an intervention, did something else on one tensor-parallel rank than on another."""
+
+
+class Key(NamedTuple):
+    """A block, or the declared interventions, of a request, by the scheduler's name of it."""
+
+    request: str
+    name: str
+
+    @property
+    def cache(self) -> Key:
+        """Its caches, which go on when the block has come to its end."""
+        return Key(self.request, f"{self.name}\0cache")
+
+
+class _Message(msgspec.Struct, array_like=True, tag=True):
+    rank: int
+    step: int
+
+
+class _Failed(_Message, tag="f"):
+    """A copy has failed."""
+
+    key: tuple[str, str]
+    failure: Failure
+
+
+class _At(_Message, tag="a"):
+    """The rank is at an operation, for these."""
+
+    what: str
+    keys: list[tuple[str, str]]
+
+
+class _Over(_Message, tag="o"):
+    """The step is over, and these have ended in it: how (`"failed"`, `"stopped"`, `"ended"`)."""
+
+    ended: list[tuple[tuple[str, str], str]]
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(_Failed | _At | _Over)
+
+
+class Ranks:
+    """This rank's end. On the model's thread alone."""
+
+    def __init__(self, group: GroupCoordinator, address: str, limit_s: float) -> None:
+        self.index: int = group.rank_in_group
+        self.count: int = group.world_size
+        #: How long to wait for the others; `None`: as long as it takes.
+        self._patience_s = max(_LEAST_S, _TIMES * limit_s) if limit_s else None
+        #: Requests whose blocks or interventions all ranks have, whatever has become of them here.
+        self.requests: set[str] = set()
+        #: Which step is under way: they are counted alike on all ranks.
+        self.step = 0
+        self._told: set[Key] = set()
+        #: What has failed on another rank, and on which.
+        self._theirs: dict[Key, tuple[int, Failure]] = {}
+        #: What was noted of other ranks and not handed out yet.
+        self._fresh: list[tuple[Key, bool]] = []
+        self._inbox: list[deque[Any]] = [deque() for _ in range(self.count)]
+        context: zmq.Context[Any] = zmq.Context.instance()
+        self._pull: zmq.Socket[bytes] = context.socket(zmq.PULL)
+        keys: dict[str, bytes] = {}
+        if is_remote(address):
+            from vllm.utils.network_utils import get_ip
+
+            given = parse_qs(address.partition("?")[2])
+            keys = {name: z85.encode(bytes.fromhex(given[name][0])) for name in ("public", "secret")}
+            self._pull.curve_server = True
+            self._pull.curve_publickey, self._pull.curve_secretkey = keys["public"], keys["secret"]
+            at = f"tcp://[{get_ip()}]:*" if ":" in get_ip() else f"tcp://{get_ip()}:*"
+        elif address:
+            at = endpoint(address, f"rank{group.rank}")
+        else:
+            at = f"ipc://{Path(tempfile.mkdtemp()) / 'rank'}"
+        for option in (zmq.RCVHWM, zmq.LINGER):
+            self._pull.setsockopt(option, 0)
+        addresses: list[Any] = [None] * self.count
+        torch.distributed.all_gather_object(addresses, bind(self._pull, at), group=group.cpu_group)
+        self._push: list[zmq.Socket[bytes]] = []
+        for rank, other in enumerate(addresses):
+            if rank == self.index:
+                continue
+            socket: zmq.Socket[bytes] = context.socket(zmq.PUSH)
+            for option in (zmq.SNDHWM, zmq.LINGER):
+                socket.setsockopt(option, 0)
+            if keys:
+                socket.curve_serverkey, socket.curve_publickey, socket.curve_secretkey = (
+                    keys[name] for name in ("public", "public", "secret")
+                )
+                socket.setsockopt(zmq.IPV6, int(other.startswith("tcp://[")))
+            socket.connect(other)
+            self._push.append(socket)
+        self._first = self._push[0] if self.index else None
+        self._calling = False
+
+    # --- telling ----------------------------------------------------------------------------------------------------
+
+    def fail(self, key: Key, failure: Callable[[], Failure]) -> None:
+        """A copy has failed here: tell the others, once."""
+        if key not in self._told and key.request in self.requests:
+            self._told.add(key)
+            self._send(_Failed(self.index, self.step, key, failure()))
+
+    def forget(self, request: str) -> None:
+        """A request is over."""
+        self.requests.discard(request)
+        if self._told or self._theirs:
+            self._told = {key for key in self._told if key.request != request}
+            self._theirs = {key: what for key, what in self._theirs.items() if key.request != request}
+
+    def _send(self, message: _Message) -> None:
+        data = _encoder.encode(message)
+        for socket in self._push:
+            socket.send(data)
+
+    # --- a step -----------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """A step begins. What the others have told before it is noted."""
+        self.step += 1
+        self._receive(0)
+        for inbox in self._inbox:
+            while inbox and inbox[0].step < self.step:
+                self._note(inbox.popleft())
+
+    def over(self, ended: dict[Key, str]) -> None:
+        """Tell the first rank, from another one, that the step is over, and what has ended in it."""
+        assert self._first is not None
+        self._first.send(_encoder.encode(_Over(self.index, self.step, list(ended.items()))))
+
+    def settle(self, ended: dict[Key, str]) -> None:
+        """Hear the same of all others, on the first rank. Waits for it; what differs from `ended` is noted."""
+        for rank in range(1, self.count):
+            while True:
+                message = self._next(rank, None)
+                if isinstance(message, _Over):
+                    break
+                if isinstance(message, _At):
+                    # It waits there for this rank, which has passed that point.
+                    for key in message.keys:
+                        self.fail(Key(*key), self._left_alone)
+                self._note(message)
+            theirs = {Key(*key): how for key, how in message.ended}
+            # What had ended here before is not ended anew by another rank that has heard of it.
+            for key in (theirs.keys() - (self._told - ended.keys())) | ended.keys():
+                if theirs.get(key) != ended.get(key) and (key in theirs or ended[key] == "ended"):
+                    self._theirs.setdefault(key, (rank, _how(theirs.get(key), ended.get(key))))
+                    self._fresh.append((key, True))
+
+    def parted(self) -> list[tuple[Key, RanksDiffer, bool]]:
+        """What has ended on another rank and must here, if it has not; noted since this was asked last.
+
+        And whether it has been compared: then it has ended otherwise here, or not.
+        """
+        fresh, self._fresh = self._fresh, []
+        known = [(key, sure) for key, sure in fresh if key.request in self.requests and key in self._theirs]
+        return [(key, self.differ(key), sure) for key, sure in known]
+
+    def differ(self, key: Key) -> RanksDiffer:
+        """What to end a block with that has parted."""
+        rank, failure = self._theirs.get(key, (-1, self._left_alone()))
+        where = f"rank {rank} of {self.count}" if rank >= 0 else "another rank"
+        at = f" (line {failure.line})" if failure.line else ""
+        return RanksDiffer(
+            f"under tensor parallelism a block runs once on each rank and must do the same on all of them; on {where} "
+            f"it did not: {failure.type}: {failure.message}{at}"
+        )
+
+    @staticmethod
+    def _left_alone() -> Failure:
+        return Failure(type="RanksDiffer", message="not all ranks came by the same place of the model with it")
+
+    # --- collective operations --------------------------------------------------------------------------------------
+
+    def agree(self, what: str, keys: Iterable[Key]) -> set[Key]:
+        """Before the collective operation `what`, on behalf of `keys`: those of them for which all ranks are there.
+
+        If there are none, no rank enters it. What is left out is to end with `differ`. Waits for the other ranks.
+        """
+        asked = set(keys) - self._told
+        agreed = set(asked)
+        if not asked:
+            return agreed
+        self._send(_At(self.index, self.step, what, sorted(asked)))
+        until = None if self._patience_s is None else time.monotonic() + self._patience_s
+        for rank in range(self.count):
+            while rank != self.index and agreed:
+                message = self._next(rank, until)
+                if message is None:
+                    agreed.clear()
+                elif isinstance(message, _Over):
+                    # It has passed this point.
+                    self._inbox[rank].appendleft(message)
+                    agreed.clear()
+                elif isinstance(message, _At):
+                    theirs = {Key(*key) for key in message.keys}
+                    if message.step < self.step or theirs <= self._told:
+                        continue
+                    agreed &= theirs if message.what == what else set()
+                    break
+                else:
+                    self._note(message)
+                    agreed -= self._theirs.keys()
+        for key in asked - agreed:
+            self.fail(key, self._left_alone)
+        return agreed
+
+    def call(self, envoy: Any, forward: Callable[[], Any]) -> Any:
+        """Run a module that a block calls, if it is one whose parts are on all ranks, once they are all there."""
+        mediator = getattr(getcurrent(), "mediator", None)
+        mediator = None if mediator is None else mediator()
+        key = getattr(mediator, "key", None)
+        if self._calling or key is None or not _is_parallel(envoy._module):
+            return forward()
+        with watchdog.shielded(waiting=True):
+            agreed = self.agree(f"{envoy.path}()", [key])
+        if not agreed:
+            raise self.differ(key)
+        self._calling = True
+        try:
+            # Interrupted in the midst of it, this rank would leave the others there.
+            with watchdog.shielded():
+                return forward()
+        finally:
+            self._calling = False
+
+    def watch_calls(self) -> None:
+        """Have modules that blocks of this process call go by `call`."""
+        for kind in (Envoy, ParallelEnvoy):
+            kind.__call__ = _called(kind.__call__, self)
+
+    # --- receiving --------------------------------------------------------------------------------------------------
+
+    def _note(self, message: Any) -> None:
+        if isinstance(message, _Failed):
+            key = Key(*message.key)
+            if key.request in self.requests and key not in self._theirs:
+                self._theirs[key] = message.rank, message.failure
+                self._fresh.append((key, False))
+
+    def _next(self, rank: int, until: float | None) -> Any:
+        """The next message of a rank; `None` if none has come by then."""
+        inbox = self._inbox[rank]
+        while not inbox:
+            left = None if until is None else until - time.monotonic()
+            if left is not None and left <= 0:
+                return None
+            self._receive(None if left is None else int(left * 1000) + 1)
+        return inbox.popleft()
+
+    def _receive(self, timeout_ms: int | None) -> None:
+        """Take what has come, after so long at most (`None`: however long it takes)."""
+        if not self._pull.poll(timeout_ms):
+            return
+        try:
+            while True:
+                message = _decoder.decode(self._pull.recv(zmq.NOBLOCK))
+                self._inbox[message.rank].append(message)
+        except zmq.Again:
+            pass
+
+
+def _how(theirs: str | None, ours: str | None) -> Failure:
+    return Failure(type="RanksDiffer", message=f"it {theirs or 'goes on'} there and {ours or 'goes on'} here")
+
+
+def _called(call: Callable[..., Any], ranks: Ranks) -> Callable[..., Any]:
+    def wrapped(self: Any, *args: Any, hook: bool = False, **kwargs: Any) -> Any:
+        return ranks.call(self, lambda: call(self, *args, hook=hook, **kwargs))
+
+    return wrapped
+
+
+def _is_parallel(module: torch.nn.Module) -> bool:
+    """Whether running it takes the other ranks."""
+    known = module.__dict__.get("_tracewire_parallel")
+    if known is None:
+        known = any(
+            getattr(one, "tp_size", 1) > 1 or type(one).__name__ == "LogitsProcessor" for one in module.modules()
+        )
+        module.__dict__["_tracewire_parallel"] = known
+    return bool(known)

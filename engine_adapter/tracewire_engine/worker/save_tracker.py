@@ -1,0 +1,766 @@
+"""What a block newly saved in a step, found without sending what did not change.
+
+A `SaveTracker` keeps a shadow of what a consumer's fold holds by now: the very
+objects last sent, a digest of each as it was when sent, and the bytes of the smaller arrays. Two passes use it.
+`step` finds changes by length and identity, which costs little and sees new items, new keys, rebound names and
+replaced items. `finish` compares contents, which sees values changed in place as well, and brings the fold to exactly
+what the block holds in the end.
+
+Identity is only meaningful while the object lives, so the shadow holds what it has sent.
+
+A request can end at an earlier token than the last that its block was in a step for: a stop string is found when the
+next step runs, and with async scheduling an end of sequence too. A tracker therefore keeps what undoes each step, and
+`rewind` brings the block's own lists and dicts back to a token. Undoing an append takes a number. Undoing a
+replacement takes the old value, so that is kept for the last `REPLACED` steps only.
+
+Arrays above a threshold are frozen instead of encoded (`large_arrays.py`). A tracker that has any is `large`: its
+deltas are for the thread that sends blobs to encode, and its end is in two parts, of which that thread does the
+comparing.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
+from operator import is_not
+from typing import Any
+
+import torch
+
+from tracewire_bus.wire.messages import Append, Delete, Delta, Manifest, Set
+from tracewire_bus.wire.values import (
+    MAX_DEPTH,
+    Unsavable,
+    dict_digest,
+    digest,
+    encoded_array,
+    kind,
+    length,
+    list_digest,
+    path_key,
+    wire,
+    wired_key,
+)
+from tracewire_engine.worker.blocks.save_marks import NoName
+from tracewire_engine.worker.blocks.time_limit import BlockTimeout, Budget, turn
+
+from .host_copy import HostArray, HostCopy, elements
+from .large_arrays import Copies, Frozen, Hold, LargeArray, LargeTuple
+
+__all__ = ["Ending", "SaveTracker"]
+
+#: Items of one list looked at again in one step, besides its new ones; longer lists are gone through in turns.
+WINDOW = 256
+
+
+#: How many items one list or dict may gain in one step. A block's loop that asks the model for nothing makes millions
+#: until it is interrupted, and everybody would wait for them.
+MOST_ITEMS = 2**18
+
+#: How many bytes the texts and bytes may take that one choice saves in one step: they stand in its output's event.
+MOST_TEXT = 64 * 1024 * 1024
+
+#: How deep a glance for new tensors goes into what is new.
+_GLANCE = 4
+
+#: For how many steps values are kept that a later step has replaced or deleted.
+REPLACED = 16
+
+_Path = tuple[Any, ...]
+_DICTS = (dict, OrderedDict, defaultdict)
+_FIXED = (int, float, bool, str, bytes, type(None), complex)
+
+
+class _Leaf:
+    """A value without items of its own, as the consumer has it."""
+
+    __slots__ = ("digest", "value")
+
+    def __init__(self, value: Any, digest: bytes | Frozen | HostArray) -> None:
+        self.value = value
+        #: Of what was sent; or that itself, if its digest may not be known yet: large, or still on its way to the host.
+        self.digest = digest
+
+
+class _SetLeaf(_Leaf):
+    """A set, with how many items the consumer has of it, and a copy of it after the last step, unless it is large."""
+
+    __slots__ = ("held", "size")
+
+    def __init__(self, value: set[Any], digest: bytes) -> None:
+        super().__init__(value, digest)
+        self.size = len(value)
+        self.held: set[Any] | None = set(value) if len(value) <= WINDOW else None
+
+
+class _Box:
+    """A list or dict as the consumer has it: the object, its items, and a shadow of each by key."""
+
+    __slots__ = ("boxes", "cursor", "items", "shadows", "value")
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self.items: Any = [] if type(value) is list else {}
+        self.shadows: Any = [] if type(value) is list else {}
+        #: The items that may change and stay the same object, by key: boxes themselves, and sets.
+        self.boxes: dict[Any, _Box | _SetLeaf] = {}
+        self.cursor = 0
+
+    def put(self, key: Any, item: Any, shadow: _Shadow) -> None:
+        self.items[key] = item
+        self.shadows[key] = shadow
+        self._box(key, shadow)
+
+    def append(self, item: Any, shadow: _Shadow) -> None:
+        self.items.append(item)
+        self.shadows.append(shadow)
+        self._box(len(self.items) - 1, shadow)
+
+    def drop(self, key: Any) -> None:
+        """Forget a key of a dict."""
+        del self.items[key], self.shadows[key]
+        self.boxes.pop(key, None)
+
+    def cut(self, length: int) -> None:
+        """Bring a list, the block's own too, back to a length that it had."""
+        for key in range(length, len(self.items)):
+            self.boxes.pop(key, None)
+        del self.items[length:], self.shadows[length:], self.value[length:]
+
+    def _box(self, key: Any, shadow: _Shadow) -> None:
+        if isinstance(shadow, (_Box, _SetLeaf)):
+            self.boxes[key] = shadow
+        else:
+            self.boxes.pop(key, None)
+
+    def window(self) -> tuple[int, int]:
+        """Which of a list's known items to look at again in this step: all of a short list, a long one in turns."""
+        known = len(self.items)
+        if known <= WINDOW:
+            return 0, known
+        start = self.cursor if self.cursor < known else 0
+        self.cursor = min(start + WINDOW, known)
+        return start, self.cursor
+
+
+_Shadow = _Leaf | _Box
+
+
+class _Undo:
+    """What undoes the steps since the first, by the index of the token that each sampled.
+
+    It refers to nothing that refers to it: what was saved goes with its request.
+    """
+
+    def __init__(self) -> None:
+        self.index = -1
+        #: Lists that were appended to, with their lengths before.
+        self._appended: list[tuple[int, _Box, int]] = []
+        #: What undoes anything else, of the last steps: with how many appends were before it.
+        self._replaced: deque[tuple[int, int, Callable[[], object]]] = deque()
+        #: The last step of which something cannot be undone any more.
+        self._gone = -1
+
+    def begin(self, index: int) -> None:
+        """A step begins."""
+        self.index = index
+
+    def appended(self, box: _Box, length: int) -> None:
+        """A list had `length` items."""
+        self._appended.append((self.index, box, length))
+
+    def replaced(self, undo: Callable[[], object]) -> None:
+        """Something was put, replaced or deleted, which `undo` undoes."""
+        replaced = self._replaced
+        while replaced and replaced[0][0] < self.index - REPLACED:
+            self._gone = replaced.popleft()[0]
+        replaced.append((self.index, len(self._appended), undo))
+
+    def back_to(self, tokens: int) -> bool:
+        """Undo the steps that sampled tokens of index `tokens` and later, the last thing first. Returns whether all of
+        them could be.
+        """
+        appended, replaced = self._appended, self._replaced
+        while True:
+            if replaced and replaced[-1][0] >= tokens and replaced[-1][1] >= len(appended):
+                replaced.pop()[2]()
+            elif appended and appended[-1][0] >= tokens:
+                _, box, length = appended.pop()
+                box.cut(length)
+            else:
+                return self._gone < tokens
+
+
+class SaveTracker:
+    """The shadow of one choice's saves. What counts as large in them, `hold` says; without one, nothing does."""
+
+    def __init__(self, hold: Hold | None = None) -> None:
+        self._hold = hold or Hold(0)
+        #: Large arrays that the last `step` froze: they are to be sent before its deltas.
+        self.taken: list[LargeArray] = []
+        #: Whether there have been any so far.
+        self.large = False
+        #: Whether arrays were sent before they were on the host: their digests are not taken yet.
+        self.late = False
+        self._names: dict[str, _Shadow] = {}
+        #: Saves that cannot travel, by name, with the reason.
+        self.errors: dict[str, str] = {}
+        #: Names under which a declared intervention of the same request saves.
+        self.reserved: frozenset[str] = frozenset()
+        #: What is bound to something that is no name, and that is said already.
+        self._nameless: set[str] = set()
+        #: The save that could not be read at all, with what it raised: its block fails.
+        self.broken: tuple[str, Exception] | None = None
+        self._undo = _Undo()
+        #: What is read of values that may be of a block's own making, is read within its time.
+        self.guard: Callable[[], AbstractContextManager[None]] = partial(turn, Budget(), building=True)
+
+    # --- one step ---------------------------------------------------------------------------------------------------
+
+    def fresh(self, saves: Mapping[str, Any], found: list[Any]) -> None:
+        """Add the tensors that the next `step` will send, as far as a glance tells: for one host copy of them all."""
+        for name, value in saves.items():
+            if name in self.errors:
+                continue
+            shadow = self._names.get(name)
+            if shadow is None or shadow.value is not value:
+                _flat(value, 0, found)
+            elif isinstance(shadow, _Box):
+                known = shadow.items
+                if type(value) is list:
+                    for item in value[len(known) :]:
+                        if type(item) is torch.Tensor:
+                            found.append(item)
+                        else:
+                            _flat(item, 0, found)
+                else:
+                    with self.guard():
+                        for key, item in value.items():
+                            if known.get(key, _MISSING) is not item:
+                                _flat(item, 0, found)
+
+    def step(
+        self,
+        saves: Mapping[str, Any],
+        host: HostCopy | None = None,
+        *,
+        whole: bool = False,
+        still: bool = False,
+        index: int = 0,
+    ) -> list[Delta]:
+        """The deltas from the last call to now. A save that cannot travel goes to `errors` and leaves the fold.
+
+        With `whole`, every item of a long list is looked at, and not a window of it. With `still`, the block that saved
+        them has ended. `index` is that of the token which the step sampled.
+        """
+        self._undo.begin(index)
+        if host is not None and not whole:
+            appended = self._appended(saves, host)
+            if appended is not None:
+                self.taken = []
+                self.late = self.late or host.under_way is not None
+                return appended
+        copies = Copies(host or HostCopy(self._hold.threshold), self._hold, still=still)
+        with self.guard():
+            deltas = self._changes(saves, copies, whole)
+        self.taken = copies.taken
+        self.large = self.large or bool(copies.taken)
+        self.late = self.late or (host is not None and host.under_way is not None)
+        return deltas
+
+    def _changes(self, saves: Mapping[str, Any], copies: Copies, whole: bool) -> list[Delta]:
+        """The deltas of any step."""
+        deltas: list[Delta] = []
+        if self._names.keys() - saves.keys():
+            for name in [name for name in self._names if name not in saves]:
+                self._forget(name, deltas)
+        for name, value in saves.items():
+            if name in self.errors or name in self._nameless:
+                continue
+            if name in self.reserved:
+                self.errors[name] = f"a declared intervention of this trace saves {name!r}"
+                continue
+            mark = len(deltas)
+            try:
+                shadow = self._names.get(name)
+                if shadow is None and not _is_name(name, value):
+                    self._nameless.add(name)
+                    self.errors[_printable(name)] = "a save is bound to a name: text that can be encoded as UTF-8"
+                    continue
+                if shadow is None or shadow.value is not value:
+                    wired, fresh = _adopt(value, (name,), copies)
+                    self._undo.replaced(partial(_restore, self._names, name, shadow))
+                    self._names[name] = fresh
+                    deltas.append(Set(path=(name,), value=wired))
+                elif isinstance(shadow, (_Box, _SetLeaf)):
+                    _walk(shadow, (name,), copies, deltas, whole, self._undo)
+            except Unsavable as error:
+                self._refuse(name, error, deltas, mark)
+            except Exception as error:  # of a type of the block's own, say
+                self._break(name, error, deltas, mark)
+                if isinstance(error, BlockTimeout):
+                    # It has used up its time. What is not looked at is as it was sent.
+                    break
+        return deltas
+
+    def _appended(self, saves: Mapping[str, Any], host: HostCopy) -> list[Delta] | None:
+        """The deltas of a step as most are: known lists have got more items, small tensors, and nothing else is new.
+
+        `None` if there is anything else to it.
+        """
+        names = self._names
+        if self.errors or names.keys() != saves.keys():
+            return None
+        grown: list[tuple[str, _Box, list[Any], list[HostArray]]] = []
+        for name, value in saves.items():
+            box = names[name]
+            if type(box) is not _Box or box.value is not value or type(value) is not list or box.boxes:
+                return None
+            known = len(box.items)
+            if known > WINDOW or len(value) < known or any(map(is_not, box.items, value)):
+                return None
+            if len(value) > known:
+                items = value[known:]
+                arrays = [held for item in items if (held := host.array(item)) is not None]
+                if len(arrays) < len(items):
+                    return None
+                grown.append((name, box, items, arrays))
+        deltas: list[Delta] = []
+        for name, box, items, arrays in grown:
+            self._undo.appended(box, len(box.items))
+            box.items.extend(items)
+            box.shadows.extend(map(_Leaf, items, arrays))
+            deltas.append(Append(path=(name,), items=arrays))
+        return deltas
+
+    def _forget(self, name: str, deltas: list[Delta]) -> None:
+        shadow = self._names.pop(name, None)
+        if shadow is not None:
+            self._undo.replaced(partial(_restore, self._names, name, shadow))
+            deltas.append(Delete(path=(name,)))
+
+    def _break(self, name: str, error: Exception, deltas: list[Delta], mark: int) -> None:
+        self._refuse(name, f"it could not be read: {type(error).__name__}", deltas, mark)
+        self.broken = self.broken or (name, error)
+
+    def _refuse(self, name: str, error: Unsavable | str, deltas: list[Delta], mark: int) -> None:
+        del deltas[mark:]
+        self.errors[name] = str(error)
+        self._undo.replaced(partial(self.errors.pop, name, None))
+        self._forget(name, deltas)
+
+    # --- back to a token --------------------------------------------------------------------------------------------
+
+    def rewind(self, saves: Mapping[str, Any], tokens: int) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+        """Bring what was saved back to what it was after the step that sampled the last of the first `tokens` tokens.
+
+        The block's own lists and dicts are changed. `saves` is what it has saved by now. Returns what makes of all that
+        it has saved in the end what counts: names that steps since have bound are as they were, others as they are.
+        """
+        later = {name: value for name, value in saves.items() if name in self._names}
+        whole = self._undo.back_to(tokens)
+        known = {name: shadow.value for name, shadow in self._names.items()}
+        if not whole:
+            # It is not what the consumer has: all of it is sent anew.
+            self._names = {name: _Leaf(_MISSING, b"") for name in self._names}
+
+        def counted(saves: Mapping[str, Any]) -> dict[str, Any]:
+            found = dict(saves)
+            for name, value in later.items():
+                if name not in found or found[name] is value:
+                    found.pop(name, None)
+                    if name in known:
+                        found[name] = known[name]
+            for name in known.keys() - later.keys():
+                found.setdefault(name, known[name])
+            return found
+
+        return counted
+
+    # --- the end ----------------------------------------------------------------------------------------------------
+
+    def finish(
+        self, saves: Mapping[str, Any], invoke: int, choice: int, host: HostCopy | None = None
+    ) -> tuple[list[Delta], list[Manifest]]:
+        """The deltas that bring the fold to exactly `saves` as they are now, and a manifest of them."""
+        deltas, manifest, _ = self.ending(saves, invoke, choice, host).compare()
+        return deltas, manifest
+
+    def ending(self, saves: Mapping[str, Any], invoke: int, choice: int, host: HostCopy | None = None) -> Ending:
+        """The first part of `finish`: contents as they are now. The block that saved them has ended."""
+        deltas = self.step(saves, host, whole=True, still=True)
+        # Contents of now: what was copied for a step is of then.
+        local = HostCopy(self._hold.threshold)
+        local.prime([value for shadow in self._names.values() for value in _values(shadow)])
+        now = Copies(local, self._hold, still=True)
+        if self.large:
+            for name, shadow in list(self._names.items()):
+                try:
+                    for leaf in _large(shadow):
+                        now.freeze(leaf.value, (name,))
+                except Unsavable as error:
+                    self._refuse(name, error, deltas, len(deltas))
+        return Ending(self, saves, invoke, choice, deltas, now)
+
+
+class Ending:
+    """The end of one choice's saves: what is left to send, and to compare with what was sent."""
+
+    def __init__(
+        self,
+        tracker: SaveTracker,
+        saves: Mapping[str, Any],
+        invoke: int,
+        choice: int,
+        deltas: list[Delta],
+        now: Copies,
+    ) -> None:
+        self._tracker = tracker
+        self._saves = saves
+        self._invoke = invoke
+        self._choice = choice
+        self._deltas = deltas
+        self._now = now
+        #: Large arrays that are new, to be sent; and those known, as they are now, to be digested.
+        self.taken = tracker.taken
+        self.again = now.taken
+        #: Whether the adapter takes the digests of what it was sent. They are left out where that is what there is.
+        self.passed = False
+
+    def compare(self) -> tuple[list[Delta], list[Manifest], list[LargeArray]]:
+        """The last deltas, the manifest, and the large arrays of `again` that differ from what was sent.
+
+        The digests of `taken` and `again` are known by now. For any thread, as long as it is one. With `passed`, an
+        entry of the manifest may be without a digest: its value is a list of arrays, as it was sent.
+        """
+        tracker, deltas, now = self._tracker, self._deltas, self._now
+        manifest: list[Manifest] = []
+        changed: list[LargeArray] = []
+        for name, value in self._saves.items():
+            if name in tracker.errors or name not in tracker._names:
+                continue
+            mark = len(deltas)
+            try:
+                shadow = tracker._names[name]
+                if self.passed and _is_as_sent(shadow, now):
+                    final = b""
+                else:
+                    final = _correct(shadow, (name,), now, deltas, changed)
+                manifest.append(
+                    Manifest(
+                        invoke=self._invoke,
+                        choice=self._choice,
+                        name=name,
+                        kind=kind(value),
+                        length=length(value),
+                        digest=final,
+                    )
+                )
+            except Unsavable as error:
+                tracker._refuse(name, error, deltas, mark)
+            except Exception as error:
+                tracker._break(name, error, deltas, mark)
+        return deltas, manifest, changed
+
+
+def _is_name(name: str, value: Any) -> bool:
+    return type(value) is not NoName and _printable(name) == name
+
+
+def _printable(name: str) -> str:
+    return name if name.isascii() else name.encode("utf-8", "backslashreplace").decode()
+
+
+def _flat(value: Any, depth: int, found: list[Any]) -> None:
+    """Add the tensors in a value, down to where a glance ends."""
+    cls = type(value)
+    if cls is torch.Tensor:
+        found.append(value)
+    elif depth < _GLANCE and (cls is list or cls in _DICTS):
+        for item in value if cls is list else value.values():
+            _flat(item, depth + 1, found)
+
+
+def _adopt(value: Any, path: _Path, copies: Copies) -> tuple[Any, _Shadow]:
+    """A value that is sent whole: as it goes on the wire, and its shadow."""
+    cls = type(value)
+    if cls is torch.Tensor:
+        held = copies.array(value)
+        if held is not None:
+            return held, _Leaf(value, held)
+        frozen = copies.freeze(value, path)
+        if frozen is not None:
+            return frozen, _Leaf(value, frozen)
+    elif cls is list or cls in _DICTS:
+        if len(path) > MAX_DEPTH:
+            raise Unsavable(path[:3], f"containers nest deeper than {MAX_DEPTH} or refer to themselves")
+        _check_gain(len(value), path)
+        box = _Box(value)
+        if cls is list:
+            sent: Any = []
+            for index, item in enumerate(value):
+                wired, shadow = _adopt(item, (*path, index), copies)
+                sent.append(wired)
+                box.append(item, shadow)
+        else:
+            sent = {}
+            for key, item in value.items():
+                plain = path_key(key, path)
+                sent[plain], shadow = _adopt(item, (*path, plain), copies)
+                box.put(key, item, shadow)
+        return sent, box
+    elif cls is set:
+        _check_gain(len(value), path)
+        return wire(value, path), _SetLeaf(value, digest(value))
+    elif cls not in _FIXED:
+        frozen = copies.freeze(value, path)
+        if frozen is not None:
+            return frozen, _Leaf(value, frozen)
+    local = copies.local(value)
+    if cls is str or cls is bytes or cls not in _FIXED:
+        _check_size(local, path, copies)
+    return wire(local, path), _Leaf(value, digest(local))
+
+
+def _walk(box: _Box | _SetLeaf, path: _Path, copies: Copies, deltas: list[Delta], whole: bool, undo: _Undo) -> None:
+    """Find what changed in a container that is the same object as before."""
+    if isinstance(box, _SetLeaf):
+        _resend(box, path, deltas, undo)
+        return
+    value = box.value
+    start = stop = 0
+    if type(value) is list:
+        items = box.items
+        known = len(items)
+        if len(value) < known:
+            wired, fresh = _adopt(value, path, copies)
+            assert isinstance(fresh, _Box)
+            deltas.append(Set(path=path, value=wired))
+            undo.replaced(partial(_refill, box, box.items, box.shadows, box.boxes))
+            box.items, box.shadows, box.boxes, box.cursor = fresh.items, fresh.shadows, fresh.boxes, 0
+            return
+        start, stop = (0, known) if whole or known <= WINDOW else box.window()
+        for index in _replaced(items, value, start, stop):
+            _put(box, index, value[index], (*path, index), copies, deltas, undo)
+        if len(value) > known:
+            _check_gain(len(value) - known, path)
+            undo.appended(box, known)
+            sent = []
+            for index in range(known, len(value)):
+                wired, shadow = _adopt(value[index], (*path, index), copies)
+                sent.append(wired)
+                box.append(value[index], shadow)
+            deltas.append(Append(path=path, items=sent))
+    else:
+        _check_gain(len(value) - len(box.items), path)
+        for key in [key for key in box.items if key not in value]:
+            deltas.append(Delete(path=(*path, _key(key, path))))
+            undo.replaced(partial(_put_back, box, key, box.items[key], box.shadows[key]))
+            box.drop(key)
+        for key, item in value.items():
+            if box.items.get(key, _MISSING) is not item:
+                _put(box, key, item, (*path, _key(key, path)), copies, deltas, undo)
+    if not box.boxes:
+        return
+    for key, child in list(box.boxes.items()):
+        # What was put just now has nothing new; walking it again costs little and finds nothing.
+        if len(box.boxes) <= WINDOW or type(value) is not list or start <= key < stop:
+            _walk(child, (*path, _key(key, path)), copies, deltas, whole, undo)
+
+
+def _resend(leaf: _SetLeaf, path: _Path, deltas: list[Delta], undo: _Undo) -> None:
+    """Send a set that has other items than before; of a set of more than `WINDOW` items, only its size tells.
+
+    The end compares contents. A set is sent whole. A set of more than `WINDOW` items waits until its size has changed
+    by a quarter: one that grows with every step then costs, in all, a few times what it holds.
+    """
+    value: set[Any] = leaf.value
+    change = abs(len(value) - leaf.size)
+    if change or (leaf.held is not None and leaf.held != value):
+        undo.replaced(partial(_take_back, leaf, leaf.held, leaf.size, leaf.digest))
+        leaf.held = set(value) if len(value) <= WINDOW else None
+        if len(value) > WINDOW and change * 4 < leaf.size:
+            return
+        _check_gain(change, path)
+        deltas.append(Set(path=path, value=wire(value, path)))
+        leaf.size, leaf.digest = len(value), digest(value)
+
+
+def _take_back(leaf: _SetLeaf, held: set[Any] | None, size: int, digest: Any) -> None:
+    if held is not None:
+        leaf.value.clear()
+        leaf.value.update(held)
+    leaf.held, leaf.size, leaf.digest = held, size, digest
+
+
+def _key(key: Any, path: _Path) -> Any:
+    """A dict's key as a delta's path has it."""
+    plain = path_key(key, path)
+    return wired_key(plain) if type(plain) is tuple else plain
+
+
+def _check_gain(count: int, path: _Path) -> None:
+    if count > MOST_ITEMS:
+        raise Unsavable(path, f"it gained {count} items in one step, more than the {MOST_ITEMS} that can be sent")
+
+
+def _check_size(value: Any, path: _Path, copies: Copies) -> None:
+    """Count what a value takes of what texts and bytes may take in a step."""
+    size = 0
+    waiting = [value]
+    while waiting:
+        one = waiting.pop()
+        if type(one) is tuple or type(one) is list:
+            waiting += one
+        elif isinstance(one, bytes | bytearray | str):
+            size += len(one) if not isinstance(one, str) or str.isascii(one) else 4 * len(one)
+    copies.texts += size
+    if copies.texts > MOST_TEXT:
+        raise Unsavable(
+            path, f"texts and bytes saved in one step may take {MOST_TEXT} bytes; make it an array of uint8"
+        )
+
+
+def _put(box: _Box, key: Any, item: Any, path: _Path, copies: Copies, deltas: list[Delta], undo: _Undo) -> None:
+    wired, shadow = _adopt(item, path, copies)
+    deltas.append(Set(path=path, value=wired))
+    if type(box.value) is list or key in box.items:
+        undo.replaced(partial(_put_back, box, key, box.items[key], box.shadows[key]))
+    else:
+        undo.replaced(partial(_take_out, box, key))
+    box.put(key, item, shadow)
+
+
+def _restore(names: dict[str, _Shadow], name: str, shadow: _Shadow | None) -> None:
+    if shadow is None:
+        names.pop(name, None)
+    else:
+        _refresh(shadow)
+        names[name] = shadow
+
+
+def _refresh(shadow: _Shadow) -> None:
+    """Bring a container that comes back to what the consumer has of it: the block may have changed it since."""
+    if isinstance(shadow, _SetLeaf):
+        if shadow.held is not None and shadow.held != shadow.value:
+            shadow.value.clear()
+            shadow.value.update(shadow.held)
+    elif isinstance(shadow, _Box):
+        value, items = shadow.value, shadow.items
+        differs = len(value) != len(items) or any(map(is_not, value, items))
+        if type(value) is list:
+            if differs:
+                value[:] = items
+        elif differs or any(map(is_not, value.values(), items.values())):
+            value.clear()
+            value.update(items)
+        for child in shadow.boxes.values():
+            _refresh(child)
+
+
+def _put_back(box: _Box, key: Any, item: Any, shadow: _Shadow) -> None:
+    _refresh(shadow)
+    box.value[key] = item
+    box.put(key, item, shadow)
+
+
+def _take_out(box: _Box, key: Any) -> None:
+    box.value.pop(key, None)
+    box.drop(key)
+
+
+def _refill(box: _Box, items: list[Any], shadows: list[_Shadow], boxes: dict[Any, _Box | _SetLeaf]) -> None:
+    box.items, box.shadows, box.boxes, box.cursor = items, shadows, boxes, 0
+    _refresh(box)
+
+
+def _replaced(known: list[Any], value: list[Any], start: int, stop: int) -> list[int]:
+    """Indices from `start` to `stop` at which `value` holds another object than `known`."""
+    if start == 0 and stop == len(known) and not any(map(is_not, known, value)):
+        return []
+    old, new = known[start:stop], value[start:stop]
+    if not any(map(is_not, old, new)):
+        return []
+    return [start + offset for offset, (a, b) in enumerate(zip(old, new, strict=True)) if a is not b]
+
+
+def _leaves(shadow: _Shadow) -> Iterator[_Leaf]:
+    if isinstance(shadow, _Leaf):
+        yield shadow
+    else:
+        for child in shadow.shadows if type(shadow.value) is list else shadow.shadows.values():
+            yield from _leaves(child)
+
+
+def _values(shadow: _Shadow) -> Iterable[Any]:
+    """The values in a shadow: the contents of tensors among them must be looked at again."""
+    if isinstance(shadow, _Box) and type(shadow.value) is list and not shadow.boxes:
+        return shadow.items  # type: ignore[no-any-return]
+    return [leaf.value for leaf in _leaves(shadow)]
+
+
+def _large(shadow: _Shadow) -> Iterator[_Leaf]:
+    """The values among a shadow's that are large, or hold what is, and that may have changed."""
+    return (leaf for leaf in _leaves(shadow) if isinstance(leaf.digest, LargeTuple) or _was_copied(leaf.digest))
+
+
+def _was_copied(sent: bytes | Frozen | HostArray) -> bool:
+    return isinstance(sent, LargeArray) and not sent.borrowed
+
+
+def _correct(shadow: _Shadow, path: _Path, now: Copies, deltas: list[Delta], changed: list[LargeArray]) -> bytes:
+    """Send what differs in content from what was sent, and return the digest of the value as it is now."""
+    if isinstance(shadow, _Leaf):
+        return _corrected(shadow, path, now, deltas, changed)
+    if type(shadow.value) is list:
+        return list_digest(
+            [_correct(child, (*path, index), now, deltas, changed) for index, child in enumerate(shadow.shadows)]
+        )
+    return dict_digest(
+        [
+            (key, _correct(child, (*path, _key(key, path)), now, deltas, changed))
+            for key, child in shadow.shadows.items()
+        ]
+    )
+
+
+def _is_as_sent(shadow: _Shadow, now: Copies) -> bool:
+    """Whether a value is a list of arrays, each of which is what was sent."""
+    if type(shadow) is not _Box or type(shadow.value) is not list or shadow.boxes:
+        return False
+    sent: list[HostArray] = []
+    held: list[HostArray] = []
+    for leaf in shadow.shadows:
+        was, known = leaf.digest, now.array(leaf.value)
+        if known is None or type(was) is not HostArray or not known.alike(was):
+            return False
+        sent.append(was)
+        held.append(known)
+    return elements(sent) == elements(held)
+
+
+def _corrected(leaf: _Leaf, path: _Path, now: Copies, deltas: list[Delta], changed: list[LargeArray]) -> bytes:
+    value, sent = leaf.value, leaf.digest
+    held = now.array(value) if type(value) is torch.Tensor else None
+    if isinstance(sent, HostArray):
+        if held is not None and held.same(sent):
+            return sent.digest()
+        sent = leaf.digest = sent.digest()
+    if not isinstance(sent, bytes):
+        frozen = now.frozen(value) or sent
+        if frozen.digest != sent.digest:
+            deltas.append(Set(path=path, value=frozen))
+            changed.extend([frozen] if isinstance(frozen, LargeArray) else frozen.arrays)
+        return frozen.digest
+    if type(value) in _FIXED:
+        return sent
+    local = None if held is not None else now.local(value)
+    found = held.digest() if held is not None else digest(local)
+    if found != sent:
+        deltas.append(Set(path=path, value=encoded_array(held.payload()) if held is not None else wire(local, path)))
+    return found
+
+
+_MISSING: Any = object()

@@ -1,0 +1,61 @@
+"""Values that arrived, as tensors of the worker's device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tracewire_bus.wire.values import ArrayRef
+from tracewire_engine.adapter.large_inputs import input_path
+
+from .remote_inputs import HeldInputs
+
+__all__ = ["to_tensors"]
+
+
+def _torch_dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def _tensor(array: np.ndarray[Any, Any], device: torch.device) -> torch.Tensor:
+    """A tensor of its own memory from a decoded array, of the same dtype (bfloat16 and the float8s included)."""
+    name = array.dtype.name
+    dtype = _torch_dtype(name)
+    flat = bytearray(array.tobytes())
+    if not flat:
+        return torch.empty(array.shape, dtype=dtype, device=device)
+    return torch.frombuffer(flat, dtype=dtype).reshape(array.shape).to(device)
+
+
+def _mapped(ref: ArrayRef, device: torch.device, folder: Path | HeldInputs) -> torch.Tensor:
+    """A tensor of its own memory from the file of a large array. Pages are read, and copied, as they are needed."""
+    dtype = _torch_dtype(ref.dtype)
+    flat = torch.from_file(str(input_path(folder, ref)), shared=False, size=ref.nbytes, dtype=torch.uint8)
+    return flat.view(dtype).reshape(ref.shape).to(device)
+
+
+def to_tensors(value: Any, device: torch.device, folder: Path | HeldInputs = Path()) -> Any:
+    """`value` with every array in it as a tensor on `device`, and every dtype as torch's.
+
+    Containers are new, so that a block may change them.
+
+    What only refers to an array is found in `folder` (see `large_inputs.py`).
+    """
+    if isinstance(value, np.ndarray):
+        return _tensor(value, device)
+    if isinstance(value, ArrayRef):
+        return _mapped(value, device, folder)
+    if isinstance(value, np.dtype):
+        return _torch_dtype(value.name)
+    if isinstance(value, list):
+        return [to_tensors(item, device, folder) for item in value]
+    if isinstance(value, tuple):
+        return tuple(to_tensors(item, device, folder) for item in value)
+    if isinstance(value, dict):
+        return {key: to_tensors(item, device, folder) for key, item in value.items()}
+    return value

@@ -1,0 +1,1 @@
+"""Engines, edits, dead letters and lifecycle events."""

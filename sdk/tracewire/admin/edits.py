@@ -1,0 +1,461 @@
+"""Standing interventions: blocks and declared interventions that run on the requests of a model until they are removed.
+
+    edits = client.edits("demo")
+    await edits.install("calm", steer_block(scale=4.0))
+    ...
+    await edits.remove("calm")
+
+They are installed by name on all engines of the model, live ones and those that start later. What one saves on a trace
+is among the trace's saves, as `"calm/norms"`; what it saves on requests of plain clients comes from
+`watch`.
+"""
+
+from __future__ import annotations
+
+import ast
+import logging
+import math
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import anyio
+import msgspec
+
+from tracewire.capture.intervention import Intervention
+from tracewire.errors import (
+    BrokenStream,
+    EditConflict,
+    EditPending,
+    EditRejected,
+    TraceRejected,
+    UnknownEdit,
+    bus_errors,
+)
+from tracewire.traces.large import LargeValues
+from tracewire.traces.readers import Watcher
+from tracewire.traces.trace import check_paths
+from tracewire_bus.domain.fold import FoldError, apply_delta
+from tracewire_bus.store.edits import EDIT_BYTES, EditRecords, EditsFull, Installed, VersionDiffers, is_edit_name
+from tracewire_bus.store.edits import UnknownEdit as NoSuchEdit
+from tracewire_bus.wire.codec import decode_deltas
+from tracewire_bus.wire.messages import Block, Declared, DeclaredIntervention, EditRecord, Failure, StopWhen
+from tracewire_bus.wire.messages import Edit as EditMessage
+from tracewire_bus.wire.values import digest, loading_by, pack
+
+if TYPE_CHECKING:
+    from tracewire.client import Client
+    from tracewire.traces.model import Model
+    from tracewire_bus.bus import Bus
+    from tracewire_bus.wire.messages import EngineInfo
+
+__all__ = ["Edit", "EditOutput", "EditWatch", "Edits"]
+
+logger = logging.getLogger("tracewire")
+
+#: How often is looked whether the engines follow, in seconds.
+_POLL_S = 0.05
+
+
+class Edit(msgspec.Struct, frozen=True):
+    """A standing intervention as it is installed.
+
+    Attributes:
+        name: its name.
+        version: which change of the model's edits installed it; a later one has a greater version.
+        time: when that was, in seconds since the epoch by Redis's clock.
+        scope: on which requests it runs: `"all"`; `"default"`, those that do not say which edits they ask for, and
+            those that ask for it; `"asked"`, those that ask for it alone.
+        on_error, max_failures: what becomes of a request on which it raises, and of it.
+        by: the client that installed it.
+        block: name of its block, or None; `filename` and `line` say where that stands.
+        interventions: its declared interventions.
+        disabled: why it runs on no request any more; `""` if it does.
+        engines: the live engines that run it.
+        problems: why others do not, by engine.
+    """
+
+    name: str
+    version: int
+    time: float
+    scope: str = "all"
+    on_error: str = "continue"
+    max_failures: int = 10
+    by: str = ""
+    block: str | None = None
+    filename: str | None = None
+    line: int | None = None
+    interventions: tuple[Declared, ...] = ()
+    disabled: str = ""
+    engines: tuple[str, ...] = ()
+    problems: dict[str, str] = {}
+
+    @classmethod
+    def of(cls, one: Installed, engines: Sequence[EngineInfo]) -> Edit:
+        """An installed edit, and what the live engines say of it."""
+        behind = "it has not followed the last change yet"
+        problems = {
+            engine.engine: engine.edit_errors.get(one.name) or behind
+            for engine in engines
+            if engine.edits < one.version or one.name in engine.edit_errors
+        }
+        if one.edit is None:
+            return cls(one.name, one.version, one.time, disabled=one.disabled or one.problem, problems=problems)
+        edit, block = one.edit, one.edit.block
+        return cls(
+            one.name,
+            one.version,
+            one.time,
+            scope=edit.scope,
+            on_error=edit.on_error,
+            max_failures=edit.max_failures,
+            by=edit.by,
+            block=block.name if block is not None else None,
+            filename=block.filename if block is not None else None,
+            line=block.first_line if block is not None else None,
+            interventions=tuple(edit.interventions),
+            disabled=one.disabled,
+            engines=() if one.disabled else tuple(e.engine for e in engines if e.engine not in problems),
+            problems=problems,
+        )
+
+
+class EditOutput(msgspec.Struct, frozen=True):
+    """What an edit left of one choice of one request, when that has ended.
+
+    Attributes:
+        id: its place in the stream, for `watch(since=...)`.
+        edit, version: which edit it was.
+        request: the request's id, as its client knows it; `engine` ran it.
+        trace: the trace's id, if it was one: then this tells of an `error` only, and the saves stand on the trace.
+        invoke, choice: which of its prompts and sampled sequences.
+        time: when it ended, in seconds since the epoch.
+        tokens: how many tokens were sampled; `finish_reason` is vLLM's word for why no more.
+        saves: what the edit saved, by name.
+        save_errors: saves that could not travel, with the reason.
+        error: what the edit raised, if it did.
+        dropped: why `saves` is left out: it was too large. `""` if it is not.
+    """
+
+    id: str
+    edit: str
+    version: int
+    engine: str
+    request: str
+    trace: str
+    invoke: int
+    choice: int
+    time: float
+    tokens: int
+    finish_reason: str | None
+    saves: dict[str, Any]
+    save_errors: dict[str, str]
+    error: Failure | None
+    dropped: str
+
+    @classmethod
+    def of(cls, id_: str, record: EditRecord, bus: Bus) -> EditOutput:
+        """A record of the bus, folded and compared with its manifest.
+
+        Raises:
+            BrokenStream: it cannot be read.
+        """
+        saves: dict[str, Any] = {}
+        try:
+            with loading_by(LargeValues(record.blobs, bus).load):
+                steps = decode_deltas(record.deltas)
+            for delta in (delta for step in steps for delta in step):
+                apply_delta(saves, delta)
+        except (msgspec.MsgspecError, FoldError) as error:
+            raise BrokenStream(f"entry {id_} of edit {record.edit!r} cannot be read: {error}") from error
+        wanted = {entry.name: entry.digest for entry in record.manifest}
+        held = {name: digest(value) for name, value in saves.items()}
+        wrong = sorted(name for name in wanted.keys() | held.keys() if wanted.get(name) != held.get(name))
+        if wrong:
+            raise BrokenStream(
+                f"entry {id_} of edit {record.edit!r} differs from what the engine collected: {', '.join(wrong)}"
+            )
+        names = set(cls.__struct_fields__) - {"id", "saves"}
+        return cls(id=id_, saves=saves, **{name: getattr(record, name) for name in names})
+
+
+class Edits:
+    """A model's edits, by `Client.edits`. It holds nothing: each call asks the bus."""
+
+    def __init__(self, client: Client, model: str) -> None:
+        self._client = client
+        self.model = model
+
+    def __repr__(self) -> str:
+        return f"<Edits of {self.model!r}>"
+
+    async def install(
+        self,
+        name: str,
+        block: Intervention | Block | None = None,
+        *,
+        interventions: Sequence[DeclaredIntervention] = (),
+        scope: Literal["all", "default", "asked"] = "all",
+        on_error: Literal["continue", "fail"] = "continue",
+        max_failures: int = 10,
+        replacing: int | None = None,
+        wait: float | None = 10.0,
+    ) -> Edit:
+        """Install an edit, in place of one of its name: a block, declared interventions, or both. Requests that an
+        engine takes from then on run it; those that run already keep what they began with.
+
+        Several edits apply in the order in which their names were first installed, each declared part before blocks,
+        and all before the trace's own. `scope` says on which requests it runs: `"all"`; `"default"`, those that do not
+        say which edits they ask for, and those that ask for it; or `"asked"`, those that ask for it alone
+        (`client.trace(..., edits=["name"])`).
+
+        A request goes on without an edit that raised on it. One that raised on `max_failures` requests of an engine in
+        a row (0: any number) is disabled. With `on_error="fail"` the request fails, and with the last of such a row the
+        edit is disabled nevertheless. What it raised is told by `watch`, and on a trace among
+        its `save_errors`.
+
+        `replacing` is the version to replace, 0 for none: should another be installed, this raises `EditConflict`. It
+        returns when all live engines run it, and waits up to `wait` seconds for them; with None, not at all, and then
+        no engine need be live.
+
+        Raises:
+            EditRejected: it cannot be installed; `field` says why. If an engine says so, what stood there before is put
+                back.
+            UnknownModulePath: the block names a module that the model does not have.
+            UnknownModel: no live engine serves the model.
+            EditPending: it is installed, but some engines have not said yet that they run it.
+            BusUnavailable: Redis does not answer; it may have been installed.
+            ValueError: `wait` is negative.
+        """
+        edit = self._checked(name, block, interventions, scope, on_error, max_failures)
+        if replacing is not None and (type(replacing) is not int or replacing < 0):
+            raise EditRejected(name, "replacing", f"expected a version's number, or 0 for none, got {replacing!r}")
+        _check_wait(wait)
+        if wait is not None:
+            self._check_against(edit, await self._client._find(self.model, None))
+        bus = self._client._open_bus()
+        with bus_errors():
+            before = next((one for one in (await bus.edits.load(self.model)).edits if one.name == name), None)
+            try:
+                version = await bus.edits.install(self.model, edit, replacing=replacing)
+            except VersionDiffers as error:
+                raise EditConflict(name, str(error), error.version) from None
+            except EditsFull as error:
+                raise EditRejected(name, "name", str(error)) from None
+            engines = await self._followed(name, version, wait)
+            refusals = [(engine.engine, why) for engine in engines if (why := engine.edit_errors.get(name)) is not None]
+            if refusals:
+                await self._put_back(name, version, before)
+                engine, reason = refusals[0]
+                where, _, message = reason.partition(": ")
+                raise EditRejected(name, where, f"{message} (says engine {engine})")
+        return await self.get(name)
+
+    async def _put_back(self, name: str, version: int, before: Installed | None) -> None:
+        edits = self._client._open_bus().edits
+        try:
+            if before is None or before.edit is None:
+                await edits.remove(self.model, name, version=version)
+            else:
+                again = await edits.install(self.model, before.edit, replacing=version)
+                if before.disabled:
+                    await edits.disable(self.model, name, again, before.disabled)
+        except (NoSuchEdit, VersionDiffers):
+            # Somebody else has changed it meanwhile.
+            return
+
+    async def list(self) -> list[Edit]:
+        """All that are installed, in the order in which they apply.
+
+        Raises:
+            BusUnavailable: Redis does not answer.
+        """
+        bus = self._client._open_bus()
+        with bus_errors():
+            found = await bus.edits.load(self.model)
+            engines = [engine for engine in await bus.engines() if engine.model == self.model]
+        return [Edit.of(one, engines) for one in found.edits]
+
+    async def get(self, name: str) -> Edit:
+        """One of them.
+
+        Raises:
+            UnknownEdit: none of this name is installed.
+            BusUnavailable: Redis does not answer.
+        """
+        for edit in await self.list():
+            if edit.name == name:
+                return edit
+        raise UnknownEdit(name, f"there is no edit {name!r} on {self.model!r}")
+
+    async def remove(self, name: str, *, version: int | None = None, wait: float | None = 10.0) -> None:
+        """Remove an edit, of this version if one is given. Requests that engines take from then on run without it.
+
+        Returns when all live engines know, as `install` does.
+
+        Raises:
+            UnknownEdit: none such is installed.
+            EditPending: it is removed, but some engines have not said yet that they know.
+            BusUnavailable: Redis does not answer; it may have been removed.
+            ValueError: `wait` is negative.
+        """
+        _check_wait(wait)
+        bus = self._client._open_bus()
+        with bus_errors():
+            try:
+                generation = await bus.edits.remove(self.model, name, version=version)
+            except NoSuchEdit as error:
+                raise UnknownEdit(name, str(error)) from None
+            await self._followed(name, generation, wait)
+
+    async def clear(self, *, wait: float | None = 10.0) -> None:
+        """Remove all edits of the model."""
+        for edit in await self.list():
+            try:
+                await self.remove(edit.name, version=edit.version, wait=wait)
+            except UnknownEdit:
+                continue
+
+    def watch(self, name: str, *, since: str = "now") -> EditWatch:
+        """What an edit leaves on requests that are no traces, and what it raised on any: an async iterator of
+        `EditOutput` items, without an end. An item comes when its request has ended.
+
+        `since` is `"now"`, `"start"` (what is kept: 64 MiB of each edit's, for a day), or an item's id. It reads what
+        was left under this name by whatever version, and has a connection of its own.
+
+        Raises:
+            ValueError: `since` is none of these, or no edit can have this name.
+        """
+        from tracewire.client import _shown, _text
+
+        bus = self._client._open_bus()
+        if not is_edit_name(_text("name", name)):
+            raise ValueError(f"name: no edit can be called {_shown(name)}")
+        try:
+            return EditWatch(bus, bus.edit_records(self.model, name, _text("since", since)))
+        except ValueError:
+            raise ValueError(f"since is 'start', 'now' or an item's id, not {since!r}") from None
+
+    # --- what is looked at ------------------------------------------------------------------------------------------
+
+    def _checked(
+        self, name: Any, block: Any, interventions: Any, scope: Any, on_error: Any, max_failures: Any
+    ) -> EditMessage:
+        from tracewire.client import _block, _interventions
+
+        if not isinstance(name, str) or not is_edit_name(name):
+            expected = "expected 1 to 64 letters, digits, '.', '_' or '-', a letter or digit first"
+            raise EditRejected(str(name)[:80], "name", f"{expected}, got {name!r}"[:200])
+        for where, value, words in (
+            ("scope", scope, ("all", "default", "asked")),
+            ("on_error", on_error, ("continue", "fail")),
+        ):
+            if value not in words:
+                raise EditRejected(name, where, f"expected one of {', '.join(map(repr, words))}, got {value!r}")
+        if type(max_failures) is not int or not 0 <= max_failures < 2**31:
+            raise EditRejected(name, "max_failures", f"expected a number, or 0, got {max_failures!r}")
+        try:
+            plain, declared = _block(block), _interventions(interventions)
+        except TraceRejected as error:
+            if type(error) is not TraceRejected:
+                raise
+            raise EditRejected(name, error.field, error.message) from None
+        if plain is None and not declared:
+            raise EditRejected(name, "block", "expected an intervention, declared interventions, or both; got neither")
+        for index, one in enumerate(declared):
+            if isinstance(one, StopWhen):
+                where = f"interventions[{index}]"
+                raise EditRejected(name, where, "StopWhen belongs to a trace: an edit ends no request")
+        if plain is not None:
+            self._check_live(name, plain)
+        edit = EditMessage(
+            name=name,
+            scope=scope,
+            block=plain,
+            interventions=declared,
+            on_error=on_error,
+            max_failures=max_failures,
+            by=self._client._name,
+        )
+        size = len(msgspec.msgpack.encode(edit))
+        if size > EDIT_BYTES:
+            raise EditRejected(
+                name,
+                "block",
+                f"it takes {size} bytes with its variables, and every request brings it: {EDIT_BYTES} at most",
+            )
+        return edit
+
+    @staticmethod
+    def _check_live(name: str, block: Block) -> None:
+        try:
+            tree = ast.parse(block.source)
+        except SyntaxError as error:
+            line = (error.lineno or 1) + block.first_line - 1
+            raise EditRejected(name, "block", f"it does not compile at line {line}: {error.msg}") from None
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Name) and node.id == block.parameters[2]:
+                line = node.lineno + block.first_line - 1
+                raise EditRejected(
+                    name,
+                    "block",
+                    f"an edit has no live parameters (line {line} of {block.filename}): bind a variable, "
+                    "and install the edit anew to change it",
+                )
+
+    def _check_against(self, edit: EditMessage, model: Model) -> None:
+        from tracewire_bus.domain.intervention_checks import DeclarationError, check_encoded
+
+        if edit.block is not None:
+            check_paths(edit.block, model)
+        try:
+            check_encoded(edit.interventions, pack({}), model.trees, hidden_size=model.info.hidden_size)
+        except DeclarationError as error:
+            message = re.sub(r"was not declared at submission.*", "cannot be used: an edit has none", error.message)
+            raise EditRejected(edit.name, error.field, message) from None
+
+    async def _followed(self, name: str, generation: int, wait: float | None) -> Sequence[EngineInfo]:
+        """The live engines of the model, when they follow this change; none if nobody is to wait."""
+        if wait is None:
+            return ()
+        bus = self._client._open_bus()
+        behind: list[str] = []
+        with anyio.move_on_after(wait):
+            while True:
+                engines = [engine for engine in await bus.engines() if engine.model == self.model]
+                behind = [engine.engine for engine in engines if engine.edits < generation]
+                if not behind:
+                    return engines
+                await anyio.sleep(_POLL_S)
+        raise EditPending(name, behind, wait)
+
+
+def _check_wait(wait: float | None) -> None:
+    from tracewire.client import _seconds
+
+    if wait is not None:
+        _seconds("wait", wait, most=math.inf)
+
+
+class EditWatch(Watcher[tuple[str, EditRecord]]):
+    """An async iterator of `EditOutput` items, and an async context manager. It has no end.
+
+    Reading begins with `start()`, with entering, or with the first item; `since="now"` means that moment. It owns no
+    task: what is not asked for is not read. While Redis is away it waits.
+    """
+
+    def __init__(self, bus: Bus, records: EditRecords) -> None:
+        super().__init__(records)
+        self._bus = bus
+
+    async def __anext__(self) -> EditOutput:
+        """The next item, when there is one.
+
+        Raises:
+            StopAsyncIteration: it was closed.
+            BrokenStream: an item cannot be read, or differs from what the engine collected; the next one may be read.
+            BusRefused: Redis refuses.
+            ClientClosed: the client was closed.
+        """
+        id_, record = await self._next()
+        return EditOutput.of(id_, record, self._bus)

@@ -1,0 +1,42 @@
+"""What becomes of all traces, for dashboards and whoever reacts to every end: see `Client.watch`."""
+
+from __future__ import annotations
+
+from tracewire.traces.readers import Watcher
+from tracewire_bus.store.lifecycle import GroupWatch, Lifecycle
+from tracewire_bus.store.lifecycle import Watch as BusWatch
+
+__all__ = ["Watch"]
+
+
+class Watch(Watcher[Lifecycle]):
+    """An async iterator of `Lifecycle` events, and an async context manager. It has no end.
+
+    A trace's events come in their order. Reading begins with `start()`, with entering, or with the first event;
+    `since="now"` means that moment. It owns no task: what is not asked for is not read.
+    """
+
+    def __init__(self, watch: BusWatch | GroupWatch, model: str | None) -> None:
+        super().__init__(watch)
+        self._model = model
+
+    @property
+    def position(self) -> str:
+        """Where it is, as a text for `client.watch(since=...)`: nothing is left out or repeated from there on.
+
+        `""` before it has started, and for a watch of a group, which remembers that by itself.
+        """
+        return self._source.position if isinstance(self._source, BusWatch) else ""
+
+    async def __anext__(self) -> Lifecycle:
+        """The next event, when there is one.
+
+        Raises:
+            StopAsyncIteration: it was closed.
+            BusRefused: Redis refuses, or the group was removed.
+            ClientClosed: the client was closed.
+        """
+        while True:
+            event = await self._next()
+            if self._model is None or event.model == self._model:
+                return event

@@ -1,0 +1,1 @@
+"""A trace and its events, as a client holds them."""

@@ -1,0 +1,83 @@
+"""What readers of the bus have in common: they are entered or started, iterated, and left or closed."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Generic, Protocol, Self, TypeVar
+
+import anyio
+
+from tracewire.errors import bus_errors, connect_error
+from tracewire_bus.bus import BusError
+
+__all__ = ["Reader", "Watcher"]
+
+Item = TypeVar("Item")
+Read = TypeVar("Read", covariant=True)
+
+
+class Reader:
+    """An async context manager and an async iterator: entering it starts it, and leaving it closes it."""
+
+    async def start(self) -> None:
+        """Begin to read. A second call does nothing."""
+        raise NotImplementedError
+
+    async def aclose(self) -> None:
+        """Stop reading. Idempotent, and finishes even when cancelled."""
+        raise NotImplementedError
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    def __aiter__(self) -> Self:
+        return self
+
+
+class Source(Protocol[Read]):
+    """What the bus reads for a `Watcher`."""
+
+    async def start(self) -> None: ...
+    async def aclose(self) -> None: ...
+    async def __anext__(self) -> Read: ...
+
+
+class Watcher(Reader, Generic[Item]):
+    """A reader without an end, and with a connection of its own. It owns no task: what is not asked for is not read."""
+
+    def __init__(self, source: Source[Item]) -> None:
+        self._source = source
+        self._closed = False
+
+    async def start(self) -> None:
+        """Settle where it begins. A second call does nothing.
+
+        Raises:
+            BusRefused: Redis refuses.
+            ClientClosed: the client is closed.
+        """
+        with bus_errors():
+            await self._source.start()
+
+    async def aclose(self) -> None:
+        """Stop reading. Idempotent, and finishes even when cancelled."""
+        self._closed = True
+        with anyio.CancelScope(shield=True):
+            await self._source.aclose()
+
+    async def _next(self) -> Item:
+        """What is next, when it is there."""
+        if self._closed:
+            raise StopAsyncIteration
+        try:
+            return await anext(self._source)
+        except (anyio.ClosedResourceError, BusError) as error:
+            if self._closed:
+                raise StopAsyncIteration from None
+            raise connect_error(error) from error

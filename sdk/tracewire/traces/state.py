@@ -1,0 +1,184 @@
+"""What a trace has put out and saved: all its events folded, at one moment or at its end.
+
+The containers in it belong to whoever asked for it; arrays are shared and read-only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from tracewire.errors import AmbiguousResult, SaveMissing
+from tracewire_bus.wire.messages import SHARED_INVOKE, Accepted, Failure, Manifest, Status, Usage
+
+if TYPE_CHECKING:
+    from tracewire_bus.domain.fold import Fold
+
+__all__ = ["Choice", "Invoke", "Result", "State"]
+
+
+class Saves(dict[str, Any]):
+    """Saved values by name. Asking for a name that is not there raises a `SaveMissing`, which is a `KeyError`."""
+
+    def __init__(
+        self, values: Mapping[str, Any] = MappingProxyType({}), trace: str = "", *, ended: bool = False
+    ) -> None:
+        super().__init__(values)
+        self._trace = trace
+        self._ended = ended
+        #: Why what was saved under a name could not be sent.
+        self._reasons: dict[str, str] = {}
+
+    def __missing__(self, name: Any) -> Any:
+        raise SaveMissing(self._trace, name, self, self._reasons.get(name, ""), self._ended)
+
+
+@dataclass
+class Choice:
+    """One sampled sequence of one prompt. `choice` is its index; vLLM's own words say why it ended."""
+
+    invoke: int
+    choice: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    saves: dict[str, Any] = field(default_factory=Saves)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass
+class Invoke:
+    """One prompt of a trace, with its choices in order."""
+
+    index: int
+    choices: list[Choice]
+
+
+class State:
+    """A trace folded up to one of its events. `status` is `None` while it runs.
+
+    With one prompt and one choice, `text`, `token_ids` and `saves` are that choice's; with more, they are in
+    `invokes[i].choices[j]`.
+
+    Attributes:
+        trace: the trace's id.
+        invokes: its prompts, in order, with their choices.
+        shared: what its prompts' blocks share, by name: values of the trace, and of none of its prompts.
+        attempt, seq: the last event folded; `seq` is -1 before the first.
+        position: where to go on, as `subscribe(trace, since=state.position)`.
+        status, error, usage: as the final has them.
+        accepted: the engine's acceptance, or None.
+        save_errors: saves that could not travel, by `invoke.choice.name`, with the reason.
+        manifest: kind, length and digest of every save, as the engine collected it (at the end only).
+        prompt_logprobs: by prompt and token, if they were asked for (at the end only).
+        warnings: what a block did that its author hardly meant, at the author's own line (at the end only).
+    """
+
+    def __init__(self, trace: str, fold: Fold) -> None:
+        from tracewire_bus.bus import FINAL_ID
+
+        copy = fold.copy()
+        self.trace = trace
+        self.attempt: int = copy.attempt
+        self.seq: int = copy.seq
+        self.status: Status | None = copy.status
+        self.error: Failure | None = copy.error
+        self.usage: Usage = copy.usage
+        self.paused: bool = copy.paused
+        #: Version of the live parameters that hold for the last output.
+        self.live_version: int = copy.live_version
+        self.accepted: Accepted | None = copy.accepted
+        self.save_errors: dict[str, str] = dict(copy.save_errors)
+        self.manifest: list[Manifest] = list(copy.manifest)
+        self.prompt_logprobs = list(copy.prompt_logprobs)
+        self.warnings: list[str] = list(copy.warnings)
+        self.position = FINAL_ID if copy.finished else "start" if copy.seq < 0 else f"{copy.attempt}-{copy.seq}"
+        self.invokes = _invokes(copy, trace)
+        self.shared: dict[str, Any] = _saves(copy, trace, SHARED_INVOKE, 0)
+        self._digest = copy.digest
+
+    @property
+    def finished(self) -> bool:
+        """Whether the trace has ended, however it did."""
+        return self.status is not None
+
+    @property
+    def text(self) -> str:
+        """Text of the only choice."""
+        return self._only("text").text
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Token ids of the only choice."""
+        return self._only("token_ids").token_ids
+
+    @property
+    def saves(self) -> dict[str, Any]:
+        """Saved values of the only choice, by name."""
+        return self._only("saves").saves
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why the only choice ended, in vLLM's own word; `None` while it runs."""
+        return self._only("finish_reason").finish_reason
+
+    def digest(self) -> bytes:
+        """16 bytes that are equal for equal saves of all choices, whoever folded them."""
+        return self._digest()
+
+    def _only(self, what: str) -> Choice:
+        choices = [choice for invoke in self.invokes for choice in invoke.choices]
+        if len(choices) > 1:
+            raise AmbiguousResult(
+                f"trace {self.trace} has {len(self.invokes)} prompts and {len(choices)} choices: "
+                f"ask .invokes[i].choices[j].{what}"
+            )
+        return choices[0] if choices else Choice(0, 0, saves=Saves({}, self.trace, ended=self.finished))
+
+    def __repr__(self) -> str:
+        choices = [choice for invoke in self.invokes for choice in invoke.choices]
+        tokens = sum(len(choice.token_ids) for choice in choices)
+        names = sorted({name for choice in choices for name in choice.saves})
+        saves = f", saves {', '.join(names)}" if names else ""
+        return f"<{type(self).__name__} of {self.trace}: {self.status or 'running'}, {tokens} tokens{saves}>"
+
+
+class Result(State):
+    """A trace at its end, compared with the digests of what the engine itself collected."""
+
+
+def _saves(fold: Fold, trace: str, invoke: int, choice: int) -> Saves:
+    held = fold.choices.get((invoke, choice))
+    saves = Saves({} if held is None else held.saves, trace, ended=fold.finished)
+    prefix = f"{invoke}.{choice}."
+    saves._reasons = {
+        where.removeprefix(prefix): reason for where, reason in fold.save_errors.items() if where.startswith(prefix)
+    }
+    return saves
+
+
+def _invokes(fold: Fold, trace: str) -> list[Invoke]:
+    """Every choice that there is or will be, so that an index means the same from the first event to the last."""
+    counts: dict[int, int] = {}
+    if fold.accepted is not None:
+        sampling = fold.accepted.sampling
+        for index in range(max(len(fold.accepted.prompt_tokens), len(sampling))):
+            wanted = sampling[index].get("n") if index < len(sampling) else None
+            counts[index] = wanted if isinstance(wanted, int) else 1
+    for invoke, choice in fold.choices:
+        if invoke == SHARED_INVOKE:
+            continue
+        counts[invoke] = max(counts.get(invoke, 1), choice + 1)
+    invokes = []
+    for index in range(max(counts, default=-1) + 1):
+        choices = []
+        for number in range(counts.get(index, 1)):
+            one = Choice(index, number, saves=_saves(fold, trace, index, number))
+            if (held := fold.choices.get((index, number))) is not None:
+                one.text, one.token_ids = held.text, held.token_ids
+                one.finish_reason, one.stop_reason = held.finish_reason, held.stop_reason
+            choices.append(one)
+        invokes.append(Invoke(index, choices))
+    return invokes

@@ -1,0 +1,562 @@
+"""A trace from its submission to its result, and a subscription to one that somebody submitted.
+
+Both are handles: they own no task and hold no cancel scope between two calls, so that they can be entered in one task
+and closed in another, as web frameworks and test fixtures do. Reading is pulled. Nothing is read ahead but the bounded
+buffer of the client's one reader, and a consumer that does not read holds up nobody.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
+
+import anyio
+import msgspec
+
+from tracewire.errors import (
+    BusFull,
+    InterventionError,
+    Overloaded,
+    StateMismatch,
+    TraceFailed,
+    TraceRejected,
+    TracewireError,
+    UnknownModulePath,
+    UnknownTrace,
+    bus_errors,
+    rejection,
+)
+from tracewire_bus.bus import BusFull as NoMemory
+from tracewire_bus.bus import BusUnavailable, QueueFull
+from tracewire_bus.domain.fold import DigestMismatch, Fold
+from tracewire_bus.domain.limits import LimitExceeded
+from tracewire_bus.store.trace_records import TraceElsewhere, TraceEnded
+from tracewire_bus.wire.messages import NO_MEDIA, Submission
+from tracewire_bus.wire.values import unpack
+
+from .event_reader import (
+    Accepted,
+    Event,
+    EventReader,
+    Final,
+    Gap,
+    Output,
+    Paused,
+    Restarted,
+    Resumed,
+    Steered,
+    Waiting,
+    only,
+)
+from .large import without_large
+from .readers import Reader
+from .state import Result, State
+
+if TYPE_CHECKING:
+    from tracewire.client import Client
+    from tracewire_bus.wire.messages import Block
+
+    from .model import Model
+
+__all__ = ["Subscription", "Trace", "check_paths", "refusals"]
+
+logger = logging.getLogger("tracewire")
+
+Item: TypeAlias = Output | Steered | Paused | Resumed | Waiting | Restarted | Gap
+"""What iterating a trace yields."""
+
+#: How long leaving a trace waits for Redis to hear of it, in seconds.
+_LEAVE_S = 2.0
+
+
+def check_paths(block: Block, model: Model) -> None:
+    """Refuse a block with a literal module path that the model does not have.
+
+    Raises:
+        UnknownModulePath: for the first such path.
+        TraceRejected: a path that the model's engines do not serve.
+    """
+    from tracewire_bus.domain.tree import check_block, index_names
+
+    names = [block.parameters[0], *(name for name, path in block.paths.items() if not path)]
+    # Any engine of the model may run it.
+    indices: tuple[tuple[str, int], ...] = ()
+    if layers := index_names(block.source):
+        values = unpack(block.variables)
+        indices = tuple((name, values[name]) for name in sorted(layers) if type(values.get(name)) is int)
+    problems = (
+        problem for tree in model.trees for name in names for problem in check_block(tree, block.source, name, indices)
+    )
+    for problem in problems:
+        filename, line = block.filename, block.first_line + problem.line - 1
+        source = block.source.splitlines()[problem.line - 1].strip()
+        if problem.reason:
+            raise TraceRejected(
+                "block", problem.reason, type="UntappedLocation", filename=filename, line=line, source=source
+            )
+        raise UnknownModulePath(problem.path, problem.nearest, filename=filename, line=line, source=source)
+    for path in block.paths.values():
+        tree = next((tree for tree in model.trees if not tree.knows(path)), None)
+        if tree is not None:
+            raise UnknownModulePath(path, tree.nearest(path))
+
+
+@contextmanager
+def refusals(model: str) -> Iterator[None]:
+    """Turn what the bus raises for a submission to `model` into an error of the SDK."""
+    with bus_errors():
+        try:
+            yield
+        except (TraceElsewhere, TraceEnded) as error:
+            raise TraceRejected("trace_id", f"{error}: take another one") from None
+        except QueueFull as error:
+            raise Overloaded(model, error.waiting, error.limit, error.retry_after_s) from None
+        except NoMemory as error:
+            raise BusFull(
+                f"{error}: start it again later, keep finished traces for a shorter time "
+                "or fewer of them (tracewire engine --retention, --retain-total-bytes), or give Redis more memory"
+            ) from None
+        except LimitExceeded as error:
+            raise TraceRejected(error.field, error.message) from None
+
+
+class Trace(Reader):
+    """One submission, and its outputs as they come.
+
+    An async context manager: entering it returns once the submission is durable, and leaving it stops reading.
+    `start()` and `aclose()` do the same by hand. Leaving before the end was read cancels the trace, for all its
+    consumers, unless it was submitted with `detach=True`; then it goes on to its end.
+
+    An async iterator of `Output` items, and of `Steered`,
+    `Paused`, `Resumed`, `Waiting` and
+    `Restarted` ones when that happens, and a `Gap` in place of what was trimmed
+    before it was read; over when the trace is. Each
+    item comes once: tasks that iterate at once share them, and who wants all of them again subscribes. A rejected trace
+    raises `TraceRejected` in place of its first item; one whose block failed raises `InterventionError` after its last
+    output.
+    """
+
+    def __init__(self, client: Client, submission: Submission) -> None:
+        self._client = client
+        self._submission = submission
+        self._fold = Fold(verifying=True)
+        self._reader: EventReader | None = None
+        self._closed = False
+        #: Whether Redis may have it although `start` failed.
+        self._doubtful = False
+        #: Whether some task reads the next event; the others wait for its progress.
+        self._reading = False
+        self._progress = anyio.Event()
+        #: Read by `result()` or `accepted()` while an iteration is under way, and kept for it.
+        self._items: deque[Item] = deque()
+        self._keep = True
+        self._iterated = False
+        self._dropped = False
+        self._accepted: Accepted | None = None
+        self._result: Result | None = None
+        self._mismatch: DigestMismatch | None = None
+
+    @property
+    def id(self) -> str:
+        """The trace's id: whoever holds it can follow the trace."""
+        return self._submission.trace
+
+    @property
+    def model(self) -> str:
+        """Name of the model that it runs on."""
+        return self._submission.model
+
+    @property
+    def status(self) -> str | None:
+        """How it ended, or `None` as long as this handle has not read its end."""
+        return self._fold.status
+
+    def __repr__(self) -> str:
+        if self._reader is None:
+            state = "not started"
+        else:
+            state = self._fold.status or ("closed" if self._closed else "running")
+        return f"<Trace {self.id} on {self.model!r}: {state}>"
+
+    # --- life ---------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Submit it; durable on return. A second call does nothing.
+
+        Raises:
+            UnknownModel: no live engine serves the model.
+            UnknownModulePath: the block names a module that the model does not have.
+            Overloaded: too many submissions wait for the model. It can be started again.
+            BusFull: Redis has too little memory left. It can be started again.
+            BusUnavailable: Redis does not answer. Redis may have the trace, which can be started again and runs once
+                then. Unless it is, or was submitted with `detach=True`, the client cancels it when Redis answers.
+            BusRefused: Redis does not allow it.
+        """
+        if self._reader is not None:
+            return
+        if self._closed:
+            raise TracewireError(f"trace {self.id} is closed")
+        self._client._presence.reclaim(self.id)
+        try:
+            await self._start()
+        except BaseException:
+            if self._doubtful:
+                self._abandon("its submission was not confirmed in time")
+            raise
+        self._doubtful = False
+
+    async def _start(self) -> None:
+        bus, presence, submission = self._client._open_bus(), self._client._presence, self._submission
+        if not submission.detach:
+            with bus_errors():
+                submission = msgspec.structs.replace(submission, lease=await presence.lease())
+        await self._client._turns.wait()
+        model = await self._check_paths()
+        with refusals(self.model):
+            whole = submission
+            submission = self._submission = await without_large(submission, bus)
+            try:
+                await bus.submit(submission, model.info.queue_limit, model.info.retention_s or None)
+            except anyio.get_cancelled_exc_class():
+                # It may be there: nobody would leave it.
+                if not submission.detach:
+                    await self._leave()
+                raise
+            except BusUnavailable:
+                # Likewise.
+                self._doubtful = not submission.detach
+                raise
+            presence.expect(whole)
+            presence.look_after(whole.model)
+            if submission.deadline_s is not None:
+                presence.watch(self.id, submission.deadline_s)
+            self._reader = EventReader(self.id, bus, "start")
+            self._reader.expect(new=True)
+
+    async def _check_paths(self) -> Model:
+        model = await self._client._find(self.model, None)
+        self._check_interventions(model)
+        self._check_edits()
+        longest = max((engine.max_model_len for engine in self._client._registry[self.model]), default=0)
+        for invoke in self._submission.invokes:
+            tokens = invoke.sampling.get("max_tokens")
+            if longest and isinstance(tokens, int) and tokens > longest:
+                why = f"expected at most {longest}, what a prompt and its output may have together, got {tokens}"
+                raise TraceRejected("sampling.max_tokens", why)
+            if invoke.lora is not None and invoke.lora not in model.info.loras:
+                have = ", ".join(model.info.loras) or "none"
+                raise TraceRejected("lora", f"model {self.model!r} has no adapter {invoke.lora!r} (it has {have})")
+            if invoke.media != NO_MEDIA and "image" not in model.info.modalities:
+                raise TraceRejected("prompt.multi_modal_data", f"model {self.model!r} takes no images")
+        for block in (self._submission.block, *(invoke.block for invoke in self._submission.invokes)):
+            if block is not None:
+                check_paths(block, model)
+        return model
+
+    def _check_edits(self) -> None:
+        submission = self._submission
+        if submission.edits is None and all(invoke.edits is None for invoke in submission.invokes):
+            return
+        for engine in self._client._registry[self.model]:
+            if engine.schema == "1.0":
+                why = f"engine {engine.engine} is of a version that knows no edits, and would run the trace without"
+                raise TraceRejected("edits", why)
+
+    def _check_interventions(self, model: Model) -> None:
+        if not self._submission.interventions:
+            return
+        from tracewire_bus.domain.intervention_checks import DeclarationError, check_encoded
+
+        submission, hidden_size = self._submission, model.info.hidden_size
+        try:
+            check_encoded(submission.interventions, submission.live, model.trees, hidden_size=hidden_size)
+        except DeclarationError as error:
+            raise TraceRejected(error.field, error.message) from None
+
+    async def aclose(self) -> None:
+        """Stop reading, and cancel the trace if its end was not read and it is not detached.
+
+        Idempotent, and finishes even when cancelled.
+        """
+        leaving = self._reader is not None and not self._closed
+        self._client._presence.content(self.id)
+        self._closed = True
+        if self._reader is None:
+            return
+        with anyio.CancelScope(shield=True):
+            await self._reader.aclose()
+        if leaving and not self._submission.detach and not self._fold.finished:
+            await self._leave()
+
+    async def _leave(self) -> None:
+        reason = "its submitter has left it"
+        with anyio.move_on_after(_LEAVE_S, shield=True):
+            try:
+                await self._client.cancel(self.id, reason)
+                return
+            except TracewireError as error:
+                logger.debug("trace %s could not be cancelled yet: %s", self.id, error)
+        # Redis is away, and the client's lease may outlast that.
+        self._abandon(reason)
+
+    def _abandon(self, reason: str) -> None:
+        """Have the client cancel it when Redis answers."""
+        self._client._presence.abandon(self.id, self._client._name, reason)
+
+    # --- control ------------------------------------------------------------------------------------------------------
+
+    async def steer(
+        self,
+        values: Mapping[str, Any] | None = None,
+        /,
+        *,
+        if_version: int | None = None,
+        by: str | None = None,
+        **more: Any,
+    ) -> int:
+        """Change its live parameters: `Client.steer`."""
+        return await self._client.steer(self.id, values, if_version=if_version, by=by, **more)
+
+    async def cancel(self, reason: str = "", *, by: str | None = None) -> bool:
+        """Have it end now, as `cancelled`: `Client.cancel`."""
+        return await self._client.cancel(self.id, reason, by=by)
+
+    async def pause(self, *, by: str | None = None) -> bool:
+        """Hold it where it is: `Client.pause`."""
+        return await self._client.pause(self.id, by=by)
+
+    async def resume(self, *, by: str | None = None) -> bool:
+        """Let it go on: `Client.resume`."""
+        return await self._client.resume(self.id, by=by)
+
+    # --- reading ------------------------------------------------------------------------------------------------------
+
+    async def accepted(self) -> Accepted:
+        """Wait until an engine has taken the trace, and return what it said.
+
+        Raises:
+            TraceRejected: it refused, naming the field at fault.
+            TraceFailed: it ended before any engine accepted it.
+        """
+        await self._read_until(lambda: self._accepted is not None or self._fold.finished)
+        if self._accepted is None or self._fold.status == "rejected":
+            self._raise_failure()
+        assert self._accepted is not None
+        return self._accepted
+
+    def __aiter__(self) -> Self:
+        if self._dropped:
+            raise TracewireError(
+                f"result() has read the outputs of trace {self.id}: iterate before or beside it, "
+                f"or read them again with client.subscribe({self.id!r})"
+            )
+        self._iterated = True
+        return self
+
+    async def __anext__(self) -> Item:
+        self._iterated = True
+        await self._read_until(lambda: bool(self._items) or self._fold.finished)
+        if self._items:
+            return self._items.popleft()
+        self._raise_failure()
+        raise StopAsyncIteration
+
+    def state(self) -> State:
+        """What this handle has read so far, folded. Copies all containers; arrays are shared."""
+        return State(self.id, self._fold)
+
+    async def result(self) -> Result:
+        """Read to the end; return what was generated and saved, compared with what the engine collected.
+
+        It can be called at any time: alone, beside an iteration (which still gets every output) or after it, also by
+        several tasks.
+
+        Raises:
+            TraceRejected: the trace never ran; `field` says why.
+            InterventionError: its block raised; `result` holds what there was until then.
+            TraceFailed: its engine could not go on, or it was cancelled or expired; `result` likewise.
+            StateMismatch: what arrived is not what the engine collected.
+        """
+        if not self._iterated and not self._fold.finished:
+            # Nobody is there to get them: keep the state only.
+            self._keep = False
+        await self._read_until(lambda: self._fold.finished)
+        self._settled()
+        try:
+            self._raise_failure()
+        except TracewireError as failure:
+            # Why it ended comes first: that is the caller's to mend.
+            raise failure from self._state_mismatch()
+        return self._verified()
+
+    def _verified(self) -> Result:
+        """The result, if it is what the engine collected."""
+        result = self._settled()
+        mismatch = self._state_mismatch()
+        if mismatch is not None:
+            raise mismatch
+        return result
+
+    def _state_mismatch(self) -> StateMismatch | None:
+        """How what arrived differs from what the engine collected, if it does."""
+        found = self._mismatch
+        return None if found is None else StateMismatch(f"trace {self.id}: {found}", found.names)
+
+    def _settled(self) -> Result:
+        """The result, built and compared once."""
+        if self._result is None:
+            try:
+                self._fold.verify()
+            except DigestMismatch as error:
+                self._mismatch = error
+            self._result = Result(self.id, self._fold)
+            for warning in self._result.warnings:
+                logger.warning("trace %s: %s", self.id, warning)
+        return self._result
+
+    async def _read_until(self, done: Callable[[], bool]) -> None:
+        """Read and fold events until `done`. Several tasks may wait: one of them reads, one event a turn, for all."""
+        while not done():
+            if self._reading:
+                await self._progress.wait()
+                continue
+            if self._reader is None:
+                raise TracewireError(
+                    f"trace {self.id} has not been started: enter it with `async with`, or await its start()"
+                )
+            self._reading = True
+            try:
+                event = await self._reader.next(self._fold)
+                if event is None:
+                    fate = "it goes on" if self._submission.detach else "it was cancelled then"
+                    raise TracewireError(
+                        f"trace {self.id} was closed before its end was read: {fate}, and "
+                        f"client.subscribe({self.id!r}) or client.state({self.id!r}) reads it"
+                    )
+                self._take(event)
+            finally:
+                # Also when this task was cancelled: another one reads on.
+                self._reading = False
+                self._progress.set()
+                self._progress = anyio.Event()
+
+    def _take(self, event: Event) -> None:
+        if self._accepted is None and not isinstance(event, Waiting):
+            # An engine has it.
+            self._client._presence.content(self.id)
+        if isinstance(event, Accepted):
+            self._accepted = event
+        elif not isinstance(event, Final):
+            if isinstance(event, Gap):
+                self._accepted = self._fold.accepted or self._accepted
+            if self._iterated or self._keep:
+                self._items.append(event)
+            else:
+                self._items.clear()
+                self._dropped = True
+
+    def _raise_failure(self) -> None:
+        """Raise what the trace ended with, if it did not end well."""
+        status, error = self._fold.status, self._fold.error
+        if status in ("finished", "stopped"):
+            return
+        if status == "rejected" and error is not None:
+            raise rejection(error, self.id)
+        if status == "failed" and error is not None and error.field == "block":
+            raise InterventionError(error, trace=self.id, result=self._settled())
+        raise TraceFailed(
+            error.message if error else "",
+            trace=self.id,
+            status=status or "failed",
+            type=error.type if error else None,
+            result=self._settled(),
+        )
+
+
+class Subscription(Reader):
+    """A trace's events, in order, each once: first what is there, then what comes, up to and with the final.
+
+    In place of events that were trimmed comes a `Gap` with the state after them.
+
+    An async iterator, and an async context manager for those who leave before the end. Reading begins with `start()`,
+    with entering, or with the first item; `since="now"` means that moment.
+    """
+
+    def __init__(self, client: Client, trace: str, reader: EventReader, names: Iterable[str] | None) -> None:
+        if names is not None:
+            if isinstance(names, str) or not isinstance(names, Iterable):
+                raise TypeError(f"names is a collection of saved names, as in {{'projection'}}, not {names!r}")
+            names = frozenset(names)
+            for name in names:
+                if not isinstance(name, str):
+                    raise TypeError(f"names is a collection of saved names, and {name!r} is none")
+        self.trace = trace
+        self._client = client
+        self._reader = reader
+        self._names = names
+        self._started = False
+        self._ended = False
+
+    @property
+    def position(self) -> str:
+        """Id of the last event read: `subscribe(trace, since=subscription.position)` goes on after it."""
+        return self._reader.position
+
+    async def start(self) -> None:
+        """Begin to read. A second call does nothing.
+
+        Raises:
+            UnknownTrace: no such trace was submitted, or it has expired.
+        """
+        if self._started:
+            return
+        bus = self._client._open_bus()
+        with bus_errors():
+            known, left = await bus.records.left(self.trace)
+            if not known and not await bus.exists(self.trace):
+                raise UnknownTrace(self.trace)
+        if left is not None:
+            self._client._presence.watch(self.trace, max(0.0, left))
+        await self._reader.start()
+        self._started = True
+
+    async def aclose(self) -> None:
+        """Stop reading. Idempotent, and finishes even when cancelled."""
+        self._ended = True
+        with anyio.CancelScope(shield=True):
+            await self._reader.aclose()
+
+    async def __anext__(self) -> Event:
+        if self._ended:
+            raise StopAsyncIteration
+        if not self._started:
+            await self.start()
+        event = await self._reader.next()
+        if event is None:
+            self._ended = True
+            raise StopAsyncIteration
+        if self._names is None:
+            return event
+        if isinstance(event, Final):
+            self._missed(event, self._names)
+        return only(event, self._names)
+
+    def _missed(self, final: Final, names: frozenset[str]) -> None:
+        """Say which of the names the trace has never saved anything as."""
+        if final.status not in ("finished", "stopped"):
+            return
+        saved = {entry.name for entry in final.manifest} | {where.split(".", 2)[-1] for where in final.save_errors}
+        for name in sorted(names - saved):
+            near = difflib.get_close_matches(name, sorted(saved), 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            logger.warning(
+                "a subscription to trace %s asked for the save %r, which the trace never had (it has %s)%s",
+                *(self.trace, name, ", ".join(sorted(saved)) or "none", hint),
+            )
+
+    def __repr__(self) -> str:
+        return f"<Subscription to {self.trace} at {self.position}>"
