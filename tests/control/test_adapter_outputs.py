@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import tracewire
+from tests.bus.servers import until
 from tests.control.adapted import PlayedEngine, adapted
 from tests.scripted import engine_info
 from tracewire import Client, Output, Steered, intervention
@@ -213,7 +214,11 @@ async def test_what_names_no_trace_becomes_a_dead_letter(client: Client, bus: Bu
             (final,) = [event async for event in client.subscribe("named")]
             engine.finish(request)
             assert (await trace.result()).text == "x"
+
+            async def cleared() -> bool:
+                return await bus.command("HLEN", bus.keys.queue("tiny", "entries")) == 0
+
+            await until(cleared)
     assert (final.status, final.error.field) == ("rejected", "submission")
     assert [letter.data for letter in await bus.queue.dead_letters()] == [b"\x00garbage", b"else"]
     assert await bus.queue.waiting("tiny") == 0
-    assert await bus.command("HLEN", bus.keys.queue("tiny", "entries")) == 0
