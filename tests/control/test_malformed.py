@@ -14,6 +14,7 @@ from typing import Any
 
 import anyio
 import msgspec
+import numpy as np
 import pytest
 
 import tests.fuzz as fuzz
@@ -26,7 +27,7 @@ from tracewire_bus.domain.tree import ModuleTree
 from tracewire_bus.transport.guard import LINES, Guard, Malformed
 from tracewire_bus.wire.codec import encode
 from tracewire_bus.wire.messages import Block, Helper, Invoke, Steer, Submission
-from tracewire_bus.wire.values import pack
+from tracewire_bus.wire.values import pack, wire
 from tracewire_engine.adapter import block_sources as sources
 from tracewire_engine.adapter.block_sources import Sources
 from tracewire_engine.adapter.service import Adapter
@@ -253,6 +254,36 @@ async def test_a_client_is_told_before_it_submits(bus: Bus, embedded: str, prefi
             async with client.trace("tiny", "x" * 40_000_000):
                 pass
         assert refused.value.field == "submission"
+
+
+@pytest.mark.parametrize(
+    ("vector", "light"),
+    [
+        (np.ones(100_000, np.float32), True),
+        (np.ones(300_000, np.float32), False),
+        ([1] * 9000, False),
+    ],
+    ids=["a vector", "a large vector", "many numbers"],
+)
+async def test_only_what_holds_much_is_looked_at_on_a_thread(
+    vector: Any, light: bool, bus: Bus, embedded: str, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There, what comes in a burst would come one by one."""
+    placing: list[int] = []
+    place = Adapter._place
+
+    def noted(self: Adapter, *arguments: Any) -> bytes | None:
+        placing.append(threading.get_ident())
+        return place(self, *arguments)
+
+    monkeypatch.setattr(Adapter, "_place", noted)
+    data = encode(submission(interventions=[Steer(at="residual(1)", vector=wire(vector))]))
+    async with served(bus, embedded, prefix) as (_, client):
+        await bus.command("HSET", bus.keys.record("t"), "m", "tiny")
+        await bus.queue.put("tiny", "t", data)
+        # The model has one number in each position.
+        assert (await failure(client, "t")).field.startswith("interventions")
+    assert [thread == threading.get_ident() for thread in placing] == [light]
 
 
 async def test_a_long_source_is_looked_at_in_another_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -144,19 +144,24 @@ _OF_VALUES: Final = frozenset((2, 6, 7))
 _SETS: Final = frozenset((6, 7))
 
 
-def measure(data: bytes | memoryview, field: str) -> None:
+def measure(data: bytes | memoryview, field: str, most: int = MAX_VALUES) -> int:
     """Look through encoded data without decoding it. It says nothing of data that is cut short: decoding does.
+
+    Looking takes time with the number of values, of which there may be `most`, and not with their bytes. Returns it.
 
     Raises:
         LimitExceeded: of `field`; it holds too many values, containers, or keys that are tuples, or nests too deep.
     """
-    _Measure(field).look(memoryview(data), 0, False)
+    found = _Measure(field, most)
+    found.look(memoryview(data), 0, False)
+    return found.values
 
 
 class _Measure:
-    def __init__(self, field: str) -> None:
+    def __init__(self, field: str, most: int) -> None:
         self._field = field
-        self._values = self._containers = self._tuples = 0
+        self._most = most
+        self.values = self._containers = self._tuples = 0
 
     def look(self, data: memoryview, depth: int, of_set: bool) -> None:
         """Count what stands in `data`, which stands `depth` deep; `of_set` where a set's items do."""
@@ -167,7 +172,7 @@ class _Measure:
         while at < end:
             first = data[at]
             at += 1
-            self._values += 1
+            self.values += 1
             inside = -1
             if first < 0x80 or first >= 0xE0:
                 pass
@@ -191,8 +196,8 @@ class _Measure:
                 at += _SIZES.get(first, 0)
             if inside >= 0:
                 self._containers += 1
-                if self._values + inside > MAX_VALUES:
-                    self._values += inside
+                if self.values + inside > self._most:
+                    self.values += inside
                 is_map = 0x80 <= first < 0x90 or first >= 0xDE
                 # Python hashes tuples of numbers in a known way: many can be made to take time that grows as a square.
                 is_key = maps[-1] and left[-1] % 2 == 0 if left else False
@@ -207,14 +212,14 @@ class _Measure:
                 if left:
                     left[-1] -= 1
             if (
-                self._values > MAX_VALUES
+                self.values > self._most
                 or self._containers > MAX_CONTAINERS
                 or self._tuples > MAX_TUPLES
                 or depth + len(left) > MAX_DEPTH
             ):
                 raise LimitExceeded(
                     self._field,
-                    f"it holds more than {MAX_VALUES} values, {MAX_CONTAINERS} lists, dicts and arrays or {MAX_TUPLES} "
+                    f"it holds more than {self._most} values, {MAX_CONTAINERS} lists, dicts and arrays or {MAX_TUPLES} "
                     f"keys that are tuples, or they nest deeper than {MAX_DEPTH}; many numbers travel as one array",
                 )
 

@@ -61,8 +61,10 @@ logger = logging.getLogger("tracewire")
 
 T = TypeVar("T")
 
-#: Up to how many bytes an encoded submission, or a part of one, is looked at on the event loop.
+#: Up to how many bytes a part of a submission need not be measured.
 _SHORT = 8 * 1024
+#: Up to how many bytes and values a submission is looked at on the event loop. An array of any size is one value.
+_LIGHT_BYTES, _LIGHT_VALUES = 1024 * 1024, 2048
 #: Of how many of the traces' hash tags each heartbeat ends what is past its deadline and runs nowhere.
 SWEPT = TAGS // 8
 #: How often is looked how much waits for Redis, in seconds.
@@ -741,11 +743,11 @@ class Adapter:
         try:
             check_schema(entry.fields.get(b"v", b"").decode("ascii", "replace"))
             data = entry.fields.get(b"d", b"")
-            submission = await self._decoded(data)
+            submission, light = await self._decoded(data)
             if submission.trace != trace:
                 raise ValueError(f"its entry names trace {trace[:300]!r}, its body {submission.trace[:300]!r}")
             blocks = await self._check(submission)
-            declared = await self._beside(len(data), self._place, submission, data)
+            declared = await self._look(light, self._place, submission, data)
             edits = self._choose(submission)
         except Rejection as rejection:
             failure = rejection.failure
@@ -785,29 +787,48 @@ class Adapter:
             self._bus.queue.settled(self._info.model, entry.trace)
         return None
 
-    async def _beside(self, size: int, look: Callable[..., T], *arguments: Any) -> T:
-        """`look(*arguments)`, on a thread where there is much to look at: the event loop serves others meanwhile."""
-        if size <= _SHORT:
+    async def _look(self, light: bool, look: Callable[..., T], *arguments: Any) -> T:
+        """`look(*arguments)`: at once where there is little to look at, or else on a thread. Then the event loop serves
+        others meanwhile, and what comes in a burst comes one by one.
+        """
+        if light:
             return look(*arguments)
         return await anyio.to_thread.run_sync(look, *arguments, limiter=self._looking)
 
-    async def _decoded(self, data: bytes) -> Submission:
-        """A submission that is no more than one may be.
+    async def _decoded(self, data: bytes) -> tuple[Submission, bool]:
+        """A submission that is no more than one may be, and whether it is little.
 
         Raises:
             LimitExceeded: it is more.
             ValueError: it is none.
         """
         check_size(len(data))
-        await self._beside(len(data), _measure, [("submission", data)])
+        light = len(data) <= _LIGHT_BYTES
+        light &= await self._measure([("submission", data)])
         submission = decode_submission(data)
         check_submission(submission)
         packed = [("live", submission.live), ("shared", submission.shared)]
         for block in (submission.block, *(invoke.block for invoke in submission.invokes)):
             packed += [("block.variables", block.variables)] if block is not None else []
         packed += [("prompt.multi_modal_data", invoke.media) for invoke in submission.invokes]
-        await self._beside(sum(len(part) for _, part in packed), _measure, packed)
-        return submission
+        light &= await self._measure(packed)
+        return submission, light
+
+    async def _measure(self, parts: Sequence[tuple[str, bytes]]) -> bool:
+        """Refuse parts of a submission that hold too much. Returns whether they hold little.
+
+        Raises:
+            LimitExceeded: one does.
+        """
+        # What is shorter holds no more than it has bytes.
+        long = [(field, data) for field, data in parts if len(data) > _SHORT]
+        with suppress(LimitExceeded):
+            left = _LIGHT_VALUES
+            for field, data in long:
+                left -= measure(data, field, left)
+            return True
+        await self._look(False, lambda: [measure(data, field) for field, data in long])
+        return False
 
     async def _check(self, submission: Submission) -> Blocks:
         """What can be told without the engine. Returns the encoded block of each invoke.
@@ -1035,10 +1056,3 @@ def _check_same(declared: bytes, now: bytes) -> None:
     forms = [{name: value.form for name, value in parted(packed).items()} for packed in (declared, now)]
     if forms[0] != forms[1]:
         raise ValueError(f"they were declared as {forms[0]}, and are {forms[1]}"[:1000])
-
-
-def _measure(parts: Sequence[tuple[str, bytes]]) -> None:
-    for field, data in parts:
-        # What is shorter holds no more than it has bytes.
-        if len(data) > _SHORT:
-            measure(data, field)
