@@ -27,13 +27,14 @@ def edit(name: str, source: str = "pass") -> Edit:
 
 
 @asynccontextmanager
-async def losing(bus: Bus, folder: Path, script: Script) -> AsyncIterator[tuple[Bus, Proxy]]:
-    """A bus of the same Redis that loses the reply to the next call of a script, which Redis knows."""
-    text = with_text(("EVALSHA", script.digest))
-    assert text is not None
-    await bus.command("SCRIPT", "LOAD", text[1])
+async def losing(bus: Bus, folder: Path, call: Script | str) -> AsyncIterator[tuple[Bus, Proxy]]:
+    """A bus of the same Redis that loses the reply to the next call of a command, or of a script, which Redis knows."""
+    if isinstance(call, Script):
+        text = with_text(("EVALSHA", call.digest))
+        assert text is not None
+        await bus.command("SCRIPT", "LOAD", text[1])
     async with proxy(bus.url, folder) as way, Bus.open(way.url, prefix=bus.keys.prefix) as far:
-        way.swallow = script.digest.encode()
+        way.swallow = (call if isinstance(call, str) else call.digest).encode()
         yield far, way
         assert way.swallowed.is_set()
 
@@ -113,6 +114,20 @@ async def test_who_has_cancelled_a_trace_is_told_so(bus: Bus, tmp_path: Path, tr
         assert await bus.records.end(trace, "cancelled", records.cancellation("me", ""))
     with pytest.raises(TraceEnded):
         await bus.cancel(trace, by="another")
+
+
+async def test_a_dead_letter_that_was_dropped_was_there(bus: Bus, tmp_path: Path) -> None:
+    id_ = await bus.command("XADD", bus.keys.dead(), "*", "d", "")
+    async with losing(bus, tmp_path, "XDEL") as (far, _):
+        assert await far.queue.drop_dead_letter(id_.decode())
+        assert not await far.queue.drop_dead_letter(id_.decode())
+
+
+async def test_a_watch_group_that_was_removed_was_there(bus: Bus, tmp_path: Path) -> None:
+    await bus.command("HSET", bus.keys.watch_groups(), "g", "1")
+    async with losing(bus, tmp_path, "HDEL") as (far, _):
+        assert await far.watch_groups.remove("g")
+        assert not await far.watch_groups.remove("g")
 
 
 def _started(awaitable: Awaitable[Any]) -> asyncio.Future[Any]:

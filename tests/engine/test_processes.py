@@ -32,6 +32,7 @@ async def own_bus() -> AsyncIterator[str]:
         (["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 2}'], {}, "--speculative-config"),
         (["--pipeline-parallel-size", "3", "--async-scheduling"], {}, "--async-scheduling"),
         ([], {"VLLM_USE_V2_MODEL_RUNNER": "1"}, "VLLM_USE_V2_MODEL_RUNNER"),
+        ([], {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}, "VLLM_WORKER_MULTIPROC_METHOD=fork"),
     ],
 )
 def test_settings_that_would_be_wrong_are_refused_with_the_reason(

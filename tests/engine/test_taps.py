@@ -13,6 +13,7 @@ import anyio
 import pytest
 import torch
 
+from tracewire_engine.adapter.engine_api import EngineLost
 from tracewire_engine.adapter.vllm_engine import VllmEngine
 from tracewire_engine.launch.engine_builder import UnsupportedSetting
 from tracewire_engine.worker.blocks.compiler import BlockMediator, UntappedLocation
@@ -119,11 +120,12 @@ def test_a_graph_without_a_tap_is_found(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_an_engine_with_graphs_without_taps_is_refused() -> None:
-    async def call(method: str) -> list[list[str]]:
+    async def call(method: str, args: tuple[Any, ...]) -> list[list[str]]:
         assert method == "tracewire_untapped"
         return [[], ["CUDAGraphWrapper: 4 requests"]]
 
     engine = object.__new__(VllmEngine)
+    engine._patience_s = 60.0
     engine.llm = SimpleNamespace(collective_rpc=call)
     engine.model = SimpleNamespace(taps=(TAP,))
     with pytest.raises(UnsupportedSetting, match=r"--tap: .* 1 CUDA graphs without a place for taps"):
@@ -131,3 +133,15 @@ def test_an_engine_with_graphs_without_taps_is_refused() -> None:
     # One without taps is eager: there is nothing to ask.
     engine.model = SimpleNamespace(taps=())
     anyio.run(engine.refuse_untapped)
+
+
+def test_workers_that_do_not_say_whether_they_have_taps_are_not_waited_for() -> None:
+    async def call(method: str, args: tuple[Any, ...]) -> None:
+        await anyio.sleep_forever()
+
+    engine = object.__new__(VllmEngine)
+    engine._patience_s = 0.01
+    engine.llm = SimpleNamespace(collective_rpc=call)
+    engine.model = SimpleNamespace(taps=(TAP,))
+    with pytest.raises(EngineLost, match="did not answer tracewire_untapped"):
+        anyio.run(engine.refuse_untapped)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tracewire_engine.launch.secret import API_KEY, URL, Given, hub_token, shown
+from tracewire_engine.launch.secret import API_KEY, URL, Given, _without_hub_token, hub_token, shown
 
 SECRET = "sesame-4711"
 
@@ -73,6 +73,7 @@ def test_a_command_with_secrets_becomes_one_without(tmp_path: Path) -> None:
     (module / "secret.py").write_text(secret.read_text())
     (module / "cli.py").write_text(LOOK + "print(os.getpid())")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), URL: f"redis://:{SECRET}@h", "HF_TOKEN": SECRET}
+    environment["MODELSCOPE_API_TOKEN"] = SECRET
     begun = subprocess.Popen(
         [sys.executable, "-m", "tracewire_engine.launch.cli", "demo", f"--openai-option=--api-key={SECRET}"],
         env=environment,
@@ -83,11 +84,23 @@ def test_a_command_with_secrets_becomes_one_without(tmp_path: Path) -> None:
     out, _ = begun.communicate(timeout=60)
     given, kernels, left, number = out.splitlines()
     assert given == (
-        f"['demo', '--openai-option=--api-key={SECRET}'] {{'{URL}': 'redis://:{SECRET}@h', 'HF_TOKEN': '{SECRET}'}}"
+        f"['demo', '--openai-option=--api-key={SECRET}'] "
+        f"{{'{URL}': 'redis://:{SECRET}@h', 'HF_TOKEN': '{SECRET}', 'MODELSCOPE_API_TOKEN': '{SECRET}'}}"
     )
     assert SECRET not in kernels
     assert SECRET not in left
     assert int(number) == begun.pid
+
+
+@pytest.mark.parametrize("given", [["--hf-token", SECRET], [f"--hf-token={SECRET}"]])
+def test_vllm_is_not_given_a_token_that_it_would_hand_to_the_workers(given: list[str]) -> None:
+    kept, token = _without_hub_token(["demo", *given, "--port", "1"])
+    assert (kept, token) == (["demo", "--port", "1"], SECRET)
+
+
+def test_the_token_that_is_stored_is_left_to_vllm() -> None:
+    for arguments in (["demo", "--hf-token"], ["demo", "--hf-token", "--port", "1"]):
+        assert _without_hub_token(arguments) == (arguments, "")
 
 
 def test_more_than_a_pipe_holds_is_handed_over() -> None:

@@ -382,7 +382,9 @@ class Groups:
         Raises:
             BusUnavailable: Redis stayed away.
         """
-        there = await self._connections.command("HDEL", self._keys.watch_groups(), group)
+        # Asked on its own: a removal whose reply was lost is sent again and finds nothing.
+        there = await self._connections.command("HEXISTS", self._keys.watch_groups(), group)
+        await self._connections.command("HDEL", self._keys.watch_groups(), group)
         names = [self._keys.firehose(tag) for tag in self._keys.tags]
         found = await self._connections.commands(*(("EXISTS", name) for name in names))
         for name, exists in zip(names, found, strict=True):

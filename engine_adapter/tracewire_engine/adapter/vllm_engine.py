@@ -382,14 +382,11 @@ class VllmEngine:
 
         Raises:
             UnsupportedSetting: one has none, and would leave every intervention out.
-            EngineLost: vLLM has died.
+            EngineLost: vLLM has died, or does not answer.
         """
         if not self.model.taps:
             return
-        try:
-            found = [graph for worker in await self.llm.collective_rpc("tracewire_untapped") for graph in worker]
-        except EngineDeadError as error:
-            raise EngineLost(str(error)) from error
+        found = [graph for worker in await self._call_workers("tracewire_untapped") for graph in worker]
         if found:
             raise UnsupportedSetting(
                 f"--tap: vLLM {versions().vllm} captured {len(found)} CUDA graphs without a place for taps, so that no "

@@ -564,8 +564,8 @@ async def _untapped(engine: VllmEngine) -> str:
         await engine.refuse_untapped()
     except UnsupportedSetting as error:
         return str(error)
-    except EngineLost:
-        return "vLLM died before its first request; its error is above"
+    except EngineLost as error:
+        return f"vLLM was lost before its first request: {error}"
     return ""
 
 

@@ -84,6 +84,11 @@ def refuse_unsupported(arguments: AsyncEngineArgs) -> None:
         raise UnsupportedSetting(
             "VLLM_USE_V2_MODEL_RUNNER selects vLLM's V2 model runner, which nnsight does not instrument; unset it"
         )
+    if os.environ.get("VLLM_WORKER_MULTIPROC_METHOD", "spawn") != "spawn":
+        raise UnsupportedSetting(
+            "VLLM_WORKER_MULTIPROC_METHOD=fork would give the workers, which run blocks, a copy of the adapter's "
+            "memory with the Redis URL; unset it"
+        )
     refused = [
         (
             "--speculative-config",
@@ -149,7 +154,7 @@ def build_engine(
     """
     refuse_unsupported(arguments)
     os.environ[ADAPTER_PID] = str(os.getpid())
-    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     if current_platform.is_cpu():
         # nnsight's meta tree empties the accelerator's cache, which raises where there is none.
         from vllm.v1.worker.cpu_model_runner import _set_torch_accelerator_to_noop

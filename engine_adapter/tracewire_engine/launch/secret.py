@@ -3,8 +3,10 @@
 A command line stands in the process list, and every process that is started inherits the environment; blocks run in
 such a process. So the command, once it has been started with a secret in either, starts itself anew (in the same
 process) without, and hands the secrets on through a pipe, which is read once. The supervisor hands them to each adapter
-in the same way. Tokens of model hubs are needed by the processes that load the model: they find them in a file, which
-is gone when the model has loaded, before any block runs.
+in the same way. The token of the Hugging Face hub is needed by the processes that load the model: they find it in a
+file, which is gone when the model has loaded, before any block runs. The value of `--hf-token` goes the same way, since
+vLLM would keep it in the workers' configuration. ModelScope's client reads its token from the environment only, so that
+token stays with the adapter.
 """
 
 from __future__ import annotations
@@ -26,6 +28,9 @@ __all__ = ["API_KEY", "URL", "Given", "hub_token", "shown"]
 URL, API_KEY = "TRACEWIRE_URL", "VLLM_API_KEY"
 #: Those that hold a token of the model hub, the one that counts first.
 _HUB = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+#: Those of other hubs, which no file can hand on.
+_OTHER_HUBS = ("MODELSCOPE_API_TOKEN",)
+_HF_TOKEN = "--hf-token"
 #: Environment variable with the descriptor that the secrets are read from.
 _HANDED = "TRACEWIRE_HANDED"
 #: What a pipe holds before it has a reader, at least, in bytes.
@@ -52,11 +57,15 @@ class Given:
         if descriptor := os.environ.pop(_HANDED, ""):
             with open(int(descriptor), encoding="utf-8", errors="surrogateescape") as pipe:
                 return cls(**json.load(pipe))
-        secrets = {name: os.environ.pop(name) for name in (URL, API_KEY, *_HUB) if name in os.environ}
-        given = cls(list(arguments), secrets)
-        if secrets or shown(arguments) != list(arguments):
+        names = (URL, API_KEY, *_HUB, *_OTHER_HUBS)
+        secrets = {name: os.environ.pop(name) for name in names if name in os.environ}
+        kept, token = _without_hub_token(arguments)
+        if token:
+            secrets[_HUB[0]] = token
+        given = cls(kept, secrets)
+        if secrets or shown(kept) != kept:
             descriptor, environment = given.hand()
-            command = [sys.executable, "-m", "tracewire_engine.launch.cli", *shown(arguments)]
+            command = [sys.executable, "-m", "tracewire_engine.launch.cli", *shown(kept)]
             os.set_inheritable(int(descriptor), True)
             os.execve(command[0], command, environment)
         return given
@@ -73,6 +82,23 @@ class Given:
         finally:
             os.close(writing)
         return str(reading), {**os.environ, _HANDED: str(reading)}
+
+
+def _without_hub_token(arguments: Sequence[str]) -> tuple[list[str], str]:
+    """The arguments without a value of `--hf-token`, and that value. Without one it means the token that is stored."""
+    kept: list[str] = []
+    token = ""
+    waiting = False
+    for argument in arguments:
+        if waiting and not argument.startswith("-"):
+            kept.pop()
+            token = argument
+        elif argument.startswith(f"{_HF_TOKEN}="):
+            token = argument.partition("=")[2]
+        else:
+            kept.append(argument)
+        waiting = argument == _HF_TOKEN
+    return kept, token
 
 
 def _enlarge(pipe: int, size: int) -> None:
