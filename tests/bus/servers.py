@@ -90,6 +90,8 @@ class Running:
     def __init__(self, port: int, process: subprocess.Popen[bytes], url: str, log: Path) -> None:
         self.port = port
         self.address = f"{HOST}:{port}"
+        #: Where clients get to it, if something stands before it.
+        self.front = self.address
         self.process = process
         self.url = url
         self._log = log

@@ -6,7 +6,7 @@ import asyncio
 import datetime
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
@@ -29,7 +29,7 @@ from tracewire_bus.wire.live_values import live_values
 from tracewire_bus.wire.messages import Block, Edit, EditRecord, Invoke, Submission
 from tracewire_bus.wire.values import pack
 
-from .servers import BINARIES, HOST, Cluster, Running, free_port, running_servers
+from .servers import BINARIES, HOST, Cluster, Running, Servers, free_port, running_servers
 from .transports import end_to_end
 
 RULES = Path(__file__).parents[2] / "deploy" / "redis"
@@ -94,8 +94,8 @@ class Certificates:
 
 
 @asynccontextmanager
-async def terminator(port: int, certificates: Certificates) -> AsyncIterator[int]:
-    """Takes TLS off, in front of a server that knows none, as is done for those."""
+async def terminator(port: int, certificates: Certificates, front: int) -> AsyncIterator[None]:
+    """Takes TLS off at the port `front`, before a server that knows none, as is done for those."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=str(certificates.authority))
     context.load_cert_chain(certificates.certificate, certificates.key)
     context.verify_mode = ssl.CERT_REQUIRED
@@ -112,9 +112,9 @@ async def terminator(port: int, certificates: Certificates) -> AsyncIterator[int
         inner, outer = await asyncio.open_connection(HOST, port)
         tasks.update({asyncio.ensure_future(forward(reader, outer)), asyncio.ensure_future(forward(inner, writer))})
 
-    server = await asyncio.start_server(serve, HOST, free_port(), ssl=context)
+    server = await asyncio.start_server(serve, HOST, front, ssl=context)
     try:
-        yield server.sockets[0].getsockname()[1]
+        yield
     finally:
         server.close()
         for task in tasks:
@@ -143,8 +143,9 @@ async def behind_tls(version: str, certificates: Certificates) -> AsyncIterator[
         else:
             # This build has no TLS.
             server = await servers.start()
-            async with terminator(server.port, certificates) as port:
-                yield f"{HOST}:{port}"
+            front = free_port()
+            async with terminator(server.port, certificates, front):
+                yield f"{HOST}:{front}"
 
 
 @pytest.mark.parametrize("version", BINARIES)
@@ -164,37 +165,66 @@ async def test_everything_by_tls_with_client_certificates(version: str, prefix: 
                     pass
 
 
-async def test_sentinels_and_a_cluster_by_tls(prefix: str, tmp_path: Path) -> None:
-    """Of each version that has TLS of its own: these name the servers themselves, so nothing can stand in front."""
-    certificates = Certificates.make(tmp_path)
-    for version in (version for version in BINARIES if int(version[0]) >= 7):
-        async with running_servers(version) as servers:
+@asynccontextmanager
+async def named_by_tls(
+    servers: Servers, certificates: Certificates
+) -> AsyncIterator[Callable[..., Awaitable[Running]]]:
+    """Starts servers which sentinels and clusters name to clients by an address that speaks TLS: the server's own, or
+    that of the terminator before a server without TLS. The address is the `front` of each.
+    """
+    own = int(servers.version[0]) >= 7
+    async with AsyncExitStack() as before:
 
-            async def start(*first: str, certificates: Certificates = certificates, **more: Any) -> Running:
-                port = free_port()
-                settings = {
+        async def start(*first: str, **more: Any) -> Running:
+            port = free_port()
+            front = port if own else free_port()
+            settings: dict[str, Any] = {name.replace("_", "-"): value for name, value in more.items()}
+            url = ""
+            if own:
+                url = f"rediss://{{host}}:{{port}}?{certificates.query}"
+                settings |= {
                     "port": 0,
                     "tls-port": port,
                     "tls-cert-file": certificates.certificate,
                     "tls-key-file": certificates.key,
                     "tls-ca-cert-file": certificates.authority,
                     "tls-replication": "yes",
-                    **{name.replace("_", "-"): value for name, value in more.items()},
+                    "tls-cluster": "yes",
                 }
-                url = f"rediss://{{host}}:{{port}}?{certificates.query}"
-                return await servers.start(*first, url=url, port=port, settings=[*settings.items()])
+            elif "cluster-enabled" in settings:
+                settings |= {"cluster-announce-port": front, "cluster-announce-bus-port": port + 10_000}
+            server = await servers.start(*first, url=url, port=port, settings=[*settings.items()])
+            if not own:
+                await before.enter_async_context(terminator(port, certificates, front))
+            server.front = f"{HOST}:{front}"
+            return server
 
-            master = await start()
-            config = tmp_path / "sentinel.conf"
-            config.write_text(f"sentinel monitor events {HOST} {master.port} 1\n")
-            sentinel = await start(str(config), "--sentinel")
-            await end_to_end(f"rediss+sentinel://{sentinel.address}/events?{certificates.query}", prefix)
-            cluster = Cluster(
-                [await start(cluster_enabled="yes", tls_cluster="yes") for _ in range(3)],
-                version,
-            )
-            await cluster.join()
-            await end_to_end(f"{cluster.url.replace('redis', 'rediss', 1)}?{certificates.query}", prefix)
+        yield start
+
+
+@pytest.mark.parametrize("version", BINARIES)
+async def test_sentinels_by_tls(version: str, prefix: str, tmp_path: Path) -> None:
+    certificates = Certificates.make(tmp_path)
+    async with running_servers(version) as servers, named_by_tls(servers, certificates) as start:
+        master = await start()
+        config = tmp_path / "sentinel.conf"
+        config.write_text(
+            f"sentinel monitor events {master.front.replace(':', ' ')} 1\n"
+            # A sentinel without TLS of its own does not get through to the address that it names.
+            "sentinel down-after-milliseconds events 600000\n"
+        )
+        sentinel = await start(str(config), "--sentinel")
+        await end_to_end(f"rediss+sentinel://{sentinel.front}/events?{certificates.query}", prefix)
+
+
+@pytest.mark.parametrize("version", BINARIES)
+async def test_a_cluster_by_tls(version: str, prefix: str, tmp_path: Path) -> None:
+    certificates = Certificates.make(tmp_path)
+    async with running_servers(version) as servers, named_by_tls(servers, certificates) as start:
+        cluster = Cluster([await start(cluster_enabled="yes") for _ in range(3)], version)
+        await cluster.join()
+        addresses = ",".join(node.front for node in cluster.nodes[:2])
+        await end_to_end(f"rediss+cluster://{addresses}?{certificates.query}", prefix)
 
 
 # --- users ------------------------------------------------------------------------------------------------------------
