@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import anyio
 import msgspec
@@ -14,6 +17,7 @@ import pytest
 
 import tracewire
 from tests.bus.proxy import proxy
+from tests.bus.servers import until_so
 from tests.faults.scripted import ScriptedEngine, acts, info, serving
 from tests.faults.test_engine_loss import Gate
 from tracewire import Client, Final, Steered
@@ -21,6 +25,7 @@ from tracewire_bus.bus import Bus, QueueFull
 from tracewire_bus.transport.connection import CONCURRENT, BusUnavailable
 from tracewire_bus.wire.messages import Failure, Invoke, Submission
 from tracewire_engine.adapter.service import Adapter
+from tracewire_engine.adapter.trace_run import TraceRun
 
 PATIENCE = 10
 
@@ -58,6 +63,32 @@ async def test_a_deadline_goes_with_its_trace(client: Client, bus: Bus) -> None:
         ):
             await trace.result()
             assert await deadlines(bus, trace.id) == 0
+
+
+async def test_what_a_trace_brought_goes_with_it_and_not_with_a_garbage_collection(client: Client, bus: Bus) -> None:
+    """A collection that had to free what many traces brought would hold the event loop."""
+    gate = Gate()
+    gate.open()
+    runs: list[weakref.ref[TraceRun]] = []
+    begin = TraceRun.__init__
+
+    def noted(self: TraceRun, *args: Any, **kwargs: Any) -> None:
+        begin(self, *args, **kwargs)
+        runs.append(weakref.ref(self))
+
+    with anyio.fail_after(PATIENCE), mock.patch.object(TraceRun, "__init__", noted):
+        async with serving(bus, ScriptedEngine(gate)):
+            gc.collect()
+            gc.disable()
+            try:
+                for _ in range(3):
+                    async with client.trace("tiny", "hello", acts, live={"alpha": 1.0}) as trace:
+                        await trace.result()
+                # The engine's task of a trace ends behind the final event.
+                await until_so(lambda: not any(run() for run in runs))
+            finally:
+                gc.enable()
+    assert len(runs) == 3
 
 
 async def test_closing_a_forgotten_trace_leaves_no_record(client: Client, bus: Bus) -> None:

@@ -56,6 +56,10 @@ def _read(data: bytes, forms: Mapping[str, str]) -> _Change:
     return change
 
 
+def _ignore(applied: Applied) -> None:
+    """Wake nobody."""
+
+
 class LiveTrace:
     """The live parameters of one run, which began as `packed`, at `version`.
 
@@ -88,7 +92,7 @@ class LiveTrace:
         #: What is to be told before the next event, as the fields of a `Steered`.
         self._notes: list[tuple[int, list[tuple[str, int, int]]]] = []
         #: Wakes whoever waits for the workers.
-        self.on_applied: Callable[[Applied], None] = lambda _: None
+        self.on_applied: Callable[[Applied], None] = _ignore
 
     def take(self, data: bytes) -> dict[str, msgspec.Raw]:
         """An accepted change. Returns what the workers are to know; nothing if it is known already.
@@ -181,6 +185,8 @@ class Steering:
 
     def over(self, live: LiveTrace) -> None:
         """A run is over: the workers need not know its values any longer."""
+        # The run goes at once with what it was sent, and not with some later garbage collection.
+        live.on_applied = _ignore
         self._waiting.pop(live.run, None)
         if live.steered:
             self._over.append(live.run)

@@ -497,7 +497,10 @@ class TracewireRunner(NNsightGPUModelRunner):
 
     def execute_model(self, scheduler_output: Any, intermediate_tensors: Any = None) -> Any:
         self.tracewire_after.finish()
-        watchdog.begin_step()
+        book = self.nnsight_requests
+        if book.traced or book.results.waiting or scheduler_output.scheduled_new_reqs:
+            # Code of blocks runs in this step, or may.
+            watchdog.begin_step()
         output = super().execute_model(scheduler_output, intermediate_tensors)
         pipeline = self.tracewire_pipeline
         if pipeline is not None and pipeline.index < pipeline.topology.last:
