@@ -16,9 +16,10 @@ from tests.faults.scripted import acts
 from tests.scripted import engine_info
 from tracewire import Client
 from tracewire_bus.bus import Bus
-from tracewire_engine.adapter import trace_run as traces
+from tracewire_engine.adapter import pending
 from tracewire_engine.adapter.engine_api import EngineLost, Prepared
 from tracewire_engine.adapter.service import Adapter
+from tracewire_engine.adapter.trace_run import TraceRun
 from tracewire_engine.link.step_link import FinishRecord, Report, StepRecord
 
 PATIENCE = 30
@@ -57,7 +58,7 @@ async def begun(adapter: Adapter, trace: Any) -> list[str]:
     """The names of a trace's requests, once it has begun."""
     await trace.accepted()
     run = adapter._by_trace[trace.id]
-    assert isinstance(run, traces.TraceRun)
+    assert isinstance(run, TraceRun)
     return [request.name for request in run.requests]
 
 
@@ -66,7 +67,7 @@ async def test_a_trace_whose_report_was_lost_ends_with_an_error_and_the_others_g
     client: Client, embedded: str, prefix: str, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     """What comes after it shows so at once; else its time runs out."""
-    monkeypatch.setattr(traces, "LATE_S", 0.01)
+    monkeypatch.setattr(pending, "LATE_S", 0.01)
     engine = Reporting()
     patience_s = 0.1 if what == "nothing" else _NEVER_S
     with anyio.fail_after(PATIENCE):
@@ -98,10 +99,10 @@ async def test_a_trace_whose_report_was_lost_ends_with_an_error_and_the_others_g
 async def test_cancel_and_deadline_get_through_to_a_trace_that_waits_for_a_lost_report(
     client: Client, embedded: str, prefix: str, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    monkeypatch.setattr(traces, "LATE_S", _NEVER_S)
-    monkeypatch.setattr(traces, "ENDING_S", 0.01)
+    monkeypatch.setattr(pending, "LATE_S", _NEVER_S)
+    monkeypatch.setattr(pending, "ENDING_S", 0.01)
     # Whether it is lost nobody can tell: the end that is reported is one behind large arrays.
-    monkeypatch.setattr(traces._ChoiceHalf, "has_gap", lambda self, reads: False)
+    monkeypatch.setattr(pending._ChoiceHalf, "has_gap", lambda self, reads: False)
     engine = Reporting()
     deadline = 0.5 if how == "expired" else None
     with anyio.fail_after(PATIENCE):
@@ -143,7 +144,7 @@ async def test_what_waits_for_redis_behind_large_arrays_is_not_late(monkeypatch:
     from tracewire_engine.adapter import report_router as reports
 
     monkeypatch.setattr(reports, "_LOOK_S", 0.0)
-    half = traces.Half(1, "t")
+    half = pending.Half(1, "t")
     halves = {"r": half}
     taken = reports.Reports(PlayedEngine(), halves, 0)
     taken.held_up = True

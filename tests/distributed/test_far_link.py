@@ -31,11 +31,12 @@ from tests.faults.network import wire
 from tracewire_bus.bus import Bus
 from tracewire_bus.wire.messages import Block, Invoke, Submission
 from tracewire_bus.wire.values import pack
-from tracewire_engine.adapter.large_inputs import Inputs, input_path
+from tracewire_engine.adapter.large_inputs import Inputs
 from tracewire_engine.link.addresses import Guard, endpoint
 from tracewire_engine.link.blob_link import BlobChunk, BlobReceiver
 from tracewire_engine.link.liveness import PulseReceiver
 from tracewire_engine.link.step_link import LinkReceiver, Report, StepRecord
+from tracewire_engine.protocol.input_files import input_path
 from tracewire_engine.worker.remote_inputs import HeldInputs, inputs_at
 from tracewire_engine.worker.tensors import to_tensors
 

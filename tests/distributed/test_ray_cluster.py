@@ -13,14 +13,8 @@ import pytest
 
 from tests.adapter_command import adapter_command
 from tracewire_engine.launch import ray_cluster
-from tracewire_engine.launch.ray_cluster import (
-    Cluster,
-    ClusterError,
-    ClusterUnavailable,
-    cores_of,
-    joined,
-    parse_address,
-)
+from tracewire_engine.launch.ray_cluster import ClusterError, ClusterUnavailable, joined, parse_address
+from tracewire_engine.protocol.cluster import Cluster, cores_of
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from tracewire_bus.wire.messages import Append
-from tracewire_engine.adapter.trace_run import Half
+from tracewire_engine.adapter.pending import Half
 from tracewire_engine.link.step_link import FinishRecord, StepRecord
 
 NOTHING = msgspec.Raw(msgspec.msgpack.encode([]))

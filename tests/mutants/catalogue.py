@@ -531,7 +531,7 @@ MUTANTS = (
     ),
     # --- the adapter --------------------------------------------------------------------------------------------------
     _of(
-        f"{_ENGINE}/adapter/trace_run.py",
+        f"{_ENGINE}/adapter/pending.py",
         "two-deltas-change-places",
         "found = [half.take(index) for index in wanted]",
         "found = [half.take(index) for index in reversed(wanted)]",
@@ -559,10 +559,10 @@ MUTANTS = (
         _OUTPUTS + "::test_a_trace_ends_at_the_token_at_which_its_block_ended",
     ),
     _of(
-        f"{_ENGINE}/adapter/trace_run.py",
+        f"{_ENGINE}/adapter/digests.py",
         "what-came-with-the-end-has-no-digest",
-        "entry.digest = entry.digest or choice.digests.of(entry.name)\n                for entry in [",
-        "pass\n                for entry in [",
+        "entry.digest = entry.digest or self.of(entry.name)",
+        "pass",
         _OUTPUTS + "::test_each_token_has_what_was_saved_in_its_step",
     ),
     _of(
@@ -580,7 +580,7 @@ MUTANTS = (
         _FAULTS + "::test_a_change_is_not_told_as_applied_before_it_was_sent",
     ),
     _of(
-        f"{_ENGINE}/adapter/trace_run.py",
+        f"{_ENGINE}/adapter/pending.py",
         "a-lost-report-is-waited-for-for-ever",
         "            self.given_up = True\n",
         "            pass\n",

@@ -26,9 +26,9 @@ from tracewire_engine.link.step_link import Generated
 from tracewire_engine.protocol.keys import DECLARED_ARG, EDITS_ARG, END_ARG
 
 from .engine_api import Rejection
+from .pending import Half
 from .report_router import Reports
 from .standing_edits import Chosen, Standing
-from .trace_run import Half
 
 __all__ = ["ASKED", "EditedClient", "PlainRequests"]
 

@@ -15,9 +15,9 @@ from vllm.inputs import TokensPrompt
 
 from tracewire_bus.wire.messages import NO_MEDIA, Invoke
 from tracewire_bus.wire.values import ArrayRef, array_from_raw, unpack
+from tracewire_engine.protocol.input_files import input_path
 
 from .engine_api import Rejection
-from .large_inputs import input_path
 
 __all__ = ["modalities", "rendered", "taken"]
 

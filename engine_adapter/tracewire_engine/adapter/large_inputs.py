@@ -18,25 +18,14 @@ import anyio
 from tracewire_bus.store.blobs import BlobMissing, Blobs
 from tracewire_bus.wire.messages import MAX_MEDIA_BYTES, NO_MEDIA, Submission
 from tracewire_bus.wire.values import ArrayRef, unpack
-from tracewire_engine.worker.remote_inputs import HeldInputs
+from tracewire_engine.protocol.input_files import input_path
 
 from .engine_api import Carrier, Rejection
 
-__all__ = ["Inputs", "input_path"]
-
+__all__ = ["Inputs"]
 
 #: How long the workers may take to forget a file, in seconds. One that they keep costs memory only.
 DROP_S = 10.0
-
-
-def input_name(ref: ArrayRef) -> str:
-    """Name of the file that holds an array's elements."""
-    return f"input-{ref.digest.hex()}"
-
-
-def input_path(folder: Path | HeldInputs, ref: ArrayRef) -> Path:
-    """The file that holds an array's elements."""
-    return folder / input_name(ref)
 
 
 class _File:
@@ -78,7 +67,7 @@ class Inputs:
 
     @asynccontextmanager
     async def _file(self, trace: str, field: str, ref: ArrayRef, carrier: Carrier | None) -> AsyncIterator[None]:
-        path = self._folder / input_name(ref)
+        path = input_path(self._folder, ref)
         file = self._files.setdefault(path, _File())
         file.users += 1
         try:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import anyio
 import msgspec
@@ -23,8 +23,7 @@ from tracewire_bus.wire.messages import FirstToken, RawSteered, StopWhen
 from tracewire_bus.wire.values import unpack
 from tracewire_engine.link.step_link import Applied
 
-if TYPE_CHECKING:
-    from .engine_api import Engine
+from .engine_api import Engine
 
 __all__ = ["LiveTrace", "Steering"]
 

@@ -3,33 +3,29 @@
 The workers send one buffer a step for all requests, and once a `Layout` that says which bytes are whose. Here the bytes
 become deltas, encoded as they go on the wire: everything but the values themselves is the same from step to step and is
 prepared once. Digests for the final's manifest are taken as the bytes pass, and stop conditions are looked at.
-
-What blocks save comes encoded from the workers. Of lists of arrays, which most of it is, digests are taken here too.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from tracewire_bus.store.blobs import new_blob
-from tracewire_bus.wire.messages import Append, Manifest, PathKey, Set, StopWhen
+from tracewire_bus.wire.messages import Append, Manifest, Set, StopWhen
 from tracewire_bus.wire.values import (
     ArrayRef,
     array_digest,
     array_head,
     dict_digest,
     digest,
-    encoded_digest,
     list_digest,
     wire,
 )
 from tracewire_engine.link.step_link import Batch, Layout, LayoutEntry, Part, Slot
 
-__all__ = ["ChoiceReads", "Feed", "Item", "Passing", "PassingDigests", "joined", "parted_by_edit"]
+__all__ = ["ChoiceReads", "Feed", "Item", "joined"]
 
 _encoder = msgspec.msgpack.Encoder()
 _HOLE = b"\xc4\x10" + bytes(range(200, 216))
@@ -192,65 +188,6 @@ class Feed:
         return [(entry, entry.index + batch.step, items) for entry, items in self._entries]
 
 
-class _Append(msgspec.Struct, array_like=True, tag="a"):
-    path: tuple[PathKey, ...]
-    items: list[msgspec.Raw]
-
-
-class _Set(msgspec.Struct, array_like=True, tag="s"):
-    path: tuple[PathKey, ...]
-    value: msgspec.Raw
-
-
-class _Delete(msgspec.Struct, array_like=True, tag="d"):
-    path: tuple[PathKey, ...]
-
-
-Passing: TypeAlias = _Append | _Set | _Delete
-"""A delta whose values are encoded still."""
-
-_deltas = msgspec.msgpack.Decoder(list[Passing])
-_items = msgspec.msgpack.Decoder(list[msgspec.Raw])
-
-
-class PassingDigests:
-    """Digests of one choice's saved lists of arrays, taken of its encoded deltas as they pass, in order."""
-
-    def __init__(self) -> None:
-        #: By name, those of the items; `None` for an item that is no array.
-        self._known: dict[Any, list[bytes | None]] = {}
-
-    def take(self, raw: bytes | memoryview) -> None:
-        """Take an encoded `list[Delta]`."""
-        for delta in _deltas.decode(raw):
-            name = delta.path[0]
-            known = self._known.get(name)
-            if len(delta.path) == 1:
-                if isinstance(delta, _Append):
-                    if known is not None:
-                        known.extend([encoded_digest(memoryview(item)) for item in delta.items])
-                elif isinstance(delta, _Set) and _is_list(memoryview(delta.value)):
-                    self._known[name] = [encoded_digest(memoryview(item)) for item in _items.decode(delta.value)]
-                else:
-                    self._known.pop(name, None)
-            elif known is not None:
-                place = delta.path[1]
-                if type(place) is int and 0 <= place < len(known):
-                    known[place] = None
-                    if isinstance(delta, _Set) and len(delta.path) == 2:
-                        known[place] = encoded_digest(memoryview(delta.value))
-
-    def of(self, name: str) -> bytes:
-        """The digest of a list of arrays by now; nothing if it is anything else."""
-        known = self._known.get(name)
-        digests = [found for found in known or () if found is not None]
-        return list_digest(digests) if known is not None and len(digests) == len(known) else b""
-
-
-def _is_list(raw: memoryview) -> bool:
-    return raw[0] & 0xF0 == 0x90 or raw[0] in (0xDC, 0xDD)
-
-
 def joined(raw: bytes | memoryview, more: Sequence[bytes]) -> msgspec.Raw:
     """An encoded list with further, encoded items at its end."""
     first = raw[0]
@@ -263,15 +200,3 @@ def joined(raw: bytes | memoryview, more: Sequence[bytes]) -> msgspec.Raw:
     count += len(more)
     head = bytes([0x90 | count]) if count < 16 else b"\xdd" + count.to_bytes(4, "big")
     return msgspec.Raw(b"".join((head, raw[start:], *more)))
-
-
-def parted_by_edit(raws: Iterable[msgspec.Raw]) -> dict[str, list[Passing]]:
-    """Encoded lists of deltas, by the edit that saved, under the names that its block gave."""
-    found: dict[str, list[Passing]] = {}
-    for raw in raws:
-        for delta in _deltas.decode(raw):
-            edit, slash, name = str(delta.path[0]).partition("/")
-            if slash:
-                delta.path = (name, *delta.path[1:])
-                found.setdefault(edit, []).append(delta)
-    return found

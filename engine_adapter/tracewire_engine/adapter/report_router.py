@@ -8,19 +8,16 @@ it comes a step later) is it waited for.
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
 
 import anyio
 
 from tracewire_bus.transport.connection import Wakeup
 from tracewire_engine.link.step_link import Report
 
+from .engine_api import Engine
+from .live_changes import LiveTrace
+from .pending import Half
 from .read_decoder import Feed
-
-if TYPE_CHECKING:
-    from .engine_api import Engine
-    from .live_changes import LiveTrace
-    from .trace_run import Half
 
 __all__ = ["Reports"]
 

@@ -50,10 +50,11 @@ from .engine_api import Engine, EngineLost, Rejection
 from .http_requests import PlainRequests
 from .large_inputs import Inputs
 from .live_changes import LiveTrace, Steering
+from .pending import REPORT_S, Half
 from .report_router import Reports
 from .retention import FinishedRetention, Retention
 from .standing_edits import Chosen, Standing, place
-from .trace_run import REPORT_S, Blocks, Half, TraceRun, first
+from .trace_run import Blocks, TraceRun, first
 
 __all__ = ["Adapter", "Settings"]
 

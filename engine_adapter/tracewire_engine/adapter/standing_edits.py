@@ -28,9 +28,9 @@ from tracewire_bus.wire.codec import encode
 from tracewire_bus.wire.messages import Block, Declared, Edit, EditRecord, EngineInfo, LogitLens, Probe, StopWhen
 from tracewire_engine.link.step_link import EditBlock, FinishRecord, Placed
 
+from .digests import parted_by_edit
 from .engine_api import Rejection
-from .read_decoder import parted_by_edit
-from .trace_run import Half
+from .pending import Half
 
 __all__ = ["Chosen", "Standing", "place"]
 
@@ -284,10 +284,8 @@ class Standing:
                 continue
             self.ended(chosen, record)
             left = choice.left(tokens[index])
-            choice.digests.take(record.deltas)
+            choice.digests.complete(record.deltas, record.manifest)
             manifest = [*record.manifest, *choice.reads.manifest(index, tokens[index])]
-            for entry in manifest:
-                entry.digest = entry.digest or choice.digests.of(entry.name)
             deltas = parted_by_edit([*left, record.deltas])
             for edit in chosen.edits:
                 before = f"{edit.name}/"

@@ -1,9 +1,7 @@
 """One attempt of one trace: from its validated invokes to its final event.
 
-Two halves make an `Output`: what vLLM put out, and what the block newly saved in the steps that sampled those tokens,
-which comes by the workers' link. A `Half` holds the second until the first is there,
-keyed by choice and token index; an output is published when both are in, and a request is over when its finish record
-is.
+An output is published when vLLM has put out its tokens and the workers have reported what was saved in the steps that
+sampled them (`pending.py`).
 
 Appending waits for Redis. While it does, vLLM merges further outputs of the same request, so that a bus that lags makes
 fewer, larger entries, and one that does not gets each output at once.
@@ -15,7 +13,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import anyio
 import msgspec
@@ -24,7 +22,7 @@ from tracewire_bus.bus import BusError, BusFull, Fenced, Writer
 from tracewire_bus.domain.intervention_checks import resolved
 from tracewire_bus.store.blobs import CHUNK_BYTES, Blobs
 from tracewire_bus.store.lifecycle import telling
-from tracewire_bus.transport.connection import Backoff, BusUnavailable, Wakeup
+from tracewire_bus.transport.connection import Backoff, BusUnavailable
 from tracewire_bus.wire.codec import encode
 from tracewire_bus.wire.messages import (
     SHARED_INVOKE,
@@ -49,28 +47,19 @@ from tracewire_bus.wire.messages import (
     Usage,
 )
 from tracewire_bus.wire.values import unpack
-from tracewire_engine.link.step_link import Applied, FinishRecord, Generated, GeneratedChoice, Share, StepRecord
+from tracewire_engine.link.step_link import Applied, FinishRecord, Generated, GeneratedChoice, Share
 
 from .engine_api import Choice, Engine, EngineLost, Outputs, Prepared, Rejection
 from .live_changes import LiveTrace
-from .read_decoder import ChoiceReads, Item, PassingDigests, joined
+from .pending import Half, ReportMissing
+from .read_decoder import ChoiceReads
+from .report_router import Reports
+from .retention import Tally
+from .standing_edits import Chosen, Standing
 
-if TYPE_CHECKING:
-    from .report_router import Reports
-    from .retention import Tally
-    from .standing_edits import Chosen, Standing
-
-__all__ = ["Blocks", "Half", "ReportMissing", "TraceRun", "first"]
+__all__ = ["Blocks", "TraceRun", "first"]
 
 logger = logging.getLogger("tracewire")
-
-#: How long a report of the workers may take that nothing shows to be lost, in seconds, unless the adapter's settings
-#: say otherwise: it comes with the engine's next step.
-REPORT_S = 120.0
-#: Likewise, of a request that is to end early.
-ENDING_S = 20.0
-#: Likewise, where a later report is there already: they come in order, but for those behind large arrays.
-LATE_S = 5.0
 
 #: How long the workers may take to be told something at a trace's end, in seconds.
 SHARED_S = 10.0
@@ -108,294 +97,6 @@ _TOLD: dict[type[Event], str] = {
     Final: "final",
     RawFinal: "final",
 }
-
-
-class ReportMissing(Exception):
-    """Something that the workers should have reported did not come, and will not."""
-
-
-class _ChoiceHalf:
-    __slots__ = (
-        *("asked", "digests", "ended", "ended_at", "finish", "read", "reads", "reason", "stepped", "steps", "taken"),
-        "time",
-    )
-
-    def __init__(self, stops: Sequence[StopWhen]) -> None:
-        self.steps: dict[int, msgspec.Raw] = {}
-        self.reads = ChoiceReads(stops)
-        self.digests = PassingDigests()
-        self.ended = ""
-        #: What vLLM's `stop_reason` would say.
-        self.reason = "tracer.stop()"
-        self.ended_at: int | None = None
-        #: When the last reported step ended.
-        self.time = 0.0
-        self.finish: FinishRecord | None = None
-        #: How many records of steps have come, and how many steps' reads.
-        self.stepped = self.read = 0
-        #: Of shared values, how many steps were taken.
-        self.taken = 0
-        #: From which token on nobody has asked for what was reported.
-        self.asked = 0
-
-    def has_gap(self, reads: bool) -> bool:
-        """Whether what has come shows that something before it has not."""
-        if self.finish is not None and not self.over(reads):
-            return True
-        return any(len(one) < max(one) + 1 - self.asked for one in (self.steps, self.reads.steps) if one)
-
-    def take(self, index: int) -> msgspec.Raw:
-        """What was reported of a step, which is part of the trace. Steps are taken in order."""
-        deltas = self.steps.pop(index, _NO_DELTAS)
-        if deltas != _NO_DELTAS:
-            self.digests.take(deltas)
-        return deltas
-
-    def left(self, tokens: int) -> list[msgspec.Raw]:
-        """Take what was reported of steps that nobody has taken, in order, as far as the choice's end covers it; of
-        reads, those of the first `tokens` tokens. What later steps saved does not count.
-        """
-        found = []
-        covered = self.finish.tokens if self.finish is not None else -1
-        for index in sorted(self.steps.keys() | self.reads.steps.keys()):
-            raw = self.take(index) if covered < 0 or index < covered else _NO_DELTAS
-            more = self.reads.steps.get(index) if index < tokens else None
-            if more or raw != _NO_DELTAS:
-                found.append(joined(bytes(raw), more) if more else raw)
-        return found
-
-    def end_at(self, index: int, ended: str, reason: str) -> None:
-        """It ends at token `index`, unless it has ended before."""
-        if self.ended_at is None or index < self.ended_at:
-            self.ended, self.ended_at, self.reason = ended, index, reason
-
-    def forget(self) -> None:
-        """Let go of what was reported of steps."""
-        self.steps.clear()
-        self.reads.steps.clear()
-
-    def over(self, reads: bool) -> bool:
-        """Whether nothing more will come: its end may overtake what takes another way."""
-        finish = self.finish
-        if finish is None or self.stepped < finish.steps:
-            return False
-        return not reads or finish.error is not None or self.read >= finish.steps
-
-
-class Half:
-    """What the workers have reported of one request, by choice and token index.
-
-    `block` and `reads` say what is reported of every step: what a block saved, what declared interventions read.
-    """
-
-    def __init__(
-        self,
-        choices: int,
-        trace: str = "",
-        *,
-        block: bool = True,
-        reads: bool = False,
-        stops: Sequence[StopWhen] = (),
-        reports: Reports | None = None,
-        live: LiveTrace | None = None,
-        limit: int = 0,
-    ) -> None:
-        self.trace = trace
-        self._reports = reports
-        self._live = live
-        self.choices = [_ChoiceHalf(stops) for _ in range(choices)]
-        #: Whether large arrays have come, behind which the finish record may wait for Redis.
-        self.large = False
-        self._block = block
-        self._reads = reads
-        self._held = 0
-        self._limit = limit
-        #: Whether what was reported of steps took more than `limit`, and was let go of.
-        self.dropped = False
-        #: Since when what should have been reported is waited for, and nothing comes, by `time.monotonic`.
-        self._due_since: float | None = None
-        #: Whether the request is to end early; and whether something that was to come is not waited for any more.
-        self.ending = False
-        self.given_up = False
-        #: For the one task that publishes the request's outputs.
-        self._changed = Wakeup()
-
-    def _bound(self) -> None:
-        """Let go of what was reported of steps, which nobody will take, when it is too much."""
-        if not self._limit or not (self.dropped or self.held > self._limit):
-            return
-        self.dropped, self._held = True, 0
-        for choice in self.choices:
-            choice.forget()
-            choice.reads.blobs.clear()
-
-    @property
-    def held(self) -> int:
-        """How much memory what is not published yet takes, in bytes, about."""
-        return self._held + sum(len(raw) for choice in self.choices for _, raw in choice.reads.blobs)
-
-    def step(self, record: StepRecord, ended_at: float) -> None:
-        """Take the record of a step that ended at `ended_at`."""
-        choice = self.choices[record.choice]
-        choice.time = ended_at
-        choice.steps[record.index] = record.deltas
-        self._held += _size(record.deltas)
-        choice.stepped += 1
-        if record.ended:
-            choice.end_at(record.index, record.ended, choice.reason)
-        self._bound()
-        self._changed.notify()
-
-    def read(self, choice_index: int, index: int, items: Sequence[Item], data: memoryview, ended_at: float) -> None:
-        """Take what declared interventions read in the step that sampled token `index`."""
-        choice = self.choices[choice_index]
-        choice.time = ended_at
-        choice.read += 1
-        reads = choice.reads
-        reads.take(index, items, data)
-        self._held += sum(map(len, reads.steps.get(index, ())))
-        if reads.stopped is not None and reads.stopped_at is not None:
-            choice.end_at(reads.stopped_at, "stop", f"StopWhen({reads.stopped.probe})")
-        self._bound()
-        self._changed.notify()
-
-    def finish(self, record: FinishRecord) -> None:
-        """Take a choice's finish record."""
-        self.choices[record.choice].finish = record
-        self._changed.notify()
-
-    def gains(self) -> list[msgspec.Raw]:
-        """The encoded deltas of the steps of shared values, as far as they have come and were not taken yet."""
-        choice = self.choices[0]
-        found = []
-        while choice.taken in choice.steps:
-            found.append(deltas := choice.take(choice.taken))
-            choice.taken = choice.asked = choice.taken + 1
-            self._held -= _size(deltas)
-        return found
-
-    def renew(self, stops: Sequence[StopWhen]) -> None:
-        """Live parameters have changed: the stop conditions of the steps that follow, if there are any."""
-        if stops:
-            for choice in self.choices:
-                choice.reads.renew(stops)
-        self._changed.notify()
-
-    def _there(self, half: _ChoiceHalf, index: int) -> bool:
-        if not self._block and not self._reads:
-            # Nothing is reported of each step: only the next word on a change says where it belongs.
-            return self._live is None or not self._live.outstanding
-        if half.ended == "error" and half.ended_at == index and index in half.steps:
-            return True
-        return (not self._block or index in half.steps) and (not self._reads or index in half.reads.steps)
-
-    async def steps(self, choice: int, first: int, count: int) -> list[msgspec.Raw]:
-        """The encoded deltas of token indices `first` to `first + count - 1`, when the workers have reported them.
-
-        Indices that a worker will not report any more, because the choice has ended, count as having none, and so do
-        those behind its end.
-
-        Raises:
-            ReportMissing: one of them was lost on its way.
-        """
-        half = self.choices[choice]
-        half.asked = first
-        wanted = range(first, first + count)
-        while not half.over(self._reads) and not all(self._there(half, index) for index in wanted):
-            ended_at = half.ended_at if half.ended_at in wanted else None
-            # All of them: records that come by two ways may overtake each other.
-            if ended_at is not None and all(self._there(half, index) for index in wanted if index <= ended_at):
-                break
-            if self.given_up:
-                missing = next(index for index in wanted if not self._there(half, index))
-                raise ReportMissing(f"what the workers reported of token {missing} was lost")
-            await self._due()
-        half.asked = first + count
-        if half.ended_at is not None and half.ended_at in wanted:
-            wanted = range(first, half.ended_at + 1)
-        for index in wanted:
-            if index in half.steps:
-                self._held -= _size(half.steps[index])
-            self._held -= sum(map(len, half.reads.steps.get(index, ())))
-        found = [half.take(index) for index in wanted]
-        found += [_NO_DELTAS] * (count - len(found))
-        if self._reads:
-            for place, index in enumerate(wanted):
-                more = half.reads.steps.pop(index, None)
-                if more:
-                    found[place] = joined(bytes(found[place]), more)
-        return found
-
-    @property
-    def failed(self) -> bool:
-        """Whether the workers have ended a choice with an error."""
-        return any(choice.ended == "error" for choice in self.choices)
-
-    async def reported(self, tokens: Sequence[int]) -> None:
-        """Wait until what is reported of each step has come, for that many tokens of each choice; or the end has, or it
-        is given up.
-        """
-        for choice, count in zip(self.choices, tokens, strict=True):
-            while choice.ended != "error" and not choice.over(self._reads) and not self.given_up:
-                if (not self._block or choice.stepped >= count) and (not self._reads or choice.read >= count):
-                    break
-                await self._due()
-
-    async def until_failed(self) -> None:
-        """Wait until they have."""
-        while not self.failed:
-            await self._more()
-
-    async def finished(self) -> None:
-        """Wait until the workers have reported the end of every choice, or that is given up."""
-        while not self.given_up and not all(choice.over(self._reads) for choice in self.choices):
-            await self._due()
-
-    def ended_whole(self, choice: int) -> bool:
-        """Whether all that was to be reported of a choice has come."""
-        return self.choices[choice].over(self._reads)
-
-    def look(self, now: float, heard: float, patience_s: float) -> None:
-        """Give up what is waited for if it is late. No report could be read before `heard`."""
-        if self._due_since is None:
-            return
-        if not self.large and any(choice.has_gap(self._reads) for choice in self.choices):
-            patience_s = min(patience_s, LATE_S)
-        elif self.ending:
-            patience_s = min(patience_s, ENDING_S)
-        if now - max(self._due_since, heard) > patience_s:
-            self.given_up = True
-            self._changed.notify()
-
-    def hear(self) -> None:
-        """A part of a large array has come, behind which what is waited for may be."""
-        self.large = True
-        if self._due_since is not None:
-            self._due_since = time.monotonic()
-
-    async def _due(self) -> None:
-        """Wait until something has come for this request, perhaps, that should come by itself."""
-        self._due_since = time.monotonic()
-        try:
-            await self._more()
-        finally:
-            self._due_since = None
-
-    async def _more(self) -> None:
-        """Wait until something has come for this request, perhaps."""
-        if self._reports is None:
-            await self._changed.wait()
-        elif not self._reports.pull():
-            self._reports.expect()
-            try:
-                await self._changed.wait()
-            finally:
-                self._reports.content()
-
-
-def _size(deltas: msgspec.Raw) -> int:
-    """What a record of a step takes, in bytes, about."""
-    return memoryview(deltas).nbytes + 200
 
 
 class _Request:
@@ -915,9 +616,7 @@ class TraceRun:
                 # Steps of which no output told, where the workers count them: those of an output that was lost.
                 untold = choice.left(0)
                 deltas.extend((request.invoke, index, raw) for raw in (*untold, record.deltas) if raw != _NO_DELTAS)
-                choice.digests.take(record.deltas)
-                for entry in record.manifest:
-                    entry.digest = entry.digest or choice.digests.of(entry.name)
+                choice.digests.complete(record.deltas, record.manifest)
                 for entry in [*record.manifest, *choice.reads.manifest(index, len(request.token_ids[index]))]:
                     entry.invoke = request.invoke
                     manifest.append(entry)
@@ -979,9 +678,7 @@ class TraceRun:
         if end is None or not shared.ended_whole(0):
             logger.warning("the workers did not report what trace %s shared in the end", self._trace)
             return FinishRecord(self._share, 0, _NO_DELTAS, error=_UNREPORTED) if choice.has_gap(False) else None
-        choice.digests.take(end.deltas)
-        for entry in end.manifest:
-            entry.digest = entry.digest or choice.digests.of(entry.name)
+        choice.digests.complete(end.deltas, end.manifest)
         return end
 
     async def _closed(self) -> None:

@@ -42,7 +42,7 @@ from tracewire_engine.protocol.keys import (
 
 from .engine_api import Carrier, Choice, EngineLost, Outputs, Prepared, Rejection
 from .images import rendered, taken
-from .trace_run import REPORT_S
+from .pending import REPORT_S
 
 __all__ = ["VllmEngine"]
 

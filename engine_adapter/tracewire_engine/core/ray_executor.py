@@ -22,7 +22,7 @@ import torch
 from vllm.platforms import current_platform
 from vllm.v1.executor import ray_executor_v2
 
-from tracewire_engine.launch.ray_cluster import Cluster, cores_of
+from tracewire_engine.protocol.cluster import Cluster, cores_of
 from tracewire_engine.protocol.keys import RAY_CLUSTER
 
 __all__ = ["TracewireRayExecutor", "TracewireRayWorker"]

@@ -30,9 +30,10 @@ import anyio
 from tracewire_bus.domain.fleet import LEAVING, differences, disagreements
 from tracewire_bus.store.blobs import THRESHOLD_BYTES
 from tracewire_bus.transport.connection import BusError, BusUnavailable
+from tracewire_engine.protocol.cluster import Cluster
 
 from .parent_death import die_with_parent
-from .ray_cluster import Cluster, ClusterError, ClusterUnavailable, joined
+from .ray_cluster import ClusterError, ClusterUnavailable, joined
 from .secret import API_KEY, URL, Given, hub_token, shown
 from .supervisor import DRAINING, SUPERVISOR_PID, supervise
 

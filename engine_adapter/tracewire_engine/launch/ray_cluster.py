@@ -17,17 +17,17 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import msgspec
+from tracewire_engine.protocol.cluster import Cluster
 
 from .parent_death import die_with_parent
 
-__all__ = ["Cluster", "ClusterError", "ClusterUnavailable", "cores_of", "joined", "parse_address"]
+__all__ = ["ClusterError", "ClusterUnavailable", "joined", "parse_address"]
 
 #: How long a cluster's address may take to answer, a cluster to tell what it has, and a node to join, in seconds.
 _CONNECT_S, _ASK_S, _JOIN_S = 5.0, 30.0, 60.0
@@ -39,19 +39,6 @@ class ClusterError(RuntimeError):
 
 class ClusterUnavailable(ClusterError):
     """There may be one later: it does not answer, or lacks a machine."""
-
-
-class Cluster(msgspec.Struct):
-    """A cluster to run in. `address` is `"local"` for one that is still to be started, else `HOST:PORT` of its head."""
-
-    address: str
-    #: This machine's address in it.
-    node: str = ""
-
-    @property
-    def own(self) -> bool:
-        """Whether it is this engine's own, and ends with it."""
-        return self.address == "local"
 
 
 def parse_address(address: str) -> tuple[str, int]:
@@ -230,40 +217,6 @@ def _addresses() -> set[str]:
 
     families = (socket.AF_INET, socket.AF_INET6)
     return {one.address for card in psutil.net_if_addrs().values() for one in card if one.family in families}
-
-
-def cores_of(bind: str, rank: int, local_rank: int, world: int, neighbours: int, cores: Sequence[int]) -> list[int]:
-    """The cores that a rank's threads run on.
-
-    Args:
-        bind: `VLLM_CPU_OMP_THREADS_BIND`: a list of cores for each rank, as `"0-3|4-7"`: of all ranks, or of those on
-            this machine; `"auto"` to share what there is; `"nobind"`.
-        rank: among all `world` ranks.
-        local_rank: among the `neighbours` on this machine.
-        cores: what this process may use.
-
-    Raises:
-        ValueError: no list of cores is meant for it.
-    """
-    if bind == "nobind":
-        return list(cores)
-    if bind == "auto":
-        share = max(1, len(cores) // neighbours)
-        first = local_rank * share % len(cores)
-        return list(cores[first : first + share])
-    lists = bind.split("|")
-    index = rank if len(lists) == world else local_rank
-    if index >= len(lists):
-        raise ValueError(
-            f"VLLM_CPU_OMP_THREADS_BIND={bind!r} has {len(lists)} lists of cores; rank {rank} is number {local_rank} "
-            f"on its machine, of {world} in all: give one for each rank, or for each on the machine"
-        )
-    return [core for span in lists[index].split(",") for core in _span(span)]
-
-
-def _span(span: str) -> range:
-    first, _, last = span.partition("-")
-    return range(int(first), int(last or first) + 1)
 
 
 # --- in processes of their own ----------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from tracewire_bus.wire.values import ArrayRef
-from tracewire_engine.adapter.large_inputs import input_path
+from tracewire_engine.protocol.input_files import input_path
 
 from .remote_inputs import HeldInputs
 

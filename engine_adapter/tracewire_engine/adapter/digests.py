@@ -1,0 +1,97 @@
+"""Digests of what blocks save, taken of the encoded deltas as they pass from the workers to the bus.
+
+The workers send what blocks save already encoded. Most of it is lists of arrays; their digests, which the final's
+manifest needs, are taken here, so that the workers need not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeAlias
+
+import msgspec
+
+from tracewire_bus.wire.messages import Manifest, PathKey
+from tracewire_bus.wire.values import encoded_digest, list_digest
+
+__all__ = ["Passing", "PassingDigests", "parted_by_edit"]
+
+
+class _Append(msgspec.Struct, array_like=True, tag="a"):
+    path: tuple[PathKey, ...]
+    items: list[msgspec.Raw]
+
+
+class _Set(msgspec.Struct, array_like=True, tag="s"):
+    path: tuple[PathKey, ...]
+    value: msgspec.Raw
+
+
+class _Delete(msgspec.Struct, array_like=True, tag="d"):
+    path: tuple[PathKey, ...]
+
+
+Passing: TypeAlias = _Append | _Set | _Delete
+"""A delta whose values are encoded still."""
+
+
+_deltas = msgspec.msgpack.Decoder(list[Passing])
+
+
+_items = msgspec.msgpack.Decoder(list[msgspec.Raw])
+
+
+class PassingDigests:
+    """Digests of one choice's saved lists of arrays, taken of its encoded deltas as they pass, in order."""
+
+    def __init__(self) -> None:
+        #: By name, those of the items; `None` for an item that is no array.
+        self._known: dict[Any, list[bytes | None]] = {}
+
+    def take(self, raw: bytes | memoryview) -> None:
+        """Take an encoded `list[Delta]`."""
+        for delta in _deltas.decode(raw):
+            name = delta.path[0]
+            known = self._known.get(name)
+            if len(delta.path) == 1:
+                if isinstance(delta, _Append):
+                    if known is not None:
+                        known.extend([encoded_digest(memoryview(item)) for item in delta.items])
+                elif isinstance(delta, _Set) and _is_list(memoryview(delta.value)):
+                    self._known[name] = [encoded_digest(memoryview(item)) for item in _items.decode(delta.value)]
+                else:
+                    self._known.pop(name, None)
+            elif known is not None:
+                place = delta.path[1]
+                if type(place) is int and 0 <= place < len(known):
+                    known[place] = None
+                    if isinstance(delta, _Set) and len(delta.path) == 2:
+                        known[place] = encoded_digest(memoryview(delta.value))
+
+    def of(self, name: str) -> bytes:
+        """The digest of a list of arrays by now; nothing if it is anything else."""
+        known = self._known.get(name)
+        digests = [found for found in known or () if found is not None]
+        return list_digest(digests) if known is not None and len(digests) == len(known) else b""
+
+    def complete(self, raw: bytes | memoryview, manifest: Sequence[Manifest]) -> None:
+        """Take the finish record's encoded `list[Delta]`, and fill in the digests that its manifest lacks."""
+        self.take(raw)
+        for entry in manifest:
+            entry.digest = entry.digest or self.of(entry.name)
+
+
+def _is_list(raw: memoryview) -> bool:
+    return raw[0] & 0xF0 == 0x90 or raw[0] in (0xDC, 0xDD)
+
+
+def parted_by_edit(raws: Iterable[msgspec.Raw]) -> dict[str, list[Passing]]:
+    """Encoded lists of deltas, by the edit that saved, under the names that its block gave."""
+    found: dict[str, list[Passing]] = {}
+    for raw in raws:
+        for delta in _deltas.decode(raw):
+            edit, slash, name = str(delta.path[0]).partition("/")
+            if slash:
+                delta.path = (name, *delta.path[1:])
+                found.setdefault(edit, []).append(delta)
+    return found

@@ -1,0 +1,23 @@
+"""How the files are named that hold a submission's large values: the adapter writes them, and the workers map them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+from tracewire_bus.wire.values import ArrayRef
+
+__all__ = ["InputFolder", "input_path"]
+
+
+class InputFolder(Protocol):
+    """A folder, or what stands for one: on another machine, the files that a worker was sent."""
+
+    def __truediv__(self, name: str, /) -> Path:
+        """The path of the file of this name."""
+        ...
+
+
+def input_path(folder: InputFolder, ref: ArrayRef) -> Path:
+    """The file in `folder` that holds the elements of an array."""
+    return folder / f"input-{ref.digest.hex()}"
