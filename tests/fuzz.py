@@ -45,6 +45,7 @@ from tracewire_bus.wire.messages import Append, Block, DecodedOutput, Edit, Fina
 from tracewire_bus.wire.values import pack, wire
 from tracewire_engine.adapter.engine_api import Prepared, Rejection
 from tracewire_engine.adapter.service import Adapter, Settings
+from tracewire_engine.launch.cli import settle_memory
 
 __all__ = ["Mutator", "main", "run"]
 
@@ -141,9 +142,7 @@ async def _serve(options: argparse.Namespace) -> None:
         group.start_soon(engine.run)
         group.start_soon(loop.tick)
         # As the engine's command does.
-        gc.collect()
-        gc.freeze()
-        gc.set_threshold(10_000)
+        settle_memory()
         print(f"ready {described.engine}", flush=True)
         await adapter.run()
         group.cancel_scope.cancel()

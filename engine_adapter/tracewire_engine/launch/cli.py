@@ -435,8 +435,9 @@ def settle_memory() -> None:
     # What has been built by now stays: a collection that walks it all would hold every trace up.
     gc.collect()
     gc.freeze()
-    # Little that traces are made of is garbage, and looking through it was a tenth of the adapter's time.
-    gc.set_threshold(10_000)
+    # Little that traces are made of is garbage, and looking through it was a tenth of the adapter's time. A collection
+    # of the second generation looks at 40,000 objects at most, which takes some 20 ms on a slow core.
+    gc.set_threshold(10_000, 3, 20)
     gc.enable()
 
 
