@@ -43,6 +43,13 @@ def test_decorating_a_block_loads_nothing_heavy() -> None:
     assert not roots & (HEAVY | ON_FIRST_USE)
 
 
+def test_an_adapter_without_vllm_loads_nothing_heavy() -> None:
+    """Tests and benchmarks start many, each in a process of its own, with an engine that they play."""
+    roots = {name.partition(".")[0] for name in imported("import tracewire_engine.adapter.service")}
+    assert "tracewire_engine" in roots
+    assert not roots & HEAVY
+
+
 def test_import_takes_a_few_times_what_its_machine_takes_for_asyncio() -> None:
     """By ratio, since machines differ from hour to hour: 3 to 4."""
     found = [imported("import asyncio, tracewire") for _ in range(5)]

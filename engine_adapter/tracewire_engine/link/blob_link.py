@@ -17,18 +17,21 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import zmq
 import zmq.asyncio
 
 from tracewire_bus.wire.messages import Delta, Failure, Manifest
-from tracewire_engine.worker.large_arrays import LargeArray, encode
-from tracewire_engine.worker.save_tracker import Ending
 
 from .addresses import Guard, bind, connect, endpoint, extended
 from .step_link import FinishRecord, Receiver, Report, StepRecord, encode_reports
+
+if TYPE_CHECKING:
+    # They need torch and nnsight, which take seconds to import; the adapter's end needs neither.
+    from tracewire_engine.worker.large_arrays import LargeArray
+    from tracewire_engine.worker.save_tracker import Ending
 
 __all__ = ["BlobChunk", "BlobReceiver", "BlobSender"]
 
@@ -58,7 +61,10 @@ class BlobSender:
     """The worker's end. `step` and `finish` are for the model's thread and return at once."""
 
     def __init__(self, link_address: str) -> None:
+        from tracewire_engine.worker.large_arrays import encode
+
         self._address = link_address
+        self._encode = encode
         self._new: queue.SimpleQueue[tuple[_Lane, Iterator[None]]] = queue.SimpleQueue()
         self._failed: dict[_Lane, Failure] = {}
         # Ends with its process.
@@ -104,7 +110,7 @@ class BlobSender:
     ) -> Iterator[None]:
         try:
             yield from self._ship(lane, taken)
-            record.deltas = msgspec.Raw(encode(deltas))
+            record.deltas = msgspec.Raw(self._encode(deltas))
         except Exception as error:
             self._fail(lane, error)
         self._send(Report(time=ended_at, steps=[record]))
@@ -145,7 +151,7 @@ class BlobSender:
                 array.release()
         checked(manifest)
         record.manifest = manifest
-        record.deltas = msgspec.Raw(encode(deltas))
+        record.deltas = msgspec.Raw(self._encode(deltas))
 
     def _ship(self, lane: _Lane, arrays: list[LargeArray]) -> Iterator[None]:
         try:
