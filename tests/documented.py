@@ -22,6 +22,7 @@ RUN_BY = {
     "make demo": "tests/engine/test_demo.py::test_the_demo_s_three_consumers_agree_with_each_other_and_with_nnsight",
     "make faults": "tests/faults/test_harness.py::test_nothing_is_lost_whatever_breaks",
     "python -m benchmarks.blobs": _BENCHMARKS + "blobs",
+    "python -m benchmarks.blocks": _BENCHMARKS + "blocks",
     "python -m benchmarks.bursts": _BENCHMARKS + "bursts",
     "python -m benchmarks.bus": _BENCHMARKS + "bus",
     "python -m benchmarks.bus --rate 300 --sweep": _BENCHMARKS + "bus_sweep",
@@ -62,8 +63,8 @@ RUN_BY_NONE = {
     "make test": "is what runs the tests",
     'pip install "tracewire[engine-gpu]"': _GPU,
     "pip install 'tracewire[engine-gpu,ray]'": _GPU,
-    "python -m benchmarks.overhead --dummy": _GPU,
     "python -m benchmarks.overhead $O": _GPU,
+    "python -m tests.gpu_taps": _GPU,
     "python -m benchmarks.steering --model LLAMA_1B": _GPU,
     "python -m tests.distributed.compare": "needs several GPUs; tests/distributed runs the same scenarios on a CPU",
     "python -m tests.faults.harness --recovery": (
