@@ -61,6 +61,8 @@ _TRAINING = "trains, or measures, the model that ships: minutes to hours"
 #: The start of a command that no test runs, and the reason. The longest start counts, of these and of those above.
 RUN_BY_NONE = {
     "make test": "is what runs the tests",
+    "make setup": "makes the environment that the tests run in",
+    "make lint": "runs beside the tests",
     'pip install "tracewire[engine-gpu]"': _GPU,
     "pip install 'tracewire[engine-gpu,ray]'": _GPU,
     "python -m benchmarks.overhead $O": _GPU,

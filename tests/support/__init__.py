@@ -1,0 +1,7 @@
+"""What tests share."""
+
+from pathlib import Path
+
+__all__ = ["ROOT"]
+
+ROOT = Path(__file__).parents[2]
