@@ -25,7 +25,8 @@ from tracewire_engine.worker.blocks import save_marks as marks
 from tracewire_engine.worker.blocks.batched_serving import RowBatcher
 from tracewire_engine.worker.blocks.compiler import BlockCache
 from tracewire_engine.worker.blocks.live_params import LIVE, LiveRun
-from tracewire_engine.worker.declared.plan import DeclaredInterleaver, DeclaredRequests
+from tracewire_engine.worker.declared.hooks import DeclaredInterleaver
+from tracewire_engine.worker.declared.plan import DeclaredRequests
 from tracewire_engine.worker.parallel.staged_mediator import StagedMediator, StagesDiffer
 from tracewire_engine.worker.parallel.topology import OtherStage, Topology, described
 

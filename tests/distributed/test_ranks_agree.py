@@ -129,18 +129,18 @@ def spoiling(model, tracer, live, who, spoilt):
     """Have steers of a rank find no memory, as of a GPU that others use too; or mend that."""
     import torch
 
-    import tracewire_engine.worker.declared.plan as declared
+    from tracewire_engine.worker.declared.groups import EditGroup
 
     if torch.distributed.get_rank() == who:
         if spoilt:
-            declared._Edit.whole = declared._Edit.run
+            EditGroup.whole = EditGroup.run
 
             def run(self, stage, error=torch.OutOfMemoryError):
                 raise error("out of memory")
 
-            declared._Edit.run = run
+            EditGroup.run = run
         else:
-            declared._Edit.run = declared._Edit.whole
+            EditGroup.run = EditGroup.whole
     model.logits
 
 

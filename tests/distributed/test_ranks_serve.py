@@ -25,7 +25,8 @@ from tracewire_engine.worker.blocks import time_limit as watchdog
 from tracewire_engine.worker.blocks.batched_serving import RowBatcher
 from tracewire_engine.worker.blocks.compiler import BlockCache
 from tracewire_engine.worker.blocks.live_params import LIVE, LiveRun
-from tracewire_engine.worker.declared.plan import DeclaredInterleaver, DeclaredRequests
+from tracewire_engine.worker.declared.hooks import DeclaredInterleaver
+from tracewire_engine.worker.declared.plan import DeclaredRequests
 from tracewire_engine.worker.parallel import rank_agreement as ranks
 from tracewire_engine.worker.parallel.rank_agreement import Key, RanksDiffer
 

@@ -29,7 +29,8 @@ from tracewire_engine.adapter.read_decoder import ChoiceReads, Feed, joined
 from tracewire_engine.link.step_link import Placed, encode_changes
 from tracewire_engine.worker.blocks.live_params import LiveRun, LiveRuns
 from tracewire_engine.worker.declared import plan as declared_module
-from tracewire_engine.worker.declared.plan import Declaration, DeclaredRequests
+from tracewire_engine.worker.declared.ops import Declaration
+from tracewire_engine.worker.declared.plan import DeclaredRequests
 
 HIDDEN, VOCABULARY, LAYERS = 16, 40, 3
 HEAD = torch.randn(VOCABULARY, HIDDEN, generator=torch.Generator().manual_seed(1))

@@ -18,7 +18,8 @@ from tracewire_engine.adapter.vllm_engine import VllmEngine
 from tracewire_engine.launch.engine_builder import UnsupportedSetting
 from tracewire_engine.worker.blocks.compiler import BlockMediator, UntappedLocation
 from tracewire_engine.worker.declared.cuda_graphs import breakable_throughout, without_taps
-from tracewire_engine.worker.declared.plan import DeclaredInterleaver, DeclaredRequests
+from tracewire_engine.worker.declared.hooks import DeclaredInterleaver
+from tracewire_engine.worker.declared.plan import DeclaredRequests
 
 TAP = "model.model.layers.2.output"
 

@@ -711,7 +711,7 @@ MUTANTS = (
         _PLAN + "::test_plans_are_what_a_loop_over_requests_gives[0]",
     ),
     _of(
-        f"{_ENGINE}/worker/declared/plan.py",
+        f"{_ENGINE}/worker/declared/groups.py",
         "two-requests-rows-change-places",
         "rows = [row for start, count in spans for row",
         "rows = [row for start, count in reversed(spans) for row",

@@ -152,9 +152,8 @@ def figures() -> dict[str, Any]:
         }
     result["circles"] = circles({name: imports(name, path, known) for name, path in known.items()})
     result["untested"] = untested(known)
-    result["modules"] = dict(
-        sorted(Counter(str(path.parent.relative_to(ROOT)) for path in known.values() if path.stem != "__init__").items())
-    )
+    folders = Counter(str(path.parent.relative_to(ROOT)) for path in known.values() if path.stem != "__init__")
+    result["modules"] = dict(sorted(folders.items()))
     return result
 
 

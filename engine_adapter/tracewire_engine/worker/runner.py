@@ -59,7 +59,9 @@ from tracewire_engine.worker.blocks.residual import Residual, find_layers, find_
 from tracewire_engine.worker.blocks.shared_values import SharedRun, SharedRuns
 from tracewire_engine.worker.blocks.standing_blocks import EditedRequest
 from tracewire_engine.worker.declared.cuda_graphs import breakable_throughout, without_taps
-from tracewire_engine.worker.declared.plan import Declaration, DeclaredInterleaver, DeclaredRequests, is_early
+from tracewire_engine.worker.declared.hooks import DeclaredInterleaver
+from tracewire_engine.worker.declared.ops import Declaration, is_early
+from tracewire_engine.worker.declared.plan import DeclaredRequests
 from tracewire_engine.worker.parallel.merged_columns import ColumnFragments
 from tracewire_engine.worker.parallel.rank_agreement import DECLARED, Key, Ranks
 from tracewire_engine.worker.parallel.staged_mediator import Pipeline, Said, Share, StagedMediator, StagesDiffer, shared

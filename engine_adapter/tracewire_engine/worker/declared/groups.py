@@ -1,0 +1,296 @@
+"""Interventions of several requests that run together at one location, as a few kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from tracewire_bus.wire.messages import Ablate, Clamp, LogitLens, Probe, Steer
+
+from .ops import Declaration, Op
+
+__all__ = ["Collector", "EditGroup", "Group", "LocationValues", "Member", "ReadGroup", "Rows", "raw", "tensors_of"]
+
+
+class Rows:
+    """Rows of the flat batch: of several requests, each with `counts[i]` of them from `starts[i]` on."""
+
+    def __init__(self, spans: Sequence[tuple[int, int]], total: int, device: torch.device) -> None:
+        self.counts = [count for _, count in spans]
+        self.single = all(count == 1 for count in self.counts)
+        #: Row numbers; None if they are simply all rows of the step.
+        self.index: torch.Tensor | None = None
+        self.total = total
+        rows = [row for start, count in spans for row in range(start, start + count)]
+        if rows != list(range(total)):
+            self.index = _to_device(torch.tensor(rows, dtype=torch.int64), device)
+
+    def take(self, tensor: torch.Tensor) -> torch.Tensor:
+        """These rows of `tensor`; a view of it if they are all there is."""
+        return tensor[: self.total] if self.index is None else tensor.index_select(0, self.index)
+
+    def put(self, tensor: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Replace these rows by what `change` makes of them."""
+        if self.index is None:
+            view = tensor[: self.total]
+            view.copy_(change(view))
+        else:
+            tensor.index_copy_(0, self.index, change(tensor.index_select(0, self.index)).to(tensor.dtype))
+
+
+class Member:
+    """An intervention with the rows that it is about in this composition of the batch."""
+
+    __slots__ = ("declaration", "op", "span")
+
+    def __init__(self, declaration: Declaration, op: Op, span: tuple[int, int]) -> None:
+        self.declaration = declaration
+        self.op = op
+        self.span = span
+
+
+class Group:
+    """Members that run together at one location. Their vectors are stacked, one a row where they differ."""
+
+    def __init__(self, members: list[Member], rows: Rows, residual: bool, device: torch.device) -> None:
+        self.members = members
+        self.rows = rows
+        self.residual = residual
+        self.one = members[0].op.one
+        counts = rows.counts
+        self.matrix = _stacked([member.op.matrix for member in members], counts)
+        self.bias = _stacked([member.op.bias for member in members], counts)
+        self.numbers = [
+            _spread([member.op.numbers[index] for member in members], counts, device)
+            for index in range(len(members[0].op.numbers))
+        ]
+        if isinstance(self.one, Steer) and self.matrix is not None:
+            # [hidden], or [rows, hidden]: scaled once for as long as the batch stays the same.
+            vector = self.matrix[..., 0, :]
+            scale = self.numbers[0]
+            self.addend = vector * (scale if isinstance(scale, float) else scale.unsqueeze(-1))
+
+    def run(self, stage: LocationValues) -> None:
+        """Read or edit the step's values. Raises before anything is written."""
+        raise NotImplementedError
+
+
+def _stacked(tensors: Sequence[torch.Tensor | None], counts: Sequence[int]) -> torch.Tensor | None:
+    """The members' vectors: one for all if they share it, else `[rows, ...]`."""
+    first = tensors[0]
+    if first is None or all(tensor is first for tensor in tensors):
+        return first
+    repeated = [tensor for tensor, count in zip(tensors, counts, strict=True) for _ in range(count)]
+    return torch.stack(repeated)
+
+
+def _spread(numbers: Sequence[float], counts: Sequence[int], device: torch.device) -> float | torch.Tensor:
+    """The members' numbers: one for all if they share it, else `[rows]`."""
+    if all(number == numbers[0] for number in numbers):
+        return numbers[0]
+    repeated = [number for number, count in zip(numbers, counts, strict=True) for _ in range(count)]
+    return _to_device(torch.tensor(repeated, dtype=torch.float32), device)
+
+
+def _to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A small tensor on the device, without waiting for what the device is doing."""
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def _project(values: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+    """`[rows, hidden]` on `[k, hidden]`, or on `[rows, k, hidden]` of its own for each row: `[rows, k]`."""
+    if values.dim() != 2 or values.shape[-1] != matrix.shape[-1]:
+        raise ValueError(f"a vector of {matrix.shape[-1]} does not fit values of shape {list(values.shape[1:])}")
+    if matrix.dim() == 2:
+        return values @ matrix.T
+    return torch.linalg.vecdot(values.unsqueeze(1), matrix)
+
+
+def _along(coefficients: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+    """`[rows, k]` times `[k, hidden]` (or `[rows, k, hidden]`): `[rows, hidden]`."""
+    if matrix.dim() == 2:
+        return coefficients @ matrix
+    return (coefficients.unsqueeze(-1) * matrix).sum(1)
+
+
+class Collector:
+    """What one read of some requests yields in a step, from all its locations."""
+
+    def __init__(
+        self,
+        members: list[Member],
+        rows: Rows,
+        one: Probe | LogitLens,
+        sites: int,
+        pattern: bool,
+        order: int,
+    ) -> None:
+        self.members = members
+        #: The intervention's place in its trace's list.
+        self.order = order
+        self.rows = rows
+        self.one = one
+        self.pattern = pattern
+        self.found: list[torch.Tensor | None] = [None] * sites
+
+    def results(self, lens: Callable[[torch.Tensor], torch.Tensor | None]) -> dict[str, torch.Tensor] | None:
+        """By part of an item (`""`: it has none), a tensor with one row for each row, or each member, of the read."""
+        if any(found is None for found in self.found):
+            return None
+        values: torch.Tensor = torch.stack(self.found, 1) if self.pattern else self.found[0]
+        if isinstance(self.one, LogitLens):
+            logits = lens(values.reshape(-1, values.shape[-1]))
+            if logits is None:
+                return None
+            top = logits.float().topk(min(self.one.top_k, logits.shape[-1]), dim=-1)
+            shape = (*values.shape[:-1], top.values.shape[-1])
+            return {"token_ids": top.indices.to(torch.int32).reshape(shape), "logits": top.values.reshape(shape)}
+        return {"": values}
+
+    @property
+    def takes_head(self) -> bool:
+        """Whether the model's head is to be computed for it, which is on all ranks."""
+        return isinstance(self.one, LogitLens) and not any(found is None for found in self.found)
+
+    def reset(self) -> None:
+        """The step is over."""
+        self.found = [None] * len(self.found)
+
+    def shares(self) -> list[tuple[str, int, int]]:
+        """The request and choice of each member, and its rows of the result."""
+        return [
+            (member.declaration.request, member.declaration.choice, count)
+            for member, count in zip(self.members, self.counts, strict=True)
+        ]
+
+    @property
+    def counts(self) -> list[int]:
+        """Rows of the result for each member."""
+        mean = isinstance(self.one, Probe) and self.one.reduce == "mean"
+        return [1] * len(self.members) if mean else self.rows.counts
+
+
+def raw(values: torch.Tensor) -> torch.Tensor:
+    """Its bytes, flat."""
+    return values.contiguous().view(-1).view(torch.uint8)
+
+
+class ReadGroup(Group):
+    """Reads for a `Probe`, or for a `LogitLens`, into place `site` of a collector."""
+
+    collector: Collector
+    site: int
+
+    def run(self, stage: LocationValues) -> None:
+        values = stage.values(self.rows, self.residual)
+        one = self.one
+        if isinstance(one, Probe):
+            if self.matrix is not None:
+                values = _project(values.float(), self.matrix)
+                if self.bias is not None:
+                    values = values + self.bias
+                if one.activation == "sigmoid":
+                    values = values.sigmoid()
+                elif one.activation == "softmax":
+                    values = values.softmax(-1)
+                if np.ndim(one.weight) == 1:
+                    values = values.squeeze(-1)
+            elif one.reduce == "norm":
+                values = torch.linalg.vector_norm(values, dim=-1, dtype=torch.float32)
+            if one.reduce == "mean":
+                parts = values.float().split(self.rows.counts)
+                values = values.float() if self.rows.single else torch.stack([part.mean(0) for part in parts])
+        # The model writes its buffers anew before the step ends.
+        self.collector.found[self.site] = values.clone() if stage.aliases(values) else values
+
+
+class EditGroup(Group):
+    """Edits for a `Steer`, `Clamp` or `Ablate`, in place."""
+
+    def run(self, stage: LocationValues) -> None:
+        one, matrix = self.one, self.matrix
+        if isinstance(one, Ablate) and matrix is None:
+            keep = self.numbers[0]
+            factor = keep if isinstance(keep, float) else keep.unsqueeze(-1)
+            for half in stage.halves(self.residual):
+                self.rows.put(half, lambda values: values.float() * factor)
+        else:
+            assert matrix is not None
+            if isinstance(one, Steer):
+                if stage.width != self.addend.shape[-1]:
+                    raise ValueError(f"a vector of {self.addend.shape[-1]} does not fit values of [{stage.width}]")
+                delta = self.addend
+            else:
+                amounts = _project(stage.values(self.rows, self.residual).float(), matrix)
+                if isinstance(one, Clamp):
+                    low, high = (
+                        number if isinstance(number, float) else number.unsqueeze(-1) for number in self.numbers
+                    )
+                    change = torch.minimum(torch.maximum(amounts, _like(low, amounts)), _like(high, amounts)) - amounts
+                else:
+                    keep = self.numbers[0]
+                    change = amounts * ((keep if isinstance(keep, float) else keep.unsqueeze(-1)) - 1.0)
+                delta = _along(change, matrix)
+            if self.rows.index is None:
+                stage.hidden[: self.rows.total].add_(delta)
+            else:
+                self.rows.put(stage.hidden, lambda values: values.float() + delta)
+        stage.edited()
+
+
+def _like(bound: float | torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    return torch.full_like(other, bound) if isinstance(bound, float) else bound.expand_as(other)
+
+
+def tensors_of(value: Any, side: str) -> list[torch.Tensor]:
+    """The tensors of a location's value."""
+    if side == "input":
+        positional, named = value
+        value = [*positional, *named.values()]
+    several = value if isinstance(value, (tuple, list)) else (value,)
+    return [item for item in several if isinstance(item, torch.Tensor)]
+
+
+class LocationValues:
+    """One location's values while its groups run: a module's first tensor, and the other half of a residual stream."""
+
+    def __init__(self, value: Any, side: str, total: int, sums: bool = True) -> None:
+        found = tensors_of(value, side)
+        if not found:
+            raise ValueError("there is no tensor to read at this location")
+        # A model run by vLLM's Transformers backend has a leading dimension of one.
+        flat = [item.squeeze(0) if item.dim() == 3 and item.shape[0] == 1 else item for item in found]
+        self.hidden = flat[0]
+        self.residual = flat[1] if sums and len(flat) > 1 and flat[1].shape == self.hidden.shape else None
+        if not self.hidden.dim() or self.hidden.shape[0] < total:
+            raise ValueError(f"values of shape {list(self.hidden.shape)} do not have a row for each of {total} tokens")
+        self._known: dict[tuple[int, bool], torch.Tensor] = {}
+
+    @property
+    def width(self) -> int:
+        """Features of a row."""
+        return int(self.hidden.shape[-1])
+
+    def halves(self, residual: bool) -> list[torch.Tensor]:
+        """The tensors that the value is the sum of."""
+        return [self.hidden] if not residual or self.residual is None else [self.hidden, self.residual]
+
+    def values(self, rows: Rows, residual: bool) -> torch.Tensor:
+        """`[rows, hidden]` in the model's dtype."""
+        key = id(rows), residual
+        found = self._known.get(key)
+        if found is None:
+            halves = [rows.take(half) for half in self.halves(residual)]
+            found = self._known[key] = halves[0] + halves[1] if len(halves) > 1 else halves[0]
+        return found
+
+    def aliases(self, values: torch.Tensor) -> bool:
+        """Whether a result lies in the model's own memory."""
+        return bool(values.untyped_storage().data_ptr() == self.hidden.untyped_storage().data_ptr())
+
+    def edited(self) -> None:
+        """What was read before is no longer what is there."""
+        self._known.clear()

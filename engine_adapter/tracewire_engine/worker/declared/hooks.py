@@ -1,0 +1,112 @@
+"""Where the model's forward pass meets declared interventions: nnsight's interleaver, with the plan's locations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from nnsight.intervention.batching import SkipParts
+from nnsight.modeling.vllm.interleaver import VLLMInterleaver
+
+from tracewire_engine.worker.blocks.batched_serving import BlockServing
+from tracewire_engine.worker.parallel.topology import Topology
+
+from .cuda_graphs import current_capture
+from .plan import DeclaredRequests, LocationHook
+
+__all__ = ["DeclaredInterleaver"]
+
+
+class DeclaredInterleaver(VLLMInterleaver, BlockServing):
+    """nnsight's interleaver, which serves a location to declared interventions before it serves it to blocks.
+
+    While blocks run, every module hands its values to it. While none does, no module does: the few locations that
+    declared interventions are about are then reached by forward hooks of their own, put in on first use.
+    """
+
+    declared: DeclaredRequests
+    module: torch.nn.Module
+    armed: set[str]
+    #: Under pipeline parallelism, who holds what, and what another stage serves though the model comes by here.
+    topology: Topology | None = None
+    elsewhere: frozenset[str] = frozenset()
+
+    @classmethod
+    def install(cls, interleaver: VLLMInterleaver, declared: DeclaredRequests, module: torch.nn.Module) -> None:
+        """Make `interleaver` one of these, over `module`, the model that its locations count from."""
+        interleaver.__class__ = cls
+        interleaver.declared, interleaver.module, interleaver.armed = declared, module, set()
+        interleaver.skipped = {}
+
+    def arm(self, locations: Iterable[str]) -> None:
+        """Reach these locations without blocks, too."""
+        for location in locations:
+            if location in self.armed:
+                continue
+            self.armed.add(location)
+            path, _, side = location.removeprefix("model.").rpartition(".")
+            module = self.module.get_submodule(path)
+            if side == "input":
+                module.register_forward_pre_hook(self._entering(location), with_kwargs=True)
+            else:
+                module.register_forward_hook(self._leaving(location))
+
+    def _entering(self, location: str) -> Callable[..., Any]:
+        def hook(_: Any, positional: Any, named: Any) -> Any:
+            return self._hooked(location, (positional, named))
+
+        return hook
+
+    def _leaving(self, location: str) -> Callable[..., Any]:
+        def hook(_: Any, __: Any, output: Any) -> Any:
+            return self._hooked(location, output)
+
+        return hook
+
+    def _hooked(self, location: str, value: Any) -> Any:
+        stage = None if location in self.elsewhere else self.declared.stages.get(location)
+        return None if stage is None or self.busy or not self.interleaving else self._serve(stage, value)
+
+    def handle(self, provider: str, value: Any) -> Any:
+        # What nearly all of a model's locations are in nearly all steps: counted, and of no concern to anybody.
+        if not (
+            provider in self.parked
+            or provider in self.declared.stages
+            or provider in self.observers
+            or self.skipped
+            or self.taps
+            or self.elsewhere
+        ):
+            self.counts[provider] = self.counts.get(provider, 0) + 1
+            return value
+        if provider in self.elsewhere:
+            return value
+        if self.skipped:
+            value = self.put_skipped(provider, value)
+        stage = self.declared.stages.get(provider)
+        if stage is not None and self.interleaving:
+            value = self._serve(stage, value)
+        if provider in self.taps:
+            current_capture()
+        value = super().handle(provider, value)
+        return self.keep_skipped(provider, value) if type(value) is SkipParts else value
+
+    def replay(self, location: str, live: Any) -> None:
+        # Most steps of most engines have nobody at most taps, and few need what nnsight does for a block.
+        stage = self.declared.stages.get(location)
+        if self.busy or (stage is not None and self.is_sharded(location)):
+            super().replay(location, live)
+        elif stage is not None and self.interleaving:
+            stage.replay(live)
+
+    def _serve(self, stage: LocationHook, value: Any) -> Any:
+        if not self.is_sharded(stage.location):
+            stage.run(value)
+            return value
+        if not self.declared.agree(stage.location, [one for group in stage.groups for one in group.members]):
+            stage.reached = True
+            return value
+        whole, undo = self.fragments.whole(stage.location, value)
+        stage.run(whole)
+        return undo(whole) if stage.edits else value
