@@ -36,8 +36,8 @@ import tracewire_engine  # noqa: F401
 from benchmarks.overhead import last
 from benchmarks.processes import at_least, show
 from tracewire_bus.wire.messages import Block
-from tracewire_engine.link.step_link import Report
 from tracewire_engine.protocol.keys import BLOCK_ARG, BLOCK_TIMEOUT
+from tracewire_engine.protocol.messages import Report
 from tracewire_engine.worker.runner import TracewireRunner
 
 LAYER, LAYERS = 2, 4

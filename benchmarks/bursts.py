@@ -39,7 +39,7 @@ from tracewire_engine.adapter.engine_api import Prepared
 from tracewire_engine.adapter.service import Adapter
 from tracewire_engine.adapter.trace_run import _NO_DELTAS
 from tracewire_engine.launch.cli import LOOP, settle_memory
-from tracewire_engine.link.step_link import FinishRecord, Report
+from tracewire_engine.protocol.messages import FinishRecord, Report
 
 MODEL, HIDDEN = "bursts", 2048
 

@@ -27,7 +27,8 @@ import zmq.asyncio
 from tracewire_bus.wire.messages import Append, EngineInfo, Manifest, ModuleInfo, Set, Submission
 from tracewire_bus.wire.values import array_digest, array_head, array_payload, encoded_array, list_digest
 from tracewire_engine.adapter.engine_api import Choice, Prepared
-from tracewire_engine.link.step_link import Changes, FinishRecord, LinkReceiver, LinkSender, Report, StepRecord
+from tracewire_engine.link.step_link import LinkReceiver, LinkSender
+from tracewire_engine.protocol.messages import Changes, FinishRecord, Report, StepRecord
 
 __all__ = ["ELEMENTS", "Pacer", "ScriptedEngine", "scripted_info"]
 

@@ -165,7 +165,7 @@ def engine(arguments: list[str], notes: str) -> int:
     from tracewire_engine.adapter.trace_run import TraceRun
     from tracewire_engine.launch import cli
     from tracewire_engine.launch.supervisor import SUPERVISOR_PID
-    from tracewire_engine.link.step_link import Applied
+    from tracewire_engine.protocol.messages import Applied
 
     class Watched(TraceRun):
         """Notes what the workers say of each change."""

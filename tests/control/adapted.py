@@ -15,7 +15,7 @@ from tracewire_bus.bus import Bus
 from tracewire_bus.wire.messages import Submission
 from tracewire_engine.adapter.engine_api import Choice, Prepared
 from tracewire_engine.adapter.service import Adapter, Settings
-from tracewire_engine.link.step_link import Changes, FinishRecord, Report
+from tracewire_engine.protocol.messages import Changes, FinishRecord, Report
 
 __all__ = ["PlayedEngine", "adapted"]
 

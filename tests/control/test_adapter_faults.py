@@ -28,7 +28,7 @@ from tracewire_bus.wire.values import pack, unpack
 from tracewire_engine.adapter.engine_api import Rejection
 from tracewire_engine.adapter.service import Adapter
 from tracewire_engine.adapter.trace_run import TraceRun
-from tracewire_engine.link.step_link import Applied, Changes, FinishRecord, Report, StepRecord
+from tracewire_engine.protocol.messages import Applied, Changes, FinishRecord, Report, StepRecord
 
 PATIENCE = 15
 

@@ -20,7 +20,7 @@ from tracewire_bus.bus import Bus
 from tracewire_bus.wire.codec import encode
 from tracewire_bus.wire.messages import Append, Block, Delta, Failure, Invoke, Manifest, Set, Submission
 from tracewire_bus.wire.values import pack, wire
-from tracewire_engine.link.step_link import FinishRecord, Report, StepRecord
+from tracewire_engine.protocol.messages import FinishRecord, Report, StepRecord
 
 PATIENCE = 15
 #: What a played block saves in each step.

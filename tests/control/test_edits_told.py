@@ -21,7 +21,7 @@ from tracewire_engine.adapter.engine_api import Rejection
 from tracewire_engine.adapter.http_requests import EditedClient, PlainRequests, _asked
 from tracewire_engine.adapter.report_router import Reports
 from tracewire_engine.adapter.standing_edits import Standing
-from tracewire_engine.link.step_link import FinishRecord
+from tracewire_engine.protocol.messages import FinishRecord
 
 _NO_DELTAS = msgspec.Raw(msgspec.msgpack.encode([]))
 

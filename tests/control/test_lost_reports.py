@@ -20,7 +20,7 @@ from tracewire_engine.adapter import pending
 from tracewire_engine.adapter.engine_api import EngineLost, Prepared
 from tracewire_engine.adapter.service import Adapter
 from tracewire_engine.adapter.trace_run import TraceRun
-from tracewire_engine.link.step_link import FinishRecord, Report, StepRecord
+from tracewire_engine.protocol.messages import FinishRecord, Report, StepRecord
 
 PATIENCE = 30
 NOTHING = msgspec.Raw(msgspec.msgpack.encode([]))

@@ -35,8 +35,9 @@ from tracewire_engine.adapter.large_inputs import Inputs
 from tracewire_engine.link.addresses import Guard, endpoint
 from tracewire_engine.link.blob_link import BlobChunk, BlobReceiver
 from tracewire_engine.link.liveness import PulseReceiver
-from tracewire_engine.link.step_link import LinkReceiver, Report, StepRecord
+from tracewire_engine.link.step_link import LinkReceiver
 from tracewire_engine.protocol.input_files import input_path
+from tracewire_engine.protocol.messages import Report, StepRecord
 from tracewire_engine.worker.remote_inputs import HeldInputs, inputs_at
 from tracewire_engine.worker.tensors import to_tensors
 

@@ -26,7 +26,8 @@ from tracewire_bus.domain.intervention_checks import decoded, normalized, resolv
 from tracewire_bus.wire.messages import Ablate, Append, Clamp, Declared, Delta, Live, LogitLens, Probe, Steer, StopWhen
 from tracewire_bus.wire.values import decoder, digest, pack
 from tracewire_engine.adapter.read_decoder import ChoiceReads, Feed, joined
-from tracewire_engine.link.step_link import Placed, encode_changes
+from tracewire_engine.link.step_link import encode_changes
+from tracewire_engine.protocol.messages import Placed
 from tracewire_engine.worker.blocks.live_params import LiveRun, LiveRuns
 from tracewire_engine.worker.declared import plan as declared_module
 from tracewire_engine.worker.declared.ops import Declaration

@@ -9,7 +9,7 @@ import pytest
 
 from tracewire_bus.wire.messages import Append
 from tracewire_engine.adapter.pending import Half
-from tracewire_engine.link.step_link import FinishRecord, StepRecord
+from tracewire_engine.protocol.messages import FinishRecord, StepRecord
 
 NOTHING = msgspec.Raw(msgspec.msgpack.encode([]))
 

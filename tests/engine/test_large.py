@@ -25,8 +25,8 @@ from tracewire_engine.adapter.engine_api import Rejection
 from tracewire_engine.adapter.large_inputs import Inputs
 from tracewire_engine.adapter.trace_run import RawFinal
 from tracewire_engine.link.blob_link import BlobChunk, BlobReceiver, BlobSender
-from tracewire_engine.link.step_link import FinishRecord, Report, StepRecord
 from tracewire_engine.protocol.input_files import input_path
+from tracewire_engine.protocol.messages import FinishRecord, Report, StepRecord
 from tracewire_engine.worker.blocks.compiler import to_tensors
 from tracewire_engine.worker.large_arrays import Hold, LargeArray
 from tracewire_engine.worker.large_arrays import encode as encode_large

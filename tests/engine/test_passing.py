@@ -19,7 +19,7 @@ from tracewire_bus.domain.fold import apply_delta
 from tracewire_bus.wire.messages import Append, Delete, Delta, Set
 from tracewire_bus.wire.values import decoder, digest, encoded_digest, wire
 from tracewire_engine.adapter.digests import PassingDigests
-from tracewire_engine.link.step_link import Report
+from tracewire_engine.protocol.messages import Report
 from tracewire_engine.worker.blocks.batched_serving import RowBatcher
 from tracewire_engine.worker.blocks.live_params import LiveRun
 from tracewire_engine.worker.host_copy import HostCopy, elements, encoded_late

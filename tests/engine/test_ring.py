@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from tracewire_engine.link.shared_ring import LEAST_BYTES, InRing, Place, RingBuffer, RingReader
-from tracewire_engine.link.step_link import Batch, LinkReceiver, LinkSender, Report
+from tracewire_engine.link.step_link import LinkReceiver, LinkSender
+from tracewire_engine.protocol.messages import Batch, Report
 from tracewire_engine.worker.host_copy import ToHost
 
 SIZE = 16 * LEAST_BYTES
@@ -176,7 +177,7 @@ async def test_a_step_that_cannot_be_found_takes_no_other_with_it() -> None:
 def test_a_worker_of_another_process_shares_its_own() -> None:
     code = (
         "import sys, msgspec, torch\n"
-        "from tracewire_engine.link.step_link import Batch\n"
+        "from tracewire_engine.protocol.messages import Batch\n"
         "from tracewire_engine.link.shared_ring import RingBuffer\n"
         "ring = RingBuffer(1 << 20)\n"
         "print(ring.name, flush=True)\n"

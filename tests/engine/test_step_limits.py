@@ -18,8 +18,9 @@ import torch
 import tracewire
 from benchmarks.blocks import _Runner, _scheduled
 from tracewire_bus.wire.messages import Append, Set
-from tracewire_engine.link.step_link import FinishRecord, Report, StepRecord, encode_reports
+from tracewire_engine.link.step_link import encode_reports
 from tracewire_engine.protocol.keys import BLOCK_ARG
+from tracewire_engine.protocol.messages import FinishRecord, Report, StepRecord
 from tracewire_engine.worker.blocks import compiler as blocks_module
 from tracewire_engine.worker.blocks import time_limit as watchdog
 

@@ -38,7 +38,7 @@ from tracewire_bus.wire.messages import Append, EngineInfo, Manifest, Set, Submi
 from tracewire_bus.wire.values import array_digest, array_head, array_payload, encoded_array, list_digest
 from tracewire_engine.adapter.engine_api import Choice, EngineLost, Prepared, Rejection
 from tracewire_engine.adapter.service import Adapter, Settings
-from tracewire_engine.link.step_link import Applied, Changes, FinishRecord, Report, StepRecord
+from tracewire_engine.protocol.messages import Applied, Changes, FinishRecord, Report, StepRecord
 
 __all__ = ["ScriptedEngine", "acts", "expected", "info", "serving"]
 

@@ -19,7 +19,14 @@ from tracewire import Client, Shared, intervention
 from tracewire_bus.bus import Bus
 from tracewire_bus.wire.messages import Append, Manifest, Set
 from tracewire_bus.wire.values import digest, pack
-from tracewire_engine.link.step_link import FinishRecord, Generated, GeneratedChoice, Report, Share, StepRecord
+from tracewire_engine.protocol.messages import (
+    FinishRecord,
+    Generated,
+    GeneratedChoice,
+    Report,
+    SharedValues,
+    StepRecord,
+)
 from tracewire_engine.worker.blocks.request_result import Results, output_of
 from tracewire_engine.worker.blocks.shared_values import SharedRuns
 from tracewire_engine.worker.large_arrays import Hold
@@ -38,7 +45,7 @@ def runs() -> SharedRuns:
 
 def share(**members: int) -> bytes:
     """One list, for requests with so many choices each."""
-    return msgspec.msgpack.encode(Share("s", members, pack({"rows": [1]})))
+    return msgspec.msgpack.encode(SharedValues("s", members, pack({"rows": [1]})))
 
 
 def test_a_value_lives_from_the_first_request_to_the_last_in_whatever_order(runs: SharedRuns) -> None:
@@ -94,7 +101,7 @@ def test_results_wait_for_requests_and_requests_for_results() -> None:
 class SharingEngine(PlayedEngine):
     """One whose workers' share a test reports."""
 
-    share: Share | None = None
+    share: SharedValues | None = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +111,7 @@ class SharingEngine(PlayedEngine):
     async def prepare(self, *args: Any, **named: Any) -> Any:
         """Notes what is shared."""
         shared = named["shared"]
-        self.share = None if shared is None else msgspec.msgpack.decode(shared, type=Share)
+        self.share = None if shared is None else msgspec.msgpack.decode(shared, type=SharedValues)
         return await super().prepare(*args, **named)
 
     async def steer(self, changes: Any, over: list[str], since: float) -> None:

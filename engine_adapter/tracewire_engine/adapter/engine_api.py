@@ -14,7 +14,7 @@ import msgspec
 
 from tracewire_bus.wire.messages import Failure, Submission
 from tracewire_engine.link.blob_link import BlobChunk
-from tracewire_engine.link.step_link import Changes, Report
+from tracewire_engine.protocol.messages import Changes, Report
 
 __all__ = ["Carrier", "Choice", "Engine", "EngineLost", "Outputs", "Prepared", "Rejection"]
 

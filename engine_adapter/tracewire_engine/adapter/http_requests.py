@@ -22,8 +22,8 @@ from tracewire_bus.bus import Bus
 from tracewire_bus.store.blobs import CHUNK_BYTES
 from tracewire_bus.store.edits import RECORD_BYTES
 from tracewire_bus.transport.connection import Background, BusError, Wakeup
-from tracewire_engine.link.step_link import Generated
 from tracewire_engine.protocol.keys import DECLARED_ARG, EDITS_ARG, END_ARG
+from tracewire_engine.protocol.messages import Generated
 
 from .engine_api import Rejection
 from .pending import Half

@@ -21,7 +21,7 @@ from tracewire_bus.transport.connection import Backoff, Wakeup
 from tracewire_bus.wire.live_values import live_values, parted
 from tracewire_bus.wire.messages import FirstToken, RawSteered, StopWhen
 from tracewire_bus.wire.values import unpack
-from tracewire_engine.link.step_link import Applied
+from tracewire_engine.protocol.messages import Applied
 
 from .engine_api import Engine
 

@@ -15,7 +15,7 @@ import msgspec
 
 from tracewire_bus.transport.connection import Wakeup
 from tracewire_bus.wire.messages import StopWhen
-from tracewire_engine.link.step_link import FinishRecord, StepRecord
+from tracewire_engine.protocol.messages import FinishRecord, StepRecord
 
 from .digests import PassingDigests
 from .live_changes import LiveTrace

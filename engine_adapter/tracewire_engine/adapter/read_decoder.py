@@ -23,7 +23,7 @@ from tracewire_bus.wire.values import (
     list_digest,
     wire,
 )
-from tracewire_engine.link.step_link import Batch, Layout, LayoutEntry, Part, Slot
+from tracewire_engine.protocol.messages import Batch, Layout, LayoutEntry, Part, Slot
 
 __all__ = ["ChoiceReads", "Feed", "Item", "joined"]
 

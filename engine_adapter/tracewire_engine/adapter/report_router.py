@@ -12,7 +12,7 @@ import time
 import anyio
 
 from tracewire_bus.transport.connection import Wakeup
-from tracewire_engine.link.step_link import Report
+from tracewire_engine.protocol.messages import Report
 
 from .engine_api import Engine
 from .live_changes import LiveTrace

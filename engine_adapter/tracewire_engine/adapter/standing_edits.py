@@ -26,7 +26,7 @@ from tracewire_bus.store.edits import RECORD_BYTES, EditSet, Installed, selected
 from tracewire_bus.transport.connection import BusError, BusUnavailable, Wakeup
 from tracewire_bus.wire.codec import encode
 from tracewire_bus.wire.messages import Block, Declared, Edit, EditRecord, EngineInfo, LogitLens, Probe, StopWhen
-from tracewire_engine.link.step_link import EditBlock, FinishRecord, Placed
+from tracewire_engine.protocol.messages import EditBlock, FinishRecord, Placed
 
 from .digests import parted_by_edit
 from .engine_api import Rejection

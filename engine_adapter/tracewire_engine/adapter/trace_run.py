@@ -47,7 +47,7 @@ from tracewire_bus.wire.messages import (
     Usage,
 )
 from tracewire_bus.wire.values import unpack
-from tracewire_engine.link.step_link import Applied, FinishRecord, Generated, GeneratedChoice, Share
+from tracewire_engine.protocol.messages import Applied, FinishRecord, Generated, GeneratedChoice, SharedValues
 
 from .engine_api import Choice, Engine, EngineLost, Outputs, Prepared, Rejection
 from .live_changes import LiveTrace
@@ -465,7 +465,7 @@ class TraceRun:
             return None
         self._share = f"t{next(self._names)}"
         self._shared = self._halves[self._share] = Half(1, self._trace, reports=self._reports)
-        return msgspec.msgpack.encode(Share(self._share, members, self._submission.shared))
+        return msgspec.msgpack.encode(SharedValues(self._share, members, self._submission.shared))
 
     async def _forget_shared(self) -> None:
         """Have the workers drop what was shared, if they have not reported its end: some of its requests never came."""

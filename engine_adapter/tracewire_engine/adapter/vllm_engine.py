@@ -28,7 +28,7 @@ from tracewire_bus.wire.messages import NO_MEDIA, Block, Invoke, StopWhen, Submi
 from tracewire_engine.launch.engine_builder import EngineModel, UnsupportedSetting, versions
 from tracewire_engine.link.addresses import is_remote
 from tracewire_engine.link.blob_link import BlobChunk, BlobReceiver
-from tracewire_engine.link.step_link import Changes, LinkReceiver, Report, encode_changes
+from tracewire_engine.link.step_link import LinkReceiver, encode_changes
 from tracewire_engine.protocol.keys import (
     BLOCK_ARG,
     DECLARED_ARG,
@@ -39,6 +39,7 @@ from tracewire_engine.protocol.keys import (
     RUN_ARG,
     SHARED_ARG,
 )
+from tracewire_engine.protocol.messages import Changes, Report
 
 from .engine_api import Carrier, Choice, EngineLost, Outputs, Prepared, Rejection
 from .images import rendered, taken

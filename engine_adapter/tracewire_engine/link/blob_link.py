@@ -24,9 +24,10 @@ import zmq
 import zmq.asyncio
 
 from tracewire_bus.wire.messages import Delta, Failure, Manifest
+from tracewire_engine.protocol.messages import FinishRecord, Report, StepRecord
 
 from .addresses import Guard, bind, connect, endpoint, extended
-from .step_link import FinishRecord, Receiver, Report, StepRecord, encode_reports
+from .step_link import Receiver, encode_reports
 
 if TYPE_CHECKING:
     # They need torch and nnsight, which take seconds to import; the adapter's end needs neither.

@@ -14,14 +14,15 @@ import mmap
 import os
 import re
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Final, Self
+
+from tracewire_engine.protocol.messages import Batch, Place
 
 if TYPE_CHECKING:
     import torch
 
-    from .step_link import Batch
 
-__all__ = ["LEAST_BYTES", "InRing", "Place", "RingBuffer", "RingReader"]
+__all__ = ["LEAST_BYTES", "InRing", "RingBuffer", "RingReader"]
 
 logger = logging.getLogger("vllm.tracewire")
 
@@ -37,14 +38,6 @@ _ALIGNMENT: Final = 256
 #: Linux's, by their numbers: not every Python knows their names. No more seals, nothing cut off, nothing added.
 _ADD_SEALS, _GET_SEALS, _SEALS = 1033, 1034, 1 | 2 | 4
 _NAME: Final = re.compile(r"/proc/[0-9]+/fd/[0-9]+")
-
-
-class Place(NamedTuple):
-    """Where bytes lie: from `start` on, `size` of them. With them, `end` bytes have been put in since the beginning."""
-
-    start: int
-    size: int
-    end: int
 
 
 class RingBuffer:

@@ -31,7 +31,7 @@ from tracewire_bus.wire.values import (
 )
 
 if TYPE_CHECKING:
-    from tracewire_engine.link.step_link import Batch
+    from tracewire_engine.protocol.messages import Batch
 
 __all__ = ["TORCH_DTYPES", "HostArray", "HostCopy", "ToHost", "elements", "encoded_late"]
 

@@ -32,7 +32,7 @@ from tracewire_bus.wire.messages import Append, Failure, Manifest
 from tracewire_bus.wire.values import digest
 from tracewire_engine.link.blob_link import BlobSender
 from tracewire_engine.link.shared_ring import InRing
-from tracewire_engine.link.step_link import Applied, FinishRecord, LinkSender, Report, StepRecord
+from tracewire_engine.link.step_link import LinkSender
 from tracewire_engine.protocol.keys import (
     BLOB_THRESHOLD,
     BLOCK_ARG,
@@ -47,6 +47,7 @@ from tracewire_engine.protocol.keys import (
     RUN_ARG,
     SHARED_ARG,
 )
+from tracewire_engine.protocol.messages import Applied, FinishRecord, Report, StepRecord
 from tracewire_engine.worker.blocks import save_marks as marks
 from tracewire_engine.worker.blocks import time_limit as watchdog
 from tracewire_engine.worker.blocks.batched_serving import RowBatcher

@@ -15,7 +15,7 @@ import msgspec
 from vllm.logprobs import Logprob
 from vllm.outputs import CompletionOutput, RequestOutput
 
-from tracewire_engine.link.step_link import Generated
+from tracewire_engine.protocol.messages import Generated
 
 __all__ = ["Results", "output_of"]
 

@@ -1,9 +1,10 @@
 """Values that all blocks of a trace share, in the worker: one object each, however many requests there are.
 
 What is shared belongs to no request, so it outlives each: from the first that joins until the last that the trace has
-is over, whether they run in one batch or one after the other. The adapter names all requests beforehand (`Share`),
-because the scheduler may end one before another has begun. What the blocks have changed is found at the end of a step
-as a block's own saves are, and reported once, as that of a request which does not exist: the share's own name.
+is over, whether they run in one batch or one after the other. The adapter names all requests beforehand
+(`SharedValues`), because the scheduler may end one before another has begun. What the blocks have changed is found at
+the end of a step as a block's own saves are, and reported once, as that of a request which does not exist: the share's
+own name.
 """
 
 from __future__ import annotations
@@ -14,20 +15,20 @@ import msgspec
 import torch
 
 from tracewire_bus.wire.values import unpack
-from tracewire_engine.link.step_link import Share
+from tracewire_engine.protocol.messages import SharedValues
 from tracewire_engine.worker.large_arrays import Hold
 from tracewire_engine.worker.save_tracker import SaveTracker
 from tracewire_engine.worker.tensors import to_tensors
 
 __all__ = ["SharedRun", "SharedRuns"]
 
-_shares = msgspec.msgpack.Decoder(Share)
+_shares = msgspec.msgpack.Decoder(SharedValues)
 
 
 class SharedRun:
     """What one attempt of a trace shares."""
 
-    def __init__(self, share: Share, values: dict[str, Any], hold: Hold) -> None:
+    def __init__(self, share: SharedValues, values: dict[str, Any], hold: Hold) -> None:
         self.name = share.name
         self.values = values
         self.tracker = SaveTracker(hold)

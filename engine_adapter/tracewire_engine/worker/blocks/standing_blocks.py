@@ -13,7 +13,7 @@ import msgspec
 from nnsight.modeling.vllm.model_runners.GPUModelRunner import Request
 
 from tracewire_bus.wire.messages import Failure
-from tracewire_engine.link.step_link import EditBlock
+from tracewire_engine.protocol.messages import EditBlock
 
 from . import save_marks as marks
 from .compiler import BlockCache, BlockMediator, failure_of, is_stop

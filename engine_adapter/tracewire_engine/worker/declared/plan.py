@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from tracewire_bus.wire.messages import Failure, LogitLens, Probe
-from tracewire_engine.link.step_link import Batch, Layout, LayoutEntry, Part, Slot
+from tracewire_engine.protocol.messages import Batch, Layout, LayoutEntry, Part, Slot
 from tracewire_engine.worker.blocks.live_params import LiveRun
 from tracewire_engine.worker.host_copy import TORCH_DTYPES
 from tracewire_engine.worker.parallel.rank_agreement import DECLARED, Key, Ranks
