@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import dataclasses
 import difflib
 import logging
 import math
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
-from functools import lru_cache
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache, partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -118,6 +120,9 @@ _NONE_LIVE = msgspec.msgpack.encode({})
 #: What vLLM's structured outputs are described by.
 _CONSTRAINTS = [one.name for one in dataclasses.fields(StructuredOutputsParams) if one.init]
 
+#: How long vLLM may look at a constraint, in seconds, and how many constraints it looks at at once.
+CONSTRAINT_S, _CONSTRAINTS_AT_ONCE = 10.0, 4
+
 #: Sampling params that are the engine's own business.
 _RESERVED = frozenset(
     {
@@ -129,6 +134,18 @@ _RESERVED = frozenset(
 
 #: Pieces in which large variables go to workers on other machines, each between two steps, in bytes.
 _PIECE_BYTES = 2 * 1024 * 1024
+
+
+class _Constrained(SamplingParams):
+    """Sampling params with a constraint. vLLM would look at it on the event loop; `_look_at_constraint` has done so."""
+
+    def verify(self, *arguments: Any, **named: Any) -> None:
+        params: Any = self
+        constraint, params.structured_outputs = params.structured_outputs, None
+        try:
+            super().verify(*arguments, **named)
+        finally:
+            params.structured_outputs = constraint
 
 
 class _Carrier:
@@ -168,6 +185,8 @@ class VllmEngine:
         self._longest_token = max((len(token) for token in self._tokenizer.get_vocab()), default=1)
         # One thread at a time: a tokenizer is not made to be shared.
         self._tokenizing = anyio.CapacityLimiter(1)
+        # A thread cannot be ended: hostile constraints keep these busy, and no more.
+        self._constraining = ThreadPoolExecutor(_CONSTRAINTS_AT_ONCE, "constraints")
         self._loras = {one.lora_name: one for one in model.loras}
         #: The outputs of requests with a block, by name, as long as somebody has them.
         self._traced: WeakValueDictionary[str, _VllmOutputs] = WeakValueDictionary()
@@ -333,7 +352,7 @@ class VllmEngine:
                 field = f"{where}sampling.structured_outputs.{name}"
                 raise Rejection(field, f"{name!r} is not one of vLLM's constraints{hint}")
         try:
-            return msgspec.convert(given, SamplingParams)
+            return msgspec.convert(given, SamplingParams if constraint is None else _Constrained)
         except msgspec.ValidationError as error:
             # "... - at `$.temperature`"
             named = re.search(r"\$\.(\w+)", str(error))
@@ -342,8 +361,27 @@ class VllmEngine:
         except Exception as error:  # whatever vLLM raises here, it is about what the caller gave
             raise Rejection(f"{where}sampling.{_culprit(error, given)}", str(error)) from error
 
+    async def _look_at_constraint(self, params: SamplingParams) -> None:
+        """Have vLLM look at a grammar, a regular expression or a schema, on a thread.
+
+        Raises:
+            VLLMValidationError: vLLM refuses it.
+            Rejection: vLLM takes too long.
+        """
+        config, tokenizer = self.llm.vllm_config, self.llm.input_processor.tokenizer
+        configs = config.model_config, config.speculative_config, config.structured_outputs_config
+        look = partial(SamplingParams.verify, params, *configs, tokenizer)
+        try:
+            with anyio.fail_after(CONSTRAINT_S):
+                await asyncio.get_running_loop().run_in_executor(self._constraining, look)
+        except TimeoutError as error:
+            why = f"vLLM took more than {CONSTRAINT_S:g} s to look at the constraint"
+            raise Rejection("sampling.structured_outputs", why) from error
+
     async def start(self, request: str, prepared: Prepared, priority: int) -> Outputs:
         try:
+            if isinstance(prepared.params, _Constrained):
+                await self._look_at_constraint(prepared.params)
             collector = await self.llm.add_request(
                 request, prepared.prompt, prepared.params, lora_request=prepared.lora, priority=priority
             )
