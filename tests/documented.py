@@ -38,6 +38,7 @@ RUN_BY = {
     ),
     "curl": _CHAT,
     "python -m tests.faults.soak": "tests/test_commands.py::test_soak",
+    "python examples/demo_model/train.py": "tests/test_commands.py::test_a_model_is_trained",
     "python examples/demo_model/direction.py": "tests/test_commands.py::test_the_direction_is_found_again",
     "pip install tracewire": "tests/test_packaging.py::test_base_install_runs_without_the_engine",
     "tracewire redis": _CLI + "redis_runs_until_it_is_told_to_end",
@@ -56,7 +57,6 @@ RUN_BY = {
 _GPU = "needs a GPU"
 _CONTAINERS = "needs container images; tests/distributed/test_deployment.py runs the manifests' own commands"
 _CLUSTER = "needs a Kubernetes cluster; tests/distributed/test_deployment.py checks the manifests"
-_TRAINING = "trains, or measures, the model that ships: minutes to hours"
 
 #: The start of a command that no test runs, and the reason. The longest start counts, of these and of those above.
 RUN_BY_NONE = {
@@ -80,7 +80,6 @@ RUN_BY_NONE = {
     "cd deploy && kustomize": _CLUSTER,
     "pip install kubernetes-validate": "asks a package registry",
     "kubernetes-validate": "needs a program that no lock holds; tests/distributed/test_deployment.py reads them",
-    "python examples/demo_model/train.py": _TRAINING,
     "python examples/two_hosts/run.py": (
         "needs Docker; tests/distributed/test_ray_hosts.py walks it in network namespaces"
     ),

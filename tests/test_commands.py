@@ -51,3 +51,36 @@ def test_the_direction_is_found_again(engine: EngineProcess, engine_bus: str, tm
     assert figures["distance"] > 0
     scores = [figures[name]["mean_score"] for name in ("towards_prose", "unsteered", "towards_code")]
     assert 0 < scores[0] < scores[2] <= 1
+
+
+@pytest.mark.full
+def test_a_model_is_trained(tmp_path: Path) -> None:
+    """In two short steps, on all of the library: what a run prints and writes, and what its files hold."""
+    sizes = ("--steps", "2", "--batch", "50", "--length", "16", "--samples", "1", "--report", "1", "--device", "cpu")
+    command = [sys.executable, str(ROOT / "examples" / "demo_model" / "train.py"), "--out", str(tmp_path), *sizes]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=500)
+    assert done.returncode == 0, done.stderr[-4000:]
+    corpus, tokens, first, last, loss, score = done.stdout.splitlines()
+    written = json.loads((tmp_path / "corpus.json").read_text())
+    assert corpus.startswith(f"corpus: {len(written['files'])} files of CPython {written['python']}, ")
+    figures = json.loads((tmp_path / "metrics.json").read_text())
+    assert f"{figures['parameters']:,} parameters" in tokens
+    assert [line.split()[:2] for line in (first, last)] == [["step", "1/2"], ["step", "2/2"]]
+    assert "held-out code" in last
+    assert loss == f"loss: {figures['loss']}"
+    assert score == f"score: {figures['score']}"
+    assert figures["training"]["steps"] == 2
+    # A model that knows nothing yet writes any of its 4096 tokens.
+    assert all(7 < one < 9 for kind in ("train", "held_out") for one in figures["loss"][kind].values())
+    assert figures["score"]["held_out_accuracy_documents"] > 0.9
+    prompts = [json.loads(line) for line in (tmp_path / "prompts.txt").read_text().splitlines()]
+    assert len(prompts) == 50
+    assert {one["prompt"] for one in figures["samples"]} <= set(prompts)
+    # The model that ships was written so.
+    shipped = ROOT / "examples" / "demo_model"
+    for folder in (Path(), Path("model")):
+        names = {path.name for path in (tmp_path / folder).iterdir()}
+        assert names <= {path.name for path in (shipped / folder).iterdir()}
+    config, ships = (json.loads((path / "model" / "config.json").read_text()) for path in (tmp_path, shipped))
+    assert config | {"transformers_version": ""} == ships | {"transformers_version": ""}
+    assert sum(path.stat().st_size for path in (tmp_path / "model").iterdir()) == figures["bytes"]
