@@ -146,7 +146,7 @@ def test_bursts(options: tuple[str, ...]) -> None:
 
 def test_fleet() -> None:
     sizes = ("--traces", "6", "--steady", "4", "--engines", "2", "--capacity", "2", "--clients", "2")
-    found = figures("fleet", *sizes, "--rounds", "0")
+    found = figures("fleet", *sizes, "--rounds", "0", "--pace", "100")
     assert [phase["name"] for phase in found] == ["burst", "steady", "changing"]
     assert [phase["traces"] for phase in found] == [2, 4, 6]
     for phase in found:
@@ -158,7 +158,7 @@ def test_fleet() -> None:
 
 
 def test_sizing() -> None:
-    found = figures("sizing", "--idle", "2", "--seconds", "2", "--traces", "12", "--engines", "20", differences=True)
+    found = figures("sizing", "--idle", "2", "--seconds", "1", "--traces", "12", "--engines", "20", differences=True)
     assert set(found) == {"idle engine", "trace", "registry", "looking after"}
     above_zero(found["idle engine"], "connections", "commands", "bytes")
     above_zero(found["trace"], "cpu_us", "client_connections")
