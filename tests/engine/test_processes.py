@@ -29,6 +29,7 @@ async def own_bus() -> AsyncIterator[str]:
         (["--data-parallel-size", "2"], {}, "--data-parallel-size"),
         (["--stream-interval", "4"], {}, "--stream-interval"),
         (["--scheduler-cls", "vllm.v1.core.sched.scheduler.Scheduler"], {}, "--scheduler-cls"),
+        (["--hf-tok", "abbreviated"], {}, "--hf-token"),
         (["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 2}'], {}, "--speculative-config"),
         (["--pipeline-parallel-size", "3", "--async-scheduling"], {}, "--async-scheduling"),
         ([], {"VLLM_USE_V2_MODEL_RUNNER": "1"}, "VLLM_USE_V2_MODEL_RUNNER"),

@@ -92,7 +92,9 @@ def test_a_command_with_secrets_becomes_one_without(tmp_path: Path) -> None:
     assert int(number) == begun.pid
 
 
-@pytest.mark.parametrize("given", [["--hf-token", SECRET], [f"--hf-token={SECRET}"]])
+@pytest.mark.parametrize(
+    "given", [["--hf-token", SECRET], [f"--hf-token={SECRET}"], ["--hf_token", SECRET], [f"--hf_token={SECRET}"]]
+)
 def test_vllm_is_not_given_a_token_that_it_would_hand_to_the_workers(given: list[str]) -> None:
     kept, token = _without_hub_token(["demo", *given, "--port", "1"])
     assert (kept, token) == (["demo", "--port", "1"], SECRET)

@@ -91,6 +91,12 @@ def refuse_unsupported(arguments: AsyncEngineArgs) -> None:
         )
     refused = [
         (
+            # `secret.py` takes the value out of a command line: another form is an abbreviation, or a file of options.
+            "--hf-token",
+            isinstance(getattr(arguments, "hf_token", None), str),
+            "vLLM would hand this token to the workers, where blocks can read it; use --hf-token=TOKEN or HF_TOKEN",
+        ),
+        (
             "--speculative-config",
             bool(getattr(arguments, "speculative_config", None)),
             "a step would sample several tokens, so that a save could not be given to the token of its step",

@@ -90,14 +90,17 @@ def _without_hub_token(arguments: Sequence[str]) -> tuple[list[str], str]:
     token = ""
     waiting = False
     for argument in arguments:
+        name, equals, value = argument.partition("=")
+        # vLLM takes its options with underscores, too.
+        named = name.replace("_", "-") == _HF_TOKEN
         if waiting and not argument.startswith("-"):
             kept.pop()
             token = argument
-        elif argument.startswith(f"{_HF_TOKEN}="):
-            token = argument.partition("=")[2]
+        elif named and equals:
+            token = value
         else:
             kept.append(argument)
-        waiting = argument == _HF_TOKEN
+        waiting = named and not equals
     return kept, token
 
 
