@@ -1,21 +1,22 @@
-"""The adapter's command as its supervisor runs it, in a fork of a process that has imported vLLM once for all.
+"""The adapter's command as its supervisor runs it, and other modules, in a fork of a process that has imported vLLM.
 
-Importing vLLM takes most of the time of a command that is refused.
+Importing vLLM takes most of the time of a command that is refused, and of a benchmark in small.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import runpy
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
 
-__all__ = ["Done", "adapter_command", "import_ahead"]
+__all__ = ["Done", "adapter_command", "import_ahead", "module_command"]
 
 #: What the adapter's command imports before it looks at its settings.
 _IMPORTED = ["tracewire_engine.launch.cli", "vllm.engine.arg_utils", "vllm.utils.argparse_utils"]
@@ -57,9 +58,22 @@ def adapter_command(folder: Path, *arguments: str, environment: Mapping[str, str
     Raises:
         TimeoutError: it did not end within 120 s, and was killed.
     """
+    return _in_a_fork(folder, environment or {}, _adapter, *arguments)
+
+
+def module_command(folder: Path, module: str, *arguments: str) -> Done:
+    """Likewise `python -m module` with these arguments.
+
+    Raises:
+        TimeoutError: it did not end within 120 s, and was killed.
+    """
+    return _in_a_fork(folder, {}, _module, module, *arguments)
+
+
+def _in_a_fork(folder: Path, environment: Mapping[str, str], what: Callable[..., None], *arguments: str) -> Done:
     import_ahead()
     out, err = folder / "stdout", folder / "stderr"
-    child = _forking.Process(target=_run, args=(out, err, {**os.environ, **(environment or {})}, arguments))
+    child = _forking.Process(target=_run, args=(out, err, {**os.environ, **environment}, what, arguments))
     child.start()
     try:
         child.join(120)
@@ -71,13 +85,24 @@ def adapter_command(folder: Path, *arguments: str, environment: Mapping[str, str
     return Done(child.exitcode, out.read_text(), err.read_text())
 
 
-def _run(out: Path, err: Path, environment: dict[str, str], arguments: tuple[str, ...]) -> None:
+def _run(
+    out: Path, err: Path, environment: dict[str, str], what: Callable[..., None], arguments: tuple[str, ...]
+) -> None:
     for stream, path in ((1, out), (2, err)):
         opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(opened, stream)
         os.close(opened)
     os.environ.clear()
     os.environ.update(environment)
+    what(*arguments)
+
+
+def _adapter(*arguments: str) -> None:
     from tracewire_engine.launch.cli import _adapter
 
     sys.exit(_adapter(list(arguments)))
+
+
+def _module(module: str, *arguments: str) -> None:
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
