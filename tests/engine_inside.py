@@ -35,7 +35,7 @@ async def engine_inside(*, model: Any = None, name: str = "demo", **options: Any
     from tracewire_engine.adapter.vllm_engine import VllmEngine
     from tracewire_engine.launch.cli import demo_model
     from tracewire_engine.launch.engine_builder import build_engine, describe
-    from tracewire_engine.link.blob_link import BlobReceiver
+    from tracewire_engine.link.blob_receiver import BlobReceiver
     from tracewire_engine.link.step_link import LinkReceiver
 
     class Noting(VllmEngine):

@@ -48,7 +48,7 @@ def main():
 
     from tracewire_engine.launch.cli import demo_model
     from tracewire_engine.launch.engine_builder import build_engine, describe
-    from tracewire_engine.link.blob_link import BlobReceiver
+    from tracewire_engine.link.blob_receiver import BlobReceiver
     from tracewire_engine.link.step_link import LinkReceiver
 
     parser = argparse.ArgumentParser()

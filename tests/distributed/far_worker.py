@@ -11,10 +11,10 @@ import time
 import msgspec
 import torch
 
-from tracewire_engine.link.blob_link import BlobSender
 from tracewire_engine.link.liveness import PulseSender
 from tracewire_engine.link.step_link import LinkSender
 from tracewire_engine.protocol.messages import Report, StepRecord
+from tracewire_engine.worker.blob_sender import BlobSender
 from tracewire_engine.worker.large_arrays import Hold, LargeArray
 
 

@@ -33,7 +33,7 @@ from tracewire_bus.wire.messages import Block, Invoke, Submission
 from tracewire_bus.wire.values import pack
 from tracewire_engine.adapter.large_inputs import Inputs
 from tracewire_engine.link.addresses import Guard, endpoint
-from tracewire_engine.link.blob_link import BlobChunk, BlobReceiver
+from tracewire_engine.link.blob_receiver import BlobChunk, BlobReceiver
 from tracewire_engine.link.liveness import PulseReceiver
 from tracewire_engine.link.step_link import LinkReceiver
 from tracewire_engine.protocol.input_files import input_path

@@ -8,15 +8,15 @@ import pytest
 import torch
 from vllm.model_executor.models.utils import PPMissingLayer
 
-from tracewire_engine.worker.parallel.staged_mediator import (
-    Entry,
+from tracewire_engine.worker.parallel.stage_exchange import (
     Pipeline,
-    Said,
+    StageUpdate,
     _pickled,
     _Tensors,
     _unpacked,
     _Unpickler,
 )
+from tracewire_engine.worker.parallel.staged_mediator import Entry
 from tracewire_engine.worker.parallel.topology import StandIn, Topology, described
 
 
@@ -128,7 +128,7 @@ def test_values_travel_whole(dtype: torch.dtype) -> None:
 
 def test_what_cannot_be_sent_is_left_out_by_name() -> None:
     good, bad = [Entry("VALUE", "a", 0, torch.ones(3))], [Entry("VALUE", "b", 0, lambda: None)]
-    kept = Pipeline._sendable(Said("r", {"": good, "edit": bad}, False, {}))
+    kept = Pipeline._sendable(StageUpdate("r", {"": good, "edit": bad}, False, {}))
     assert kept.logs == {"": good}
     assert list(kept.errors) == ["edit"]
     assert "cannot be sent to other pipeline stages" in kept.errors["edit"].message

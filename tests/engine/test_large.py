@@ -24,13 +24,14 @@ from tracewire_bus.wire.values import ArrayRef, array_from_raw, digest, pack
 from tracewire_engine.adapter.engine_api import Rejection
 from tracewire_engine.adapter.large_inputs import Inputs
 from tracewire_engine.adapter.trace_run import RawFinal
-from tracewire_engine.link.blob_link import BlobChunk, BlobReceiver, BlobSender
+from tracewire_engine.link.blob_receiver import BlobChunk, BlobReceiver
 from tracewire_engine.protocol.input_files import input_path
 from tracewire_engine.protocol.messages import FinishRecord, Report, StepRecord
-from tracewire_engine.worker.blocks.compiler import to_tensors
+from tracewire_engine.worker.blob_sender import BlobSender
 from tracewire_engine.worker.large_arrays import Hold, LargeArray
 from tracewire_engine.worker.large_arrays import encode as encode_large
 from tracewire_engine.worker.save_tracker import SaveTracker
+from tracewire_engine.worker.tensors import to_tensors
 
 
 def raw(deltas: list[Any]) -> msgspec.Raw:

@@ -21,7 +21,7 @@ from tracewire_bus.wire.messages import Append, Set
 from tracewire_engine.link.step_link import encode_reports
 from tracewire_engine.protocol.keys import BLOCK_ARG
 from tracewire_engine.protocol.messages import FinishRecord, Report, StepRecord
-from tracewire_engine.worker.blocks import compiler as blocks_module
+from tracewire_engine.worker.blocks import mediator as blocks_module
 from tracewire_engine.worker.blocks import time_limit as watchdog
 
 #: The signals are the watchdog's.

@@ -16,8 +16,8 @@ pytest.importorskip("vllm")
 import tracewire_engine  # noqa: E402, F401 (before nnsight)
 from tracewire_engine.launch import engine_builder as engine_model  # noqa: E402
 from tracewire_engine.launch.engine_builder import UnsupportedSetting  # noqa: E402
+from tracewire_engine.model_layout import find_layers, takes_residual  # noqa: E402
 from tracewire_engine.worker.blocks.encoder_guard import NotByToken, encoder_locations, refuse_encoders  # noqa: E402
-from tracewire_engine.worker.blocks.residual import find_layers, takes_residual  # noqa: E402
 
 
 def tree(**sizes: int) -> Any:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import msgspec
 
 from tracewire_bus.wire.messages import Failure, Submission
-from tracewire_engine.link.blob_link import BlobChunk
+from tracewire_engine.link.blob_receiver import BlobChunk
 from tracewire_engine.protocol.messages import Changes, Report
 
 __all__ = ["Carrier", "Choice", "Engine", "EngineLost", "Outputs", "Prepared", "Rejection"]

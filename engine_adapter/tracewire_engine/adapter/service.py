@@ -43,7 +43,7 @@ from tracewire_bus.wire.codec import NewerSchema, check_schema, decode_submissio
 from tracewire_bus.wire.live_values import LiveError, parted
 from tracewire_bus.wire.messages import Block, EngineInfo, Failure, Final, Status, StopWhen, Submission
 from tracewire_bus.wire.values import unpack
-from tracewire_engine.link.blob_link import BlobChunk
+from tracewire_engine.link.blob_receiver import BlobChunk
 
 from .block_sources import Sources
 from .engine_api import Engine, EngineLost, Rejection

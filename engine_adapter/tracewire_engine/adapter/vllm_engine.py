@@ -29,7 +29,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from tracewire_bus.wire.messages import NO_MEDIA, Block, Invoke, StopWhen, Submission
 from tracewire_engine.launch.engine_builder import EngineModel, UnsupportedSetting, versions
 from tracewire_engine.link.addresses import is_remote
-from tracewire_engine.link.blob_link import BlobChunk, BlobReceiver
+from tracewire_engine.link.blob_receiver import BlobChunk, BlobReceiver
 from tracewire_engine.link.step_link import LinkReceiver, encode_changes
 from tracewire_engine.protocol.keys import (
     BLOCK_ARG,

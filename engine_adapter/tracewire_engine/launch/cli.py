@@ -386,7 +386,7 @@ def _serve(vllm_arguments: object, name: str, options: argparse.Namespace, clust
     from vllm.envs import enable_envs_cache
     from vllm.platforms import current_platform
 
-    from tracewire_engine.link.blob_link import BlobReceiver
+    from tracewire_engine.link.blob_receiver import BlobReceiver
     from tracewire_engine.link.liveness import PulseReceiver
     from tracewire_engine.link.step_link import LinkReceiver
 

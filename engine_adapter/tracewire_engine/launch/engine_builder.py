@@ -31,6 +31,7 @@ from vllm.platforms import current_platform
 from tracewire_bus.wire.codec import schema_text
 from tracewire_bus.wire.messages import EngineInfo, ModuleInfo, Versions
 from tracewire_engine.adapter.images import modalities
+from tracewire_engine.model_layout import find_layers
 from tracewire_engine.protocol.cluster import Cluster
 from tracewire_engine.protocol.keys import (
     BLOB_THRESHOLD,
@@ -42,7 +43,6 @@ from tracewire_engine.protocol.keys import (
     STEP_TOKENS,
     WORKER_PATIENCE,
 )
-from tracewire_engine.worker.blocks.residual import find_layers
 
 from .parent_death import ADAPTER_PID
 

@@ -30,9 +30,9 @@ from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
 from tracewire_bus.wire.messages import Append, Failure, Manifest
 from tracewire_bus.wire.values import digest
-from tracewire_engine.link.blob_link import BlobSender
 from tracewire_engine.link.shared_ring import InRing
 from tracewire_engine.link.step_link import LinkSender
+from tracewire_engine.model_layout import find_layers, find_norm, takes_residual
 from tracewire_engine.protocol.keys import (
     BLOB_THRESHOLD,
     BLOCK_ARG,
@@ -51,12 +51,14 @@ from tracewire_engine.protocol.messages import Applied, FinishRecord, Report, St
 from tracewire_engine.worker.blocks import save_marks as marks
 from tracewire_engine.worker.blocks import time_limit as watchdog
 from tracewire_engine.worker.blocks.batched_serving import RowBatcher
-from tracewire_engine.worker.blocks.compiler import RESULT, SAMPLES, BlockCache, BlockMediator, failure_of, is_stop
+from tracewire_engine.worker.blocks.compiler import BlockCache
 from tracewire_engine.worker.blocks.encoder_guard import encoder_locations, refuse_encoders
+from tracewire_engine.worker.blocks.failures import failure_of, is_stop
 from tracewire_engine.worker.blocks.live_params import LIVE, LiveRun, LiveRuns
+from tracewire_engine.worker.blocks.mediator import RESULT, SAMPLES, BlockMediator
 from tracewire_engine.worker.blocks.plain_values import plain, trim
 from tracewire_engine.worker.blocks.request_result import Results
-from tracewire_engine.worker.blocks.residual import Residual, find_layers, find_norm, takes_residual
+from tracewire_engine.worker.blocks.residual import Residual
 from tracewire_engine.worker.blocks.shared_values import SharedRun, SharedRuns
 from tracewire_engine.worker.blocks.standing_blocks import EditedRequest
 from tracewire_engine.worker.declared.cuda_graphs import breakable_throughout, without_taps
@@ -65,8 +67,10 @@ from tracewire_engine.worker.declared.ops import Declaration, is_early
 from tracewire_engine.worker.declared.plan import DeclaredRequests
 from tracewire_engine.worker.parallel.merged_columns import ColumnFragments
 from tracewire_engine.worker.parallel.rank_agreement import DECLARED, Key, Ranks
-from tracewire_engine.worker.parallel.staged_mediator import Pipeline, Said, Share, StagedMediator, StagesDiffer, shared
+from tracewire_engine.worker.parallel.stage_exchange import Pipeline, StageState, StageUpdate, shared
+from tracewire_engine.worker.parallel.staged_mediator import StagedMediator, StagesDiffer
 
+from .blob_sender import BlobSender
 from .deferred_report import AfterAnswer
 from .host_copy import HostArray, HostCopy, ToHost, encoded_late
 from .kv_offload import KeptCache, KvBlocks
@@ -306,7 +310,7 @@ class TracedRequests(Requests):
         runs = {shares.of(Request(request).engine_id) for request in requests} - {None}
         return requests | {name for name, request in self.requests.items() if shares.of(request.engine_id) in runs}
 
-    def fail(self, said: Said) -> None:
+    def fail(self, said: StageUpdate) -> None:
         """Take what failed on another pipeline stage, unless it has failed here too."""
         request, copies = self.requests.get(said.request), self.copies(said.request)
         for name, error in said.errors.items():
@@ -629,7 +633,7 @@ class TracewireRunner(NNsightGPUModelRunner):
         """This stage's part of the step is over: tell the others."""
         book, declared = self.nnsight_requests, self.tracewire_declared
 
-        def share(request_id: str) -> Share:
+        def share(request_id: str) -> StageState:
             return shared(book.copies(request_id), book.requests[request_id].error)
 
         if pipeline.index == pipeline.topology.last or not pipeline.reads:

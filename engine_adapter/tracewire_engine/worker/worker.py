@@ -18,7 +18,7 @@ from vllm.v1.executor.multiproc_executor import WorkerProc
 from tracewire_engine.link.addresses import is_remote
 from tracewire_engine.link.liveness import PulseSender
 from tracewire_engine.protocol.keys import LINK_ADDRESS, WORKER_PATIENCE
-from tracewire_engine.worker.parallel.staged_mediator import PipelineMixin
+from tracewire_engine.worker.parallel.stage_exchange import PipelineMixin
 
 from .runner import TracewireRunner
 

@@ -16,8 +16,10 @@ from tracewire_bus.wire.messages import Failure
 from tracewire_engine.protocol.messages import EditBlock
 
 from . import save_marks as marks
-from .compiler import BlockCache, BlockMediator, failure_of, is_stop
+from .compiler import BlockCache
+from .failures import failure_of, is_stop
 from .live_params import LiveRun
+from .mediator import BlockMediator
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -19,7 +19,7 @@ from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 from vllm.model_executor.models.utils import PPMissingLayer
 
-from tracewire_engine.worker.blocks.residual import find_layers, find_norm
+from tracewire_engine.model_layout import find_layers, find_norm
 
 __all__ = ["LIMIT", "replicate"]
 

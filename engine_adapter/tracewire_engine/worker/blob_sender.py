@@ -1,12 +1,8 @@
-"""The way of large arrays from a worker to its adapter, beside the link of the steps' reports.
+"""The worker's end of the link for large arrays: a thread that digests and sends them, in chunks.
 
-A worker's `BlobSender` has a thread that digests large arrays and pushes them
-in chunks over a socket of their own. Requests take turns, a chunk each, so that a small array does not wait behind a
-large one of another request. Both ends queue a few chunks only: when Redis is slow, the thread waits, and the model
-does not.
-
-Whatever a request reports from its first large array on takes this way too, in order behind the chunks, so that an
-adapter which has written everything before a record has the blobs that it refers to.
+Requests take turns, a chunk each, so that a small array does not wait behind a large one of another request. When Redis
+is slow the thread waits, and the model does not. From a request's first large array on, the thread also sends what the
+request reports, in order behind the chunks.
 """
 
 from __future__ import annotations
@@ -16,46 +12,30 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import msgspec
 import zmq
 import zmq.asyncio
 
 from tracewire_bus.wire.messages import Delta, Failure, Manifest
+from tracewire_engine.link.addresses import connect
+from tracewire_engine.link.blob_receiver import QUEUED_CHUNKS, BlobChunk
+from tracewire_engine.link.step_link import encode_reports
 from tracewire_engine.protocol.messages import FinishRecord, Report, StepRecord
 
-from .addresses import Guard, bind, connect, endpoint, extended
-from .step_link import Receiver, encode_reports
-
 if TYPE_CHECKING:
-    # They need torch and nnsight, which take seconds to import; the adapter's end needs neither.
     from tracewire_engine.worker.large_arrays import LargeArray
     from tracewire_engine.worker.save_tracker import Ending
 
-__all__ = ["BlobChunk", "BlobReceiver", "BlobSender"]
+__all__ = ["BlobSender"]
 
 logger = logging.getLogger("vllm.tracewire")
 
-#: Chunks that a socket's end queues at most.
-QUEUED_CHUNKS = 8
-
-
-class BlobChunk(msgspec.Struct, array_like=True):
-    """One chunk of a request's blob. Its bytes are a frame of their own, and `data` once it was received."""
-
-    request: str
-    blob: str
-    number: int
-    data: Any = None
-
+_Lane = tuple[str, int]
 
 _encoder = msgspec.msgpack.Encoder()
-_chunks = msgspec.msgpack.Decoder(BlobChunk)
-_reports = msgspec.msgpack.Decoder(list[Report])
-
-_Lane = tuple[str, int]
 
 
 class BlobSender:
@@ -173,47 +153,3 @@ class BlobSender:
         self._failed.setdefault(
             lane, Failure(type=type(error).__name__, message=f"its large saves could not be read: {error}")
         )
-
-
-class BlobReceiver(Receiver):
-    """The adapter's end: yields chunks and reports, in the order in which the worker sent each request's.
-
-    `address` is the link's with this socket in it; `guard` is the link's.
-    """
-
-    def __init__(self, link_address: str, guard: Guard | None = None) -> None:
-        self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.PULL)
-        self._socket.setsockopt(zmq.RCVHWM, QUEUED_CHUNKS)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._unprotect = guard.protect(self._context, self._socket) if guard is not None else None
-        at = endpoint(link_address, "blobs") if guard is None else f"{endpoint(link_address).rpartition(':')[0]}:*"
-        self.address = extended(link_address, "blobs", bind(self._socket, at))
-
-    def close(self) -> None:
-        """Close the socket. Idempotent."""
-        if self._unprotect is not None:
-            unprotect, self._unprotect = self._unprotect, None
-            unprotect()
-        self._context.destroy(linger=0)
-
-    async def items(self) -> AsyncIterator[BlobChunk | Report]:
-        """Yield every chunk and report. Never ends by itself. Nothing more is received than a few chunks ahead."""
-        while True:
-            try:
-                frames = await self._socket.recv_multipart(copy=False)
-            except zmq.Again:
-                # A connection that is being let in can look like a message.
-                continue
-            try:
-                if len(frames) == 1:
-                    for report in _reports.decode(frames[0].buffer):
-                        yield report
-                    continue
-                chunk = _chunks.decode(frames[0].buffer)
-            except msgspec.MsgspecError:
-                # A defect, but one request's: its trace ends with an error, the others go on.
-                logger.exception("a message of the workers could not be read")
-                continue
-            chunk.data = frames[1].buffer
-            yield chunk

@@ -1,0 +1,103 @@
+"""What a block raised, as a failure that names the user's own line; and what its traceback holds, let go."""
+
+from __future__ import annotations
+
+import traceback
+import types
+from collections.abc import Iterable
+from typing import Any
+
+from nnsight.intervention.interleaver import EarlyStopException
+
+from tracewire_bus.wire.messages import Failure
+
+from . import save_marks as marks
+from . import time_limit as watchdog
+from .compiled_source import CompiledSource
+
+__all__ = ["attributes", "failure_of", "is_stop", "release_frames"]
+
+#: An exception's own, whatever its class says of them.
+attributes: Any = BaseException.__dict__["__dict__"]
+
+_trace: Any = BaseException.__dict__["__traceback__"]
+
+_cause: Any = BaseException.__dict__["__cause__"]
+
+_context: Any = BaseException.__dict__["__context__"]
+
+_members: Any = BaseExceptionGroup.__dict__["exceptions"]
+
+
+def release_frames(errors: Iterable[BaseException | None]) -> None:
+    """Let go of the frames that exceptions, and what they came of, have passed."""
+    waiting, seen = list(errors), set[int]()
+    while waiting:
+        error = waiting.pop()
+        if error is None or id(error) in seen:
+            continue
+        seen.add(id(error))
+        for trace in (_trace.__get__(error), dict.pop(attributes.__get__(error), "__intervention_tb__", None)):
+            # Anybody can call anything so.
+            if type(trace) is types.TracebackType:
+                traceback.clear_frames(trace)
+        waiting += (_cause.__get__(error), _context.__get__(error))
+        if issubclass(type(error), BaseExceptionGroup):
+            waiting += _members.__get__(error)
+        for attribute in (_trace, _cause, _context):
+            attribute.__set__(error, None)
+
+
+def failure_of(exception: BaseException, compiled: CompiledSource | None, *, hint: str = "") -> Failure:
+    """What went wrong, at the user's own line: the deepest frame of the traceback that is theirs."""
+    kind = marks.class_name(type(exception))
+    try:
+        with watchdog.turn(building=True):
+            message = _printable(str(exception), 10_000)
+    except Exception as error:
+        message = f"(its message could not be read: {type(error).__name__})"
+    message += hint
+    if issubclass(type(exception), SyntaxError) and compiled is None:
+        return Failure(type=kind, message=message, field="block", line=getattr(exception, "lineno", None))
+    try:
+        with watchdog.turn(building=True):
+            frames = list(_frames(exception))
+    except Exception:  # its traceback is of its own making
+        frames = []
+    filename: str | None = None
+    line: int | None = None
+    source: str | None = None
+    lines: list[str] = []
+    files = compiled.files if compiled is not None else {}
+    for frame in frames:
+        if frame.filename in files:
+            filename, function = files[frame.filename]
+            line, source = frame.lineno, frame.line
+            name = function if frame.name == "<module>" else frame.name
+            lines.append(f'  File "{filename}", line {line}, in {name}\n    {source}\n')
+    return Failure(
+        type=kind,
+        message=message,
+        field="block",
+        filename=filename,
+        line=line,
+        source=source,
+        traceback="".join(lines) or None,
+    )
+
+
+def _frames(exception: BaseException) -> Iterable[traceback.FrameSummary]:
+    """The frames that an exception has passed, or what it came of."""
+    cause = exception.__cause__ if isinstance(exception, watchdog.BlockExit) and exception.__cause__ else exception
+    trace = dict.get(attributes.__get__(cause), "__intervention_tb__")
+    return traceback.extract_tb(trace if type(trace) is types.TracebackType else _trace.__get__(cause))
+
+
+def _printable(text: str, most: int) -> str:
+    """The beginning of a text, as one that can be encoded."""
+    return str.__getitem__(text, slice(most)).encode("utf-8", "backslashreplace").decode()
+
+
+def is_stop(exception: BaseException | None) -> bool:
+    """Whether a block ended by `tracer.stop()`."""
+    return isinstance(exception, EarlyStopException)

@@ -1,0 +1,339 @@
+"""What pipeline stages tell each other of blocks, step by step, and how it travels."""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle  # noqa: TID251 (from one worker of an engine to another, as vLLM's own messages between them)
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from operator import itemgetter
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from vllm.distributed.parallel_state import GroupCoordinator
+
+from tracewire_bus.wire.messages import Failure
+from tracewire_engine.worker.blocks.failures import failure_of, is_stop
+
+from .head_replicas import replicate
+from .staged_mediator import Entry, StagedMediator
+from .topology import Topology, described
+
+__all__ = ["Pipeline", "PipelineMixin", "RequestRegistry", "StageState", "StageUpdate", "shared"]
+
+#: Tells our messages in the group from vLLM's.
+_TAG = 7321
+
+
+class StageUpdate(NamedTuple):
+    """What a stage tells of one request's blocks in a step: its own, whose name is empty, and standing ones.
+
+    `ended` when none of the blocks will ask for anything more; `errors` are those that were not told before.
+    """
+
+    request: str
+    logs: dict[str, list[Entry]]
+    ended: bool
+    errors: dict[str, Failure]
+
+
+class StageState(NamedTuple):
+    """What a stage has of one request: its blocks' copies by name, and what failed on it."""
+
+    copies: dict[str, StagedMediator]
+    errors: dict[str, Failure]
+
+
+class Message(NamedTuple):
+    """What a stage tells the others of a step; `read` and `failures` are of declared interventions (`plan.py`)."""
+
+    said: list[StageUpdate]
+    read: list[Any]
+    failures: dict[str, Failure]
+
+
+class _Tensors:
+    """The tensors of a message, on their way from one device to another in one copy."""
+
+    def __init__(self) -> None:
+        self.found: list[torch.Tensor] = []
+        #: dtype, shape, first byte
+        self.table: list[tuple[str, tuple[int, ...], int]] = []
+        self.size = 0
+
+    def add(self, tensor: torch.Tensor) -> int:
+        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        self.table.append((str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), self.size))
+        if flat.numel() % 16:
+            flat = torch.nn.functional.pad(flat, (0, 16 - flat.numel() % 16))
+        self.found.append(flat)
+        self.size += flat.numel()
+        return len(self.table) - 1
+
+    def bytes(self) -> torch.Tensor:
+        """All of them, in host memory."""
+        if not self.found:
+            return torch.empty(0, dtype=torch.uint8)
+        if any(flat.device != self.found[0].device for flat in self.found):
+            return torch.cat([flat.cpu() for flat in self.found])
+        return torch.cat(self.found).cpu()
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, file: io.BytesIO, tensors: _Tensors) -> None:
+        super().__init__(file, protocol=5)
+        self._tensors = tensors
+
+    def persistent_id(self, value: Any) -> int | None:
+        plain = type(value) is torch.Tensor and value.layout is torch.strided and not value.is_quantized
+        return self._tensors.add(value) if plain else None
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, data: Any, tensors: Sequence[torch.Tensor]) -> None:
+        super().__init__(io.BytesIO(data))
+        self._tensors = tensors
+
+    def persistent_load(self, key: int) -> torch.Tensor:
+        return self._tensors[key]
+
+
+def _unpacked(
+    table: Sequence[tuple[str, tuple[int, ...], int]], data: torch.Tensor, device: torch.device
+) -> list[torch.Tensor]:
+    """The tensors of a message, on `device`, each in memory of its own, so that none keeps the whole message."""
+    flat = data.to(device)
+    found = []
+    for name, shape, start in table:
+        dtype: torch.dtype = getattr(torch, name)
+        size = math.prod(shape) * dtype.itemsize
+        found.append(flat[start : start + size].clone().view(dtype).reshape(shape))
+    return found
+
+
+def _pickled(value: Any, tensors: _Tensors) -> bytes:
+    file = io.BytesIO()
+    _Pickler(file, tensors).dump(value)
+    return file.getvalue()
+
+
+class RequestRegistry(Protocol):
+    """The live requests of a stage."""
+
+    def copies(self, request: str) -> Mapping[str, StagedMediator]:
+        """The copies of a request's blocks, by name."""
+
+    def fail(self, said: StageUpdate) -> None:
+        """Take what failed on another stage."""
+
+
+class Pipeline:
+    """This stage's end of the logs."""
+
+    def __init__(self, group: GroupCoordinator, topology: Topology, device: torch.device) -> None:
+        self._group = group
+        self.topology = topology
+        self._device = device
+        #: Steps of which later stages have yet to tell, each with the requests that shared.
+        self._due: deque[frozenset[str]] = deque()
+        self._sent: list[tuple[Any, torch.Tensor]] = []
+        #: Requests with a block that has not ended on all stages, each with the stages on which it has.
+        self.blocks: dict[str, set[int]] = {}
+        #: Requests with declared interventions on other stages than the last.
+        self.early: set[str] = set()
+        #: Of the step under way: which requests have something to share, in the same order on all stages.
+        self.sharing: list[str] = []
+        self.reads = False
+        self._told: dict[str, set[str]] = {}
+
+    @property
+    def index(self) -> int:
+        """The number of this stage."""
+        return self.topology.index
+
+    @property
+    def count(self) -> int:
+        """How many requests it holds anything for."""
+        return max(len(self.blocks), len(self.early), len(self._told))
+
+    def forget(self, request: str) -> None:
+        """A request is over."""
+        self.blocks.pop(request, None)
+        self.early.discard(request)
+        self._told.pop(request, None)
+
+    def begin(self, scheduled: Collection[str]) -> None:
+        """A step begins with these requests: decide, as all stages do alike, what of it is shared."""
+        blocks = self.blocks
+        self.sharing = [request for request in scheduled if request in blocks] if blocks else []
+        self.reads = bool(self.early) and not self.early.isdisjoint(scheduled)
+
+    # --- receiving --------------------------------------------------------------------------------------------------
+
+    def catch_up(self, requests: Collection[str], book: RequestRegistry) -> None:
+        """Take what later stages served in earlier steps of these requests. Waits for it.
+
+        A stage has been sent all it needs for those steps, so it is not waiting for this one.
+        """
+        due = self._due
+        if not due:
+            return
+        last = max((place for place, step in enumerate(due) if not step.isdisjoint(requests)), default=-1)
+        self.topology.told = True
+        try:
+            for _ in range(last + 1):
+                due.popleft()
+                self._take(range(self.index + 1, self.topology.count), book)
+        finally:
+            self.topology.told = False
+
+    def take_earlier(self, book: RequestRegistry) -> list[Message]:
+        """Take what earlier stages served in the step under way. Waits for it."""
+        if not self.sharing and not self.reads:
+            return []
+        return self._take(range(self.index), book)
+
+    def _take(self, stages: range, book: RequestRegistry) -> list[Message]:
+        # All of them first: who is fed from one looks at what will come of the others.
+        told = [(stage, self._receive(stage)) for stage in stages]
+        queue: list[tuple[int, int, StagedMediator]] = []
+        for stage, message in told:
+            for said in message.said:
+                copies = book.copies(said.request)
+                for name, entries in said.logs.items():
+                    mediator = copies.get(name)
+                    if mediator is not None:
+                        mediator.incoming.extend(entries)
+                        queue.extend((stage, entry.order, mediator) for entry in entries)
+        queue.sort(key=itemgetter(0, 1))
+        for _, _, mediator in queue:
+            mediator.feed()
+        for stage, message in told:
+            for said in message.said:
+                if said.errors:
+                    book.fail(said)
+                if said.ended:
+                    self._end(said.request, stage)
+        return [message for _, message in told]
+
+    def _end(self, request: str, stage: int) -> None:
+        ended = self.blocks.get(request)
+        if ended is not None:
+            ended.add(stage)
+            if len(ended) == self.topology.count:
+                del self.blocks[request]
+
+    def _receive(self, stage: int) -> Message:
+        source, group = self._group.ranks[stage], self._group.cpu_group
+        sizes = torch.empty(2, dtype=torch.int64)
+        torch.distributed.recv(sizes, source, group=group, tag=_TAG)
+        head, total = (int(size) for size in sizes)
+        data = torch.empty(total, dtype=torch.uint8)
+        torch.distributed.recv(data, source, group=group, tag=_TAG)
+        table, body = pickle.loads(data[:head].numpy().data)  # noqa: S301
+        tensors = _unpacked(table, data[head:], self._device)
+        message: Message = _Unpickler(body, tensors).load()
+        return message
+
+    # --- sending ----------------------------------------------------------------------------------------------------
+
+    def tell(self, share: Callable[[str], StageState], read: list[Any], failures: dict[str, Failure]) -> None:
+        """This stage's part of the step is over: send the others what it served. Waits for nobody."""
+        self._sent = [(work, data) for work, data in self._sent if not work.is_completed()]
+        later = range(self.index + 1, self.topology.count) if self.sharing or self.reads else ()
+        earlier = range(self.index) if self.sharing else ()
+        if not later and not earlier:
+            return
+        self.topology.messages += len(later) + len(earlier)
+        said = [self._said(request, share(request)) for request in self.sharing]
+        tensors = _Tensors()
+        try:
+            body = _pickled(Message(said, read, failures), tensors)
+        except Exception:  # of a value that a block was served
+            said = [self._sendable(one) for one in said]
+            tensors = _Tensors()
+            body = _pickled(Message(said, read, failures), tensors)
+        head = pickle.dumps((tensors.table, body), protocol=5)
+        flat = tensors.bytes()
+        data = torch.cat([torch.frombuffer(bytearray(head), dtype=torch.uint8), flat])
+        sizes = torch.tensor([len(head), data.numel()], dtype=torch.int64)
+        data_of = (sizes, data)
+        for stage in (*earlier, *later):
+            for part in data_of:
+                work = torch.distributed.isend(part, self._group.ranks[stage], group=self._group.cpu_group, tag=_TAG)
+                self._sent.append((work, part))
+        # Told with the step, as everybody else learns it with the step.
+        for one in said:
+            if one.ended:
+                self._end(one.request, self.index)
+        if self.index < self.topology.last and self.sharing:
+            self._due.append(frozenset(self.sharing))
+
+    def _said(self, request: str, share: StageState) -> StageUpdate:
+        logs: dict[str, list[Entry]] = {}
+        for name, mediator in share.copies.items():
+            if mediator.log:
+                logs[name], mediator.log = mediator.log, []
+        ended = "" in share.errors or all(mediator.over for mediator in share.copies.values())
+        told = self._told.setdefault(request, set())
+        fresh = {name: error for name, error in share.errors.items() if name not in told}
+        told.update(fresh)
+        return StageUpdate(request, logs, ended, fresh)
+
+    @staticmethod
+    def _sendable(said: StageUpdate) -> StageUpdate:
+        """The same without what cannot be pickled, which the request fails with."""
+        logs, errors = {}, dict(said.errors)
+        for name, log in said.logs.items():
+            try:
+                _pickled(log, _Tensors())
+                logs[name] = log
+            except Exception as exception:
+                message = f"what the block was served cannot be sent to other pipeline stages: {exception}"
+                errors.setdefault(name, Failure(type=type(exception).__name__, message=message, field="block"))
+        return said._replace(logs=logs, errors=errors)
+
+
+class PipelineMixin:
+    """For a platform's model runner: its stage of the pipeline is completed once it has loaded its part of the model.
+
+    Stands before vLLM's runner and after nnsight's, whose tree is built over what this leaves.
+    """
+
+    tracewire_pipeline: Pipeline | None = None
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)  # type: ignore[misc]
+        from vllm.distributed.parallel_state import get_pp_group
+
+        group = get_pp_group()
+        if group.world_size == 1:
+            return
+        runner: Any = self
+        model: torch.nn.Module = runner.get_model()
+        if not group.is_first_rank and runner.intermediate_tensors is None:
+            # vLLM makes the buffer to receive in when it warms up, which it does not on a CPU.
+            buffers: Any = model
+            runner.intermediate_tensors = buffers.make_empty_intermediate_tensors(
+                batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+            )
+        replicate(group, model, runner.vllm_config, runner.device)
+        trees: list[Any] = [None] * group.world_size
+        torch.distributed.all_gather_object(trees, described(model), group=group.cpu_group)
+        topology = Topology(group.rank_in_group, trees)
+        topology.complete(model)
+        self.tracewire_pipeline = Pipeline(group, topology, runner.device)
+
+
+def shared(copies: dict[str, StagedMediator], error: Any) -> StageState:
+    """What a stage has of a request: its blocks' copies by name, and its error, of ours or nnsight's form."""
+    errors: dict[str, Failure] = {}
+    for name, mediator in copies.items():
+        if mediator.exception is not None and not is_stop(mediator.exception):
+            errors[name] = failure_of(mediator.exception, mediator.compiled)
+    if isinstance(error, Failure):
+        errors[""] = error
+    elif error is not None:
+        errors[""] = Failure(type=error["type_name"], message=error["message"], field="block")
+    return StageState(copies, errors)
