@@ -39,6 +39,7 @@ from tracewire.traces.event_reader import (
     Steered,
     Waiting,
 )
+from tracewire.traces.failures import InterventionError, TraceFailed
 from tracewire.traces.large import load
 from tracewire.traces.model import Model, ModelInfo
 from tracewire.traces.state import Choice, Invoke, Result, State
@@ -76,13 +77,11 @@ from .errors import (
     EditRejected,
     EngineTooOld,
     EventsLost,
-    InterventionError,
     Overloaded,
     SaveMissing,
     StateMismatch,
     SteerRejected,
     TraceEnded,
-    TraceFailed,
     TraceForgotten,
     TraceRejected,
     TracewireError,

@@ -28,7 +28,7 @@ from tracewire.traces.media import packed_media
 from tracewire.traces.model import Model, ModelInfo
 from tracewire.traces.presence import Presence
 from tracewire.traces.state import State
-from tracewire.traces.trace import Subscription, Trace, refusals
+from tracewire.traces.trace import Subscription, Trace
 from tracewire_bus.bus import Bus, BusError
 from tracewire_bus.domain.fold import Fold
 from tracewire_bus.store.keys import is_text, parse_id
@@ -38,6 +38,8 @@ from tracewire_bus.transport.connection import Refreshed, Turns, redacted
 from tracewire_bus.wire.messages import Block, Declared, DeclaredIntervention, EngineInfo, Submission
 from tracewire_bus.wire.messages import Invoke as InvokeMessage
 
+from .checks import check_seconds, check_text, is_entry_id, is_sendable_text, shown, type_name
+from .error_mapping import bus_errors, connect_error, refusals
 from .errors import (
     ClientClosed,
     ConnectError,
@@ -53,9 +55,6 @@ from .errors import (
     UnknownTrace,
     UntransportableVariable,
     VersionConflict,
-    bus_errors,
-    connect_error,
-    type_name,
 )
 
 if TYPE_CHECKING:
@@ -179,12 +178,12 @@ class Connecting:
 
 
 async def _connected(url: str | None, prefix: str, client: str | None, lease: float, patience: float) -> Client:
-    _seconds("lease", lease, 1)
-    _seconds("patience", patience, most=math.inf)
+    check_seconds("lease", lease, 1)
+    check_seconds("patience", patience, most=math.inf)
     if client is not None:
-        _text("client", client)
-    _text("prefix", prefix)
-    address = os.environ.get("TRACEWIRE_URL") if not url else _text("url", url)
+        check_text("client", client)
+    check_text("prefix", prefix)
+    address = os.environ.get("TRACEWIRE_URL") if not url else check_text("url", url)
     if not address:
         raise ConnectError(
             "no URL: pass one to connect(), or set TRACEWIRE_URL "
@@ -320,10 +319,10 @@ class Client:
             BusUnavailable: Redis does not answer; it may have been asked.
             ValueError: `timeout` is negative.
         """
-        name = engine.name if isinstance(engine, Engine) else _text("engine", engine)
+        name = engine.name if isinstance(engine, Engine) else check_text("engine", engine)
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         if seconds is not None:
-            _seconds("timeout", seconds)
+            check_seconds("timeout", seconds)
         engines = {one.name: one for one in await self.engines()}
         if name not in engines:
             raise UnknownEngine(name, engines)
@@ -332,7 +331,7 @@ class Client:
             raise EngineTooOld(name, drained.schema)
         bus = self._open_bus()
         with bus_errors():
-            await bus.drain(name, by=self._name if by is None else _text("by", by), within_s=seconds)
+            await bus.drain(name, by=self._name if by is None else check_text("by", by), within_s=seconds)
             waiting = await bus.queue.waiting(drained.model)
         others = [one.name for one in engines.values() if one.model == drained.model and one.ready]
         return Draining(bus, drained, tuple(other for other in others if other != name), waiting)
@@ -346,9 +345,9 @@ class Client:
             UnknownModel: no live engine serves a model of this name. Names those that are served.
             ValueError: `wait_for_engine` is negative.
         """
-        _text("name", name)
+        check_text("name", name)
         if wait_for_engine is not None:
-            _seconds("wait_for_engine", wait_for_engine, most=math.inf)
+            check_seconds("wait_for_engine", wait_for_engine, most=math.inf)
         return await self._find(name, wait_for_engine, 0)
 
     async def _find(self, name: str, wait_for_engine: float | None, age: float = _REGISTRY_AGE) -> Model:
@@ -441,7 +440,7 @@ class Client:
         packed = _shared(shared)
         names = frozenset(shared or ())
         if not isinstance(detach, bool):
-            raise TraceRejected("detach", f"expected True or False, got {_shown(detach)}")
+            raise TraceRejected("detach", f"expected True or False, got {shown(detach)}")
         first_values = _live(live)
         invokes, whole = _invokes(prompt, prompts, sampling, names), _block(block, names)
         for one in (whole, *(invoke.block for invoke in invokes)):
@@ -480,7 +479,7 @@ class Client:
         _known(trace_id)
         bus = self._open_bus()
         try:
-            reader = EventReader(trace_id, bus, _text("since", since))
+            reader = EventReader(trace_id, bus, check_text("since", since))
         except ValueError:
             raise UnknownPosition(since) from None
         return Subscription(self, trace_id, reader, names)
@@ -512,17 +511,17 @@ class Client:
                 not positive.
         """
         bus = self._open_bus()
-        _text("since", since)
+        check_text("since", since)
         wanted = None if model is None else _asked_model(model)
         if group is None:
             if consumer is not None:
-                raise ValueError(f"consumer: expected a group with it, got {_shown(consumer)} alone")
+                raise ValueError(f"consumer: expected a group with it, got {shown(consumer)} alone")
             return Watch(bus.watch(since), wanted)
         name = self._name if consumer is None else consumer
         for field, value in (("group", group), ("consumer", name)):
-            if not _text(field, value):
+            if not check_text(field, value):
                 raise ValueError(f"{field}: expected a name, got an empty one")
-        if not _seconds("idle", idle):
+        if not check_seconds("idle", idle):
             raise ValueError("idle: expected more than 0 seconds")
         return Watch(bus.watch_group(group, name, since, idle), wanted)
 
@@ -534,7 +533,7 @@ class Client:
     async def remove_watch_group(self, group: str) -> bool:
         """Forget a group, with what was not acknowledged in it. Returns whether there was one."""
         with bus_errors():
-            return await self._open_bus().watch_groups.remove(_text("group", group))
+            return await self._open_bus().watch_groups.remove(check_text("group", group))
 
     # --- standing interventions ---------------------------------------------------------------------------------------
 
@@ -553,10 +552,10 @@ class Client:
             BusUnavailable: Redis does not answer.
             ValueError: `after` is no dead letter's id, or `count` is no positive integer.
         """
-        if _text("after", after) and not _is_id(after):
-            raise ValueError(f"after: expected a dead letter's id, got {_shown(after)}")
+        if check_text("after", after) and not is_entry_id(after):
+            raise ValueError(f"after: expected a dead letter's id, got {shown(after)}")
         if type(count) is not int or not 0 < count < 2**31:
-            raise ValueError(f"count: expected a positive integer, got {_shown(count)}")
+            raise ValueError(f"count: expected a positive integer, got {shown(count)}")
         with bus_errors():
             found = await self._open_bus().queue.dead_letters(after, count)
         return [DeadLetter.of(one) for one in found]
@@ -578,7 +577,7 @@ class Client:
         """
         bus = self._open_bus()
         with bus_errors():
-            found = await bus.queue.find_dead_letter(id_) if _is_id(id_) else None
+            found = await bus.queue.find_dead_letter(id_) if is_entry_id(id_) else None
             if found is None:
                 raise UnknownDeadLetter(id_)
             submission = await fresh(DeadLetter.of(found), bus, self._name)
@@ -596,7 +595,7 @@ class Client:
         """
         bus = self._open_bus()
         with bus_errors():
-            return _is_id(id_) and await bus.queue.drop_dead_letter(id_)
+            return is_entry_id(id_) and await bus.queue.drop_dead_letter(id_)
 
     # --- what is asked of traces --------------------------------------------------------------------------------------
 
@@ -643,14 +642,14 @@ class Client:
 
         _known(trace_id)
         if values is not None and not isinstance(values, Mapping):
-            raise SteerRejected(trace_id, "live", f"expected a dict of live parameters, got {_shown(values)}")
+            raise SteerRejected(trace_id, "live", f"expected a dict of live parameters, got {shown(values)}")
         given = {**(values or {}), **more}
         if not given:
             raise SteerRejected(trace_id, "live", "expected at least one live parameter to change, got none")
         if if_version is not None and (isinstance(if_version, bool) or not isinstance(if_version, int)):
-            raise SteerRejected(trace_id, "if_version", f"expected a version's number, got {_shown(if_version)}")
-        if by is not None and not _is_text(by):
-            raise SteerRejected(trace_id, "by", f"expected who makes the change, as text, got {_shown(by)}")
+            raise SteerRejected(trace_id, "if_version", f"expected a version's number, got {shown(if_version)}")
+        if by is not None and not is_sendable_text(by):
+            raise SteerRejected(trace_id, "by", f"expected who makes the change, as text, got {shown(by)}")
         try:
             prepared = live_values(given)
         except LiveError as error:
@@ -685,8 +684,8 @@ class Client:
             UnknownTrace: no such trace was submitted, or it has expired.
         """
         _known(trace_id)
-        _text("reason", reason)
-        who = self._name if by is None else _text("by", by)
+        check_text("reason", reason)
+        who = self._name if by is None else check_text("by", by)
         bus = self._open_bus()
         with bus_errors():
             try:
@@ -722,7 +721,7 @@ class Client:
 
     async def _pause(self, trace_id: str, by: str | None, *, resume: bool) -> bool:
         _known(trace_id)
-        who = self._name if by is None else _text("by", by)
+        who = self._name if by is None else check_text("by", by)
         with bus_errors():
             try:
                 return await self._open_bus().records.pause(trace_id, by=who, resume=resume)
@@ -762,17 +761,12 @@ def _same_tree(one: EngineInfo, other: EngineInfo) -> bool:
 # --- what a submission is made of, checked before it leaves -----------------------------------------------------------
 
 
-def _is_text(value: Any) -> bool:
-    """Whether it is a string that can be sent: one without half of a surrogate pair."""
-    return isinstance(value, str) and is_text(value)
-
-
 def made_id(trace_id: Any) -> str:
     if trace_id is None:
         return uuid.uuid4().hex
     if not isinstance(trace_id, str) or not _TRACE_ID.fullmatch(trace_id):
         raise TraceRejected(
-            "trace_id", f"expected 1 to 128 letters, digits, '.', '_', ':' or '-', got {_shown(trace_id)}"
+            "trace_id", f"expected 1 to 128 letters, digits, '.', '_', ':' or '-', got {shown(trace_id)}"
         )
     return trace_id
 
@@ -781,7 +775,7 @@ def _model_name(model: Any) -> str:
     if isinstance(model, Model):
         return model.name
     if not isinstance(model, str) or not model or not is_text(model):
-        raise TraceRejected("model", f"expected a model of client.model(), or its name, got {_shown(model)}")
+        raise TraceRejected("model", f"expected a model of client.model(), or its name, got {shown(model)}")
     return model
 
 
@@ -789,7 +783,7 @@ def _asked_model(model: Any) -> str:
     """A model's name that something is asked about."""
     if isinstance(model, Model):
         return model.name
-    if not _text("model", model):
+    if not check_text("model", model):
         raise ValueError("model: expected a model of client.model(), or its name, got an empty one")
     return str(model)
 
@@ -802,11 +796,11 @@ def _invokes(prompt: Any, prompts: Any, sampling: dict[str, Any], shared: frozen
     if prompt is not None:
         raise TraceRejected("prompts", "expected either a prompt or prompts=[...], got both")
     if isinstance(prompts, str | bytes | Mapping | Prompt):
-        raise TraceRejected("prompts", f"expected a list of prompts, got {_shown(prompts)}")
+        raise TraceRejected("prompts", f"expected a list of prompts, got {shown(prompts)}")
     try:
         several = list(prompts)
     except TypeError:
-        raise TraceRejected("prompts", f"expected a list of prompts, got {_shown(prompts)}") from None
+        raise TraceRejected("prompts", f"expected a list of prompts, got {shown(prompts)}") from None
     if not several:
         raise TraceRejected("prompts", "expected at least one prompt, got an empty list")
     return [_invoke(f"prompts[{index}]", one, sampling, shared) for index, one in enumerate(several)]
@@ -819,7 +813,7 @@ def _invoke(field: str, prompt: Any, sampling: dict[str, Any], shared: frozenset
         params |= {name: _plain(f"{own}sampling.{name}", value) for name, value in prompt.sampling.items()}
     lora = params.pop("lora", None)
     if lora is not None and (not isinstance(lora, str) or not lora):
-        raise TraceRejected("lora", f"expected the name of an adapter, got {_shown(lora)}")
+        raise TraceRejected("lora", f"expected the name of an adapter, got {shown(lora)}")
     message = _prompt(field, prompt.prompt if isinstance(prompt, Prompt) else prompt, params)
     message.lora = lora
     if isinstance(prompt, Prompt):
@@ -841,12 +835,12 @@ def _prompt(field: str, prompt: Any, params: dict[str, Any]) -> InvokeMessage:
             raise TraceRejected(field, "the prompt is empty")
         return InvokeMessage(prompt=_plain(field, prompt), sampling=params)
     if isinstance(prompt, bytes):
-        raise TraceRejected(field, f"expected text, token ids or chat messages, got {_shown(prompt)}")
+        raise TraceRejected(field, f"expected text, token ids or chat messages, got {shown(prompt)}")
     listed = prompt.tolist() if hasattr(prompt, "tolist") else prompt
     try:
         items = list(listed)
     except TypeError:
-        raise TraceRejected(field, f"expected text, token ids or chat messages, got {_shown(prompt)}") from None
+        raise TraceRejected(field, f"expected text, token ids or chat messages, got {shown(prompt)}") from None
     if not items:
         raise TraceRejected(field, "the prompt is empty")
     if all(isinstance(item, Mapping) for item in items):
@@ -858,9 +852,9 @@ def _prompt(field: str, prompt: Any, params: dict[str, Any]) -> InvokeMessage:
         return InvokeMessage(token_ids=items, sampling=params)
     for index, item in enumerate(items):
         if isinstance(item, Mapping | bool) or not hasattr(item, "__index__"):
-            raise TraceRejected(f"{field}[{index}]", f"expected token ids or chat messages, got {_shown(item)}")
+            raise TraceRejected(f"{field}[{index}]", f"expected token ids or chat messages, got {shown(item)}")
         if not 0 <= int(item) < 2**63:
-            raise TraceRejected(f"{field}[{index}]", f"expected a token id, which is not negative, got {_shown(item)}")
+            raise TraceRejected(f"{field}[{index}]", f"expected a token id, which is not negative, got {shown(item)}")
     return InvokeMessage(token_ids=[int(item) for item in items], sampling=params)
 
 
@@ -874,7 +868,7 @@ def _of_mapping(field: str, prompt: Mapping[str, Any]) -> Any:
         raise TraceRejected(
             field,
             "expected text, token ids, chat messages, or a dict with prompt, prompt_token_ids or input_ids, "
-            f"got {_shown(prompt)}",
+            f"got {shown(prompt)}",
         )
     ids, mask = (_row(prompt.get(name)) for name in ("input_ids", "attention_mask"))
     if mask is None:
@@ -895,7 +889,7 @@ def _row(values: Any) -> Any:
 
 def _message(field: str, message: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(message.get("role"), str):
-        raise TraceRejected(f"{field}.role", f"expected a chat message with a role, got {_shown(message.get('role'))}")
+        raise TraceRejected(f"{field}.role", f"expected a chat message with a role, got {shown(message.get('role'))}")
     if "content" not in message:
         raise TraceRejected(f"{field}.content", "expected a chat message with a content")
     parts = message["content"]
@@ -917,9 +911,9 @@ def _plain(field: str, value: Any, depth: int = 0) -> Any:
     if depth > 32:
         raise TraceRejected(field, "the value nests too deep, or refers to itself")
     if isinstance(value, str) and not is_text(value):
-        raise TraceRejected(field, f"expected text, got half of a surrogate pair in {_shown(value)}")
+        raise TraceRejected(field, f"expected text, got half of a surrogate pair in {shown(value)}")
     if isinstance(value, int) and not -(2**63) <= value < 2**64:
-        raise TraceRejected(field, f"expected an integer of at most 64 bits, got {_shown(value)}")
+        raise TraceRejected(field, f"expected an integer of at most 64 bits, got {shown(value)}")
     if isinstance(value, float) and math.isnan(value):
         raise TraceRejected(field, "expected a number, got NaN")
     if value is None or isinstance(value, bool | str | int | float):
@@ -931,7 +925,7 @@ def _plain(field: str, value: Any, depth: int = 0) -> Any:
         result = {}
         for key, item in value.items():
             if not isinstance(key, str | int):
-                raise TraceRejected(field, f"expected keys that are strings or integers, got {_shown(key)}")
+                raise TraceRejected(field, f"expected keys that are strings or integers, got {shown(key)}")
             _plain(field, key)
             result[key] = _plain(f"{field}.{key}", item, depth + 1)
         return result
@@ -957,18 +951,18 @@ def _block(block: Any, shared: frozenset[str] = frozenset(), field: str = "block
     advice = ": decorate it with @tracewire.intervention" if callable(block) else ""
     if callable(block) and isinstance(inspect.unwrap(block, stop=_is_intervention), Intervention):
         advice = ": decorators do not travel; take the one above @tracewire.intervention away"
-    raise TraceRejected(field, f"expected an intervention, got {_shown(block)}{advice}")
+    raise TraceRejected(field, f"expected an intervention, got {shown(block)}{advice}")
 
 
 def _edits(field: str, edits: Any) -> list[str] | None:
     if edits is None:
         return None
     if isinstance(edits, str | bytes | Mapping) or not isinstance(edits, Iterable):
-        raise TraceRejected(field, f"expected a list of names of edits, got {_shown(edits)}")
+        raise TraceRejected(field, f"expected a list of names of edits, got {shown(edits)}")
     names = list(edits)
     for name in names:
-        if not _is_text(name):
-            raise TraceRejected(field, f"expected names of edits, got {_shown(name)}")
+        if not is_sendable_text(name):
+            raise TraceRejected(field, f"expected names of edits, got {shown(name)}")
     return names
 
 
@@ -976,7 +970,7 @@ def _interventions(interventions: Any) -> list[Declared]:
     from tracewire_bus.domain.intervention_checks import DeclarationError, normalized
 
     if isinstance(interventions, str | bytes | Mapping) or not isinstance(interventions, Iterable):
-        raise TraceRejected("interventions", f"expected a list of interventions, got {_shown(interventions)}")
+        raise TraceRejected("interventions", f"expected a list of interventions, got {shown(interventions)}")
     try:
         return normalized(list(interventions))
     except DeclarationError as error:
@@ -991,14 +985,14 @@ def _shared(shared: Any) -> bytes:
     from tracewire_bus.wire.values import Unsavable, is_array, pack
 
     if shared is not None and not isinstance(shared, Mapping):
-        raise TraceRejected("shared", f"expected a dict of shared values by name, got {_shown(shared)}")
+        raise TraceRejected("shared", f"expected a dict of shared values by name, got {shown(shared)}")
     for name, value in (shared or {}).items():
         if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name):
-            raise TraceRejected("shared", f"expected names that a block can use, got {_shown(name)}")
+            raise TraceRejected("shared", f"expected names that a block can use, got {shown(name)}")
         if not isinstance(value, list | dict) and not is_array(value):
             raise TraceRejected(
                 f"shared.{name}",
-                f"expected a list, a dict or an array, which blocks change in place, got {_shown(value)}",
+                f"expected a list, a dict or an array, which blocks change in place, got {shown(value)}",
             )
         try:
             pack(value)
@@ -1014,7 +1008,7 @@ def _live(live: Any) -> bytes:
     from tracewire_bus.wire.live_values import LiveError, joined, live_values
 
     if live is not None and not isinstance(live, Mapping):
-        raise TraceRejected("live", f"expected a dict of live parameters' first values, got {_shown(live)}")
+        raise TraceRejected("live", f"expected a dict of live parameters' first values, got {shown(live)}")
     try:
         prepared = live_values(live or {})
     except LiveError as error:
@@ -1047,62 +1041,29 @@ def _deadline(deadline: Any) -> float | None:
         return None
     seconds = deadline.total_seconds() if isinstance(deadline, timedelta) else deadline
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds <= 1e300:
-        raise TraceRejected("deadline", f"expected a positive number of seconds or a timedelta, got {_shown(deadline)}")
+        raise TraceRejected("deadline", f"expected a positive number of seconds or a timedelta, got {shown(deadline)}")
     return float(seconds)
 
 
 def _attempts(on_engine_loss: str, most: int) -> int:
     if on_engine_loss not in ("restart", "fail"):
-        raise TraceRejected("on_engine_loss", f"expected 'restart' or 'fail', got {_shown(on_engine_loss)}")
+        raise TraceRejected("on_engine_loss", f"expected 'restart' or 'fail', got {shown(on_engine_loss)}")
     if type(most) is not int or not 0 < most <= 100:
-        raise TraceRejected("max_attempts", f"expected a number from 1 to 100, got {_shown(most)}")
+        raise TraceRejected("max_attempts", f"expected a number from 1 to 100, got {shown(most)}")
     return 1 if on_engine_loss == "fail" else most
 
 
 def _priority(priority: Any) -> int:
     if isinstance(priority, bool) or not isinstance(priority, int):
-        raise TraceRejected("priority", f"expected an integer, got {_shown(priority)}")
+        raise TraceRejected("priority", f"expected an integer, got {shown(priority)}")
     if abs(priority) > _MOST_PRIORITY:
-        raise TraceRejected("priority", f"expected an integer of at most 53 bits, got {_shown(priority)}")
+        raise TraceRejected("priority", f"expected an integer of at most 53 bits, got {shown(priority)}")
     return priority
 
 
 def _known(trace_id: Any) -> None:
     """Whether somebody's trace could have this id."""
     if not isinstance(trace_id, str):
-        raise TypeError(f"expected a trace's id, got {_shown(trace_id)}")
+        raise TypeError(f"expected a trace's id, got {shown(trace_id)}")
     if not is_text(trace_id):
         raise UnknownTrace(trace_id)
-
-
-def _text(field: str, value: Any) -> str:
-    """`value` if it is a string that can be sent."""
-    if not isinstance(value, str):
-        raise TypeError(f"{field}: expected text, got {_shown(value)}")
-    if not is_text(value):
-        raise ValueError(f"{field}: expected text, got half of a surrogate pair in {_shown(value)}")
-    return value
-
-
-def _seconds(field: str, value: Any, least: float = 0.0, most: float = 1e9) -> float:
-    """`value` if it is a number of seconds between these."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{field}: expected a number of seconds, got {_shown(value)}")
-    if not least <= value <= most:
-        limit = "" if most == math.inf else f", {most:g} at most"
-        raise ValueError(f"{field}: expected {least:g} seconds or more{limit}, got {_shown(value)}")
-    return value
-
-
-def _is_id(value: Any) -> bool:
-    """Whether it could be an entry's id."""
-    try:
-        parse_id(_text("id", value))
-    except ValueError:
-        return False
-    return True
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type_name(type(value))})"

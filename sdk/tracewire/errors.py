@@ -8,19 +8,8 @@ user's own file and line. All of them are [`TracewireError`][]s.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
-
-import anyio
-
-from tracewire_bus.transport.connection import BusError, is_full
-from tracewire_bus.transport.connection import BusFull as NoMemory
-from tracewire_bus.transport.connection import BusUnavailable as Away
-
-if TYPE_CHECKING:
-    from tracewire.traces.state import Result
-    from tracewire_bus.wire.messages import Failure
+from collections.abc import Iterable
+from typing import Any
 
 __all__ = [
     "AmbiguousResult",
@@ -37,13 +26,11 @@ __all__ = [
     "EditRejected",
     "EngineTooOld",
     "EventsLost",
-    "InterventionError",
     "Overloaded",
     "SaveMissing",
     "StateMismatch",
     "SteerRejected",
     "TraceEnded",
-    "TraceFailed",
     "TraceForgotten",
     "TraceRejected",
     "TracewireError",
@@ -57,9 +44,6 @@ __all__ = [
     "UntransportableVariable",
     "ValueMissing",
     "VersionConflict",
-    "bus_errors",
-    "connect_error",
-    "rejection",
 ]
 
 #: What the value of a variable, or a live parameter, can be.
@@ -364,57 +348,6 @@ class UnknownEdit(TracewireError, LookupError):
         super().__init__(message)
 
 
-class TraceFailed(TracewireError):
-    """A trace ran and did not come to its end: its engine could not go on, or it was cancelled or expired.
-
-    Attributes:
-        trace: its id.
-        status: how it ended (`"failed"`, `"cancelled"`, `"expired"`).
-        type, message: the error behind it.
-        result: what had been generated and saved until then.
-    """
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        trace: str,
-        status: str = "failed",
-        type: str | None = None,
-        result: Result | None = None,
-    ) -> None:
-        self.trace = trace
-        self.status = status
-        self.type = type
-        self.message = message
-        self.result = result
-        cause = f"{type}: {message}" if type else message
-        super().__init__(f"trace {trace} {status}: {cause}" if cause else f"trace {trace} {status}")
-
-
-class InterventionError(TraceFailed):
-    """A block raised. `type` and `message` are its exception's; the rest says where in the user's own code.
-
-    Attributes:
-        filename, line, source: the user's line that raised, as its file had it when the block was submitted.
-        remote_traceback: the frames that are the user's, as text, or None.
-        result: what had been generated and saved until then.
-    """
-
-    def __init__(self, failure: Failure, *, trace: str, result: Result | None = None) -> None:
-        super().__init__(failure.message, trace=trace, status="failed", type=failure.type, result=result)
-        self.filename = failure.filename
-        self.line = failure.line
-        self.source = failure.source.strip() if failure.source else failure.source
-        self.remote_traceback = failure.traceback
-        text = f"{failure.type}: {failure.message}"
-        if failure.line is not None:
-            text += f"\n  at {failure.filename or '<block>'}:{failure.line}"
-            if self.source:
-                text += f"\n    {self.source}"
-        self.args = (text,)
-
-
 class StateMismatch(TracewireError):
     """The folded state differs from what the engine says it collected. `names` lists the saves that differ."""
 
@@ -524,54 +457,3 @@ class SaveMissing(TracewireError, KeyError):
 
 class AmbiguousResult(TracewireError, LookupError):
     """`text`, `token_ids` or `saves` was asked of a trace with several choices."""
-
-
-def rejection(failure: Failure, trace: str) -> TraceRejected:
-    """The error for a rejection that an engine published, of the same class as if the SDK had found it itself."""
-    field = failure.field or "submission"
-    error: TraceRejected
-    if failure.type == "UnknownModulePath":
-        error = UnknownModulePath(
-            "",
-            None,
-            message=failure.message,
-            filename=failure.filename,
-            line=failure.line,
-            source=failure.source,
-        )
-    else:
-        error = TraceRejected(
-            field,
-            failure.message,
-            type=failure.type,
-            filename=failure.filename,
-            line=failure.line,
-            source=failure.source,
-        )
-    error.trace = trace
-    return error
-
-
-@contextmanager
-def bus_errors() -> Iterator[None]:
-    """Turn what the bus raises into an error of the SDK."""
-    try:
-        yield
-    except (anyio.ClosedResourceError, BusError) as error:
-        raise connect_error(error) from error
-
-
-def connect_error(error: anyio.ClosedResourceError | BusError) -> ConnectError | BusFull:
-    """What the bus raised, in the caller's terms."""
-    if isinstance(error, anyio.ClosedResourceError):
-        return ClientClosed("the client is closed")
-    if isinstance(error, NoMemory) or is_full(error.__cause__):
-        return BusFull(str(error))
-    return BusUnavailable(str(error)) if isinstance(error, Away) else BusRefused(str(error))
-
-
-def type_name(kind: type) -> str:
-    """A type as a caller knows it: `torch.Tensor`, `dict`, `app.Settings`."""
-    return (
-        kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
-    )

@@ -23,6 +23,8 @@ import anyio
 import msgspec
 
 from tracewire.capture.intervention import Intervention
+from tracewire.checks import check_seconds, check_text, shown
+from tracewire.error_mapping import bus_errors
 from tracewire.errors import (
     BrokenStream,
     EditConflict,
@@ -30,7 +32,6 @@ from tracewire.errors import (
     EditRejected,
     TraceRejected,
     UnknownEdit,
-    bus_errors,
 )
 from tracewire.traces.large import LargeValues
 from tracewire.traces.readers import Watcher
@@ -326,13 +327,11 @@ class Edits:
         Raises:
             ValueError: `since` is none of these, or no edit can have this name.
         """
-        from tracewire.client import _shown, _text
-
         bus = self._client._open_bus()
-        if not is_edit_name(_text("name", name)):
-            raise ValueError(f"name: no edit can be called {_shown(name)}")
+        if not is_edit_name(check_text("name", name)):
+            raise ValueError(f"name: no edit can be called {shown(name)}")
         try:
-            return EditWatch(bus, bus.edit_records(self.model, name, _text("since", since)))
+            return EditWatch(bus, bus.edit_records(self.model, name, check_text("since", since)))
         except ValueError:
             raise ValueError(f"since is 'start', 'now' or an item's id, not {since!r}") from None
 
@@ -431,10 +430,8 @@ class Edits:
 
 
 def _check_wait(wait: float | None) -> None:
-    from tracewire.client import _seconds
-
     if wait is not None:
-        _seconds("wait", wait, most=math.inf)
+        check_seconds("wait", wait, most=math.inf)
 
 
 class EditWatch(Watcher[tuple[str, EditRecord]]):

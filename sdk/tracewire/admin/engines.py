@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import anyio
 
-from tracewire.errors import bus_errors
+from tracewire.error_mapping import bus_errors
 
 if TYPE_CHECKING:
     from tracewire_bus.bus import Bus

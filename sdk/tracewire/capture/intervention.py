@@ -30,7 +30,8 @@ from collections.abc import Callable, Collection, Mapping
 from functools import lru_cache, partial, update_wrapper
 from typing import Any, TypeVar, cast
 
-from tracewire.errors import BlockError, BlockOnly, TraceRejected, UntransportableVariable, type_name
+from tracewire.checks import type_name
+from tracewire.errors import BlockError, BlockOnly, TraceRejected, UntransportableVariable
 from tracewire.traces.model import Model
 from tracewire_bus.wire.messages import Block, Helper
 

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import anyio
 import msgspec
 
-from tracewire.errors import BrokenStream, EventsLost, TraceForgotten, bus_errors, connect_error
+from tracewire.error_mapping import bus_errors, connect_error
+from tracewire.errors import BrokenStream, EventsLost, TraceForgotten
 from tracewire_bus.bus import BusError, StreamGone
 from tracewire_bus.bus import EventsLost as EntriesLost
 from tracewire_bus.bus import Gap as EntryGap

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from tracewire.errors import ValueMissing, bus_errors
+from tracewire.error_mapping import bus_errors
+from tracewire.errors import ValueMissing
 from tracewire_bus.store.blobs import THRESHOLD_BYTES, BlobMissing
 from tracewire_bus.wire.messages import NO_MEDIA
 from tracewire_bus.wire.values import ArrayRef, array_of, is_array, pack, unpack

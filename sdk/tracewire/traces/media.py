@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tracewire.errors import TraceRejected, type_name
+from tracewire.checks import type_name
+from tracewire.errors import TraceRejected
 from tracewire_bus.wire.messages import MAX_MEDIA_BYTES
 from tracewire_bus.wire.values import Unsavable, array_of, is_array, pack
 

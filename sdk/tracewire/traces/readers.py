@@ -7,7 +7,7 @@ from typing import Generic, Protocol, Self, TypeVar
 
 import anyio
 
-from tracewire.errors import bus_errors, connect_error
+from tracewire.error_mapping import bus_errors, connect_error
 from tracewire_bus.bus import BusError
 
 __all__ = ["Reader", "Watcher"]

@@ -10,31 +10,16 @@ from __future__ import annotations
 import difflib
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 import anyio
 import msgspec
 
-from tracewire.errors import (
-    BusFull,
-    InterventionError,
-    Overloaded,
-    StateMismatch,
-    TraceFailed,
-    TraceRejected,
-    TracewireError,
-    UnknownModulePath,
-    UnknownTrace,
-    bus_errors,
-    rejection,
-)
-from tracewire_bus.bus import BusFull as NoMemory
-from tracewire_bus.bus import BusUnavailable, QueueFull
+from tracewire.error_mapping import bus_errors, refusals, rejection
+from tracewire.errors import StateMismatch, TraceRejected, TracewireError, UnknownModulePath, UnknownTrace
+from tracewire_bus.bus import BusUnavailable
 from tracewire_bus.domain.fold import DigestMismatch, Fold
-from tracewire_bus.domain.limits import LimitExceeded
-from tracewire_bus.store.trace_records import TraceElsewhere, TraceEnded
 from tracewire_bus.wire.messages import NO_MEDIA, Submission
 from tracewire_bus.wire.values import unpack
 
@@ -52,6 +37,7 @@ from .event_reader import (
     Waiting,
     only,
 )
+from .failures import InterventionError, TraceFailed
 from .large import without_large
 from .readers import Reader
 from .state import Result, State
@@ -62,7 +48,7 @@ if TYPE_CHECKING:
 
     from .model import Model
 
-__all__ = ["Subscription", "Trace", "check_paths", "refusals"]
+__all__ = ["Subscription", "Trace", "check_paths"]
 
 logger = logging.getLogger("tracewire")
 
@@ -103,25 +89,6 @@ def check_paths(block: Block, model: Model) -> None:
         tree = next((tree for tree in model.trees if not tree.knows(path)), None)
         if tree is not None:
             raise UnknownModulePath(path, tree.nearest(path))
-
-
-@contextmanager
-def refusals(model: str) -> Iterator[None]:
-    """Turn what the bus raises for a submission to `model` into an error of the SDK."""
-    with bus_errors():
-        try:
-            yield
-        except (TraceElsewhere, TraceEnded) as error:
-            raise TraceRejected("trace_id", f"{error}: take another one") from None
-        except QueueFull as error:
-            raise Overloaded(model, error.waiting, error.limit, error.retry_after_s) from None
-        except NoMemory as error:
-            raise BusFull(
-                f"{error}: start it again later, keep finished traces for a shorter time "
-                "or fewer of them (tracewire engine --retention, --retain-total-bytes), or give Redis more memory"
-            ) from None
-        except LimitExceeded as error:
-            raise TraceRejected(error.field, error.message) from None
 
 
 class Trace(Reader):

@@ -32,6 +32,7 @@ import anyio
 
 from tracewire.capture.intervention import ENGINE_NAMES, Capture
 from tracewire.capture.source import FunctionSource, WithSource, find_with
+from tracewire.checks import type_name
 from tracewire.errors import (
     BlockError,
     BlockOnly,
@@ -40,7 +41,6 @@ from tracewire.errors import (
     TraceRejected,
     TracewireError,
     UntransportableVariable,
-    type_name,
 )
 from tracewire_bus.transport.connection import Background
 from tracewire_bus.wire.messages import Block, Submission

@@ -1,0 +1,92 @@
+"""Errors of the bus and of engines as errors of the SDK."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import anyio
+
+from tracewire_bus.domain.limits import LimitExceeded
+from tracewire_bus.store.submission_queue import QueueFull
+from tracewire_bus.store.trace_records import TraceElsewhere, TraceEnded
+from tracewire_bus.transport.connection import BusError, is_full
+from tracewire_bus.transport.connection import BusFull as NoMemory
+from tracewire_bus.transport.connection import BusUnavailable as Away
+from tracewire_bus.wire.messages import Failure
+
+from .errors import (
+    BusFull,
+    BusRefused,
+    BusUnavailable,
+    ClientClosed,
+    ConnectError,
+    Overloaded,
+    TraceRejected,
+    UnknownModulePath,
+)
+
+__all__ = ["bus_errors", "connect_error", "refusals", "rejection"]
+
+
+def rejection(failure: Failure, trace: str) -> TraceRejected:
+    """The error for a rejection that an engine published, of the same class as if the SDK had found it itself."""
+    field = failure.field or "submission"
+    error: TraceRejected
+    if failure.type == "UnknownModulePath":
+        error = UnknownModulePath(
+            "",
+            None,
+            message=failure.message,
+            filename=failure.filename,
+            line=failure.line,
+            source=failure.source,
+        )
+    else:
+        error = TraceRejected(
+            field,
+            failure.message,
+            type=failure.type,
+            filename=failure.filename,
+            line=failure.line,
+            source=failure.source,
+        )
+    error.trace = trace
+    return error
+
+
+@contextmanager
+def bus_errors() -> Iterator[None]:
+    """Turn what the bus raises into an error of the SDK."""
+    try:
+        yield
+    except (anyio.ClosedResourceError, BusError) as error:
+        raise connect_error(error) from error
+
+
+def connect_error(error: anyio.ClosedResourceError | BusError) -> ConnectError | BusFull:
+    """What the bus raised, in the caller's terms."""
+    if isinstance(error, anyio.ClosedResourceError):
+        return ClientClosed("the client is closed")
+    if isinstance(error, NoMemory) or is_full(error.__cause__):
+        return BusFull(str(error))
+    return BusUnavailable(str(error)) if isinstance(error, Away) else BusRefused(str(error))
+
+
+@contextmanager
+def refusals(model: str) -> Iterator[None]:
+    """Turn what the bus raises for a submission to `model` into an error of the SDK."""
+    with bus_errors():
+        try:
+            yield
+        except (TraceElsewhere, TraceEnded) as error:
+            raise TraceRejected("trace_id", f"{error}: take another one") from None
+        except QueueFull as error:
+            raise Overloaded(model, error.waiting, error.limit, error.retry_after_s) from None
+        except NoMemory as error:
+            raise BusFull(
+                f"{error}: start it again later, keep finished traces for a shorter time "
+                "or fewer of them (tracewire engine --retention, --retain-total-bytes), or give Redis more memory"
+            ) from None
+        except LimitExceeded as error:
+            raise TraceRejected(error.field, error.message) from None
