@@ -25,7 +25,10 @@ from tracewire.admin.edits import Edit, EditOutput, Edits, EditWatch
 from tracewire.admin.engines import Draining, Engine
 from tracewire.admin.watch import Watch
 from tracewire.capture.intervention import Intervention, intervention, save
-from tracewire.traces.event_reader import (
+from tracewire.traces.failures import InterventionError, TraceFailed
+from tracewire.traces.large import load
+from tracewire.traces.model import Model
+from tracewire.traces.output import (
     Accepted,
     Change,
     Event,
@@ -39,11 +42,10 @@ from tracewire.traces.event_reader import (
     Steered,
     Waiting,
 )
-from tracewire.traces.failures import InterventionError, TraceFailed
-from tracewire.traces.large import load
-from tracewire.traces.model import Model, ModelInfo
+from tracewire.traces.served_models import ModelInfo
 from tracewire.traces.state import Choice, Invoke, Result, State
-from tracewire.traces.trace import Subscription, Trace
+from tracewire.traces.subscription import Subscription
+from tracewire.traces.trace import Trace
 from tracewire.traces.tracer import Tracer
 from tracewire_bus.domain.fold import Fold
 from tracewire_bus.store.lifecycle import Lifecycle
@@ -61,7 +63,7 @@ from tracewire_bus.wire.messages import (
 )
 from tracewire_bus.wire.values import ArrayRef, digest
 
-from .client import Client, Prompt, connect
+from .client import Client, connect
 from .errors import (
     AmbiguousResult,
     BlockError,
@@ -96,6 +98,7 @@ from .errors import (
     ValueMissing,
     VersionConflict,
 )
+from .submission import Prompt
 
 __all__ = [
     "Ablate",

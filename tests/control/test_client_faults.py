@@ -83,7 +83,7 @@ async def test_an_id_belongs_to_one_model(client: Client, bus: Bus) -> None:
 
 async def test_a_submission_that_is_given_up_is_cancelled(client: Client, bus: Bus) -> None:
     """Its start was cancelled when it was queued already."""
-    opened = client._open_bus()
+    opened = client._session.open_bus()
     plain, scope = opened.submit, anyio.CancelScope()
 
     async def submit(*arguments: Any) -> None:

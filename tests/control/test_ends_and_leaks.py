@@ -249,7 +249,7 @@ async def test_a_lease_is_renewed_past_a_connection_that_says_nothing(embedded: 
     """And past a look at deadlines that takes its time."""
     await bus.register(info(), ttl_s=600)
     async with tracewire.connect(embedded, prefix=prefix, lease=1) as client:
-        own = client._open_bus()
+        own = client._session.open_bus()
         hold, calls, renewed, swept = own.records.hold, 0, anyio.Event(), anyio.Event()
 
         async def holding(lease: str, seconds: float, *more: Any) -> None:
@@ -278,9 +278,9 @@ async def test_a_lease_is_renewed_beside_calls_that_hang(embedded: str, prefix: 
     async with tracewire.connect(embedded, prefix=prefix, lease=1) as client, AsyncExitStack() as stack:
         with anyio.fail_after(PATIENCE):
             async with client.trace("tiny", "hello", detach=False):
-                lease = await client._presence.lease()
+                lease = await client._session.presence.lease()
                 for _ in range(CONCURRENT):
-                    await stack.enter_async_context(client._open_bus()._connections._turn)
+                    await stack.enter_async_context(client._session.open_bus()._connections._turn)
                 await bus.records.release(lease)
                 while not await bus.records.held([lease]):
                     pass

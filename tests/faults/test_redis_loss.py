@@ -338,7 +338,7 @@ async def test_what_redis_forgot_before_an_engine_took_it_is_submitted_again(red
             await redis.lose(since)
             async with serving(bus, free()):
                 assert len((await trace.result()).token_ids) == 5
-            presence: Presence = client._presence
+            presence: Presence = client._session.presence
             assert not presence._expected
 
 
@@ -433,12 +433,12 @@ async def test_a_full_redis_takes_no_submission_and_says_so(redis: Server) -> No
             await trace.start()
         used = (await bus.memory())[1]
         await limit(bus, int(used / 0.99))
-        client._open_bus()._memory.forget()
+        client._session.open_bus()._memory.forget()
         with pytest.raises(tracewire.BusFull, match="left"):
             await trace.start()
         assert await bus.queue.waiting("tiny") == 0
         await limit(bus, 0)
-        client._open_bus()._memory.forget()
+        client._session.open_bus()._memory.forget()
         await trace.start()
         assert len((await trace.result()).token_ids) == 3
         await trace.aclose()

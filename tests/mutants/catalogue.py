@@ -459,7 +459,7 @@ MUTANTS = (
         "tests/faults/test_retention.py::test_a_consumer_that_sleeps_while_its_stream_is_trimmed_under_it",
     ),
     _of(
-        f"{_SDK}/traces/event_reader.py",
+        f"{_SDK}/traces/output.py",
         "names-that-nobody-asked-for-come-along",
         "return [[change for change in step if change.path[0] in names] for step in deltas]",
         "return deltas",
@@ -495,7 +495,7 @@ MUTANTS = (
         _CONTROL + "::test_leaving_a_trace_cancels_it_unless_it_is_detached",
     ),
     _of(
-        f"{_SDK}/traces/trace.py",
+        f"{_SDK}/traces/model_checks.py",
         "a-path-is-not-checked",
         "    for problem in problems:\n",
         "    for problem in ():\n",

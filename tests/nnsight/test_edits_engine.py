@@ -312,7 +312,7 @@ async def test_what_an_engine_refuses_is_put_back(
     client: Client, edits: Edits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As an older client's, which does not know what is wrong."""
-    monkeypatch.setattr("tracewire.admin.edits.check_paths", lambda block, model: None)
+    monkeypatch.setattr("tracewire.admin.edits.check_paths", lambda block, trees: None)
     with pytest.raises(tracewire.EditRejected, match=r"module path 'model.*mpl' does not exist in demo"):
         await edits.install("a", blocks.mistaken)
     assert await edits.list() == []
@@ -326,7 +326,7 @@ async def test_what_an_engine_refuses_is_put_back(
 
 
 async def test_one_that_was_put_there_past_all_checks_runs_nowhere(client: Client, edits: Edits) -> None:
-    bus = client._open_bus()
+    bus = client._session.open_bus()
     await bus.edits.install(MODEL, Edit(name="empty"))
     await bus.edits.install(MODEL, Edit(name="bad", block=Block(name="f", source="return 1")))
     version = (await edits.install("good", blocks.watch)).version
@@ -379,5 +379,5 @@ async def test_nothing_is_left_of_all_this(client: Client, edits: Edits) -> None
         for _ in range(8):
             group.start_soon(one)
     assert {tuple(result.token_ids) for result in results} == {tuple(results[0].token_ids)}
-    (engine,) = [one for one in await client._open_bus().engines() if one.model == MODEL]
+    (engine,) = [one for one in await client._session.open_bus().engines() if one.model == MODEL]
     assert engine.edit_errors == {}

@@ -25,7 +25,7 @@ PATIENCE = 60
 async def url(client: Client) -> str:
     """Where the shared engine serves HTTP."""
     await client.model(MODEL, wait_for_engine=PATIENCE)
-    (engine,) = [one for one in await client._open_bus().engines() if one.model == MODEL]
+    (engine,) = [one for one in await client._session.open_bus().engines() if one.model == MODEL]
     return engine.openai
 
 
@@ -144,7 +144,7 @@ async def test_it_may_ask(client: Client, edits: Edits, api: openai.AsyncOpenAI,
         with anyio.fail_after(PATIENCE):
             assert [(await anext(told)).request.startswith(answer.id) for _ in range(2)] == [True, False]
     found = set()
-    bus = client._open_bus()
+    bus = client._session.open_bus()
     for name in ("always", "default", "asked"):
         tail = await bus.command("XREVRANGE", bus.keys.edit_saves(MODEL, name), "+", "-", "COUNT", 1)
         if not tail:

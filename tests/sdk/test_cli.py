@@ -205,7 +205,7 @@ async def test_watch_without_a_trace_prints_what_becomes_of_all(client: Client, 
     _, said = await anyio.to_thread.run_sync(watching.communicate)
     assert watching.returncode == 130
     assert [line.rstrip("\n").split("\t")[1:] for line in lines] == [
-        ["queued", trace.id, "tiny", f"by {client._name}"],
+        ["queued", trace.id, "tiny", f"by {client._session.name}"],
         ["accepted", trace.id, "tiny", f"by {engine.info.engine}, attempt 1"],
         ["final", trace.id, "tiny", "finished, 3 tokens"],
     ]

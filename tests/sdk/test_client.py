@@ -569,7 +569,7 @@ async def test_the_first_traces_of_a_client_share_its_lease(client: Client, engi
         await stage.accept()
         await stage.final()
 
-    bus = client._open_bus()
+    bus = client._session.open_bus()
     usual = bus.records.hold
     asked: list[str] = []
 
@@ -592,7 +592,7 @@ async def test_the_first_traces_of_a_client_share_its_lease(client: Client, engi
 
 
 async def test_a_lease_that_is_asked_for_in_vain_is_asked_for_again(client: Client) -> None:
-    presence, bus = client._presence, client._open_bus()
+    presence, bus = client._session.presence, client._session.open_bus()
     asked: list[str] = []
     usual = bus.records.hold
 
@@ -639,14 +639,14 @@ async def test_of_many_traces_that_are_started_at_once_the_first_are_sent_while_
 ) -> None:
     turns: list[int] = []
     made: list[str] = []
-    connections = client._open_bus()._connections
+    connections = client._session.open_bus()._connections
     usual = connections._travel
 
     async def travel(calls: list[Any]) -> None:
         turns.append(len(made))
         await usual(calls)
 
-    find = client._find
+    find = client._session.models.find
 
     async def finding(*args: Any) -> Any:
         made.append("")
@@ -658,11 +658,11 @@ async def test_of_many_traces_that_are_started_at_once_the_first_are_sent_while_
 
     async with engine(script), anyio.create_task_group() as group:
         await client.model("tiny")
-        await client._presence.lease()
+        await client._session.presence.lease()
         # What the first of them would ask for all.
-        await client._open_bus()._memory.get(0)
+        await client._session.open_bus()._memory.get(0)
         monkeypatch.setattr(connections, "_travel", travel)
-        monkeypatch.setattr(client, "_find", finding)
+        monkeypatch.setattr(client._session.models, "find", finding)
         cancelled = anyio.CancelScope()
 
         async def one(number: int) -> None:
@@ -680,7 +680,7 @@ async def test_of_many_traces_that_are_started_at_once_the_first_are_sent_while_
 
 
 async def test_a_burst_reads_what_is_old_once(client: Client, engine: Callable[..., Any]) -> None:
-    bus = client._open_bus()
+    bus = client._session.open_bus()
     asked: list[str] = []
     engines, memory = bus.engines, bus.memory
 
@@ -702,7 +702,7 @@ async def test_a_burst_reads_what_is_old_once(client: Client, engine: Callable[.
 
     async with engine():
         for model in ("tiny", "nobody's"):
-            client._registry_read.forget()
+            client._session.models.forget()
             bus._memory.forget()
             asked.clear()
             async with anyio.create_task_group() as group:

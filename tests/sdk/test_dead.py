@@ -73,7 +73,7 @@ async def test_a_dead_letter_is_submitted_again_as_a_new_trace(
         assert events[-1].status == "finished"  # type: ignore[union-attr]
         assert (await client.state(trace)).status == "failed"
         (taken,) = engine.taken
-        assert (taken.detach, taken.lease, taken.deadline_s, taken.client) == (True, "", 1000, client._name)
+        assert (taken.detach, taken.lease, taken.deadline_s, taken.client) == (True, "", 1000, client._session.name)
         assert taken.block is not None
     assert await client.dead_letters() == []
     for call in (client.resubmit(id_), client.resubmit("1-1")):

@@ -54,7 +54,7 @@ async def _is_cancelled(bus: Bus, trace: str) -> bool:
 
 async def test_a_submission_whose_reply_was_lost_is_cancelled_when_redis_answers(bus: Bus, tmp_path: Path) -> None:
     async with far(bus, tmp_path) as (way, client):
-        await client._presence.lease()
+        await client._session.presence.lease()
         cut_off(way)
         trace = client.trace("tiny", "hello")
         with pytest.raises(ConnectError):
@@ -79,18 +79,18 @@ async def test_a_submission_whose_reply_was_lost_is_cancelled_when_redis_answers
 
 async def test_a_submission_whose_reply_was_lost_runs_once_where_it_is_started_again(bus: Bus, tmp_path: Path) -> None:
     async with far(bus, tmp_path) as (way, client):
-        await client._presence.lease()
+        await client._session.presence.lease()
         # Before the client comes to cancel it.
-        client._presence._watch = anyio.sleep_forever  # type: ignore[method-assign]
-        await client._presence.aclose()
+        client._session.presence._watch = anyio.sleep_forever  # type: ignore[method-assign]
+        await client._session.presence.aclose()
         cut_off(way)
         trace = client.trace("tiny", "hello")
         with pytest.raises(ConnectError):
             await trace.start()
-        assert client._presence._abandoned
+        assert client._session.presence._abandoned
         way.away = False
         async with ScriptedEngine.running(bus.url, bus.keys.prefix, tiny, engine_info()) as engine, trace:
-            assert not client._presence._abandoned
+            assert not client._session.presence._abandoned
             assert (await trace.result()).status == "finished"
             assert [one.trace for one in engine.taken] == [trace.id]
 
@@ -101,7 +101,7 @@ async def test_a_detached_submission_whose_reply_was_lost_is_left_alone(bus: Bus
         trace = client.trace("tiny", "hello", detach=True)
         with pytest.raises(ConnectError):
             await trace.start()
-        assert not client._presence._abandoned
+        assert not client._session.presence._abandoned
         way.away = False
         async with ScriptedEngine.running(bus.url, bus.keys.prefix, tiny, engine_info()):
             events = [event async for event in client.subscribe(trace.id)]
@@ -140,7 +140,7 @@ async def test_a_lease_is_renewed_whatever_else_a_client_fails_at(
     monkeypatch.setattr(Recovery, "look", look)
     await bus.register(engine_info(), ttl_s=600)
     async with tracewire.connect(embedded, prefix=prefix, lease=1) as client:
-        records = client._open_bus().records
+        records = client._session.open_bus().records
         usual, renewed = records.hold, []
 
         async def hold(lease: str, seconds: float, link: Link | None = None) -> None:
@@ -206,7 +206,7 @@ async def test_leaving_a_client_waits_for_all_that_is_queued_as_long_as_for_one(
     tried = await _tries(monkeypatch)
     async with far(bus, tmp_path) as (way, client):
         model = await client.model("tiny")
-        await client._presence.lease()
+        await client._session.presence.lease()
         way.away = True
         await way.cut()
         tracers = _queued(model, 50, detach=True)
@@ -219,7 +219,7 @@ async def test_a_client_that_waits_for_what_is_queued_can_be_cancelled(
     bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tracewire.traces.trace._LEAVE_S", 0.05)
-    monkeypatch.setattr("tracewire.traces.tracer._LEAVE_S", 0.05)
+    monkeypatch.setattr("tracewire.traces.background._LEAVE_S", 0.05)
     await bus.register(engine_info(), ttl_s=600)
     async with proxy(bus.url, tmp_path) as way:
         with anyio.fail_after(PATIENCE), anyio.CancelScope() as scope:

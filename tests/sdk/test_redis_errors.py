@@ -87,7 +87,7 @@ async def test_a_redis_that_is_full(own: Bus) -> None:
         with pytest.raises(BusFull, match="no memory left"):
             await trace.steer(alpha=1.0)
         # It is looked at once a second.
-        client._open_bus()._memory.forget()
+        client._session.open_bus()._memory.forget()
         for start in (client.trace("tiny", "hello", detach=True).start(), client.resubmit(letter)):
             with pytest.raises(BusFull, match="start it again later"):
                 await start

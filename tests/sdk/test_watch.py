@@ -46,7 +46,7 @@ async def test_a_watch_tells_what_becomes_of_every_trace(client: Client, redis_u
         ]
         assert {event.trace for event in events} == {trace.id}
         assert (events[-1].status, events[-1].tokens, events[-1].engine) == ("finished", 3, engine.info.engine)
-        assert events[-1].client == client._name
+        assert events[-1].client == client._session.name
         # From where this one is, in another client.
         async with tracewire.connect(redis_url, prefix=prefix) as other:
             async with client.trace("tiny", "hello") as third:

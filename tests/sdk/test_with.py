@@ -153,7 +153,7 @@ async def test_statements_are_queued_in_the_order_in_which_they_are_left(model: 
             number = index.save()
         tracers.append(tracer)
     await tracers[-1].start()
-    assert all(tracer._queued.is_set() for tracer in tracers)
+    assert all(tracer._queued.ended.is_set() for tracer in tracers)
     assert [unpack(block_of(tracer).variables)["index"] for tracer in tracers] == list(range(10))
 
 
@@ -187,7 +187,7 @@ async def test_a_full_queue_refuses_it_and_it_can_be_started_again(client: Clien
     await tracers[1].start()
 
 
-async def test_it_can_be_cancelled_and_steered_right_away(model: Model) -> None:
+async def test_it_can_be_cancelled_and_steered_right_away(client: Client, model: Model) -> None:
     with model.trace("hello", live={"alpha": 0.0}) as tracer:
         logits = (model.logits * tracer.live.alpha).save()
     assert await tracer.steer(alpha=1.0) == 1
@@ -197,7 +197,7 @@ async def test_it_can_be_cancelled_and_steered_right_away(model: Model) -> None:
     with pytest.raises(tracewire.TraceFailed, match="enough"), anyio.fail_after(PATIENCE):
         await other.result()
     await tracer.aclose()
-    assert (await tracer._client.state(tracer.id)).status == "cancelled"
+    assert (await client.state(tracer.id)).status == "cancelled"
 
 
 async def test_a_prompt_for_each_of_several(model: Model) -> None:
@@ -556,7 +556,7 @@ async def test_source_that_cannot_be_read(model: Model) -> None:
 
 
 def test_a_handle_without_a_client() -> None:
-    from tracewire.traces.model import ModelInfo
+    from tracewire.traces.served_models import ModelInfo
     from tracewire_bus.domain.tree import ModuleTree
 
     info = engine_info()

@@ -33,9 +33,10 @@ from tracewire.errors import (
     TraceRejected,
     UnknownEdit,
 )
+from tracewire.submission import checked_block, checked_interventions
 from tracewire.traces.large import LargeValues
+from tracewire.traces.model_checks import check_paths
 from tracewire.traces.readers import Watcher
-from tracewire.traces.trace import check_paths
 from tracewire_bus.domain.fold import FoldError, apply_delta
 from tracewire_bus.store.edits import EDIT_BYTES, EditRecords, EditsFull, Installed, VersionDiffers, is_edit_name
 from tracewire_bus.store.edits import UnknownEdit as NoSuchEdit
@@ -45,8 +46,8 @@ from tracewire_bus.wire.messages import Edit as EditMessage
 from tracewire_bus.wire.values import digest, loading_by, pack
 
 if TYPE_CHECKING:
-    from tracewire.client import Client
-    from tracewire.traces.model import Model
+    from tracewire.traces.served_models import ServedModel
+    from tracewire.traces.session import Session
     from tracewire_bus.bus import Bus
     from tracewire_bus.wire.messages import EngineInfo
 
@@ -183,8 +184,8 @@ class EditOutput(msgspec.Struct, frozen=True):
 class Edits:
     """A model's edits, by `Client.edits`. It holds nothing: each call asks the bus."""
 
-    def __init__(self, client: Client, model: str) -> None:
-        self._client = client
+    def __init__(self, session: Session, model: str) -> None:
+        self._session = session
         self.model = model
 
     def __repr__(self) -> str:
@@ -233,8 +234,8 @@ class Edits:
             raise EditRejected(name, "replacing", f"expected a version's number, or 0 for none, got {replacing!r}")
         _check_wait(wait)
         if wait is not None:
-            self._check_against(edit, await self._client._find(self.model, None))
-        bus = self._client._open_bus()
+            self._check_against(edit, await self._session.models.find(self.model))
+        bus = self._session.open_bus()
         with bus_errors():
             before = next((one for one in (await bus.edits.load(self.model)).edits if one.name == name), None)
             try:
@@ -253,7 +254,7 @@ class Edits:
         return await self.get(name)
 
     async def _put_back(self, name: str, version: int, before: Installed | None) -> None:
-        edits = self._client._open_bus().edits
+        edits = self._session.open_bus().edits
         try:
             if before is None or before.edit is None:
                 await edits.remove(self.model, name, version=version)
@@ -271,7 +272,7 @@ class Edits:
         Raises:
             BusUnavailable: Redis does not answer.
         """
-        bus = self._client._open_bus()
+        bus = self._session.open_bus()
         with bus_errors():
             found = await bus.edits.load(self.model)
             engines = [engine for engine in await bus.engines() if engine.model == self.model]
@@ -301,7 +302,7 @@ class Edits:
             ValueError: `wait` is negative.
         """
         _check_wait(wait)
-        bus = self._client._open_bus()
+        bus = self._session.open_bus()
         with bus_errors():
             try:
                 generation = await bus.edits.remove(self.model, name, version=version)
@@ -327,7 +328,7 @@ class Edits:
         Raises:
             ValueError: `since` is none of these, or no edit can have this name.
         """
-        bus = self._client._open_bus()
+        bus = self._session.open_bus()
         if not is_edit_name(check_text("name", name)):
             raise ValueError(f"name: no edit can be called {shown(name)}")
         try:
@@ -340,8 +341,6 @@ class Edits:
     def _checked(
         self, name: Any, block: Any, interventions: Any, scope: Any, on_error: Any, max_failures: Any
     ) -> EditMessage:
-        from tracewire.client import _block, _interventions
-
         if not isinstance(name, str) or not is_edit_name(name):
             expected = "expected 1 to 64 letters, digits, '.', '_' or '-', a letter or digit first"
             raise EditRejected(str(name)[:80], "name", f"{expected}, got {name!r}"[:200])
@@ -354,7 +353,7 @@ class Edits:
         if type(max_failures) is not int or not 0 <= max_failures < 2**31:
             raise EditRejected(name, "max_failures", f"expected a number, or 0, got {max_failures!r}")
         try:
-            plain, declared = _block(block), _interventions(interventions)
+            plain, declared = checked_block(block), checked_interventions(interventions)
         except TraceRejected as error:
             if type(error) is not TraceRejected:
                 raise
@@ -374,7 +373,7 @@ class Edits:
             interventions=declared,
             on_error=on_error,
             max_failures=max_failures,
-            by=self._client._name,
+            by=self._session.name,
         )
         size = len(msgspec.msgpack.encode(edit))
         if size > EDIT_BYTES:
@@ -402,11 +401,11 @@ class Edits:
                     "and install the edit anew to change it",
                 )
 
-    def _check_against(self, edit: EditMessage, model: Model) -> None:
+    def _check_against(self, edit: EditMessage, model: ServedModel) -> None:
         from tracewire_bus.domain.intervention_checks import DeclarationError, check_encoded
 
         if edit.block is not None:
-            check_paths(edit.block, model)
+            check_paths(edit.block, model.trees)
         try:
             check_encoded(edit.interventions, pack({}), model.trees, hidden_size=model.info.hidden_size)
         except DeclarationError as error:
@@ -417,7 +416,7 @@ class Edits:
         """The live engines of the model, when they follow this change; none if nobody is to wait."""
         if wait is None:
             return ()
-        bus = self._client._open_bus()
+        bus = self._session.open_bus()
         behind: list[str] = []
         with anyio.move_on_after(wait):
             while True:

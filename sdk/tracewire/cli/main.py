@@ -26,7 +26,7 @@ import msgspec
 from tracewire.admin.dead_letters import DeadLetter
 from tracewire.client import Client, connect
 from tracewire.errors import ConnectError, TracewireError, UnknownDeadLetter
-from tracewire.traces.event_reader import Accepted, Event, Final, Gap, Paused, Restarted, Resumed, Steered, Waiting
+from tracewire.traces.output import Accepted, Event, Final, Gap, Paused, Restarted, Resumed, Steered, Waiting
 from tracewire_bus.store.lifecycle import Lifecycle
 
 from .edits import add_edits

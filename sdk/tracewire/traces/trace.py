@@ -7,48 +7,33 @@ buffer of the client's one reader, and a consumer that does not read holds up no
 
 from __future__ import annotations
 
-import difflib
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 import anyio
 import msgspec
 
 from tracewire.error_mapping import bus_errors, refusals, rejection
-from tracewire.errors import StateMismatch, TraceRejected, TracewireError, UnknownModulePath, UnknownTrace
+from tracewire.errors import StateMismatch, TracewireError
 from tracewire_bus.bus import BusUnavailable
 from tracewire_bus.domain.fold import DigestMismatch, Fold
-from tracewire_bus.wire.messages import NO_MEDIA, Submission
-from tracewire_bus.wire.values import unpack
+from tracewire_bus.wire.messages import Submission
 
-from .event_reader import (
-    Accepted,
-    Event,
-    EventReader,
-    Final,
-    Gap,
-    Output,
-    Paused,
-    Restarted,
-    Resumed,
-    Steered,
-    Waiting,
-    only,
-)
+from . import control
+from .event_reader import EventReader
 from .failures import InterventionError, TraceFailed
 from .large import without_large
+from .model_checks import check_submission
+from .output import Accepted, Event, Final, Gap, Output, Paused, Restarted, Resumed, Steered, Waiting
 from .readers import Reader
 from .state import Result, State
 
 if TYPE_CHECKING:
-    from tracewire.client import Client
-    from tracewire_bus.wire.messages import Block
+    from .session import Session
 
-    from .model import Model
-
-__all__ = ["Subscription", "Trace", "check_paths"]
+__all__ = ["Trace"]
 
 logger = logging.getLogger("tracewire")
 
@@ -57,38 +42,6 @@ Item: TypeAlias = Output | Steered | Paused | Resumed | Waiting | Restarted | Ga
 
 #: How long leaving a trace waits for Redis to hear of it, in seconds.
 _LEAVE_S = 2.0
-
-
-def check_paths(block: Block, model: Model) -> None:
-    """Refuse a block with a literal module path that the model does not have.
-
-    Raises:
-        UnknownModulePath: for the first such path.
-        TraceRejected: a path that the model's engines do not serve.
-    """
-    from tracewire_bus.domain.tree import check_block, index_names
-
-    names = [block.parameters[0], *(name for name, path in block.paths.items() if not path)]
-    # Any engine of the model may run it.
-    indices: tuple[tuple[str, int], ...] = ()
-    if layers := index_names(block.source):
-        values = unpack(block.variables)
-        indices = tuple((name, values[name]) for name in sorted(layers) if type(values.get(name)) is int)
-    problems = (
-        problem for tree in model.trees for name in names for problem in check_block(tree, block.source, name, indices)
-    )
-    for problem in problems:
-        filename, line = block.filename, block.first_line + problem.line - 1
-        source = block.source.splitlines()[problem.line - 1].strip()
-        if problem.reason:
-            raise TraceRejected(
-                "block", problem.reason, type="UntappedLocation", filename=filename, line=line, source=source
-            )
-        raise UnknownModulePath(problem.path, problem.nearest, filename=filename, line=line, source=source)
-    for path in block.paths.values():
-        tree = next((tree for tree in model.trees if not tree.knows(path)), None)
-        if tree is not None:
-            raise UnknownModulePath(path, tree.nearest(path))
 
 
 class Trace(Reader):
@@ -107,8 +60,8 @@ class Trace(Reader):
     output.
     """
 
-    def __init__(self, client: Client, submission: Submission) -> None:
-        self._client = client
+    def __init__(self, session: Session, submission: Submission) -> None:
+        self._session = session
         self._submission = submission
         self._fold = Fold(verifying=True)
         self._reader: EventReader | None = None
@@ -167,7 +120,7 @@ class Trace(Reader):
             return
         if self._closed:
             raise TracewireError(f"trace {self.id} is closed")
-        self._client._presence.reclaim(self.id)
+        self._session.presence.reclaim(self.id)
         try:
             await self._start()
         except BaseException:
@@ -177,12 +130,13 @@ class Trace(Reader):
         self._doubtful = False
 
     async def _start(self) -> None:
-        bus, presence, submission = self._client._open_bus(), self._client._presence, self._submission
+        bus, presence, submission = self._session.open_bus(), self._session.presence, self._submission
         if not submission.detach:
             with bus_errors():
                 submission = msgspec.structs.replace(submission, lease=await presence.lease())
-        await self._client._turns.wait()
-        model = await self._check_paths()
+        await self._session.turns.wait()
+        model = await self._session.models.find(self.model)
+        check_submission(submission, model)
         with refusals(self.model):
             whole = submission
             submission = self._submission = await without_large(submission, bus)
@@ -204,53 +158,13 @@ class Trace(Reader):
             self._reader = EventReader(self.id, bus, "start")
             self._reader.expect(new=True)
 
-    async def _check_paths(self) -> Model:
-        model = await self._client._find(self.model, None)
-        self._check_interventions(model)
-        self._check_edits()
-        longest = max((engine.max_model_len for engine in self._client._registry[self.model]), default=0)
-        for invoke in self._submission.invokes:
-            tokens = invoke.sampling.get("max_tokens")
-            if longest and isinstance(tokens, int) and tokens > longest:
-                why = f"expected at most {longest}, what a prompt and its output may have together, got {tokens}"
-                raise TraceRejected("sampling.max_tokens", why)
-            if invoke.lora is not None and invoke.lora not in model.info.loras:
-                have = ", ".join(model.info.loras) or "none"
-                raise TraceRejected("lora", f"model {self.model!r} has no adapter {invoke.lora!r} (it has {have})")
-            if invoke.media != NO_MEDIA and "image" not in model.info.modalities:
-                raise TraceRejected("prompt.multi_modal_data", f"model {self.model!r} takes no images")
-        for block in (self._submission.block, *(invoke.block for invoke in self._submission.invokes)):
-            if block is not None:
-                check_paths(block, model)
-        return model
-
-    def _check_edits(self) -> None:
-        submission = self._submission
-        if submission.edits is None and all(invoke.edits is None for invoke in submission.invokes):
-            return
-        for engine in self._client._registry[self.model]:
-            if engine.schema == "1.0":
-                why = f"engine {engine.engine} is of a version that knows no edits, and would run the trace without"
-                raise TraceRejected("edits", why)
-
-    def _check_interventions(self, model: Model) -> None:
-        if not self._submission.interventions:
-            return
-        from tracewire_bus.domain.intervention_checks import DeclarationError, check_encoded
-
-        submission, hidden_size = self._submission, model.info.hidden_size
-        try:
-            check_encoded(submission.interventions, submission.live, model.trees, hidden_size=hidden_size)
-        except DeclarationError as error:
-            raise TraceRejected(error.field, error.message) from None
-
     async def aclose(self) -> None:
         """Stop reading, and cancel the trace if its end was not read and it is not detached.
 
         Idempotent, and finishes even when cancelled.
         """
         leaving = self._reader is not None and not self._closed
-        self._client._presence.content(self.id)
+        self._session.presence.content(self.id)
         self._closed = True
         if self._reader is None:
             return
@@ -263,7 +177,7 @@ class Trace(Reader):
         reason = "its submitter has left it"
         with anyio.move_on_after(_LEAVE_S, shield=True):
             try:
-                await self._client.cancel(self.id, reason)
+                await control.cancel(self._session, self.id, reason)
                 return
             except TracewireError as error:
                 logger.debug("trace %s could not be cancelled yet: %s", self.id, error)
@@ -272,7 +186,7 @@ class Trace(Reader):
 
     def _abandon(self, reason: str) -> None:
         """Have the client cancel it when Redis answers."""
-        self._client._presence.abandon(self.id, self._client._name, reason)
+        self._session.presence.abandon(self.id, self._session.name, reason)
 
     # --- control ------------------------------------------------------------------------------------------------------
 
@@ -286,19 +200,19 @@ class Trace(Reader):
         **more: Any,
     ) -> int:
         """Change its live parameters: `Client.steer`."""
-        return await self._client.steer(self.id, values, if_version=if_version, by=by, **more)
+        return await control.steer(self._session, self.id, values, more, if_version=if_version, by=by)
 
     async def cancel(self, reason: str = "", *, by: str | None = None) -> bool:
         """Have it end now, as `cancelled`: `Client.cancel`."""
-        return await self._client.cancel(self.id, reason, by=by)
+        return await control.cancel(self._session, self.id, reason, by=by)
 
     async def pause(self, *, by: str | None = None) -> bool:
         """Hold it where it is: `Client.pause`."""
-        return await self._client.pause(self.id, by=by)
+        return await control.pause(self._session, self.id, by=by)
 
     async def resume(self, *, by: str | None = None) -> bool:
         """Let it go on: `Client.resume`."""
-        return await self._client.resume(self.id, by=by)
+        return await control.pause(self._session, self.id, by=by, resume=True)
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
@@ -414,7 +328,7 @@ class Trace(Reader):
     def _take(self, event: Event) -> None:
         if self._accepted is None and not isinstance(event, Waiting):
             # An engine has it.
-            self._client._presence.content(self.id)
+            self._session.presence.content(self.id)
         if isinstance(event, Accepted):
             self._accepted = event
         elif not isinstance(event, Final):
@@ -442,88 +356,3 @@ class Trace(Reader):
             type=error.type if error else None,
             result=self._settled(),
         )
-
-
-class Subscription(Reader):
-    """A trace's events, in order, each once: first what is there, then what comes, up to and with the final.
-
-    In place of events that were trimmed comes a `Gap` with the state after them.
-
-    An async iterator, and an async context manager for those who leave before the end. Reading begins with `start()`,
-    with entering, or with the first item; `since="now"` means that moment.
-    """
-
-    def __init__(self, client: Client, trace: str, reader: EventReader, names: Iterable[str] | None) -> None:
-        if names is not None:
-            if isinstance(names, str) or not isinstance(names, Iterable):
-                raise TypeError(f"names is a collection of saved names, as in {{'projection'}}, not {names!r}")
-            names = frozenset(names)
-            for name in names:
-                if not isinstance(name, str):
-                    raise TypeError(f"names is a collection of saved names, and {name!r} is none")
-        self.trace = trace
-        self._client = client
-        self._reader = reader
-        self._names = names
-        self._started = False
-        self._ended = False
-
-    @property
-    def position(self) -> str:
-        """Id of the last event read: `subscribe(trace, since=subscription.position)` goes on after it."""
-        return self._reader.position
-
-    async def start(self) -> None:
-        """Begin to read. A second call does nothing.
-
-        Raises:
-            UnknownTrace: no such trace was submitted, or it has expired.
-        """
-        if self._started:
-            return
-        bus = self._client._open_bus()
-        with bus_errors():
-            known, left = await bus.records.left(self.trace)
-            if not known and not await bus.exists(self.trace):
-                raise UnknownTrace(self.trace)
-        if left is not None:
-            self._client._presence.watch(self.trace, max(0.0, left))
-        await self._reader.start()
-        self._started = True
-
-    async def aclose(self) -> None:
-        """Stop reading. Idempotent, and finishes even when cancelled."""
-        self._ended = True
-        with anyio.CancelScope(shield=True):
-            await self._reader.aclose()
-
-    async def __anext__(self) -> Event:
-        if self._ended:
-            raise StopAsyncIteration
-        if not self._started:
-            await self.start()
-        event = await self._reader.next()
-        if event is None:
-            self._ended = True
-            raise StopAsyncIteration
-        if self._names is None:
-            return event
-        if isinstance(event, Final):
-            self._missed(event, self._names)
-        return only(event, self._names)
-
-    def _missed(self, final: Final, names: frozenset[str]) -> None:
-        """Say which of the names the trace has never saved anything as."""
-        if final.status not in ("finished", "stopped"):
-            return
-        saved = {entry.name for entry in final.manifest} | {where.split(".", 2)[-1] for where in final.save_errors}
-        for name in sorted(names - saved):
-            near = difflib.get_close_matches(name, sorted(saved), 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            logger.warning(
-                "a subscription to trace %s asked for the save %r, which the trace never had (it has %s)%s",
-                *(self.trace, name, ", ".join(sorted(saved)) or "none", hint),
-            )
-
-    def __repr__(self) -> str:
-        return f"<Subscription to {self.trace} at {self.position}>"

@@ -1,14 +1,15 @@
-"""What a prompt has beside its text: images, where vLLM's prompts have them, under `multi_modal_data`."""
+"""Images beside the text of a prompt, where vLLM's prompts have them: under `multi_modal_data`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from tracewire.checks import type_name
-from tracewire.errors import TraceRejected
 from tracewire_bus.wire.messages import MAX_MEDIA_BYTES
 from tracewire_bus.wire.values import Unsavable, array_of, is_array, pack
+
+from .checks import type_name
+from .errors import TraceRejected
 
 __all__ = ["packed_media"]
 

@@ -1,0 +1,393 @@
+"""What the names of a block stand for, each as it travels.
+
+A plain value or an array travels by value; a function of the caller's own as source, with what it uses in turn; a
+module, or a class or function of an installed package, by its name; a module of the served model by its path. Of a
+module of the caller's own, only the names that the block uses travel.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import difflib
+import inspect
+import struct
+import sys
+import types
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from tracewire.checks import type_name
+from tracewire.errors import UntransportableVariable
+from tracewire_bus.wire.messages import Block, Helper
+
+from .source import FunctionSource, find
+
+__all__ = [
+    "ENGINE_MODULES",
+    "ENGINE_NAMES",
+    "MISSING",
+    "BlockFunction",
+    "Capture",
+    "ModelHandle",
+    "brief",
+    "defaults_of",
+    "module_path",
+]
+
+
+#: Modules that every engine has, whether or not the client does.
+ENGINE_MODULES = ("nnsight", "torch", "tracewire")
+#: Names that the engine binds in every block.
+ENGINE_NAMES = frozenset({"__name__", "__builtins__", "__doc__", "__debug__"})
+MISSING = object()
+
+
+class BlockFunction:
+    """Base of `Intervention`: a function whose body is a block. A block cannot call one."""
+
+
+class ModelHandle:
+    """A handle of a served model on this side. In a block, the name of one stands for the model."""
+
+    name: str
+
+
+class Capture:
+    """What the names of one block, and of the functions that it calls, stand for; all in one namespace."""
+
+    def __init__(self, parameters: tuple[str, str, str], bound: Mapping[str, Any]) -> None:
+        self.helpers: list[Helper] = []
+        self.modules: dict[str, str] = {}
+        self.imports: dict[str, tuple[str, str]] = {}
+        #: Modules of the model, by path; shared values of the trace, by their names there.
+        self.paths: dict[str, str] = {}
+        self.shared: dict[str, str] = {}
+        #: Shared values that a name without any other meaning may stand for.
+        self.offered: frozenset[str] = frozenset()
+        self._values: dict[str, bytes] = {}
+        #: Of modules of one's own, by the name that they have here: hidden names of what is used of them, by attribute.
+        self._own: dict[str, dict[str, Any]] = {}
+        #: What a hidden name is called in the source.
+        self._spelled: dict[str, str] = {}
+        self._meanings: dict[str, tuple[Any, FunctionSource]] = {}
+        self._parameters = parameters
+        self._bound = bound
+
+    def block(self, name: str, source: FunctionSource) -> Block:
+        """The block of this body, with what was captured."""
+        text, line = source.body
+        return Block(
+            name=name,
+            source=text,
+            filename=source.filename,
+            first_line=line,
+            parameters=self._parameters,
+            variables=self.packed(),
+            helpers=[*self.helpers, *(_stand_in(name, used) for name, used in sorted(self._own.items()))],
+            modules=dict(sorted(self.modules.items())),
+            imports=dict(sorted(self.imports.items())),
+            paths=dict(sorted(self.paths.items())),
+            shared=dict(sorted(self.shared.items())),
+        )
+
+    def packed(self) -> bytes:
+        """The plain values by name, as `pack` would make them of one dict; each is packed only once."""
+        from tracewire_bus.wire.values import pack
+
+        count = len(self._values)
+        header = bytes([0x80 | count]) if count < 16 else struct.pack(">BH", 0xDE, count)
+        return header + b"".join(pack(name) + self._values[name] for name in sorted(self._values))
+
+    # --- names --------------------------------------------------------------------------------------------------------
+
+    def names_of(self, function: types.FunctionType, source: FunctionSource, *, block: bool = False) -> None:
+        """Bind every free name of `function` to what it stands for."""
+        closure = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+        for name, line in source.free_names.items():
+            if name in ENGINE_NAMES:
+                continue
+            if block and name in self._bound:
+                continue
+            if name in self.offered:
+                self.shared[name] = name
+                continue
+            value: Any = MISSING
+            if name in closure:
+                try:
+                    value = closure[name].cell_contents
+                except ValueError:
+                    raise source.error(f"the name {name!r} has no value yet", line) from None
+            elif name in function.__globals__:
+                value = function.__globals__[name]
+            if value is not MISSING:
+                if name in self._parameters:
+                    raise source.error(
+                        f"{name!r} is what the block calls a parameter that the engine binds, and something else in "
+                        f"{source.name}(): pass it to {source.name}() as an argument",
+                        line,
+                    )
+                self.bind(name, value, source, line)
+            elif not self._is_known(name):
+                self.bind_absent(name, source, line)
+
+    def _is_known(self, name: str) -> bool:
+        """Whether the engine has a meaning for a name that has none here."""
+        return name in self._bound or name in self._parameters or hasattr(builtins, name)
+
+    def bind_absent(self, name: str, source: FunctionSource, line: int) -> None:
+        """Bind a name without a value here: to what the trace shares, or by an `import` statement that did not run."""
+        if name in self.offered:
+            self.shared[name] = name
+            return
+        for module, attribute in source.module_imports.get(name, ()):
+            if attribute is None:
+                self.modules[name] = module
+            else:
+                self.imports[name] = (module, attribute)
+            return
+        if name in ENGINE_MODULES:
+            self.modules[name] = name
+            return
+        candidates = {*self._parameters, *self._meanings, *vars(builtins)}
+        near = difflib.get_close_matches(name, sorted(one for one in candidates if not one.startswith("_tw_")), 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise source.error(
+            f"the name {name!r} stands for nothing: it is no variable, and neither the closure of {source.name}() "
+            f"nor its module has it{hint} (what exists on the engine only is imported in the body)",
+            line,
+        )
+
+    # --- values -------------------------------------------------------------------------------------------------------
+
+    def bind(self, name: str, value: Any, source: FunctionSource, line: int) -> None:
+        """Bind `name`, used at `line` of `source`, to `value` as it travels."""
+        if name in self._meanings:
+            before, where = self._meanings[name]
+            if not self._same(name, before, value):
+                raise source.error(
+                    f"the name {name!r} means {brief(value)} in {source.name}() and {brief(before)} in "
+                    f"{where.name}(), and a block and its functions share one namespace: rename one of them",
+                    line,
+                )
+            if name in self._own:
+                self._bind_own_module(name, value, source)
+            return
+        self._meanings[name] = (value, source)
+        if (path := module_path(value)) is not None:
+            self.paths[name] = path
+        elif isinstance(value, types.ModuleType):
+            self._bind_module(name, value, source, line)
+        elif isinstance(value, BlockFunction):
+            spelled = self._spelled.get(name, name)
+            reason = f"{spelled!r} is an intervention, and a block cannot call another"
+            raise self._untransportable(spelled, reason, source, line)
+        elif (importable := _importable(name, value, source)) is not None:
+            self.imports[name] = importable
+        elif isinstance(value, types.FunctionType):
+            self._bind_function(name, value, source, line)
+        else:
+            self._bind_value(name, value, source, line)
+
+    def _same(self, name: str, before: Any, value: Any) -> bool:
+        if before is value:
+            return True
+        if name not in self._values or type(before) is not type(value):
+            return False
+        from tracewire_bus.wire.values import Unsavable, pack
+
+        try:
+            return pack(value) == self._values[name]
+        except Unsavable:
+            return False
+
+    def _bind_module(self, name: str, module: types.ModuleType, source: FunctionSource, line: int) -> None:
+        path = module.__name__
+        if path == "__main__":
+            raise self._untransportable(name, f"{name!r} is the program's own module __main__", source, line)
+        if not _is_installed(path):
+            self._bind_own_module(name, module, source)
+            return
+        self.modules[name] = path
+        for use in source.uses(name):
+            self._import_below(path, use.chain)
+
+    def _import_below(self, path: str, chain: tuple[str, ...]) -> None:
+        """`import xml.dom` binds xml alone; what the body reaches through it must be imported too."""
+        for step in chain:
+            path = f"{path}.{step}"
+            if not isinstance(sys.modules.get(path), types.ModuleType):
+                break
+            self.modules["_tw_" + path.replace(".", "_")] = path
+
+    def _bind_own_module(self, name: str, module: types.ModuleType, source: FunctionSource) -> None:
+        """Bind what `source` uses of a module that no engine has."""
+        known = self._own.setdefault(name, {})
+        for use in source.uses(name):
+            value, taken = module, known
+            for depth, step in enumerate(use.chain, 1):
+                spelled = ".".join((name, *use.chain[:depth]))
+                try:
+                    value = getattr(value, step)
+                except AttributeError as error:
+                    raise source.error(f"{spelled!r} stands for nothing: {error}", use.line) from None
+                if isinstance(value, types.ModuleType) and not _is_installed(value.__name__):
+                    taken = taken.setdefault(step, {})
+                    continue
+                hidden = f"_tw_{spelled.replace('.', '__')}"
+                if use.changed and depth == len(use.chain):
+                    raise source.error(
+                        f"a block cannot change {spelled!r}: what it uses of your module is a copy", use.line
+                    )
+                self._spelled[hidden] = spelled
+                self.bind(hidden, value, source, use.line)
+                if isinstance(value, types.ModuleType):
+                    self._import_below(value.__name__, use.chain[depth:])
+                taken[step] = hidden
+                break
+            else:
+                spelled = ".".join((name, *use.chain))
+                reason = (
+                    f"{spelled!r} is a module of your own, of which only what is used by name can travel: "
+                    f"write {spelled}.NAME, or import NAME from it"
+                )
+                raise self._untransportable(spelled, reason, source, use.line)
+
+    def _bind_function(self, name: str, function: types.FunctionType, source: FunctionSource, line: int) -> None:
+        if hasattr(function, "__wrapped__"):
+            raise source.error(
+                f"{self._spelled.get(name, name)}() is decorated, and decorators do not travel: call a function "
+                "without any, and put what the decorator does into its body",
+                line,
+            )
+        definition = find(function)
+        definition.check_helper()
+        replaced: dict[ast.expr, str] = {}
+        values = defaults_of(function)
+        for parameter, expression in definition.default_names().items():
+            if isinstance(expression, ast.Constant):
+                continue
+            # The value that it has, not what its expression would give on the engine.
+            hidden = f"_tw_{name}_{parameter}"
+            self.bind(hidden, values[parameter], definition, expression.lineno)
+            replaced[expression] = hidden
+        self.helpers.append(
+            Helper(
+                name=name,
+                source=definition.definition(name, replaced),
+                filename=definition.filename,
+                first_line=definition.node.lineno,
+            )
+        )
+        self.names_of(function, definition)
+
+    def _bind_value(self, name: str, value: Any, source: FunctionSource, line: int) -> None:
+        from tracewire_bus.wire.values import ArrayRef, Unsavable, pack
+
+        spelled = self._spelled.get(name, name)
+        if isinstance(value, ArrayRef):
+            reason = f"{spelled!r} is {value!r} of another trace: pass what its load() returns"
+            raise self._untransportable(spelled, reason, source, line)
+        try:
+            self._values[name] = pack(value)
+        except Unsavable as error:
+            raise self._untransportable(spelled, _why(spelled, value, error), source, line) from None
+
+    def _untransportable(self, name: str, reason: str, source: FunctionSource, line: int) -> UntransportableVariable:
+        return UntransportableVariable(name, reason, filename=source.filename, line=line)
+
+
+def _stand_in(name: str, used: Mapping[str, Any]) -> Helper:
+    """What a module of one's own is on the engine: an object with what is used of it."""
+
+    def spelled(used: Mapping[str, Any]) -> str:
+        items = (f"{key}={value if isinstance(value, str) else spelled(value)}" for key, value in sorted(used.items()))
+        return f"__import__('types').SimpleNamespace({', '.join(items)})"
+
+    return Helper(name=name, source=f"{name} = {spelled(used)}", filename=f"<module {name}>", first_line=1)
+
+
+def module_path(value: Any) -> str | None:
+    """The path of what stands for a module of a served model on this side: its handle, its tree or a node of that."""
+    from tracewire_bus.domain.tree import ModuleNode, ModuleTree
+
+    if isinstance(value, ModuleNode):
+        return value.path
+    return "" if isinstance(value, ModelHandle | ModuleTree) else None
+
+
+def defaults_of(function: types.FunctionType) -> dict[str, Any]:
+    """Default values by parameter, as they were evaluated."""
+    return {
+        name: parameter.default
+        for name, parameter in inspect.signature(function).parameters.items()
+        if parameter.default is not inspect.Parameter.empty
+    }
+
+
+def _importable(name: str, value: Any, source: FunctionSource) -> tuple[str, str] | None:
+    """Module and attribute by which an engine can import `value`: of an installed package, never of one's own code."""
+    module, qualified = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+    candidates: list[tuple[Any, Any]] = []
+    if isinstance(value, type) or callable(value):
+        candidates.append((module, qualified))
+        # Builtin functions of extension modules say little about themselves; an import statement may know.
+        candidates += source.imports.get(name, ())
+        candidates += [(star, name) for star, _ in source.imports.get("*", ())]
+        candidates += [(root, getattr(value, "__name__", None)) for root in ("torch", "numpy")]
+    elif type(value).__module__ == "torch" and type(value).__qualname__ == "dtype":
+        candidates.append(("torch", str(value).rpartition(".")[2]))
+    for module, path in candidates:
+        if (
+            isinstance(module, str)
+            and isinstance(path, str)
+            and _reaches(module, path, value)
+            and _is_installed(module)
+        ):
+            return module, path
+    return None
+
+
+def _reaches(module: str, path: str, value: Any) -> bool:
+    found: Any = sys.modules.get(module)
+    for step in path.split("."):
+        found = getattr(found, step, None)
+    return found is value
+
+
+def _is_installed(module: str) -> bool:
+    """Whether a module belongs to Python or to an installed package, so that an engine can be expected to have it."""
+    root = module.partition(".")[0]
+    if root == "__main__":
+        return False
+    if root in sys.stdlib_module_names or root in ENGINE_MODULES:
+        return True
+    path = getattr(sys.modules.get(module), "__file__", None) or getattr(sys.modules.get(root), "__file__", None)
+    return path is not None and any(
+        part in ("site-packages", "dist-packages") for part in path.replace("\\", "/").split("/")
+    )
+
+
+def _why(name: str, value: Any, error: Exception) -> str:
+    """Why `value` cannot travel, with what to write instead where that is known."""
+    if isinstance(value, type):
+        return f"{name!r} is a class of your own, {type_name(value)}; classes travel only from installed packages"
+    if isinstance(value, types.MethodType):
+        return f"{name!r} is a method bound to {type_name(type(value.__self__))}: write a function"
+    if isinstance(value, partial):
+        return f"{name!r} is a functools.partial: write a function around it"
+    # What can travel is said by whoever raises this.
+    reason = str(error).partition("; what can: None")[0]
+    return f"{name!r} is of type {type_name(type(value))}: {reason}"
+
+
+def brief(value: Any) -> str:
+    """A short text for a value: itself if it is small, else its type."""
+    shape = getattr(value, "shape", None)
+    if isinstance(shape, tuple):
+        return f"{type_name(type(value))}{list(shape)}"
+    if isinstance(value, types.FunctionType | types.ModuleType | type):
+        return f"{type(value).__name__} {value.__name__}"
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."

@@ -1,0 +1,137 @@
+"""Submissions in the background: a `with model.trace(...)` cannot await its own.
+
+A client submits them one after the other, in the order in which they were queued, and waits for them when it is closed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+
+import anyio
+
+from tracewire.errors import BusUnavailable, ClientClosed, TracewireError
+from tracewire_bus.transport.connection import Background
+
+__all__ = ["BackgroundSubmissions", "QueuedSubmission"]
+
+logger = logging.getLogger("tracewire")
+
+#: How long a client that is closed waits for submissions after its patience is over, in seconds.
+_LEAVE_S = 2.0
+
+
+class QueuedSubmission:
+    """One submission of the queue.
+
+    Attributes:
+        trace_id: the id of its trace.
+        ended: set once the submission is durable, refused or withdrawn.
+        refused: the error with which it ended, if it did.
+    """
+
+    def __init__(self, trace_id: str) -> None:
+        self.trace_id = trace_id
+        self.ended = anyio.Event()
+        self.refused: Exception | None = None
+        self._withdrawn = False
+        #: Around the submission, while that is under way.
+        self._scope: anyio.CancelScope | None = None
+
+    async def wait(self) -> None:
+        """Wait until it has ended, and raise the error with which it did."""
+        await self.ended.wait()
+        if self.refused is not None:
+            raise self.refused
+
+    def take_error(self) -> Exception | None:
+        """The error with which it ended; from then on it counts as none, since the caller submits the trace again."""
+        error, self.refused = self.refused, None
+        return error
+
+    async def withdraw(self) -> None:
+        """Have it end without being submitted, or cancel it while it is under way."""
+        self._withdrawn = True
+        if self._scope is not None:
+            self._scope.cancel()
+            with anyio.CancelScope(shield=True):
+                await self.ended.wait()
+
+    async def run(self, submit: Callable[[], Awaitable[None]], outage: BusUnavailable | None) -> None:
+        """Submit it by `submit`, unless the queue knows of an `outage` of Redis, or it was withdrawn."""
+        try:
+            if outage is not None:
+                raise BusUnavailable(str(outage))
+            with anyio.CancelScope() as self._scope:
+                if not self._withdrawn:
+                    await submit()
+            if self._withdrawn:
+                raise TracewireError(f"trace {self.trace_id} was closed before it was submitted")
+        except Exception as error:
+            if not self._withdrawn:
+                logger.warning("trace %s was not submitted: %s", self.trace_id, error)
+            self.refused = error
+        finally:
+            self.ended.set()
+
+    def give_up(self) -> None:
+        """End it with an error, because the client is closed."""
+        if not self.ended.is_set():
+            logger.warning("trace %s was not submitted: its client was closed before", self.trace_id)
+            self.refused = ClientClosed("the client is closed")
+            self.ended.set()
+
+
+class BackgroundSubmissions:
+    """The submissions of a client that run in the background, in the order in which they were queued."""
+
+    def __init__(self, patience_s: float) -> None:
+        self._patience_s = patience_s
+        self._tasks: dict[QueuedSubmission, Background] = {}
+        self._last: anyio.Event | None = None
+        #: The error of the last submission, if Redis did not answer it.
+        self._outage: BusUnavailable | None = None
+
+    def add(self, trace_id: str, submit: Callable[[], Awaitable[None]]) -> QueuedSubmission:
+        """Have `submit` called after those that were queued before."""
+        try:
+            queued, before, added = QueuedSubmission(trace_id), self._last, anyio.current_time()
+
+            async def run() -> None:
+                try:
+                    if before is not None:
+                        await before.wait()
+                    late = anyio.current_time() - added >= self._patience_s
+                    await queued.run(submit, self._outage if late else None)
+                    self._outage = queued.refused if isinstance(queued.refused, BusUnavailable) else None
+                finally:
+                    self._tasks.pop(queued, None)
+
+            self._tasks[queued] = Background(run, f"that submits trace {trace_id}")
+        except RuntimeError:
+            raise TracewireError("a trace is queued in the background: write its with in a coroutine") from None
+        self._last = queued.ended
+        return queued
+
+    async def drain(self) -> None:
+        """Wait until all are durable or refused, for as long as the client is patient."""
+        with anyio.move_on_after(self._patience_s):
+            await self._drain()
+
+    async def _drain(self) -> None:
+        while self._tasks:
+            queued = next(iter(self._tasks))
+            await queued.ended.wait()
+            self._tasks.pop(queued, None)
+
+    async def aclose(self) -> None:
+        """Give up all that are not submitted within two seconds."""
+        with anyio.move_on_after(_LEAVE_S):
+            await self._drain()
+        left = dict(self._tasks)
+        for queued in left:
+            queued.give_up()
+        for task in left.values():
+            task.cancel()
+        for task in left.values():
+            await task.aclose()

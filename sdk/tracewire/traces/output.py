@@ -1,0 +1,248 @@
+"""Events of a trace as a consumer gets them.
+
+They are the messages of the bus. An `Output` adds what is convenient to read, and decodes what was saved when the
+consumer first asks for it: a consumer of the text alone does not pay for arrays.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import msgspec
+
+from tracewire.errors import BrokenStream
+from tracewire_bus.bus import Gap as EntryGap
+from tracewire_bus.domain.fold import Fold
+from tracewire_bus.wire.codec import NewerSchema, check_schema, decode_deltas, decode_snapshot
+from tracewire_bus.wire.messages import (
+    Accepted,
+    Append,
+    Change,
+    Delta,
+    Final,
+    OutputBase,
+    Paused,
+    Restarted,
+    Resumed,
+    Set,
+    Steered,
+    Waiting,
+)
+from tracewire_bus.wire.values import loading_by
+
+from .state import State
+
+if TYPE_CHECKING:
+    from tracewire_bus.wire.messages import Snapshot
+
+__all__ = [
+    "Accepted",
+    "AnyEvent",
+    "Change",
+    "Event",
+    "Final",
+    "Gap",
+    "Output",
+    "Paused",
+    "Restarted",
+    "Resumed",
+    "Shared",
+    "Steered",
+    "Waiting",
+    "only",
+]
+
+
+class Output(OutputBase, tag="o", dict=True):
+    """What one vLLM output adds to one choice: usually one token, its text, and what the block newly saved.
+
+    `token_ids[k]` has index `index + k` in its choice, and `deltas[k]` is what was saved in the step that sampled it.
+
+    Attributes:
+        id: where to go on, as `subscribe(trace, since=output.id)`: `<attempt>-<seq>`.
+        invoke, choice: which of the trace's prompts, and which of its `n` sampled sequences; both from 0.
+        text: what the tokens add to the choice's text.
+        time: when the step of the last of them ended, in seconds since the epoch by the engine's clock.
+        finish_reason, stop_reason: vLLM's words for why the choice ended, when this is its last output.
+        logprobs: if they were asked for, for each token a dict of token id to `(logprob, rank, text)`.
+    """
+
+    #: `deltas` as they arrived, of all names.
+    encoded_deltas: msgspec.Raw = msgspec.Raw(b"\x90")
+
+    @property
+    def deltas(self) -> list[list[Delta]]:
+        """What was saved, by step.
+
+        Raises:
+            BrokenStream: it cannot be read.
+        """
+        held: list[list[Delta]] | None = self.__dict__.get("_deltas")
+        if held is None:
+            held = self.__dict__["_deltas"] = self._decoded()
+        return held
+
+    def _decoded(self) -> list[list[Delta]]:
+        names: frozenset[str] | None = self.__dict__.get("_names")
+        if names is not None and not names:
+            return [[] for _ in self.token_ids]
+        loader = self.__dict__.get("_loader")
+        try:
+            with loading_by(loader):
+                deltas = decode_deltas(self.encoded_deltas)
+        except msgspec.MsgspecError as error:
+            raise BrokenStream(f"what event {self.id} saved cannot be read: {error}") from error
+        if names is None:
+            return deltas
+        return [[change for change in step if change.path[0] in names] for step in deltas]
+
+    def __repr__(self) -> str:
+        size = memoryview(self.encoded_deltas).nbytes
+        where = f"invoke {self.invoke}, choice {self.choice}, from token {self.index}"
+        return f"<Output {self.id} of {where}: {self.token_ids}, {self.text!r}, saves of {size} bytes>"
+
+    def only(self, names: frozenset[str]) -> Output:
+        """This output with only what concerns these saved names."""
+        copy = msgspec.structs.replace(self)
+        copy.__dict__.update(_names=names, _loader=self.__dict__.get("_loader"))
+        return copy
+
+    @property
+    def delta(self) -> dict[str, Any]:
+        """What this output adds to the saves, by saved name: the new items of a list, the new keys of a dict, a value.
+
+        A list that grows by one item a step shows as a list of one item, a dict that gains a key as a dict of one,
+        nested containers likewise. What is not new by name (a list's item replaced, a key deleted) stands in `deltas`
+        only.
+        """
+        merged: dict[str, Any] = {}
+        for step in self.deltas:
+            for change in step:
+                _merge(merged, change)
+        return merged
+
+
+class Shared(Output, tag="x", dict=True):
+    """What the trace's shared values gained, in one step or several: an output of no prompt, without tokens or text.
+
+    `invoke` is -1. What was shared is one value for all its prompts, so it stands apart from what each of them saves.
+    """
+
+    def __repr__(self) -> str:
+        size = memoryview(self.encoded_deltas).nbytes
+        return f"<Shared {self.id}: shared values gained {size} bytes>"
+
+
+class Gap:
+    """Events that are gone: those after `since` (`"start"`: all there were) up to and with the one of id `until`.
+
+    An engine with a limit on what a stream keeps (`tracewire engine --retain-events`, `--retain-bytes`) has trimmed
+    them before they were read. Nothing is lost of what they came to: `state` has it, and the events that follow go on
+    from there.
+    """
+
+    __slots__ = ("_data", "_loader", "_names", "_schema", "since", "trace", "until")
+
+    def __init__(self, trace: str, gap: EntryGap, loader: Any, names: frozenset[str] | None = None) -> None:
+        self.trace = trace
+        self.since = gap.since
+        self.until = gap.until
+        self._schema, self._data = gap.snapshot.schema, gap.snapshot.data
+        self._loader = loader
+        self._names = names
+
+    @property
+    def id(self) -> str:
+        """Where to go on: `subscribe(trace, since=gap.id)`."""
+        return self.until
+
+    @property
+    def state(self) -> State:
+        """All that was put out and saved up to `until`, folded. Made anew each time.
+
+        Raises:
+            BrokenStream: it cannot be read.
+        """
+        fold = Fold(self._names)
+        fold.resume(self.snapshot())
+        return State(self.trace, fold)
+
+    def snapshot(self) -> Snapshot:
+        """What a fold goes on from.
+
+        Raises:
+            BrokenStream: it cannot be read.
+        """
+        try:
+            check_schema(self._schema)
+            with loading_by(self._loader):
+                return decode_snapshot(self._data)
+        except (NewerSchema, msgspec.MsgspecError) as error:
+            raise BrokenStream(f"trace {self.trace}, the snapshot at {self.until}: {error}") from error
+
+    def only(self, names: frozenset[str]) -> Gap:
+        """This gap with only these saved names in its state."""
+        copy = Gap.__new__(Gap)
+        for slot in Gap.__slots__:
+            setattr(copy, slot, getattr(self, slot))
+        copy._names = names
+        return copy
+
+    def __repr__(self) -> str:
+        return f"<Gap in {self.trace}: what came after {self.since} up to {self.until} was trimmed>"
+
+
+AnyEvent: TypeAlias = Accepted | Output | Steered | Paused | Resumed | Waiting | Restarted | Final
+"""What stands on a trace's stream."""
+Event: TypeAlias = Accepted | Output | Steered | Paused | Resumed | Waiting | Restarted | Gap | Final
+"""What stands on a trace's stream, or in place of what was trimmed, as `subscribe` yields it."""
+
+
+def _merge(merged: dict[str, Any], change: Delta) -> None:
+    *way, last = change.path
+    target: Any = merged
+    for key in way:
+        if isinstance(target, list):
+            # An item of a list, most of which is not at hand.
+            return
+        target = target.setdefault(key, {})
+    if not isinstance(target, dict):
+        return
+    if isinstance(change, Append):
+        if not isinstance(target.get(last), list):
+            target[last] = []
+        target[last].extend(_own(item) for item in change.items)
+    elif isinstance(change, Set):
+        target[last] = _own(change.value)
+    else:
+        target.pop(last, None)
+
+
+def _own(value: Any) -> Any:
+    """`value` with containers of its own, so that merging never changes the event."""
+    if isinstance(value, list):
+        return [_own(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _own(item) for key, item in value.items()}
+    if isinstance(value, set):
+        return set(value)
+    return value
+
+
+def only(event: Event, names: frozenset[str]) -> Event:
+    """`event` with only what concerns these saved names."""
+    if isinstance(event, Output | Gap):
+        return event.only(names)
+    if isinstance(event, Final):
+        return msgspec.structs.replace(
+            event,
+            deltas=[
+                (invoke, choice, [change for change in deltas if change.path[0] in names])
+                for invoke, choice, deltas in event.deltas
+            ],
+            manifest=[entry for entry in event.manifest if entry.name in names],
+            save_errors={
+                where: reason for where, reason in event.save_errors.items() if where.split(".", 2)[-1] in names
+            },
+        )
+    return event
