@@ -161,7 +161,7 @@ def start_engine(url: str, options: argparse.Namespace, log: Path, notes: Path) 
 
 def engine(arguments: list[str], notes: str) -> int:
     """An engine whose traces note how many steps after it was read each change came to hold."""
-    from tracewire_engine.adapter import service as adapter
+    from tracewire_engine.adapter import intake
     from tracewire_engine.adapter.trace_run import TraceRun
     from tracewire_engine.launch import cli
     from tracewire_engine.launch.supervisor import SUPERVISOR_PID
@@ -176,7 +176,7 @@ def engine(arguments: list[str], notes: str) -> int:
                 with Path(notes).open("a") as out:
                     out.write(f"{applied.steps}\n")
 
-    adapter.TraceRun = Watched
+    intake.TraceRun = Watched
     # This process is the adapter itself: a supervisor would start one that knows nothing of `Watched`.
     os.environ[SUPERVISOR_PID] = str(os.getppid())
     return cli.main(arguments)

@@ -75,7 +75,7 @@ async def test_interventions_are_placed_once_for_each_form_in_which_they_come(bu
             live=pack(live),
         )
         data = encode(submission)
-        return adapter._place(decode_submission(data), data)
+        return adapter._validator._place(decode_submission(data), data)
 
     first = placed(1.0)
     # The very same, and not merely equal.
@@ -91,7 +91,7 @@ async def test_interventions_are_placed_once_for_each_form_in_which_they_come(bu
         placed(scale)
     for vector in range(3, 203):
         placed(1.0, float(vector))
-    assert len(adapter._placed) <= 64
+    assert len(adapter._validator._placed) <= 64
 
 
 @pytest.mark.parametrize("deadline", [1e14, 1e20, 1e300])
@@ -169,7 +169,7 @@ async def test_a_change_is_not_told_as_applied_before_it_was_sent(client: Client
             await trace.steer(alpha=1.0)
             await failing.wait()
             await trace.steer(beta=2.0)
-            run = adapter._by_trace[trace.id]
+            run = adapter._claims.runs[trace.id]
             assert isinstance(run, TraceRun)
             assert run.live is not None
             while run.live.sent < 2:
@@ -228,15 +228,15 @@ async def test_an_abort_does_not_wait_for_the_word_of_a_pause(
         ):
             await trace.accepted()
             await other.accepted()
-            one, two = (adapter._by_trace[id_] for id_ in (trace.id, other.id))
+            one, two = (adapter._claims.runs[id_] for id_ in (trace.id, other.id))
             assert isinstance(one, TraceRun)
             assert isinstance(two, TraceRun)
             way.away = True
             await way.cut()
-            adapter._obey(Order("pause", trace.id, by="me"))
+            adapter._control.obey(Order("pause", trace.id, by="me"))
             while ("pause", one.requests[0].name) not in engine.asked:
                 await anyio.lowlevel.checkpoint()
-            adapter._obey(Order("cancel", other.id, by="me"))
+            adapter._control.obey(Order("cancel", other.id, by="me"))
             while ("abort", two.requests[0].name) not in engine.asked:
                 await anyio.lowlevel.checkpoint()
             way.away = False
@@ -268,7 +268,7 @@ async def test_a_pause_that_is_under_way_is_told_before_what_follows(
                 await trace.accepted()
                 await pausing.wait()
                 assert await trace.resume(by="you")
-                run = adapter._by_trace[trace.id]
+                run = adapter._claims.runs[trace.id]
                 assert isinstance(run, TraceRun)
                 while run._held is not None:
                     await anyio.lowlevel.checkpoint()
@@ -292,7 +292,7 @@ async def test_an_engine_that_has_not_heard_of_a_resumption_does_not_undo_it(
 
     async def told(adapter: Adapter) -> tuple[bool, int]:
         """Whether the record has the trace paused, and how often it knows that to have changed."""
-        for command in adapter._claims():
+        for command in adapter._claims.commands():
             await bus.command(*command)
         paused, number = await bus.command("HMGET", bus.keys.record(trace.id), "z", "zn")
         return paused is not None, int(number)
@@ -341,7 +341,7 @@ async def test_what_is_claimed_too_late_is_given_back(client: Client, bus: Bus, 
             client.trace("tiny", "hello", detach=True) as trace,
         ):
             await trace.accepted()
-            late = adapter._claims()
+            late = adapter._claims.commands()
             engine.finish(next(iter(engine.requests)))
             await trace.result()
             while await entries() != (0, 0):
@@ -349,7 +349,7 @@ async def test_what_is_claimed_too_late_is_given_back(client: Client, bus: Bus, 
             for command in late:
                 await bus.command(*command)
             assert await entries() == (1, 1)
-            adapter._claims_told()
+            adapter._claims.acknowledged()
             # Within two heartbeats it is put back, taken, and found to have ended.
             while await entries() != (0, 0):
                 await anyio.lowlevel.checkpoint()
@@ -383,18 +383,18 @@ async def test_an_outage_is_no_absence_of_a_client(client: Client, bus: Bus, emb
             client.trace("tiny", "hello") as trace,
         ):
             await trace.accepted()
-            run = adapter._by_trace[trace.id]
+            run = adapter._claims.runs[trace.id]
             assert isinstance(run, TraceRun)
             await bus.records.release(run.lease)
-            await adapter._look_after_clients()
+            await adapter._leases.end_abandoned()
             # A minute ago.
-            adapter._missing[run.lease] -= 60
-            adapter._looked -= 60 + 3600
-            await adapter._look_after_clients()
+            adapter._leases._missing[run.lease] -= 60
+            adapter._leases._looked -= 60 + 3600
+            await adapter._leases.end_abandoned()
             assert run._ending is None
             # Who stays away while Redis is there is gone.
-            adapter._missing[run.lease] -= 60
-            await adapter._look_after_clients()
+            adapter._leases._missing[run.lease] -= 60
+            await adapter._leases.end_abandoned()
             assert run._ending is not None
             with pytest.raises(tracewire.TraceFailed, match="submitter has gone"):
                 await trace.result()
@@ -413,7 +413,7 @@ async def test_an_entry_that_is_still_being_opened_keeps_no_adapter_from_leaving
                     opening.set()
                     await anyio.sleep_forever()
 
-                adapter._open = never  # type: ignore[method-assign,assignment]
+                adapter._intake._checked = never  # type: ignore[method-assign,assignment]
                 await opening.wait()
                 adapter.stop()
                 await adapter.ended.wait()

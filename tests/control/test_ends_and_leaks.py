@@ -24,7 +24,8 @@ from tracewire import Client, Final, Steered
 from tracewire_bus.bus import Bus, QueueFull
 from tracewire_bus.transport.connection import CONCURRENT, BusUnavailable
 from tracewire_bus.wire.messages import Failure, Invoke, Submission
-from tracewire_engine.adapter.service import Adapter
+from tracewire_engine.adapter.control import Control
+from tracewire_engine.adapter.leases import LeaseWatch
 from tracewire_engine.adapter.trace_run import TraceRun
 
 PATIENCE = 10
@@ -109,10 +110,10 @@ async def test_a_trace_that_is_cancelled_while_it_closes_ends_cancelled(
     """Whoever cancelled it was told that it will."""
     gate, heard = Gate(), anyio.Event()
     gate.open()
-    end, close = Adapter._end, bus.records.close
+    end, close = Control.end, bus.records.close
 
-    def ending(adapter: Adapter, *args: Any) -> None:
-        end(adapter, *args)
+    def ending(control: Control, *args: Any) -> None:
+        end(control, *args)
         heard.set()
 
     async def closing(trace: str, attempt: int) -> list[bytes]:
@@ -121,7 +122,7 @@ async def test_a_trace_that_is_cancelled_while_it_closes_ends_cancelled(
         await heard.wait()
         return changes
 
-    monkeypatch.setattr(Adapter, "_end", ending)
+    monkeypatch.setattr(Control, "end", ending)
     monkeypatch.setattr(bus.records, "close", closing)
     with anyio.fail_after(PATIENCE):
         async with (
@@ -216,20 +217,20 @@ async def test_an_engine_outlives_odd_names_on_its_queue(
 ) -> None:
     """Whoever wrote them: bytes that are no text, in a trace's id or a lease's name."""
     gate, looked = Gate(), asyncio.Semaphore(0)
-    look = Adapter._look_after_clients
+    look = LeaseWatch.end_abandoned
     failures: list[BaseException] = []
 
-    async def looking(adapter: Adapter) -> None:
+    async def looking(leases: LeaseWatch) -> None:
         try:
-            await look(adapter)
+            await look(leases)
         except Exception as error:
             failures.append(error)
             raise
         finally:
             looked.release()
 
-    monkeypatch.setattr(Adapter, "_look_after_clients", looking)
-    monkeypatch.setattr("tracewire_engine.adapter.service._patience_of", lambda lease: 0.0)
+    monkeypatch.setattr(LeaseWatch, "end_abandoned", looking)
+    monkeypatch.setattr("tracewire_engine.adapter.leases._patience_of", lambda lease: 0.0)
     with anyio.fail_after(PATIENCE):
         async with (
             serving(bus, ScriptedEngine(gate), info(capacity=1)),

@@ -57,7 +57,7 @@ class Reporting(PlayedEngine):
 async def begun(adapter: Adapter, trace: Any) -> list[str]:
     """The names of a trace's requests, once it has begun."""
     await trace.accepted()
-    run = adapter._by_trace[trace.id]
+    run = adapter._claims.runs[trace.id]
     assert isinstance(run, TraceRun)
     return [request.name for request in run.requests]
 

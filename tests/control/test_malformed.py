@@ -33,6 +33,7 @@ from tracewire_engine.adapter import block_sources as sources
 from tracewire_engine.adapter.block_sources import Sources
 from tracewire_engine.adapter.engine_api import Prepared
 from tracewire_engine.adapter.service import Adapter
+from tracewire_engine.adapter.validation import Validator
 
 PATIENCE = 30
 ENGINE = "the-engine"
@@ -172,7 +173,7 @@ async def test_a_change_that_does_not_fit_reaches_no_worker(bus: Bus, embedded: 
             change = msgspec.msgpack.encode([number, "me", 1, values])
             await bus.command("XADD", key, "*", "k", "steer", "t", trace.id, "d", change)
         await counted(client, len(changes))
-        run: Any = adapter._by_trace[trace.id]
+        run: Any = adapter._claims.runs[trace.id]
         assert run.live.version == 0
 
 
@@ -276,13 +277,13 @@ async def test_only_what_holds_much_is_looked_at_on_a_thread(
 ) -> None:
     """There, what comes in a burst would come one by one."""
     placing: list[int] = []
-    place = Adapter._place
+    place = Validator._place
 
-    def noted(self: Adapter, *arguments: Any) -> bytes | None:
+    def noted(self: Validator, *arguments: Any) -> bytes | None:
         placing.append(threading.get_ident())
         return place(self, *arguments)
 
-    monkeypatch.setattr(Adapter, "_place", noted)
+    monkeypatch.setattr(Validator, "_place", noted)
     data = encode(submission(interventions=[Steer(at="residual(1)", vector=wire(vector))]))
     async with served(bus, embedded, prefix) as (_, client):
         await bus.command("HSET", bus.keys.record("t"), "m", "tiny")

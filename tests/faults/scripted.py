@@ -369,8 +369,8 @@ def _held(engine: ScriptedEngine, adapter: Adapter, bus: Bus) -> dict[str, int]:
     return {
         "requests": engine.tracked,
         "halves": len(adapter._halves),
-        "runs": len(adapter._runs),
-        "traces": len(adapter._by_trace),
+        "runs": len(adapter._intake.scopes),
+        "traces": len(adapter._claims.runs),
         "live": len(adapter._reports.live),
         "claimed": sum(len(intake.claimed) for intake in bus.queue._intakes.values()),
     }

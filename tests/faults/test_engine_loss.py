@@ -524,7 +524,7 @@ async def test_an_engine_takes_nothing_while_its_lease_is_out(
     ):
         with anyio.fail_after(PATIENCE):
             # Its entry may be over before a client has seen it.
-            while adapter._valid_until < 0:
+            while adapter._lifecycle.valid_until < 0:
                 await anyio.lowlevel.checkpoint()
             while await bus.engines():
                 await anyio.lowlevel.checkpoint()

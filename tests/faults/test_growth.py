@@ -49,7 +49,7 @@ async def test_nothing_that_python_counts_is_left_of_traces_that_have_ended(
                 for number in range(first, last):
                     await room.acquire()
                     group.start_soon(one, number)
-            await until(lambda: not (adapter.busy or adapter._by_trace or adapter._told))
+            await until(lambda: not (adapter.busy or adapter._claims.runs or adapter._leases._last_seq))
             # Both look at what they keep once more.
             await anyio.sleep(1)
             gc.collect()

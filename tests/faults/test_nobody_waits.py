@@ -46,10 +46,10 @@ async def test_an_engine_whose_entry_ran_out_while_it_was_renewed_takes_again(
         engine = ScriptedEngine(partial(anyio.sleep, 0))
         async with serving(own, engine, heartbeat_s=10_000, lease_s=1.0, poll_s=0.01) as adapter:
             with anyio.fail_after(PATIENCE):
-                while adapter._valid_until < 0:
+                while adapter._lifecycle.valid_until < 0:
                     await anyio.lowlevel.checkpoint()
             register = own.register
-            ran_out = adapter._valid_until
+            ran_out = adapter._lifecycle.valid_until
 
             async def late(*arguments: Any) -> None:
                 # Until the intake has seen it.

@@ -20,7 +20,7 @@ from tracewire_bus import recovery
 from tracewire_bus.bus import Bus, BusError, BusUnavailable, NotAllowed
 from tracewire_bus.store import submission_queue as queue
 from tracewire_bus.wire.messages import Failure, Invoke, Submission
-from tracewire_engine.adapter import service as adapters
+from tracewire_engine.adapter import intake
 from tracewire_engine.adapter.engine_api import Choice, Rejection
 from tracewire_engine.adapter.service import Adapter, Settings
 
@@ -38,7 +38,7 @@ async def test_what_could_not_be_answered_while_redis_was_away_is_later(
     client: Client, bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A defect of the adapter's own, in the moment in which Redis is away."""
-    monkeypatch.setattr(adapters, "_REFUSED_S", 0.01)
+    monkeypatch.setattr(intake, "_REFUSED_S", 0.01)
     end = bus.records.end
     asked = 0
 
@@ -71,8 +71,8 @@ async def test_what_redis_refuses_to_begin_is_not_asked_for_all_the_time(
     client: Client, bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It waits before it asks again; others run meanwhile, and a stop is not held up by it."""
-    monkeypatch.setattr(adapters, "_REFUSED_S", 10_000.0)
-    monkeypatch.setattr(adapters, "_REFUSED_MOST_S", 10_000.0)
+    monkeypatch.setattr(intake, "_REFUSED_S", 10_000.0)
+    monkeypatch.setattr(intake, "_REFUSED_MOST_S", 10_000.0)
     open_ = bus.records.open
     asked = 0
 
@@ -106,7 +106,7 @@ async def test_a_queue_that_cannot_be_taken_from_ends_no_adapter(
     client: Client, bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What runs goes on, and once it can be taken from again it is."""
-    monkeypatch.setattr(adapters, "_REFUSED_S", 0.01)
+    monkeypatch.setattr(intake, "_REFUSED_S", 0.01)
     gate = Gate()
     async with serving(bus, ScriptedEngine(gate)) as adapter:
         await client.model("tiny", wait_for_engine=PATIENCE)
@@ -115,7 +115,7 @@ async def test_a_queue_that_cannot_be_taken_from_ends_no_adapter(
             bell = bus.keys.queue("tiny", "bell")
             await bus.command("DEL", bell)
             await bus.command("SET", bell, "no list")
-            await until(lambda: adapter._refused.failures > 2)
+            await until(lambda: adapter._intake.refused.failures > 2)
             gate.step(10)
             with anyio.fail_after(PATIENCE):
                 await running.result()
@@ -235,19 +235,19 @@ async def test_a_rejected_trace_that_others_had_ended_leaves_nothing_behind(
         await ends(submission)
 
     async with serving(bus, engine) as adapter:
-        opening = adapter._open
+        opening = adapter._intake._checked
 
-        async def checks(writer: Any, entry: Any) -> Any:
+        async def checks(entry: Any) -> Any:
             await bus.records.end(entry.trace, "failed", Failure(type="Test", message="ended by others"))
-            return await opening(writer, entry)
+            return await opening(entry)
 
         def check(_: Any) -> None:
             ended.set()
             raise Rejection("prompt", "it is not to the adapter's liking")
 
         if where == "in its check":
-            monkeypatch.setattr(adapter, "_open", checks)
-            monkeypatch.setattr(adapter, "_check", check)
+            monkeypatch.setattr(adapter._intake, "_checked", checks)
+            monkeypatch.setattr(adapter._validator, "_check", check)
         else:
             monkeypatch.setattr(engine, "prepare", prepare)
         await client.model("tiny", wait_for_engine=PATIENCE)
@@ -255,7 +255,7 @@ async def test_a_rejected_trace_that_others_had_ended_leaves_nothing_behind(
             with anyio.fail_after(PATIENCE), pytest.raises(tracewire.TraceFailed, match="ended by others"):
                 await trace.result()
         await ended.wait()
-        await until(lambda: not adapter._by_trace and not adapter._runs)
+        await until(lambda: not adapter._claims.runs and not adapter._intake.scopes)
         await until(lambda: _empty(bus))
         assert [intake.claimed for intake in bus.queue._intakes.values()] == [set()]
 

@@ -12,8 +12,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import anyio
 import msgspec
@@ -47,17 +48,19 @@ from tracewire_bus.wire.messages import (
     Usage,
 )
 from tracewire_bus.wire.values import unpack
-from tracewire_engine.protocol.messages import Applied, FinishRecord, Generated, GeneratedChoice, SharedValues
+from tracewire_engine.protocol.messages import Applied, FinishRecord, Generated, GeneratedChoice
 
 from .engine_api import Choice, Engine, EngineLost, Outputs, Prepared, Rejection
-from .live_changes import LiveTrace
+from .large_inputs import Inputs
+from .live_changes import LiveTrace, Steering
 from .pending import Half, ReportMissing
 from .read_decoder import ChoiceReads
 from .report_router import Reports
-from .retention import Tally
+from .retention import Retention
 from .standing_edits import Chosen, Standing
+from .validation import Blocks
 
-__all__ = ["Blocks", "TraceRun", "first"]
+__all__ = ["Attempt", "RunServices", "TraceRun", "first"]
 
 logger = logging.getLogger("tracewire")
 
@@ -69,10 +72,6 @@ _NO_VALUES = msgspec.msgpack.encode({})
 _UNREPORTED = Failure(type="EngineError", message="the workers did not report the request's end")
 #: What an event is made with: it is numbered as it is queued.
 _UNNUMBERED: dict[str, Any] = {"attempt": 0, "seq": 0}
-
-
-Blocks: TypeAlias = list[bytes | None]
-"""The encoded blocks of a submission's invokes."""
 
 
 class RawFinal(Final, tag="final"):
@@ -117,64 +116,77 @@ class _Request:
         self.given = False
 
 
+@dataclass(frozen=True)
+class RunServices:
+    """What all runs of one adapter share. `halves` is the table from request name to `Half` that `reports` fills."""
+
+    engine: Engine
+    info: EngineInfo
+    writer: Writer
+    halves: dict[str, Half]
+    reports: Reports
+    #: Numbers for the names of requests, unique to the engine.
+    names: Iterator[int]
+    blobs: Blobs
+    inputs: Inputs
+    steering: Steering
+    retention: Retention
+    standing: Standing
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One attempt of a trace that is to run: its validated submission, and what its record says."""
+
+    submission: Submission
+    #: The encoded block of each invoke, and the encoded declared interventions, if there are any.
+    blocks: Blocks
+    declared: bytes | None
+    #: The standing interventions of each invoke, if there are any.
+    edits: Sequence[Chosen]
+    number: int
+    queued_at: float
+    #: Why the attempt before was given up.
+    why: str
+    live: LiveTrace | None
+    #: Has the record take no more changes of live parameters; returns all that it has taken.
+    close: Callable[[], Awaitable[list[bytes]]]
+
+
 class TraceRun:
-    """Runs one attempt of a submission and publishes its events.
+    """Runs one attempt of a submission and publishes its events."""
 
-    `halves` is the adapter's table from request name to `Half`, which `Reports` fills.
-    """
-
-    def __init__(
-        self,
-        engine: Engine,
-        info: EngineInfo,
-        writer: Writer,
-        halves: dict[str, Half],
-        submission: Submission,
-        blocks: Blocks,
-        declared: bytes | None = None,
-        *,
-        attempt: int,
-        queued_at: float,
-        names: Any,
-        live: LiveTrace | None = None,
-        close: Callable[[], Awaitable[list[bytes]]] | None = None,
-        why: str = "",
-        blobs: Blobs | None = None,
-        reports: Reports | None = None,
-        tally: Tally | None = None,
-        edits: Sequence[Chosen] = (),
-        standing: Standing | None = None,
-    ) -> None:
-        self._engine = engine
-        self._info = info
-        self._writer = writer
-        self._halves = halves
+    def __init__(self, services: RunServices, attempt: Attempt) -> None:
+        submission = attempt.submission
+        self._engine = services.engine
+        self._info = services.info
+        self._writer = services.writer
+        self._halves = services.halves
+        self._reports = services.reports
+        self._names = services.names
+        self._blobs = services.blobs
+        self._standing = services.standing
+        self._tally = services.retention.tally(submission.trace, attempt.number)
         self._submission = submission
-        self.trace = self._trace = submission.trace
-        self._blocks = blocks
-        self._declared = declared
+        self.trace = submission.trace
+        self._blocks = attempt.blocks
+        self._declared = attempt.declared
+        self._edits = attempt.edits
+        self._queued_at = attempt.queued_at
+        self._why = attempt.why
+        self._close = attempt.close
         #: What the workers have reported of its shared values, and the name as which they report it.
         self._shared: Half | None = None
         self._share = ""
         self._reads = any(isinstance(one, (Probe, LogitLens)) for one in submission.interventions)
         self._stops = _stops(submission)
-        self.live = live
+        self.live = attempt.live
+        if self.live is not None:
+            self.live.on_applied = self._applied
         #: The lease that it hangs on, if any.
         self.lease = "" if submission.detach else submission.lease
-        self._close = close
-        self._why = why
-        if live is not None:
-            live.on_applied = self._applied
-        self._queued_at = queued_at
-        self._names = names
-        self._blobs = blobs
-        self._reports = reports
-        self._tally = tally
-        #: The standing interventions of each invoke, if there are any; and who is told what became of them.
-        self._edits = edits
-        self._standing = standing
         self._seq = -1
-        self.attempt = attempt
+        self.attempt = attempt.number
         self.requests: list[_Request] = []
         #: Whether a final event was queued for the stream, by this attempt; whether the stream refused this attempt.
         self.ended = False
@@ -209,13 +221,13 @@ class TraceRun:
         event.attempt, event.seq = self.attempt, self._seq + 1
         data = encode(event)
         queued = self._writer.queue(
-            self._submission.trace,
+            self.trace,
             event.attempt,
             event.seq,
             data,
             final=final,
             # With its final a trace leaves the queue, in one go.
-            done=(self._info.model, self._submission.trace, self._info.engine, self.attempt) if final else None,
+            done=(self._info.model, self.trace, self._info.engine, self.attempt) if final else None,
             told=event.version if isinstance(event, RawSteered) else None,
             life=self._life(event) if type(event) in _TOLD else None,
         )
@@ -231,7 +243,7 @@ class TraceRun:
         end = event if isinstance(event, Final) else None
         return telling(
             _TOLD[type(event)],
-            self._submission.trace,
+            self.trace,
             model=self._info.model,
             engine=self._info.engine,
             attempt=self.attempt,
@@ -300,7 +312,7 @@ class TraceRun:
         for request in self.requests:
             if request.half is not None:
                 request.half.ending = True
-        self._writer.hurry(self._trace)
+        self._writer.hurry(self.trace)
         return True
 
     def hold(self, by: str, *, resume: bool = False, number: int = 0) -> None:
@@ -330,8 +342,8 @@ class TraceRun:
         try:
             await self._append(kind(**_UNNUMBERED, by=by, time=time.time()))
         except BusFull as error:
-            logger.warning("trace %s does not tell that it was paused or resumed: %s", self._trace, error)
-            self._seq = self._writer.resume(self._trace, self.attempt)
+            logger.warning("trace %s does not tell that it was paused or resumed: %s", self.trace, error)
+            self._seq = self._writer.resume(self.trace, self.attempt)
 
     async def run(self) -> None:
         """Run to the end. Publishes exactly one final event, unless the stream is fenced against this attempt.
@@ -380,7 +392,7 @@ class TraceRun:
                 self._halves.pop(request.name, None)
                 await self._give_result(request)
             await self._forget_shared()
-            if self.live is not None and self._reports is not None:
+            if self.live is not None:
                 self._reports.live.pop(self.live.run, None)
         if lost is not None:
             raise lost
@@ -390,7 +402,7 @@ class TraceRun:
     async def _end_without_memory(self, error: BusFull) -> None:
         """End it after its last event that Redis has. An end always fits."""
         await self.abort_all()
-        self._seq = self._writer.resume(self._trace, self.attempt)
+        self._seq = self._writer.resume(self.trace, self.attempt)
         self.ended = False
         message = f"{error}; make room on it, or keep finished traces for a shorter time"
         status, failure = self._ending or ("failed", Failure(type="BusFull", message=message))
@@ -398,7 +410,7 @@ class TraceRun:
 
     async def _start(self) -> None:
         run = self.live.run if self.live is not None else ""
-        if self.live is not None and self._reports is not None:
+        if self.live is not None:
             self._reports.live[run] = self.live
         names = [f"t{next(self._names)}" for _ in self._submission.invokes]
         shared = self._begin_shared(names)
@@ -418,7 +430,7 @@ class TraceRun:
             if block is not None or self._declared is not None or edits:
                 half = self._halves[name] = Half(
                     ready.choices,
-                    self._submission.trace,
+                    self.trace,
                     block=block is not None or (edits is not None and edits.blocks is not None),
                     reads=self._reads or (edits is not None and edits.reads),
                     stops=self._stops,
@@ -464,8 +476,8 @@ class TraceRun:
         if self._submission.shared == _NO_VALUES or not members:
             return None
         self._share = f"t{next(self._names)}"
-        self._shared = self._halves[self._share] = Half(1, self._trace, reports=self._reports)
-        return msgspec.msgpack.encode(SharedValues(self._share, members, self._submission.shared))
+        self._shared = self._halves[self._share] = Half(1, self.trace, reports=self._reports)
+        return msgspec.msgpack.encode(Share(self._share, members, self._submission.shared))
 
     async def _forget_shared(self) -> None:
         """Have the workers drop what was shared, if they have not reported its end: some of its requests never came."""
@@ -478,7 +490,7 @@ class TraceRun:
                 try:
                     await self._engine.steer({}, [self._share], time.time())
                 except Exception as error:
-                    logger.debug("what trace %s shared was not forgotten: %s", self._trace, error)
+                    logger.debug("what trace %s shared was not forgotten: %s", self.trace, error)
 
     async def _pump(self, request: _Request) -> None:
         """Publish one request's outputs as they come, until it or all its blocks have ended."""
@@ -528,7 +540,7 @@ class TraceRun:
             # vLLM 0.25 repeats all of them behind an abort.
             logprobs = logprobs[: len(token_ids)]
         finish_reason, stop_reason = choice.finish_reason, choice.stop_reason
-        if request.half is None and self.live is not None and self._reports is not None:
+        if request.half is None and self.live is not None:
             # Nobody waits for what is reported of it: where a change holds from was sent before its step began.
             self._reports.pull()
         published = request.token_ids[choice.index]
@@ -587,12 +599,10 @@ class TraceRun:
     async def _keep(self, reads: ChoiceReads) -> None:
         """Bring large arrays to the bus before what refers to them."""
         taken, reads.blobs = reads.blobs, []
-        if self._blobs is None:
-            return
         for blob, raw in taken:
             for number, start in enumerate(range(0, len(raw), CHUNK_BYTES)):
                 chunk = raw[start : start + CHUNK_BYTES]
-                await self._blobs.put(self._submission.trace, blob, number, chunk)
+                await self._blobs.put(self.trace, blob, number, chunk)
 
     async def _conclude(self) -> None:
         """Gather the finish records and publish the final."""
@@ -623,8 +633,8 @@ class TraceRun:
                 save_errors.update(
                     {f"{request.invoke}.{index}.{name}": reason for name, reason in record.save_errors.items()}
                 )
-                if self._edits and self._standing is not None:
-                    self._standing.ended(self._edits[request.invoke], record, trace=self._trace, invoke=request.invoke)
+                if self._edits:
+                    self._standing.ended(self._edits[request.invoke], record, trace=self.trace, invoke=request.invoke)
                 save_errors.update(
                     {
                         f"{request.invoke}.{index}.{edit}": f"the edit raised {failure.type}: {failure.message}"
@@ -676,7 +686,7 @@ class TraceRun:
         choice = shared.choices[0]
         end = choice.finish
         if end is None or not shared.ended_whole(0):
-            logger.warning("the workers did not report what trace %s shared in the end", self._trace)
+            logger.warning("the workers did not report what trace %s shared in the end", self.trace)
             return FinishRecord(self._share, 0, _NO_DELTAS, error=_UNREPORTED) if choice.has_gap(False) else None
         choice.digests.complete(end.deltas, end.manifest)
         return end
@@ -684,7 +694,7 @@ class TraceRun:
     async def _closed(self) -> None:
         """Accept no more changes, and have all that were accepted, so that the stream tells of each."""
         live, close = self.live, self._close
-        if live is None or close is None:
+        if live is None:
             return
         self.closed = True
         backoff = Backoff()
@@ -695,16 +705,16 @@ class TraceRun:
                     break
                 except BusUnavailable as problem:
                     # The final would wait for Redis too; what is accepted until then is part of the trace.
-                    logger.log(backoff.level, "trace %s waits for Redis to end: %s", self._submission.trace, problem)
+                    logger.log(backoff.level, "trace %s waits for Redis to end: %s", self.trace, problem)
                     await anyio.sleep(backoff.next())
         except BusError as problem:
-            logger.warning("trace %s ends without a last look at its record: %s", self._submission.trace, problem)
+            logger.warning("trace %s ends without a last look at its record: %s", self.trace, problem)
             return
         for change in changes:
             try:
                 live.take(change)
             except (ValueError, msgspec.MsgspecError):
-                logger.exception("a change of live parameters of trace %s could not be read", self._submission.trace)
+                logger.exception("a change of live parameters of trace %s could not be read", self.trace)
 
     def _usage(self) -> Usage:
         return Usage(

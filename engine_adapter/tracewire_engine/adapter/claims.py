@@ -1,0 +1,88 @@
+"""Which traces run here, and what tells Redis so again after it has lost that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import anyio
+import msgspec
+
+from tracewire_bus.bus import Bus, Taken
+from tracewire_bus.store.control import Order
+from tracewire_bus.store.submission_queue import claiming
+from tracewire_bus.wire.live_values import parted
+from tracewire_bus.wire.messages import EngineInfo, Submission
+
+from .trace_run import TraceRun
+
+__all__ = ["Claims"]
+
+
+class Claims:
+    """The traces that one engine runs."""
+
+    def __init__(self, bus: Bus, info: EngineInfo) -> None:
+        self._bus = bus
+        self._info = info
+        #: By trace, its run; while its record is being opened, the orders that have come for it.
+        self.runs: dict[str, TraceRun | list[Order]] = {}
+        #: By trace, its queue entry, its submission, and its deadline by the event loop's clock, if it has one.
+        self.entries: dict[str, tuple[Taken, Submission, float | None]] = {}
+        #: Entries that Redis is being told to be ours, by trace; and those that it has heard of, to be checked.
+        self._sent: dict[str, Taken] = {}
+        self._acknowledged: dict[str, Taken] = {}
+
+    def running(self) -> Iterator[TraceRun]:
+        """The runs that have begun."""
+        return (run for run in self.runs.values() if isinstance(run, TraceRun))
+
+    def commands(self) -> list[tuple[Any, ...]]:
+        """What says again which traces run here, for a server that came back without having heard of it."""
+        records, model, engine = self._bus.records, self._info.model, self._info.engine
+        commands: list[tuple[Any, ...]] = []
+        for trace, run in self.runs.items():
+            if not isinstance(run, TraceRun) or run.ended or run.fenced:
+                continue
+            entry, submission, due = self.entries[trace]
+            self._sent[trace] = entry
+            if due is not None:
+                submission = msgspec.structs.replace(submission, deadline_s=max(0.0, due - anyio.current_time()))
+            live = run.live
+            commands += [
+                records.creation(submission, parted(submission.live), self._bus.retention_s),
+                records.claiming(
+                    *(trace, engine, run.attempt),
+                    closed=run.closed,
+                    version=0 if live is None else live.version,
+                    live={} if live is None else live.changed,
+                    paused=run.paused_by,
+                    pauses=run.pauses,
+                ),
+                claiming(
+                    *(self._bus.keys, model, engine, entry),
+                    client=submission.client,
+                    priority=submission.priority,
+                    lease="" if submission.detach else submission.lease,
+                ),
+            ]
+        return commands
+
+    def acknowledged(self) -> None:
+        self._acknowledged |= self._sent
+        self._sent.clear()
+
+    async def give_back(self) -> None:
+        """Give back what Redis has been told to be ours, and ceased to be so before it heard it. Nobody else would."""
+        model, engine = self._info.model, self._info.engine
+        for trace, entry in list(self._acknowledged.items()):
+            claimed = self.entries.get(trace)
+            run = self.runs.get(trace)
+            # Its final takes the entry from the queue, behind the claim.
+            if claimed is None or claimed[0] is not entry or (isinstance(run, TraceRun) and run.fenced):
+                why = f"engine {engine} runs it no more"
+                await self._bus.queue.put_back(model, engine, why, lost=False, trace=entry.trace, attempt=entry.attempt)
+                if claimed is None:
+                    self._bus.queue.settled(model, entry.trace)
+            if self._acknowledged.get(trace) is entry:
+                del self._acknowledged[trace]

@@ -1,0 +1,136 @@
+"""What clients ask of running traces: to cancel, pause and resume them, and to change their live parameters."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+
+import anyio
+
+from tracewire_bus.bus import Bus, BusError, Fenced
+from tracewire_bus.store.control import Order
+from tracewire_bus.store.trace_records import TraceEnded, TraceMissing, cancellation
+from tracewire_bus.transport.connection import Wakeup
+from tracewire_bus.wire.messages import EngineInfo, Failure, Status
+
+from .claims import Claims
+from .engine_api import EngineLost
+from .lifecycle import Lifecycle
+from .live_changes import Steering
+from .trace_run import TraceRun
+
+__all__ = ["Control"]
+
+logger = logging.getLogger("tracewire")
+
+#: How long one wait for orders lasts, in milliseconds.
+_CONTROL_MS = 2000
+
+
+class Control:
+    """Carries out orders for the runs of one engine, and ends runs before their own end."""
+
+    def __init__(self, bus: Bus, info: EngineInfo, claims: Claims, steering: Steering, lifecycle: Lifecycle) -> None:
+        self._bus = bus
+        self._info = info
+        self._claims = claims
+        self._steering = steering
+        self._lifecycle = lifecycle
+        self._to_abort: deque[TraceRun] = deque()
+        self._aborting = 0
+        self._to_pause: deque[TraceRun] = deque()
+        self._wanted = Wakeup()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a run that is to end early has requests in the engine yet."""
+        return bool(self._to_abort or self._aborting)
+
+    async def read(self) -> None:
+        """Read what is asked of running traces, and see to it."""
+        reader = self._bus.control(self._info.engine)
+        try:
+            while True:
+                try:
+                    orders = await reader.read(_CONTROL_MS)
+                except BusError as error:
+                    logger.error("what is asked of traces cannot be read: %s", error)
+                    await anyio.sleep(_CONTROL_MS / 1000)
+                    continue
+                for order in orders:
+                    if order.kind == "drain":
+                        self._lifecycle.drain(order.within_s)
+                        continue
+                    if order.kind == "cancel" and order.trace not in self._claims.runs:
+                        await self._cancel(order)
+                    self.obey(order)
+        finally:
+            with anyio.CancelScope(shield=True):
+                await reader.aclose()
+
+    async def _cancel(self, order: Order) -> None:
+        """Cancel a trace that the bus took for ours: it was taken from us, and may wait, or run elsewhere."""
+        try:
+            _, model = await self._bus.records.cancel(order.trace, by=order.by, reason=order.reason, force=True)
+            await self._bus.queue.withdraw(model, order.trace)
+        except (TraceEnded, TraceMissing):
+            return
+        except BusError as error:
+            logger.warning("trace %s could not be cancelled: %s", order.trace, error)
+
+    def obey(self, order: Order) -> None:
+        run = self._claims.runs.get(order.trace)
+        if isinstance(run, list):
+            run.append(order)
+        elif run is None:
+            # It has ended.
+            return
+        elif order.kind in ("pause", "resume"):
+            run.hold(order.by, resume=order.kind == "resume", number=order.number)
+            self._to_pause.append(run)
+            self._wanted.notify()
+        elif order.kind == "cancel":
+            self.end(run, "cancelled", cancellation(order.by, order.reason))
+        elif run.live is not None:
+            key = self._bus.keys.record(order.trace)
+            values = self._bus.guard.read(run.live.take, order.change, key=key, entry="a change of live parameters")
+            if values:
+                self._steering.send(run.live, values)
+
+    def end(self, run: TraceRun, status: Status, failure: Failure) -> bool:
+        """Have a run end before its own end. Returns whether that is news."""
+        news = run.end(status, failure)
+        if news:
+            self._to_abort.append(run)
+            self._wanted.notify()
+        return news
+
+    async def run(self) -> None:
+        """Abort the requests of what is to end early, whose run then ends as it was told; and pause and resume."""
+        # What is told of a pause waits for Redis, and nobody's abort waits for that.
+        async with anyio.create_task_group() as settling:
+            while True:
+                while not self._to_abort and not self._to_pause:
+                    await self._wanted.wait()
+                if not self._to_abort:
+                    settling.start_soon(self._apply_pause, self._to_pause.popleft())
+                    continue
+                self._aborting += 1
+                settling.start_soon(self._abort, self._to_abort.popleft())
+
+    async def _abort(self, run: TraceRun) -> None:
+        try:
+            await run.abort_all()
+        except Exception:
+            logger.exception("a trace that is to end could not be aborted")
+        finally:
+            self._aborting -= 1
+
+    async def _apply_pause(self, run: TraceRun) -> None:
+        try:
+            await run.settle()
+        except (Fenced, EngineLost) as error:
+            # Its run finds out by itself.
+            logger.debug("a trace was neither paused nor resumed: %s", error)
+        except Exception:  # one trace's misfortune
+            logger.exception("a trace could not be paused or resumed")

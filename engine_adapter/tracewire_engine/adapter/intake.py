@@ -1,0 +1,339 @@
+"""From the model's queue to running traces: takes submissions, has each checked, and runs it to its final event."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from functools import partial
+
+import anyio
+import anyio.abc
+import msgspec
+
+from tracewire_bus.bus import Bus, BusError, Fenced, Taken
+from tracewire_bus.domain.limits import MAX_TRACE_ID, LimitExceeded
+from tracewire_bus.store.control import Order
+from tracewire_bus.store.lifecycle import telling
+from tracewire_bus.store.trace_records import Opened, Overtaken, TraceEnded, cancellation
+from tracewire_bus.transport.connection import Backoff
+from tracewire_bus.transport.guard import Malformed
+from tracewire_bus.wire.codec import NewerSchema, encode
+from tracewire_bus.wire.live_values import parted
+from tracewire_bus.wire.messages import Failure, Final, Status, StopWhen, Submission
+
+from .claims import Claims
+from .control import Control
+from .engine_api import EngineLost, Rejection
+from .http_requests import PlainRequests
+from .lifecycle import Lifecycle
+from .live_changes import LiveTrace
+from .settings import Settings
+from .standing_edits import Chosen
+from .trace_run import Attempt, RunServices, TraceRun, first
+from .validation import Validated, Validator, refusal
+
+__all__ = ["Intake"]
+
+logger = logging.getLogger("tracewire")
+
+#: How long Redis is let be after it has refused what would be asked again at once, in seconds: first, and at most.
+_REFUSED_S, _REFUSED_MOST_S = 0.2, 5.0
+_NO_LIVE = msgspec.msgpack.encode({})
+
+
+class Intake:
+    """Takes submissions for one engine, up to its capacity. `plain` has requests that count towards it, too."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        services: RunServices,
+        validator: Validator,
+        claims: Claims,
+        control: Control,
+        plain: PlainRequests,
+        lifecycle: Lifecycle,
+        settings: Settings,
+    ) -> None:
+        self._bus = bus
+        self._services = services
+        self._engine = services.engine
+        self._info = services.info
+        self._validator = validator
+        self._claims = claims
+        self._control = control
+        self._plain = plain
+        self._lifecycle = lifecycle
+        self._settings = settings
+        #: The scopes of the entries that are served.
+        self.scopes: set[anyio.CancelScope] = set()
+        #: Waits after Redis has refused to hand out an entry, or to have one begun.
+        self.refused = Backoff(_REFUSED_S, _REFUSED_MOST_S)
+
+    async def take(self, traces: anyio.abc.TaskGroup) -> None:
+        """Take submissions while the adapter serves, and run each as a task of `traces`."""
+        while not self._lifecycle.stopping.is_set():
+            room = self._info.capacity - len(self.scopes) - self._plain.running
+            valid_s = self._lifecycle.valid_until - anyio.current_time()
+            if room <= 0 or valid_s <= 0 or self._lifecycle.holding:
+                await self._lifecycle.changed()
+                continue
+            wait_ms = int(min(self._settings.poll_s, valid_s) * 1000)
+            try:
+                taken = await self._bus.queue.take(self._info.model, self._info.engine, min(room, 64), wait_ms, room)
+            except BusError as error:
+                # What runs goes on, and whoever has made it so may mend it.
+                logger.error("nothing can be taken from the queue: %s", error)
+                await self._back_off()
+                continue
+            for entry in taken:
+                scope = anyio.CancelScope()
+                self.scopes.add(scope)
+                traces.start_soon(self._serve, entry, scope)
+
+    async def _back_off(self) -> None:
+        """Wait a while before asking again for what Redis has refused, or until we are told to stop."""
+        with anyio.move_on_after(self.refused.next()):
+            await self._lifecycle.stopping.wait()
+
+    async def drain(self) -> None:
+        """Let what runs finish, for as long as there is, then end it."""
+        while (
+            (self.scopes or self._plain.busy)
+            and not self._lifecycle.lost
+            and (left_s := self._lifecycle.until - anyio.current_time()) > 0
+        ):
+            with anyio.move_on_after(left_s):
+                await self._lifecycle.changed()
+        for scope in self.scopes:
+            scope.cancel()
+
+    async def _serve(self, entry: Taken, scope: anyio.CancelScope) -> None:
+        """Run one queue entry to its final event, whatever it holds. Raises nothing: the others run on."""
+        try:
+            checked = await self._checked(entry)
+            if checked is not None:
+                await self._run_trace(entry, scope, *checked)
+        except Malformed as error:
+            # Its record: the next answer would be the same.
+            await self._fail(entry, Failure(type="TraceRejected", message=str(error)))
+        except BusError as error:
+            # It is ours still, and comes again, but not at once: the next answer may be the same.
+            logger.warning("queue entry %s could not be served: %s", entry.trace, error)
+            await self._back_off()
+            self._bus.queue.forgo(self._info.model, self._info.engine, entry.trace)
+        except Exception as error:  # a defect of ours: one entry's misfortune
+            logger.exception("queue entry %s could not be served", entry.trace)
+            await self._fail(entry, Failure(type=type(error).__name__, message=f"the adapter failed: {error}"))
+        finally:
+            self.scopes.discard(scope)
+            self._lifecycle.notify()
+
+    async def _fail(self, entry: Taken, failure: Failure) -> None:
+        """End a trace that could not even be begun."""
+        try:
+            await self._bus.records.end(entry.trace, "failed", failure)
+            await self._bus.queue.done(self._info.model, entry.trace, self._info.engine)
+        except BusError as error:
+            # It comes again, and is answered then.
+            logger.warning("nor could queue entry %s be answered: %s", entry.trace, error)
+            await self._back_off()
+            self._bus.queue.forgo(self._info.model, self._info.engine, entry.trace)
+
+    async def _checked(self, entry: Taken) -> tuple[Validated, list[Chosen]] | None:
+        """Decode and check an entry, and choose the standing interventions of each invoke, if there are any.
+
+        What cannot be run is answered or dead-lettered, and is `None`.
+        """
+        trace = entry.fields.get(b"t", b"").decode("utf-8", "replace")
+        schema = entry.fields.get(b"v", b"").decode("ascii", "replace")
+        try:
+            validated = await self._validator.validate(trace, schema, entry.fields.get(b"d", b""))
+            return validated, self._choose(validated.submission)
+        except (Rejection, LimitExceeded, NewerSchema) as error:
+            failure = refusal(error)
+        except ValueError as error:
+            self._bus.guard.note(self._bus.keys.queue(self._info.model, "data"), entry.trace, error)
+            failure = refusal(error)
+        if 0 < len(trace) <= MAX_TRACE_ID and "\ufffd" not in trace:
+            await self._reject(entry, trace, failure)
+        else:
+            logger.warning("dead-lettering entry %s: %s", entry.trace, failure.message)
+            await self._bus.queue.dead_letter(self._info.model, entry, failure.message)
+        return None
+
+    async def _reject(self, entry: Taken, trace: str, failure: Failure) -> None:
+        final = Final(attempt=entry.attempt, seq=0, status="rejected", error=failure, time=time.time())
+        settled = (self._info.model, entry.trace, self._info.engine, entry.attempt)
+        try:
+            life = telling(
+                "final",
+                trace,
+                model=self._info.model,
+                engine=self._info.engine,
+                attempt=entry.attempt,
+                status=final.status,
+                error=failure.type,
+                usage=final.usage,
+            )
+            await self._services.writer.append(
+                trace, entry.attempt, 0, encode(final), final=True, done=settled, life=life
+            )
+        except Fenced:
+            logger.warning("trace %s has ended already; its rejection was dropped", trace)
+            self._bus.queue.settled(self._info.model, entry.trace)
+
+    def _choose(self, submission: Submission) -> list[Chosen]:
+        """The standing interventions of each invoke; nothing if none has any.
+
+        Raises:
+            Rejection: it asks for one that does not run here.
+        """
+        several = len(submission.invokes) > 1
+        chosen = [
+            self._services.standing.choose(submission.edits if invoke.edits is None else invoke.edits, field)
+            for invoke, field in (
+                (invoke, f"invokes[{index}].edits" if several and invoke.edits is not None else "edits")
+                for index, invoke in enumerate(submission.invokes)
+            )
+        ]
+        return chosen if any(chosen) else []
+
+    async def _run_trace(
+        self, entry: Taken, scope: anyio.CancelScope, validated: Validated, edits: list[Chosen]
+    ) -> None:
+        submission = validated.submission
+        trace = submission.trace
+        while trace in self._claims.runs:
+            # It was taken from us while we ran it, and came back.
+            await self._lifecycle.changed()
+        early: list[Order] = []
+        self._claims.runs[trace] = early
+        try:
+            try:
+                opened = await self._bus.records.open(trace, self._info.engine, entry.attempt)
+            except TraceEnded:
+                # It was cancelled, or expired, before anybody took it; or its engine was lost behind its end.
+                await self._bus.queue.done(self._info.model, entry.trace, self._info.engine)
+                return
+            except Overtaken:
+                self.refused.reset()
+                # We were slow, and somebody took it from us. Should it be ours still, Redis has forgotten how often it
+                # was taken, as after a failover: the next number may be late enough.
+                why = "somebody else has begun it"
+                await self._bus.queue.put_back(
+                    self._info.model, self._info.engine, why, lost=False, trace=entry.trace, attempt=entry.attempt
+                )
+                self._bus.queue.settled(self._info.model, entry.trace)
+                return
+            self.refused.reset()
+            run = self._run_of(entry, validated, edits, opened)
+            due = None if opened.left_s is None else anyio.current_time() + opened.left_s
+            self._claims.entries[trace] = entry, submission, due
+            self._claims.runs[trace] = run
+            for order in early:
+                self._control.obey(order)
+            try:
+                await self._run_to_its_end(entry, scope, submission, run, opened)
+            finally:
+                if run.live is not None:
+                    self._services.steering.over(run.live)
+        finally:
+            del self._claims.runs[trace]
+            self._claims.entries.pop(trace, None)
+            self._services.writer.forget(trace)
+
+    def _run_of(self, entry: Taken, validated: Validated, edits: list[Chosen], opened: Opened) -> TraceRun:
+        submission = validated.submission
+        live: LiveTrace | None = None
+        if submission.live != _NO_LIVE:
+            if opened.version:
+                key = self._bus.keys.record(submission.trace)
+                self._bus.guard.demand(_check_same, submission.live, opened.live, key=key, entry="live parameters")
+                submission = msgspec.structs.replace(submission, live=opened.live)
+            stops = [one for one in submission.interventions if isinstance(one, StopWhen)]
+            live = LiveTrace(f"r{next(self._services.names)}", submission.live, opened.version, opened.changes, stops)
+        attempt = Attempt(
+            submission,
+            validated.blocks,
+            validated.declared,
+            edits,
+            number=opened.attempt,
+            queued_at=entry.queued_at,
+            why=entry.why,
+            live=live,
+            close=partial(self._bus.records.close, submission.trace, opened.attempt),
+        )
+        run = TraceRun(self._services, attempt)
+        if opened.cancelled is not None:
+            run.end("cancelled", cancellation(*opened.cancelled))
+        run.pauses = opened.pauses
+        if opened.paused is not None:
+            run.hold(opened.paused)
+        return run
+
+    async def _run_to_its_end(
+        self, entry: Taken, scope: anyio.CancelScope, submission: Submission, run: TraceRun, opened: Opened
+    ) -> None:
+        timer: asyncio.TimerHandle | None = None
+        if opened.left_s is not None:
+            message = f"its deadline of {submission.deadline_s or 0:g} s from when it was queued has passed"
+            failure = Failure(type="DeadlineExceeded", message=message, field="deadline")
+            if opened.left_s <= 0:
+                run.end("expired", failure)
+            else:
+                timer = asyncio.get_running_loop().call_later(opened.left_s, self._control.end, run, "expired", failure)
+        problem: Failure | None = None
+        handed_over = False
+        status: Status = "failed"
+        model, engine = self._info.model, self._info.engine
+        try:
+            with scope:
+                async with self._services.inputs.of(submission):
+                    await run.run()
+        except Rejection as rejection:
+            status, problem = "rejected", rejection.failure
+        except EngineLost as error:
+            if self._lifecycle.stopping.is_set() and not self._engine.lost:
+                # All processes were told to stop at once, us among them. The others finish what they run.
+                logger.info("trace %s is handed over: %s", submission.trace, error)
+                handed_over = True
+            else:
+                logger.error("engine %s is lost: %s", engine, error)
+                self._lifecycle.give_up()
+        except Fenced:
+            raise
+        except Exception as error:
+            logger.exception("trace %s failed in the adapter", submission.trace)
+            # Of several invokes it may come in a group.
+            cause = first(error)
+            problem = Failure(type=type(cause).__name__, message=f"the adapter failed: {cause}")
+        finally:
+            if timer is not None:
+                timer.cancel()
+        if (scope.cancelled_caught or handed_over) and not self._lifecycle.lost and entry.tries <= 1:
+            # Any other waits for another engine from when this one has left.
+            problem = Failure(type="EngineShutdown", message=f"engine {engine} was shut down while it ran this trace")
+        if problem is not None and not run.ended:
+            # A Redis that is away must not keep a stopping engine from leaving.
+            with anyio.move_on_after(
+                self._settings.last_words_s if self._lifecycle.stopping.is_set() else None, shield=True
+            ):
+                await run.abort_all()
+                await run.fail(problem, status=status)
+        if run.fenced:
+            if await self._bus.records.ended(submission.trace):
+                await self._bus.queue.done(model, entry.trace, engine)
+            else:
+                # Another engine's by now, and if not, whoever's that takes it next.
+                why = "somebody else wrote to its stream"
+                await self._bus.queue.put_back(model, engine, why, lost=True, trace=entry.trace, attempt=entry.attempt)
+                self._bus.queue.settled(model, entry.trace)
+
+
+def _check_same(declared: bytes, now: bytes) -> None:
+    """Live parameters have the names and forms that they were declared with."""
+    forms = [{name: value.form for name, value in parted(packed).items()} for packed in (declared, now)]
+    if forms[0] != forms[1]:
+        raise ValueError(f"they were declared as {forms[0]}, and are {forms[1]}"[:1000])

@@ -1,0 +1,115 @@
+"""What ends because somebody is gone: the traces of clients whose leases are missing, attempts that another engine has
+overtaken, the engines that died, and traces that are past their deadline and run nowhere.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import os
+
+import anyio
+
+from tracewire_bus.bus import Bus, BusError
+from tracewire_bus.recovery import Recovery
+from tracewire_bus.store.keys import TAGS
+from tracewire_bus.store.trace_records import cancellation
+from tracewire_bus.wire.messages import EngineInfo, Failure
+
+from .claims import Claims
+from .control import Control
+from .trace_run import TraceRun
+
+__all__ = ["LeaseWatch"]
+
+logger = logging.getLogger("tracewire")
+
+#: Of how many of the traces' hash tags each heartbeat ends what is past its deadline and runs nowhere.
+SWEPT = TAGS // 8
+#: What a heartbeat may take longer than it should before clients get their time anew, in seconds.
+_STALL_S = 1.0
+
+
+class LeaseWatch:
+    """Looks every `every_s` seconds, on behalf of one engine."""
+
+    def __init__(
+        self, bus: Bus, info: EngineInfo, claims: Claims, control: Control, recovery: Recovery, every_s: float
+    ) -> None:
+        self._bus = bus
+        self._info = info
+        self._claims = claims
+        self._control = control
+        self._recovery = recovery
+        self._every_s = every_s
+        #: Since when the lease of a client with running or waiting traces has been missing.
+        self._missing: dict[str, float] = {}
+        #: The last event of each run when it was last looked after.
+        self._last_seq: dict[TraceRun, int] = {}
+        #: When leases were last looked for.
+        self._looked = -math.inf
+        self._tags = itertools.cycle(bus.keys.tags[os.getpid() % TAGS :] + bus.keys.tags[: os.getpid() % TAGS])
+
+    async def end_overtaken(self) -> None:
+        """Let go of what others have ended or begun since: who writes finds that out, a paused run never would."""
+        engine, was = self._info.engine, self._last_seq
+        runs = [run for run in self._claims.running() if not run.ended]
+        self._last_seq = {run: run.seq for run in runs}
+        quiet = [run for run in runs if was.get(run) == run.seq]
+        theirs = await self._bus.records.overtaken(engine, [(run.trace, run.attempt) for run in quiet])
+        for run, over in zip(quiet, theirs, strict=True):
+            # Its stream refuses that.
+            lost = Failure(type="EngineLost", message="others have ended or begun it since")
+            if over and self._control.end(run, "failed", lost):
+                logger.warning("trace %s was taken from this engine: its attempt %d ends", run.trace, run.attempt)
+
+    async def end_abandoned(self) -> None:
+        """End the traces of clients whose leases are gone, and stay so while a client that lives could have renewed."""
+        running: dict[str, list[TraceRun]] = {}
+        for run in self._claims.running():
+            if run.lease:
+                running.setdefault(run.lease, []).append(run)
+        # All that waits is looked at by one of the engines.
+        cares = self._recovery.cares
+        waiting = {lease for lease in await self._bus.queue.leases(self._info.model) if lease} if cares else set()
+        leases = [*running, *(waiting - running.keys())]
+        held = await self._bus.records.held(leases)
+        now = anyio.current_time()
+        if now - self._looked > self._every_s + _STALL_S:
+            # Redis was away, or this loop stood still: so it may have been for the clients.
+            self._missing.clear()
+        self._looked = now
+        self._missing = {lease: self._missing.get(lease, now) for lease in leases if lease not in held}
+        for lease, since in self._missing.items():
+            if now - since >= _patience_of(lease):
+                for run in running.get(lease, ()):
+                    self._control.end(run, "cancelled", cancellation("the bus", "its submitter has gone"))
+                if lease in waiting:
+                    await self._bus.bury(self._info.model, lease, by="the bus")
+
+    async def run(self) -> None:
+        """See to what nobody else may: clients and engines that are gone, and deadlines.
+
+        It takes as long as there is to do, which must not cost the engine its own entry.
+        """
+        while True:
+            await anyio.sleep(self._every_s)
+            try:
+                await self._claims.give_back()
+                await self.end_overtaken()
+                await self.end_abandoned()
+                await self._recovery.look(but=self._info.engine)
+                await self._bus.sweep([next(self._tags) for _ in range(SWEPT)])
+            except BusError as error:
+                self._missing.clear()
+                logger.warning("clients and engines that are gone could not be looked after: %s", error)
+
+
+def _patience_of(lease: str) -> float:
+    """For how long a lease may be missing before its client is gone, in seconds: a third of what stands in its name."""
+    try:
+        seconds = float(lease.rpartition(".")[2])
+    except ValueError:
+        seconds = math.nan
+    return min(max(seconds, 1.0), 60.0) / 3 if seconds == seconds else 3.0

@@ -1,0 +1,39 @@
+"""How an adapter behaves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tracewire_bus.store.blobs import THRESHOLD_BYTES
+
+from .pending import REPORT_S
+
+__all__ = ["Settings"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How an adapter behaves. Times in seconds."""
+
+    heartbeat_s: float = 1.0
+    lease_s: float = 5.0
+    #: How long traces may go on after the adapter was told to stop.
+    drain_s: float = 10.0
+    #: How long one wait for submissions lasts, which is how soon a stop is noticed by an idle intake.
+    poll_s: float = 0.5
+    #: How long a stopping adapter waits for Redis to take the last events.
+    last_words_s: float = 5.0
+    #: Arrays of more bytes than this, read by declared interventions, go into blobs (0: none does).
+    blob_threshold: int = THRESHOLD_BYTES
+    #: About how many events, and how many bytes of them as they were encoded, a trace's stream keeps (0: any number).
+    retain_events: int = 0
+    retain_bytes: int = 0
+    #: How many finished traces are kept, and how many bytes of Redis they may take, in all (0: any number).
+    retain_traces: int = 0
+    retain_total_bytes: int = 0
+    #: How much of what Redis has not acknowledged yet is kept here, in bytes, before the engine is held.
+    buffer_bytes: int = 256 * 1024 * 1024
+    #: How long a trace waits for a Redis whose memory is full before it fails.
+    memory_patience_s: float = 60.0
+    #: How long the engine may take to report a step, or to answer a call, before it counts as lost.
+    engine_patience_s: float = REPORT_S

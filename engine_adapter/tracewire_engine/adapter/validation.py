@@ -1,0 +1,223 @@
+"""Whether a submission can run on this engine, as far as that shows without the engine and without Redis.
+
+A submission is refused with the field at fault. What is long is examined on a thread, or in a process of its own, while
+the event loop serves the other traces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from types import MappingProxyType
+from typing import Any, TypeAlias, TypeVar
+
+import anyio
+import msgspec
+
+from tracewire_bus.domain.limits import LimitExceeded, check_size, check_submission, measure
+from tracewire_bus.domain.tree import ModuleTree
+from tracewire_bus.wire.codec import NewerSchema, check_schema, decode_submission
+from tracewire_bus.wire.live_values import LiveError, parted
+from tracewire_bus.wire.messages import Block, EngineInfo, Failure, Submission
+from tracewire_bus.wire.values import unpack
+
+from .block_sources import Sources
+from .engine_api import Rejection
+from .standing_edits import place
+
+__all__ = ["Blocks", "Validated", "Validator", "refusal"]
+
+T = TypeVar("T")
+
+#: Up to how many bytes a part of a submission need not be measured.
+_SHORT = 8 * 1024
+#: Up to how many bytes and values a submission is looked at on the event loop. An array of any size is one value.
+_LIGHT_BYTES, _LIGHT_VALUES = 1024 * 1024, 2048
+#: How many placed interventions are remembered, and of how many bytes at most.
+_REMEMBERED, _LONG = 64, 128 * 1024
+_NOTHING: Mapping[Any, Any] = MappingProxyType({})
+
+Blocks: TypeAlias = list[bytes | None]
+"""The encoded blocks of a submission's invokes."""
+
+
+class _Interventions(msgspec.Struct):
+    """Of a submission, its interventions as they are encoded."""
+
+    interventions: msgspec.Raw
+
+
+_interventions = msgspec.msgpack.Decoder(_Interventions)
+
+
+class Validated(msgspec.Struct):
+    """A submission that can run: the encoded block of each invoke, and its encoded declared interventions, if any."""
+
+    submission: Submission
+    blocks: Blocks
+    declared: bytes | None
+
+
+class Validator:
+    """Checks submissions against one engine's model."""
+
+    def __init__(self, info: EngineInfo, tree: ModuleTree) -> None:
+        self._info = info
+        self._tree = tree
+        self._sources = Sources(info, tree)
+        #: One thread at a time for submissions that take long to examine: several would only wait for each other.
+        self._looking = anyio.CapacityLimiter(1)
+        self._encoder = msgspec.msgpack.Encoder()
+        #: Interventions with their locations, encoded, by what they and their live parameters were sent as.
+        self._placed: dict[bytes, bytes] = {}
+
+    async def validate(self, trace: str, schema: str, data: bytes) -> Validated:
+        """Decode and check an encoded submission that is queued as `trace`, in the form of `schema`.
+
+        Raises:
+            Rejection, LimitExceeded, NewerSchema: it cannot run here; see `refusal`.
+            ValueError: it is no submission, or another trace's.
+        """
+        check_schema(schema)
+        submission, light = await self._decode(data)
+        if submission.trace != trace:
+            raise ValueError(f"its entry names trace {trace[:300]!r}, its body {submission.trace[:300]!r}")
+        blocks = await self._check(submission)
+        return Validated(submission, blocks, await self._look(light, self._place, submission, data))
+
+    async def _look(self, light: bool, look: Callable[..., T], *arguments: Any) -> T:
+        """`look(*arguments)`: at once where there is little to look at, or else on a thread. Then the event loop serves
+        others meanwhile, and what comes in a burst comes one by one.
+        """
+        if light:
+            return look(*arguments)
+        return await anyio.to_thread.run_sync(look, *arguments, limiter=self._looking)
+
+    async def _decode(self, data: bytes) -> tuple[Submission, bool]:
+        """A submission that is no more than one may be, and whether it is little.
+
+        Raises:
+            LimitExceeded: it is more.
+            ValueError: it is none.
+        """
+        check_size(len(data))
+        light = len(data) <= _LIGHT_BYTES
+        light &= await self._measure([("submission", data)])
+        submission = decode_submission(data)
+        check_submission(submission)
+        packed = [("live", submission.live), ("shared", submission.shared)]
+        for block in (submission.block, *(invoke.block for invoke in submission.invokes)):
+            packed += [("block.variables", block.variables)] if block is not None else []
+        packed += [("prompt.multi_modal_data", invoke.media) for invoke in submission.invokes]
+        light &= await self._measure(packed)
+        return submission, light
+
+    async def _measure(self, parts: Sequence[tuple[str, bytes]]) -> bool:
+        """Refuse parts of a submission that hold too much. Returns whether they hold little.
+
+        Raises:
+            LimitExceeded: one does.
+        """
+        # What is shorter holds no more than it has bytes.
+        long = [(field, data) for field, data in parts if len(data) > _SHORT]
+        with suppress(LimitExceeded):
+            left = _LIGHT_VALUES
+            for field, data in long:
+                left -= measure(data, field, left)
+            return True
+        await self._look(False, lambda: [measure(data, field) for field, data in long])
+        return False
+
+    async def _check(self, submission: Submission) -> Blocks:
+        """What can be told without the engine. Returns the encoded block of each invoke.
+
+        Raises:
+            Rejection: naming the field.
+        """
+        if submission.model != self._info.model:
+            raise Rejection("model", f"this engine serves {self._info.model!r}, not {submission.model!r}")
+        if not submission.invokes:
+            raise Rejection("prompt", "a trace takes at least one prompt")
+        try:
+            parted(submission.live)
+        except LiveError as error:
+            raise Rejection(f"live.{error.name}" if error.name else "live", error.message) from error
+        try:
+            shared = unpack(submission.shared)
+        except ValueError as error:
+            raise Rejection("shared", f"the shared values could not be decoded: {error}") from error
+        if not isinstance(shared, dict):
+            raise Rejection("shared", "expected a dict of values by name")
+        encoded: dict[int, bytes] = {}
+        for index, block in enumerate([submission.block, *(invoke.block for invoke in submission.invokes)]):
+            if block is not None:
+                await self.check_block(block, shared)
+                encoded[index] = self._encoder.encode(block)
+        return [encoded.get(index, encoded.get(0)) for index in range(1, len(submission.invokes) + 1)]
+
+    async def check_block(self, block: Block, shared: Mapping[Any, Any] = _NOTHING) -> None:
+        """Refuse a block that cannot run here, of a trace that shares these values."""
+        await self._check_source(block)
+        for name, path in block.paths.items():
+            if not self._tree.knows(path):
+                near = self._tree.nearest(path)
+                hint = f"; the nearest that does is {near!r}" if near else ""
+                message = f"{name!r} stands for the module {path!r}, which does not exist in {self._info.model}{hint}"
+                raise Rejection("block", message, type="UnknownModulePath")
+        missing = sorted(set(block.shared.values()) - shared.keys())
+        if missing:
+            raise Rejection("shared", f"{block.name} uses shared values that the trace does not have: {missing}")
+
+    def _place(self, submission: Submission, data: bytes) -> bytes | None:
+        """The declared interventions with their locations, encoded for the workers; `data` is the submission encoded.
+
+        Raises:
+            Rejection: one of them cannot be carried out on this model.
+        """
+        interventions = submission.interventions
+        if not interventions:
+            return None
+        # As with blocks, services send the same ones again and again.
+        key = bytes(_interventions.decode(data).interventions) + submission.live
+        placed = self._placed.get(key)
+        if placed is None:
+            live = {name: value.value for name, value in parted(submission.live).items()}
+            placed = self._encoder.encode(place(interventions, self._tree, self._info.hidden_size, live))
+            if len(key) <= _LONG:
+                if len(self._placed) >= _REMEMBERED:
+                    self._placed.clear()
+                self._placed[key] = placed
+        return placed
+
+    async def _check_source(self, block: Block) -> None:
+        models = (block.parameters[0], *(name for name, path in block.paths.items() if not path))
+        for name, source, first_line, names in [
+            (block.name, block.source, block.first_line, models),
+            *((helper.name, helper.source, helper.first_line, ()) for helper in block.helpers),
+        ]:
+            error, problem = await self._sources.examine(source, names)
+            if error is not None:
+                kind, number, message = error
+                line = None if number is None else number + first_line - 1
+                where = "" if line is None else f" at line {line} of {block.filename}"
+                raise Rejection("block", f"{name} does not compile{where}: {message}", type=kind, line=line)
+            if problem is not None:
+                near = f"; the nearest that does is {problem.nearest!r}" if problem.nearest else ""
+                raise Rejection(
+                    "block",
+                    problem.reason or f"module path {problem.path!r} does not exist in {self._info.model}{near}",
+                    type="UntappedLocation" if problem.reason else "UnknownModulePath",
+                    line=problem.line + first_line - 1,
+                )
+
+
+def refusal(error: Exception) -> Failure:
+    """What the submitter of a trace is told of an exception that `validate` raised."""
+    if isinstance(error, Rejection):
+        return error.failure
+    if isinstance(error, LimitExceeded):
+        return Failure(type="TraceRejected", message=error.message, field=error.field)
+    if isinstance(error, NewerSchema):
+        return Failure(type="TraceRejected", message=str(error), field="schema")
+    message = f"the submission could not be decoded: {str(error)[:1000]}"
+    return Failure(type="TraceRejected", message=message, field="submission")
