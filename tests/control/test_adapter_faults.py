@@ -270,7 +270,7 @@ async def test_a_pause_that_is_under_way_is_told_before_what_follows(
                 assert await trace.resume(by="you")
                 run = adapter._claims.runs[trace.id]
                 assert isinstance(run, TraceRun)
-                while run._held is not None:
+                while run.pause.wanted_by is not None:
                     await anyio.lowlevel.checkpoint()
                 go.set()
                 assert isinstance(await anext(trace), Paused)

@@ -102,7 +102,7 @@ async def test_cancel_and_deadline_get_through_to_a_trace_that_waits_for_a_lost_
     monkeypatch.setattr(pending, "LATE_S", _NEVER_S)
     monkeypatch.setattr(pending, "ENDING_S", 0.01)
     # Whether it is lost nobody can tell: the end that is reported is one behind large arrays.
-    monkeypatch.setattr(pending._ChoiceHalf, "has_gap", lambda self, reads: False)
+    monkeypatch.setattr(pending.PendingChoice, "has_gap", lambda self, reads: False)
     engine = Reporting()
     deadline = 0.5 if how == "expired" else None
     with anyio.fail_after(PATIENCE):

@@ -555,7 +555,7 @@ async def test_a_paused_trace_that_was_taken_from_its_engine_is_let_go_of(client
                     assert item.attempt == 2
                     await trace.resume()
                     await trace.result()
-                    while slow.tracked or first._by_trace:
+                    while slow.tracked or first._claims.runs:
                         slow.step()
                         await anyio.sleep(0.01)
             assert not first.lost
@@ -572,7 +572,7 @@ async def test_a_paused_trace_that_others_ended_is_let_go_of(client: Client, bus
                     break
             await bus.records.end(trace.id, "failed", Failure(type="EngineLost", message="it was taken for lost"))
             with anyio.fail_after(PATIENCE):
-                while slow.tracked or first._by_trace:
+                while slow.tracked or first._claims.runs:
                     slow.step()
                     await anyio.sleep(0.01)
             assert not first.lost

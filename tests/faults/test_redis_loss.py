@@ -126,7 +126,7 @@ async def test_what_a_killed_redis_lost_is_appended_again(redis: Server, what: s
             await trace.steer(alpha=2.0)
             await until(lambda: adapter._claims.runs["t"].live.version == 1)
             await trace.pause(by="me")
-            await until(lambda: adapter._claims.runs["t"]._paused)
+            await until(lambda: adapter._claims.runs["t"].pause.paused)
             await redis.lose(before)
             keys = bus.keys
 

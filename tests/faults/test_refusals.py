@@ -54,7 +54,7 @@ async def test_what_could_not_be_answered_while_redis_was_away_is_later(
 
     monkeypatch.setattr(bus.records, "end", away)
     async with serving(bus, free()) as adapter:
-        monkeypatch.setattr(adapter, "_open", defect)
+        monkeypatch.setattr(adapter._intake, "_checked", defect)
         await client.model("tiny", wait_for_engine=PATIENCE)
         async with client.trace("tiny", "hello", acts, max_tokens=3) as trace:
             with anyio.fail_after(PATIENCE), pytest.raises(tracewire.TraceFailed, match="a defect"):
@@ -142,7 +142,7 @@ async def test_an_adapter_that_ends_by_a_defect_leaves_all_the_same(
             await broken.run()
         assert error.group_contains(RuntimeError, match="a defect")
 
-    monkeypatch.setattr(broken, "_drain", defect)
+    monkeypatch.setattr(broken._intake, "drain", defect)
     async with anyio.create_task_group() as group:
         group.start_soon(run)
         await client.model("tiny", wait_for_engine=PATIENCE)

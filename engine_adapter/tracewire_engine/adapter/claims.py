@@ -56,8 +56,8 @@ class Claims:
                     closed=run.closed,
                     version=0 if live is None else live.version,
                     live={} if live is None else live.changed,
-                    paused=run.paused_by,
-                    pauses=run.pauses,
+                    paused=run.pause.wanted_by,
+                    pauses=run.pause.number,
                 ),
                 claiming(
                     *(self._bus.keys, model, engine, entry),

@@ -86,7 +86,7 @@ class Control:
             # It has ended.
             return
         elif order.kind in ("pause", "resume"):
-            run.hold(order.by, resume=order.kind == "resume", number=order.number)
+            run.pause.request(order.by, resume=order.kind == "resume", number=order.number)
             self._to_pause.append(run)
             self._wanted.notify()
         elif order.kind == "cancel":
@@ -128,7 +128,7 @@ class Control:
 
     async def _apply_pause(self, run: TraceRun) -> None:
         try:
-            await run.settle()
+            await run.apply_pause()
         except (Fenced, EngineLost) as error:
             # Its run finds out by itself.
             logger.debug("a trace was neither paused nor resumed: %s", error)

@@ -19,7 +19,6 @@ import anyio
 import msgspec
 
 from tracewire_bus.bus import Bus
-from tracewire_bus.store.blobs import CHUNK_BYTES
 from tracewire_bus.store.edits import RECORD_BYTES
 from tracewire_bus.transport.connection import Background, BusError, Wakeup
 from tracewire_engine.protocol.keys import DECLARED_ARG, EDITS_ARG, END_ARG
@@ -148,10 +147,7 @@ class PlainRequests:
             await half.finished()
             blobs = half.large
             for choice in half.choices:
-                for blob, raw in choice.reads.blobs:
-                    blobs = True
-                    for number, start in enumerate(range(0, len(raw), CHUNK_BYTES)):
-                        await self._bus.blobs.put(half.trace, blob, number, raw[start : start + CHUNK_BYTES])
+                blobs |= await choice.reads.upload(self._bus.blobs, half.trace)
             self._standing.leave(one.chosen, half, one.request, one.tokens, one.reasons)
             if blobs:
                 await self._bus.command("EXPIRE", self._bus.keys.blobs(half.trace), _KEEP_S)

@@ -268,9 +268,9 @@ class Intake:
         run = TraceRun(self._services, attempt)
         if opened.cancelled is not None:
             run.end("cancelled", cancellation(*opened.cancelled))
-        run.pauses = opened.pauses
+        run.pause.number = opened.pauses
         if opened.paused is not None:
-            run.hold(opened.paused)
+            run.pause.request(opened.paused)
         return run
 
     async def _run_to_its_end(

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import anyio
 import msgspec
 
 from tracewire_bus.domain.intervention_checks import resolved
-from tracewire_bus.transport.connection import Backoff, Wakeup
+from tracewire_bus.transport.connection import Backoff, BusError, BusUnavailable, Wakeup
 from tracewire_bus.wire.live_values import live_values, parted
 from tracewire_bus.wire.messages import FirstToken, RawSteered, StopWhen
 from tracewire_bus.wire.values import unpack
@@ -25,7 +25,7 @@ from tracewire_engine.protocol.messages import Applied
 
 from .engine_api import Engine
 
-__all__ = ["LiveTrace", "Steering"]
+__all__ = ["LiveTrace", "Steering", "take_last_changes"]
 
 logger = logging.getLogger("tracewire")
 
@@ -150,6 +150,28 @@ class LiveTrace:
         changes = [msgspec.Raw(data) for number, data in self._untold if number <= version]
         self._untold = [(number, data) for number, data in self._untold if number > version]
         return RawSteered(attempt=0, seq=0, version=version, first=first, time=time.time(), changes=changes)
+
+
+async def take_last_changes(live: LiveTrace, trace: str, close: Callable[[], Awaitable[list[bytes]]]) -> None:
+    """Have the record of `trace` take no more changes (`close`), and take all that it has taken."""
+    backoff = Backoff()
+    try:
+        while True:
+            try:
+                changes = await close()
+                break
+            except BusUnavailable as problem:
+                # The final would wait for Redis too; what is accepted until then is part of the trace.
+                logger.log(backoff.level, "trace %s waits for Redis to end: %s", trace, problem)
+                await anyio.sleep(backoff.next())
+    except BusError as problem:
+        logger.warning("trace %s ends without a last look at its record: %s", trace, problem)
+        return
+    for change in changes:
+        try:
+            live.take(change)
+        except (ValueError, msgspec.MsgspecError):
+            logger.exception("a change of live parameters of trace %s could not be read", trace)
 
 
 class Steering:

@@ -21,7 +21,7 @@ from .digests import PassingDigests
 from .live_changes import LiveTrace
 from .read_decoder import ChoiceReads, Item, joined
 
-__all__ = ["ENDING_S", "LATE_S", "REPORT_S", "Half", "ReportMissing", "ReportSource"]
+__all__ = ["ENDING_S", "LATE_S", "REPORT_S", "Half", "PendingChoice", "ReportMissing", "ReportSource"]
 
 #: How long a report of the workers may take that nothing shows to be lost, in seconds, unless the adapter's settings
 #: say otherwise: it comes with the engine's next step.
@@ -54,7 +54,7 @@ class ReportSource(Protocol):
         ...
 
 
-class _ChoiceHalf:
+class PendingChoice:
     __slots__ = (
         *("asked", "digests", "ended", "ended_at", "finish", "read", "reads", "reason", "stepped", "steps", "taken"),
         "time",
@@ -143,7 +143,7 @@ class Half:
         self.trace = trace
         self._reports = reports
         self._live = live
-        self.choices = [_ChoiceHalf(stops) for _ in range(choices)]
+        self.choices = [PendingChoice(stops) for _ in range(choices)]
         #: Whether large arrays have come, behind which the finish record may wait for Redis.
         self.large = False
         self._block = block
@@ -221,7 +221,7 @@ class Half:
                 choice.reads.renew(stops)
         self._changed.notify()
 
-    def _there(self, half: _ChoiceHalf, index: int) -> bool:
+    def _there(self, half: PendingChoice, index: int) -> bool:
         if not self._block and not self._reads:
             # Nothing is reported of each step: only the next word on a change says where it belongs.
             return self._live is None or not self._live.outstanding

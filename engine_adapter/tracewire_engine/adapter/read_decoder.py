@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from tracewire_bus.store.blobs import new_blob
+from tracewire_bus.store.blobs import CHUNK_BYTES, Blobs, new_blob
 from tracewire_bus.wire.messages import Append, Manifest, Set, StopWhen
 from tracewire_bus.wire.values import (
     ArrayRef,
@@ -152,6 +152,14 @@ class ChoiceReads:
             self._streaks[place] = self._streaks[place] + 1 if over or under else 0
             if self._streaks[place] >= stop.steps and self.stopped is None:
                 self.stopped, self.stopped_at = stop, index
+
+    async def upload(self, blobs: Blobs, owner: str) -> bool:
+        """Bring large arrays to the bus, as those of `owner`, a trace. Returns whether there were any."""
+        taken, self.blobs = self.blobs, []
+        for blob, raw in taken:
+            for number, start in enumerate(range(0, len(raw), CHUNK_BYTES)):
+                await blobs.put(owner, blob, number, raw[start : start + CHUNK_BYTES])
+        return bool(taken)
 
     def manifest(self, choice: int, tokens: int) -> list[Manifest]:
         """What the saves of the first `tokens` tokens hold, for a consumer to check its fold against."""

@@ -1,0 +1,58 @@
+"""Whether a trace is to be paused, whether it is, and who asked for that."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from tracewire_bus.wire.messages import Paused, Resumed
+
+from .trace_stream import UNNUMBERED
+
+__all__ = ["PauseState"]
+
+
+class PauseState:
+    """The pauses of one run, which begins as not paused."""
+
+    def __init__(self) -> None:
+        #: Who wants the trace paused, if somebody does.
+        self.wanted_by: str | None = None
+        #: The number of the last pause or resumption that was asked for, among all of the trace.
+        self.number = 0
+        #: Whether its requests are paused in the engine, or are about to be.
+        self.paused = False
+        self._asked_by = self._begun_by = ""
+        self._applying = False
+
+    def request(self, by: str, *, resume: bool = False, number: int = 0) -> None:
+        """Ask for a pause, or for its end. `TraceRun.apply_pause` carries that out."""
+        self.number = max(self.number, number)
+        self.wanted_by = None if resume else by
+        self._asked_by = by
+
+    @property
+    def outstanding(self) -> bool:
+        """Whether what was asked for last is still to be carried out."""
+        return (self.wanted_by is not None) != self.paused
+
+    @contextmanager
+    def applying(self) -> Iterator[bool]:
+        """Carry pauses out for as long as the context lasts; `False` if another task does so already."""
+        if self._applying:
+            yield False
+            return
+        self._applying = True
+        try:
+            yield True
+        finally:
+            self._applying = False
+
+    def begin(self) -> None:
+        """Pause or resume, as was asked for last."""
+        self.paused, self._begun_by = not self.paused, self._asked_by
+
+    def event(self) -> Paused | Resumed:
+        """The event that tells of the last `begin`."""
+        return (Paused if self.paused else Resumed)(**UNNUMBERED, by=self._begun_by, time=time.time())

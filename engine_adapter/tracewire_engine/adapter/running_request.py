@@ -1,0 +1,83 @@
+"""One invoke of a trace while it runs in the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from tracewire_engine.protocol.messages import Generated, GeneratedChoice
+
+from .engine_api import Choice, Outputs, Prepared
+from .pending import Half
+
+__all__ = ["RunningRequest"]
+
+
+class RunningRequest:
+    """A request, and what has been published of it, by choice."""
+
+    def __init__(self, name: str, invoke: int, prepared: Prepared, outputs: Outputs, half: Half | None) -> None:
+        self.name = name
+        self.invoke = invoke
+        self.prepared = prepared
+        self.outputs = outputs
+        self.half = half
+        self.token_ids: list[list[int]] = [[] for _ in range(prepared.choices)]
+        self.text: list[list[str]] = [[] for _ in range(prepared.choices)]
+        self.done = [False] * prepared.choices
+        #: Why each choice ended, and its logprobs where they were asked for: for a block that asks for the result.
+        self.ends: list[tuple[str | None, int | str | None]] = [(None, None)] * prepared.choices
+        self.logprobs: list[list[Any]] = [[] for _ in range(prepared.choices)]
+        self.given = False
+
+    def publishable(
+        self, choice: Choice, steps: list[msgspec.Raw], decode: Callable[[list[int], Prepared], str]
+    ) -> tuple[Choice, list[msgspec.Raw]]:
+        """What counts of a choice's new tokens and of what was saved in their steps, where a block may have ended it.
+
+        What vLLM sampled behind the token at which a block ended its request is no part of the trace.
+        """
+        published = self.token_ids[choice.index]
+        keep = len(choice.token_ids)
+        pending = None if self.half is None else self.half.choices[choice.index]
+        if pending is None or pending.ended_at is None or len(published) + keep <= pending.ended_at:
+            return choice, steps
+        keep = pending.ended_at + 1 - len(published)
+        text = choice.text
+        # vLLM's text goes on to its own last token, or holds back what might begin a stop string.
+        whole = decode(published + choice.token_ids[:keep], self.prepared)
+        before = "".join(self.text[choice.index])
+        if whole.startswith(before):
+            text = whole[len(before) :]
+        self.done[choice.index] = True
+        stopped = pending.ended == "stop"
+        ended = Choice(
+            index=choice.index,
+            token_ids=choice.token_ids[:keep],
+            text=text,
+            logprobs=choice.logprobs[:keep] if choice.logprobs else choice.logprobs,
+            finish_reason="stop" if stopped else "error",
+            stop_reason=pending.reason if stopped else None,
+        )
+        return ended, steps[:keep]
+
+    def take(self, choice: Choice) -> None:
+        """Note what is published of a choice."""
+        self.token_ids[choice.index].extend(choice.token_ids)
+        self.text[choice.index].append(choice.text)
+        if self.prepared.asks_result:
+            self.ends[choice.index] = choice.finish_reason, choice.stop_reason
+            self.logprobs[choice.index].extend(choice.logprobs or ())
+
+    def result(self, prompt: str | None) -> Generated:
+        """What it has put out, for its block, or for workers that have to be told at which token it ended."""
+        choices = [
+            GeneratedChoice(index, "".join(self.text[index]), ids, *self.ends[index], logprobs or None)
+            for index, (ids, logprobs) in enumerate(zip(self.token_ids, self.logprobs, strict=True))
+        ]
+        tokens = list(map(len, self.token_ids))
+        return Generated(
+            self.name, prompt, self.prepared.token_ids, choices if self.prepared.asks_result else [], tokens
+        )

@@ -1,0 +1,77 @@
+"""Values that the blocks of a trace share, as the adapter sends and publishes them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+import anyio
+import msgspec
+
+from tracewire_bus.wire.messages import SHARED_INVOKE, RawShared
+from tracewire_engine.link.step_link import Share
+from tracewire_engine.protocol.messages import FinishRecord
+
+from .engine_api import Engine
+from .pending import Half, ReportSource
+from .running_request import RunningRequest
+from .trace_end import UNREPORTED
+from .trace_stream import UNNUMBERED
+
+__all__ = ["SharedSaves"]
+
+logger = logging.getLogger("tracewire")
+
+_NO_DELTAS = msgspec.Raw(msgspec.msgpack.encode([]))
+#: How long the workers may take to be told that shared values are not needed any more, in seconds.
+_FORGET_S = 10.0
+
+
+class SharedSaves:
+    """The shared values of the run of `trace`, which the workers report as the request `name`."""
+
+    def __init__(self, name: str, trace: str, halves: dict[str, Half], reports: ReportSource) -> None:
+        self._name = name
+        self._trace = trace
+        self._halves = halves
+        self._half = halves[name] = Half(1, trace, reports=reports)
+
+    def sent(self, members: dict[str, int], values: bytes) -> bytes:
+        """What is sent with each request: their names and numbers of choices are in `members`."""
+        return msgspec.msgpack.encode(Share(self._name, members, values))
+
+    def events(self) -> list[RawShared]:
+        """What the shared values have gained since the last call, as an event, if anything."""
+        gains = self._half.gains()
+        if not gains:
+            return []
+        return [RawShared(**UNNUMBERED, invoke=SHARED_INVOKE, deltas=gains, time=self._half.choices[0].time)]
+
+    async def end(self, requests: Sequence[RunningRequest]) -> FinishRecord | None:
+        """What the workers report of the shared values when the last of the trace's requests is over.
+
+        `None` if no request has run a step.
+        """
+        halves = [request.half for request in requests if request.half is not None]
+        if not any(choice.stepped for half in halves for choice in half.choices):
+            return None
+        self._half.ending = True
+        await self._half.finished()
+        choice = self._half.choices[0]
+        end = choice.finish
+        if end is None or not self._half.ended_whole(0):
+            logger.warning("the workers did not report what trace %s shared in the end", self._trace)
+            return FinishRecord(self._name, 0, _NO_DELTAS, error=UNREPORTED) if choice.has_gap(False) else None
+        choice.digests.complete(end.deltas, end.manifest)
+        return end
+
+    async def forget(self, engine: Engine, begun: bool) -> None:
+        """Have the workers drop the values, if requests have `begun` and some never came: no end was reported then."""
+        self._halves.pop(self._name, None)
+        if self._half.choices[0].finish is None and begun:
+            with anyio.move_on_after(_FORGET_S, shield=True):
+                try:
+                    await engine.steer({}, [self._name], time.time())
+                except Exception as error:
+                    logger.debug("what trace %s shared was not forgotten: %s", self._trace, error)

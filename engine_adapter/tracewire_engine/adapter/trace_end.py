@@ -1,0 +1,77 @@
+"""What a trace holds in all, gathered from the finish records of its requests for its final event."""
+
+from __future__ import annotations
+
+import msgspec
+
+from tracewire_bus.wire.messages import SHARED_INVOKE, Failure, Manifest, Status
+from tracewire_engine.protocol.messages import FinishRecord
+
+from .pending import PendingChoice
+
+__all__ = ["UNREPORTED", "TraceEnd"]
+
+UNREPORTED = Failure(type="EngineError", message="the workers did not report the request's end")
+_NO_DELTAS = msgspec.Raw(msgspec.msgpack.encode([]))
+
+
+class TraceEnd:
+    """The fields of a final event. `error` is what vLLM ended the trace with, if it did."""
+
+    def __init__(self, error: Failure | None) -> None:
+        self.deltas: list[tuple[int, int, msgspec.Raw]] = []
+        self.manifest: list[Manifest] = []
+        self.save_errors: dict[str, str] = {}
+        self.warnings: list[str] = []
+        self.error = error
+        self._stopped = False
+        self._status: Status | None = None
+
+    @property
+    def status(self) -> Status:
+        """How the trace ends."""
+        return self._status or ("failed" if self.error else "stopped" if self._stopped else "finished")
+
+    @status.setter
+    def status(self, status: Status) -> None:
+        self._status = status
+
+    def add(self, invoke: int, index: int, choice: PendingChoice, whole: bool, tokens: int) -> bool:
+        """Add what the workers have reported at the end of a choice, which has published `tokens` tokens.
+
+        Returns whether that is `whole`. Where it is not, what the choice holds in all would not be what was published,
+        and the trace fails.
+        """
+        record = choice.finish
+        if record is None or not whole:
+            self.error = self.error or (record.error if record is not None else None) or UNREPORTED
+            return False
+        # Steps of which no output told, where the workers count them: those of an output that was lost.
+        untold = choice.left(0)
+        self.deltas.extend((invoke, index, raw) for raw in (*untold, record.deltas) if raw != _NO_DELTAS)
+        choice.digests.complete(record.deltas, record.manifest)
+        for entry in [*record.manifest, *choice.reads.manifest(index, tokens)]:
+            entry.invoke = invoke
+            self.manifest.append(entry)
+        self.save_errors.update({f"{invoke}.{index}.{name}": reason for name, reason in record.save_errors.items()})
+        self.save_errors.update(
+            {
+                f"{invoke}.{index}.{edit}": f"the edit raised {failure.type}: {failure.message}"
+                for edit, failure in record.edit_errors.items()
+            }
+        )
+        # Choices, and prompts, do the same.
+        self.warnings.extend(warning for warning in record.warnings if warning not in self.warnings)
+        self.error = self.error or record.error
+        self._stopped = self._stopped or record.stopped or choice.reads.stopped is not None
+        return True
+
+    def add_shared(self, record: FinishRecord | None) -> None:
+        """Add what the workers have reported at the end of the trace's shared values, if they have."""
+        if record is None:
+            return
+        self.error = self.error or record.error
+        if record.deltas != _NO_DELTAS:
+            self.deltas.append((SHARED_INVOKE, 0, record.deltas))
+        self.manifest.extend(msgspec.structs.replace(entry, invoke=SHARED_INVOKE) for entry in record.manifest)
+        self.save_errors.update({f"{SHARED_INVOKE}.0.{name}": reason for name, reason in record.save_errors.items()})

@@ -1,0 +1,121 @@
+"""The stream of one attempt of a trace: its events are numbered, encoded and queued for Redis here, in order."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+import msgspec
+
+from tracewire_bus.bus import Writer
+from tracewire_bus.store.lifecycle import telling
+from tracewire_bus.wire.codec import encode
+from tracewire_bus.wire.messages import Accepted, EngineInfo, Event, Final, Paused, RawSteered, Restarted, Resumed
+
+from .retention import Tally
+
+__all__ = ["UNNUMBERED", "RawAccepted", "RawFinal", "TraceStream"]
+
+#: What an event is made with: it is numbered as it is queued.
+UNNUMBERED: dict[str, Any] = {"attempt": 0, "seq": 0}
+
+
+class RawFinal(Final, tag="final"):
+    """A `Final` whose deltas are already encoded."""
+
+    deltas: list[tuple[int, int, msgspec.Raw]] = []  # type: ignore[assignment]  # noqa: RUF012
+
+
+class RawAccepted(Accepted, tag="accepted"):
+    """An `Accepted` whose live parameters are already encoded."""
+
+    live: msgspec.Raw = msgspec.Raw(b"\x80")  # type: ignore[assignment]
+    edits: list[list[tuple[str, int]]] = []  # noqa: RUF012
+
+
+#: The events that lifecycle watchers are told of, and what these call them.
+_LIFECYCLE: dict[type[Event], str] = {
+    RawAccepted: "accepted",
+    Restarted: "restarted",
+    Paused: "paused",
+    Resumed: "resumed",
+    Final: "final",
+    RawFinal: "final",
+}
+
+
+class TraceStream:
+    """Publishes the events of attempt `attempt` of `trace`, and counts them in `tally`, if there is one."""
+
+    def __init__(self, writer: Writer, info: EngineInfo, trace: str, attempt: int, tally: Tally | None) -> None:
+        self._writer = writer
+        self._info = info
+        self._trace = trace
+        self._attempt = attempt
+        self._tally = tally
+        #: The number of the last event, -1 before the first.
+        self.seq = -1
+        #: Whether a final event has been queued.
+        self.ended = False
+
+    async def append(self, *events: Event, final: bool = False) -> None:
+        """Publish events, the last of them the final one if `final`. Returns when Redis has them.
+
+        Raises:
+            Fenced: another attempt, or a final of somebody else's, is on the stream.
+            BusFull: Redis has no memory for one of them.
+        """
+        # No await between numbering events and queueing them: ids must go up in the stream.
+        waiting = [self._queue(event) for event in events[:-1]]
+        self.ended = self.ended or final
+        waiting.append(self._queue(events[-1], final=final))
+        if len(waiting) == 1:
+            await waiting[0]
+            return
+        for outcome in await asyncio.gather(*waiting, return_exceptions=True):
+            if isinstance(outcome, BaseException):
+                raise outcome
+
+    def rewind(self) -> None:
+        """Go on behind the last event that Redis has: it had no memory for those after it."""
+        self.seq = self._writer.resume(self._trace, self._attempt)
+
+    def hurry(self) -> None:
+        """Have the events that wait for memory wait no longer."""
+        self._writer.hurry(self._trace)
+
+    def _queue(self, event: Event, *, final: bool = False) -> Coroutine[Any, Any, str]:
+        event.attempt, event.seq = self._attempt, self.seq + 1
+        data = encode(event)
+        queued = self._writer.queue(
+            self._trace,
+            event.attempt,
+            event.seq,
+            data,
+            final=final,
+            # With its final a trace leaves the queue, in one go.
+            done=(self._info.model, self._trace, self._info.engine, self._attempt) if final else None,
+            told=event.version if isinstance(event, RawSteered) else None,
+            life=self._lifecycle(event) if type(event) in _LIFECYCLE else None,
+        )
+        self.seq += 1
+        if self._tally is not None:
+            # There is nothing to gain behind its end, where it expires.
+            self._tally.over = self._tally.over or final
+            self._tally.add(len(data))
+        return queued
+
+    def _lifecycle(self, event: Event) -> list[Any]:
+        """What lifecycle watchers are told of an event."""
+        end = event if isinstance(event, Final) else None
+        return telling(
+            _LIFECYCLE[type(event)],
+            self._trace,
+            model=self._info.model,
+            engine=self._info.engine,
+            attempt=self._attempt,
+            status=end.status if end else None,
+            error=end.error.type if end and end.error else "",
+            usage=end.usage if end else None,
+        )
