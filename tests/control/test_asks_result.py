@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tracewire_bus.wire.messages import Block, Helper
-from tracewire_engine.adapter.vllm_engine import _asks_result
+from tracewire_engine.adapter.result_reads import asks_result
 
 
 @pytest.mark.parametrize(
@@ -28,11 +28,11 @@ from tracewire_engine.adapter.vllm_engine import _asks_result
 )
 def test_it_is_told_by_the_syntax(source: str, asks: bool) -> None:
     helpers = [Helper("shown", "def shown(it):\n    return it.result", "f", 1)] if "shown" in source else []
-    assert _asks_result(Block(name="b", source=source, helpers=helpers)) == asks
+    assert asks_result(Block(name="b", source=source, helpers=helpers)) == asks
 
 
 def test_the_tracer_may_have_any_name() -> None:
     block = Block(name="b", source="x = t.result", parameters=("m", "t", "l"))
-    assert _asks_result(block)
-    assert not _asks_result(Block(name="b", source="x = tracer.result", parameters=("m", "t", "l")))
-    assert not _asks_result(None)
+    assert asks_result(block)
+    assert not asks_result(Block(name="b", source="x = tracer.result", parameters=("m", "t", "l")))
+    assert not asks_result(None)

@@ -31,7 +31,8 @@ from tracewire_bus.wire.messages import Block, Helper, Invoke, Steer, Submission
 from tracewire_bus.wire.values import pack, wire
 from tracewire_engine.adapter import block_sources as sources
 from tracewire_engine.adapter.block_sources import Sources
-from tracewire_engine.adapter.engine_api import Prepared
+from tracewire_engine.adapter.engine_api import Rejection
+from tracewire_engine.adapter.prompts import Prompts
 from tracewire_engine.adapter.service import Adapter
 from tracewire_engine.adapter.validation import Validator
 
@@ -317,7 +318,6 @@ async def test_a_long_source_is_looked_at_in_another_process(monkeypatch: pytest
 
 
 async def test_a_chat_template_runs_on_a_thread_and_bounded() -> None:
-    vllm_engine = pytest.importorskip("tracewire_engine.adapter.vllm_engine")
     threads: list[int] = []
 
     class Tokenizer:
@@ -328,17 +328,16 @@ async def test_a_chat_template_runs_on_a_thread_and_bounded() -> None:
         def encode(self, text: str, **_: Any) -> list[int]:
             return [1]
 
-    engine = object.__new__(vllm_engine.VllmEngine)
-    engine._tokenizer = Tokenizer()
-    engine._tokenizing = anyio.CapacityLimiter(1)
-    engine._longest_token = 4
-    engine.llm = SimpleNamespace(model_config=SimpleNamespace(max_model_len=100))
+        def get_vocab(self) -> dict[str, int]:
+            return {"text": 1}
+
+    prompts = Prompts(Tokenizer(), SimpleNamespace(max_model_len=100))
     message = {"role": "user", "content": "hello"}
-    assert await engine._token_ids(Invoke(messages=[message]), "") == [1]
+    assert await prompts.token_ids(Invoke(messages=[message]), "") == [1]
     assert threads
     assert threads[0] != threading.get_ident()
-    with pytest.raises(vllm_engine.Rejection) as caught:
-        await engine._token_ids(Invoke(messages=[message] * 200), "")
+    with pytest.raises(Rejection) as caught:
+        await prompts.token_ids(Invoke(messages=[message] * 200), "")
     assert caught.value.failure.field == "messages"
     assert len(threads) == 1
 

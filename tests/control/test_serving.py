@@ -23,8 +23,8 @@ PATIENCE = 60
 class Whole(PlayedEngine):
     """With what the command asks of vLLM's engine besides."""
 
-    async def refuse_untapped(self) -> None:
-        """It has no taps."""
+    async def untapped_graphs(self) -> list[str]:
+        return []
 
 
 async def test_a_redis_that_goes_before_the_engine_is_registered_ends_no_adapter(

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +16,8 @@ import torch
 
 from tracewire_engine.adapter.engine_api import EngineLost
 from tracewire_engine.adapter.vllm_engine import VllmEngine
-from tracewire_engine.launch.engine_builder import UnsupportedSetting
-from tracewire_engine.worker.blocks.mediator import BlockMediator, UntappedLocation
+from tracewire_engine.launch.cli import _untapped
+from tracewire_engine.worker.blocks.compiler import BlockMediator, UntappedLocation
 from tracewire_engine.worker.declared.cuda_graphs import breakable_throughout, without_taps
 from tracewire_engine.worker.declared.hooks import DeclaredInterleaver
 from tracewire_engine.worker.declared.plan import DeclaredRequests
@@ -129,11 +130,10 @@ def test_an_engine_with_graphs_without_taps_is_refused() -> None:
     engine._patience_s = 60.0
     engine.llm = SimpleNamespace(collective_rpc=call)
     engine.model = SimpleNamespace(taps=(TAP,))
-    with pytest.raises(UnsupportedSetting, match=r"--tap: .* 1 CUDA graphs without a place for taps"):
-        anyio.run(engine.refuse_untapped)
+    assert re.match(r"--tap: .* 1 CUDA graphs without a place for taps", anyio.run(_untapped, engine))
     # One without taps is eager: there is nothing to ask.
     engine.model = SimpleNamespace(taps=())
-    anyio.run(engine.refuse_untapped)
+    assert anyio.run(_untapped, engine) == ""
 
 
 def test_workers_that_do_not_say_whether_they_have_taps_are_not_waited_for() -> None:
@@ -145,4 +145,4 @@ def test_workers_that_do_not_say_whether_they_have_taps_are_not_waited_for() -> 
     engine.llm = SimpleNamespace(collective_rpc=call)
     engine.model = SimpleNamespace(taps=(TAP,))
     with pytest.raises(EngineLost, match="did not answer tracewire_untapped"):
-        anyio.run(engine.refuse_untapped)
+        anyio.run(engine.untapped_graphs)

@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-import ast
-import asyncio
-import dataclasses
-import difflib
 import logging
-import math
-import re
-from collections.abc import AsyncIterator, Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache, partial
-from hashlib import blake2b
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 import anyio
@@ -23,11 +14,10 @@ import msgspec
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.inputs.engine import tokens_input
-from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from tracewire_bus.wire.messages import NO_MEDIA, Block, Invoke, StopWhen, Submission
-from tracewire_engine.launch.engine_builder import EngineModel, UnsupportedSetting, versions
+from tracewire_bus.wire.messages import NO_MEDIA, Invoke, StopWhen, Submission
 from tracewire_engine.link.addresses import is_remote
 from tracewire_engine.link.blob_receiver import BlobChunk, BlobReceiver
 from tracewire_engine.link.step_link import LinkReceiver, encode_changes
@@ -46,10 +36,38 @@ from tracewire_engine.protocol.messages import Changes, Report
 from .engine_api import Carrier, Choice, EngineLost, Outputs, Prepared, Rejection
 from .images import rendered, taken
 from .pending import REPORT_S
+from .prompts import Prompts
+from .result_reads import asks_result
+from .sampling import FIELDS, pinned_seed, resolved, sampling_params
 
 __all__ = ["VllmEngine"]
 
 logger = logging.getLogger("tracewire")
+
+
+class _EngineErrors:
+    """A context in which vLLM's error that its engine has died is raised as `EngineLost`."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, EngineDeadError):
+            raise EngineLost(str(error)) from error
+
+
+_engine_errors = _EngineErrors()
+
+
+class ServedModel(Protocol):
+    """What `build_engine` of `launch/engine_builder.py` returns: nnsight's model around an `AsyncLLM`."""
+
+    vllm_entrypoint: Any
+    tokenizer: Any
+    #: The LoRA adapters that prompts can ask for.
+    loras: Sequence[Any]
+    #: The locations that are served in CUDA graphs, if there are any.
+    taps: Sequence[str]
 
 
 class _VllmOutputs:
@@ -117,20 +135,6 @@ _LOOK_S = 0.001
 #: No live parameters, packed.
 _NONE_LIVE = msgspec.msgpack.encode({})
 
-#: What vLLM's structured outputs are described by.
-_CONSTRAINTS = [one.name for one in dataclasses.fields(StructuredOutputsParams) if one.init]
-
-#: How long vLLM may look at a constraint, in seconds, and how many constraints it looks at at once.
-CONSTRAINT_S, _CONSTRAINTS_AT_ONCE = 10.0, 4
-
-#: Sampling params that are the engine's own business.
-_RESERVED = frozenset(
-    {
-        *("extra_args", "flat_logprobs", "output_kind", "output_text_buffer_length", "skip_clone"),
-        *("skip_reading_prefix_cache", "stream_interval"),
-    }
-)
-
 
 #: Pieces in which large variables go to workers on other machines, each between two steps, in bytes.
 _PIECE_BYTES = 2 * 1024 * 1024
@@ -174,7 +178,7 @@ class VllmEngine:
     """vLLM's `AsyncLLM`, its tokenizer and the link from its workers. `patience_s` is how long a call may take."""
 
     def __init__(
-        self, model: EngineModel, link: LinkReceiver, blobs: BlobReceiver, patience_s: float = REPORT_S
+        self, model: ServedModel, link: LinkReceiver, blobs: BlobReceiver, patience_s: float = REPORT_S
     ) -> None:
         self._patience_s = patience_s
         self.model = model
@@ -182,15 +186,10 @@ class VllmEngine:
         self._link = link
         self._blobs = blobs
         self._tokenizer: Any = model.tokenizer
-        self._longest_token = max((len(token) for token in self._tokenizer.get_vocab()), default=1)
-        # One thread at a time: a tokenizer is not made to be shared.
-        self._tokenizing = anyio.CapacityLimiter(1)
-        # A thread cannot be ended: hostile constraints keep these busy, and no more.
-        self._constraining = ThreadPoolExecutor(_CONSTRAINTS_AT_ONCE, "constraints")
+        self._prompts = Prompts(model.tokenizer, self.llm.model_config)
         self._loras = {one.lora_name: one for one in model.loras}
         #: The outputs of requests with a block, by name, as long as somebody has them.
         self._traced: WeakValueDictionary[str, _VllmOutputs] = WeakValueDictionary()
-        self._fields = [name for name in SamplingParams.__struct_fields__ if not name.startswith("_")]
 
     async def prepare(
         self,
@@ -204,11 +203,71 @@ class VllmEngine:
     ) -> Prepared:
         invoke = submission.invokes[index]
         where = f"invokes[{index}]." if len(submission.invokes) > 1 else ""
-        lora = None
-        if invoke.lora is not None and (lora := self._loras.get(invoke.lora)) is None:
+        lora = self._lora(invoke, where)
+        prompt, token_ids = await self._prompt(invoke, where)
+        params = sampling_params(invoke, where)
+        if params.seed is None and params.temperature > 0 and submission.max_attempts > 1:
+            params.seed = pinned_seed(submission.trace, index)
+        sampling = resolved(params)
+        extra = {
+            BLOCK_ARG: block,
+            DECLARED_ARG: declared,
+            EDITS_ARG: edits,
+            SHARED_ARG: shared if block is not None else None,
+        }
+        extra_args: dict[str, Any] = {name: value for name, value in extra.items() if value is not None}
+        result = block is not None and asks_result(invoke.block or submission.block)
+        if result:
+            extra_args[RESULT_ARG] = True
+        stops = bool(params.stop) or any(isinstance(one, StopWhen) for one in submission.interventions)
+        tells_end = stops and (block is not None or edits is not None)
+        if tells_end:
+            extra_args[END_ARG] = True
+        if extra_args:
+            if submission.live != _NONE_LIVE:
+                extra_args[LIVE_ARG], extra_args[RUN_ARG] = submission.live, run
+            self._bound_traced(len(token_ids), where)
+            # A token served from the prefix cache runs no forward pass, and a block would not see it.
+            params.skip_reading_prefix_cache = True
+            # What is edited ends up in the KV cache, and must serve nobody else.
+            prompt["cache_salt"] = submission.trace
+        params.extra_args = extra_args or None
+        params.output_kind = RequestOutputKind.DELTA
+        # Nobody else's: vLLM need not copy it.
+        params.skip_clone = True
+        return Prepared(
+            prompt=prompt,
+            prompt_tokens=len(token_ids),
+            params=params,
+            choices=params.n or 1,
+            sampling=sampling,
+            asks_result=result,
+            tells_end=tells_end,
+            token_ids=token_ids if result else [],
+            lora=lora,
+        )
+
+    def _lora(self, invoke: Invoke, where: str) -> Any:
+        """vLLM's request for the LoRA adapter that an invoke names, if it names one.
+
+        Raises:
+            Rejection: this engine has no such adapter.
+        """
+        if invoke.lora is None:
+            return None
+        lora = self._loras.get(invoke.lora)
+        if lora is None:
             have = ", ".join(self._loras) or "none"
             raise Rejection(f"{where}lora", f"this engine has no adapter {invoke.lora!r} (it has {have})")
-        token_ids = await self._token_ids(invoke, where)
+        return lora
+
+    async def _prompt(self, invoke: Invoke, where: str) -> tuple[Any, list[int]]:
+        """An invoke's prompt as vLLM takes it, and its token ids.
+
+        Raises:
+            Rejection: the model does not take it.
+        """
+        token_ids = await self._prompts.token_ids(invoke, where)
         images = await anyio.to_thread.run_sync(taken, invoke, self.inputs, where) if invoke.media != NO_MEDIA else []
         # What vLLM makes of a prompt of tokens; given one, it would do so on a thread.
         prompt: Any = tokens_input(token_ids)
@@ -221,145 +280,16 @@ class VllmEngine:
                 f"{where}prompt",
                 f"the prompt has {len(token_ids)} tokens; this model takes {limit} of prompt and output together",
             )
-        params = self._sampling(invoke, where)
-        if params.seed is None and params.temperature > 0 and submission.max_attempts > 1:
-            params.seed = pinned_seed(submission.trace, index)
-        sampling = _plain(params)
-        extra: dict[str, Any] = {}
-        asks_result = False
-        if block is not None:
-            extra[BLOCK_ARG] = block
-            asks_result = _asks_result(invoke.block or submission.block)
-            if asks_result:
-                extra[RESULT_ARG] = True
-            if shared is not None:
-                extra[SHARED_ARG] = shared
-        if declared is not None:
-            extra[DECLARED_ARG] = declared
-        if edits is not None:
-            extra[EDITS_ARG] = edits
-        stops = bool(params.stop) or any(isinstance(one, StopWhen) for one in submission.interventions)
-        tells_end = stops and (block is not None or edits is not None)
-        if tells_end:
-            extra[END_ARG] = True
-        if extra:
-            if submission.live != _NONE_LIVE:
-                extra[LIVE_ARG], extra[RUN_ARG] = submission.live, run
-            # A token served from the prefix cache runs no forward pass, and a block would not see it.
-            params.skip_reading_prefix_cache = True
+        return prompt, token_ids
+
+    def _bound_traced(self, tokens: int, where: str) -> None:
         budget = self.llm.vllm_config.scheduler_config.max_num_batched_tokens
-        if extra and len(token_ids) > budget:
+        if tokens > budget:
             raise Rejection(
                 f"{where}prompt",
-                f"the prompt has {len(token_ids)} tokens; with a block or interventions it is computed in one step, "
+                f"the prompt has {tokens} tokens; with a block or interventions it is computed in one step, "
                 f"which takes {budget} on this engine (max_num_batched_tokens)",
             )
-        params.extra_args = extra or None
-        params.output_kind = RequestOutputKind.DELTA
-        # Nobody else's: vLLM need not copy it.
-        params.skip_clone = True
-        if extra:
-            # What is edited ends up in the KV cache, and must serve nobody else.
-            prompt["cache_salt"] = submission.trace
-        return Prepared(
-            prompt=prompt,
-            prompt_tokens=len(token_ids),
-            params=params,
-            choices=params.n or 1,
-            sampling=sampling,
-            asks_result=asks_result,
-            tells_end=tells_end,
-            token_ids=token_ids if asks_result else [],
-            lora=lora,
-        )
-
-    async def _token_ids(self, invoke: Invoke, where: str) -> list[int]:
-        given = [name for name in ("prompt", "token_ids", "messages") if getattr(invoke, name) is not None]
-        if len(given) != 1:
-            raise Rejection(
-                f"{where}prompt", f"give exactly one of prompt, token_ids and messages, got {given or 'none'}"
-            )
-        if invoke.token_ids is not None:
-            token_ids = list(invoke.token_ids)
-            vocabulary = self.llm.model_config.get_vocab_size()
-            wrong = next((token for token in token_ids if not 0 <= token < vocabulary), None)
-            if wrong is not None:
-                raise Rejection(f"{where}token_ids", f"token id {wrong} is outside the vocabulary of {vocabulary}")
-        elif invoke.messages is not None:
-            for place, message in enumerate(invoke.messages):
-                parts = message.get("content")
-                kinds = (
-                    {one.get("type", "text") for one in parts if isinstance(one, dict)} if type(parts) is list else ()
-                )
-                if set(kinds) - {"text"}:
-                    raise Rejection(
-                        f"{where}messages[{place}].content", "expected text: media are not taken in chat messages"
-                    )
-            self._bound(_characters(invoke.messages), where, "messages")
-
-            def text_of(messages: list[dict[str, Any]]) -> str:
-                return str(self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
-
-            try:
-                text = await anyio.to_thread.run_sync(text_of, invoke.messages, limiter=self._tokenizing)
-            except Exception as error:
-                raise Rejection(
-                    f"{where}messages", f"the model's chat template refused the messages: {error}"
-                ) from error
-            token_ids = await self._encode(text, where, add_special_tokens=False)
-        else:
-            token_ids = await self._encode(invoke.prompt or "", where, add_special_tokens=True)
-        if not token_ids:
-            raise Rejection(f"{where}prompt", "the prompt is empty")
-        return list(token_ids)
-
-    async def _encode(self, text: str, where: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text, made on a thread: a long one takes seconds, in which the loop must serve the others."""
-        self._bound(len(text), where, "prompt")
-
-        def encode() -> list[int]:
-            return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
-
-        return await anyio.to_thread.run_sync(encode, limiter=self._tokenizing)
-
-    def _bound(self, characters: int, where: str, field: str) -> None:
-        limit = self.llm.model_config.max_model_len
-        if characters > limit * self._longest_token:
-            raise Rejection(
-                f"{where}{field}",
-                f"a prompt of {characters} characters is more than this model's {limit} tokens can hold",
-            )
-
-    def _sampling(self, invoke: Invoke, where: str) -> SamplingParams:
-        given = dict(invoke.sampling)
-        for name, value in given.items():
-            field = f"{where}sampling.{name}"
-            if name in _RESERVED:
-                raise Rejection(field, f"{name} is the engine's own to set")
-            if name not in self._fields:
-                near = difflib.get_close_matches(name, self._fields, 1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
-                raise Rejection(field, f"{name!r} is not one of vLLM's sampling params{hint}")
-            # vLLM compares, which no NaN fails.
-            numbers = value.values() if isinstance(value, dict) else [value]
-            if any(isinstance(number, float) and math.isnan(number) for number in numbers):
-                raise Rejection(field, "expected a number, got NaN")
-        constraint = given.get("structured_outputs")
-        for name in constraint if isinstance(constraint, dict) else ():
-            if name not in _CONSTRAINTS:
-                near = difflib.get_close_matches(str(name), _CONSTRAINTS, 1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
-                field = f"{where}sampling.structured_outputs.{name}"
-                raise Rejection(field, f"{name!r} is not one of vLLM's constraints{hint}")
-        try:
-            return msgspec.convert(given, SamplingParams if constraint is None else _Constrained)
-        except msgspec.ValidationError as error:
-            # "... - at `$.temperature`"
-            named = re.search(r"\$\.(\w+)", str(error))
-            message = str(error).replace("`$.", "`sampling.")
-            raise Rejection(f"{where}sampling.{named[1] if named else '?'}", message) from error
-        except Exception as error:  # whatever vLLM raises here, it is about what the caller gave
-            raise Rejection(f"{where}sampling.{_culprit(error, given)}", str(error)) from error
 
     async def _look_at_constraint(self, params: SamplingParams) -> None:
         """Have vLLM look at a grammar, a regular expression or a schema, on a thread.
@@ -380,19 +310,16 @@ class VllmEngine:
 
     async def start(self, request: str, prepared: Prepared, priority: int) -> Outputs:
         try:
-            if isinstance(prepared.params, _Constrained):
-                await self._look_at_constraint(prepared.params)
-            collector = await self.llm.add_request(
-                request, prepared.prompt, prepared.params, lora_request=prepared.lora, priority=priority
-            )
-        except EngineDeadError as error:
-            raise EngineLost(str(error)) from error
+            with _engine_errors:
+                collector = await self.llm.add_request(
+                    request, prepared.prompt, prepared.params, lora_request=prepared.lora, priority=priority
+                )
         except (VLLMValidationError, ValueError, TypeError) as error:
             named = getattr(error, "parameter", None)
-            if named not in self._fields and prepared.params.structured_outputs is not None:
+            if named not in FIELDS and prepared.params.structured_outputs is not None:
                 # The prompt was looked at before: a grammar, a schema.
                 named = "structured_outputs"
-            field = f"sampling.{named}" if named in self._fields else "prompt"
+            field = f"sampling.{named}" if named in FIELDS else "prompt"
             raise Rejection(field, str(error)) from error
         outputs = _VllmOutputs(collector)
         if not {BLOCK_ARG, EDITS_ARG}.isdisjoint(prepared.params.extra_args or ()):
@@ -410,28 +337,19 @@ class VllmEngine:
         params = SamplingParams(
             max_tokens=min(_TRIAL, limit - length), temperature=0.0, ignore_eos=True, detokenize=False
         )
-        try:
+        with _engine_errors:
             async for _ in self.llm.generate(tokens_input([0] * length), params, "tracewire-trial"):
                 pass
-        except EngineDeadError as error:
-            raise EngineLost(str(error)) from error
 
-    async def refuse_untapped(self) -> None:
-        """Look whether all CUDA graphs have taps, on an engine that has any.
+    async def untapped_graphs(self) -> list[str]:
+        """The CUDA graphs without a place for taps, on an engine that has taps: no intervention would run in them.
 
         Raises:
-            UnsupportedSetting: one has none, and would leave every intervention out.
             EngineLost: vLLM has died, or does not answer.
         """
         if not self.model.taps:
-            return
-        found = [graph for worker in await self._call_workers("tracewire_untapped") for graph in worker]
-        if found:
-            raise UnsupportedSetting(
-                f"--tap: vLLM {versions().vllm} captured {len(found)} CUDA graphs without a place for taps, so that no "
-                f"intervention would run in them (the first is {found[0]}); use a version of vLLM that Tracewire "
-                "names as supported, or leave --tap out"
-            )
+            return []
+        return [graph for worker in await self._call_workers("tracewire_untapped") for graph in worker]
 
     async def abort(self, request: str) -> None:
         processor = self.llm.output_processor
@@ -501,9 +419,10 @@ class VllmEngine:
 
     async def answers(self) -> None:
         try:
-            await self.llm.engine_core.call_utility_async("tracewire_counts")
-        except EngineDeadError as error:
-            raise EngineLost(str(error)) from error
+            with _engine_errors:
+                await self.llm.engine_core.call_utility_async("tracewire_counts")
+        except EngineLost:
+            raise
         except Exception as error:  # so does one that was told to stop
             logger.debug("vLLM answers: %s", error)
 
@@ -520,10 +439,8 @@ class VllmEngine:
             EngineLost: it died, or did not answer in time.
         """
         try:
-            with anyio.fail_after(self._patience_s):
+            with _engine_errors, anyio.fail_after(self._patience_s):
                 return await call
-        except EngineDeadError as error:
-            raise EngineLost(str(error)) from error
         except TimeoutError as error:
             raise EngineLost(f"vLLM did not answer {method} within {self._patience_s:g} s") from error
 
@@ -568,72 +485,3 @@ class VllmEngine:
             "requests": counts["requests"],
             "blocks": counts["blocks"] - counts["free_blocks"],
         }
-
-
-def _characters(value: Any) -> int:
-    """How many characters stand in the texts of plain data, and one for each other part of it."""
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, dict):
-        return 1 + sum(map(_characters, value.values()))
-    return 1 + sum(map(_characters, value)) if isinstance(value, list) else 1
-
-
-def _asks_result(block: Block | None) -> bool:
-    """Whether a block reads `tracer.result`, perhaps."""
-    if block is None:
-        return False
-    return _reads_result((block.source, *(helper.source for helper in block.helpers)), block.parameters[1])
-
-
-@lru_cache(maxsize=64)
-def _reads_result(sources: tuple[str, ...], tracer: str) -> bool:
-    """Whether `result` is an attribute of the tracer there, or of anything, if the tracer goes by other names, too."""
-    try:
-        nodes = [node for source in sources for node in ast.walk(ast.parse(source))]
-    except (SyntaxError, ValueError, MemoryError, RecursionError):
-        # What compiles it tells of that.
-        return True
-    of_tracer = [
-        node
-        for node in nodes
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == tracer
-    ]
-    if any(node.attr == "result" for node in of_tracer):
-        return True
-    plain = {node.value for node in of_tracer if not node.attr.startswith("__")}
-    renamed = any(
-        (isinstance(node, ast.Name) and node.id == tracer and node not in plain)
-        or (isinstance(node, ast.Constant) and node.value == tracer)
-        for node in nodes
-    )
-    named = any(
-        (isinstance(node, ast.Attribute) and node.attr == "result")
-        or (isinstance(node, ast.Constant) and node.value == "result")
-        for node in nodes
-    )
-    return renamed and named
-
-
-def pinned_seed(trace: str, invoke: int) -> int:
-    """The seed of an invoke that names none: the same in each attempt, which so repeats what the last one sampled."""
-    return int.from_bytes(blake2b(f"{trace}/{invoke}".encode("utf-8", "surrogatepass"), digest_size=8).digest()) >> 1
-
-
-def _culprit(error: Exception, given: dict[str, Any]) -> str:
-    """Which of the given params an error of vLLM's is about: the one it names, else one that its text names."""
-    named = getattr(error, "parameter", None)
-    if named in given:
-        return str(named)
-    text = str(error)
-    return next((name for name in sorted(given, key=len, reverse=True) if name in text), "?")
-
-
-def _plain(params: SamplingParams) -> dict[str, Any]:
-    """The resolved params that differ from nothing: every field with a plain value."""
-    resolved: dict[str, Any] = {}
-    for name in SamplingParams.__struct_fields__:
-        value = getattr(params, name)
-        if not name.startswith("_") and name not in _RESERVED and isinstance(value, (bool, int, float, str, list)):
-            resolved[name] = value
-    return resolved

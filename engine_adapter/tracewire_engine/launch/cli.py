@@ -42,9 +42,7 @@ if TYPE_CHECKING:
     from tracewire_bus.wire.messages import EngineInfo
     from tracewire_engine.adapter.http_server import HttpApi
     from tracewire_engine.adapter.service import Adapter
-    from tracewire_engine.adapter.vllm_engine import VllmEngine
-
-    from .engine_builder import EngineModel
+    from tracewire_engine.adapter.vllm_engine import ServedModel, VllmEngine
 
 __all__ = ["LOOP", "demo_model", "main", "settle_memory"]
 
@@ -441,7 +439,7 @@ def settle_memory() -> None:
     gc.enable()
 
 
-def _give_up(model: EngineModel, why: str) -> None:
+def _give_up(model: ServedModel, why: str) -> None:
     """End an engine of which a part is gone: EngineCore's end is what everything else follows from."""
     logger.error("the engine is given up: %s", why)
     for process in model.vllm_entrypoint.engine_core.resources.engine_manager.processes:
@@ -560,15 +558,19 @@ async def _untapped(engine: VllmEngine) -> str:
     """What is wrong with an engine whose CUDA graphs leave interventions out; empty if they do not."""
     from tracewire_engine.adapter.engine_api import EngineLost
 
-    from .engine_builder import UnsupportedSetting
+    from .engine_builder import versions
 
     try:
-        await engine.refuse_untapped()
-    except UnsupportedSetting as error:
-        return str(error)
+        graphs = await engine.untapped_graphs()
     except EngineLost as error:
         return f"vLLM was lost before its first request: {error}"
-    return ""
+    if not graphs:
+        return ""
+    return (
+        f"--tap: vLLM {versions().vllm} captured {len(graphs)} CUDA graphs without a place for taps, so that no "
+        f"intervention would run in them (the first is {graphs[0]}); use a version of vLLM that Tracewire names as "
+        "supported, or leave --tap out"
+    )
 
 
 async def _first_answer(engine: VllmEngine, patience_s: float) -> str:

@@ -1,0 +1,46 @@
+"""Whether a block reads what its request put out, which the workers are sent only then."""
+
+from __future__ import annotations
+
+import ast
+from functools import lru_cache
+
+from tracewire_bus.wire.messages import Block
+
+__all__ = ["asks_result"]
+
+
+def asks_result(block: Block | None) -> bool:
+    """Whether a block reads `tracer.result`, perhaps."""
+    if block is None:
+        return False
+    return _reads_result((block.source, *(helper.source for helper in block.helpers)), block.parameters[1])
+
+
+@lru_cache(maxsize=64)
+def _reads_result(sources: tuple[str, ...], tracer: str) -> bool:
+    """Whether `result` is an attribute of the tracer there, or of anything, if the tracer goes by other names, too."""
+    try:
+        nodes = [node for source in sources for node in ast.walk(ast.parse(source))]
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        # What compiles it tells of that.
+        return True
+    of_tracer = [
+        node
+        for node in nodes
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == tracer
+    ]
+    if any(node.attr == "result" for node in of_tracer):
+        return True
+    plain = {node.value for node in of_tracer if not node.attr.startswith("__")}
+    renamed = any(
+        (isinstance(node, ast.Name) and node.id == tracer and node not in plain)
+        or (isinstance(node, ast.Constant) and node.value == tracer)
+        for node in nodes
+    )
+    named = any(
+        (isinstance(node, ast.Attribute) and node.attr == "result")
+        or (isinstance(node, ast.Constant) and node.value == "result")
+        for node in nodes
+    )
+    return renamed and named

@@ -1,0 +1,98 @@
+"""Sampling params of a submission, checked in the caller's terms, as vLLM's."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import re
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Any
+
+import msgspec
+from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
+
+from tracewire_bus.wire.messages import Invoke
+
+from .engine_api import Rejection
+
+__all__ = ["FIELDS", "pinned_seed", "resolved", "sampling_params"]
+
+#: The names of vLLM's sampling params.
+FIELDS = [name for name in SamplingParams.__struct_fields__ if not name.startswith("_")]
+
+#: What vLLM's structured outputs are described by.
+_CONSTRAINTS = [one.name for one in dataclasses.fields(StructuredOutputsParams) if one.init]
+
+#: Sampling params that are the engine's own business.
+_RESERVED = frozenset(
+    {
+        *("extra_args", "flat_logprobs", "output_kind", "output_text_buffer_length", "skip_clone"),
+        *("skip_reading_prefix_cache", "stream_interval"),
+    }
+)
+
+
+def sampling_params(invoke: Invoke, where: str) -> SamplingParams:
+    """The sampling params of an invoke, whose fields are named with `where` before them.
+
+    Raises:
+        Rejection: vLLM does not take them.
+    """
+    given = dict(invoke.sampling)
+    for name, value in given.items():
+        field = f"{where}sampling.{name}"
+        if name in _RESERVED:
+            raise Rejection(field, f"{name} is the engine's own to set")
+        if name not in FIELDS:
+            raise Rejection(field, f"{name!r} is not one of vLLM's sampling params{_did_you_mean(name, FIELDS)}")
+        # vLLM compares, which no NaN fails.
+        numbers = value.values() if isinstance(value, dict) else [value]
+        if any(isinstance(number, float) and math.isnan(number) for number in numbers):
+            raise Rejection(field, "expected a number, got NaN")
+    constraint = given.get("structured_outputs")
+    for name in constraint if isinstance(constraint, dict) else ():
+        if name not in _CONSTRAINTS:
+            field = f"{where}sampling.structured_outputs.{name}"
+            hint = _did_you_mean(str(name), _CONSTRAINTS)
+            raise Rejection(field, f"{name!r} is not one of vLLM's constraints{hint}")
+    try:
+        return msgspec.convert(given, SamplingParams)
+    except msgspec.ValidationError as error:
+        # "... - at `$.temperature`"
+        named = re.search(r"\$\.(\w+)", str(error))
+        message = str(error).replace("`$.", "`sampling.")
+        raise Rejection(f"{where}sampling.{named[1] if named else '?'}", message) from error
+    except Exception as error:  # whatever vLLM raises here, it is about what the caller gave
+        raise Rejection(f"{where}sampling.{_culprit(error, given)}", str(error)) from error
+
+
+def _did_you_mean(name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, known, 1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _culprit(error: Exception, given: dict[str, Any]) -> str:
+    """Which of the given params an error of vLLM's is about: the one it names, else one that its text names."""
+    named = getattr(error, "parameter", None)
+    if named in given:
+        return str(named)
+    text = str(error)
+    return next((name for name in sorted(given, key=len, reverse=True) if name in text), "?")
+
+
+def resolved(params: SamplingParams) -> dict[str, Any]:
+    """The resolved params that differ from nothing: every field with a plain value."""
+    found: dict[str, Any] = {}
+    for name in SamplingParams.__struct_fields__:
+        value = getattr(params, name)
+        if not name.startswith("_") and name not in _RESERVED and isinstance(value, (bool, int, float, str, list)):
+            found[name] = value
+    return found
+
+
+def pinned_seed(trace: str, invoke: int) -> int:
+    """The seed of an invoke that names none: the same in each attempt, which so repeats what the last one sampled."""
+    return int.from_bytes(blake2b(f"{trace}/{invoke}".encode("utf-8", "surrogatepass"), digest_size=8).digest()) >> 1
