@@ -44,11 +44,11 @@ async def run(model, link, blobs, info, options):
 
 def main():
     """Start the engine in this process."""
+    from tracewire_engine.link.blob_link import BlobReceiver
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     from tracewire_engine.launch.cli import demo_model
-    from tracewire_engine.launch.engine_builder import build_engine, describe
-    from tracewire_engine.link.blob_receiver import BlobReceiver
+    from tracewire_engine.launch.engine_builder import WorkerSettings, build_engine, describe
     from tracewire_engine.link.step_link import LinkReceiver
 
     parser = argparse.ArgumentParser()
@@ -61,7 +61,7 @@ def main():
     )
     with LinkReceiver() as link, BlobReceiver(link.address) as blobs:
         # Low, so that some saves travel as references: their digests are the arrays'.
-        model = build_engine(arguments, link.address, blob_threshold=1024)
+        model = build_engine(arguments, link.address, settings=WorkerSettings(blob_threshold=1024))
         try:
             figures = anyio.run(run, model, link, blobs, describe(model, "demo", places), options)
         finally:

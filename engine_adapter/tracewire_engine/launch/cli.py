@@ -23,18 +23,18 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import anyio
 
 from tracewire_bus.domain.fleet import LEAVING, differences, disagreements
-from tracewire_bus.store.blobs import THRESHOLD_BYTES
 from tracewire_bus.transport.connection import BusError, BusUnavailable
 from tracewire_engine.protocol.cluster import Cluster
 
+from .options import add_options, redis_url
 from .parent_death import die_with_parent
 from .ray_cluster import ClusterError, ClusterUnavailable, joined
-from .secret import API_KEY, URL, Given, hub_token, shown
+from .secret import API_KEY, Given, hub_token, shown
 from .supervisor import DRAINING, SUPERVISOR_PID, supervise
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from tracewire_bus.wire.messages import EngineInfo
     from tracewire_engine.adapter.http_server import HttpApi
     from tracewire_engine.adapter.service import Adapter
+    from tracewire_engine.adapter.settings import Settings
     from tracewire_engine.adapter.vllm_engine import ServedModel, VllmEngine
 
 __all__ = ["LOOP", "demo_model", "main", "settle_memory"]
@@ -98,273 +99,110 @@ def main(arguments: list[str] | None = None) -> int:
 def _adapter(
     arguments: list[str], secrets: Mapping[str, str] = MappingProxyType({}), loaded: Callable[[], None] = lambda: None
 ) -> int:
-    """Serve until it is told to stop. `loaded` is called when the model is."""
+    """Serve until told to stop. `loaded` is called when the model is."""
     # vLLM reads these when it is first imported.
     os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    # Until it serves: to look for garbage among what is imported takes a sixth of the time of importing it.
+    # Garbage collection is off until the model has loaded: it would take a sixth of the time of the imports.
     gc.disable()
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
+    from .engine_builder import UnsupportedSetting
 
-    from .engine_builder import UnsupportedSetting, refuse_unsupported
-
-    parser = FlexibleArgumentParser(prog="tracewire engine", description="Serve a model to the bus.")
-    ours = parser.add_argument_group("tracewire")
-    ours.add_argument("model_folder", metavar="MODEL", help="a Hugging Face model's folder or name, or 'demo'")
-    ours.add_argument("--name", help="the name that clients ask for (default: the last part of MODEL)")
-    ours.add_argument(
-        "--url", default=secrets.get(URL) or os.environ.get(URL), help="Redis URL (default: $TRACEWIRE_URL)"
-    )
-    ours.add_argument("--url-file", metavar="FILE", help="a file that holds the Redis URL, in place of --url")
-    ours.add_argument("--prefix", default="tw", help="prefix of all keys on Redis")
-    ours.add_argument("--capacity", type=int, default=256, help="traces taken at once")
-    ours.add_argument(
-        "--queue-limit",
-        type=int,
-        default=4096,
-        metavar="SUBMISSIONS",
-        help="how many may wait for the model before clients are told to come later (0: any number)",
-    )
-    ours.add_argument(
-        "--drain", type=float, default=10.0, metavar="SECONDS", help="how long traces may go on after SIGTERM"
-    )
-    ours.add_argument(
-        "--restarts", type=int, metavar="TIMES", help="how often to start again when the engine died (default: always)"
-    )
-    ours.add_argument(
-        "--tap",
-        action="append",
-        default=[],
-        metavar="PATTERN",
-        help="keep CUDA graphs, and serve this location in them (repeatable), as model.layers.*.output",
-    )
-    ours.add_argument(
-        "--lora",
-        action="append",
-        default=[],
-        metavar="NAME=FOLDER",
-        help="serve a LoRA adapter (PEFT's format) to the prompts that ask for it by name (repeatable)",
-    )
-    ours.add_argument(
-        "--block-timeout",
-        type=float,
-        default=10.0,
-        metavar="SECONDS",
-        help="how long a block may compute within one step, while all requests wait (0: any time)",
-    )
-    ours.add_argument(
-        "--blob-threshold",
-        type=int,
-        default=THRESHOLD_BYTES,
-        metavar="BYTES",
-        help="saved arrays of more bytes than this are fetched by those who want them (0: no array is)",
-    )
-    ours.add_argument(
-        "--kept-kv-bytes",
-        type=int,
-        default=8 << 30,
-        metavar="BYTES",
-        help="how much KV of preempted traces each worker keeps in host memory; what is more is computed anew",
-    )
-    ours.add_argument(
-        "--retain-events",
-        type=int,
-        default=0,
-        metavar="N",
-        help="trim a running trace's stream when it has more events than this; who missed some gets the state instead "
-        "(default 0: keep all)",
-    )
-    ours.add_argument(
-        "--retain-bytes",
-        type=int,
-        default=0,
-        metavar="BYTES",
-        help="likewise, when its events take more bytes than this (default 0: any number)",
-    )
-    ours.add_argument(
-        "--retain-traces",
-        type=int,
-        default=0,
-        metavar="N",
-        help="how many finished traces to keep on this Redis, of all models: the oldest are dropped first, whatever "
-        "--retention says (default 0: any number)",
-    )
-    ours.add_argument(
-        "--retain-total-bytes",
-        type=int,
-        default=0,
-        metavar="BYTES",
-        help="likewise, when all finished traces take more bytes of Redis than this (default 0: any number)",
-    )
-    ours.add_argument(
-        "--buffer-bytes",
-        type=int,
-        default=256 * 1024 * 1024,
-        metavar="BYTES",
-        help="how much may wait for a Redis that is away or slow before the engine is held",
-    )
-    ours.add_argument(
-        "--memory-patience",
-        type=float,
-        default=60.0,
-        metavar="SECONDS",
-        help="how long a trace waits for a Redis whose memory is full before it fails",
-    )
-    ours.add_argument(
-        "--retention",
-        type=float,
-        default=3600.0,
-        metavar="SECONDS",
-        help="how long a trace can be read after its end",
-    )
-    ours.add_argument(
-        "--ray-address",
-        default=os.environ.get("RAY_ADDRESS") or None,
-        metavar="ADDRESS",
-        help="with --distributed-executor-backend ray: HOST:PORT of a cluster, 'auto' for the one that runs here, "
-        "'local' for one of this engine's own (default: $RAY_ADDRESS, else auto if there is one, else local)",
-    )
-    ours.add_argument(
-        "--link-host",
-        metavar="ADDRESS",
-        help="with a Ray cluster: this machine's address for the workers (default: the one that Ray knows it by)",
-    )
-    ours.add_argument(
-        "--worker-patience",
-        type=float,
-        default=30.0,
-        metavar="SECONDS",
-        help="with a Ray cluster: how long nothing is heard of a worker before the engine is given up",
-    )
-    ours.add_argument(
-        "--engine-patience",
-        type=float,
-        default=120.0,
-        metavar="SECONDS",
-        help="how long vLLM may take to answer, or to report a step, before it is given up: longer than any step",
-    )
-    ours.add_argument(
-        "--openai",
-        metavar="HOST:PORT",
-        help="serve vLLM's OpenAI-compatible HTTP API, too, with standing interventions on its requests",
-    )
-    ours.add_argument(
-        "--openai-option",
-        action="append",
-        default=[],
-        metavar="OPTION",
-        help="an option of vLLM's HTTP server (repeatable), as --openai-option=--chat-template=FILE",
-    )
-    ours.add_argument(
-        "--first-answer",
-        type=float,
-        default=600.0,
-        metavar="SECONDS",
-        help="how long the engine's first request may take, which it makes itself before it serves (0: it makes none)",
-    )
-    ours.add_argument(
-        "--check-collect",
-        action="store_true",
-        help="check every trace's saves against what nnsight's own collect returns (costs throughput)",
-    )
-    ours.add_argument(
-        "--log-stats",
-        action="store_true",
-        help="keep vLLM's own statistics, its line in the log every ten seconds (costs throughput)",
-    )
-    AsyncEngineArgs.add_cli_args(parser)
-    # A trace's priority is to reach vLLM's scheduler, unless the operator chooses otherwise.
-    parser.set_defaults(scheduling_policy="priority")
-    options = parser.parse_args(arguments)
-
+    options = _parsed(arguments, secrets)
     logging.basicConfig(level=logging.INFO, format=_LOG, stream=sys.stderr)
-    wrong = [one for one in options.lora if not all(one.partition("="))]
-    if wrong:
-        parser.error(f"--lora takes NAME=FOLDER; got {wrong[0]!r}")
-    if options.blob_threshold < 0:
-        parser.error(f"--blob-threshold takes a number of bytes, or 0; got {options.blob_threshold}")
-    if options.queue_limit < 0:
-        parser.error(f"--queue-limit takes a number of submissions, or 0; got {options.queue_limit}")
-    for setting in ("retain_events", "retain_bytes", "retain_traces", "retain_total_bytes", "kept_kv_bytes"):
-        if getattr(options, setting) < 0:
-            parser.error(f"--{setting.replace('_', '-')} takes a number, or 0; got {getattr(options, setting)}")
-    if options.buffer_bytes <= 0:
-        parser.error(f"--buffer-bytes takes a number of bytes above 0; got {options.buffer_bytes}")
-    if not options.memory_patience >= 0:
-        parser.error(f"--memory-patience takes a number of seconds; got {options.memory_patience}")
-    if not 0 <= options.first_answer < math.inf:
-        parser.error(f"--first-answer takes a number of seconds, or 0; got {options.first_answer}")
-    if not 2 <= options.worker_patience < math.inf:
-        parser.error(f"--worker-patience takes a number of seconds, at least 2; got {options.worker_patience}")
-    if not 10 <= options.engine_patience < math.inf:
-        parser.error(f"--engine-patience takes a number of seconds, at least 10; got {options.engine_patience}")
-    if not 1 <= options.retention < math.inf:
-        parser.error(f"--retention takes a number of seconds, at least 1; got {options.retention}")
-    if options.url_file is not None:
-        try:
-            options.url = Path(options.url_file).read_text().strip()
-        except OSError as error:
-            parser.error(f"--url-file: {error}")
-    if not options.url:
-        parser.error("--url is required (or --url-file, or set TRACEWIRE_URL): the Redis that clients use")
-    folder, name = options.model_folder, options.name
-    if folder == "demo":
-        folder, name = str(demo_model()), name or "demo"
-        # A small model on a small machine: do not reserve the machine for it.
-        if options.kv_cache_memory_bytes is None:
-            options.kv_cache_memory_bytes = 512 * 1024 * 1024
-    options.model = folder
-    options.disable_log_stats = not options.log_stats
-    try:
-        vllm_arguments = AsyncEngineArgs.from_cli_args(options)
-        refuse_unsupported(vllm_arguments)
-        if getattr(vllm_arguments, "shutdown_timeout", None) == 0:
-            # When a SIGTERM goes to all processes at once, EngineCore then finishes what runs, as the adapter does.
-            vllm_arguments.shutdown_timeout = max(1, math.ceil(options.drain))
-    except UnsupportedSetting as error:
-        print(f"tracewire engine: {error}", file=sys.stderr)
-        return 2
-    try:
-        # Before the model is loaded, which takes its time.
-        anyio.run(_check_redis, options.url, options.prefix, options.retain_total_bytes > 0)
-    except (BusError, ValueError) as error:
-        # A ValueError is a URL that is none of a Redis.
-        print(f"tracewire engine: {error}", file=sys.stderr)
-        return 2
-    #: Where HTTP is served, if it is: bound before the model is loaded, which takes its time.
-    listener: socket.socket | None = None
-    if options.openai is not None:
-        try:
-            from tracewire_engine.adapter.http_server import bound, parsed
-
-            options.openai_arguments = parsed(options.openai_option, secrets.get(API_KEY) or os.environ.get(API_KEY))
-            listener = bound(options.openai)
-        except (ValueError, OSError, ImportError) as error:
-            print(f"tracewire engine: --openai: {error}", file=sys.stderr)
-            return 2
-    options.listener = listener
     options.loaded = loaded
     try:
+        vllm_arguments = _vllm_arguments(options)
+        # Before the model is loaded, which takes its time.
+        anyio.run(_check_redis, options.url, options.prefix, options.retain_total_bytes > 0)
+        options.listener = _listener(options, secrets)
+    except (UnsupportedSetting, BusError, ValueError) as error:
+        # A ValueError is a URL that is none of a Redis, or an address or option of the HTTP server.
+        return _refuse(error)
+    try:
         if vllm_arguments.distributed_executor_backend != "ray":
-            return _serve(vllm_arguments, name or Path(folder).name, options)
+            return _serve(vllm_arguments, options)
         from vllm.platforms import current_platform
 
         devices = vllm_arguments.tensor_parallel_size * vllm_arguments.pipeline_parallel_size
         with joined(options.ray_address, devices, current_platform.ray_device_key or "CPU") as cluster:
-            return _serve(vllm_arguments, name or Path(folder).name, options, cluster)
+            return _serve(vllm_arguments, options, cluster)
     except ClusterUnavailable as error:
         # The supervisor tries again: a machine of it may have gone for a while.
-        print(f"tracewire engine: {error}", file=sys.stderr)
-        return 1
+        return _refuse(error, 1)
     except (ClusterError, UnsupportedSetting) as error:
-        print(f"tracewire engine: {error}", file=sys.stderr)
-        return 2
+        return _refuse(error)
     finally:
-        if listener is not None:
-            listener.close()
+        if options.listener is not None:
+            options.listener.close()
+
+
+def _refuse(error: object, status: int = 2) -> int:
+    """Print why this engine does not serve, and return the exit status."""
+    print(f"tracewire engine: {error}", file=sys.stderr)
+    return status
+
+
+def _parsed(arguments: list[str], secrets: Mapping[str, str]) -> argparse.Namespace:
+    """Our own options and vLLM's. Exits with 2 if one of ours is wrong."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = FlexibleArgumentParser(prog="tracewire engine", description="Serve a model to the bus.")
+    add_options(parser.add_argument_group("tracewire"), secrets)
+    AsyncEngineArgs.add_cli_args(parser)
+    # A trace's priority is to reach vLLM's scheduler, unless the operator chooses otherwise.
+    parser.set_defaults(scheduling_policy="priority")
+    options: argparse.Namespace = parser.parse_args(arguments)
+    try:
+        options.url = redis_url(options)
+    except ValueError as error:
+        parser.error(str(error))
+    options.model = options.model_folder
+    if options.model == "demo":
+        options.model, options.name = str(demo_model()), options.name or "demo"
+        # A small model on a small machine: do not reserve the machine for it.
+        if options.kv_cache_memory_bytes is None:
+            options.kv_cache_memory_bytes = 512 * 1024 * 1024
+    options.name = options.name or Path(options.model).name
+    options.disable_log_stats = not options.log_stats
+    return options
+
+
+def _vllm_arguments(options: argparse.Namespace) -> Any:
+    """vLLM's own arguments.
+
+    Raises:
+        UnsupportedSetting: one of them is not supported.
+    """
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    from .engine_builder import refuse_unsupported
+
+    arguments = AsyncEngineArgs.from_cli_args(options)
+    refuse_unsupported(arguments)
+    if getattr(arguments, "shutdown_timeout", None) == 0:
+        # When a SIGTERM goes to all processes at once, EngineCore then finishes what runs, as the adapter does.
+        arguments.shutdown_timeout = max(1, math.ceil(options.drain))
+    return arguments
+
+
+def _listener(options: argparse.Namespace, secrets: Mapping[str, str]) -> socket.socket | None:
+    """The socket on which HTTP is served, if it is: bound before the model is loaded, which takes its time.
+
+    Raises:
+        ValueError: `--openai`, or an option of its server, cannot be carried out.
+    """
+    if options.openai is None:
+        return None
+    try:
+        from tracewire_engine.adapter.http_server import bound, parsed
+
+        options.openai_arguments = parsed(options.openai_option, secrets.get(API_KEY) or os.environ.get(API_KEY))
+        return bound(options.openai)
+    except (ValueError, OSError, ImportError) as error:
+        raise ValueError(f"--openai: {error}") from error
 
 
 async def _check_redis(url: str, prefix: str, counts_bytes: bool) -> None:
@@ -380,7 +218,7 @@ async def _check_redis(url: str, prefix: str, counts_bytes: bool) -> None:
         logger.warning("%s", error)
 
 
-def _serve(vllm_arguments: object, name: str, options: argparse.Namespace, cluster: Cluster | None = None) -> int:
+def _serve(vllm_arguments: Any, options: argparse.Namespace, cluster: Cluster | None = None) -> int:
     from vllm.envs import enable_envs_cache
     from vllm.platforms import current_platform
 
@@ -389,7 +227,7 @@ def _serve(vllm_arguments: object, name: str, options: argparse.Namespace, clust
     from tracewire_engine.link.step_link import LinkReceiver
 
     from .cpu_affinity import keep_off_workers
-    from .engine_builder import build_engine, describe
+    from .engine_builder import WorkerSettings, build_engine, describe
 
     # Workers of a cluster that is not our own may be anywhere.
     host = None if cluster is None or cluster.own else options.link_host or cluster.node
@@ -403,13 +241,15 @@ def _serve(vllm_arguments: object, name: str, options: argparse.Namespace, clust
             vllm_arguments,
             pulse.address,
             options.tap,
-            check_collect=options.check_collect,
-            block_timeout_s=options.block_timeout,
-            blob_threshold=options.blob_threshold,
-            kept_bytes=options.kept_kv_bytes,
+            WorkerSettings(
+                check_collect=options.check_collect,
+                block_timeout_s=options.block_timeout,
+                blob_threshold=options.blob_threshold,
+                kept_bytes=options.kept_kv_bytes,
+                worker_patience_s=options.worker_patience,
+            ),
+            loras=dict(options.lora),
             cluster=cluster,
-            worker_patience_s=options.worker_patience,
-            loras=dict(one.split("=", 1) for one in options.lora),
         )
         options.loaded()
         pulse.on_loss(partial(_give_up, model))
@@ -418,7 +258,7 @@ def _serve(vllm_arguments: object, name: str, options: argparse.Namespace, clust
                 logger.info("everything but the workers runs on cores %s", sorted(rest))
             # Its settings are asked for with every output.
             enable_envs_cache()
-            info = describe(model, name, options.capacity, options.queue_limit)
+            info = describe(model, options.name, options.capacity, options.queue_limit)
             settle_memory()
             return anyio.run(partial(_run, model, link, blobs, info, options), backend_options=LOOP)
         finally:
@@ -446,12 +286,12 @@ def _give_up(model: ServedModel, why: str) -> None:
         process.kill()
 
 
-async def _run(model: object, link: object, blobs: object, info: object, options: argparse.Namespace) -> int:
+async def _run(model: Any, link: Any, blobs: Any, info: EngineInfo, options: argparse.Namespace) -> int:
     from tracewire_bus.bus import Bus
-    from tracewire_engine.adapter.service import Adapter, Settings
+    from tracewire_engine.adapter.service import Adapter
     from tracewire_engine.adapter.vllm_engine import VllmEngine
 
-    engine = VllmEngine(model, link, blobs, options.engine_patience)  # type: ignore[arg-type]
+    engine = VllmEngine(model, link, blobs, options.engine_patience)
     fault = await _untapped(engine)
     if not fault and options.first_answer:
         fault = await _first_answer(engine, options.first_answer)
@@ -459,10 +299,43 @@ async def _run(model: object, link: object, blobs: object, info: object, options
         if not engine.lost:
             # It may be anywhere, and hears nothing.
             _give_up(engine.model, "it does not answer")
-        print(f"tracewire engine: {fault}", file=sys.stderr)
         # A machine of a cluster may come back; all else would be the same again.
-        return 1 if options.distributed_executor_backend == "ray" else 2
-    settings = Settings(
+        return _refuse(fault, 1 if options.distributed_executor_backend == "ray" else 2)
+    async with AsyncExitStack() as held:
+        bus = Bus.open(options.url, prefix=options.prefix, retention_s=options.retention)
+        try:
+            while not await _open(bus, held):
+                if engine.lost:
+                    return 1
+        except BusError as error:
+            return _refuse(error)
+        if stranger := await _stranger(bus, info):
+            return _refuse(stranger)
+        adapter = Adapter(engine, info, bus, _settings(options))
+        api = await _http_api(engine, adapter, info, options)
+        async with anyio.create_task_group() as group:
+            group.start_soon(_stop_on_signals, adapter)
+            group.start_soon(_print_when, adapter.draining, f"{DRAINING}{info.engine}")
+            if api is not None:
+                group.start_soon(api.run)
+                group.start_soon(_stop_with, api, adapter)
+                logger.info("serving vLLM's OpenAI-compatible API at %s", api.url)
+            group.start_soon(_print_when, adapter.serving, f"ready {info.engine}")
+            await adapter.run()
+            if api is not None:
+                await api.drop()
+            if not adapter.lost:
+                await _tell_held(engine)
+            elif not engine.lost:
+                _give_up(engine.model, "it does not answer")
+            group.cancel_scope.cancel()
+    return 1 if adapter.lost else 0
+
+
+def _settings(options: argparse.Namespace) -> Settings:
+    from tracewire_engine.adapter.settings import Settings
+
+    return Settings(
         drain_s=options.drain,
         blob_threshold=options.blob_threshold,
         buffer_bytes=options.buffer_bytes,
@@ -473,66 +346,37 @@ async def _run(model: object, link: object, blobs: object, info: object, options
         retain_total_bytes=options.retain_total_bytes,
         engine_patience_s=options.engine_patience,
     )
-    async with AsyncExitStack() as held:
-        bus = Bus.open(options.url, prefix=options.prefix, retention_s=options.retention)
-        try:
-            while not await _open(bus, held):
-                if engine.lost:
-                    return 1
-        except BusError as error:
-            print(f"tracewire engine: {error}", file=sys.stderr)
-            return 2
-        if stranger := await _stranger(bus, info):  # type: ignore[arg-type]
-            print(f"tracewire engine: {stranger}", file=sys.stderr)
-            return 2
-        adapter = Adapter(engine, info, bus, settings)  # type: ignore[arg-type]
 
-        api: HttpApi | None = None
-        if options.listener is not None:
-            from tracewire_engine.adapter.http_server import HttpApi
 
-            api = await HttpApi.of(
-                engine.llm,
-                adapter.plain,
-                options.listener,
-                model=info.model,  # type: ignore[attr-defined]
-                path=info.path,  # type: ignore[attr-defined]
-                arguments=options.openai_arguments,
-            )
-            info.openai = api.url  # type: ignore[attr-defined]
+async def _http_api(
+    engine: VllmEngine, adapter: Adapter, info: EngineInfo, options: argparse.Namespace
+) -> HttpApi | None:
+    """vLLM's HTTP server on this engine, if it is to be served. `info` says where from then on."""
+    if options.listener is None:
+        return None
+    from tracewire_engine.adapter.http_server import HttpApi
 
-        async def watch_signals() -> None:
-            with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
-                async for number in signals:
-                    logger.info("%s: draining", signal.Signals(number).name)
-                    adapter.stop()
+    api = await HttpApi.of(
+        *(engine.llm, adapter.plain, options.listener),
+        model=info.model,
+        path=info.path,
+        arguments=options.openai_arguments,
+    )
+    info.openai = api.url
+    return api
 
-        async def tell_of_draining() -> None:
-            await adapter.draining.wait()
-            # For the supervisor, too: it starts nothing again.
-            print(f"{DRAINING}{info.engine}", flush=True)  # type: ignore[attr-defined]
 
-        async def tell_of_serving() -> None:
-            await adapter.serving.wait()
-            print(f"ready {info.engine}", flush=True)  # type: ignore[attr-defined]
+async def _stop_on_signals(adapter: Adapter) -> None:
+    with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+        async for number in signals:
+            logger.info("%s: draining", signal.Signals(number).name)
+            adapter.stop()
 
-        async with anyio.create_task_group() as group:
-            group.start_soon(watch_signals)
-            group.start_soon(tell_of_draining)
-            if api is not None:
-                group.start_soon(api.run)
-                group.start_soon(_stop_with, api, adapter)
-                logger.info("serving vLLM's OpenAI-compatible API at %s", api.url)
-            group.start_soon(tell_of_serving)
-            await adapter.run()
-            if api is not None:
-                await api.drop()
-            if not adapter.lost:
-                await _tell_held(engine)
-            elif not engine.lost:
-                _give_up(engine.model, "it does not answer")
-            group.cancel_scope.cancel()
-    return 1 if adapter.lost else 0
+
+async def _print_when(event: anyio.Event, line: str) -> None:
+    """Print a line for the operator, and for the supervisor, when an event is set."""
+    await event.wait()
+    print(line, flush=True)
 
 
 async def _open(bus: Bus, held: AsyncExitStack) -> bool:

@@ -131,70 +131,52 @@ def refuse_unsupported(arguments: AsyncEngineArgs) -> None:
             raise UnsupportedSetting(f"{option} is not supported: {reason}")
 
 
+@dataclasses.dataclass(frozen=True)
+class WorkerSettings:
+    """What the workers are told when they start."""
+
+    #: Make every trace's manifest from what nnsight's own collect returns, at the cost of that collect.
+    check_collect: bool = False
+    #: What a block may take of each step, in seconds (see `time_limit.py`); 0: any time.
+    block_timeout_s: float = 10.0
+    #: Saved arrays of more bytes travel in blobs; 0: none does.
+    blob_threshold: int = 0
+    #: How many bytes of preempted traces' KV each worker keeps in host memory; what is more is computed anew.
+    kept_bytes: int = 8 << 30
+    #: How long workers on other machines and the adapter wait for each other, in seconds (see `liveness.py`).
+    worker_patience_s: float = 30.0
+
+
 def build_engine(
     arguments: AsyncEngineArgs,
     link_address: str,
     taps: Iterable[str] = (),
+    settings: WorkerSettings | None = None,
     *,
-    check_collect: bool = False,
-    block_timeout_s: float = 10.0,
-    blob_threshold: int = 0,
-    kept_bytes: int = 8 << 30,
-    cluster: Cluster | None = None,
-    worker_patience_s: float = 30.0,
     loras: Mapping[str, str] | None = None,
+    cluster: Cluster | None = None,
 ) -> EngineModel:
     """Start `AsyncLLM` (its processes included) and return nnsight's model around it.
 
-    Blocks until the engine is ready. `vllm_entrypoint` of the result is the `AsyncLLM`. With `check_collect`, every
-    trace's manifest is made from what nnsight's own collect returns, at the cost of that collect. `block_timeout_s`
-    limits what a block takes of each step (see `time_limit.py`); 0 for no limit. Saved arrays of more than
-    `blob_threshold` bytes travel in blobs; with 0, none does. Of preempted requests that are traced, each worker keeps
-    up to `kept_bytes` of
-    KV in host memory; beyond, they are computed anew. With a `cluster`, the workers are Ray actors in it; on other
-    machines, they and the adapter wait `worker_patience_s` for each other (see `liveness.py`).
-    `loras` has the folders of LoRA adapters by name, in PEFT's format.
+    Blocks until the engine is ready. `vllm_entrypoint` of the result is the `AsyncLLM`. `loras` has the folders of LoRA
+    adapters by name, in PEFT's format. With a `cluster`, the workers are Ray actors in it.
 
     Raises:
         UnsupportedSetting: the model, or how it is to be served, is not supported.
     """
+    settings = settings or WorkerSettings()
     refuse_unsupported(arguments)
-    os.environ[ADAPTER_PID] = str(os.getpid())
-    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
-    if current_platform.is_cpu():
-        # nnsight's meta tree empties the accelerator's cache, which raises where there is none.
-        from vllm.v1.worker.cpu_model_runner import _set_torch_accelerator_to_noop
-
-        _set_torch_accelerator_to_noop()
-        # The engine is eager, but vLLM compiles a helper of logprobs on first use, which holds every request up for
-        # seconds on a CPU.
-        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-    options = {
-        field.name: getattr(arguments, field.name)
-        for field in dataclasses.fields(arguments)
-        if field.init and field.name not in ("model", "worker_cls", "enforce_eager") and _changed(arguments, field)
-    }
-    options["scheduler_cls"] = SCHEDULER
-    options.update(_scheduling(arguments))
-    if arguments.pipeline_parallel_size > 2:
-        # See `refuse_unsupported`; left to itself, vLLM 0.25 switches it on.
-        options["async_scheduling"] = False
-    if arguments.pipeline_parallel_size > 1 and check_collect:
-        raise UnsupportedSetting(
-            "--check-collect is not supported with --pipeline-parallel-size: nnsight's collect reports the first "
-            "stage's saves"
-        )
-    if loras:
-        options.update(_adapters(arguments, loras))
+    _prepare_process()
+    options = _engine_options(arguments, settings, loras or {})
     options["additional_config"] = {
         **(options.get("additional_config") or {}),
         LINK_ADDRESS: link_address,
-        CHECK_COLLECT: check_collect,
-        BLOCK_TIMEOUT: block_timeout_s,
-        BLOB_THRESHOLD: blob_threshold,
-        KEPT_BYTES: kept_bytes,
+        CHECK_COLLECT: settings.check_collect,
+        BLOCK_TIMEOUT: settings.block_timeout_s,
+        BLOB_THRESHOLD: settings.blob_threshold,
+        KEPT_BYTES: settings.kept_bytes,
         STEP_TOKENS: getattr(arguments, "max_num_scheduled_tokens", None) or _STEP_TOKENS,
-        WORKER_PATIENCE: worker_patience_s,
+        WORKER_PATIENCE: settings.worker_patience_s,
     }
     if cluster is not None:
         from tracewire_engine.core.ray_executor import TracewireRayExecutor
@@ -205,6 +187,46 @@ def build_engine(
     named = enumerate((loras or {}).items(), 1)
     model.__dict__["loras"] = [LoRARequest(name, number, path) for number, (name, path) in named]
     return model
+
+
+def _prepare_process() -> None:
+    """Set what vLLM and nnsight find in this process, and in those that it starts."""
+    os.environ[ADAPTER_PID] = str(os.getpid())
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    if current_platform.is_cpu():
+        # nnsight's meta tree empties the accelerator's cache, which raises where there is none.
+        from vllm.v1.worker.cpu_model_runner import _set_torch_accelerator_to_noop
+
+        _set_torch_accelerator_to_noop()
+        # The engine is eager, but vLLM compiles a helper of logprobs on first use, which holds every request up for
+        # seconds on a CPU.
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+
+
+def _engine_options(arguments: AsyncEngineArgs, settings: WorkerSettings, loras: Mapping[str, str]) -> dict[str, Any]:
+    """The options of vLLM's engine: those of `arguments` that are not vLLM's own choice, and what we add.
+
+    Raises:
+        UnsupportedSetting: how the model is to be served is not supported.
+    """
+    options: dict[str, Any] = {
+        field.name: getattr(arguments, field.name)
+        for field in dataclasses.fields(arguments)
+        if field.init and field.name not in ("model", "worker_cls", "enforce_eager") and _changed(arguments, field)
+    }
+    options["scheduler_cls"] = SCHEDULER
+    options.update(_scheduling(arguments))
+    if arguments.pipeline_parallel_size > 2:
+        # See `refuse_unsupported`; left to itself, vLLM 0.25 switches it on.
+        options["async_scheduling"] = False
+    if arguments.pipeline_parallel_size > 1 and settings.check_collect:
+        raise UnsupportedSetting(
+            "--check-collect is not supported with --pipeline-parallel-size: nnsight's collect reports the first "
+            "stage's saves"
+        )
+    if loras:
+        options.update(_adapters(arguments, loras))
+    return options
 
 
 def _scheduling(arguments: AsyncEngineArgs) -> dict[str, Any]:
