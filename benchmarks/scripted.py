@@ -249,7 +249,7 @@ class ScriptedEngine:
         """Nor this."""
         return False
 
-    async def hold(self) -> None:
+    async def pause_all(self) -> None:
         """Nor this: what they put out merges."""
 
     async def takes_requests(self) -> bool:
@@ -259,7 +259,7 @@ class ScriptedEngine:
     async def answers(self) -> None:
         """At once."""
 
-    async def go_on(self) -> None:
+    async def resume_all(self) -> None:
         """Nor this."""
 
     def decode(self, token_ids: list[int], prepared: Prepared) -> str:

@@ -113,7 +113,7 @@ class PlayedEngine:
         self.asked.append(("resume", request))
         return True
 
-    async def hold(self) -> None:
+    async def pause_all(self) -> None:
         """Make no more tokens."""
         self.asked.append(("hold", ""))
 
@@ -124,7 +124,7 @@ class PlayedEngine:
     async def answers(self) -> None:
         """At once."""
 
-    async def go_on(self) -> None:
+    async def resume_all(self) -> None:
         """Make them again."""
         self.asked.append(("go on", ""))
 

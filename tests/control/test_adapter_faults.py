@@ -424,13 +424,13 @@ async def test_an_engine_that_refuses_to_be_held_is_asked_again(
     client: Client, embedded: str, prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As one that was told to stop does, with an error of its own type: nobody else's traces end by that."""
-    monkeypatch.setattr("tracewire_engine.adapter.service._PRESS_AGAIN_S", 0.0)
+    monkeypatch.setattr("tracewire_engine.adapter.service._BACKPRESSURE_RETRY_S", 0.0)
     held = anyio.Event()
 
     class Refusing(PlayedEngine):
         refusals = 1
 
-        async def hold(self) -> None:
+        async def pause_all(self) -> None:
             if self.refusals:
                 self.refusals -= 1
                 raise RuntimeError("the engine is shutting down")
@@ -447,7 +447,7 @@ async def test_an_engine_that_refuses_to_be_held_is_asked_again(
             nothing = msgspec.Raw(msgspec.msgpack.encode([]))
             engine.report(Report(steps=[StepRecord(request, 0, 0, nothing)]))
             await held.wait()
-            assert adapter.holding
+            assert adapter.engine_paused
             outputs.put("x")
             engine.report(Report(finishes=[FinishRecord(request, 0, nothing, steps=1)]))
             outputs.put("", "stop", 0)

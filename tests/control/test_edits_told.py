@@ -19,14 +19,14 @@ from tracewire_bus.wire.messages import Block, Edit, Failure
 from tracewire_engine.adapter import standing_edits as module
 from tracewire_engine.adapter.engine_api import Rejection
 from tracewire_engine.adapter.http_requests import EditedClient, PlainRequests, _asked
-from tracewire_engine.adapter.report_router import Reports
-from tracewire_engine.adapter.standing_edits import Standing
+from tracewire_engine.adapter.report_router import ReportRouter
+from tracewire_engine.adapter.standing_edits import StandingEdits
 from tracewire_engine.protocol.messages import FinishRecord
 
 _NO_DELTAS = msgspec.Raw(msgspec.msgpack.encode([]))
 
 
-async def standing(bus: Bus, **more: Any) -> Standing:
+async def standing(bus: Bus, **more: Any) -> StandingEdits:
     """An adapter's edits: one, `a`."""
     info = engine_info("tiny", "e")
     await bus.edits.install("tiny", Edit(name="a", block=Block(name="f", source="pass"), **more))
@@ -37,7 +37,7 @@ async def standing(bus: Bus, **more: Any) -> Standing:
     async def accept(block: Block) -> None:
         pass
 
-    made = Standing(bus, info, ModuleTree(info), accept, announce)
+    made = StandingEdits(bus, info, ModuleTree(info), accept, announce)
     await made.look()
     return made
 
@@ -73,11 +73,11 @@ async def test_what_is_told_waits_for_redis_and_is_told_in_order(bus: Bus, monke
 
     monkeypatch.setattr(Edits, "tell", tell)
     async with anyio.create_task_group() as group:
-        group.start_soon(edits.tell)
+        group.start_soon(edits.publish)
         for number in range(4):
-            edits.ended(chosen, raised(number), trace=f"t{number}")
+            edits.count_end(chosen, raised(number), trace=f"t{number}")
         with anyio.fail_after(30):
-            await edits.told()
+            await edits.flushed()
         group.cancel_scope.cancel()
     # What Redis refuses is lost, alone.
     assert await told(bus, 3) == ["r0", "r2", "r3"]
@@ -99,14 +99,14 @@ async def test_what_redis_refuses_to_disable_holds_up_no_record(bus: Bus, monkey
 
     monkeypatch.setattr(Edits, "disable", disable)
     async with anyio.create_task_group() as group:
-        group.start_soon(edits.tell)
+        group.start_soon(edits.publish)
         with anyio.fail_after(30):
-            edits.ended(chosen, raised(0), trace="t0")
-            await edits.told()
+            edits.count_end(chosen, raised(0), trace="t0")
+            await edits.flushed()
             assert await told(bus, 1) == ["r0"]
             assert not (await bus.edits.load("tiny")).edits[0].disabled
-            edits.ended(chosen, raised(1), trace="t1")
-            await edits.told()
+            edits.count_end(chosen, raised(1), trace="t1")
+            await edits.flushed()
             assert (await bus.edits.load("tiny")).edits[0].disabled
         group.cancel_scope.cancel()
 
@@ -116,12 +116,12 @@ async def test_of_too_many_the_oldest_are_dropped(bus: Bus, monkeypatch: pytest.
     edits = await standing(bus, max_failures=0)
     chosen = edits.choose(None)
     for number in range(100):
-        edits.ended(chosen, raised(number), trace="t")
+        edits.count_end(chosen, raised(number), trace="t")
     assert edits._waiting <= 1000
     async with anyio.create_task_group() as group:
-        group.start_soon(edits.tell)
+        group.start_soon(edits.publish)
         with anyio.fail_after(30):
-            await edits.told()
+            await edits.flushed()
         group.cancel_scope.cancel()
     kept = await bus.command("XLEN", bus.keys.edit_saves("tiny", "a"))
     assert 2 <= kept < 100
@@ -132,18 +132,18 @@ async def test_one_that_raised_too_often_in_a_row_is_disabled(bus: Bus) -> None:
     edits = await standing(bus, max_failures=3)
     chosen = edits.choose(None)
     async with anyio.create_task_group() as group:
-        group.start_soon(edits.tell)
+        group.start_soon(edits.publish)
         for number, record in enumerate([raised, raised, went_well, raised, raised]):
-            edits.ended(chosen, record(number), trace="t")
+            edits.count_end(chosen, record(number), trace="t")
         with anyio.fail_after(30):
-            await edits.told()
-        await edits.look()
+            await edits.flushed()
+        await edits.refresh()
         assert edits.choose(None).versions == chosen.versions
-        edits.ended(chosen, raised(5), trace="t")
+        edits.count_end(chosen, raised(5), trace="t")
         with anyio.fail_after(30):
-            await edits.told()
+            await edits.flushed()
         group.cancel_scope.cancel()
-    await edits.look()
+    await edits.refresh()
     assert not edits.choose(None)
     with pytest.raises(Rejection, match="it is disabled: it raised on 3 requests of engine e in a row"):
         edits.choose(["a"])
@@ -174,7 +174,7 @@ async def test_a_plain_client_ends_its_own_requests_only(bus: Bus) -> None:
     """vLLM's server aborts whatever it is given the name of, and an engine's own names are short."""
     edits = await standing(bus, scope="asked")
     ended: list[int] = []
-    plain = PlainRequests(bus, edits, Reports(None, {}, 0), {}, "e", lambda: ended.append(plain.running))
+    plain = PlainRequests(bus, edits, ReportRouter(None, {}, 0), {}, "e", lambda: ended.append(plain.running))
     played = PlayedClient()
     client: Any = EditedClient(played, plain)
     params = SimpleNamespace(extra_args=None)
@@ -203,7 +203,7 @@ async def test_a_plain_client_ends_its_own_requests_only(bus: Bus) -> None:
 )
 async def test_what_a_plain_client_may_not_bring(bus: Bus, extra: dict[str, Any], message: str) -> None:
     edits = await standing(bus)
-    plain = PlainRequests(bus, edits, Reports(None, {}, 0), {}, "e", lambda: None)
+    plain = PlainRequests(bus, edits, ReportRouter(None, {}, 0), {}, "e", lambda: None)
     params = SimpleNamespace(extra_args=extra)
     params.clone = lambda: SimpleNamespace(extra_args=extra)
     with pytest.raises(ValueError, match=message):

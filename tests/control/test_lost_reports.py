@@ -144,26 +144,26 @@ async def test_what_waits_for_redis_behind_large_arrays_is_not_late(monkeypatch:
     from tracewire_engine.adapter import report_router as reports
 
     monkeypatch.setattr(reports, "_LOOK_S", 0.0)
-    half = pending.Half(1, "t")
-    halves = {"r": half}
-    taken = reports.Reports(PlayedEngine(), halves, 0)
+    records = pending.PendingRecords(1, "t")
+    table = {"r": records}
+    taken = reports.ReportRouter(PlayedEngine(), table, 0)
     taken.held_up = True
     async with anyio.create_task_group() as group:
         group.start_soon(taken.watch, 0.01)
         waiting = anyio.Event()
 
         async def wait() -> None:
-            await half.finished()
+            await records.finished()
             waiting.set()
 
         group.start_soon(wait)
         with anyio.move_on_after(0.2):
             await waiting.wait()
-        assert not half.given_up
+        assert not records.given_up
         taken.held_up = False
         with anyio.fail_after(PATIENCE):
             await waiting.wait()
-        assert half.given_up
+        assert records.given_up
         group.cancel_scope.cancel()
 
 

@@ -37,7 +37,7 @@ async def test_a_redis_that_goes_before_the_engine_is_registered_ends_no_adapter
         anyio.create_task_group() as group,
     ):
         adapter = Adapter(PlayedEngine(), engine_info(), bus, Settings(heartbeat_s=0.05, drain_s=0))
-        asked, look = 0, adapter._standing.look
+        asked, look = 0, adapter._standing.refresh
 
         async def looked() -> None:
             nonlocal asked
@@ -46,7 +46,7 @@ async def test_a_redis_that_goes_before_the_engine_is_registered_ends_no_adapter
                 way.away = False
             await look()
 
-        adapter._standing.look = looked  # type: ignore[method-assign]
+        adapter._standing.refresh = looked  # type: ignore[method-assign]
         way.away = True
         await way.cut()
         group.start_soon(adapter.run)

@@ -25,7 +25,7 @@ from tracewire_bus.domain.fold import apply_delta
 from tracewire_bus.domain.intervention_checks import decoded, normalized, resolved
 from tracewire_bus.wire.messages import Ablate, Append, Clamp, Declared, Delta, Live, LogitLens, Probe, Steer, StopWhen
 from tracewire_bus.wire.values import decoder, digest, pack
-from tracewire_engine.adapter.read_decoder import ChoiceReads, Feed, joined
+from tracewire_engine.adapter.read_decoder import ChoiceReads, ReadDecoder, extend_encoded_list
 from tracewire_engine.link.step_link import encode_changes
 from tracewire_engine.protocol.messages import Placed
 from tracewire_engine.worker.blocks.live_params import LiveRun, LiveRuns
@@ -226,7 +226,7 @@ def test_recorded_plans_are_too(monkeypatch: pytest.MonkeyPatch) -> None:
 def play(seed: int, declared: DeclaredRequests) -> None:
     rng = random.Random(seed)
     torch.manual_seed(seed)
-    feed, runs = Feed(), LiveRuns()
+    feed, runs = ReadDecoder(), LiveRuns()
     #: As a CUDA graph has them: where they lie depends on the size of the batch.
     buffers: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
     versions = count(1)
@@ -308,7 +308,7 @@ def play(seed: int, declared: DeclaredRequests) -> None:
 def compare(request: Request) -> None:
     saves: dict[str, Any] = {}
     for index in sorted(request.reads.steps):
-        for delta in DELTAS(bytes(joined(b"\x90", request.reads.steps[index]))):
+        for delta in DELTAS(bytes(extend_encoded_list(b"\x90", request.reads.steps[index]))):
             apply_delta(saves, delta)
     assert set(saves) == set(request.expected)
     for name, items in request.expected.items():
@@ -407,5 +407,5 @@ def test_a_stop_condition_counts_steps_in_a_row() -> None:
 def test_an_append_follows_a_set_and_lists_join() -> None:
     encoded = msgspec.msgpack.encode([Append(path=("a",), items=[1])])
     more = [msgspec.msgpack.encode(Append(path=(f"n{number}",), items=[number])) for number in range(20)]
-    found = DELTAS(bytes(joined(encoded, more)))
+    found = DELTAS(bytes(extend_encoded_list(encoded, more)))
     assert [delta.path[0] for delta in found] == ["a", *(f"n{number}" for number in range(20))]

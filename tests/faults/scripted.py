@@ -267,7 +267,7 @@ class ScriptedEngine:
             running.held = False
         return running is not None
 
-    async def hold(self) -> None:
+    async def pause_all(self) -> None:
         """Make no more steps."""
         self.holding = True
 
@@ -278,7 +278,7 @@ class ScriptedEngine:
     async def answers(self) -> None:
         """At once."""
 
-    async def go_on(self) -> None:
+    async def resume_all(self) -> None:
         """Make steps again."""
         self.holding = False
 
@@ -368,7 +368,7 @@ def _held(engine: ScriptedEngine, adapter: Adapter, bus: Bus) -> dict[str, int]:
     """What is left in this process of traces that have ended, or that run."""
     return {
         "requests": engine.tracked,
-        "halves": len(adapter._halves),
+        "pending": len(adapter._pending),
         "runs": len(adapter._intake.scopes),
         "traces": len(adapter._claims.runs),
         "live": len(adapter._reports.live),

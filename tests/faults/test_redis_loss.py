@@ -368,7 +368,7 @@ async def test_while_redis_is_away_the_engine_is_held_and_loses_nothing(redis: S
         way.away = True
         await way.cut()
         gate.open()
-        await until(lambda: adapter.holding)
+        await until(lambda: adapter.engine_paused)
         steps, paced = engine.steps, paces
         await until(lambda: paces > paced + 100)
         assert engine.steps == steps
@@ -381,7 +381,7 @@ async def test_while_redis_is_away_the_engine_is_held_and_loses_nothing(redis: S
         final = [event async for event in client.subscribe(traces[0].id)][-1]
         assert isinstance(final, Final)
         assert final.status == "cancelled"
-        assert not adapter.holding
+        assert not adapter.engine_paused
         for trace in traces:
             await trace.aclose()
 
@@ -400,7 +400,7 @@ async def test_the_registry_says_that_an_engine_is_held(redis: Server) -> None:
             return [one.state for one in await bus.engines()] == ["holding"]
 
         await until(held)
-        assert adapter.holding
+        assert adapter.engine_paused
         await limit(bus, 0)
         await whole(client, trace.id, "hello", 2000)
 

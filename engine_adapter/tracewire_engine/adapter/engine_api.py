@@ -173,7 +173,7 @@ class Engine(Protocol):
         """
         ...
 
-    async def hold(self) -> None:
+    async def pause_all(self) -> None:
         """Make no more tokens, for any request, within two steps. All state is kept, and `abort` still ends requests.
 
         Raises:
@@ -193,7 +193,7 @@ class Engine(Protocol):
         """
         ...
 
-    async def go_on(self) -> None:
+    async def resume_all(self) -> None:
         """End a hold.
 
         Raises:

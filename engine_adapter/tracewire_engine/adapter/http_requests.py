@@ -25,9 +25,9 @@ from tracewire_engine.protocol.keys import DECLARED_ARG, EDITS_ARG, END_ARG
 from tracewire_engine.protocol.messages import Generated
 
 from .engine_api import Rejection
-from .pending import Half
-from .report_router import Reports
-from .standing_edits import Chosen, Standing
+from .pending import PendingRecords
+from .report_router import ReportRouter
+from .standing_edits import RequestEdits, StandingEdits
 
 __all__ = ["ASKED", "EditedClient", "PlainRequests"]
 
@@ -44,11 +44,11 @@ _KEEP_S = 3600
 class _Edited:
     """A request on which edits run."""
 
-    def __init__(self, name: str, request: str, chosen: Chosen, half: Half, choices: int) -> None:
+    def __init__(self, name: str, request: str, chosen: RequestEdits, pending: PendingRecords, choices: int) -> None:
         self.name = name
         self.request = request
         self.chosen = chosen
-        self.half = half
+        self.pending = pending
         self.tokens = [0] * choices
         #: Tells the workers at which token it ended, which only its output shows; where they know, nothing.
         self.tell: Callable[[bytes], Awaitable[None]] | None = None
@@ -56,8 +56,8 @@ class _Edited:
 
     async def failure(self) -> str:
         """What the edit raised that ended it."""
-        await self.half.finished()
-        records = [choice.finish for choice in self.half.choices if choice.finish is not None]
+        await self.pending.wait_finished()
+        records = [choice.finish for choice in self.pending.choices if choice.finish is not None]
         return next((record.error.message for record in records if record.error is not None), "an edit failed it")
 
 
@@ -67,16 +67,16 @@ class PlainRequests:
     def __init__(
         self,
         bus: Bus,
-        standing: Standing,
-        reports: Reports,
-        halves: dict[str, Half],
+        standing: StandingEdits,
+        reports: ReportRouter,
+        pending: dict[str, PendingRecords],
         engine: str,
         notify: Callable[[], None],
     ) -> None:
         self._bus = bus
         self._standing = standing
         self._reports = reports
-        self._halves = halves
+        self._pending = pending
         self._engine = engine
         self._notify = notify
         self._names = itertools.count()
@@ -84,14 +84,14 @@ class PlainRequests:
         self._ended = Wakeup()
         #: How many run, with edits or without; how many have ended whose edits are not told of yet.
         self.running = 0
-        self._settling = 0
+        self._publishing = 0
 
     @property
     def busy(self) -> bool:
         """Whether any runs, or is not told of yet."""
-        return bool(self.running or self._settling)
+        return bool(self.running or self._publishing)
 
-    def choose(self, asked: list[str] | None) -> Chosen:
+    def choose(self, asked: list[str] | None) -> RequestEdits:
         """The edits that run on a request that is taken now.
 
         Raises:
@@ -109,9 +109,9 @@ class PlainRequests:
         self.running -= 1
         self._notify()
 
-    def edited(self, name: str, request: str, chosen: Chosen, choices: int) -> _Edited:
+    def edited(self, name: str, request: str, chosen: RequestEdits, choices: int) -> _Edited:
         """Edits run on a request of ours."""
-        half = self._halves[name] = Half(
+        pending = self._pending[name] = PendingRecords(
             choices,
             f"{self._engine}:{name}",
             block=chosen.blocks is not None,
@@ -119,15 +119,15 @@ class PlainRequests:
             reports=self._reports,
             limit=RECORD_BYTES,
         )
-        return _Edited(name, request, chosen, half, choices)
+        return _Edited(name, request, chosen, pending, choices)
 
     def drop(self, one: _Edited) -> None:
         """It was never taken: nothing is reported of it."""
-        self._halves.pop(one.name, None)
+        self._pending.pop(one.name, None)
 
-    def leave(self, one: _Edited) -> None:
+    def ended(self, one: _Edited) -> None:
         """It has ended, however it did: what its edits left is told by `run`."""
-        self._settling += 1
+        self._publishing += 1
         self._over.append(one)
         self._ended.notify()
 
@@ -137,27 +137,27 @@ class PlainRequests:
             while True:
                 while not self._over:
                     await self._ended.wait()
-                group.start_soon(self._settle, self._over.popleft())
+                group.start_soon(self._publish, self._over.popleft())
 
-    async def _settle(self, one: _Edited) -> None:
-        half = one.half
+    async def _publish(self, one: _Edited) -> None:
+        pending = one.pending
         try:
             if one.tell is not None:
                 await one.tell(msgspec.msgpack.encode(Generated(one.name, None, [], [], one.tokens)))
-            await half.finished()
-            blobs = half.large
-            for choice in half.choices:
-                blobs |= await choice.reads.upload(self._bus.blobs, half.trace)
-            self._standing.leave(one.chosen, half, one.request, one.tokens, one.reasons)
+            await pending.wait_finished()
+            blobs = pending.large
+            for choice in pending.choices:
+                blobs |= await choice.reads.upload(self._bus.blobs, pending.trace)
+            self._standing.queue_records(one.chosen, pending, one.request, one.tokens, one.reasons)
             if blobs:
-                await self._bus.command("EXPIRE", self._bus.keys.blobs(half.trace), _KEEP_S)
+                await self._bus.command("EXPIRE", self._bus.keys.blobs(pending.trace), _KEEP_S)
         except BusError as error:
             logger.warning("what edits left on request %s is lost: %s", one.request, error)
         except Exception:  # one request's misfortune
             logger.exception("what edits left on request %s could not be told", one.request)
         finally:
-            self._halves.pop(one.name, None)
-            self._settling -= 1
+            self._pending.pop(one.name, None)
+            self._publishing -= 1
             self._notify()
 
 
@@ -240,10 +240,10 @@ class EditedClient:
         params.extra_args = extra
         # A token served from the prefix cache runs no forward pass, and an edit would not see it.
         params.skip_reading_prefix_cache = True
-        outputs = self._client.generate({**prompt, "cache_salt": one.half.trace}, params, one.name, *more, **options)
+        outputs = self._client.generate({**prompt, "cache_salt": one.pending.trace}, params, one.name, *more, **options)
         guard = Background(partial(self._guard, one), "tracewire edits") if chosen.fatal else None
         delta = params.output_kind.name == "DELTA"
-        begun, end = False, self._plain.leave
+        begun, end = False, self._plain.ended
         try:
             async for output in outputs:
                 begun = True
@@ -254,8 +254,8 @@ class EditedClient:
                     one.reasons[completion.index] = completion.finish_reason
                 if guard is not None and output.finished:
                     # What is reported of the last step may come behind its tokens.
-                    await one.half.reported(one.tokens)
-                    if one.half.failed:
+                    await one.pending.wait_reported(one.tokens)
+                    if one.pending.failed:
                         await guard.aclose()
                         raise _error(await one.failure())
                 yield output
@@ -277,7 +277,7 @@ class EditedClient:
     async def _guard(self, one: _Edited) -> None:
         """Abort the request when an edit has failed it."""
         with suppress(Exception):
-            await one.half.until_failed()
+            await one.pending.wait_failed()
             await self._client.abort(one.name)
 
 

@@ -29,7 +29,7 @@ from .http_requests import PlainRequests
 from .lifecycle import Lifecycle
 from .live_changes import LiveTrace
 from .settings import Settings
-from .standing_edits import Chosen
+from .standing_edits import RequestEdits
 from .trace_run import Attempt, RunServices, TraceRun, first
 from .validation import Validated, Validator, refusal
 
@@ -76,7 +76,7 @@ class Intake:
         while not self._lifecycle.stopping.is_set():
             room = self._info.capacity - len(self.scopes) - self._plain.running
             valid_s = self._lifecycle.valid_until - anyio.current_time()
-            if room <= 0 or valid_s <= 0 or self._lifecycle.holding:
+            if room <= 0 or valid_s <= 0 or self._lifecycle.engine_paused:
                 await self._lifecycle.changed()
                 continue
             wait_ms = int(min(self._settings.poll_s, valid_s) * 1000)
@@ -141,7 +141,7 @@ class Intake:
             await self._back_off()
             self._bus.queue.forgo(self._info.model, self._info.engine, entry.trace)
 
-    async def _checked(self, entry: Taken) -> tuple[Validated, list[Chosen]] | None:
+    async def _checked(self, entry: Taken) -> tuple[Validated, list[RequestEdits]] | None:
         """Decode and check an entry, and choose the standing interventions of each invoke, if there are any.
 
         What cannot be run is answered or dead-lettered, and is `None`.
@@ -184,7 +184,7 @@ class Intake:
             logger.warning("trace %s has ended already; its rejection was dropped", trace)
             self._bus.queue.settled(self._info.model, entry.trace)
 
-    def _choose(self, submission: Submission) -> list[Chosen]:
+    def _choose(self, submission: Submission) -> list[RequestEdits]:
         """The standing interventions of each invoke; nothing if none has any.
 
         Raises:
@@ -201,7 +201,7 @@ class Intake:
         return chosen if any(chosen) else []
 
     async def _run_trace(
-        self, entry: Taken, scope: anyio.CancelScope, validated: Validated, edits: list[Chosen]
+        self, entry: Taken, scope: anyio.CancelScope, validated: Validated, edits: list[RequestEdits]
     ) -> None:
         submission = validated.submission
         trace = submission.trace
@@ -244,7 +244,7 @@ class Intake:
             self._claims.entries.pop(trace, None)
             self._services.writer.forget(trace)
 
-    def _run_of(self, entry: Taken, validated: Validated, edits: list[Chosen], opened: Opened) -> TraceRun:
+    def _run_of(self, entry: Taken, validated: Validated, edits: list[RequestEdits], opened: Opened) -> TraceRun:
         submission = validated.submission
         live: LiveTrace | None = None
         if submission.live != _NO_LIVE:

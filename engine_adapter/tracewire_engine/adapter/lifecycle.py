@@ -28,7 +28,7 @@ class Lifecycle:
         #: Until when other engines see that this one lives, at least, by the event loop's clock.
         self.valid_until = -math.inf
         #: Whether the engine is paused as a whole until Redis has taken more.
-        self.holding = False
+        self.engine_paused = False
         #: Whether the engine died under the adapter.
         self.lost = False
         self._changed = anyio.Event()

@@ -72,10 +72,10 @@ class LiveTrace:
         self.first_version = self.version = version
         self._forms = {name: value.form for name, value in parted(packed).items()}
         #: Accepted, and told by no event: version and encoded change, in order.
-        self._untold: list[tuple[int, bytes]] = []
+        self._unpublished: list[tuple[int, bytes]] = []
         for data in changes:
             try:
-                self._untold.append((_read(data, self._forms).version, data))
+                self._unpublished.append((_read(data, self._forms).version, data))
             except ValueError as error:
                 logger.warning("a change of live parameters of run %s could not be read: %s", run, error)
         self._values: dict[str, Any] = unpack(packed)
@@ -85,7 +85,7 @@ class LiveTrace:
         #: The last version that the workers were sent, and the last that they reported.
         self.sent = self.applied = version
         #: What a call that failed did not bring to the workers: it goes along with the next change.
-        self.missed: dict[str, msgspec.Raw] = {}
+        self.undelivered: dict[str, msgspec.Raw] = {}
         #: Whether the workers were sent any.
         self.steered = False
         #: What is to be told before the next event, as the fields of a `Steered`.
@@ -105,7 +105,7 @@ class LiveTrace:
             return {}
         self.version = change.version
         self.changed.update({name: bytes(packed) for name, packed in change.values.items()})
-        self._untold.append((change.version, data))
+        self._unpublished.append((change.version, data))
         return change.values
 
     @property
@@ -117,7 +117,7 @@ class LiveTrace:
         """The stop conditions, with the values that hold at `version`. Called with each version, in order."""
         if not self._stops:
             return []
-        for number, data in self._untold:
+        for number, data in self._unpublished:
             if number <= version:
                 self._values.update(
                     {name: unpack(bytes(packed)) for name, packed in _change.decode(data).values.items()}
@@ -132,23 +132,23 @@ class LiveTrace:
         self.on_applied(applied)
         self._notes.append((applied.version, applied.first))
 
-    def told(self, places: Callable[[list[tuple[str, int, int]]], list[FirstToken]]) -> list[RawSteered]:
+    def take_events(self, places: Callable[[list[tuple[str, int, int]]], list[FirstToken]]) -> list[RawSteered]:
         """What the stream has to be told now, in order; the caller numbers it. `places` turns requests into invokes."""
         notes, self._notes = self._notes, []
         return [self._steered(version, places(first)) for version, first in notes]
 
-    def begun(self, first: list[FirstToken]) -> list[RawSteered]:
+    def first_events(self, first: list[FirstToken]) -> list[RawSteered]:
         """What had been accepted before the run began, and holds from `first` on."""
-        early = any(number <= self.first_version for number, _ in self._untold)
+        early = any(number <= self.first_version for number, _ in self._unpublished)
         return [self._steered(self.first_version, first)] if early else []
 
-    def rest(self) -> list[RawSteered]:
+    def last_events(self) -> list[RawSteered]:
         """What was accepted and reached no step: to be told at the end."""
-        return [self._steered(self.version, [])] if self._untold else []
+        return [self._steered(self.version, [])] if self._unpublished else []
 
     def _steered(self, version: int, first: list[FirstToken]) -> RawSteered:
-        changes = [msgspec.Raw(data) for number, data in self._untold if number <= version]
-        self._untold = [(number, data) for number, data in self._untold if number > version]
+        changes = [msgspec.Raw(data) for number, data in self._unpublished if number <= version]
+        self._unpublished = [(number, data) for number, data in self._unpublished if number > version]
         return RawSteered(attempt=0, seq=0, version=version, first=first, time=time.time(), changes=changes)
 
 
@@ -198,9 +198,9 @@ class Steering:
         if not self._waiting:
             self._since = time.time()
         before = self._waiting.get(live.run)
-        earlier = before[1] if before else live.missed
+        earlier = before[1] if before else live.undelivered
         self._waiting[live.run] = live, {**earlier, **values}
-        live.missed = {}
+        live.undelivered = {}
         live.sent, live.steered = live.version, True
         self._wanted.notify()
 
@@ -236,7 +236,7 @@ class Steering:
                         self._waiting[run] = live, {**values, **self._waiting[run][1]}
                     else:
                         # Nobody is to wait for it.
-                        live.missed = values
+                        live.undelivered = values
                         live.report(Applied(run, changes[run][0]))
                 self._over = [*over, *self._over]
                 await anyio.sleep(backoff.next())

@@ -25,7 +25,7 @@ from tracewire_bus.wire.values import (
 )
 from tracewire_engine.protocol.messages import Batch, Layout, LayoutEntry, Part, Slot
 
-__all__ = ["ChoiceReads", "Feed", "Item", "joined"]
+__all__ = ["ChoiceReads", "Item", "ReadDecoder", "extend_encoded_list"]
 
 _encoder = msgspec.msgpack.Encoder()
 _HOLE = b"\xc4\x10" + bytes(range(200, 216))
@@ -137,7 +137,7 @@ class ChoiceReads:
         if self._stops:
             self._look(index, numbers)
 
-    def renew(self, stops: Sequence[StopWhen]) -> None:
+    def set_stops(self, stops: Sequence[StopWhen]) -> None:
         """Take the same stop conditions with other thresholds, for what is read from now on."""
         self._stops = list(stops)
 
@@ -174,7 +174,7 @@ class ChoiceReads:
         ]
 
 
-class Feed:
+class ReadDecoder:
     """Knows what each batch's bytes are, by the layout that came last."""
 
     def __init__(self, threshold: int = 0) -> None:
@@ -196,7 +196,7 @@ class Feed:
         return [(entry, entry.index + batch.step, items) for entry, items in self._entries]
 
 
-def joined(raw: bytes | memoryview, more: Sequence[bytes]) -> msgspec.Raw:
+def extend_encoded_list(raw: bytes | memoryview, more: Sequence[bytes]) -> msgspec.Raw:
     """An encoded list with further, encoded items at its end."""
     first = raw[0]
     if first & 0xF0 == 0x90:

@@ -16,25 +16,25 @@ from tracewire_engine.protocol.messages import Report
 
 from .engine_api import Engine
 from .live_changes import LiveTrace
-from .pending import Half
-from .read_decoder import Feed
+from .pending import PendingRecords
+from .read_decoder import ReadDecoder
 
-__all__ = ["Reports"]
+__all__ = ["ReportRouter"]
 
 #: How often is looked for reports that are late, in seconds; and what longer between two looks shows that this process
 #: did not run.
 _LOOK_S, _STALL_S = 0.5, 2.0
 
 
-class Reports:
-    """Takes the engine's reports to `halves`, which it shares with the adapter."""
+class ReportRouter:
+    """Takes the engine's reports to `pending`, which it shares with the adapter."""
 
-    def __init__(self, engine: Engine, halves: dict[str, Half], blob_threshold: int) -> None:
+    def __init__(self, engine: Engine, pending: dict[str, PendingRecords], blob_threshold: int) -> None:
         self._engine = engine
-        self._halves = halves
+        self._pending = pending
         #: The live parameters of the runs that have any, by run.
         self.live: dict[str, LiveTrace] = {}
-        self._feed = Feed(blob_threshold)
+        self._decoder = ReadDecoder(blob_threshold)
         self._waiting = 0
         self._wanted = Wakeup()
         #: How many have come.
@@ -49,12 +49,12 @@ class Reports:
             self.take(report)
         return bool(reports)
 
-    def expect(self) -> None:
-        """Somebody waits for a report, until `content`."""
+    def add_waiter(self) -> None:
+        """Somebody waits for a report, until `remove_waiter`."""
         self._waiting += 1
         self._wanted.notify()
 
-    def content(self) -> None:
+    def remove_waiter(self) -> None:
         """It waits no longer."""
         self._waiting -= 1
 
@@ -74,8 +74,8 @@ class Reports:
             last, looked = looked, time.monotonic()
             if self.held_up or looked - last > _STALL_S:
                 heard = looked
-            for half in self._halves.values():
-                half.look(looked, heard, patience_s)
+            for pending in self._pending.values():
+                pending.give_up_late(looked, heard, patience_s)
 
     def take(self, report: Report) -> None:
         """Hand one report on."""
@@ -85,18 +85,18 @@ class Reports:
             if live is not None:
                 live.report(applied)
         if report.layout is not None:
-            self._feed.layout(report.layout)
+            self._decoder.layout(report.layout)
         if report.batch is not None:
             data = report.batch.data
-            for entry, index, items in self._feed.batch(report.batch):
-                half = self._halves.get(entry.request)
-                if half is not None:
-                    half.read(entry.choice, index, items, data, report.time)
+            for entry, index, items in self._decoder.batch(report.batch):
+                pending = self._pending.get(entry.request)
+                if pending is not None:
+                    pending.read(entry.choice, index, items, data, report.time)
         for step in report.steps:
-            half = self._halves.get(step.request)
-            if half is not None:
-                half.step(step, report.time)
+            pending = self._pending.get(step.request)
+            if pending is not None:
+                pending.step(step, report.time)
         for finish in report.finishes:
-            half = self._halves.get(finish.request)
-            if half is not None:
-                half.finish(finish)
+            pending = self._pending.get(finish.request)
+            if pending is not None:
+                pending.finish(finish)

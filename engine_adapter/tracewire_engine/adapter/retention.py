@@ -54,7 +54,7 @@ class Tally:
             self._asked = True
             self._retention.ask(self)
 
-    def settle(self) -> None:
+    def trimmed(self) -> None:
         """It was looked after; it may ask again."""
         self._asked = False
 
@@ -91,7 +91,7 @@ class Retention:
             tally = self._due.popleft()
             if not tally.over:
                 await self._trim(tally)
-                tally.settle()
+                tally.trimmed()
 
     async def _trim(self, tally: Tally) -> None:
         try:

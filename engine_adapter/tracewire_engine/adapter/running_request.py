@@ -10,7 +10,7 @@ import msgspec
 from tracewire_engine.protocol.messages import Generated, GeneratedChoice
 
 from .engine_api import Choice, Outputs, Prepared
-from .pending import Half
+from .pending import PendingRecords
 
 __all__ = ["RunningRequest"]
 
@@ -18,12 +18,14 @@ __all__ = ["RunningRequest"]
 class RunningRequest:
     """A request, and what has been published of it, by choice."""
 
-    def __init__(self, name: str, invoke: int, prepared: Prepared, outputs: Outputs, half: Half | None) -> None:
+    def __init__(
+        self, name: str, invoke: int, prepared: Prepared, outputs: Outputs, pending: PendingRecords | None
+    ) -> None:
         self.name = name
         self.invoke = invoke
         self.prepared = prepared
         self.outputs = outputs
-        self.half = half
+        self.pending = pending
         self.token_ids: list[list[int]] = [[] for _ in range(prepared.choices)]
         self.text: list[list[str]] = [[] for _ in range(prepared.choices)]
         self.done = [False] * prepared.choices
@@ -41,7 +43,7 @@ class RunningRequest:
         """
         published = self.token_ids[choice.index]
         keep = len(choice.token_ids)
-        pending = None if self.half is None else self.half.choices[choice.index]
+        pending = None if self.pending is None else self.pending.choices[choice.index]
         if pending is None or pending.ended_at is None or len(published) + keep <= pending.ended_at:
             return choice, steps
         keep = pending.ended_at + 1 - len(published)

@@ -34,21 +34,21 @@ from .large_inputs import Inputs
 from .leases import LeaseWatch
 from .lifecycle import Lifecycle
 from .live_changes import Steering
-from .pending import Half
-from .report_router import Reports
+from .pending import PendingRecords
+from .report_router import ReportRouter
 from .retention import FinishedRetention, Retention
 from .settings import Settings
-from .standing_edits import Standing
+from .standing_edits import StandingEdits
 from .trace_run import RunServices
 from .validation import Validator
 
 __all__ = ["Adapter", "Settings"]
 
 logger = logging.getLogger("tracewire")
-#: How often is looked how much waits for Redis, in seconds.
-_PRESS_S = 0.05
-#: How soon an engine that was neither held nor let go on is asked again, in seconds.
-_PRESS_AGAIN_S = 1.0
+#: How often the adapter checks how much waits for Redis, in seconds.
+_BACKPRESSURE_S = 0.05
+#: How soon the adapter asks an engine again that was neither paused nor resumed, in seconds.
+_BACKPRESSURE_RETRY_S = 1.0
 #: In how many slices the engine's time to answer passes.
 _LOOKS = 10
 
@@ -69,10 +69,10 @@ class Adapter:
         self.draining = self._lifecycle.draining
         #: Set when `run` has returned.
         self.ended = anyio.Event()
-        self._halves: dict[str, Half] = {}
+        self._pending: dict[str, PendingRecords] = {}
         self._validator = Validator(info, tree)
-        self._standing = Standing(bus, info, tree, self._validator.check_block, self._renew)
-        self._reports = Reports(engine, self._halves, settings.blob_threshold)
+        self._standing = StandingEdits(bus, info, tree, self._validator.check_block, self._renew)
+        self._reports = ReportRouter(engine, self._pending, settings.blob_threshold)
         self._steering = Steering(engine)
         self._retention = Retention(bus.snapshots, settings.retain_events, settings.retain_bytes)
         self._finished = FinishedRetention(
@@ -80,7 +80,7 @@ class Adapter:
         )
         #: The requests that are made of the engine beside its traces.
         self.plain = PlainRequests(
-            bus, self._standing, self._reports, self._halves, info.engine, self._lifecycle.notify
+            bus, self._standing, self._reports, self._pending, info.engine, self._lifecycle.notify
         )
         self._writer = bus.writer(memory_patience_s=settings.memory_patience_s)
         self._claims = Claims(bus, info)
@@ -93,7 +93,7 @@ class Adapter:
             engine=engine,
             info=info,
             writer=self._writer,
-            halves=self._halves,
+            pending=self._pending,
             reports=self._reports,
             names=itertools.count(),
             blobs=bus.blobs,
@@ -116,9 +116,9 @@ class Adapter:
         return self._lifecycle.lost
 
     @property
-    def holding(self) -> bool:
+    def engine_paused(self) -> bool:
         """Whether the engine is paused as a whole until Redis has taken more."""
-        return self._lifecycle.holding
+        return self._lifecycle.engine_paused
 
     @property
     def busy(self) -> bool:
@@ -160,7 +160,7 @@ class Adapter:
             await self._register()
             group.start_soon(self._heartbeat)
             group.start_soon(self._standing.follow)
-            group.start_soon(self._standing.tell)
+            group.start_soon(self._standing.publish)
             group.start_soon(self.plain.run)
             group.start_soon(self._leases.run)
             async with anyio.create_task_group() as traces:
@@ -174,7 +174,7 @@ class Adapter:
                 # What Redis keeps waiting, such as an entry that is being opened, is put back with all else.
                 traces.cancel_scope.cancel()
             with anyio.move_on_after(self._settings.last_words_s):
-                await self._standing.told()
+                await self._standing.flushed()
             group.cancel_scope.cancel()
 
     async def _register(self) -> None:
@@ -182,7 +182,7 @@ class Adapter:
         backoff = Backoff()
         while not self.stopping.is_set():
             try:
-                await self._standing.look()
+                await self._standing.refresh()
                 await self._renew()
             except BusUnavailable as error:
                 if self._engine.lost:
@@ -213,32 +213,32 @@ class Adapter:
             logger.warning("could not leave the registry, which forgets this engine by itself: %s", error)
 
     async def _apply_backpressure(self) -> None:
-        """Hold the engine while more waits for Redis than is to be kept here, until half of that is left."""
+        """Pause the whole engine while more waits for Redis than is kept here, until half of that is left."""
         most, lifecycle = self._settings.buffer_bytes, self._lifecycle
         while True:
-            await anyio.sleep(_PRESS_S)
-            if not self.holding and not self._claims.runs:
+            await anyio.sleep(_BACKPRESSURE_S)
+            if not self.engine_paused and not self._claims.runs:
                 continue
             # What lies in the link is here, too.
             self._reports.pull()
-            waiting = self._writer.backlog + sum(half.held for half in self._halves.values())
-            waiting += sum(run.held for run in self._claims.running())
-            if self.holding == (waiting > (most // 2 if self.holding else most)):
+            waiting = self._writer.backlog + sum(pending.nbytes for pending in self._pending.values())
+            waiting += sum(run.nbytes for run in self._claims.running())
+            if self.engine_paused == (waiting > (most // 2 if self.engine_paused else most)):
                 continue
-            lifecycle.holding = not lifecycle.holding
+            lifecycle.engine_paused = not lifecycle.engine_paused
             try:
-                if self.holding:
-                    logger.warning("%d bytes wait for Redis: the engine is held", waiting)
-                    await self._engine.hold()
+                if self.engine_paused:
+                    logger.warning("%d bytes wait for Redis: the engine is paused", waiting)
+                    await self._engine.pause_all()
                 else:
                     logger.warning("Redis has taken what waited: the engine goes on")
-                    await self._engine.go_on()
+                    await self._engine.resume_all()
             except EngineLost as error:
-                logger.debug("the engine was neither held nor let go on: %s", error)
+                logger.debug("the engine was neither paused nor resumed: %s", error)
             except Exception as error:  # of a type of its own, from an engine that was told to stop
-                lifecycle.holding = not lifecycle.holding
-                logger.warning("the engine was neither held nor let go on: %s", error)
-                await anyio.sleep(_PRESS_AGAIN_S)
+                lifecycle.engine_paused = not lifecycle.engine_paused
+                logger.warning("the engine was neither paused nor resumed: %s", error)
+                await anyio.sleep(_BACKPRESSURE_RETRY_S)
             self._lifecycle.notify()
 
     async def _read_large(self) -> None:
@@ -250,20 +250,20 @@ class Adapter:
                 self._reports.take(item)
 
     async def _keep(self, chunk: BlobChunk) -> None:
-        half = self._halves.get(chunk.request)
-        if half is None:
+        pending = self._pending.get(chunk.request)
+        if pending is None:
             # Its trace has ended without it.
             return
-        half.hear()
+        pending.note_chunk()
         self._reports.held_up = True
         try:
-            await self._bus.blobs.put(half.trace, chunk.blob, chunk.number, chunk.data, wait=True)
+            await self._bus.blobs.put(pending.trace, chunk.blob, chunk.number, chunk.data, wait=True)
         except BusError:
             # Whoever loads it will find it missing; the others go on.
-            logger.exception("a chunk of a large value of trace %s was refused", half.trace)
+            logger.exception("a chunk of a large value of trace %s was refused", pending.trace)
         finally:
             self._reports.held_up = False
-            half.hear()
+            pending.note_chunk()
 
     async def _renew(self) -> None:
         """Renew the engine's lease, without which it takes nothing: others would take it back at once."""
@@ -286,7 +286,7 @@ class Adapter:
             self._reports.pull()
             info.running = len(self._intake.scopes) + self.plain.running
             info.malformed = self._bus.guard.malformed
-            stopping = "holding" if self.holding and self._taking else "serving" if self._taking else "draining"
+            stopping = "holding" if self.engine_paused and self._taking else "serving" if self._taking else "draining"
             info.state = "lost" if self.lost else stopping
             try:
                 await self._renew()

@@ -14,7 +14,7 @@ from tracewire_engine.link.step_link import Share
 from tracewire_engine.protocol.messages import FinishRecord
 
 from .engine_api import Engine
-from .pending import Half, ReportSource
+from .pending import PendingRecords, ReportSource
 from .running_request import RunningRequest
 from .trace_end import UNREPORTED
 from .trace_stream import UNNUMBERED
@@ -31,11 +31,11 @@ _FORGET_S = 10.0
 class SharedSaves:
     """The shared values of the run of `trace`, which the workers report as the request `name`."""
 
-    def __init__(self, name: str, trace: str, halves: dict[str, Half], reports: ReportSource) -> None:
+    def __init__(self, name: str, trace: str, pending: dict[str, PendingRecords], reports: ReportSource) -> None:
         self._name = name
         self._trace = trace
-        self._halves = halves
-        self._half = halves[name] = Half(1, trace, reports=reports)
+        self._pending = pending
+        self._records = pending[name] = PendingRecords(1, trace, reports=reports)
 
     def sent(self, members: dict[str, int], values: bytes) -> bytes:
         """What is sent with each request: their names and numbers of choices are in `members`."""
@@ -43,24 +43,24 @@ class SharedSaves:
 
     def events(self) -> list[RawShared]:
         """What the shared values have gained since the last call, as an event, if anything."""
-        gains = self._half.gains()
+        gains = self._records.take_new()
         if not gains:
             return []
-        return [RawShared(**UNNUMBERED, invoke=SHARED_INVOKE, deltas=gains, time=self._half.choices[0].time)]
+        return [RawShared(**UNNUMBERED, invoke=SHARED_INVOKE, deltas=gains, time=self._records.choices[0].time)]
 
     async def end(self, requests: Sequence[RunningRequest]) -> FinishRecord | None:
         """What the workers report of the shared values when the last of the trace's requests is over.
 
         `None` if no request has run a step.
         """
-        halves = [request.half for request in requests if request.half is not None]
-        if not any(choice.stepped for half in halves for choice in half.choices):
+        records = [request.pending for request in requests if request.pending is not None]
+        if not any(choice.stepped for one in records for choice in one.choices):
             return None
-        self._half.ending = True
-        await self._half.finished()
-        choice = self._half.choices[0]
+        self._records.ending = True
+        await self._records.wait_finished()
+        choice = self._records.choices[0]
         end = choice.finish
-        if end is None or not self._half.ended_whole(0):
+        if end is None or not self._records.choice_complete(0):
             logger.warning("the workers did not report what trace %s shared in the end", self._trace)
             return FinishRecord(self._name, 0, _NO_DELTAS, error=UNREPORTED) if choice.has_gap(False) else None
         choice.digests.complete(end.deltas, end.manifest)
@@ -68,8 +68,8 @@ class SharedSaves:
 
     async def forget(self, engine: Engine, begun: bool) -> None:
         """Have the workers drop the values, if requests have `begun` and some never came: no end was reported then."""
-        self._halves.pop(self._name, None)
-        if self._half.choices[0].finish is None and begun:
+        self._pending.pop(self._name, None)
+        if self._records.choices[0].finish is None and begun:
             with anyio.move_on_after(_FORGET_S, shield=True):
                 try:
                     await engine.steer({}, [self._name], time.time())

@@ -30,9 +30,9 @@ from tracewire_engine.protocol.messages import EditBlock, FinishRecord, Placed
 
 from .digests import parted_by_edit
 from .engine_api import Rejection
-from .pending import Half
+from .pending import PendingRecords
 
-__all__ = ["Chosen", "Standing", "place"]
+__all__ = ["RequestEdits", "StandingEdits", "place"]
 
 logger = logging.getLogger("tracewire")
 
@@ -46,7 +46,7 @@ _NO_DELTAS = msgspec.Raw(_encoder.encode([]))
 _raws = msgspec.msgpack.Decoder(list[msgspec.Raw])
 
 
-class Ready(msgspec.Struct, frozen=True):
+class RunnableEdit(msgspec.Struct, frozen=True):
     """An edit that this engine can run."""
 
     name: str
@@ -59,10 +59,10 @@ class Ready(msgspec.Struct, frozen=True):
     reads: bool
 
 
-class Chosen:
+class RequestEdits:
     """The edits that run on one request, in order."""
 
-    def __init__(self, edits: Sequence[Ready] = ()) -> None:
+    def __init__(self, edits: Sequence[RunnableEdit] = ()) -> None:
         self.edits = tuple(edits)
         blocks = [edit.block for edit in self.edits if edit.block is not None]
         #: For the workers: their encoded blocks, if there are any.
@@ -104,7 +104,7 @@ def place(interventions: Sequence[Declared], tree: ModuleTree, hidden_size: int,
     ]
 
 
-class Standing:
+class StandingEdits:
     """The edits of one engine's model. `check_block` refuses a block that cannot run; `announce` renews the registry's
     entry of the engine, which says what it runs.
     """
@@ -122,11 +122,11 @@ class Standing:
         self._tree = tree
         self._check_block = check_block
         self._announce = announce
-        self._ready: list[Ready] = []
+        self._ready: list[RunnableEdit] = []
         #: Why those that are installed and do not run here do not, by name.
         self._refused: dict[str, str] = {}
         self._generation = -1
-        self._chosen: dict[tuple[int, tuple[str, ...] | None], Chosen] = {}
+        self._chosen: dict[tuple[int, tuple[str, ...] | None], RequestEdits] = {}
         #: On how many requests in a row each version of an edit has raised.
         self._streaks: dict[tuple[str, int], int] = {}
         self._disabling: deque[tuple[str, int, str]] = deque()
@@ -144,7 +144,7 @@ class Standing:
             while True:
                 try:
                     await changes.wait(_LOOK_MS)
-                    await self.look()
+                    await self.refresh()
                 except BusError as error:
                     logger.warning("the edits of %s cannot be read: %s", self._info.model, error)
                     await anyio.sleep(_LOOK_MS / 1000)
@@ -152,7 +152,7 @@ class Standing:
             with anyio.CancelScope(shield=True):
                 await changes.aclose()
 
-    async def look(self) -> None:
+    async def refresh(self) -> None:
         """Take the edits as they are now, if they have changed, and say so in the registry.
 
         Raises:
@@ -166,7 +166,7 @@ class Standing:
 
     async def take(self, edits: EditSet) -> None:
         """Run these from now on, as far as they can run here."""
-        ready: list[Ready] = []
+        ready: list[RunnableEdit] = []
         refused: dict[str, str] = {}
         errors: dict[str, str] = {}
         for one in edits.edits:
@@ -186,7 +186,7 @@ class Standing:
         self._streaks = {key: streak for key, streak in self._streaks.items() if key in known}
         self._info.edits, self._info.edit_errors = edits.generation, errors
 
-    async def _check(self, installed: Installed) -> Ready:
+    async def _check(self, installed: Installed) -> RunnableEdit:
         edit = installed.edit
         if edit is None:
             raise Rejection("edit", installed.problem)
@@ -199,7 +199,7 @@ class Standing:
             await self._check_block(edit.block)
             block = EditBlock(edit.name, msgspec.Raw(_encoder.encode(edit.block)), edit.on_error == "fail")
         placed = place(edit.interventions, self._tree, self._info.hidden_size, {})
-        return Ready(
+        return RunnableEdit(
             name=edit.name,
             version=installed.version,
             scope=edit.scope,
@@ -212,7 +212,7 @@ class Standing:
 
     # --- which run on a request -------------------------------------------------------------------------------------
 
-    def choose(self, asked: list[str] | None, field: str = "edits") -> Chosen:
+    def choose(self, asked: list[str] | None, field: str = "edits") -> RequestEdits:
         """The edits that run on a request that is taken now and asks for `asked` (None: it does not say).
 
         Raises:
@@ -234,14 +234,14 @@ class Standing:
                         f"no edit {name!r} is installed on {self._info.model!r} (installed: {installed})",
                         type="UnknownEdit",
                     )
-            chosen = Chosen([edit for edit in self._ready if selected(edit.scope, edit.name, asked)])
+            chosen = RequestEdits([edit for edit in self._ready if selected(edit.scope, edit.name, asked)])
             if len(self._chosen) < 1024:
                 self._chosen[key] = chosen
         return chosen
 
     # --- what they leave --------------------------------------------------------------------------------------------
 
-    def ended(self, chosen: Chosen, record: FinishRecord, *, trace: str = "", invoke: int = 0) -> None:
+    def count_end(self, chosen: RequestEdits, record: FinishRecord, *, trace: str = "", invoke: int = 0) -> None:
         """A choice of a request has ended: count what raised; of a trace, tell of it."""
         for edit in chosen.edits:
             key = edit.name, edit.version
@@ -250,7 +250,7 @@ class Standing:
                 self._streaks.pop(key, None)
                 continue
             if trace:
-                told = EditRecord(
+                entry = EditRecord(
                     edit=edit.name,
                     version=edit.version,
                     engine=self._info.engine,
@@ -261,7 +261,7 @@ class Standing:
                     time=time.time(),
                     error=failure,
                 )
-                self._tell(told)
+                self._queue_record(entry)
             streak = self._streaks[key] = self._streaks.get(key, 0) + 1
             if edit.max_failures and streak == edit.max_failures:
                 why = (
@@ -271,25 +271,27 @@ class Standing:
                 self._disabling.append((edit.name, edit.version, why[:2000]))
                 self._new.notify()
 
-    def leave(self, chosen: Chosen, half: Half, request: str, tokens: list[int], reasons: list[str | None]) -> None:
-        """A request that is no trace has ended, and all that was reported of it is in `half`: tell what its edits left.
+    def queue_records(
+        self, chosen: RequestEdits, pending: PendingRecords, request: str, tokens: list[int], reasons: list[str | None]
+    ) -> None:
+        """Queue for their streams what edits saved on a request that is no trace, whose reports are all in `pending`.
 
         `tokens` counts those of each choice.
         """
-        dropped = f"what edits saved on the request takes more than {RECORD_BYTES} bytes" if half.dropped else ""
-        for index, choice in enumerate(half.choices):
+        dropped = f"what edits saved on the request takes more than {RECORD_BYTES} bytes" if pending.dropped else ""
+        for index, choice in enumerate(pending.choices):
             record = choice.finish
-            if record is None or not half.ended_whole(index):
+            if record is None or not pending.choice_complete(index):
                 logger.warning("what edits left on request %s was not reported whole, and is not told", request)
                 continue
-            self.ended(chosen, record)
-            left = choice.left(tokens[index])
+            self.count_end(chosen, record)
+            left = choice.take_rest(tokens[index])
             choice.digests.complete(record.deltas, record.manifest)
             manifest = [*record.manifest, *choice.reads.manifest(index, tokens[index])]
             deltas = parted_by_edit([*left, record.deltas])
             for edit in chosen.edits:
                 before = f"{edit.name}/"
-                told = EditRecord(
+                entry = EditRecord(
                     edit=edit.name,
                     version=edit.version,
                     engine=self._info.engine,
@@ -299,7 +301,7 @@ class Standing:
                     tokens=tokens[index],
                     finish_reason=reasons[index],
                     deltas=msgspec.Raw(_encoder.encode([] if dropped else [deltas.get(edit.name, [])])),
-                    blobs=half.trace,
+                    blobs=pending.trace,
                     manifest=[]
                     if dropped
                     else [
@@ -315,9 +317,9 @@ class Standing:
                     error=record.edit_errors.get(edit.name),
                     dropped=dropped,
                 )
-                self._tell(told)
+                self._queue_record(entry)
 
-    def _tell(self, record: EditRecord) -> None:
+    def _queue_record(self, record: EditRecord) -> None:
         data = encode(record)
         if len(data) > RECORD_BYTES:
             why = f"they take {len(data)} bytes, an entry of the stream may take {RECORD_BYTES}"
@@ -331,19 +333,19 @@ class Standing:
         self._new.notify()
 
     @property
-    def _telling(self) -> bool:
+    def _outstanding(self) -> bool:
         return bool(self._records or self._disabling)
 
-    async def told(self) -> None:
+    async def flushed(self) -> None:
         """Wait until nothing of it waits for Redis any more. One task at a time."""
-        while self._telling:
+        while self._outstanding:
             await self._done.wait()
 
-    async def tell(self) -> None:
+    async def publish(self) -> None:
         """Bring what edits leave to their streams. Never ends by itself."""
         edits, model = self._bus.edits, self._info.model
         while True:
-            while not self._telling:
+            while not self._outstanding:
                 self._done.notify()
                 await self._new.wait()
             try:
@@ -383,4 +385,4 @@ def _renamed(placed: Placed, edit: Edit) -> Placed:
     return Placed(one, placed.sites, placed.pattern)
 
 
-_NONE = Chosen()
+_NONE = RequestEdits()

@@ -47,8 +47,8 @@ class TraceEnd:
             self.error = self.error or (record.error if record is not None else None) or UNREPORTED
             return False
         # Steps of which no output told, where the workers count them: those of an output that was lost.
-        untold = choice.left(0)
-        self.deltas.extend((invoke, index, raw) for raw in (*untold, record.deltas) if raw != _NO_DELTAS)
+        unpublished = choice.take_rest(0)
+        self.deltas.extend((invoke, index, raw) for raw in (*unpublished, record.deltas) if raw != _NO_DELTAS)
         choice.digests.complete(record.deltas, record.manifest)
         for entry in [*record.manifest, *choice.reads.manifest(index, tokens)]:
             entry.invoke = invoke

@@ -45,12 +45,12 @@ from .engine_api import Choice, Engine, EngineLost, Rejection
 from .large_inputs import Inputs
 from .live_changes import LiveTrace, Steering, take_last_changes
 from .pause_state import PauseState
-from .pending import Half, ReportMissing
-from .report_router import Reports
+from .pending import PendingRecords, ReportMissing
+from .report_router import ReportRouter
 from .retention import Retention
 from .running_request import RunningRequest
 from .shared_saves import SharedSaves
-from .standing_edits import Chosen, Standing
+from .standing_edits import RequestEdits, StandingEdits
 from .trace_end import TraceEnd
 from .trace_stream import UNNUMBERED, RawAccepted, RawFinal, TraceStream
 from .validation import Blocks
@@ -67,20 +67,20 @@ _NO_VALUES = msgspec.msgpack.encode({})
 
 @dataclass(frozen=True)
 class RunServices:
-    """What all runs of one adapter share. `halves` is the table from request name to `Half` that `reports` fills."""
+    """What all runs of one adapter share. `reports` fills the records in `pending`, a table by the request's name."""
 
     engine: Engine
     info: EngineInfo
     writer: Writer
-    halves: dict[str, Half]
-    reports: Reports
+    pending: dict[str, PendingRecords]
+    reports: ReportRouter
     #: Numbers for the names of requests, unique to the engine.
     names: Iterator[int]
     blobs: Blobs
     inputs: Inputs
     steering: Steering
     retention: Retention
-    standing: Standing
+    standing: StandingEdits
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Attempt:
     blocks: Blocks
     declared: bytes | None
     #: The standing interventions of each invoke, if there are any.
-    edits: Sequence[Chosen]
+    edits: Sequence[RequestEdits]
     number: int
     queued_at: float
     #: Why the attempt before was given up.
@@ -109,7 +109,7 @@ class TraceRun:
         submission = attempt.submission
         self._engine = services.engine
         self._info = services.info
-        self._halves = services.halves
+        self._pending = services.pending
         self._reports = services.reports
         self._names = services.names
         self._blobs = services.blobs
@@ -152,8 +152,8 @@ class TraceRun:
         live = self.live
         if live is None:
             return []
-        told = live.told(self._places)
-        return [*told, *live.rest()] if final else told
+        told = live.take_events(self._places)
+        return [*told, *live.last_events()] if final else told
 
     def _places(self, first: list[tuple[str, int, int]]) -> list[FirstToken]:
         """From which token of each choice on a change holds: where a request has not begun, from its first."""
@@ -173,8 +173,8 @@ class TraceRun:
         assert self.live is not None
         stops = self.live.stops_at(applied.version)
         for request in self.requests:
-            if request.half is not None:
-                request.half.renew(stops)
+            if request.pending is not None:
+                request.pending.set_stops(stops)
 
     @property
     def ended(self) -> bool:
@@ -187,7 +187,7 @@ class TraceRun:
         return self._stream.seq
 
     @property
-    def held(self) -> int:
+    def nbytes(self) -> int:
         """How much memory the outputs that nobody has taken yet take, in bytes, about."""
         return sum(request.outputs.size() for request in self.requests)
 
@@ -197,8 +197,8 @@ class TraceRun:
             return False
         self._ending = status, failure
         for request in self.requests:
-            if request.half is not None:
-                request.half.ending = True
+            if request.pending is not None:
+                request.pending.ending = True
         self._stream.hurry()
         return True
 
@@ -270,7 +270,7 @@ class TraceRun:
             full = first(errors)
         finally:
             for request in self.requests:
-                self._halves.pop(request.name, None)
+                self._pending.pop(request.name, None)
                 await self._give_result(request)
             if self._shared is not None:
                 await self._shared.forget(self._engine, bool(self.requests))
@@ -307,10 +307,10 @@ class TraceRun:
         for invoke, (name, block, ready) in enumerate(zip(names, self._attempt.blocks, prepared, strict=True)):
             if self._ending is not None:
                 return
-            half = None
+            pending = None
             edits = self._attempt.edits[invoke] if self._attempt.edits else None
             if block is not None or self._attempt.declared is not None or edits:
-                half = self._halves[name] = Half(
+                pending = self._pending[name] = PendingRecords(
                     ready.choices,
                     self.trace,
                     block=block is not None or (edits is not None and edits.blocks is not None),
@@ -322,9 +322,9 @@ class TraceRun:
             try:
                 outputs = await self._engine.start(name, ready, self._submission.priority)
             except BaseException:
-                self._halves.pop(name, None)
+                self._pending.pop(name, None)
                 raise
-            self.requests.append(RunningRequest(name, invoke, ready, outputs, half))
+            self.requests.append(RunningRequest(name, invoke, ready, outputs, pending))
         info = self._info
         await self._append(
             RawAccepted(
@@ -344,7 +344,7 @@ class TraceRun:
             )
         )
         self._accepted = True
-        for steered in self.live.begun(self._places([])) if self.live is not None else ():
+        for steered in self.live.first_events(self._places([])) if self.live is not None else ():
             await self._stream.append(steered)
         await self.apply_pause()
 
@@ -357,7 +357,7 @@ class TraceRun:
         }
         if self._submission.shared == _NO_VALUES or not members:
             return None
-        self._shared = SharedSaves(f"t{next(self._names)}", self.trace, self._halves, self._reports)
+        self._shared = SharedSaves(f"t{next(self._names)}", self.trace, self._pending, self._reports)
         return self._shared.sent(members, self._submission.shared)
 
     async def _pump(self, request: RunningRequest) -> None:
@@ -400,15 +400,15 @@ class TraceRun:
         if choice.logprobs is not None:
             # vLLM 0.25 repeats all of them behind an abort.
             choice.logprobs = choice.logprobs[: len(choice.token_ids)]
-        if request.half is None and self.live is not None:
+        if request.pending is None and self.live is not None:
             # Nobody waits for what is reported of it: where a change holds from was sent before its step began.
             self._reports.pull()
         first = len(request.token_ids[choice.index])
         steps = [_NO_DELTAS] * len(choice.token_ids)
         sampled_at = time.time()
-        if request.half is not None:
-            steps = await request.half.steps(choice.index, first, len(choice.token_ids))
-            sampled_at = request.half.choices[choice.index].time
+        if request.pending is not None:
+            steps = await request.pending.steps(choice.index, first, len(choice.token_ids))
+            sampled_at = request.pending.choices[choice.index].time
             choice, steps = request.publishable(choice, steps, self._engine.decode)
         token_ids, finish_reason = choice.token_ids, choice.finish_reason
         if finish_reason in ("abort", "error") and not request.done[choice.index] and self._ending is None:
@@ -419,9 +419,9 @@ class TraceRun:
             self._broken = Failure(type="EngineError", message=reason)
         if finish_reason is not None:
             request.done[choice.index] = True
-        if request.half is not None and request.half.choices[choice.index].reads.blobs:
+        if request.pending is not None and request.pending.choices[choice.index].reads.blobs:
             # Large arrays come to the bus before what refers to them.
-            await request.half.choices[choice.index].reads.upload(self._blobs, self.trace)
+            await request.pending.choices[choice.index].reads.upload(self._blobs, self.trace)
         request.take(choice)
         if not token_ids and not choice.text and finish_reason is None:
             return
@@ -445,16 +445,16 @@ class TraceRun:
         """Gather the finish records and publish the final."""
         end = TraceEnd(self._broken)
         for request in self.requests:
-            if request.half is None:
+            if request.pending is None:
                 continue
             with anyio.move_on_after(1 if self._broken else None):
-                await request.half.finished()
+                await request.pending.wait_finished()
             edits = self._attempt.edits[request.invoke] if self._attempt.edits else None
-            for index, choice in enumerate(request.half.choices):
-                whole = request.half.ended_whole(index)
+            for index, choice in enumerate(request.pending.choices):
+                whole = request.pending.choice_complete(index)
                 tokens = len(request.token_ids[index])
                 if end.add(request.invoke, index, choice, whole, tokens) and edits is not None and choice.finish:
-                    self._standing.ended(edits, choice.finish, trace=self.trace, invoke=request.invoke)
+                    self._standing.count_end(edits, choice.finish, trace=self.trace, invoke=request.invoke)
         if self._shared is not None:
             end.add_shared(await self._shared.end(self.requests))
         await self._close_record()

@@ -397,8 +397,8 @@ class VllmEngine:
         names = list(self.llm.output_processor.external_req_ids.get(request, ()))
         return bool(names) and bool(await self._call_core(method, names))
 
-    async def hold(self) -> None:
-        await self._hold(True)
+    async def pause_all(self) -> None:
+        await self._pause_all(True)
 
     async def takes_requests(self) -> bool:
         # An EngineCore that was told to stop answers no calls any more, or says so.
@@ -411,10 +411,10 @@ class VllmEngine:
                 return True
         return False
 
-    async def go_on(self) -> None:
-        await self._hold(False)
+    async def resume_all(self) -> None:
+        await self._pause_all(False)
 
-    async def _hold(self, on: bool) -> None:
+    async def _pause_all(self, on: bool) -> None:
         await self._call_core("tracewire_hold", on)
 
     async def answers(self) -> None:
@@ -477,7 +477,7 @@ class VllmEngine:
         counts: list[int] = await self.llm.collective_rpc("tracewire_request_count")
         return max(counts)
 
-    async def held(self) -> dict[str, int]:
+    async def leftovers(self) -> dict[str, int]:
         """What there still is of any request, in the workers, the scheduler and the KV cache: all 0 when idle."""
         counts = await self.llm.engine_core.call_utility_async("tracewire_counts")
         return {

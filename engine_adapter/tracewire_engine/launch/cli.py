@@ -325,7 +325,7 @@ async def _run(model: Any, link: Any, blobs: Any, info: EngineInfo, options: arg
             if api is not None:
                 await api.drop()
             if not adapter.lost:
-                await _tell_held(engine)
+                await _log_leftovers(engine)
             elif not engine.lost:
                 _give_up(engine.model, "it does not answer")
             group.cancel_scope.cancel()
@@ -437,13 +437,13 @@ async def _stop_with(api: HttpApi, adapter: Adapter) -> None:
     api.stop()
 
 
-async def _tell_held(engine: VllmEngine) -> None:
+async def _log_leftovers(engine: VllmEngine) -> None:
     """Say what an engine without traces still holds: what is left after a moment is a leak."""
     held: dict[str, int] = {}
     try:
         with anyio.move_on_after(5):
             # What ended last is forgotten in one more step.
-            while any((held := await engine.held()).values()):  # noqa: ASYNC110
+            while any((held := await engine.leftovers()).values()):  # noqa: ASYNC110
                 await anyio.sleep(0.05)
             logger.info("leaving: nothing tracked, all KV blocks free")
             return
