@@ -29,13 +29,13 @@ async def engine_inside(*, model: Any = None, name: str = "demo", **options: Any
     check_expected()
     before = dict(os.environ)
     os.environ.update(VLLM_USE_V2_MODEL_RUNNER="0", VLLM_CPU_ATTN_SPLIT_KV="0", VLLM_NO_USAGE_STATS="1")
-    from tracewire_engine.link.blob_link import BlobReceiver
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     from tracewire_engine.adapter.service import Adapter, Settings
     from tracewire_engine.adapter.vllm_engine import VllmEngine
     from tracewire_engine.launch.cli import demo_model
     from tracewire_engine.launch.engine_builder import WorkerSettings, build_engine, describe
+    from tracewire_engine.link.blob_receiver import BlobReceiver
     from tracewire_engine.link.step_link import LinkReceiver
 
     class Noting(VllmEngine):

@@ -44,11 +44,11 @@ async def run(model, link, blobs, info, options):
 
 def main():
     """Start the engine in this process."""
-    from tracewire_engine.link.blob_link import BlobReceiver
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     from tracewire_engine.launch.cli import demo_model
     from tracewire_engine.launch.engine_builder import WorkerSettings, build_engine, describe
+    from tracewire_engine.link.blob_receiver import BlobReceiver
     from tracewire_engine.link.step_link import LinkReceiver
 
     parser = argparse.ArgumentParser()

@@ -38,7 +38,7 @@ async def standing(bus: Bus, **more: Any) -> StandingEdits:
         pass
 
     made = StandingEdits(bus, info, ModuleTree(info), accept, announce)
-    await made.look()
+    await made.refresh()
     return made
 
 

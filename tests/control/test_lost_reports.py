@@ -153,7 +153,7 @@ async def test_what_waits_for_redis_behind_large_arrays_is_not_late(monkeypatch:
         waiting = anyio.Event()
 
         async def wait() -> None:
-            await records.finished()
+            await records.wait_finished()
             waiting.set()
 
         group.start_soon(wait)
@@ -255,8 +255,8 @@ async def test_no_call_of_vllm_is_waited_for_without_a_limit() -> None:
     calls = [
         engine.pause("r"),
         engine.resume("r"),
-        engine.hold(),
-        engine.go_on(),
+        engine.pause_all(),
+        engine.resume_all(),
         engine.give_result(b""),
         engine.steer({}, [], 0.0),
         engine._call_workers("tracewire_drop_input", "x"),

@@ -7,7 +7,6 @@ import logging
 import struct
 import threading
 from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -31,7 +30,7 @@ from tracewire_bus.wire.messages import Block, Helper, Invoke, Steer, Submission
 from tracewire_bus.wire.values import pack, wire
 from tracewire_engine.adapter import block_sources as sources
 from tracewire_engine.adapter.block_sources import Sources
-from tracewire_engine.adapter.engine_api import Rejection
+from tracewire_engine.adapter.engine_api import Prepared, Rejection
 from tracewire_engine.adapter.prompts import Prompts
 from tracewire_engine.adapter.service import Adapter
 from tracewire_engine.adapter.validation import Validator
@@ -347,17 +346,17 @@ class Params:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, hangs: threading.Event | None = None) -> None:
         self.vllm_engine = pytest.importorskip("tracewire_engine.adapter.vllm_engine")
+        self.sampling = pytest.importorskip("tracewire_engine.adapter.sampling")
         self.threads: list[int] = []
         self.began = threading.Event()
         self._hangs = hangs
         monkeypatch.setattr(self.vllm_engine.SamplingParams, "verify", self._verify())
         self.engine = object.__new__(self.vllm_engine.VllmEngine)
-        self.engine._fields = self.vllm_engine.SamplingParams.__struct_fields__
-        self.engine._constraining = ThreadPoolExecutor(1)
         self.engine._traced = {}
         config = SimpleNamespace(model_config=None, speculative_config=None, structured_outputs_config=None)
         processor = SimpleNamespace(tokenizer=None)
         self.engine.llm = SimpleNamespace(vllm_config=config, input_processor=processor, add_request=self._add)
+        self.engine._constraints = self.sampling.ConstraintChecks(self.engine.llm)
 
     def _verify(self) -> Any:
         def verify(params: Any, *configs: Any) -> None:
@@ -376,7 +375,7 @@ class Params:
 
     async def start(self) -> None:
         """A request whose constraint vLLM looks at."""
-        params = self.engine._sampling(Invoke(prompt="x", sampling={"structured_outputs": {"regex": "a+"}}), "")
+        params = self.sampling.sampling_params(Invoke(prompt="x", sampling={"structured_outputs": {"regex": "a+"}}), "")
         await self.engine.start("r", Prepared(None, 1, params, 1, {}), 0)
 
 
@@ -390,7 +389,7 @@ async def test_vllm_looks_at_a_constraint_once_and_on_a_thread(monkeypatch: pyte
 async def test_a_constraint_that_vllm_looks_at_for_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     hangs = threading.Event()
     played = Params(monkeypatch, hangs)
-    monkeypatch.setattr(played.vllm_engine, "CONSTRAINT_S", 0.05)
+    monkeypatch.setattr(played.sampling, "CONSTRAINT_S", 0.05)
     try:
         with anyio.fail_after(PATIENCE), pytest.raises(played.vllm_engine.Rejection) as caught:
             await played.start()

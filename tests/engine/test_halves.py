@@ -42,7 +42,7 @@ async def test_the_last_step_is_waited_for(last: StepRecord | FinishRecord, fail
 async def test_the_last_step_is_waited_for_beside_a_guard() -> None:
     """One task looks for a failure all the while: neither takes the other's word."""
     pending = PendingRecords(1)
-    guard = asyncio.ensure_future(pending.until_failed())
+    guard = asyncio.ensure_future(pending.wait_failed())
     await asyncio.sleep(0)
     pending.step(StepRecord("r", 0, 0, NOTHING), 0.0)
     waiting = asyncio.ensure_future(pending.wait_reported([2]))

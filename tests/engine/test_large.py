@@ -13,7 +13,6 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from tracewire_engine.link.blob_link import BlobChunk, BlobReceiver, BlobSender
 
 from tests.equality import equal
 from tracewire_bus.bus import Bus
@@ -25,6 +24,7 @@ from tracewire_bus.wire.values import ArrayRef, array_from_raw, digest, pack
 from tracewire_engine.adapter.engine_api import Rejection
 from tracewire_engine.adapter.large_inputs import Inputs
 from tracewire_engine.adapter.trace_stream import RawFinal
+from tracewire_engine.link.blob_receiver import BlobChunk, BlobReceiver
 from tracewire_engine.protocol.input_files import input_path
 from tracewire_engine.protocol.messages import FinishRecord, Report, StepRecord
 from tracewire_engine.worker.blob_sender import BlobSender

@@ -17,7 +17,7 @@ import torch
 from tracewire_engine.adapter.engine_api import EngineLost
 from tracewire_engine.adapter.vllm_engine import VllmEngine
 from tracewire_engine.launch.cli import _untapped
-from tracewire_engine.worker.blocks.compiler import BlockMediator, UntappedLocation
+from tracewire_engine.worker.blocks.mediator import BlockMediator, UntappedLocation
 from tracewire_engine.worker.declared.cuda_graphs import breakable_throughout, without_taps
 from tracewire_engine.worker.declared.hooks import DeclaredInterleaver
 from tracewire_engine.worker.declared.plan import DeclaredRequests

@@ -533,8 +533,8 @@ MUTANTS = (
     _of(
         f"{_ENGINE}/adapter/pending.py",
         "two-deltas-change-places",
-        "found = [half.take(index) for index in wanted]",
-        "found = [half.take(index) for index in reversed(wanted)]",
+        "found = [one.take(index) for index in wanted]",
+        "found = [one.take(index) for index in reversed(wanted)]",
         _OUTPUTS + "::test_each_token_has_what_was_saved_in_its_step",
     ),
     _of(
@@ -568,7 +568,7 @@ MUTANTS = (
     _of(
         f"{_ENGINE}/adapter/trace_run.py",
         "an-accepted-change-is-told-by-no-event",
-        "return [*told, *live.rest()] if final else told",
+        "return [*told, *live.last_events()] if final else told",
         "return told",
         _ENDS + "::test_what_is_accepted_in_an_outage_at_the_end_is_told",
     ),

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import difflib
 import math
 import re
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from hashlib import blake2b
 from typing import Any
 
+import anyio
 import msgspec
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
@@ -18,7 +22,7 @@ from tracewire_bus.wire.messages import Invoke
 
 from .engine_api import Rejection
 
-__all__ = ["FIELDS", "pinned_seed", "resolved", "sampling_params"]
+__all__ = ["CONSTRAINT_S", "FIELDS", "Constrained", "ConstraintChecks", "pinned_seed", "resolved", "sampling_params"]
 
 #: The names of vLLM's sampling params.
 FIELDS = [name for name in SamplingParams.__struct_fields__ if not name.startswith("_")]
@@ -26,6 +30,8 @@ FIELDS = [name for name in SamplingParams.__struct_fields__ if not name.startswi
 #: What vLLM's structured outputs are described by.
 _CONSTRAINTS = [one.name for one in dataclasses.fields(StructuredOutputsParams) if one.init]
 
+#: How long vLLM may look at a constraint, in seconds, and how many constraints it looks at at once.
+CONSTRAINT_S, _CONSTRAINTS_AT_ONCE = 10.0, 4
 #: Sampling params that are the engine's own business.
 _RESERVED = frozenset(
     {
@@ -33,6 +39,44 @@ _RESERVED = frozenset(
         *("skip_reading_prefix_cache", "stream_interval"),
     }
 )
+
+
+class Constrained(SamplingParams):
+    """Sampling params with a constraint. vLLM would check it on the event loop; `ConstraintChecks` have done so."""
+
+    def verify(self, *arguments: Any, **named: Any) -> None:
+        params: Any = self
+        constraint, params.structured_outputs = params.structured_outputs, None
+        try:
+            super().verify(*arguments, **named)
+        finally:
+            params.structured_outputs = constraint
+
+
+class ConstraintChecks:
+    """Has vLLM check grammars, regular expressions and schemas on threads, for an `AsyncLLM`."""
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+        # A thread cannot be ended: hostile constraints keep these busy, and no more.
+        self._threads = ThreadPoolExecutor(_CONSTRAINTS_AT_ONCE, "constraints")
+
+    async def check(self, params: SamplingParams) -> None:
+        """Have vLLM check the constraint of a request.
+
+        Raises:
+            VLLMValidationError: vLLM refuses it.
+            Rejection: vLLM takes too long.
+        """
+        config, tokenizer = self._llm.vllm_config, self._llm.input_processor.tokenizer
+        configs = config.model_config, config.speculative_config, config.structured_outputs_config
+        verify = partial(SamplingParams.verify, params, *configs, tokenizer)
+        try:
+            with anyio.fail_after(CONSTRAINT_S):
+                await asyncio.get_running_loop().run_in_executor(self._threads, verify)
+        except TimeoutError as error:
+            why = f"vLLM took more than {CONSTRAINT_S:g} s to look at the constraint"
+            raise Rejection("sampling.structured_outputs", why) from error
 
 
 def sampling_params(invoke: Invoke, where: str) -> SamplingParams:
@@ -59,7 +103,7 @@ def sampling_params(invoke: Invoke, where: str) -> SamplingParams:
             hint = _did_you_mean(str(name), _CONSTRAINTS)
             raise Rejection(field, f"{name!r} is not one of vLLM's constraints{hint}")
     try:
-        return msgspec.convert(given, SamplingParams)
+        return msgspec.convert(given, SamplingParams if constraint is None else Constrained)
     except msgspec.ValidationError as error:
         # "... - at `$.temperature`"
         named = re.search(r"\$\.(\w+)", str(error))

@@ -23,7 +23,7 @@ from tracewire_bus.bus import Bus, BusError
 from tracewire_bus.domain.tree import ModuleTree
 from tracewire_bus.transport.connection import Backoff, BusUnavailable, Wakeup
 from tracewire_bus.wire.messages import EngineInfo
-from tracewire_engine.link.blob_link import BlobChunk
+from tracewire_engine.link.blob_receiver import BlobChunk
 
 from .claims import Claims
 from .control import Control

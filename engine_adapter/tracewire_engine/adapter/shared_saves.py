@@ -10,8 +10,7 @@ import anyio
 import msgspec
 
 from tracewire_bus.wire.messages import SHARED_INVOKE, RawShared
-from tracewire_engine.link.step_link import Share
-from tracewire_engine.protocol.messages import FinishRecord
+from tracewire_engine.protocol.messages import FinishRecord, SharedValues
 
 from .engine_api import Engine
 from .pending import PendingRecords, ReportSource
@@ -39,7 +38,7 @@ class SharedSaves:
 
     def sent(self, members: dict[str, int], values: bytes) -> bytes:
         """What is sent with each request: their names and numbers of choices are in `members`."""
-        return msgspec.msgpack.encode(Share(self._name, members, values))
+        return msgspec.msgpack.encode(SharedValues(self._name, members, values))
 
     def events(self) -> list[RawShared]:
         """What the shared values have gained since the last call, as an event, if anything."""

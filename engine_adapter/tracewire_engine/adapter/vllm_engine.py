@@ -38,7 +38,7 @@ from .images import rendered, taken
 from .pending import REPORT_S
 from .prompts import Prompts
 from .result_reads import asks_result
-from .sampling import FIELDS, pinned_seed, resolved, sampling_params
+from .sampling import FIELDS, Constrained, ConstraintChecks, pinned_seed, resolved, sampling_params
 
 __all__ = ["VllmEngine"]
 
@@ -140,18 +140,6 @@ _NONE_LIVE = msgspec.msgpack.encode({})
 _PIECE_BYTES = 2 * 1024 * 1024
 
 
-class _Constrained(SamplingParams):
-    """Sampling params with a constraint. vLLM would look at it on the event loop; `_look_at_constraint` has done so."""
-
-    def verify(self, *arguments: Any, **named: Any) -> None:
-        params: Any = self
-        constraint, params.structured_outputs = params.structured_outputs, None
-        try:
-            super().verify(*arguments, **named)
-        finally:
-            params.structured_outputs = constraint
-
-
 class _Carrier:
     """Large variables on their way to workers that cannot see the adapter's files, by vLLM's own queues."""
 
@@ -187,6 +175,7 @@ class VllmEngine:
         self._blobs = blobs
         self._tokenizer: Any = model.tokenizer
         self._prompts = Prompts(model.tokenizer, self.llm.model_config)
+        self._constraints = ConstraintChecks(self.llm)
         self._loras = {one.lora_name: one for one in model.loras}
         #: The outputs of requests with a block, by name, as long as somebody has them.
         self._traced: WeakValueDictionary[str, _VllmOutputs] = WeakValueDictionary()
@@ -291,25 +280,10 @@ class VllmEngine:
                 f"which takes {budget} on this engine (max_num_batched_tokens)",
             )
 
-    async def _look_at_constraint(self, params: SamplingParams) -> None:
-        """Have vLLM look at a grammar, a regular expression or a schema, on a thread.
-
-        Raises:
-            VLLMValidationError: vLLM refuses it.
-            Rejection: vLLM takes too long.
-        """
-        config, tokenizer = self.llm.vllm_config, self.llm.input_processor.tokenizer
-        configs = config.model_config, config.speculative_config, config.structured_outputs_config
-        look = partial(SamplingParams.verify, params, *configs, tokenizer)
-        try:
-            with anyio.fail_after(CONSTRAINT_S):
-                await asyncio.get_running_loop().run_in_executor(self._constraining, look)
-        except TimeoutError as error:
-            why = f"vLLM took more than {CONSTRAINT_S:g} s to look at the constraint"
-            raise Rejection("sampling.structured_outputs", why) from error
-
     async def start(self, request: str, prepared: Prepared, priority: int) -> Outputs:
         try:
+            if isinstance(prepared.params, Constrained):
+                await self._constraints.check(prepared.params)
             with _engine_errors:
                 collector = await self.llm.add_request(
                     request, prepared.prompt, prepared.params, lora_request=prepared.lora, priority=priority
