@@ -17,7 +17,7 @@ import pytest
 import tracewire
 from tests.documented import RUN_BY, RUN_BY_NONE
 from tests.documented import commands as documented
-from tracewire.cli.main import _parser
+from tracewire.cli.main import build_parser
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -106,7 +106,7 @@ def test_calls_in_the_text_are_there(page: Path) -> None:
 
 @each_page
 def test_commands_are_there_with_their_options(page: Path) -> None:
-    actions = next(action for action in _parser()._actions if action.choices)
+    actions = next(action for action in build_parser()._actions if action.choices)
     assert isinstance(actions.choices, dict)
     for words in commands(page):
         given = {word.partition("=")[0] for word in words if word.startswith("--")}

@@ -25,6 +25,7 @@ from tests.faults.scripted import ScriptedEngine, acts, expected, info, serving
 from tests.faults.test_engine_loss import Gate, free
 from tests.scripted import engine_info
 from tracewire import Client, Final, Output, Restarted
+from tracewire.cli import engines as engine_commands
 from tracewire.cli import main as cli
 from tracewire_bus.bus import Bus
 from tracewire_bus.store.control import draining
@@ -341,7 +342,7 @@ async def test_a_host_is_given_a_moment_to_be_in_the_registry_again(client: Clie
     found: list[str] = []
 
     async def look() -> None:
-        found.extend(await cli._of_host(client, "here"))
+        found.extend(await engine_commands.names_of_host(client, "here"))
 
     async with anyio.create_task_group() as group:
         group.start_soon(look)
@@ -350,7 +351,7 @@ async def test_a_host_is_given_a_moment_to_be_in_the_registry_again(client: Clie
         await bus.register(engine_info("tiny", "e", host="here"))
     assert found == ["e"]
     with anyio.fail_after(PATIENCE):
-        assert await cli._of_host(client, "nowhere") == []
+        assert await engine_commands.names_of_host(client, "nowhere") == []
 
 
 async def test_a_probe_for_life_does_not_blame_an_engine_for_redis(capsys: pytest.CaptureFixture[str]) -> None:

@@ -244,16 +244,15 @@ class Edits:
                 raise EditConflict(name, str(error), error.version) from None
             except EditsFull as error:
                 raise EditRejected(name, "name", str(error)) from None
-            engines = await self._followed(name, version, wait)
-            refusals = [(engine.engine, why) for engine in engines if (why := engine.edit_errors.get(name)) is not None]
-            if refusals:
-                await self._put_back(name, version, before)
-                engine, reason = refusals[0]
-                where, _, message = reason.partition(": ")
-                raise EditRejected(name, where, f"{message} (says engine {engine})")
+            for engine in await self._followed(name, version, wait):
+                if (reason := engine.edit_errors.get(name)) is not None:
+                    await self._put_back(name, version, before)
+                    field, _, message = reason.partition(": ")
+                    raise EditRejected(name, field, f"{message} (says engine {engine.engine})")
         return await self.get(name)
 
     async def _put_back(self, name: str, version: int, before: Installed | None) -> None:
+        """Install what stood there before an engine refused a version, unless another client has changed it since."""
         edits = self._session.open_bus().edits
         try:
             if before is None or before.edit is None:
@@ -263,7 +262,6 @@ class Edits:
                 if before.disabled:
                     await edits.disable(self.model, name, again, before.disabled)
         except (NoSuchEdit, VersionDiffers):
-            # Somebody else has changed it meanwhile.
             return
 
     async def list(self) -> list[Edit]:

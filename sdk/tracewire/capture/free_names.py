@@ -38,21 +38,8 @@ class FreeNames:
 
     def _statement(self, node: ast.stmt, bound: set[str]) -> None:
         match node:
-            case ast.Assign(targets=targets, value=value):
-                self._expression(value, bound)
-                for target in targets:
-                    self._expression(target, bound)
-            case ast.AugAssign(target=target, value=value):
-                if isinstance(target, ast.Name):
-                    self._load(target.id, target.lineno, bound)
-                self._expression(value, bound)
-                self._expression(target, bound)
-            case ast.AnnAssign(target=target, value=value):
-                if value is not None:
-                    self._expression(value, bound)
-                    self._expression(target, bound)
-                elif not isinstance(target, ast.Name):
-                    self._expression(target, bound)
+            case ast.Assign() | ast.AugAssign() | ast.AnnAssign():
+                self._assignment(node, bound)
             case ast.For() | ast.AsyncFor():
                 self._expression(node.iter, bound)
                 inner = set(bound)
@@ -73,16 +60,7 @@ class FreeNames:
                         self._expression(item.optional_vars, bound)
                 self._flow(node.body, bound)
             case ast.Try() | ast.TryStar():
-                after = self._flow(node.orelse, self._flow(node.body, set(bound)))
-                for handler in node.handlers:
-                    if handler.type is not None:
-                        self._expression(handler.type, bound)
-                    inner = set(bound)
-                    if handler.name is not None:
-                        self._store(handler.name, inner)
-                    after &= self._flow(handler.body, inner)
-                self._flow(node.finalbody, set(bound))
-                bound |= after
+                self._try(node, bound)
             case ast.Match(subject=subject, cases=cases):
                 self._expression(subject, bound)
                 for case in cases:
@@ -108,6 +86,36 @@ class FreeNames:
             case _:
                 for child in ast.iter_child_nodes(node):
                     self._expression(child, bound)
+
+    def _assignment(self, node: ast.Assign | ast.AugAssign | ast.AnnAssign, bound: set[str]) -> None:
+        match node:
+            case ast.Assign(targets=targets, value=value):
+                self._expression(value, bound)
+                for target in targets:
+                    self._expression(target, bound)
+            case ast.AugAssign(target=target, value=value):
+                if isinstance(target, ast.Name):
+                    self._load(target.id, target.lineno, bound)
+                self._expression(value, bound)
+                self._expression(target, bound)
+            case ast.AnnAssign(target=target, value=value):
+                if value is not None:
+                    self._expression(value, bound)
+                    self._expression(target, bound)
+                elif not isinstance(target, ast.Name):
+                    self._expression(target, bound)
+
+    def _try(self, node: ast.Try | ast.TryStar, bound: set[str]) -> None:
+        after = self._flow(node.orelse, self._flow(node.body, set(bound)))
+        for handler in node.handlers:
+            if handler.type is not None:
+                self._expression(handler.type, bound)
+            inner = set(bound)
+            if handler.name is not None:
+                self._store(handler.name, inner)
+            after &= self._flow(handler.body, inner)
+        self._flow(node.finalbody, set(bound))
+        bound |= after
 
     def _expression(self, node: ast.AST, bound: set[str]) -> None:
         match node:

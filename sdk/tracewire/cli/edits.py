@@ -14,6 +14,8 @@ from tracewire.capture.intervention import Intervention
 from tracewire.client import connect
 from tracewire.errors import EditRejected
 
+from .format import short_value
+
 __all__ = ["add_edits"]
 
 
@@ -138,9 +140,7 @@ async def _watch(options: argparse.Namespace) -> int:
 
 
 def _item(item: EditOutput) -> str:
-    from .main import _short
-
-    more = [f"{name}={_short(value)}" for name, value in item.saves.items()]
+    more = [f"{name}={short_value(value)}" for name, value in item.saves.items()]
     if item.error is not None:
         more.append(f"{item.error.type}: {item.error.message}")
     if item.dropped:

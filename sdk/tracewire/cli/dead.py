@@ -1,0 +1,83 @@
+"""`tracewire dead`: the dead-letter queue."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+
+from tracewire.admin.dead_letters import DeadLetter
+from tracewire.client import Client, connect
+from tracewire.errors import UnknownDeadLetter
+
+from .format import timestamp
+
+__all__ = ["add_dead"]
+
+
+def add_dead(commands: Any, shared: argparse.ArgumentParser) -> None:
+    """Add the subcommand."""
+    dead = commands.add_parser("dead", help="submissions that were given up: list, show, resubmit or drop them")
+    actions = dead.add_subparsers(required=True, metavar="ACTION")
+    for name, run, text in (
+        ("list", _list, "list them, the oldest first"),
+        ("show", _show, "print one as JSON"),
+        ("resubmit", _resubmit, "submit each once more, as a new trace, whose id is printed"),
+        ("drop", _drop, "remove each"),
+    ):
+        action = actions.add_parser(name, parents=[shared], help=text)
+        action.set_defaults(run=run)
+        if name == "list":
+            action.add_argument("--model", metavar="MODEL", help="only those of this model")
+        else:
+            action.add_argument("ids", metavar="ID", nargs=1 if name == "show" else "+", help="the dead letter's id")
+
+
+async def _letters(client: Client) -> AsyncIterator[DeadLetter]:
+    after = ""
+    while page := await client.dead_letters(after):
+        for letter in page:
+            yield letter
+        after = page[-1].id
+
+
+async def _list(options: argparse.Namespace) -> int:
+    async with connect(options.url, prefix=options.prefix) as client:
+        async for letter in _letters(client):
+            if options.model is None or letter.model == options.model:
+                print("\t".join((letter.id, timestamp(letter.time), letter.model, letter.trace, letter.reason)))
+    return 0
+
+
+async def _show(options: argparse.Namespace) -> int:
+    async with connect(options.url, prefix=options.prefix) as client:
+        async for letter in _letters(client):
+            if letter.id == options.ids[0]:
+                shown = {name: getattr(letter, name) for name in ("id", "model", "trace", "reason", "problem")}
+                shown["time"] = timestamp(letter.time)
+                shown["submission"] = msgspec.to_builtins(letter.submission, builtin_types=(bytes,))
+                print(json.dumps(shown, ensure_ascii=False, indent=2, default=_described))
+                return 0
+    raise UnknownDeadLetter(options.ids[0])
+
+
+def _described(value: Any) -> str:
+    return f"{len(value)} bytes" if isinstance(value, bytes) else repr(value)
+
+
+async def _resubmit(options: argparse.Namespace) -> int:
+    async with connect(options.url, prefix=options.prefix) as client:
+        for id_ in options.ids:
+            print(f"{id_} is trace {await client.resubmit(id_)} now", flush=True)
+    return 0
+
+
+async def _drop(options: argparse.Namespace) -> int:
+    async with connect(options.url, prefix=options.prefix) as client:
+        for id_ in options.ids:
+            if not await client.drop_dead_letter(id_):
+                raise UnknownDeadLetter(id_)
+    return 0

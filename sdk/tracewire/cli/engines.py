@@ -1,0 +1,165 @@
+"""`tracewire models`, `engines`, `drain` and `ready`: what is served, and engines that are asked to leave."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import socket
+import sys
+from dataclasses import asdict
+from typing import Any
+
+import anyio
+
+from tracewire.client import Client, connect
+from tracewire.errors import ConnectError
+
+__all__ = ["add_engines", "names_of_host"]
+
+#: How long `tracewire ready` waits for a Redis that does not answer, in seconds: whoever probes has little time.
+_PROBE_S = 5.0
+#: Within how many seconds an engine that lives is in the registry again.
+_RENEWED_S = 3.0
+
+
+def add_engines(commands: Any, shared: argparse.ArgumentParser) -> None:
+    """Add the subcommands."""
+    models = commands.add_parser("models", parents=[shared], help="list the models that are served")
+    models.add_argument("--tree", action="store_true", help="print each model's modules, too")
+    models.set_defaults(run=_models)
+
+    engines = commands.add_parser("engines", parents=[shared], help="list the engines that live")
+    engines.add_argument("--model", metavar="MODEL", help="only those of this model")
+    engines.add_argument("--json", action="store_true", help="print one JSON list, with all that is known of each")
+    engines.set_defaults(run=_engines)
+
+    drain = commands.add_parser(
+        "drain", parents=[shared], help="have engines take nothing new, finish what they run, and leave; waits for that"
+    )
+    drain.add_argument("engines", metavar="ENGINE", nargs="*", help="an engine's name")
+    _add_host(drain, "all engines of this machine, or pod; of HOST, if it is given")
+    drain.add_argument(
+        "--timeout",
+        type=float,
+        metavar="SECONDS",
+        help="put back what has not ended by then, for other engines (default: wait for it)",
+    )
+    drain.add_argument("--no-wait", action="store_true", help="return when they have been asked to")
+    drain.set_defaults(run=_drain)
+
+    ready = commands.add_parser(
+        "ready", parents=[shared], help="exit with 0 if an engine serves, else with 1: a probe for whoever runs engines"
+    )
+    ready.add_argument("engine", metavar="ENGINE", nargs="?", help="the engine's name (default: any engine)")
+    ready.add_argument("--model", metavar="MODEL", help="one that serves this model")
+    _add_host(ready, "one of this machine, or pod; of HOST, if it is given")
+    ready.add_argument(
+        "--alive",
+        action="store_true",
+        help="one that lives, also if it drains; and 0 as well if Redis does not answer, which is no engine's fault",
+    )
+    ready.set_defaults(run=_ready)
+
+
+def _add_host(parser: argparse.ArgumentParser, text: str) -> None:
+    parser.add_argument("--host", metavar="HOST", nargs="?", const=socket.gethostname(), help=text)
+
+
+async def _engines(options: argparse.Namespace) -> int:
+    async with connect(options.url, prefix=options.prefix) as client:
+        engines = await client.engines(options.model)
+    if options.json:
+        print(json.dumps([asdict(engine) for engine in engines], indent=2))
+        return 0
+    for engine in engines:
+        versions = " ".join(f"{name} {version}" for name, version in engine.versions.items() if version)
+        running = f"{engine.running} of {engine.capacity} traces"
+        columns = [engine.name, engine.model, engine.state, running, engine.host or "-", versions]
+        if engine.malformed:
+            columns.append(f"{engine.malformed} malformed items in Redis passed over")
+        print("\t".join(columns).rstrip())
+    return 0
+
+
+async def _drain(options: argparse.Namespace) -> int:
+    """Returns 0 when all of them have been asked to and, unless nobody waits, have left."""
+    if options.timeout is not None and not options.timeout >= 0:
+        print(f"tracewire: --timeout takes a number of seconds, got {options.timeout:g}", file=sys.stderr)
+        return 2
+    if not options.engines and options.host is None:
+        print("tracewire: name an engine (tracewire engines lists them), or give --host", file=sys.stderr)
+        return 2
+    async with connect(options.url, prefix=options.prefix) as client:
+        names = list(options.engines)
+        if options.host is not None:
+            here = await names_of_host(client, options.host)
+            names += here
+            if not here:
+                print(f"tracewire: no engine of host {options.host!r} lives (tracewire engines)", file=sys.stderr)
+                return 1
+        drained = [await client.drain(name, timeout=options.timeout) for name in dict.fromkeys(names)]
+        asked = {one.engine.name for one in drained}
+        for one in drained:
+            print(f"{one.engine.name}: asked to drain; it runs {one.engine.running} traces", flush=True)
+            if one.waiting and asked.issuperset(one.others):
+                print(
+                    f"tracewire: no other engine serves {one.engine.model!r}: the {one.waiting} submissions that wait "
+                    "for it, and what is put back, wait until one does",
+                    file=sys.stderr,
+                )
+        for one in drained if not options.no_wait else ():
+            await one.wait()
+            print(f"{one.engine.name}: has left", flush=True)
+    return 0
+
+
+async def names_of_host(client: Client, host: str) -> list[str]:
+    """The names of a host's engines. One that Redis has just kept waiting may be out of the registry for a moment."""
+    with anyio.move_on_after(_RENEWED_S):
+        while True:
+            if found := [engine.name for engine in await client.engines() if engine.host == host]:
+                return found
+            await anyio.sleep(0.2)
+    return []
+
+
+async def _ready(options: argparse.Namespace) -> int:
+    """Returns 0 if there is such an engine."""
+    try:
+        async with connect(options.url, prefix=options.prefix, patience=_PROBE_S) as client:
+            engines = await client.engines(options.model)
+    except ConnectError as error:
+        if not options.alive:
+            raise
+        print(f"tracewire: whether an engine lives is not known: {error}", file=sys.stderr)
+        return 0
+    for engine in engines:
+        named = options.engine in (None, engine.name) and options.host in (None, engine.host)
+        if named and (engine.ready or options.alive):
+            print(f"{engine.name}\t{engine.state}")
+            return 0
+    wanted = " ".join(
+        text
+        for text in (
+            f"engine {options.engine}" if options.engine else "engine",
+            f"of {options.model!r}" if options.model else "",
+            f"on {options.host}" if options.host else "",
+        )
+        if text
+    )
+    print(f"tracewire: no {wanted} {'lives' if options.alive else 'serves'}", file=sys.stderr)
+    return 1
+
+
+async def _models(options: argparse.Namespace) -> int:
+    async with connect(options.url, prefix=options.prefix) as client:
+        for info in await client.models():
+            engines = f"{len(info.engines)} engine{'s' if len(info.engines) != 1 else ''}"
+            print(
+                f"{info.name}\t{engines}\t{info.running} of {info.capacity} traces\t{info.dtype}\t"
+                f"{info.layer_count} layers of {info.hidden_size}\t{info.max_model_len} tokens"
+                + (f"\tits engines differ in: {', '.join(info.differs)}" if info.differs else "")
+            )
+            if options.tree:
+                print((await client.model(info.name)).tree)
+    return 0

@@ -1,0 +1,69 @@
+"""How the command line prints events and values, one line each."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+from typing import Any
+
+from tracewire.traces.output import Accepted, Event, Final, Gap, Paused, Restarted, Resumed, Steered, Waiting
+from tracewire_bus.store.lifecycle import Lifecycle
+
+__all__ = ["event_line", "lifecycle_line", "short_value", "timestamp"]
+
+
+def lifecycle_line(event: Lifecycle) -> str:
+    """One lifecycle event, with tabs between its columns."""
+    more = [event.status or "", event.error or ""]
+    if event.kind in ("accepted", "restarted"):
+        more.append(f"by {event.engine}, attempt {event.attempt}")
+    if event.kind == "queued" and event.client:
+        more.append(f"by {event.client}")
+    if event.tokens is not None:
+        more.append(f"{event.tokens} tokens")
+    return "\t".join(
+        (timestamp(event.time), event.kind, event.trace, event.model, ", ".join(part for part in more if part))
+    ).rstrip()
+
+
+def event_line(event: Event) -> str:
+    """One event of a trace."""
+    if isinstance(event, Accepted):
+        return f"accepted by {event.engine}"
+    if isinstance(event, Waiting):
+        return f"waiting for another engine: {event.reason}"
+    if isinstance(event, Restarted):
+        return f"restarted: {event.reason}" if event.reason else "restarted"
+    if isinstance(event, Steered):
+        values = {name: value for change in event.changes for name, value in change.values.items()}
+        shown = "  ".join(f"{name}={short_value(value)}" for name, value in values.items())
+        where = ", ".join(f"{one.invoke}.{one.choice} {one.index}" for one in event.first)
+        return f"steered to version {event.version} from {where or 'no token'} on: {shown}"
+    if isinstance(event, Paused | Resumed):
+        return f"{'paused' if isinstance(event, Paused) else 'resumed'} by {event.by}"
+    if isinstance(event, Gap):
+        return f"(trimmed: what came after {event.since} up to {event.until})"
+    if isinstance(event, Final):
+        error = f": {event.error.type}: {event.error.message}" if event.error else ""
+        return f"{event.status}, {event.usage.completion_tokens} tokens{error}"
+    saved = "  ".join(f"{name}={short_value(value)}" for name, value in event.delta.items())
+    text = json.dumps(event.text, ensure_ascii=False)
+    return f"{event.invoke}.{event.choice} {event.index:5d} {text}  {saved}".rstrip()
+
+
+def short_value(value: Any) -> str:
+    """A text of at most 60 characters for a number or a text; arrays show their dtype and shape."""
+    shape = getattr(value, "shape", None)
+    if shape:
+        return f"{getattr(value.dtype, 'name', value.dtype)}{list(shape)}"
+    if isinstance(value, list):
+        return f"[{', '.join(short_value(item) for item in value[:8])}{', ...' if len(value) > 8 else ''}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key}: {short_value(item)}' for key, item in list(value.items())[:8])}}}"
+    text = f"{value:.4g}" if isinstance(value, float) else repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def timestamp(seconds: float) -> str:
+    """A time in seconds since the epoch, in UTC as ISO 8601 writes it, to the millisecond."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
