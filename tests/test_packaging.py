@@ -129,6 +129,13 @@ def test_import_loads_nothing_heavy_where_it_is_installed(module: str) -> None:
     assert not loaded & (HEAVY | ON_FIRST_USE)
 
 
+def test_the_adapter_behind_its_seam_loads_nothing_heavy() -> None:
+    """A scripted engine can stand behind it."""
+    loaded = tops(imported_by(sys.executable, "import tracewire_engine.adapter.service"))
+    assert "tracewire_engine" in loaded
+    assert not loaded & HEAVY
+
+
 @pytest.mark.parametrize("python", PYTHONS)
 def test_locks_hold_all_that_their_packages_ask_for(python: str) -> None:
     """What `pip check` would say of an environment made from the locks: nothing, but for the three left out."""

@@ -21,6 +21,8 @@ from typing import Any, Self
 import anyio
 import uvicorn
 
+from tracewire_engine.link.addresses import host_and_port
+
 from .http_requests import EditedClient, PlainRequests
 
 __all__ = ["OPEN", "Guarded", "HttpApi", "bound", "parsed"]
@@ -35,15 +37,12 @@ def bound(address: str) -> socket.socket:
         ValueError: it is no such address.
         OSError: it cannot be bound.
     """
-    host, colon, port = address.rpartition(":")
-    if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
-        raise ValueError(f"expected HOST:PORT, got {address!r}")
-    host = host.removeprefix("[").removesuffix("]")
+    host, port = host_and_port(address)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     made = socket.socket(family, socket.SOCK_STREAM)
     try:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        made.bind((host, int(port)))
+        made.bind((host, port))
     except BaseException:
         made.close()
         raise

@@ -23,6 +23,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from tracewire_engine.link.addresses import host_and_port
 from tracewire_engine.protocol.cluster import Cluster
 
 from .parent_death import die_with_parent
@@ -52,14 +53,16 @@ def parse_address(address: str) -> tuple[str, int]:
             f"the Ray address {address!r} is not supported: Ray's client protocol cannot run an engine; "
             "give the HOST:PORT that `ray start --head` printed, 'auto' or 'local'"
         )
-    host, _, port = address.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+    try:
+        host, port = host_and_port(address)
+    except ValueError:
+        host, port = "", 0
+    if not port:
         raise ClusterError(
             f"the Ray address {address!r} is none: give HOST:PORT of the cluster's head, 'auto' for the cluster that "
             "runs on this machine, or 'local' for one of this engine's own"
         )
-    return host, int(port)
+    return host, port
 
 
 @contextmanager

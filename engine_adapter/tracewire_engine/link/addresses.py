@@ -26,7 +26,7 @@ from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
-__all__ = ["Guard", "bind", "connect", "die", "endpoint", "extended", "is_remote"]
+__all__ = ["Guard", "bind", "connect", "die", "endpoint", "extended", "host_and_port", "is_remote"]
 
 logger = logging.getLogger("vllm.tracewire")
 
@@ -146,3 +146,16 @@ def die(why: str) -> None:
     """End this process now, as whatever killed it would have: no thread and no collective operation can hold it up."""
     logger.error("this worker ends: %s", why)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """The host and the port of `HOST:PORT`, in which an IPv6 host stands in brackets.
+
+    Raises:
+        ValueError: `address` is not of this form.
+    """
+    host, _, port = address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
+        raise ValueError(f"expected HOST:PORT, got {address!r}")
+    return host, int(port)
