@@ -24,7 +24,9 @@ from tracewire_engine.worker.blocks.batched_serving import RowBatcher
 from tracewire_engine.worker.blocks.live_params import LiveRun
 from tracewire_engine.worker.host_copy import HostCopy, elements, encoded_late
 from tracewire_engine.worker.large_arrays import Hold
-from tracewire_engine.worker.runner import TracewireRunner, _encoded, _Traced
+from tracewire_engine.worker.reporting import _encoded
+from tracewire_engine.worker.requests import TracedRequest
+from tracewire_engine.worker.runner import TracewireRunner
 from tracewire_engine.worker.save_tracker import SaveTracker
 
 ENCODER = msgspec.msgpack.Encoder(enc_hook=encoded_late)
@@ -109,7 +111,7 @@ def test_where_it_is_checked_the_final_names_the_digests_of_what_nnsight_collect
             _collected=lambda _: collected,
         )
         request = SimpleNamespace(engine_id="t0", index=0, error=None, mediator=None, saves=lambda: held)
-        traced = _Traced(Hold())
+        traced = TracedRequest(Hold())
         TracewireRunner._report_finish(worker, request, traced, None, lambda own: own)
         ((entry,),) = [finish.manifest for finish in worker.tracewire_unsent.report.finishes]
         digests.append(entry.digest)

@@ -24,68 +24,56 @@ from typing import Any, TypeAlias
 import msgspec
 import torch
 from nnsight.intervention.envoy import Envoy
-from nnsight.modeling.vllm.model_runners.GPUModelRunner import NNsightGPUModelRunner, Request, Requests
+from nnsight.modeling.vllm.model_runners.GPUModelRunner import NNsightGPUModelRunner, Request
 from nnsight.modeling.vllm.vllm import VLLM
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
-from tracewire_bus.wire.messages import Append, Failure, Manifest
+from tracewire_bus.wire.messages import Failure, Manifest
 from tracewire_bus.wire.values import digest
-from tracewire_engine.link.shared_ring import InRing
 from tracewire_engine.link.step_link import LinkSender
 from tracewire_engine.model_layout import find_layers, find_norm, takes_residual
 from tracewire_engine.protocol.keys import (
     BLOB_THRESHOLD,
-    BLOCK_ARG,
     BLOCK_TIMEOUT,
     CHECK_COLLECT,
-    DECLARED_ARG,
-    EDITS_ARG,
-    END_ARG,
     LINK_ADDRESS,
-    LIVE_ARG,
-    RESULT_ARG,
-    RUN_ARG,
-    SHARED_ARG,
 )
 from tracewire_engine.protocol.messages import Applied, FinishRecord, Report, StepRecord
 from tracewire_engine.worker.blocks import save_marks as marks
 from tracewire_engine.worker.blocks import time_limit as watchdog
 from tracewire_engine.worker.blocks.batched_serving import RowBatcher
 from tracewire_engine.worker.blocks.compiler import BlockCache
-from tracewire_engine.worker.blocks.encoder_guard import encoder_locations, refuse_encoders
+from tracewire_engine.worker.blocks.encoder_guard import encoder_locations
 from tracewire_engine.worker.blocks.failures import failure_of, is_stop
 from tracewire_engine.worker.blocks.live_params import LIVE, LiveRun, LiveRuns
-from tracewire_engine.worker.blocks.mediator import RESULT, SAMPLES, BlockMediator
+from tracewire_engine.worker.blocks.mediator import SAMPLES, BlockMediator
 from tracewire_engine.worker.blocks.plain_values import plain, trim
-from tracewire_engine.worker.blocks.request_result import Results
 from tracewire_engine.worker.blocks.residual import Residual
-from tracewire_engine.worker.blocks.shared_values import SharedRun, SharedRuns
+from tracewire_engine.worker.blocks.shared_values import SharedRun
 from tracewire_engine.worker.blocks.standing_blocks import EditedRequest
 from tracewire_engine.worker.declared.cuda_graphs import breakable_throughout, without_taps
 from tracewire_engine.worker.declared.hooks import DeclaredInterleaver
-from tracewire_engine.worker.declared.ops import Declaration, is_early
 from tracewire_engine.worker.declared.plan import DeclaredRequests
 from tracewire_engine.worker.parallel.merged_columns import ColumnFragments
 from tracewire_engine.worker.parallel.rank_agreement import DECLARED, Key, Ranks
-from tracewire_engine.worker.parallel.stage_exchange import Pipeline, StageState, StageUpdate, shared
-from tracewire_engine.worker.parallel.staged_mediator import StagedMediator, StagesDiffer
+from tracewire_engine.worker.parallel.stage_exchange import Pipeline, StageState, shared
+from tracewire_engine.worker.parallel.staged_mediator import StagedMediator
 
 from .blob_sender import BlobSender
 from .deferred_report import AfterAnswer
-from .host_copy import HostArray, HostCopy, ToHost, encoded_late
+from .host_copy import HostCopy, ToHost
 from .kv_offload import KeptCache, KvBlocks
 from .large_arrays import Hold
 from .remote_inputs import inputs_at
-from .save_tracker import Ending, SaveTracker
+from .reporting import BEHIND, NO_DELTAS, PACE, PendingReport, encode_deltas, encoder
+from .requests import BLOCKS, TracedRequest, TracedRequests, arguments_of, saves_of, unchecked, waits_for_result
+from .save_tracker import Ending
 
-__all__ = ["TracedModel", "TracedRequests", "TracewireRunner"]
+__all__ = ["TracedModel", "TracewireRunner"]
 
 logger = logging.getLogger("vllm.tracewire")
 
 _Counted: TypeAlias = Callable[[Mapping[str, Any]], dict[str, Any]]
-
-_encoder = msgspec.msgpack.Encoder(enc_hook=encoded_late)
-_NO_DELTAS = msgspec.Raw(_encoder.encode([]))
 
 
 class TracedModel(VLLM):
@@ -108,328 +96,6 @@ class TracedModel(VLLM):
         if not -count <= index < count:
             raise IndexError(f"residual({index}): {path} has {count} layers, 0 to {count - 1}")
         return Residual(layers[index % count], index % count, self.__dict__["_tracewire_sums"])
-
-
-class _Traced:
-    """What the runner keeps for one live request beside nnsight's own record."""
-
-    __slots__ = (*("asks_result", "ended_at", "failure", "index", "last", "steps", "tells_end", "tokens", "tracker"),)
-
-    def __init__(self, hold: Hold) -> None:
-        self.tracker = SaveTracker(hold)
-        self.index = -1
-        #: The index of the token in whose step its blocks ended the request, if they did.
-        self.ended_at: int | None = None
-        #: Why its saves could not be read.
-        self.failure: Failure | None = None
-        #: The index of the last token in whose step its saves were looked at; and how many steps have been reported.
-        self.last = -1
-        self.steps = 0
-        #: Whether only the adapter knows at which token it ends; and how many tokens it put out, by the scheduler.
-        self.tells_end = False
-        self.tokens: int | None = None
-        #: Whether its block asks for what the request put out.
-        self.asks_result = False
-
-    def take_failure(self) -> None:
-        """Fail if one of its saves could not be read."""
-        broken = self.tracker.broken
-        if broken is not None and self.failure is None:
-            name, exception = broken
-            self.failure = failure_of(exception, None, hint=f" (while the save {name!r} was read)")
-
-
-def _waits_for_result(request: Request) -> bool:
-    """Whether its block is parked at `tracer.result`."""
-    mediator = request.mediator
-    pending = getattr(mediator, "pending", None)
-    return mediator is not None and mediator.alive and pending is not None and pending.provider == RESULT
-
-
-def _unchecked(manifest: list[Manifest]) -> None:
-    """Nothing of nnsight's to compare it with."""
-
-
-class TracedRequests(Requests):
-    """nnsight's book of requests, which takes blocks as source and keeps what each has sent.
-
-    A request without a block is not in it, so that it costs a step nothing; what it declares is in `declared`.
-    """
-
-    out: set[Any]
-
-    def __init__(
-        self,
-        blocks: BlockCache,
-        declared: DeclaredRequests,
-        live: LiveRuns,
-        hold: Hold,
-        pipeline: Pipeline | None,
-    ) -> None:
-        super().__init__()
-        self.pipeline = pipeline
-        #: Under tensor parallelism, the other ranks.
-        self.ranks: Ranks | None = None
-        self.blocks = blocks
-        self.declared = declared
-        self.live = live
-        #: By the scheduler's name, the run of each request that has live parameters.
-        self.runs: dict[str, str] = {}
-        self.hold = hold
-        self.traced: dict[str, _Traced] = {}
-        self.shares = SharedRuns(blocks.device, hold)
-        self.results = Results()
-        #: What locations begin with that are no request's own.
-        self.encoders: tuple[str, ...] = ()
-
-    def add(self, new_requests: list[Any], persistent_objects: dict[str, Any]) -> None:
-        fresh = [data for data in new_requests if data.req_id not in self.traced]
-        ranks = self.ranks
-        for data in fresh if ranks is not None else ():
-            assert ranks is not None
-            # By what it brings, which all ranks see alike.
-            if not {BLOCK_ARG, EDITS_ARG, DECLARED_ARG}.isdisjoint(_arguments(data)):
-                ranks.requests.add(data.req_id)
-        self._add(new_requests, persistent_objects)
-        for data in fresh if ranks is not None else ():
-            assert ranks is not None
-            self._introduce(data.req_id, ranks)
-        pipeline = self.pipeline
-        for data in fresh if pipeline is not None else ():
-            assert pipeline is not None
-            # By what it brings, which all stages see alike, and not by what has become of it here.
-            if not {BLOCK_ARG, EDITS_ARG}.isdisjoint(_arguments(data)):
-                pipeline.blocks[data.req_id] = set()
-                request = self.requests[data.req_id]
-                for name, mediator in self.copies(data.req_id).items():
-                    mediator.name(f"{request.engine_id}/{request.index}/{name}")
-
-    def _add(self, new_requests: list[Any], persistent_objects: dict[str, Any]) -> None:
-        super().add(new_requests, persistent_objects)
-        for data in new_requests:
-            arguments = _arguments(data)
-            block, edits = arguments.get(BLOCK_ARG), arguments.get(EDITS_ARG)
-            if edits is not None and data.req_id not in self.traced:
-                self.requests[data.req_id] = EditedRequest(data.req_id)
-            request = self.requests[data.req_id]
-            try:
-                live = self._join(data.req_id, request, arguments)
-            except Exception as exception:  # values that are none
-                live, request.error = LiveRun(""), failure_of(exception, None)
-            names = self._declare(data.req_id, request, arguments, live)
-            if block is None and edits is None and request.error is None and not request.workers():
-                del self.requests[data.req_id]
-            if (block is None and edits is None and request.error is None) or data.req_id in self.traced:
-                continue
-            traced = self.traced[data.req_id] = _Traced(self.hold)
-            traced.tells_end = bool(arguments.get(END_ARG))
-            traced.tracker.reserved = frozenset(names)
-            if isinstance(request, EditedRequest) and edits is not None:
-                request.take(edits, self.blocks)
-            if block is None:
-                continue
-            traced.asks_result = bool(arguments.get(RESULT_ARG))
-            try:
-                share = arguments.get(SHARED_ARG)
-                shared = {} if share is None else self.shares.join(share).values
-                request.mediator = self.blocks.mediator(block, live, shared)
-            except BaseException as exception:  # what a module or a helper's definition raises, SystemExit included
-                request.error = failure_of(exception, None)
-
-    def _introduce(self, request_id: str, ranks: Ranks) -> None:
-        """Tell the other ranks if a request could not be taken here, and have its blocks tell if they fail."""
-        request = self.requests.get(request_id)
-        error: Any = None if request is None else request.error
-        if error is not None:
-            failure = (
-                error if isinstance(error, Failure) else Failure(type=error["type_name"], message=error["message"])
-            )
-            ranks.fail(Key(request_id, ""), lambda: failure)
-            if request_id not in self.declared.live:
-                ranks.fail(Key(request_id, DECLARED), lambda: failure)
-        for name, mediator in self.copies(request_id).items():
-            mediator.ranks, mediator.key = ranks, Key(request_id, name)
-
-    def _join(self, request_id: str, request: Request, arguments: dict[str, Any]) -> LiveRun:
-        """The live parameters of the run that a request belongs to."""
-        run, packed = arguments.get(RUN_ARG), arguments.get(LIVE_ARG)
-        if run is None or packed is None:
-            return LiveRun("")
-        self.runs[request_id] = run
-        return self.live.join(run, packed, request_id, request.engine_id, request.index)
-
-    def leave(self, request_id: str) -> None:
-        """A request is over: forget what it had to do with live parameters."""
-        run = self.runs.pop(request_id, None)
-        if run is not None:
-            self.live.leave(run, request_id)
-
-    def _declare(self, request_id: str, request: Request, arguments: dict[str, Any], live: LiveRun) -> list[str]:
-        """Take a request's declared interventions, and return the names under which they save."""
-        encoded = arguments.get(DECLARED_ARG)
-        if encoded is None or request_id in self.declared.live:
-            return []
-        if self.pipeline is not None and is_early(encoded, self.pipeline.topology):
-            self.pipeline.early.add(request_id)
-        try:
-            declaration = Declaration(request.engine_id, request.index, encoded, live, self.declared.known)
-            for location in declaration.locations if self.encoders else ():
-                refuse_encoders(self.encoders, location)
-        except Exception as exception:  # too large for the device, say
-            request.error = Failure(type=type(exception).__name__, message=str(exception), field="interventions")
-            return []
-        self.declared.add(request_id, declaration)
-        return declaration.names
-
-    def settle(self, model: Any) -> None:
-        """Let no worker count as its own what passed in steps that it was not in: `scope`'s, before the next step."""
-        counts = model.interleaver.counts
-        for mediator in self.out:
-            start = mediator.counts_at_start
-            for location, count in counts.items():
-                passed = count - self.counts.get(location, 0)
-                if passed:
-                    start[location] = start.get(location, 0) + passed
-        self.out = set()
-
-    def copies(self, request: str) -> dict[str, Any]:
-        """A request's blocks in this process: standing ones by name, and its own (empty)."""
-        known = self.requests.get(request)
-        if known is None:
-            return {}
-        found: dict[str, Any] = dict(known.copies)
-        if known.mediator is not None:
-            found[""] = known.mediator
-        return found
-
-    def with_sharers(self, requests: set[str]) -> set[str]:
-        """These requests, and all whose blocks share values with theirs."""
-        shares = self.shares
-        if not shares.runs:
-            return requests
-        runs = {shares.of(Request(request).engine_id) for request in requests} - {None}
-        return requests | {name for name, request in self.requests.items() if shares.of(request.engine_id) in runs}
-
-    def fail(self, said: StageUpdate) -> None:
-        """Take what failed on another pipeline stage, unless it has failed here too."""
-        request, copies = self.requests.get(said.request), self.copies(said.request)
-        for name, error in said.errors.items():
-            mediator = copies.get(name)
-            if request is None or (mediator is not None and mediator.exception is not None):
-                continue
-            if not name:
-                request.error = request.error or error
-            if mediator is not None:
-                mediator.halt(StagesDiffer(error.message))
-
-    def has_ended(self, request_id: str) -> bool:
-        """Whether the blocks of a request have ended it, on all ranks alike. The model goes on with it until it is
-        aborted, which is no part of it: none of its blocks is served any more.
-        """
-        request = self.requests.get(request_id)
-        if request is None:
-            return False
-        mediator = request.mediator
-        if mediator is not None and mediator.exception is not None:
-            return True
-        return isinstance(request, EditedRequest) and request.has_failed
-
-    def scope(self, model: Any, spans: list[tuple[str, int]]) -> None:
-        super().scope(model, [("" if self.has_ended(name) else name, count) for name, count in spans])
-        model.interleaver.batcher.counts = [count for _, count in spans]
-
-    def unflatten(self, model: Any) -> None:
-        super().unflatten(model)
-        model.interleaver.batcher.counts = ()
-
-    def harvest(self, finished: set[str]) -> None:
-        """Nothing: what edits saved is reported with the request's own saves."""
-
-    def record(self, mediator: Any) -> None:
-        """Note the names that hold something saved. Errors are read off the mediator when its request is reported."""
-        if isinstance(mediator, BlockMediator):
-            mediator.found = mediator.saved()
-            mediator.nnsight_saved = set(mediator.found)
-        else:
-            super().record(mediator)
-
-
-#: What a request with a block brings: ours, or nnsight's own.
-_BLOCKS = {BLOCK_ARG, EDITS_ARG, "nnsight_mediator", "nnsight_edits"}
-
-
-def _saves(request: Request) -> dict[str, Any]:
-    """What a request's block has saved so far, by name, as it travels."""
-    mediator = request.mediator
-    if isinstance(mediator, BlockMediator) and not isinstance(request, EditedRequest):
-        return mediator.saved()
-    saves: dict[str, Any] = request.saves()
-    return saves
-
-
-def _arguments(data: Any) -> dict[str, Any]:
-    """What a new request brings for us."""
-    return getattr(data.sampling_params, "extra_args", None) or {}
-
-
-def _encoded(deltas: list[Any]) -> bytes:
-    """A step's deltas as they go on the wire; waits for their arrays."""
-    delta = deltas[0]
-    if len(deltas) == 1 and type(delta) is Append and len(delta.items) == 1 and len(delta.path) == 1:
-        item = delta.items[0]
-        if type(item) is HostArray:
-            # As the encoder would have it.
-            return item.appended(delta.path[0])
-    return _encoder.encode(deltas)
-
-
-def _encode(record: StepRecord, deltas: list[Any], traced: _Traced | None) -> None:
-    """Put a step's deltas into its record. What cannot be encoded ends its request, and nothing else."""
-    try:
-        record.deltas = msgspec.Raw(_encoded(deltas))
-    except Exception as exception:
-        logger.exception("could not encode what %s saved", record.request)
-        if traced is not None:
-            traced.failure = traced.failure or failure_of(exception, None, hint=" (while its saves were encoded)")
-            traced.ended_at = record.index if traced.ended_at is None else traced.ended_at
-            record.ended = record.ended or "error"
-
-
-class _Unsent:
-    """A step's report, and what must still be made of bytes that are on their way to the host."""
-
-    def __init__(self, report: Report) -> None:
-        self.report = report
-        self.steps: list[tuple[StepRecord, list[Any], _Traced | None]] = []
-        self.batch: ToHost | InRing | None = None
-        #: The copy that was begun last.
-        self.copy: ToHost | InRing | None = None
-
-    @property
-    def urgent(self) -> bool:
-        """Whether somebody waits for more in it than what was saved."""
-        report = self.report
-        return bool(report.finishes or report.applied) or any(step.ended for step in report.steps)
-
-    def complete(self) -> Report:
-        """The whole report, good until `release`; waits for its bytes."""
-        for record, deltas, traced in self.steps:
-            _encode(record, deltas, traced)
-        if self.batch is not None and self.report.batch is not None:
-            self.batch.tell(self.report.batch)
-        return self.report
-
-    def release(self) -> None:
-        """It was sent."""
-        if self.batch is not None:
-            self.batch.release()
-
-
-#: How many steps may wait for their bytes before the model waits for them.
-BEHIND = 2
-
-#: Steps that follow one another faster than this, in seconds, are reported two at a time where they come late anyhow.
-PACE = 0.0025
 
 
 class TracewireRunner(NNsightGPUModelRunner):
@@ -487,8 +153,8 @@ class TracewireRunner(NNsightGPUModelRunner):
         self.nnsight_requests.ranks = self.tracewire_ranks
         self.tracewire_norm = find_norm(self.get_model(), model.__dict__["_tracewire_layers"])
         self.tracewire_after = AfterAnswer()
-        self.tracewire_unsent = _Unsent(Report())
-        self.tracewire_behind: deque[_Unsent] = deque()
+        self.tracewire_unsent = PendingReport(Report())
+        self.tracewire_behind: deque[PendingReport] = deque()
         self.tracewire_sent = 0.0
         self.tracewire_unwatched = False
         self.tracewire_kept: KeptCache | None = None
@@ -603,7 +269,7 @@ class TracewireRunner(NNsightGPUModelRunner):
         """vLLM's update of its states, then nnsight's part: nothing, in a step that has no block and gets none."""
         book = self.nnsight_requests
         fresh = scheduler_output.scheduled_new_reqs
-        if book.requests or book.templates or any(_BLOCKS & _arguments(data).keys() for data in fresh):
+        if book.requests or book.templates or any(BLOCKS & arguments_of(data).keys() for data in fresh):
             corrections = super()._update_states(scheduler_output)
             if self.tracewire_pipeline is not None:
                 self._begin_shared(self.tracewire_pipeline, scheduler_output.num_scheduled_tokens)
@@ -773,7 +439,7 @@ class TracewireRunner(NNsightGPUModelRunner):
         for declaration, _, first in plan.declarations if declared.stale else ():
             if declaration.failure is not None and not declaration.reported:
                 declaration.reported, declaration.failed_at = True, first + plan.steps
-                record = StepRecord(declaration.request, declaration.choice, first + plan.steps, _NO_DELTAS, "error")
+                record = StepRecord(declaration.request, declaration.choice, first + plan.steps, NO_DELTAS, "error")
                 unsent.report.steps.append(record)
         link = self.tracewire_link
         if collected is not None and link is not None:
@@ -793,7 +459,7 @@ class TracewireRunner(NNsightGPUModelRunner):
 
     def _report_step(self) -> None:
         requests = self.nnsight_requests
-        live: list[tuple[Request, _Traced, dict[str, Any]]] = []
+        live: list[tuple[Request, TracedRequest, dict[str, Any]]] = []
         fresh: list[Any] = []
         reporting = self.tracewire_link is not None
         for request_id, traced in requests.traced.items():
@@ -806,7 +472,7 @@ class TracewireRunner(NNsightGPUModelRunner):
             saves = getattr(mediator, "found", None)
             edited = isinstance(request, EditedRequest)
             if saves is None or edited:
-                saves = _saves(request)
+                saves = saves_of(request)
             if edited:
                 request.settle()
                 request.prune()
@@ -844,7 +510,7 @@ class TracewireRunner(NNsightGPUModelRunner):
             ended = self._ended(request, traced)
             if ended:
                 traced.ended_at = traced.index
-            record = StepRecord(request.engine_id, request.index, traced.index, _NO_DELTAS, ended)
+            record = StepRecord(request.engine_id, request.index, traced.index, NO_DELTAS, ended)
             traced.steps += 1
             if tracker.large and blobs is not None:
                 blobs.step(record, deltas, tracker.taken)
@@ -853,7 +519,7 @@ class TracewireRunner(NNsightGPUModelRunner):
             if deltas and late:
                 waiting.append((record, deltas, traced))
             elif deltas:
-                _encode(record, deltas, traced)
+                encode_deltas(record, deltas, traced)
         for run in shares:
             self._report_shared(run, host)
         unsent.copy = host.under_way
@@ -868,7 +534,7 @@ class TracewireRunner(NNsightGPUModelRunner):
             return
         if not deltas:
             return
-        record = StepRecord(run.name, 0, run.steps, _NO_DELTAS)
+        record = StepRecord(run.name, 0, run.steps, NO_DELTAS)
         run.steps += 1
         if tracker.large and blobs is not None:
             blobs.step(record, deltas, tracker.taken)
@@ -877,11 +543,11 @@ class TracewireRunner(NNsightGPUModelRunner):
         if host.under_way is not None:
             self.tracewire_unsent.steps.append((record, deltas, None))
         else:
-            _encode(record, deltas, None)
+            encode_deltas(record, deltas, None)
 
     def _report_shared_end(self, run: SharedRun) -> None:
         """Report what a trace's shared values are in the end: all its requests are over."""
-        tracker, record = run.tracker, FinishRecord(run.name, 0, _NO_DELTAS, steps=run.steps)
+        tracker, record = run.tracker, FinishRecord(run.name, 0, NO_DELTAS, steps=run.steps)
         try:
             with tracker.guard():
                 # A dict of its own: it may be compared on another thread, later.
@@ -892,10 +558,10 @@ class TracewireRunner(NNsightGPUModelRunner):
                     name, raised = tracker.broken
                     record.error = failure_of(raised, None, hint=f" (while the shared value {name!r} was read)")
                 if self.tracewire_blobs is not None and (tracker.large or tracker.late):
-                    self.tracewire_blobs.finish(record, ending, _unchecked)
+                    self.tracewire_blobs.finish(record, ending, unchecked)
                     return
                 deltas, record.manifest, _ = ending.compare()
-                record.deltas = msgspec.Raw(_encoder.encode(deltas))
+                record.deltas = msgspec.Raw(encoder.encode(deltas))
         except Exception as exception:
             logger.exception("could not report the shared values of %s", run.name)
             record.error = failure_of(exception, None, hint=" (while the shared values were read)")
@@ -916,7 +582,7 @@ class TracewireRunner(NNsightGPUModelRunner):
         )
 
     @staticmethod
-    def _ended(request: Request, traced: _Traced) -> str:
+    def _ended(request: Request, traced: TracedRequest) -> str:
         """Whether this request's block ended it early: `"stop"`, `"error"` or `""`."""
         if request.error is not None or traced.failure is not None:
             return "error"
@@ -939,7 +605,7 @@ class TracewireRunner(NNsightGPUModelRunner):
                 self.tracewire_ranks.forget(request_id)
             if traced is None:
                 failure = None if declaration is None else declaration.failure
-                record = FinishRecord(request.engine_id, request.index, _NO_DELTAS, error=failure)
+                record = FinishRecord(request.engine_id, request.index, NO_DELTAS, error=failure)
                 self.tracewire_unsent.report.finishes.append(record)
                 self._leave_share(request)
                 continue
@@ -950,7 +616,7 @@ class TracewireRunner(NNsightGPUModelRunner):
             traced.tokens = tokens.get(request_id)
             del requests.requests[request_id]
             told = traced.tells_end or traced.asks_result
-            waits = traced.tells_end or (traced.asks_result and _waits_for_result(request))
+            waits = traced.tells_end or (traced.asks_result and waits_for_result(request))
             if waits and not requests.results.there(request.engine_id):
                 requests.results.waiting.setdefault(request.engine_id, []).append((request, traced))
                 continue
@@ -958,7 +624,7 @@ class TracewireRunner(NNsightGPUModelRunner):
             if told and not any(other.engine_id == request.engine_id for other in requests.requests.values()):
                 requests.results.forget(request.engine_id)
 
-    def _wind_up(self, request: Request, traced: _Traced) -> None:
+    def _wind_up(self, request: Request, traced: TracedRequest) -> None:
         """End the block of a request that is over, and report it."""
         requests = self.nnsight_requests
         mediator: BlockMediator | None = request.mediator
@@ -993,20 +659,20 @@ class TracewireRunner(NNsightGPUModelRunner):
         if self.tracewire_ranks is not None:
             self.tracewire_ranks.forget(request.id)
 
-    def _covered(self, request: Request, traced: _Traced) -> int | None:
+    def _covered(self, request: Request, traced: TracedRequest) -> int | None:
         """How many tokens a request has that is over: of all that end it, what comes first counts."""
         told = self.nnsight_requests.results.tokens(request.engine_id, request.index)
         ended = None if traced.ended_at is None else traced.ended_at + 1
         counts = [count for count in (traced.tokens, told, ended) if count is not None]
         return min(counts, default=None)
 
-    def _rewind(self, request: Request, traced: _Traced, covered: int | None) -> _Counted:
+    def _rewind(self, request: Request, traced: TracedRequest, covered: int | None) -> _Counted:
         """Undo what the blocks of a request saved in steps of tokens that it does not have; returns how to read what
         they have saved in the end.
         """
         if covered is None or covered > traced.last or self.tracewire_link is None:
             return dict
-        counted = traced.tracker.rewind(_saves(request), covered)
+        counted = traced.tracker.rewind(saves_of(request), covered)
         for mediator in request.workers():
             if isinstance(mediator, BlockMediator):
                 trim(mediator.made)
@@ -1030,10 +696,10 @@ class TracewireRunner(NNsightGPUModelRunner):
         saves: dict[str, Any] = sequences[0]["saves"]
         return saves
 
-    def _report_finish(self, request: Request, traced: _Traced, covered: int | None, counted: _Counted) -> None:
-        own = _saves(request)
+    def _report_finish(self, request: Request, traced: TracedRequest, covered: int | None, counted: _Counted) -> None:
+        own = saves_of(request)
         saves = counted(own)
-        encoded = _NO_DELTAS
+        encoded = NO_DELTAS
         manifest: list[Manifest] = []
         ending: Ending | None = None
         later = False
@@ -1058,7 +724,7 @@ class TracewireRunner(NNsightGPUModelRunner):
                 later = traced.tracker.large or (traced.tracker.late and not self.tracewire_check_collect)
                 if not later:
                     deltas, manifest, _ = ending.compare()
-                    encoded = msgspec.Raw(_encoder.encode(deltas))
+                    encoded = msgspec.Raw(encoder.encode(deltas))
                 traced.take_failure()
                 error = error or traced.failure
                 # nnsight would read a save that cannot be read, too.
@@ -1117,7 +783,7 @@ class TracewireRunner(NNsightGPUModelRunner):
         unsent, behind = self.tracewire_unsent, self.tracewire_behind
         report = unsent.report
         if report.steps or report.finishes or report.applied or report.batch is not None:
-            self.tracewire_unsent = _Unsent(Report())
+            self.tracewire_unsent = PendingReport(Report())
             if self.tracewire_link is not None:
                 behind.append(unsent)
         ready = 0

@@ -1,0 +1,307 @@
+"""The worker's book of live requests: their blocks, standing interventions and declared interventions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nnsight.modeling.vllm.model_runners.GPUModelRunner import Request, Requests
+
+from tracewire_bus.wire.messages import Failure, Manifest
+from tracewire_engine.protocol.keys import (
+    BLOCK_ARG,
+    DECLARED_ARG,
+    EDITS_ARG,
+    END_ARG,
+    LIVE_ARG,
+    RESULT_ARG,
+    RUN_ARG,
+    SHARED_ARG,
+)
+from tracewire_engine.worker.blocks.compiler import BlockCache
+from tracewire_engine.worker.blocks.encoder_guard import refuse_encoders
+from tracewire_engine.worker.blocks.failures import failure_of
+from tracewire_engine.worker.blocks.live_params import LiveRun, LiveRuns
+from tracewire_engine.worker.blocks.mediator import RESULT, BlockMediator
+from tracewire_engine.worker.blocks.request_result import Results
+from tracewire_engine.worker.blocks.shared_values import SharedRuns
+from tracewire_engine.worker.blocks.standing_blocks import EditedRequest
+from tracewire_engine.worker.declared.ops import Declaration, is_early
+from tracewire_engine.worker.declared.plan import DeclaredRequests
+from tracewire_engine.worker.parallel.rank_agreement import DECLARED, Key, Ranks
+from tracewire_engine.worker.parallel.stage_exchange import Pipeline, StageUpdate
+from tracewire_engine.worker.parallel.staged_mediator import StagesDiffer
+
+from .large_arrays import Hold
+from .save_tracker import SaveTracker
+
+__all__ = [
+    "BLOCKS",
+    "TracedRequest",
+    "TracedRequests",
+    "arguments_of",
+    "saves_of",
+    "unchecked",
+    "waits_for_result",
+]
+
+
+class TracedRequest:
+    """What the runner keeps for one live request beside nnsight's own record."""
+
+    __slots__ = (*("asks_result", "ended_at", "failure", "index", "last", "steps", "tells_end", "tokens", "tracker"),)
+
+    def __init__(self, hold: Hold) -> None:
+        self.tracker = SaveTracker(hold)
+        self.index = -1
+        #: The index of the token in whose step its blocks ended the request, if they did.
+        self.ended_at: int | None = None
+        #: Why its saves could not be read.
+        self.failure: Failure | None = None
+        #: The index of the last token in whose step its saves were looked at; and how many steps have been reported.
+        self.last = -1
+        self.steps = 0
+        #: Whether only the adapter knows at which token it ends; and how many tokens it put out, by the scheduler.
+        self.tells_end = False
+        self.tokens: int | None = None
+        #: Whether its block asks for what the request put out.
+        self.asks_result = False
+
+    def take_failure(self) -> None:
+        """Fail if one of its saves could not be read."""
+        broken = self.tracker.broken
+        if broken is not None and self.failure is None:
+            name, exception = broken
+            self.failure = failure_of(exception, None, hint=f" (while the save {name!r} was read)")
+
+
+def waits_for_result(request: Request) -> bool:
+    """Whether its block is parked at `tracer.result`."""
+    mediator = request.mediator
+    pending = getattr(mediator, "pending", None)
+    return mediator is not None and mediator.alive and pending is not None and pending.provider == RESULT
+
+
+def unchecked(manifest: list[Manifest]) -> None:
+    """Nothing of nnsight's to compare it with."""
+
+
+class TracedRequests(Requests):
+    """nnsight's book of requests, which takes blocks as source and keeps what each has sent.
+
+    A request without a block is not in it, so that it costs a step nothing; what it declares is in `declared`.
+    """
+
+    out: set[Any]
+
+    def __init__(
+        self,
+        blocks: BlockCache,
+        declared: DeclaredRequests,
+        live: LiveRuns,
+        hold: Hold,
+        pipeline: Pipeline | None,
+    ) -> None:
+        super().__init__()
+        self.pipeline = pipeline
+        #: Under tensor parallelism, the other ranks.
+        self.ranks: Ranks | None = None
+        self.blocks = blocks
+        self.declared = declared
+        self.live = live
+        #: By the scheduler's name, the run of each request that has live parameters.
+        self.runs: dict[str, str] = {}
+        self.hold = hold
+        self.traced: dict[str, TracedRequest] = {}
+        self.shares = SharedRuns(blocks.device, hold)
+        self.results = Results()
+        #: What locations begin with that are no request's own.
+        self.encoders: tuple[str, ...] = ()
+
+    def add(self, new_requests: list[Any], persistent_objects: dict[str, Any]) -> None:
+        fresh = [data for data in new_requests if data.req_id not in self.traced]
+        ranks = self.ranks
+        for data in fresh if ranks is not None else ():
+            assert ranks is not None
+            # By what it brings, which all ranks see alike.
+            if not {BLOCK_ARG, EDITS_ARG, DECLARED_ARG}.isdisjoint(arguments_of(data)):
+                ranks.requests.add(data.req_id)
+        self._add(new_requests, persistent_objects)
+        for data in fresh if ranks is not None else ():
+            assert ranks is not None
+            self._introduce(data.req_id, ranks)
+        pipeline = self.pipeline
+        for data in fresh if pipeline is not None else ():
+            assert pipeline is not None
+            # By what it brings, which all stages see alike, and not by what has become of it here.
+            if not {BLOCK_ARG, EDITS_ARG}.isdisjoint(arguments_of(data)):
+                pipeline.blocks[data.req_id] = set()
+                request = self.requests[data.req_id]
+                for name, mediator in self.copies(data.req_id).items():
+                    mediator.name(f"{request.engine_id}/{request.index}/{name}")
+
+    def _add(self, new_requests: list[Any], persistent_objects: dict[str, Any]) -> None:
+        super().add(new_requests, persistent_objects)
+        for data in new_requests:
+            arguments = arguments_of(data)
+            block, edits = arguments.get(BLOCK_ARG), arguments.get(EDITS_ARG)
+            if edits is not None and data.req_id not in self.traced:
+                self.requests[data.req_id] = EditedRequest(data.req_id)
+            request = self.requests[data.req_id]
+            try:
+                live = self._join(data.req_id, request, arguments)
+            except Exception as exception:  # values that are none
+                live, request.error = LiveRun(""), failure_of(exception, None)
+            names = self._declare(data.req_id, request, arguments, live)
+            if block is None and edits is None and request.error is None and not request.workers():
+                del self.requests[data.req_id]
+            if (block is None and edits is None and request.error is None) or data.req_id in self.traced:
+                continue
+            traced = self.traced[data.req_id] = TracedRequest(self.hold)
+            traced.tells_end = bool(arguments.get(END_ARG))
+            traced.tracker.reserved = frozenset(names)
+            if isinstance(request, EditedRequest) and edits is not None:
+                request.take(edits, self.blocks)
+            if block is None:
+                continue
+            traced.asks_result = bool(arguments.get(RESULT_ARG))
+            try:
+                share = arguments.get(SHARED_ARG)
+                shared = {} if share is None else self.shares.join(share).values
+                request.mediator = self.blocks.mediator(block, live, shared)
+            except BaseException as exception:  # what a module or a helper's definition raises, SystemExit included
+                request.error = failure_of(exception, None)
+
+    def _introduce(self, request_id: str, ranks: Ranks) -> None:
+        """Tell the other ranks if a request could not be taken here, and have its blocks tell if they fail."""
+        request = self.requests.get(request_id)
+        error: Any = None if request is None else request.error
+        if error is not None:
+            failure = (
+                error if isinstance(error, Failure) else Failure(type=error["type_name"], message=error["message"])
+            )
+            ranks.fail(Key(request_id, ""), lambda: failure)
+            if request_id not in self.declared.live:
+                ranks.fail(Key(request_id, DECLARED), lambda: failure)
+        for name, mediator in self.copies(request_id).items():
+            mediator.ranks, mediator.key = ranks, Key(request_id, name)
+
+    def _join(self, request_id: str, request: Request, arguments: dict[str, Any]) -> LiveRun:
+        """The live parameters of the run that a request belongs to."""
+        run, packed = arguments.get(RUN_ARG), arguments.get(LIVE_ARG)
+        if run is None or packed is None:
+            return LiveRun("")
+        self.runs[request_id] = run
+        return self.live.join(run, packed, request_id, request.engine_id, request.index)
+
+    def leave(self, request_id: str) -> None:
+        """A request is over: forget what it had to do with live parameters."""
+        run = self.runs.pop(request_id, None)
+        if run is not None:
+            self.live.leave(run, request_id)
+
+    def _declare(self, request_id: str, request: Request, arguments: dict[str, Any], live: LiveRun) -> list[str]:
+        """Take a request's declared interventions, and return the names under which they save."""
+        encoded = arguments.get(DECLARED_ARG)
+        if encoded is None or request_id in self.declared.live:
+            return []
+        if self.pipeline is not None and is_early(encoded, self.pipeline.topology):
+            self.pipeline.early.add(request_id)
+        try:
+            declaration = Declaration(request.engine_id, request.index, encoded, live, self.declared.known)
+            for location in declaration.locations if self.encoders else ():
+                refuse_encoders(self.encoders, location)
+        except Exception as exception:  # too large for the device, say
+            request.error = Failure(type=type(exception).__name__, message=str(exception), field="interventions")
+            return []
+        self.declared.add(request_id, declaration)
+        return declaration.names
+
+    def settle(self, model: Any) -> None:
+        """Let no worker count as its own what passed in steps that it was not in: `scope`'s, before the next step."""
+        counts = model.interleaver.counts
+        for mediator in self.out:
+            start = mediator.counts_at_start
+            for location, count in counts.items():
+                passed = count - self.counts.get(location, 0)
+                if passed:
+                    start[location] = start.get(location, 0) + passed
+        self.out = set()
+
+    def copies(self, request: str) -> dict[str, Any]:
+        """A request's blocks in this process: standing ones by name, and its own (empty)."""
+        known = self.requests.get(request)
+        if known is None:
+            return {}
+        found: dict[str, Any] = dict(known.copies)
+        if known.mediator is not None:
+            found[""] = known.mediator
+        return found
+
+    def with_sharers(self, requests: set[str]) -> set[str]:
+        """These requests, and all whose blocks share values with theirs."""
+        shares = self.shares
+        if not shares.runs:
+            return requests
+        runs = {shares.of(Request(request).engine_id) for request in requests} - {None}
+        return requests | {name for name, request in self.requests.items() if shares.of(request.engine_id) in runs}
+
+    def fail(self, said: StageUpdate) -> None:
+        """Take what failed on another pipeline stage, unless it has failed here too."""
+        request, copies = self.requests.get(said.request), self.copies(said.request)
+        for name, error in said.errors.items():
+            mediator = copies.get(name)
+            if request is None or (mediator is not None and mediator.exception is not None):
+                continue
+            if not name:
+                request.error = request.error or error
+            if mediator is not None:
+                mediator.halt(StagesDiffer(error.message))
+
+    def has_ended(self, request_id: str) -> bool:
+        """Whether the blocks of a request have ended it, on all ranks alike. The model goes on with it until it is
+        aborted, which is no part of it: none of its blocks is served any more.
+        """
+        request = self.requests.get(request_id)
+        if request is None:
+            return False
+        mediator = request.mediator
+        if mediator is not None and mediator.exception is not None:
+            return True
+        return isinstance(request, EditedRequest) and request.has_failed
+
+    def scope(self, model: Any, spans: list[tuple[str, int]]) -> None:
+        super().scope(model, [("" if self.has_ended(name) else name, count) for name, count in spans])
+        model.interleaver.batcher.counts = [count for _, count in spans]
+
+    def unflatten(self, model: Any) -> None:
+        super().unflatten(model)
+        model.interleaver.batcher.counts = ()
+
+    def harvest(self, finished: set[str]) -> None:
+        """Nothing: what edits saved is reported with the request's own saves."""
+
+    def record(self, mediator: Any) -> None:
+        """Note the names that hold something saved. Errors are read off the mediator when its request is reported."""
+        if isinstance(mediator, BlockMediator):
+            mediator.found = mediator.saved()
+            mediator.nnsight_saved = set(mediator.found)
+        else:
+            super().record(mediator)
+
+
+#: What a request with a block brings: ours, or nnsight's own.
+BLOCKS = {BLOCK_ARG, EDITS_ARG, "nnsight_mediator", "nnsight_edits"}
+
+
+def saves_of(request: Request) -> dict[str, Any]:
+    """What a request's block has saved so far, by name, as it travels."""
+    mediator = request.mediator
+    if isinstance(mediator, BlockMediator) and not isinstance(request, EditedRequest):
+        return mediator.saved()
+    saves: dict[str, Any] = request.saves()
+    return saves
+
+
+def arguments_of(data: Any) -> dict[str, Any]:
+    """What a new request brings for us."""
+    return getattr(data.sampling_params, "extra_args", None) or {}
