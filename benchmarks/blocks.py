@@ -159,7 +159,7 @@ def _scheduled(counts: dict[str, int], fresh: list[Any], finished: set[str]) -> 
 
 def one_round(runner: Any, block: Block, requests: int, tokens: int, number: int) -> dict[str, float]:
     """All requests from their first step to their end; microseconds by part."""
-    link = runner.tracewire_link = _Link()
+    link = runner.tracewire_reporter.link = _Link()
     times = runner.times = _Times()
     encoded = msgspec.msgpack.encode(block)
     names = [f"{number}x{index}-{index:08x}" for index in range(requests)]
@@ -177,7 +177,7 @@ def one_round(runner: Any, block: Block, requests: int, tokens: int, number: int
             found[part] = values[1:]
         began = time.perf_counter()
         runner.execute_model(_scheduled({}, [], set(names)))
-        runner._send(wait=True)
+        runner.tracewire_reporter.send(wait=True)
         ended = time.perf_counter() - began
     assert link.finished == requests, "not all requests were reported as finished"
     return {

@@ -19,13 +19,13 @@ from tracewire_bus.domain.fold import apply_delta
 from tracewire_bus.wire.messages import Append, Delete, Delta, Set
 from tracewire_bus.wire.values import decoder, digest, encoded_digest, wire
 from tracewire_engine.adapter.digests import PassingDigests
-from tracewire_engine.protocol.messages import Report
 from tracewire_engine.worker.blocks.batched_serving import RowBatcher
 from tracewire_engine.worker.blocks.live_params import LiveRun
+from tracewire_engine.worker.finishing import RequestFinisher
 from tracewire_engine.worker.host_copy import HostCopy, elements, encoded_late
 from tracewire_engine.worker.large_arrays import Hold
-from tracewire_engine.worker.reporting import _encoded
-from tracewire_engine.worker.requests import TracedRequest
+from tracewire_engine.worker.reporting import StepReporter, _encoded
+from tracewire_engine.worker.requests import RequestProgress
 from tracewire_engine.worker.runner import TracewireRunner
 from tracewire_engine.worker.save_tracker import SaveTracker
 
@@ -104,16 +104,11 @@ def test_where_it_is_checked_the_final_names_the_digests_of_what_nnsight_collect
     held, collected = {"xs": [torch.ones(2)]}, {"xs": [torch.zeros(2)]}
     digests = []
     for checks in (False, True):
-        worker = SimpleNamespace(
-            tracewire_check_collect=checks,
-            tracewire_blobs=None,
-            tracewire_unsent=SimpleNamespace(report=Report()),
-            _collected=lambda _: collected,
-        )
+        reporter = StepReporter(None, None, SimpleNamespace(declared=None), lambda _: None)
+        finisher = RequestFinisher(SimpleNamespace(), reporter, None, (lambda _: collected) if checks else None)
         request = SimpleNamespace(engine_id="t0", index=0, error=None, mediator=None, saves=lambda: held)
-        traced = TracedRequest(Hold())
-        TracewireRunner._report_finish(worker, request, traced, None, lambda own: own)
-        ((entry,),) = [finish.manifest for finish in worker.tracewire_unsent.report.finishes]
+        finisher._report_finish(request, RequestProgress(Hold()), None, lambda own: own)
+        ((entry,),) = [finish.manifest for finish in reporter.unsent.report.finishes]
         digests.append(entry.digest)
     assert digests == [digest(held["xs"]), digest(collected["xs"])]
 

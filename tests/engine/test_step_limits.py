@@ -77,7 +77,7 @@ class Rounds:
 
     def __init__(self, runner: Any, **blocks: Any) -> None:
         self.runner, self.link = runner, _Link()
-        runner.tracewire_link = self.link
+        runner.tracewire_reporter.link = self.link
         self.names = {name: f"{name}-{index:08x}" for index, name in enumerate(blocks)}
         self.fresh = []
         for name, block in blocks.items():
@@ -94,7 +94,7 @@ class Rounds:
     def end(self) -> None:
         with torch.inference_mode():
             self.runner.execute_model(_scheduled({}, [], set(self.names.values())))
-            self.runner._send(wait=True)
+            self.runner.tracewire_reporter.send(wait=True)
 
     def run(self, steps: int) -> dict[str, FinishRecord]:
         for _ in range(steps):

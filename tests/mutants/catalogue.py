@@ -781,7 +781,7 @@ MUTANTS = (
         _PASSING + "::test_blocks_are_handed_the_rows_that_nnsight_would_narrow",
     ),
     _of(
-        f"{_ENGINE}/worker/runner.py",
+        f"{_ENGINE}/worker/finishing.py",
         "nothing-is-compared-with-nnsight",
         "entry.digest = digest(HostCopy()(plain(collected[entry.name], made)))",
         "pass",

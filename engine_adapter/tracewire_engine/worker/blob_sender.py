@@ -29,11 +29,14 @@ if TYPE_CHECKING:
     from tracewire_engine.worker.large_arrays import LargeArray
     from tracewire_engine.worker.save_tracker import Ending
 
-__all__ = ["BlobSender"]
+__all__ = ["BlobSender", "Checked"]
 
 logger = logging.getLogger("vllm.tracewire")
 
 _Lane = tuple[str, int]
+
+#: Called with the manifest of a choice's saves before it is sent.
+Checked = Callable[[list[Manifest]], None]
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -56,7 +59,7 @@ class BlobSender:
         lane = (record.request, record.choice)
         self._new.put((lane, self._step(lane, time.time(), record, deltas, taken)))
 
-    def finish(self, record: FinishRecord, ending: Ending | None, checked: Callable[[list[Manifest]], None]) -> None:
+    def finish(self, record: FinishRecord, ending: Ending | None, checked: Checked | None) -> None:
         """Compare the end of a choice's saves, send what it brings, then `record` with it. `checked` is called with the
         manifest first. Without an `ending`, `record` is sent as it is.
         """
@@ -102,7 +105,7 @@ class BlobSender:
         ended_at: float,
         record: FinishRecord,
         ending: Ending | None,
-        checked: Callable[[list[Manifest]], None],
+        checked: Checked | None,
     ) -> Iterator[None]:
         try:
             if ending is not None:
@@ -117,9 +120,7 @@ class BlobSender:
         encode_reports([report], self._buffer)
         self._socket.send(self._buffer)
 
-    def _end(
-        self, lane: _Lane, record: FinishRecord, ending: Ending, checked: Callable[[list[Manifest]], None]
-    ) -> Iterator[None]:
+    def _end(self, lane: _Lane, record: FinishRecord, ending: Ending, checked: Checked | None) -> Iterator[None]:
         yield from self._ship(lane, ending.taken)
         try:
             for array in ending.again:
@@ -130,7 +131,8 @@ class BlobSender:
         finally:
             for array in ending.again:
                 array.release()
-        checked(manifest)
+        if checked is not None:
+            checked(manifest)
         record.manifest = manifest
         record.deltas = msgspec.Raw(self._encode(deltas))
 

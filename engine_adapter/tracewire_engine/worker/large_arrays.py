@@ -1,10 +1,10 @@
 """Large arrays among the saves: frozen at their step, and digested and sent when the model does not wait for it.
 
 Encoding and digesting 100 MB takes a tenth of a second, in which every request would wait. The model's thread therefore
-only *freezes* an array above the threshold: it copies it, on its own device, or not even that if its block has ended
-and nobody shares its memory. All else is a background thread's (`blob_link.py`): bringing it to the host, digesting it,
-sending it in chunks. Until then a `LargeArray` stands in the deltas;
-`encode` turns it into the reference that travels.
+only *freezes* an array above the threshold: it copies the array on its own device. It does not even copy an array whose
+block has ended and whose memory nobody shares. A background thread (`blob_sender.py`) brings the array to the host,
+digests it and sends it in chunks. Until then a `LargeArray` stands in the deltas; `encode` turns it into the reference
+that travels.
 """
 
 from __future__ import annotations

@@ -1,27 +1,278 @@
-"""Reports of steps on their way to the adapter, and the encoding of deltas in them."""
+"""The reports of a worker's steps: what each live request gained in a step, in one message for all of them.
+
+The reporting rank (the first of its tensor-parallel group, on the last pipeline stage) has a link. The other ranks run
+the same blocks and read the same saves, and send nothing.
+"""
 
 from __future__ import annotations
 
 import logging
+import time
+from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
+import torch
+from nnsight.modeling.vllm.model_runners.GPUModelRunner import Request
 
 from tracewire_bus.wire.messages import Append
 from tracewire_engine.link.shared_ring import InRing
-from tracewire_engine.protocol.messages import Report, StepRecord
-from tracewire_engine.worker.blocks.failures import failure_of
+from tracewire_engine.link.step_link import LinkSender
+from tracewire_engine.protocol.messages import Applied, FinishRecord, Report, StepRecord
+from tracewire_engine.worker.blocks import save_marks
+from tracewire_engine.worker.blocks.failures import failure_of, is_stop
+from tracewire_engine.worker.blocks.shared_values import SharedRun
+from tracewire_engine.worker.blocks.standing_blocks import EditedRequest
+from tracewire_engine.worker.declared.plan import DeclaredRequests
 
-from .host_copy import HostArray, ToHost, encoded_late
-from .requests import TracedRequest
+from .blob_sender import BlobSender, Checked
+from .host_copy import HostArray, HostCopy, ToHost, encoded_late
+from .requests import RequestProgress, TracedRequests, saves_of
+from .save_tracker import Ending, SaveTracker
 
-__all__ = ["BEHIND", "NO_DELTAS", "PACE", "PendingReport", "encode_deltas", "encoder"]
+__all__ = ["NO_DELTAS", "StepReporter", "encode"]
 
 logger = logging.getLogger("vllm.tracewire")
 
-encoder = msgspec.msgpack.Encoder(enc_hook=encoded_late)
+encode = msgspec.msgpack.Encoder(enc_hook=encoded_late).encode
 
-NO_DELTAS = msgspec.Raw(encoder.encode([]))
+NO_DELTAS = msgspec.Raw(encode([]))
+
+#: How many steps may wait for their bytes before the model waits for them.
+MAX_WAITING = 2
+
+#: Steps that follow one another faster than this, in seconds, are reported two at a time where they come late anyhow.
+PACE_S = 0.0025
+
+
+class PendingReport:
+    """A step's report, and the deltas and bytes that it still lacks: they are on their way to the host."""
+
+    def __init__(self, report: Report) -> None:
+        self.report = report
+        self.steps: list[tuple[StepRecord, list[Any], RequestProgress | None]] = []
+        self.batch: ToHost | InRing | None = None
+        #: The copy that was begun last.
+        self.copy: ToHost | InRing | None = None
+
+    @property
+    def urgent(self) -> bool:
+        """Whether the adapter waits for more than saves: the end of a request, or an applied change."""
+        report = self.report
+        return bool(report.finishes or report.applied) or any(step.ended for step in report.steps)
+
+    def complete(self) -> Report:
+        """The whole report, good until `release`; waits for its bytes."""
+        for record, deltas, progress in self.steps:
+            _encode(record, deltas, progress)
+        if self.batch is not None and self.report.batch is not None:
+            self.batch.tell(self.report.batch)
+        return self.report
+
+    def release(self) -> None:
+        """Free the memory that the report's bytes lie in, once it was sent."""
+        if self.batch is not None:
+            self.batch.release()
+
+
+class StepReporter:
+    """Gathers what the requests of each step gained, and sends it to the adapter in the order of the steps."""
+
+    def __init__(
+        self,
+        link: LinkSender | None,
+        blobs: BlobSender | None,
+        requests: TracedRequests,
+        lens: Callable[[torch.Tensor], torch.Tensor | None],
+    ) -> None:
+        #: `None` on a rank that does not report.
+        self.link = link
+        self._blobs = blobs
+        self._requests = requests
+        self._declared: DeclaredRequests = requests.declared
+        self._lens = lens
+        #: The report of the step under way.
+        self.unsent = PendingReport(Report())
+        #: Reports of earlier steps whose bytes may still be on their way to the host, the earliest first.
+        self._waiting: deque[PendingReport] = deque()
+        #: When the last message was sent, in seconds since the epoch.
+        self._sent_at = 0.0
+
+    def pending(self) -> bool:
+        """Whether the step under way, or one before it, may have something to send."""
+        return bool(self._requests.traced or self._declared.plan is not None or self._waiting)
+
+    def applied(self, changes: list[Applied]) -> None:
+        """Add to the report from which token on changes of live parameters hold."""
+        self.unsent.report.applied.extend(changes)
+
+    def finish(self, record: FinishRecord, ending: Ending | None = None, checked: Checked | None = None) -> None:
+        """Send a finish record: by the thread of large arrays, which first compares `ending`, if one is given."""
+        if ending is not None and self._blobs is not None:
+            self._blobs.finish(record, ending, checked)
+        else:
+            self.unsent.report.finishes.append(record)
+
+    def report_step(self) -> None:
+        """Add what this step's requests and their shared values gained to the report."""
+        requests = self._requests
+        live: list[tuple[Request, RequestProgress, dict[str, Any]]] = []
+        fresh: list[Any] = []
+        reporting = self.link is not None
+        for request_id, progress in requests.traced.items():
+            if progress.index < 0 or (progress.ended_at is not None and requests.has_ended(request_id)):
+                continue
+            progress.last = progress.index
+            request = requests.requests[request_id]
+            mediator = request.mediator
+            # As recorded a moment ago, if its block was in the step.
+            saves = getattr(mediator, "found", None)
+            edited = isinstance(request, EditedRequest)
+            if saves is None or edited:
+                saves = saves_of(request)
+            if edited:
+                request.settle()
+                request.prune()
+            if mediator is not None:
+                mediator.found = None
+                save_marks.prune(mediator, saves)
+            if reporting:
+                live.append((request, progress, saves))
+                progress.tracker.fresh(saves, fresh)
+        if live:
+            self._read_saves(live, fresh)
+
+    def _read_saves(self, live: list[tuple[Request, RequestProgress, dict[str, Any]]], fresh: list[Any]) -> None:
+        """Add to the report what these requests and the shared values gained; `fresh` are tensors not yet copied."""
+        shares = list(self._requests.shares.runs.values())
+        for run in shares:
+            run.tracker.fresh(run.values, fresh)
+        host = HostCopy(self._requests.hold.threshold)
+        try:
+            host.prime(fresh)
+        except Exception:  # out of memory, say: each trace then copies its own, and fails on its own
+            logger.exception("the arrays of a step could not be copied together")
+        late = host.under_way is not None
+        for request, progress, saves in live:
+            tracker = progress.tracker
+            try:
+                deltas = tracker.step(saves, host, still=_blocks_are_over(request), index=progress.index)
+            except Exception as exception:  # its trace fails, the engine does not
+                logger.exception("could not read the saves of %s", request.engine_id)
+                deltas = []
+                progress.failure = progress.failure or failure_of(exception, None, hint=" (while its saves were read)")
+            progress.take_failure()
+            if progress.ended_at is not None:
+                # Looked at to be undone in the end: other blocks of the request go on until it is aborted.
+                continue
+            ended = _early_end(request, progress)
+            if ended:
+                progress.ended_at = progress.index
+            record = StepRecord(request.engine_id, request.index, progress.index, NO_DELTAS, ended)
+            progress.steps += 1
+            self._route(record, deltas, tracker, progress, late=late)
+        for run in shares:
+            self._report_shared(run, host)
+        self.unsent.copy = host.under_way
+
+    def _route(
+        self,
+        record: StepRecord,
+        deltas: list[Any],
+        tracker: SaveTracker,
+        progress: RequestProgress | None,
+        *,
+        late: bool,
+    ) -> None:
+        """Send a step's record by the way of its request: behind its large arrays, or with the step's report.
+
+        `late`: the bytes of the deltas are on their way to the host, so they are encoded when the report is sent.
+        """
+        if tracker.large and self._blobs is not None:
+            self._blobs.step(record, deltas, tracker.taken)
+            return
+        self.unsent.report.steps.append(record)
+        if deltas and late:
+            self.unsent.steps.append((record, deltas, progress))
+        elif deltas:
+            _encode(record, deltas, progress)
+
+    def _report_shared(self, run: SharedRun, host: HostCopy) -> None:
+        """Add what a trace's shared values gained in this step, if anything, to the report."""
+        tracker = run.tracker
+        try:
+            deltas = tracker.step(run.values, host)
+        except Exception:  # values of a hostile type: they end as they were
+            logger.exception("could not read the shared values of %s", run.name)
+            return
+        if not deltas:
+            return
+        record = StepRecord(run.name, 0, run.steps, NO_DELTAS)
+        run.steps += 1
+        self._route(record, deltas, tracker, None, late=host.under_way is not None)
+
+    def report_declared(self) -> None:
+        """Add what declared interventions read to the report."""
+        declared = self._declared
+        plan = declared.plan
+        if plan is None or not (plan.reads or declared.stale or not plan.steps):
+            return
+        collected = declared.collect(self._lens)
+        unsent = self.unsent
+        for declaration, _, first in plan.declarations if declared.stale else ():
+            if declaration.failure is not None and not declaration.reported:
+                declaration.reported, declaration.failed_at = True, first + plan.steps
+                record = StepRecord(declaration.request, declaration.choice, first + plan.steps, NO_DELTAS, "error")
+                unsent.report.steps.append(record)
+        link = self.link
+        if collected is not None and link is not None:
+            unsent.report.layout, unsent.report.batch, flat = collected
+            unsent.batch = unsent.copy = link.put(flat, unsent.report) or ToHost(flat)
+
+    def send(self, *, wait: bool = False) -> None:
+        """Send the reports whose bytes have reached the host, in order. `wait`: wait for the others, and send all."""
+        unsent, waiting = self.unsent, self._waiting
+        report = unsent.report
+        if report.steps or report.finishes or report.applied or report.batch is not None:
+            self.unsent = PendingReport(Report())
+            if self.link is not None:
+                waiting.append(unsent)
+        ready = 0
+        now = time.time()
+        for earlier in waiting:
+            if not earlier.report.time:
+                copy = earlier.copy
+                if not wait and len(waiting) - ready <= MAX_WAITING and copy is not None and not copy.there:
+                    break
+                earlier.report.time = now
+            ready += 1
+        if not ready or self.link is None:
+            return
+        first = waiting[0]
+        soon = 0 <= now - self._sent_at < PACE_S
+        if ready == 1 and soon and not wait and first.copy is not None and not first.urgent:
+            return
+        self._sent_at = now
+        sent = [waiting.popleft() for _ in range(ready)]
+        self.link.send(*[one.complete() for one in sent])
+        for one in sent:
+            one.release()
+
+
+def _blocks_are_over(request: Request) -> bool:
+    """Whether this request's blocks have run to their ends, whatever those were."""
+    return all(mediator.worker is None or mediator.worker.dead for mediator in request.workers())
+
+
+def _early_end(request: Request, progress: RequestProgress) -> str:
+    """Whether this request's block ended it early: `"stop"`, `"error"` or `""`."""
+    if request.error is not None or progress.failure is not None:
+        return "error"
+    exception = None if request.mediator is None else request.mediator.exception
+    if exception is None:
+        return ""
+    return "stop" if is_stop(exception) else "error"
 
 
 def _encoded(deltas: list[Any]) -> bytes:
@@ -32,53 +283,16 @@ def _encoded(deltas: list[Any]) -> bytes:
         if type(item) is HostArray:
             # As the encoder would have it.
             return item.appended(delta.path[0])
-    return encoder.encode(deltas)
+    return encode(deltas)
 
 
-def encode_deltas(record: StepRecord, deltas: list[Any], traced: TracedRequest | None) -> None:
+def _encode(record: StepRecord, deltas: list[Any], progress: RequestProgress | None) -> None:
     """Put a step's deltas into its record. What cannot be encoded ends its request, and nothing else."""
     try:
         record.deltas = msgspec.Raw(_encoded(deltas))
     except Exception as exception:
         logger.exception("could not encode what %s saved", record.request)
-        if traced is not None:
-            traced.failure = traced.failure or failure_of(exception, None, hint=" (while its saves were encoded)")
-            traced.ended_at = record.index if traced.ended_at is None else traced.ended_at
+        if progress is not None:
+            progress.failure = progress.failure or failure_of(exception, None, hint=" (while its saves were encoded)")
+            progress.ended_at = record.index if progress.ended_at is None else progress.ended_at
             record.ended = record.ended or "error"
-
-
-class PendingReport:
-    """A step's report, and what must still be made of bytes that are on their way to the host."""
-
-    def __init__(self, report: Report) -> None:
-        self.report = report
-        self.steps: list[tuple[StepRecord, list[Any], TracedRequest | None]] = []
-        self.batch: ToHost | InRing | None = None
-        #: The copy that was begun last.
-        self.copy: ToHost | InRing | None = None
-
-    @property
-    def urgent(self) -> bool:
-        """Whether somebody waits for more in it than what was saved."""
-        report = self.report
-        return bool(report.finishes or report.applied) or any(step.ended for step in report.steps)
-
-    def complete(self) -> Report:
-        """The whole report, good until `release`; waits for its bytes."""
-        for record, deltas, traced in self.steps:
-            encode_deltas(record, deltas, traced)
-        if self.batch is not None and self.report.batch is not None:
-            self.batch.tell(self.report.batch)
-        return self.report
-
-    def release(self) -> None:
-        """It was sent."""
-        if self.batch is not None:
-            self.batch.release()
-
-
-#: How many steps may wait for their bytes before the model waits for them.
-BEHIND = 2
-
-#: Steps that follow one another faster than this, in seconds, are reported two at a time where they come late anyhow.
-PACE = 0.0025

@@ -1,4 +1,4 @@
-"""The worker's book of live requests: their blocks, standing interventions and declared interventions."""
+"""The live requests of a worker: their blocks, live parameters, shared values and declared interventions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from nnsight.modeling.vllm.model_runners.GPUModelRunner import Request, Requests
 
-from tracewire_bus.wire.messages import Failure, Manifest
+from tracewire_bus.wire.messages import Failure
 from tracewire_engine.protocol.keys import (
     BLOCK_ARG,
     DECLARED_ARG,
@@ -19,9 +19,9 @@ from tracewire_engine.protocol.keys import (
 )
 from tracewire_engine.worker.blocks.compiler import BlockCache
 from tracewire_engine.worker.blocks.encoder_guard import refuse_encoders
-from tracewire_engine.worker.blocks.failures import failure_of
+from tracewire_engine.worker.blocks.failures import as_failure, failure_of
 from tracewire_engine.worker.blocks.live_params import LiveRun, LiveRuns
-from tracewire_engine.worker.blocks.mediator import RESULT, BlockMediator
+from tracewire_engine.worker.blocks.mediator import BlockMediator
 from tracewire_engine.worker.blocks.request_result import Results
 from tracewire_engine.worker.blocks.shared_values import SharedRuns
 from tracewire_engine.worker.blocks.standing_blocks import EditedRequest
@@ -34,19 +34,11 @@ from tracewire_engine.worker.parallel.staged_mediator import StagesDiffer
 from .large_arrays import Hold
 from .save_tracker import SaveTracker
 
-__all__ = [
-    "BLOCKS",
-    "TracedRequest",
-    "TracedRequests",
-    "arguments_of",
-    "saves_of",
-    "unchecked",
-    "waits_for_result",
-]
+__all__ = ["RequestProgress", "TracedRequests", "extra_arguments", "saves_of"]
 
 
-class TracedRequest:
-    """What the runner keeps for one live request beside nnsight's own record."""
+class RequestProgress:
+    """How far a live request with a block has been reported; nnsight's own record of it is `Request`."""
 
     __slots__ = (*("asks_result", "ended_at", "failure", "index", "last", "steps", "tells_end", "tokens", "tracker"),)
 
@@ -74,21 +66,11 @@ class TracedRequest:
             self.failure = failure_of(exception, None, hint=f" (while the save {name!r} was read)")
 
 
-def waits_for_result(request: Request) -> bool:
-    """Whether its block is parked at `tracer.result`."""
-    mediator = request.mediator
-    pending = getattr(mediator, "pending", None)
-    return mediator is not None and mediator.alive and pending is not None and pending.provider == RESULT
-
-
-def unchecked(manifest: list[Manifest]) -> None:
-    """Nothing of nnsight's to compare it with."""
-
-
 class TracedRequests(Requests):
-    """nnsight's book of requests, which takes blocks as source and keeps what each has sent.
+    """nnsight's registry of requests, extended: blocks arrive as source text, and each request has its progress.
 
-    A request without a block is not in it, so that it costs a step nothing; what it declares is in `declared`.
+    A request without a block is not registered here, so that it costs a step nothing; `declared` has its declared
+    interventions.
     """
 
     out: set[Any]
@@ -111,7 +93,7 @@ class TracedRequests(Requests):
         #: By the scheduler's name, the run of each request that has live parameters.
         self.runs: dict[str, str] = {}
         self.hold = hold
-        self.traced: dict[str, TracedRequest] = {}
+        self.traced: dict[str, RequestProgress] = {}
         self.shares = SharedRuns(blocks.device, hold)
         self.results = Results()
         #: What locations begin with that are no request's own.
@@ -123,7 +105,7 @@ class TracedRequests(Requests):
         for data in fresh if ranks is not None else ():
             assert ranks is not None
             # By what it brings, which all ranks see alike.
-            if not {BLOCK_ARG, EDITS_ARG, DECLARED_ARG}.isdisjoint(arguments_of(data)):
+            if not {BLOCK_ARG, EDITS_ARG, DECLARED_ARG}.isdisjoint(extra_arguments(data)):
                 ranks.requests.add(data.req_id)
         self._add(new_requests, persistent_objects)
         for data in fresh if ranks is not None else ():
@@ -133,7 +115,7 @@ class TracedRequests(Requests):
         for data in fresh if pipeline is not None else ():
             assert pipeline is not None
             # By what it brings, which all stages see alike, and not by what has become of it here.
-            if not {BLOCK_ARG, EDITS_ARG}.isdisjoint(arguments_of(data)):
+            if not {BLOCK_ARG, EDITS_ARG}.isdisjoint(extra_arguments(data)):
                 pipeline.blocks[data.req_id] = set()
                 request = self.requests[data.req_id]
                 for name, mediator in self.copies(data.req_id).items():
@@ -142,7 +124,7 @@ class TracedRequests(Requests):
     def _add(self, new_requests: list[Any], persistent_objects: dict[str, Any]) -> None:
         super().add(new_requests, persistent_objects)
         for data in new_requests:
-            arguments = arguments_of(data)
+            arguments = extra_arguments(data)
             block, edits = arguments.get(BLOCK_ARG), arguments.get(EDITS_ARG)
             if edits is not None and data.req_id not in self.traced:
                 self.requests[data.req_id] = EditedRequest(data.req_id)
@@ -156,7 +138,7 @@ class TracedRequests(Requests):
                 del self.requests[data.req_id]
             if (block is None and edits is None and request.error is None) or data.req_id in self.traced:
                 continue
-            traced = self.traced[data.req_id] = TracedRequest(self.hold)
+            traced = self.traced[data.req_id] = RequestProgress(self.hold)
             traced.tells_end = bool(arguments.get(END_ARG))
             traced.tracker.reserved = frozenset(names)
             if isinstance(request, EditedRequest) and edits is not None:
@@ -174,11 +156,8 @@ class TracedRequests(Requests):
     def _introduce(self, request_id: str, ranks: Ranks) -> None:
         """Tell the other ranks if a request could not be taken here, and have its blocks tell if they fail."""
         request = self.requests.get(request_id)
-        error: Any = None if request is None else request.error
-        if error is not None:
-            failure = (
-                error if isinstance(error, Failure) else Failure(type=error["type_name"], message=error["message"])
-            )
+        failure = None if request is None else as_failure(request.error)
+        if failure is not None:
             ranks.fail(Key(request_id, ""), lambda: failure)
             if request_id not in self.declared.live:
                 ranks.fail(Key(request_id, DECLARED), lambda: failure)
@@ -289,12 +268,8 @@ class TracedRequests(Requests):
             super().record(mediator)
 
 
-#: What a request with a block brings: ours, or nnsight's own.
-BLOCKS = {BLOCK_ARG, EDITS_ARG, "nnsight_mediator", "nnsight_edits"}
-
-
 def saves_of(request: Request) -> dict[str, Any]:
-    """What a request's block has saved so far, by name, as it travels."""
+    """The values that a request's blocks have saved so far, by name."""
     mediator = request.mediator
     if isinstance(mediator, BlockMediator) and not isinstance(request, EditedRequest):
         return mediator.saved()
@@ -302,6 +277,6 @@ def saves_of(request: Request) -> dict[str, Any]:
     return saves
 
 
-def arguments_of(data: Any) -> dict[str, Any]:
-    """What a new request brings for us."""
+def extra_arguments(data: Any) -> dict[str, Any]:
+    """The `extra_args` of a new request, by which the adapter passes our arguments."""
     return getattr(data.sampling_params, "extra_args", None) or {}

@@ -15,7 +15,7 @@ from . import save_marks as marks
 from . import time_limit as watchdog
 from .compiled_source import CompiledSource
 
-__all__ = ["attributes", "failure_of", "is_stop", "release_frames"]
+__all__ = ["as_failure", "attributes", "failure_of", "is_stop", "release_frames"]
 
 #: An exception's own, whatever its class says of them.
 attributes: Any = BaseException.__dict__["__dict__"]
@@ -46,6 +46,13 @@ def release_frames(errors: Iterable[BaseException | None]) -> None:
             waiting += _members.__get__(error)
         for attribute in (_trace, _cause, _context):
             attribute.__set__(error, None)
+
+
+def as_failure(error: Failure | dict[str, Any] | None) -> Failure | None:
+    """A request's error as a failure: our own form, or the form in which nnsight captures exceptions."""
+    if isinstance(error, dict):
+        return Failure(type=error["type_name"], message=error["message"], field="block")
+    return error
 
 
 def failure_of(exception: BaseException, compiled: CompiledSource | None, *, hint: str = "") -> Failure:

@@ -14,7 +14,7 @@ import torch
 from vllm.distributed.parallel_state import GroupCoordinator
 
 from tracewire_bus.wire.messages import Failure
-from tracewire_engine.worker.blocks.failures import failure_of, is_stop
+from tracewire_engine.worker.blocks.failures import as_failure, failure_of, is_stop
 
 from .head_replicas import replicate
 from .staged_mediator import Entry, StagedMediator
@@ -332,8 +332,7 @@ def shared(copies: dict[str, StagedMediator], error: Any) -> StageState:
     for name, mediator in copies.items():
         if mediator.exception is not None and not is_stop(mediator.exception):
             errors[name] = failure_of(mediator.exception, mediator.compiled)
-    if isinstance(error, Failure):
-        errors[""] = error
-    elif error is not None:
-        errors[""] = Failure(type=error["type_name"], message=error["message"], field="block")
+    failure = as_failure(error)
+    if failure is not None:
+        errors[""] = failure
     return StageState(copies, errors)

@@ -1,0 +1,250 @@
+"""The ends of a worker's requests: their blocks are wound up, and what they saved is reported whole."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+import msgspec
+from nnsight.intervention.envoy import Envoy
+from nnsight.modeling.vllm.model_runners.GPUModelRunner import Request
+
+from tracewire_bus.wire.messages import Failure, Manifest
+from tracewire_bus.wire.values import digest
+from tracewire_engine.protocol.messages import FinishRecord
+from tracewire_engine.worker.blocks import save_marks, time_limit
+from tracewire_engine.worker.blocks.failures import as_failure, failure_of, is_stop
+from tracewire_engine.worker.blocks.mediator import RESULT, BlockMediator
+from tracewire_engine.worker.blocks.plain_values import plain, trim
+from tracewire_engine.worker.blocks.shared_values import SharedRun
+from tracewire_engine.worker.blocks.standing_blocks import EditedRequest
+
+from .host_copy import HostCopy
+from .reporting import NO_DELTAS, StepReporter, encode
+from .requests import RequestProgress, TracedRequests, saves_of
+from .save_tracker import Ending
+
+__all__ = ["RequestFinisher"]
+
+logger = logging.getLogger("vllm.tracewire")
+
+_Counted: TypeAlias = Callable[[Mapping[str, Any]], dict[str, Any]]
+
+
+class RequestFinisher:
+    """Ends the blocks of requests that the scheduler has ended, and reports what they saved."""
+
+    def __init__(
+        self,
+        requests: TracedRequests,
+        reporter: StepReporter,
+        interleaver: Any,
+        collect: Callable[[Request], dict[str, Any]] | None = None,
+    ) -> None:
+        self._requests = requests
+        self._reporter = reporter
+        self._interleaver = interleaver
+        #: For checks: nnsight's own collect, with which the digests of a request's saves are compared.
+        self._collect = collect
+
+    def finish_requests(self, finished: set[str], tokens: dict[str, int]) -> None:
+        """Wind up the blocks of requests that the scheduler has ended after so many tokens, report and forget them."""
+        requests = self._requests
+        for request_id in finished:
+            progress = requests.traced.pop(request_id, None)
+            request = requests.requests.get(request_id) or Request(request_id)
+            declaration = requests.declared.pop(request_id)
+            requests.leave(request_id)
+            if requests.pipeline is not None:
+                requests.pipeline.forget(request_id)
+            if requests.ranks is not None and request_id not in requests.requests:
+                requests.ranks.forget(request_id)
+            if progress is None:
+                failure = None if declaration is None else declaration.failure
+                record = FinishRecord(request.engine_id, request.index, NO_DELTAS, error=failure)
+                self._reporter.finish(record)
+                self._leave_share(request)
+                continue
+            if declaration is not None and declaration.failure is not None:
+                request.error = request.error or declaration.failure
+                if declaration.failed_at is not None and progress.ended_at is None:
+                    progress.ended_at = declaration.failed_at
+            progress.tokens = tokens.get(request_id)
+            del requests.requests[request_id]
+            told = progress.tells_end or progress.asks_result
+            waits = progress.tells_end or (progress.asks_result and _waits_for_result(request))
+            if waits and not requests.results.there(request.engine_id):
+                requests.results.waiting.setdefault(request.engine_id, []).append((request, progress))
+                continue
+            self.wind_up(request, progress)
+            if told and not any(other.engine_id == request.engine_id for other in requests.requests.values()):
+                requests.results.forget(request.engine_id)
+
+    def wind_up(self, request: Request, progress: RequestProgress) -> None:
+        """End the block of a request that is over, and report it."""
+        requests = self._requests
+        mediator: BlockMediator | None = request.mediator
+        covered = self._covered(request, progress)
+        counted = self._rewind(request, progress, covered)
+        if mediator is not None:
+            with warnings.catch_warnings():
+                # A loop that outran its request has ended as loops do here: nothing to warn an operator of.
+                warnings.simplefilter("ignore")
+                with time_limit.turn():
+                    if progress.asks_result and isinstance(mediator, BlockMediator):
+                        result = requests.results.of(request.engine_id)
+                        if result is not None:
+                            mediator.give(result)
+                    requests.finish_dangling(mediator, self._interleaver.taps)
+            requests.record(mediator)
+        if isinstance(request, EditedRequest):
+            for _, copy in request.mediators():
+                with time_limit.turn():
+                    requests.finish_dangling(copy, self._interleaver.taps, quiet=True)
+                requests.record(copy)
+            request.settle()
+        if self._reporter.link is not None:
+            self._report_finish(request, progress, covered, counted)
+        if isinstance(request, EditedRequest):
+            request.dispose()
+        if mediator is not None:
+            save_marks.release(mediator)
+            if isinstance(mediator, BlockMediator):
+                mediator.dispose()
+        self._leave_share(request)
+        if requests.ranks is not None:
+            requests.ranks.forget(request.id)
+
+    def _covered(self, request: Request, progress: RequestProgress) -> int | None:
+        """How many tokens a request has that is over: of all that end it, what comes first counts."""
+        told = self._requests.results.tokens(request.engine_id, request.index)
+        ended = None if progress.ended_at is None else progress.ended_at + 1
+        counts = [count for count in (progress.tokens, told, ended) if count is not None]
+        return min(counts, default=None)
+
+    def _rewind(self, request: Request, progress: RequestProgress, covered: int | None) -> _Counted:
+        """Undo what the blocks of a request saved in steps of tokens that it does not have; returns how to read what
+        they have saved in the end.
+        """
+        if covered is None or covered > progress.last or self._reporter.link is None:
+            return dict
+        counted = progress.tracker.rewind(saves_of(request), covered)
+        for mediator in request.workers():
+            if isinstance(mediator, BlockMediator):
+                trim(mediator.made)
+        return counted
+
+    def _leave_share(self, request: Request) -> None:
+        run = self._requests.shares.leave(request.engine_id, request.index)
+        if run is not None:
+            if self._reporter.link is not None:
+                self._report_shared_end(run)
+            run.dispose()
+
+    def _report_finish(
+        self, request: Request, progress: RequestProgress, covered: int | None, read_counted: _Counted
+    ) -> None:
+        """Report a request's end: how its blocks ended, and what of their saves the steps' reports did not bring."""
+        tracker = progress.tracker
+        record = FinishRecord(request.engine_id, request.index, NO_DELTAS, steps=progress.steps)
+        record.tokens = -1 if covered is None else covered
+        own = saves_of(request)
+        saves = read_counted(own)
+        ending: Ending | None = None
+        later = False
+        collected: dict[str, Any] = {}
+
+        def check(manifest: list[Manifest]) -> None:
+            made: dict[int, tuple[Any, Any]] = {}
+            for entry in manifest if collected else ():
+                if saves[entry.name] is own.get(entry.name):
+                    entry.digest = digest(HostCopy()(plain(collected[entry.name], made)))
+
+        error = as_failure(request.error) or progress.failure
+        try:
+            with tracker.guard():
+                ending = tracker.ending(saves, 0, request.index)
+                # Large arrays do not pass in the order of the link, so the adapter cannot take digests as they pass.
+                ending.passed = not tracker.large
+                # On a GPU, the values to compare are still on their way to the host: the model does not wait for them.
+                later = tracker.large or (tracker.late and self._collect is None)
+                if not later:
+                    deltas, record.manifest, _ = ending.compare()
+                    record.deltas = msgspec.Raw(encode(deltas))
+                progress.take_failure()
+                error = error or progress.failure
+                # nnsight would read a save that cannot be read, too.
+                if self._collect is not None and tracker.broken is None:
+                    collected = self._collect(request)
+                    check(record.manifest)
+        except Exception as exception:  # a save of a hostile type: the trace fails, the engine does not
+            logger.exception("could not report the saves of %s", request.engine_id)
+            error = error or failure_of(exception, None, hint=" (while its saves were read)")
+        record.save_errors = tracker.errors
+        if isinstance(request, EditedRequest):
+            record.edit_errors = request.edit_errors
+        if covered is None or progress.ended_at is None or progress.ended_at < covered:
+            self._add_outcome(record, request, progress, error)
+        # Else the block ended the request in the step of a token that the request does not have.
+        self._reporter.finish(record, ending if later else None, check)
+
+    @staticmethod
+    def _add_outcome(record: FinishRecord, request: Request, progress: RequestProgress, error: Failure | None) -> None:
+        """Add how a request's block ended: with `error` or its own failure, by `tracer.stop()`, or with warnings."""
+        mediator = request.mediator
+        if error is None and mediator is not None:
+            if mediator.exception is not None:
+                record.stopped = is_stop(mediator.exception)
+                if not record.stopped:
+                    error = failure_of(mediator.exception, mediator.compiled, hint=_hint(mediator.exception))
+            elif getattr(mediator, "nnsight_error", None) is not None and mediator.raised is not None:
+                # When its request ended, the block still waited for a location that the model had run past.
+                error = failure_of(mediator.raised, mediator.compiled)
+        record.error = error
+        if error is None and isinstance(mediator, BlockMediator):
+            record.warnings = mediator.warnings(progress.last + 1)
+
+    def _report_shared_end(self, run: SharedRun) -> None:
+        """Report what a trace's shared values are in the end: all its requests are over."""
+        tracker, record = run.tracker, FinishRecord(run.name, 0, NO_DELTAS, steps=run.steps)
+        try:
+            with tracker.guard():
+                # A dict of its own: it may be compared on another thread, later.
+                ending = tracker.ending(dict(run.values), 0, 0)
+                ending.passed = not tracker.large
+                record.save_errors = tracker.errors
+                if tracker.broken is not None:
+                    name, raised = tracker.broken
+                    record.error = failure_of(raised, None, hint=f" (while the shared value {name!r} was read)")
+                if tracker.large or tracker.late:
+                    self._reporter.finish(record, ending)
+                    return
+                deltas, record.manifest, _ = ending.compare()
+                record.deltas = msgspec.Raw(encode(deltas))
+        except Exception as exception:
+            logger.exception("could not report the shared values of %s", run.name)
+            record.error = failure_of(exception, None, hint=" (while the shared values were read)")
+        self._reporter.finish(record)
+
+
+def _hint(exception: BaseException) -> str:
+    """For a module path that does not exist: the nearest one that does."""
+    if not isinstance(exception, AttributeError) or not exception.name:
+        return ""
+    owner = exception.obj if isinstance(exception.obj, Envoy) else None
+    if owner is None:
+        return ""
+    children = [name for name, _ in owner._module.named_children()]
+    near = difflib.get_close_matches(exception.name, children, 1, 0.4)
+    where = owner.path or "the model"
+    return f" ({where} has no {exception.name!r}" + (f"; did you mean {near[0]!r}?)" if near else ")")
+
+
+def _waits_for_result(request: Request) -> bool:
+    """Whether its block is parked at `tracer.result`."""
+    mediator = request.mediator
+    pending = getattr(mediator, "pending", None)
+    return mediator is not None and mediator.alive and pending is not None and pending.provider == RESULT
