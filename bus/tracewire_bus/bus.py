@@ -33,22 +33,13 @@ from tracewire_bus.store.lifecycle import Groups, GroupWatch, Watch
 from tracewire_bus.store.snapshots import Snapshots
 from tracewire_bus.store.submission_queue import Queue, QueueFull, Taken
 from tracewire_bus.store.trace_records import CONTROL_S, RENEW, Records, TraceElsewhere, TraceEnded, TraceMissing
-from tracewire_bus.transport.connection import (
-    SCHEMES,
-    After,
-    BusError,
-    BusFull,
-    BusUnavailable,
-    Connections,
-    Link,
-    NotAllowed,
-    Refreshed,
-    as_bus_error,
-    is_transient,
-    redacted,
-)
+from tracewire_bus.transport.errors import BusError, BusFull, BusUnavailable, NotAllowed, as_bus_error, is_transient
 from tracewire_bus.transport.guard import Guard
-from tracewire_bus.transport.urls import parsed
+from tracewire_bus.transport.link import AfterOthers, Link
+from tracewire_bus.transport.pool import Connections
+from tracewire_bus.transport.server import SCHEMES
+from tracewire_bus.transport.tasks import Refreshed
+from tracewire_bus.transport.urls import parsed, redacted
 from tracewire_bus.wire.codec import decode_engine, digest_bytes, encode
 from tracewire_bus.wire.live_values import parted
 from tracewire_bus.wire.messages import EngineInfo, ModuleInfo, Submission
@@ -557,7 +548,7 @@ class Bus:
         heartbeat = [
             RENEW((self.keys.heartbeat(info.engine),), encode(brief), milliseconds),
             # Whoever finds it there and nothing behind it removes it.
-            After(("SADD", self.keys.engines(), info.engine)),
+            AfterOthers(("SADD", self.keys.engines(), info.engine)),
         ]
         if self._registered.get(info.engine) == lasting:
             # Earlier versions read the whole, of which they miss no change but the number of traces.

@@ -13,15 +13,13 @@ from __future__ import annotations
 import logging
 import math
 import uuid
-from typing import TYPE_CHECKING, Final
+from typing import Final, Protocol
 
 import anyio
 
-from tracewire_bus.store.submission_queue import Taken
+from tracewire_bus.store.submission_queue import Queue, Taken
+from tracewire_bus.store.trace_records import Records
 from tracewire_bus.wire.messages import Failure
-
-if TYPE_CHECKING:
-    from .bus import Bus
 
 __all__ = ["Recovery", "lost_for_good"]
 
@@ -40,10 +38,29 @@ STALL_S: Final = 3.0
 TOLD_S: Final = 1.0
 
 
+class RecoverableBus(Protocol):
+    """What a recovery needs of the bus."""
+
+    @property
+    def queue(self) -> Queue:
+        """The models' queues."""
+
+    @property
+    def records(self) -> Records:
+        """The traces' records."""
+
+    @property
+    def broken_at(self) -> float:
+        """When Redis last failed to answer, by the event loop's clock; `-inf` if never."""
+
+    async def alive(self, *engines: str) -> set[str]:
+        """Which of these engines have renewed their entries in the registry of late."""
+
+
 class Recovery:
     """Looks after the submissions of one model that engines have taken. Not for concurrent use."""
 
-    def __init__(self, bus: Bus, model: str) -> None:
+    def __init__(self, bus: RecoverableBus, model: str) -> None:
         self._bus = bus
         self._model = model
         self._since: float | None = None

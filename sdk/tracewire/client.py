@@ -32,7 +32,7 @@ from tracewire_bus.bus import Bus, BusError
 from tracewire_bus.domain.fold import Fold
 from tracewire_bus.store.keys import parse_id
 from tracewire_bus.store.trace_records import LiveState
-from tracewire_bus.transport.connection import redacted
+from tracewire_bus.transport.urls import redacted
 from tracewire_bus.wire.messages import Block, DeclaredIntervention
 
 from .checks import check_seconds, check_text, is_entry_id, shown

@@ -10,9 +10,9 @@ import anyio
 from tracewire_bus.domain.limits import LimitExceeded
 from tracewire_bus.store.submission_queue import QueueFull
 from tracewire_bus.store.trace_records import TraceElsewhere, TraceEnded
-from tracewire_bus.transport.connection import BusError, is_full
-from tracewire_bus.transport.connection import BusFull as NoMemory
-from tracewire_bus.transport.connection import BusUnavailable as Away
+from tracewire_bus.transport.errors import BusError, is_full
+from tracewire_bus.transport.errors import BusFull as NoMemory
+from tracewire_bus.transport.errors import BusUnavailable as Away
 from tracewire_bus.wire.messages import Failure
 
 from .errors import (

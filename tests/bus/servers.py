@@ -21,8 +21,9 @@ from typing import Any
 import anyio
 
 from tracewire_bus.store.keys import Keys
-from tracewire_bus.transport.connection import Link, Server
 from tracewire_bus.transport.embedded import _binary, _die_with_parent
+from tracewire_bus.transport.link import Link
+from tracewire_bus.transport.server import Server
 
 __all__ = [
     *("BINARIES", "Cluster", "Running", "Servers", "running_servers", "see_that_it_is_dead", "slot_of"),

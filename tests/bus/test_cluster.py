@@ -20,7 +20,7 @@ from tracewire_bus.events.writer import Writer
 from tracewire_bus.store.lifecycle import telling
 from tracewire_bus.transport.cluster import Cluster as Slots
 from tracewire_bus.transport.cluster import ClusterLink
-from tracewire_bus.transport.connection import After
+from tracewire_bus.transport.link import AfterOthers
 from tracewire_bus.transport.scripts import Script
 from tracewire_bus.wire.live_values import live_values
 from tracewire_bus.wire.messages import Invoke, Submission
@@ -688,7 +688,7 @@ async def test_a_master_that_dies_is_replaced_by_its_replica(version: str, prefi
                 master.kill()
                 # Nothing that is to come after the rest is done while some of that cannot be.
                 with pytest.raises(RedisError):
-                    await link.ask(After(("SET", there, "after")), ("SET", here, "after"))
+                    await link.ask(AfterOthers(("SET", there, "after")), ("SET", here, "after"))
                 assert await link.ask(("GET", there)) == [b"before"]
                 # Only now is it missed.
                 for node in (*cluster.nodes, replica):

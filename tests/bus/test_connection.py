@@ -12,28 +12,21 @@ import pytest
 from anyio.lowlevel import checkpoint
 
 from tests.bus.proxy import proxy
-from tracewire_bus.transport.connection import (
-    Background,
-    BusError,
-    BusUnavailable,
-    Connections,
-    Link,
-    Refreshed,
-    Turns,
-    Wakeup,
-    redacted,
-)
-from tracewire_bus.transport.urls import Addresses
+from tracewire_bus.transport.errors import BusError, BusUnavailable
+from tracewire_bus.transport.link import Link
+from tracewire_bus.transport.pool import Connections
+from tracewire_bus.transport.tasks import OwnedTask, PerTickLimiter, Refreshed, Signal
+from tracewire_bus.transport.urls import Addresses, redacted
 
 
-async def woken_as(wakeup: Wakeup, woken: list[int], number: int) -> None:
+async def woken_as(wakeup: Signal, woken: list[int], number: int) -> None:
     """Wait, and leave a number."""
     await wakeup.wait()
     woken.append(number)
 
 
 async def test_a_wakeup_wakes_whoever_waits_then_and_nobody_later() -> None:
-    wakeup = Wakeup()
+    wakeup = Signal()
     woken: list[int] = []
     wait = partial(woken_as, wakeup, woken)
     wakeup.notify()
@@ -57,7 +50,7 @@ async def test_a_wakeup_wakes_whoever_waits_then_and_nobody_later() -> None:
 
 
 async def test_turns_let_some_through_at_a_time_in_order_and_nobody_waits_who_need_not() -> None:
-    turns, through, scopes = Turns(2), [], [anyio.CancelScope() for _ in range(9)]
+    turns, through, scopes = PerTickLimiter(2), [], [anyio.CancelScope() for _ in range(9)]
     through_by_turn: list[list[int]] = []
 
     async def one(number: int) -> None:
@@ -87,7 +80,7 @@ async def test_turns_let_some_through_at_a_time_in_order_and_nobody_waits_who_ne
 
 
 async def test_a_wakeup_wakes_all_that_wait_and_one_that_left_takes_nobody_along() -> None:
-    wakeup = Wakeup()
+    wakeup = Signal()
     woken: list[int] = []
     wait = partial(woken_as, wakeup, woken)
     async with anyio.create_task_group() as group:
@@ -105,7 +98,7 @@ async def test_a_wakeup_wakes_all_that_wait_and_one_that_left_takes_nobody_along
 
 
 async def test_a_wakeup_whose_task_is_cancelled_at_the_same_time_is_not_an_error() -> None:
-    wakeup = Wakeup()
+    wakeup = Signal()
     async with anyio.create_task_group() as group:
         group.start_soon(wakeup.wait)
         await checkpoint()
@@ -374,7 +367,7 @@ async def test_calls_go_on_after_a_trip_that_never_began(connections: Connection
 async def test_a_background_task_that_fails_says_so_at_once_and_begins_anew(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("tracewire_bus.transport.connection._ANEW_S", 0.0)
+    monkeypatch.setattr("tracewire_bus.transport.tasks._ANEW_S", 0.0)
     begun, works = 0, anyio.Event()
 
     async def run() -> None:
@@ -385,7 +378,7 @@ async def test_a_background_task_that_fails_says_so_at_once_and_begins_anew(
         works.set()
         await anyio.sleep_forever()
 
-    task = Background(run, "that fails")
+    task = OwnedTask(run, "that fails")
     with anyio.fail_after(20):
         await works.wait()
     said = [(one.levelname, one.getMessage(), one.exc_info is not None) for one in caplog.records]

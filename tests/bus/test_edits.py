@@ -9,7 +9,7 @@ import pytest
 from tracewire_bus.bus import Bus
 from tracewire_bus.store import edits as module
 from tracewire_bus.store.edits import EditsFull, UnknownEdit, VersionDiffers, is_edit_name, selected
-from tracewire_bus.transport.connection import BusError
+from tracewire_bus.transport.errors import BusError
 from tracewire_bus.wire.codec import encode
 from tracewire_bus.wire.messages import Block, Edit, EditRecord
 

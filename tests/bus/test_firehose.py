@@ -12,7 +12,7 @@ from tracewire_bus.bus import Bus
 from tracewire_bus.store import lifecycle as firehose
 from tracewire_bus.store.lifecycle import GroupRemoved, GroupWatch, Lifecycle, Watch, telling
 from tracewire_bus.store.submission_queue import QueueFull
-from tracewire_bus.transport.connection import BusError
+from tracewire_bus.transport.errors import BusError
 from tracewire_bus.wire.messages import Failure, Invoke, Submission, Usage
 
 from .proxy import proxy

@@ -11,8 +11,9 @@ from tests.bus.proxy import proxy
 from tracewire_bus.bus import Bus, BusError
 from tracewire_bus.store import submission_queue as queue
 from tracewire_bus.store import trace_records as records
-from tracewire_bus.transport.connection import After, BusUnavailable
 from tracewire_bus.transport.embedded import EmbeddedServer
+from tracewire_bus.transport.errors import BusUnavailable
+from tracewire_bus.transport.link import AfterOthers
 from tracewire_bus.transport.scripts import Script, with_text
 from tracewire_bus.wire.messages import Invoke, Submission
 
@@ -61,7 +62,7 @@ async def test_what_is_to_come_after_a_script_never_comes_before_one_that_redis_
     await bus.command(*known_one([key]))
     await bus.command("DEL", key)
     first, second = (unknown(f"return redis.call('RPUSH', KEYS[1], {number})") for number in (1, 2))
-    replies = await bus._connections.commands(first([key]), second([key]), After(known_one([key])))
+    replies = await bus._connections.commands(first([key]), second([key]), AfterOthers(known_one([key])))
     assert replies == [1, 2, 3]
     assert await bus.command("LRANGE", key, 0, -1) == [b"1", b"2", b"after"]
 

@@ -9,7 +9,7 @@ import anyio
 import pytest
 
 from tracewire_bus.bus import FINAL_ID, Bus, BusError, BusUnavailable, Entry
-from tracewire_bus.transport.connection import Link
+from tracewire_bus.transport.link import Link
 from tracewire_bus.transport.sentinel import Sentinels
 
 from .servers import BINARIES, HOST, Running, Servers, free_port, running_servers, see_that_it_is_dead, until

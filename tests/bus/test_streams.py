@@ -26,7 +26,7 @@ from tracewire_bus.bus import (
 from tracewire_bus.events import writer as writing
 from tracewire_bus.events.writer import ENTRY_BYTES, Writer
 from tracewire_bus.store.keys import parse_id
-from tracewire_bus.transport.connection import Link
+from tracewire_bus.transport.link import Link
 from tracewire_bus.wire.codec import decode_engine, encode, schema_text
 from tracewire_bus.wire.messages import EngineInfo, Invoke, ModuleInfo, Submission
 

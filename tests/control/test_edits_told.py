@@ -14,7 +14,7 @@ from tests.scripted import engine_info
 from tracewire_bus.bus import Bus
 from tracewire_bus.domain.tree import ModuleTree
 from tracewire_bus.store.edits import Edits
-from tracewire_bus.transport.connection import BusError, BusUnavailable
+from tracewire_bus.transport.errors import BusError, BusUnavailable
 from tracewire_bus.wire.messages import Block, Edit, Failure
 from tracewire_engine.adapter import standing_edits as module
 from tracewire_engine.adapter.engine_api import Rejection

@@ -22,7 +22,8 @@ from tests.faults.scripted import ScriptedEngine, acts, info, serving
 from tests.faults.test_engine_loss import Gate
 from tracewire import Client, Final, Steered
 from tracewire_bus.bus import Bus, QueueFull
-from tracewire_bus.transport.connection import CONCURRENT, BusUnavailable
+from tracewire_bus.transport.errors import BusUnavailable
+from tracewire_bus.transport.pool import CONCURRENT
 from tracewire_bus.wire.messages import Failure, Invoke, Submission
 from tracewire_engine.adapter.control import Control
 from tracewire_engine.adapter.leases import LeaseWatch

@@ -31,7 +31,7 @@ from tests.faults.processes import free_port
 from tests.faults.scripted import acts
 from tracewire_bus.bus import Bus
 from tracewire_bus.transport import embedded
-from tracewire_bus.transport.connection import BusError
+from tracewire_bus.transport.errors import BusError
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"

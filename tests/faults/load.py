@@ -21,7 +21,7 @@ from tests.faults.scripted import acts
 from tests.faults.stage import MODEL, Stage
 from tracewire import Client
 from tracewire_bus.domain.fold import DigestMismatch, Fold, FoldError
-from tracewire_bus.transport.connection import BusError
+from tracewire_bus.transport.errors import BusError
 
 __all__ = ["Load"]
 

@@ -26,7 +26,8 @@ import anyio.abc
 import anyio.to_thread
 
 from tracewire_bus.transport import embedded
-from tracewire_bus.transport.connection import Link, Server
+from tracewire_bus.transport.link import Link
+from tracewire_bus.transport.server import Server
 
 __all__ = ["Child", "Nursery", "RedisServer", "free_port", "nursery"]
 

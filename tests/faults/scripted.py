@@ -33,7 +33,7 @@ import tracewire
 from tests.scripted import engine_info
 from tracewire_bus import recovery
 from tracewire_bus.bus import Bus
-from tracewire_bus.transport import connection
+from tracewire_bus.transport.link import Link
 from tracewire_bus.wire.messages import Append, EngineInfo, Manifest, Set, Submission
 from tracewire_bus.wire.values import array_digest, array_head, array_payload, encoded_array, list_digest
 from tracewire_engine.adapter.engine_api import Choice, EngineLost, Prepared, Rejection
@@ -333,8 +333,8 @@ async def _main(options: argparse.Namespace) -> int:
     engine = ScriptedEngine(partial(anyio.sleep, 1 / options.rate))
     described = info(options.model, options.capacity, options.engine)
     recovery.PATIENCE_S, recovery.CERTAIN_S = options.patience, options.certain
-    if options.command is not None and connection.Link.ask.__kwdefaults__ is not None:
-        connection.Link.ask.__kwdefaults__["timeout_s"] = options.command
+    if options.command is not None and Link.ask.__kwdefaults__ is not None:
+        Link.ask.__kwdefaults__["timeout_s"] = options.command
     settings = Settings(heartbeat_s=options.lease / 5, lease_s=options.lease, drain_s=options.drain)
     settings = dataclasses.replace(
         settings,

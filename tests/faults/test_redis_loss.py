@@ -23,7 +23,7 @@ from tracewire_bus.bus import Bus, BusError, Fenced
 from tracewire_bus.events import writer as writing
 from tracewire_bus.store.keys import FINAL_ID
 from tracewire_bus.store.lifecycle import telling
-from tracewire_bus.transport.connection import BusFull
+from tracewire_bus.transport.errors import BusFull
 from tracewire_bus.wire.messages import EngineInfo, Invoke, Submission
 from tracewire_engine.adapter.service import Adapter
 

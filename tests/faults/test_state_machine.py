@@ -31,8 +31,8 @@ from tracewire_bus.bus import Bus, Fenced, Writer
 from tracewire_bus.store.keys import FINAL_ID, parse_id
 from tracewire_bus.store.submission_queue import Taken
 from tracewire_bus.store.trace_records import Overtaken, TraceEnded
-from tracewire_bus.transport.connection import Link
 from tracewire_bus.transport.embedded import EmbeddedServer
+from tracewire_bus.transport.link import Link
 from tracewire_bus.wire.codec import encode
 from tracewire_bus.wire.messages import Failure, Final, Invoke, Restarted, Submission
 

@@ -46,7 +46,7 @@ from tracewire import (
 )
 from tracewire_bus.bus import Bus
 from tracewire_bus.domain.fold import Fold
-from tracewire_bus.transport.connection import BusUnavailable
+from tracewire_bus.transport.errors import BusUnavailable
 from tracewire_bus.wire import messages
 from tracewire_bus.wire.codec import encode
 from tracewire_bus.wire.messages import Append, Delete, Failure, Final, Manifest, Set

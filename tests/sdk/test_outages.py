@@ -19,7 +19,7 @@ from tracewire import Client, ConnectError
 from tracewire_bus.bus import Bus
 from tracewire_bus.recovery import Recovery
 from tracewire_bus.store import submission_queue as queue
-from tracewire_bus.transport.connection import Link
+from tracewire_bus.transport.link import Link
 from tracewire_bus.wire.messages import Invoke, Submission
 
 PATIENCE = 30

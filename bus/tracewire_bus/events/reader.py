@@ -34,15 +34,10 @@ from anyio.lowlevel import checkpoint
 
 from tracewire_bus.store.keys import FINAL_ID, parse_id
 from tracewire_bus.store.snapshots import Stored
-from tracewire_bus.transport.connection import (
-    Background,
-    Backoff,
-    BusError,
-    BusUnavailable,
-    Connections,
-    Wakeup,
-    is_transient,
-)
+from tracewire_bus.transport.backoff import Backoff
+from tracewire_bus.transport.errors import BusError, BusUnavailable, is_transient
+from tracewire_bus.transport.pool import Connections
+from tracewire_bus.transport.tasks import OwnedTask, Signal
 from tracewire_bus.wire.values import decoder
 
 __all__ = ["Entry", "EventsLost", "Gap", "Reader", "SlotReaders", "StreamGone", "Subscription", "tail_id"]
@@ -200,7 +195,7 @@ class Subscription:
         self._bytes = 0
         self._page = _PAGE
         self._handed_out = "" if since in ("start", "now") else since
-        self._arrived = Wakeup()
+        self._arrived = Signal()
         self._missing = Backoff(0.05, 0.5)
         self._guard = anyio.ResourceGuard("reading from")
         self._attached = False
@@ -465,11 +460,11 @@ class Reader:
         self._client_id: Any = None
         self._identified = 0
         self._may_unblock = True
-        self._task: Background | None = None
+        self._task: OwnedTask | None = None
 
     def start(self) -> None:
         """Start its task."""
-        self._task = Background(self._run, "that reads traces")
+        self._task = OwnedTask(self._run, "that reads traces")
 
     async def connect(self) -> None:
         """Connect before it has anything to read. If that fails, it connects when it has."""

@@ -39,18 +39,11 @@ from tracewire_bus.store.finished import FINISHED
 from tracewire_bus.store.keys import FINAL_ID, Keys, event_id, parse_id
 from tracewire_bus.store.lifecycle import TELL
 from tracewire_bus.store.submission_queue import settling
-from tracewire_bus.transport.connection import (
-    Background,
-    Backoff,
-    BusError,
-    BusFull,
-    Connections,
-    Wakeup,
-    as_bus_error,
-    is_full,
-    is_transient,
-)
+from tracewire_bus.transport.backoff import Backoff
+from tracewire_bus.transport.errors import BusError, BusFull, as_bus_error, is_full, is_transient
+from tracewire_bus.transport.pool import Connections
 from tracewire_bus.transport.scripts import Script, with_text
+from tracewire_bus.transport.tasks import OwnedTask, Signal
 from tracewire_bus.wire.codec import schema_text
 
 __all__ = ["ENTRY_BYTES", "EntryTooLarge", "Fenced", "Writer"]
@@ -384,15 +377,15 @@ class Writer:
         self.patience_s = patience_s
         #: Bytes of all events that Redis has not acknowledged yet.
         self.backlog = 0
-        self._wanted = Wakeup()
-        self._idle = Wakeup()
+        self._wanted = Signal()
+        self._idle = Signal()
         self._flushing = False
         self._loop: asyncio.AbstractEventLoop
-        self._task: Background | None = None
+        self._task: OwnedTask | None = None
 
     async def __aenter__(self) -> Self:
         self._loop = asyncio.get_running_loop()
-        self._task = Background(self._run, "that writes events")
+        self._task = OwnedTask(self._run, "that writes events")
         return self
 
     async def __aexit__(

@@ -20,7 +20,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import anyio
 
-from tracewire_bus.transport.connection import Backoff, BusError, BusFull, BusUnavailable, Connections
+from tracewire_bus.transport.backoff import Backoff
+from tracewire_bus.transport.errors import BusError, BusFull, BusUnavailable
+from tracewire_bus.transport.pool import Connections
 from tracewire_bus.wire.values import ArrayRef, array_from_raw, array_hash, array_of, raw_bytes
 
 from .keys import Keys

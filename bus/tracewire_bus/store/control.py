@@ -16,17 +16,13 @@ from typing import Any, Final, Literal
 
 import anyio
 
-from tracewire_bus.transport.connection import (
-    Background,
-    Backoff,
-    Connections,
-    Link,
-    Wakeup,
-    as_bus_error,
-    is_transient,
-)
+from tracewire_bus.transport.backoff import Backoff
+from tracewire_bus.transport.errors import as_bus_error, is_transient
 from tracewire_bus.transport.guard import Guard, integer
+from tracewire_bus.transport.link import Link
+from tracewire_bus.transport.pool import Connections
 from tracewire_bus.transport.scripts import Script
+from tracewire_bus.transport.tasks import OwnedTask, Signal
 
 from .keys import Keys
 
@@ -141,10 +137,10 @@ class SlotControlReaders:
             ControlReader(connections.link(keys.control(tag, engine)), keys, engine, [tag], guard=connections.guard)
             for tag in keys.tags
         ]
-        self._tasks: list[Background] = []
+        self._tasks: list[OwnedTask] = []
         self._orders: deque[Order] = deque()
         self._refused: Exception | None = None
-        self._come = Wakeup()
+        self._come = Signal()
 
     async def read(self, block_ms: int) -> list[Order]:
         """The next orders, in each trace's order; waits up to `block_ms` for the first.
@@ -153,7 +149,7 @@ class SlotControlReaders:
             BusError: Redis refuses.
         """
         if not self._tasks:
-            self._tasks = [Background(partial(self._pump, one), "that reads orders") for one in self._readers]
+            self._tasks = [OwnedTask(partial(self._pump, one), "that reads orders") for one in self._readers]
         if not self._orders and self._refused is None:
             with anyio.move_on_after(block_ms / 1000):
                 await self._come.wait()

@@ -23,8 +23,10 @@ import anyio
 import msgspec
 
 from tracewire_bus.domain.limits import LimitExceeded, measure
-from tracewire_bus.transport.connection import Backoff, BusError, Connections, as_bus_error, is_transient
+from tracewire_bus.transport.backoff import Backoff
+from tracewire_bus.transport.errors import BusError, as_bus_error, is_transient
 from tracewire_bus.transport.guard import integer
+from tracewire_bus.transport.pool import Connections
 from tracewire_bus.transport.scripts import Script
 from tracewire_bus.wire.codec import NewerSchema, check_schema, decode_edit, decode_edit_record, encode, schema_text
 from tracewire_bus.wire.messages import Edit, EditRecord

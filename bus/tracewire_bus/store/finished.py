@@ -19,7 +19,8 @@ import heapq
 import logging
 from typing import Any, Final
 
-from tracewire_bus.transport.connection import BusError, Connections, NotAllowed
+from tracewire_bus.transport.errors import BusError, NotAllowed
+from tracewire_bus.transport.pool import Connections
 from tracewire_bus.transport.scripts import Script
 
 from .keys import FINAL_ID, Keys

@@ -28,8 +28,10 @@ from typing import Any, Final, Self
 import anyio
 import msgspec
 
-from tracewire_bus.transport.connection import Backoff, BusError, Connections, NotAllowed, as_bus_error, is_transient
+from tracewire_bus.transport.backoff import Backoff
+from tracewire_bus.transport.errors import BusError, NotAllowed, as_bus_error, is_transient
 from tracewire_bus.transport.guard import Guard, integer
+from tracewire_bus.transport.pool import Connections
 from tracewire_bus.transport.scripts import Script
 from tracewire_bus.wire.messages import Status, Usage
 

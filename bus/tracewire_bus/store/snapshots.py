@@ -23,8 +23,8 @@ import msgspec
 from anyio.lowlevel import checkpoint
 
 from tracewire_bus.domain.fold import Fold, FoldError
-from tracewire_bus.transport.connection import Connections
 from tracewire_bus.transport.guard import integer
+from tracewire_bus.transport.pool import Connections
 from tracewire_bus.transport.scripts import Script
 from tracewire_bus.wire.codec import UnknownKind, check_schema, decode_plain, decode_snapshot, encode, schema_text
 from tracewire_bus.wire.messages import Event

@@ -35,8 +35,11 @@ from typing import Any, Final
 
 import anyio
 
-from tracewire_bus.transport.connection import After, Backoff, BusError, Connections, Link, as_bus_error, is_transient
+from tracewire_bus.transport.backoff import Backoff
+from tracewire_bus.transport.errors import BusError, as_bus_error, is_transient
 from tracewire_bus.transport.guard import GREATEST, Guard, integer
+from tracewire_bus.transport.link import AfterOthers, Link
+from tracewire_bus.transport.pool import Connections
 from tracewire_bus.transport.scripts import Script
 from tracewire_bus.wire.codec import schema_text
 
@@ -623,7 +626,7 @@ def settling(keys: Keys, model: str, trace: str, holder: str = "", attempt: int 
     It may be carried out again.
     """
     names = [keys.queue(model, part) for part in ("data", "entries", "taken")]
-    return After(_SETTLE(names, _bytes(trace), holder, attempt))
+    return AfterOthers(_SETTLE(names, _bytes(trace), holder, attempt))
 
 
 def claiming(
@@ -691,7 +694,7 @@ class Queue:
             *(trace, schema or schema_text(), client, max(-_MOST_PRIORITY, min(priority, _MOST_PRIORITY)), lease),
             *(limit or 0, REMEMBER_S, max(1, tries), data),
         )
-        *replies, refused = await self._connections.commands(*before, After(call), refuse_full=True)
+        *replies, refused = await self._connections.commands(*before, AfterOthers(call), refuse_full=True)
         if isinstance(refused, list):
             waiting, retry_ms = refused
             raise QueueFull(model, waiting, limit or 0, retry_ms / 1000)

@@ -28,8 +28,10 @@ from typing import Any, Final
 
 import msgspec
 
-from tracewire_bus.transport.connection import BusError, BusUnavailable, Connections, Link, as_bus_error, is_transient
+from tracewire_bus.transport.errors import BusError, BusUnavailable, as_bus_error, is_transient
 from tracewire_bus.transport.guard import GREATEST, Guard, integer
+from tracewire_bus.transport.link import Link
+from tracewire_bus.transport.pool import Connections
 from tracewire_bus.transport.scripts import Script
 from tracewire_bus.wire.codec import decode_event, encode, schema_text
 from tracewire_bus.wire.live_values import LiveValue, joined, parted

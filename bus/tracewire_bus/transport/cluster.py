@@ -8,7 +8,7 @@ nodes at once, and follows slots that move.
 never overtaken by what was sent behind it. An event that a later one overtakes would be lost, for its id would be too
 small then. Several commands of a slot therefore go as a transaction, which a node carries out as a whole or, when one
 of them is not its own to carry out, not at all. What was refused goes on one by one, each after the last one's reply.
-Across slots there is no order, but for commands marked `After`.
+Across slots there is no order, but for commands marked `AfterOthers`.
 
 **Replaced nodes.** Another node may have a slot since a link last asked there: its replica, which may lack what the
 node had acknowledged. A writer must know before it appends. It *prepares* for its commands, which connects to the nodes
@@ -32,8 +32,11 @@ from typing import Any, Final
 
 import anyio
 
-from .connection import COMMAND_S, After, Backoff, BusError, Link, Server, is_transient
+from .backoff import Backoff
+from .errors import BusError, is_transient
+from .link import COMMAND_S, AfterOthers, Link
 from .scripts import with_text
+from .server import Server
 from .urls import Addresses
 
 __all__ = ["Cluster", "ClusterLink"]
@@ -303,10 +306,10 @@ class ClusterLink(Link):
     ) -> list[Any]:
         """Send `commands` and return their raw replies; a refused one's is its `ResponseError`.
 
-        Those of one slot are carried out in this order, and those that are `After` after all others, or not at all
-        where one of these was refused for now. With `stay` they go to nodes only that it is connected to, and to those
-        that a slot is being moved to from there. Without `wait`, what its slot's move does not let through is refused
-        at once. Each command goes its own way: what is `packed` is not looked at.
+        Those of one slot are carried out in this order, and those that are `AfterOthers` after all others, or not at
+        all where one of these was refused for now. With `stay` they go to nodes only that it is connected to, and to
+        those that a slot is being moved to from there. Without `wait`, what its slot's move does not let through is
+        refused at once. Each command goes its own way: what is `packed` is not looked at.
 
         Raises:
             redis.exceptions.RedisError: a connection failed: some of them may have been carried out.
@@ -314,7 +317,8 @@ class ClusterLink(Link):
         """
         replies: list[Any] = [None] * len(commands)
         waves = [
-            [place for place, one in enumerate(commands) if isinstance(one, After) is late] for late in (False, True)
+            [place for place, one in enumerate(commands) if isinstance(one, AfterOthers) is late]
+            for late in (False, True)
         ]
         self._stays, self._waits = stay, wait
         try:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
-from .connection import BusError
+from .errors import BusError
 
 __all__ = ["Guard", "Malformed", "integer"]
 

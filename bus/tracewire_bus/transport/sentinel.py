@@ -16,7 +16,9 @@ from typing import Any, Final
 
 import anyio
 
-from .connection import CONNECT_S, BusError, Link, Server, discard
+from .errors import BusError
+from .link import Link
+from .server import CONNECT_S, Server, discard
 from .urls import Addresses
 
 __all__ = ["Sentinels"]

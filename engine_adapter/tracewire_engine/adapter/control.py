@@ -10,7 +10,7 @@ import anyio
 from tracewire_bus.bus import Bus, BusError, Fenced
 from tracewire_bus.store.control import Order
 from tracewire_bus.store.trace_records import TraceEnded, TraceMissing, cancellation
-from tracewire_bus.transport.connection import Wakeup
+from tracewire_bus.transport.tasks import Signal
 from tracewire_bus.wire.messages import EngineInfo, Failure, Status
 
 from .claims import Claims
@@ -39,7 +39,7 @@ class Control:
         self._to_abort: deque[TraceRun] = deque()
         self._aborting = 0
         self._to_pause: deque[TraceRun] = deque()
-        self._wanted = Wakeup()
+        self._wanted = Signal()
 
     @property
     def busy(self) -> bool:

@@ -20,7 +20,8 @@ import msgspec
 
 from tracewire_bus.bus import Bus
 from tracewire_bus.store.edits import RECORD_BYTES
-from tracewire_bus.transport.connection import Background, BusError, Wakeup
+from tracewire_bus.transport.errors import BusError
+from tracewire_bus.transport.tasks import OwnedTask, Signal
 from tracewire_engine.protocol.keys import DECLARED_ARG, EDITS_ARG, END_ARG
 from tracewire_engine.protocol.messages import Generated
 
@@ -81,7 +82,7 @@ class PlainRequests:
         self._notify = notify
         self._names = itertools.count()
         self._over: deque[_Edited] = deque()
-        self._ended = Wakeup()
+        self._ended = Signal()
         #: How many run, with edits or without; how many have ended whose edits are not told of yet.
         self.running = 0
         self._publishing = 0
@@ -241,7 +242,7 @@ class EditedClient:
         # A token served from the prefix cache runs no forward pass, and an edit would not see it.
         params.skip_reading_prefix_cache = True
         outputs = self._client.generate({**prompt, "cache_salt": one.pending.trace}, params, one.name, *more, **options)
-        guard = Background(partial(self._guard, one), "tracewire edits") if chosen.fatal else None
+        guard = OwnedTask(partial(self._guard, one), "tracewire edits") if chosen.fatal else None
         delta = params.output_kind.name == "DELTA"
         begun, end = False, self._plain.ended
         try:

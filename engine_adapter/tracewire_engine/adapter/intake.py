@@ -16,7 +16,7 @@ from tracewire_bus.domain.limits import MAX_TRACE_ID, LimitExceeded
 from tracewire_bus.store.control import Order
 from tracewire_bus.store.lifecycle import telling
 from tracewire_bus.store.trace_records import Opened, Overtaken, TraceEnded, cancellation
-from tracewire_bus.transport.connection import Backoff
+from tracewire_bus.transport.backoff import Backoff
 from tracewire_bus.transport.guard import Malformed
 from tracewire_bus.wire.codec import NewerSchema, encode
 from tracewire_bus.wire.live_values import parted

@@ -17,7 +17,9 @@ import anyio
 import msgspec
 
 from tracewire_bus.domain.intervention_checks import resolved
-from tracewire_bus.transport.connection import Backoff, BusError, BusUnavailable, Wakeup
+from tracewire_bus.transport.backoff import Backoff
+from tracewire_bus.transport.errors import BusError, BusUnavailable
+from tracewire_bus.transport.tasks import Signal
 from tracewire_bus.wire.live_values import live_values, parted
 from tracewire_bus.wire.messages import FirstToken, RawSteered, StopWhen
 from tracewire_bus.wire.values import unpack
@@ -183,7 +185,7 @@ class Steering:
         self._over: list[str] = []
         #: When the first of what waits was read.
         self._since = 0.0
-        self._wanted = Wakeup()
+        self._wanted = Signal()
         self._calling = False
 
     @property

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import msgspec
 
-from tracewire_bus.transport.connection import Wakeup
+from tracewire_bus.transport.tasks import Signal
 from tracewire_bus.wire.messages import StopWhen
 from tracewire_engine.protocol.messages import FinishRecord, StepRecord
 
@@ -158,7 +158,7 @@ class PendingRecords:
         self.ending = False
         self.given_up = False
         #: For the one task that publishes the request's outputs.
-        self._changed = Wakeup()
+        self._changed = Signal()
 
     def _enforce_limit(self) -> None:
         """Let go of what was reported of steps, which nobody will take, when it is too much."""

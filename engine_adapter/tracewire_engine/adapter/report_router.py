@@ -11,7 +11,7 @@ import time
 
 import anyio
 
-from tracewire_bus.transport.connection import Wakeup
+from tracewire_bus.transport.tasks import Signal
 from tracewire_engine.protocol.messages import Report
 
 from .engine_api import Engine
@@ -36,7 +36,7 @@ class ReportRouter:
         self.live: dict[str, LiveTrace] = {}
         self._decoder = ReadDecoder(blob_threshold)
         self._waiting = 0
-        self._wanted = Wakeup()
+        self._wanted = Signal()
         #: How many have come.
         self.count = 0
         #: Whether reports that come behind large arrays wait for Redis here: their workers are not late.

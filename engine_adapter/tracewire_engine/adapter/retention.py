@@ -19,7 +19,7 @@ import anyio
 
 from tracewire_bus.bus import Bus, BusError
 from tracewire_bus.store.snapshots import Snapshots
-from tracewire_bus.transport.connection import Wakeup
+from tracewire_bus.transport.tasks import Signal
 
 __all__ = ["FinishedRetention", "Retention", "Tally"]
 
@@ -67,7 +67,7 @@ class Retention:
         self._events = events
         self._nbytes = nbytes
         self._due: deque[Tally] = deque()
-        self._wanted = Wakeup()
+        self._wanted = Signal()
 
     def tally(self, trace: str, attempt: int) -> Tally | None:
         """What a run counts in, if there is a limit."""

@@ -21,7 +21,9 @@ import anyio
 
 from tracewire_bus.bus import Bus, BusError
 from tracewire_bus.domain.tree import ModuleTree
-from tracewire_bus.transport.connection import Backoff, BusUnavailable, Wakeup
+from tracewire_bus.transport.backoff import Backoff
+from tracewire_bus.transport.errors import BusUnavailable
+from tracewire_bus.transport.tasks import Signal
 from tracewire_bus.wire.messages import EngineInfo
 from tracewire_engine.link.blob_receiver import BlobChunk
 
@@ -108,7 +110,7 @@ class Adapter:
         #: Whether new traces are taken.
         self._taking = True
         #: Set when the engine's entry of the registry is to be renewed at once.
-        self._beat = Wakeup()
+        self._beat = Signal()
 
     @property
     def lost(self) -> bool:

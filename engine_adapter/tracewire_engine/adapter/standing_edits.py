@@ -23,7 +23,8 @@ from tracewire_bus.bus import Bus
 from tracewire_bus.domain.intervention_checks import DeclarationError, check, normalized
 from tracewire_bus.domain.tree import ModuleTree
 from tracewire_bus.store.edits import RECORD_BYTES, EditSet, Installed, selected
-from tracewire_bus.transport.connection import BusError, BusUnavailable, Wakeup
+from tracewire_bus.transport.errors import BusError, BusUnavailable
+from tracewire_bus.transport.tasks import Signal
 from tracewire_bus.wire.codec import encode
 from tracewire_bus.wire.messages import Block, Declared, Edit, EditRecord, EngineInfo, LogitLens, Probe, StopWhen
 from tracewire_engine.protocol.messages import EditBlock, FinishRecord, Placed
@@ -132,8 +133,8 @@ class StandingEdits:
         self._disabling: deque[tuple[str, int, str]] = deque()
         self._records: deque[tuple[str, bytes]] = deque()
         self._waiting = 0
-        self._new = Wakeup()
-        self._done = Wakeup()
+        self._new = Signal()
+        self._done = Signal()
 
     # --- what is installed ------------------------------------------------------------------------------------------
 

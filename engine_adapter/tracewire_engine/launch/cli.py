@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 from tracewire_bus.domain.fleet import LEAVING, differences, disagreements
-from tracewire_bus.transport.connection import BusError, BusUnavailable
+from tracewire_bus.transport.errors import BusError, BusUnavailable
 from tracewire_engine.protocol.cluster import Cluster
 
 from .options import add_options, redis_url

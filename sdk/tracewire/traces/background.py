@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 import anyio
 
 from tracewire.errors import BusUnavailable, ClientClosed, TracewireError
-from tracewire_bus.transport.connection import Background
+from tracewire_bus.transport.tasks import OwnedTask
 
 __all__ = ["BackgroundSubmissions", "QueuedSubmission"]
 
@@ -87,7 +87,7 @@ class BackgroundSubmissions:
 
     def __init__(self, patience_s: float) -> None:
         self._patience_s = patience_s
-        self._tasks: dict[QueuedSubmission, Background] = {}
+        self._tasks: dict[QueuedSubmission, OwnedTask] = {}
         self._last: anyio.Event | None = None
         #: The error of the last submission, if Redis did not answer it.
         self._outage: BusUnavailable | None = None
@@ -107,7 +107,7 @@ class BackgroundSubmissions:
                 finally:
                     self._tasks.pop(queued, None)
 
-            self._tasks[queued] = Background(run, f"that submits trace {trace_id}")
+            self._tasks[queued] = OwnedTask(run, f"that submits trace {trace_id}")
         except RuntimeError:
             raise TracewireError("a trace is queued in the background: write its with in a coroutine") from None
         self._last = queued.ended

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 import anyio
 
 from tracewire_bus.store.trace_records import TraceElsewhere, TraceEnded, TraceMissing
-from tracewire_bus.transport.connection import Background, BusError, BusUnavailable, NotAllowed
+from tracewire_bus.transport.errors import BusError, BusUnavailable, NotAllowed
+from tracewire_bus.transport.tasks import OwnedTask
 
 from .large import without_large
 
@@ -62,7 +63,7 @@ class Presence:
         self._due: list[tuple[float, str, bool]] = []
         self._changed = anyio.Event()
         #: One for each thing that is looked after: what takes its time, or fails, must cost none of the others.
-        self._tasks: list[Background] = []
+        self._tasks: list[OwnedTask] = []
         #: What was submitted and no engine has accepted yet, as far as was read; and when Redis was last found away.
         self._expected: dict[str, tuple[float, Submission]] = {}
         self._broken_at = bus.broken_at
@@ -140,9 +141,9 @@ class Presence:
     def _run(self) -> None:
         if not self._tasks and not self._closed:
             self._tasks = [
-                Background(self._renew, "that renews a client's lease"),
-                Background(self._recover, "that looks for lost engines"),
-                Background(self._watch, "that sees to deadlines and submissions"),
+                OwnedTask(self._renew, "that renews a client's lease"),
+                OwnedTask(self._recover, "that looks for lost engines"),
+                OwnedTask(self._watch, "that sees to deadlines and submissions"),
             ]
 
     async def _renew(self) -> None:

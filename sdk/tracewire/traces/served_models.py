@@ -10,7 +10,7 @@ import anyio
 
 from tracewire.error_mapping import bus_errors
 from tracewire.errors import UnknownModel
-from tracewire_bus.transport.connection import Refreshed
+from tracewire_bus.transport.tasks import Refreshed
 
 if TYPE_CHECKING:
     from tracewire_bus.bus import Bus

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import anyio
 
 from tracewire.errors import ClientClosed, TracewireError
-from tracewire_bus.transport.connection import Turns
+from tracewire_bus.transport.tasks import PerTickLimiter
 
 from .background import BackgroundSubmissions, QueuedSubmission
 from .presence import Presence
@@ -48,7 +48,7 @@ class Session:
         self.name = name
         self.presence = presence
         self.models = ServedModels(self.open_bus)
-        self.turns = Turns(_TRACES_PER_TICK)
+        self.turns = PerTickLimiter(_TRACES_PER_TICK)
         self._bus: Bus | None = bus
         self._loop = loop
         self._submissions: BackgroundSubmissions | None = None

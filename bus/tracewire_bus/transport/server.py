@@ -1,0 +1,125 @@
+"""One Redis server, and how a connection to it is opened."""
+
+from __future__ import annotations
+
+import logging
+import re
+from functools import cache
+from typing import Any, Final, Protocol
+
+import anyio
+import anyio.lowlevel
+
+from .urls import redacted, unreadable
+
+__all__ = ["CONNECT_S", "SCHEMES", "Server", "Transport", "discard"]
+
+logger = logging.getLogger("tracewire")
+
+
+CONNECT_S: Final = 5.0
+
+#: What URLs of a Redis begin with.
+SCHEMES: Final = (
+    *("redis", "rediss", "unix"),
+    *("redis+sentinel", "rediss+sentinel", "redis+cluster", "rediss+cluster"),
+)
+
+
+class Transport(Protocol):
+    """Opens connections to whichever server is the one to talk to at that moment."""
+
+    async def open(self, spare: Any = None) -> Any:
+        """A connection of redis-py's, connected. `spare` is a closed one that was opened here, to be used again or not.
+
+        Raises:
+            redis.exceptions.RedisError: there is none to be had.
+        """
+
+    async def holds(self, connection: Any) -> bool:
+        """Whether `connection`, which was opened here, still goes to the right server. Asked before each use."""
+
+    async def aclose(self) -> None:
+        """Close what it holds itself."""
+
+
+class Server:
+    """The transport to one server, by its URL (`redis://`, `rediss://` or `unix://`)."""
+
+    def __init__(self, url: str, **options: Any) -> None:
+        from redis.asyncio.connection import ConnectionPool
+        from redis.asyncio.retry import Retry
+        from redis.backoff import NoBackoff
+        from redis.exceptions import RedisError
+
+        options = {
+            # Retrying is ours: a command sent twice unseen would be refused the second time, or done twice.
+            "retry": Retry(NoBackoff(), 0),
+            # Time is kept around whole calls instead.
+            "socket_timeout": None,
+            "socket_connect_timeout": CONNECT_S,
+            # The replies' shapes are the same on all versions.
+            "protocol": 2,
+            **options,
+        }
+        if not url.startswith("unix:"):
+            options["socket_keepalive"] = True
+        if "lib_name=" not in url and "lib_version=" not in url:
+            options |= _driver()
+        try:
+            # Redis-py's pool, for what it knows of URLs: it makes connections and holds none.
+            self._factory: Any = ConnectionPool.from_url(url, **options)
+            self._factory.make_connection()  # type: ignore[no-untyped-call]
+        except (TypeError, ValueError, RedisError) as error:
+            raise ValueError(_refused(url, error)) from None
+
+    async def open(self, spare: Any = None) -> Any:
+        """A connection to it."""
+        # Making one takes longer than connecting it.
+        connection = self._factory.make_connection() if spare is None else spare
+        try:
+            await connection.connect()
+        except BaseException:
+            await discard(connection)
+            raise
+        return connection
+
+    async def holds(self, connection: Any) -> bool:
+        """There is no other."""
+        return True
+
+    async def aclose(self) -> None:
+        """It holds nothing."""
+
+
+def _refused(url: str, error: Exception) -> str:
+    """What redis-py has against a URL, without what may be a part of a password."""
+    option = re.search(r"(?:keyword argument|Invalid value for) '(\w+)'", str(error))
+    if option is None and isinstance(error, ValueError):
+        return unreadable(url)
+    if option is None:
+        # What stands behind a colon is the value.
+        return f"the URL {redacted(url)} is refused: {str(error).partition(':')[0]}"
+    shown = redacted(url)
+    name = repr(option[1]) if re.search(rf"[?&]{option[1]}=", shown) else "its name may be a part of a password"
+    what = "an option that redis-py does not know" if isinstance(error, TypeError) else "an option with a wrong value"
+    return f"the URL {shown} has {what}: {name}"
+
+
+@cache
+def _driver() -> dict[str, Any]:
+    """What connections tell Redis of us. Left to itself, redis-py reads its version from disk for each of them."""
+    try:
+        from redis.driver_info import DriverInfo
+    except ImportError:  # before 7.1
+        return {}
+    return {"driver_info": DriverInfo()}
+
+
+async def discard(connection: Any) -> None:
+    """Close a connection at once, whatever state it is in."""
+    with anyio.CancelScope(shield=True):
+        try:
+            await connection.disconnect(nowait=True)
+        except Exception as error:
+            logger.debug("closing a connection to Redis: %r", error)
