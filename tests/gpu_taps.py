@@ -56,9 +56,9 @@ def explodes(model, tracer, live, layer):
 @tracewire.intervention
 def leaves_blocks(model, tracer, live):
     """Have this worker zero no KV block any more."""
-    from tracewire_engine.worker.kv_offload import KvBlocks
+    from tracewire_engine.worker.kv_offload import KVBlocks
 
-    KvBlocks.zero = lambda self, ids: None
+    KVBlocks.zero = lambda self, ids: None
     model.logits
 
 

@@ -11,18 +11,18 @@ import time
 import msgspec
 import torch
 
-from tracewire_engine.link.liveness import PulseSender
+from tracewire_engine.link.liveness import HeartbeatSender
 from tracewire_engine.link.step_link import LinkSender
 from tracewire_engine.protocol.messages import Report, StepRecord
 from tracewire_engine.worker.blob_sender import BlobSender
-from tracewire_engine.worker.large_arrays import Hold, LargeArray
+from tracewire_engine.worker.large_arrays import LargeArray, LargeArrayBudget
 
 
 def main(address: str, patience_s: float) -> None:
     link, blobs = LinkSender(address), BlobSender(address)
-    PulseSender(address, "the far worker", patience_s)
+    HeartbeatSender(address, "the far worker", patience_s)
     record = StepRecord("large", 0, 0, msgspec.Raw(msgspec.msgpack.encode([])))
-    blobs.step(record, [], [LargeArray(torch.arange(1000.0), "x", Hold(16))])
+    blobs.step(record, [], [LargeArray(torch.arange(1000.0), "x", LargeArrayBudget(16))])
     link.send(Report(time=0.0))
     print("sent", flush=True)
     for number, _ in enumerate(sys.stdin):

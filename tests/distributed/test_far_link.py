@@ -34,11 +34,11 @@ from tracewire_bus.wire.values import pack
 from tracewire_engine.adapter.large_inputs import Inputs
 from tracewire_engine.link.addresses import Guard, endpoint
 from tracewire_engine.link.blob_receiver import BlobChunk, BlobReceiver
-from tracewire_engine.link.liveness import PulseReceiver
+from tracewire_engine.link.liveness import HeartbeatReceiver
 from tracewire_engine.link.step_link import LinkReceiver
 from tracewire_engine.protocol.input_files import input_path
 from tracewire_engine.protocol.messages import Report, StepRecord
-from tracewire_engine.worker.remote_inputs import HeldInputs, inputs_at
+from tracewire_engine.worker.remote_inputs import RemoteInputs, inputs_at
 from tracewire_engine.worker.tensors import to_tensors
 
 #: What a handshake that was refused looks like to who tried it.
@@ -52,7 +52,7 @@ class Ends(NamedTuple):
 
     link: LinkReceiver
     blobs: BlobReceiver
-    pulse: PulseReceiver
+    pulse: HeartbeatReceiver
     address: str
 
 
@@ -62,7 +62,7 @@ def adapter(patience_s: float = 30.0) -> Iterator[Ends]:
     with ExitStack() as stack:
         link = stack.enter_context(LinkReceiver("127.0.0.1"))
         blobs = stack.enter_context(BlobReceiver(link.address, link.guard))
-        pulse = stack.enter_context(PulseReceiver(blobs.address, link.guard, patience_s))
+        pulse = stack.enter_context(HeartbeatReceiver(blobs.address, link.guard, patience_s))
         yield Ends(link, blobs, pulse, pulse.address)
 
 
@@ -214,7 +214,7 @@ def test_a_poll_that_was_wrong_stops_no_pulse() -> None:
     """A connection that is being let in can look like a message: who waits for that one hears nobody any more."""
     lost = threading.Event()
     with LinkReceiver("127.0.0.1") as link:
-        receiver = PulseReceiver(link.address, link.guard, patience_s=1.0)
+        receiver = HeartbeatReceiver(link.address, link.guard, patience_s=1.0)
         plain, polled = receiver._socket, threading.Event()
 
         class Spurious:
@@ -236,7 +236,7 @@ def test_a_poll_that_was_wrong_stops_no_pulse() -> None:
 
 
 def test_on_one_machine_nothing_listens() -> None:
-    with LinkReceiver() as link, BlobReceiver(link.address) as blobs, PulseReceiver(blobs.address) as pulse:
+    with LinkReceiver() as link, BlobReceiver(link.address) as blobs, HeartbeatReceiver(blobs.address) as pulse:
         assert pulse.address == blobs.address == link.address
         assert link.address.startswith("ipc://")
         assert link.guard is None
@@ -255,7 +255,7 @@ class Carried:
     """A carrier to one worker's memory."""
 
     def __init__(self) -> None:
-        self.held = HeldInputs()
+        self.held = RemoteInputs()
         self.calls: list[str] = []
 
     async def carry(self, path: Path) -> None:

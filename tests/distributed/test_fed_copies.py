@@ -135,9 +135,9 @@ def run(block: Any, steps: int = 3, stages: int = 2) -> tuple[list[torch.Tensor]
         for copy, later in zip(copies, before, strict=True):
             if step:
                 with torch.inference_mode(), copy.interleaver:
-                    copy.interleaver.topology.told = True
+                    copy.interleaver.topology.catching_up = True
                     copy.told_by(later)
-                    copy.interleaver.topology.told = False
+                    copy.interleaver.topology.catching_up = False
         for index, copy in enumerate(copies):
             x = copy.step(x, partial(copy.told_by, copies[:index]))
             copy.tell()
@@ -273,7 +273,7 @@ def test_a_copy_that_parts_from_its_log_fails_where_it_waits() -> None:
     block = reads.block()
     _, (first, last) = run(block, steps=1)
     with torch.inference_mode(), first.interleaver:
-        first.interleaver.topology.told = True
+        first.interleaver.topology.catching_up = True
         wrong = [entry for entry in last.said if "layers.3" in entry.location]
         first.mediator.incoming.extend(wrong)
         first.mediator.feed()

@@ -17,9 +17,9 @@ pytest.importorskip("vllm")
 
 from tracewire_bus.wire.messages import Failure  # noqa: E402
 from tracewire_engine.worker.parallel import rank_agreement as module  # noqa: E402
-from tracewire_engine.worker.parallel.rank_agreement import Key, Ranks  # noqa: E402
+from tracewire_engine.worker.parallel.rank_agreement import BlockKey, Ranks  # noqa: E402
 
-ONE, TWO = Key("request 1", ""), Key("request 2", "")
+ONE, TWO = BlockKey("request 1", ""), BlockKey("request 2", "")
 
 
 class Pair:
@@ -59,7 +59,7 @@ def failure() -> Failure:
     return Failure(type="BlockTimeout", message="too slow", line=7)
 
 
-def at(what: str, *keys: Key) -> Callable[[Ranks], set[Key]]:
+def at(what: str, *keys: BlockKey) -> Callable[[Ranks], set[BlockKey]]:
     return lambda ranks: ranks.agree(what, keys)
 
 
@@ -75,7 +75,7 @@ def test_who_has_failed_elsewhere_is_not_waited_for(pair: Pair) -> None:
     first.fail(ONE, failure)
     first.fail(ONE, failure)
     assert second.agree("a", [ONE]) == set()
-    error = str(second.differ(ONE))
+    error = str(second.difference(ONE))
     assert "rank 0 of 2" in error
     assert "BlockTimeout: too slow (line 7)" in error
     # What the second rank had said of it is not taken for an answer to anything else.
@@ -102,7 +102,7 @@ def test_who_never_comes_is_not_waited_for_without_end(tmp_path: Any, monkeypatc
         end.begin()
     pair.ends[0]._receive(5000)
     pair.ends[0].begin()
-    assert [key for key, *_ in pair.ends[0].parted()] == [ONE]
+    assert [key for key, *_ in pair.ends[0].differing()] == [ONE]
 
 
 @pytest.mark.parametrize(
@@ -118,20 +118,20 @@ def test_who_never_comes_is_not_waited_for_without_end(tmp_path: Any, monkeypatc
         ({}, {ONE: "failed"}, False),
     ],
 )
-def test_a_step_is_compared(pair: Pair, theirs: dict[Key, str], ours: dict[Key, str], parts: bool) -> None:
-    pair.both(lambda ranks: ranks.settle(ours), lambda ranks: ranks.over(theirs))
-    assert [key for key, *_ in pair.ends[0].parted()] == ([ONE] if parts else [])
+def test_a_step_is_compared(pair: Pair, theirs: dict[BlockKey, str], ours: dict[BlockKey, str], parts: bool) -> None:
+    pair.both(lambda ranks: ranks.compare_ended(ours), lambda ranks: ranks.send_ended(theirs))
+    assert [key for key, *_ in pair.ends[0].differing()] == ([ONE] if parts else [])
 
 
 def test_the_first_rank_lets_go_of_who_waits_for_it(pair: Pair) -> None:
-    def waits(ranks: Ranks) -> set[Key]:
+    def waits(ranks: Ranks) -> set[BlockKey]:
         found = ranks.agree("a", [ONE])
-        ranks.over({})
+        ranks.send_ended({})
         return found
 
-    assert pair.both(lambda ranks: ranks.settle({}), waits) == [None, set()]
+    assert pair.both(lambda ranks: ranks.compare_ended({}), waits) == [None, set()]
     # Both know: the second by what it was told, the first since it told it.
-    assert ONE in pair.ends[0]._told
+    assert ONE in pair.ends[0]._announced
 
 
 def test_what_is_over_is_forgotten(pair: Pair) -> None:
@@ -142,9 +142,9 @@ def test_what_is_over_is_forgotten(pair: Pair) -> None:
         end.forget(ONE.request)
         end.forget(TWO.request)
         assert not end.requests
-        assert not end._told
-        assert not end._theirs
+        assert not end._announced
+        assert not end._elsewhere
     # Of a request that is over nothing is told, nor noted.
     first.fail(ONE, failure)
     second.begin()
-    assert second.parted() == []
+    assert second.differing() == []

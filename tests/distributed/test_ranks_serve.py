@@ -28,7 +28,7 @@ from tracewire_engine.worker.blocks.live_params import LIVE, LiveRun
 from tracewire_engine.worker.declared.hooks import DeclaredInterleaver
 from tracewire_engine.worker.declared.plan import DeclaredRequests
 from tracewire_engine.worker.parallel import rank_agreement as ranks
-from tracewire_engine.worker.parallel.rank_agreement import Key, RanksDiffer
+from tracewire_engine.worker.parallel.rank_agreement import BlockKey, RanksDiffer
 
 SHARDED = "model.model.layers.1.output"
 
@@ -120,7 +120,7 @@ class Rank:
         self.mediators = []
         for number, block in enumerate(blocks, 1):
             mediator = cache.mediator(msgspec.msgpack.encode(block), LiveRun(""))
-            mediator.ranks, mediator.key = end, Key(f"request {number}", "")
+            mediator.ranks, mediator.key = end, BlockKey(f"request {number}", "")
             self.mediators.append(mediator)
 
     def step(self, x: torch.Tensor) -> torch.Tensor:
@@ -148,15 +148,15 @@ class Rank:
         for mediator in self.mediators:
             mediator.compared |= bool(mediator.ended)
         if self.ranks.index:
-            self.ranks.over(ended)
+            self.ranks.send_ended(ended)
         else:
-            self.ranks.settle(ended)
+            self.ranks.compare_ended(ended)
             self.part()
         return found
 
     def part(self) -> None:
         """End what has parted."""
-        for key, error, sure in self.ranks.parted():
+        for key, error, sure in self.ranks.differing():
             for mediator in self.mediators:
                 if mediator.key == key and (not mediator.ended or (sure and mediator.ended != "failed")):
                     mediator.halt(error)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tracewire_engine.worker.deferred_report import AfterAnswer
+from tracewire_engine.worker.deferred_report import DeferredReport
 
 
 def process_of(done: list[Any]) -> type:
@@ -23,27 +23,27 @@ def process_of(done: list[Any]) -> type:
 
 def test_work_is_done_behind_the_answer() -> None:
     done: list[Any] = []
-    after, process = AfterAnswer(), process_of(done)
-    after.follow(process)
+    deferred, process = DeferredReport(), process_of(done)
+    deferred.attach(process)
     one = process()
-    after.put(lambda: done.append("at once: nothing has been answered yet"))
+    deferred.defer(lambda: done.append("at once: nothing has been answered yet"))
     one.handle_output("loaded")
     for step in range(2):
-        after.put(lambda step=step: done.append(f"report {step}"))
+        deferred.defer(lambda step=step: done.append(f"report {step}"))
         one.handle_output(f"answer {step}")
     assert done == ["at once: nothing has been answered yet", "loaded", "answer 0", "report 0", "answer 1", "report 1"]
 
 
 def test_work_is_done_once_and_before_what_follows() -> None:
     done: list[Any] = []
-    after, process = AfterAnswer(), process_of(done)
-    after.follow(process)
+    deferred, process = DeferredReport(), process_of(done)
+    deferred.attach(process)
     one = process()
     one.handle_output("loaded")
-    after.put(lambda: done.append("first"))
-    after.put(lambda: done.append("second"))
-    after.finish()
-    after.finish()
+    deferred.defer(lambda: done.append("first"))
+    deferred.defer(lambda: done.append("second"))
+    deferred.run()
+    deferred.run()
     one.handle_output("answer")
     assert done == ["loaded", "first", "second", "answer"]
 
@@ -53,16 +53,16 @@ def test_a_failure_is_the_next_calls() -> None:
         raise ValueError("no report")
 
     done: list[Any] = []
-    after, process = AfterAnswer(), process_of(done)
-    after.follow(process)
+    deferred, process = DeferredReport(), process_of(done)
+    deferred.attach(process)
     one = process()
     one.handle_output("loaded")
-    after.put(fail)
+    deferred.defer(fail)
     one.handle_output("answer")
     assert done == ["loaded", "answer"], "one answer to each call"
     with pytest.raises(ValueError, match="no report"):
-        after.finish()
-    after.finish()
+        deferred.run()
+    deferred.run()
 
 
 PLACED = """

@@ -239,7 +239,7 @@ def play(seed: int, declared: DeclaredRequests) -> None:
             live[request.name] = request
             if rng.random() < 0.85:
                 run = runs.join(f"run of {request.name}", pack(request.live), request.name, request.name, 0)
-                declaration = Declaration(request.name, 0, request.encoded, run, declared.known)
+                declaration = Declaration(request.name, 0, request.encoded, run, declared.decoded)
                 declared.add(request.name, declaration)
             else:
                 request.declared = []  # another tenant's
@@ -250,7 +250,7 @@ def play(seed: int, declared: DeclaredRequests) -> None:
             values = {name: msgspec.Raw(pack(value)) for name, value in steered.change(rng).items()}
             runs.steer(encode_changes({f"run of {steered.name}": (next(versions), values)}))
         for run in runs.apply():
-            declared.renew(run)
+            declared.update_live(run)
         batch = [request for request in live.values() if rng.random() < 0.97]
         if rng.random() < 0.1:
             rng.shuffle(batch)
@@ -270,7 +270,7 @@ def play(seed: int, declared: DeclaredRequests) -> None:
             half.copy_(torch.randn(total + 3, HIDDEN))
         streams = [(hidden + residual)[:total].clone() for hidden, residual in halves]
         for layer, pair in enumerate(halves):
-            stage = declared.stages.get(f"layer.{layer}.output")
+            stage = declared.hooks.get(f"layer.{layer}.output")
             if stage is not None:
                 stage.replay(pair)
         collected = declared.collect(lambda values: values @ HEAD.T)
@@ -332,13 +332,13 @@ def test_the_same_batch_again_costs_no_new_plan() -> None:
     for request in requests:
         request.state.num_computed_tokens = request.prompt
         run = LiveRuns().join("run", pack(request.live), request.name, request.name, 0)
-        declared.add(request.name, Declaration(request.name, 0, request.encoded, run, declared.known))
+        declared.add(request.name, Declaration(request.name, 0, request.encoded, run, declared.decoded))
     plans = set()
     for _ in range(5):
         states = {request.name: request.state for request in requests}
         declared.begin(list(states), dict.fromkeys(states, 1), 4, states)
         plans.add(id(declared.plan))
-        for stage in declared.stages.values():
+        for stage in declared.hooks.values():
             stage.run((torch.randn(4, HIDDEN), torch.randn(4, HIDDEN)))
         collected = declared.collect(lambda values: values @ HEAD.T)
         assert collected is None or (collected[0] is None) == (len(plans) == 1 and declared.plan.steps > 0)
@@ -348,7 +348,7 @@ def test_the_same_batch_again_costs_no_new_plan() -> None:
 
 
 def test_one_vector_of_many_requests_is_on_the_device_once() -> None:
-    known = DeclaredRequests(torch.device("cpu")).known
+    known = DeclaredRequests(torch.device("cpu")).decoded
     vector = np.arange(8, dtype=np.float32)
     found = []
     for scale in (1.0, 2.0):
@@ -361,7 +361,7 @@ def test_one_vector_of_many_requests_is_on_the_device_once() -> None:
 
 
 def test_what_requests_bring_alike_is_decoded_once_but_for_what_is_live() -> None:
-    known = DeclaredRequests(torch.device("cpu")).known
+    known = DeclaredRequests(torch.device("cpu")).decoded
     vector = np.arange(8, dtype=np.float32)
 
     def two(*interventions: Declared) -> list[Declaration]:
@@ -378,8 +378,8 @@ def test_what_requests_bring_alike_is_decoded_once_but_for_what_is_live() -> Non
     # One that is renewed leaves the others as they are.
     alike.live.values["scale"] = 7.0
     first.live.values["scale"] = 7.0
-    assert not alike.renew(known.vectors)
-    assert first.renew(known.vectors)
+    assert not alike.update_live(known.vectors)
+    assert first.update_live(known.vectors)
     assert (first.ops[0].numbers, second.ops[0].numbers) == ((7.0,), (1.0,))
 
 

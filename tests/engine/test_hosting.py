@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tracewire_engine.worker import host_copy as hosting
-from tracewire_engine.worker.host_copy import ToHost
+from tracewire_engine.worker.host_copy import PinnedCopy
 
 
 class OnDevice(torch.Tensor):
@@ -40,7 +40,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(hosting.torch, "empty", pinned)
     monkeypatch.setattr(hosting.torch.cuda, "Event", Event)
-    monkeypatch.setattr(ToHost, "_free", {})
+    monkeypatch.setattr(PinnedCopy, "_free", {})
     return sizes
 
 
@@ -56,7 +56,7 @@ def bytes_of(count: int, first: int = 0) -> bytes:
 
 def test_copies_of_many_sizes_share_pinned_memory(made: list[int]) -> None:
     for count in (1, 4096, 4097, 5000, 8192, 3, 7000):
-        copy = ToHost(on_device(count, count))
+        copy = PinnedCopy(on_device(count, count))
         if count % 2:
             assert bytes(copy.lend()) == bytes_of(count, count)
             copy.release()
@@ -66,11 +66,11 @@ def test_copies_of_many_sizes_share_pinned_memory(made: list[int]) -> None:
 
 
 def test_what_is_lent_is_nobody_elses_until_it_is_given_back(made: list[int]) -> None:
-    copies = [ToHost(on_device(4000, first)) for first in range(3)]
+    copies = [PinnedCopy(on_device(4000, first)) for first in range(3)]
     assert made == [4096] * 3
     assert [bytes(copy.lend()) for copy in copies] == [bytes_of(4000, first) for first in range(3)]
     kept = copies[1].bytes()
-    again = ToHost(on_device(4000, 9))
+    again = PinnedCopy(on_device(4000, 9))
     assert made == [4096] * 3
     assert bytes(again.lend()) == bytes_of(4000, 9)
     assert [bytes(copies[0].lend()), bytes(kept)] == [bytes_of(4000, 0), bytes_of(4000, 1)]
@@ -78,7 +78,7 @@ def test_what_is_lent_is_nobody_elses_until_it_is_given_back(made: list[int]) ->
 
 def test_very_large_ones_are_not_kept(made: list[int]) -> None:
     for _ in range(2):
-        copy = ToHost(on_device((16 << 20) + 1))
+        copy = PinnedCopy(on_device((16 << 20) + 1))
         copy.lend()
         copy.release()
     assert made == [32 << 20] * 2

@@ -28,7 +28,7 @@ from tracewire_engine.link.blob_receiver import BlobChunk, BlobReceiver
 from tracewire_engine.protocol.input_files import input_path
 from tracewire_engine.protocol.messages import FinishRecord, Report, StepRecord
 from tracewire_engine.worker.blob_sender import BlobSender
-from tracewire_engine.worker.large_arrays import Hold, LargeArray
+from tracewire_engine.worker.large_arrays import LargeArray, LargeArrayBudget
 from tracewire_engine.worker.large_arrays import encode as encode_large
 from tracewire_engine.worker.save_tracker import SaveTracker
 from tracewire_engine.worker.tensors import to_tensors
@@ -42,8 +42,8 @@ class Replay:
     """A tracker with a threshold; what it freezes is stored at once, and its deltas go over the wire to a fold."""
 
     def __init__(self, threshold: int = 1000) -> None:
-        self.hold = Hold(threshold)
-        self.tracker = SaveTracker(self.hold)
+        self.budget = LargeArrayBudget(threshold)
+        self.tracker = SaveTracker(self.budget)
         self.fold = Fold()
         self.seq = 0
         self.saves: dict[str, Any] = {}
@@ -106,7 +106,7 @@ def test_only_what_is_above_the_threshold_is_frozen() -> None:
     assert (saves["above"].name, saves["nested"][0]["k"].name) == ("above", "nested")
     assert replay.finish() == 0
     assert equal(replay.loaded(), replay.saves)
-    assert replay.hold.held == 0
+    assert replay.budget.reserved == 0
 
 
 @pytest.mark.parametrize(
@@ -129,11 +129,11 @@ def test_any_large_array_arrives_as_it_would_inline(value: Any) -> None:
     assert replay.step() >= 1
     assert replay.finish() == 0
     assert equal(replay.loaded(), {"x": value})
-    assert replay.hold.held == 0
+    assert replay.budget.reserved == 0
 
 
 def test_what_is_frozen_is_of_its_step() -> None:
-    tracker = SaveTracker(Hold(1000))
+    tracker = SaveTracker(LargeArrayBudget(1000))
     base = large()
     tracker.step({"view": base[:500], "pair": (base, 1)})
     base.fill_(-1.0)
@@ -174,16 +174,16 @@ def test_the_end_copies_nothing_that_nobody_shares() -> None:
     replay.saves = {"own": large(), "view": whole[:600]}
     replay.step()
     ending = replay.tracker.ending(replay.saves, 0, 0)
-    assert replay.hold.held == 600 * 4
+    assert replay.budget.reserved == 600 * 4
     for array in ending.again:
         array.release()
-    assert replay.hold.held == 0
+    assert replay.budget.reserved == 0
 
 
 def test_what_an_ended_block_saved_is_neither_copied_nor_looked_at_again() -> None:
     replay = Replay()
     own, shared, kept = large(), large(), large()
-    replay.hold.changes = lambda tensor: tensor is kept
+    replay.budget.changes = lambda tensor: tensor is kept
     replay.saves = {"own": own, "view": shared[:600], "kept": kept, "pair": (large(1), 1)}
     deltas = replay.tracker.step(replay.saves, still=True)
     assert [array.borrowed for array in replay.tracker.taken] == [True, False, False, True]
@@ -200,13 +200,13 @@ def test_what_an_ended_block_saved_is_neither_copied_nor_looked_at_again() -> No
 
 def test_more_than_a_worker_holds_is_refused_by_name() -> None:
     replay = Replay()
-    replay.hold.limit = 10_000
+    replay.budget.limit = 10_000
     replay.saves = {"a": large(), "b": [torch.ones(3000)], "c": 1}
     replay.step()
     assert "wait for the bus already" in replay.tracker.errors["b"]
     replay.finish()
     assert equal(replay.loaded(), {"a": large(), "c": 1})
-    assert replay.hold.held == 0
+    assert replay.budget.reserved == 0
 
 
 # --- the way to the adapter -------------------------------------------------------------------------------------------
@@ -225,9 +225,9 @@ def reported(sender: BlobSender, tracker: SaveTracker, request: str, saves: dict
 
 
 async def test_chunks_come_before_what_refers_to_them_and_requests_take_turns(tmp_path: Path) -> None:
-    hold = Hold(1000)
+    budget = LargeArrayBudget(1000)
     async with link(tmp_path) as (sender, receiver):
-        big, small = SaveTracker(hold), SaveTracker(hold)
+        big, small = SaveTracker(budget), SaveTracker(budget)
         values = {"x": torch.rand(4 * CHUNK_BYTES)}
         reported(sender, big, "big", values)
         reported(sender, small, "small", {"y": large()})
@@ -252,17 +252,17 @@ async def test_chunks_come_before_what_refers_to_them_and_requests_take_turns(tm
     assert order.index("small step") < order.index("big step")
     assert order.count("big") == 16
     assert b"".join(pieces) == values["x"].numpy().tobytes()
-    assert hold.held == 0
+    assert budget.reserved == 0
 
 
 async def test_an_adapter_that_lags_makes_the_sender_wait_and_not_the_model(tmp_path: Path) -> None:
-    hold = Hold(1000)
+    budget = LargeArrayBudget(1000)
     nbytes = 64 * CHUNK_BYTES
     async with link(tmp_path) as (sender, receiver):
-        tracker = SaveTracker(hold)
+        tracker = SaveTracker(budget)
         # Nobody receives, and this returns.
         reported(sender, tracker, "r", {"x": torch.zeros(nbytes, dtype=torch.uint8)})
-        assert hold.held == nbytes
+        assert budget.reserved == nbytes
         count = 0
         with anyio.fail_after(30):
             async for item in receiver.items():
@@ -273,9 +273,9 @@ async def test_an_adapter_that_lags_makes_the_sender_wait_and_not_the_model(tmp_
 
 
 async def test_what_cannot_be_read_fails_its_own_trace(tmp_path: Path) -> None:
-    hold = Hold(1000)
+    budget = LargeArrayBudget(1000)
     async with link(tmp_path) as (sender, receiver):
-        bad, good = SaveTracker(hold), SaveTracker(hold)
+        bad, good = SaveTracker(budget), SaveTracker(budget)
         bad.step({"x": large()})
         bad.taken[0]._frozen = None
         sender.step(StepRecord("bad", 0, 0, msgspec.Raw(b"\x90")), [], bad.taken)
@@ -291,7 +291,7 @@ async def test_what_cannot_be_read_fails_its_own_trace(tmp_path: Path) -> None:
                     break
     assert "could not be read" in seen["bad", "FinishRecord"].error.message
     assert seen["good", "StepRecord"].deltas != b"\x90"
-    assert hold.held == 0
+    assert budget.reserved == 0
 
 
 # --- large variables --------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from tracewire_engine.worker.blocks.batched_serving import RowBatcher
 from tracewire_engine.worker.blocks.live_params import LiveRun
 from tracewire_engine.worker.finishing import RequestFinisher
 from tracewire_engine.worker.host_copy import HostCopy, elements, encoded_late
-from tracewire_engine.worker.large_arrays import Hold
+from tracewire_engine.worker.large_arrays import LargeArrayBudget
 from tracewire_engine.worker.reporting import StepReporter, _encoded
 from tracewire_engine.worker.requests import RequestProgress
 from tracewire_engine.worker.runner import TracewireRunner
@@ -48,7 +48,7 @@ class Passage:
     def step(self, saves: dict[str, Any]) -> list[Any]:
         host = HostCopy()
         fresh: list[Any] = []
-        self.tracker.fresh(saves, fresh)
+        self.tracker.collect_new(saves, fresh)
         host.prime(fresh)
         deltas = self.tracker.step(saves, host)
         if deltas:
@@ -107,7 +107,7 @@ def test_where_it_is_checked_the_final_names_the_digests_of_what_nnsight_collect
         reporter = StepReporter(None, None, SimpleNamespace(declared=None), lambda _: None)
         finisher = RequestFinisher(SimpleNamespace(), reporter, None, (lambda _: collected) if checks else None)
         request = SimpleNamespace(engine_id="t0", index=0, error=None, mediator=None, saves=lambda: held)
-        finisher._report_finish(request, RequestProgress(Hold()), None, lambda own: own)
+        finisher._report_finish(request, RequestProgress(LargeArrayBudget()), None, lambda own: own)
         ((entry,),) = [finish.manifest for finish in reporter.unsent.report.finishes]
         digests.append(entry.digest)
     assert digests == [digest(held["xs"]), digest(collected["xs"])]

@@ -11,10 +11,10 @@ import msgspec
 import pytest
 import torch
 
-from tracewire_engine.link.shared_ring import LEAST_BYTES, InRing, Place, RingBuffer, RingReader
+from tracewire_engine.link.shared_ring import LEAST_BYTES, Place, RingBuffer, RingCopy, RingReader
 from tracewire_engine.link.step_link import LinkReceiver, LinkSender
 from tracewire_engine.protocol.messages import Batch, Report
-from tracewire_engine.worker.host_copy import ToHost
+from tracewire_engine.worker.host_copy import PinnedCopy
 
 SIZE = 16 * LEAST_BYTES
 
@@ -23,11 +23,11 @@ def filled(size: int, number: int) -> torch.Tensor:
     return (torch.arange(size, dtype=torch.int64) * 31 + number).to(torch.uint8)
 
 
-def place_of(found: InRing | None) -> Place:
+def place_of(found: RingCopy | None) -> Place:
     assert found is not None
-    assert found.there
+    assert found.done
     batch = Batch(0, 0)
-    found.tell(batch)
+    found.fill(batch)
     found.release()
     assert batch.place is not None
     return batch.place
@@ -118,11 +118,11 @@ def send(sender: LinkSender, step: int, tensor: torch.Tensor) -> bool:
     """As the runner does; whether the bytes were shared."""
     report = Report(1.0, batch=Batch(1, step))
     assert report.batch is not None
-    copy = sender.put(tensor, report) or ToHost(tensor)
-    copy.tell(report.batch)
+    copy = sender.put(tensor, report) or PinnedCopy(tensor)
+    copy.fill(report.batch)
     sender.send(report)
     copy.release()
-    return isinstance(copy, InRing)
+    return isinstance(copy, RingCopy)
 
 
 async def test_over_the_link_bytes_come_in_order_whichever_way_they_take() -> None:
@@ -184,7 +184,7 @@ def test_a_worker_of_another_process_shares_its_own() -> None:
         "sys.stdin.readline()\n"
         "put = ring.put(torch.full((100_000,), 7, dtype=torch.uint8))\n"
         "batch = Batch(0, 0)\n"
-        "put.tell(batch)\n"
+        "put.fill(batch)\n"
         "print(msgspec.json.encode(batch.place).decode(), flush=True)\n"
         "sys.stdin.readline()\n"
     )

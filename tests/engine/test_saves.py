@@ -20,6 +20,12 @@ from tracewire_engine.worker import save_tracker as saves_module
 from tracewire_engine.worker.save_tracker import SaveTracker
 
 
+def finish(tracker: SaveTracker, saves: dict[str, Any]) -> tuple[list[Delta], list[Manifest]]:
+    """The last deltas of a choice's saves, and the manifest."""
+    deltas, manifest, _ = tracker.ending(saves, 0, 0).compare()
+    return deltas, manifest
+
+
 class Replay:
     """Feeds a tracker's deltas, over the wire, to a fold."""
 
@@ -37,7 +43,7 @@ class Replay:
         return deltas
 
     def finish(self) -> list[Manifest]:
-        deltas, manifest = self.tracker.finish(self.saves, 0, 0)
+        deltas, manifest = finish(self.tracker, self.saves)
         final = Final(attempt=1, seq=self.seq, status="finished", deltas=[(0, 0, deltas)], manifest=manifest)
         self.fold.apply(decode_event(encode(final)))
         self.fold.verify()
@@ -70,7 +76,7 @@ def test_what_gains_too_much_in_one_step_is_refused_by_name(monkeypatch: pytest.
     assert "gained 101 items in one step" in replay.tracker.errors["runaway"]
     found: list[Any] = []
     runaway.append(torch.zeros(1))
-    replay.tracker.fresh(replay.saves, found)
+    replay.tracker.collect_new(replay.saves, found)
     assert found == []
     replay.finish()
     assert replay.folded == {"good": [0, 1, 2, 3]}
@@ -138,7 +144,7 @@ def test_what_did_not_change_is_not_sent() -> None:
     replay.saves = {"xs": [1, 2], "d": {"a": [1]}, "s": "text", "t": torch.ones(2)}
     replay.step()
     assert replay.step() == []
-    deltas, _ = replay.tracker.finish(replay.saves, 0, 0)
+    deltas, _ = finish(replay.tracker, replay.saves)
     assert deltas == []
 
 
@@ -151,7 +157,7 @@ def test_changes_in_place_arrive_with_the_final() -> None:
     total += 1
     inner += 1
     assert replay.step() == []
-    deltas, _ = replay.tracker.finish(replay.saves, 0, 0)
+    deltas, _ = finish(replay.tracker, replay.saves)
     assert [delta.path for delta in deltas] == [("total",), ("rows", 0, 0)]
 
 

@@ -825,8 +825,8 @@ MUTANTS = (
     _of(
         f"{_ENGINE}/worker/declared/plan.py",
         "a-declared-intervention-keeps-its-first-scale",
-        "                self.stale |= declaration.renew(self.known.vectors)\n",
-        "                declaration.renew(self.known.vectors)\n",
+        "                self.stale |= declaration.update_live(self.decoded.vectors)\n",
+        "                declaration.update_live(self.decoded.vectors)\n",
         _PLAN + "::test_plans_are_what_a_loop_over_requests_gives[1]",
     ),
     # --- with an engine -----------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from tracewire_engine.worker.kv_offload import KeptCache, KvBlocks  # noqa: E402
+from tracewire_engine.worker.kv_offload import KVBlocks, PreemptedKVCache  # noqa: E402
 
 BLOCKS = 12
 
@@ -28,11 +28,11 @@ def caches(pages: torch.Tensor) -> list[object]:
 
 
 def test_what_is_kept_is_put_back_into_other_blocks(pages: torch.Tensor) -> None:
-    kept = KeptCache(KvBlocks(caches(pages), BLOCKS))
+    kept = PreemptedKVCache(KVBlocks(caches(pages), BLOCKS))
     before = pages.clone()
     # Two groups: one is left of its window's blocks, one has its only block.
-    kept.keep("one", [[0, 0, 5, 7], [3]])
-    kept.keep("two", [[1, 2], [4]])
+    kept.save("one", [[0, 0, 5, 7], [3]])
+    kept.save("two", [[1, 2], [4]])
     pages.zero_()
     kept.restore("one", [[0, 0, 9, 1, 8], [2]])
     assert torch.equal(pages[[9, 1, 2]], before[[5, 7, 3]])
@@ -49,20 +49,20 @@ def test_zeroed_blocks_are_finite_and_the_others_as_they_were(pages: torch.Tenso
     before = pages.clone()
     pages[[2, 7]] = float("nan")
     # A page of the attention's blocks alone, and one that a recurrent layer's states are in.
-    KvBlocks(caches(pages), BLOCKS).zero([7, 2])
+    KVBlocks(caches(pages), BLOCKS).zero([7, 2])
     assert not pages[[2, 7]].any()
     others = [block for block in range(BLOCKS) if block not in (2, 7)]
     assert torch.equal(pages[others], before[others])
 
 
 def test_what_is_over_is_forgotten(pages: torch.Tensor) -> None:
-    kept = KeptCache(KvBlocks(caches(pages), BLOCKS))
+    kept = PreemptedKVCache(KVBlocks(caches(pages), BLOCKS))
     for name in ("one", "two"):
-        kept.keep(name, [[1], [2]])
+        kept.save(name, [[1], [2]])
     kept.forget({"one", "three"})
     assert len(kept) == 1
 
 
 def test_a_cache_without_blocks_is_an_error() -> None:
     with pytest.raises(ValueError, match="no dimension of 12 blocks"):
-        KvBlocks([torch.zeros(7, 5)], BLOCKS)
+        KVBlocks([torch.zeros(7, 5)], BLOCKS)

@@ -27,9 +27,9 @@ from tracewire_engine.protocol.messages import (
     SharedValues,
     StepRecord,
 )
-from tracewire_engine.worker.blocks.request_result import Results, output_of
+from tracewire_engine.worker.blocks.request_result import RequestResults, output_of
 from tracewire_engine.worker.blocks.shared_values import SharedRuns
-from tracewire_engine.worker.large_arrays import Hold
+from tracewire_engine.worker.large_arrays import LargeArrayBudget
 
 PATIENCE = 15
 
@@ -40,7 +40,7 @@ PATIENCE = 15
 @pytest.fixture
 def runs() -> SharedRuns:
     """No runs yet."""
-    return SharedRuns(torch.device("cpu"), Hold(0))
+    return SharedRuns(torch.device("cpu"), LargeArrayBudget(0))
 
 
 def share(**members: int) -> bytes:
@@ -76,7 +76,7 @@ def test_requests_that_never_ran_count_and_those_that_never_came_can_be_forgotte
 
 
 def test_results_wait_for_requests_and_requests_for_results() -> None:
-    results = Results()
+    results = RequestResults()
     generated = Generated(
         "t1", "a prompt", [1, 2], [GeneratedChoice(0, " b", [3], "stop", None, [{3: (-0.5, 1, " b")}])]
     )
@@ -84,15 +84,15 @@ def test_results_wait_for_requests_and_requests_for_results() -> None:
     results.waiting["t1"] = [waiting]
     assert results.take(msgspec.msgpack.encode(generated)) == ("t1", [waiting])
     assert results.waiting == {}
-    output = results.of("t1")
+    output = results.output("t1")
     assert (output.prompt, output.outputs[0].text, output.outputs[0].cumulative_logprob) == ("a prompt", " b", -0.5)
-    assert results.there("t1")
+    assert results.has("t1")
     results.forget("t1")
-    assert not results.there("t1")
+    assert not results.has("t1")
     assert output_of(Generated("t2", None, [])) is None
     for number in range(2000):
         results.take(msgspec.msgpack.encode(Generated(f"early {number}", None, [])))
-    assert not results.there("early 0")
+    assert not results.has("early 0")
 
 
 # --- the adapter ------------------------------------------------------------------------------------------------------

@@ -223,7 +223,7 @@ def _serve(vllm_arguments: Any, options: argparse.Namespace, cluster: Cluster | 
     from vllm.platforms import current_platform
 
     from tracewire_engine.link.blob_receiver import BlobReceiver
-    from tracewire_engine.link.liveness import PulseReceiver
+    from tracewire_engine.link.liveness import HeartbeatReceiver
     from tracewire_engine.link.step_link import LinkReceiver
 
     from .cpu_affinity import keep_off_workers
@@ -234,7 +234,7 @@ def _serve(vllm_arguments: Any, options: argparse.Namespace, cluster: Cluster | 
     with (
         LinkReceiver(host) as link,
         BlobReceiver(link.address, link.guard) as blobs,
-        PulseReceiver(blobs.address, link.guard, options.worker_patience) as pulse,
+        HeartbeatReceiver(blobs.address, link.guard, options.worker_patience) as pulse,
     ):
         # Built on the main thread, which the kernel ties the engine's processes to.
         model = build_engine(

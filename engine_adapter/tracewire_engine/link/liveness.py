@@ -21,14 +21,14 @@ import zmq
 from .addresses import Guard, bind, connect, die, endpoint, extended, is_remote
 from .step_link import Receiver
 
-__all__ = ["PulseReceiver", "PulseSender"]
+__all__ = ["HeartbeatReceiver", "HeartbeatSender"]
 
 logger = logging.getLogger("tracewire")
 
 _BEAT_S = 1.0
 
 
-class PulseSender:
+class HeartbeatSender:
     """The worker's end. `name` tells the adapter's log who it is."""
 
     def __init__(self, address: str, name: str, patience_s: float) -> None:
@@ -54,7 +54,7 @@ class PulseSender:
                 die(f"its adapter has not answered for {self._patience_s:g} s")
 
 
-class PulseReceiver(Receiver):
+class HeartbeatReceiver(Receiver):
     """The adapter's end. `address` is the link's with this socket in it.
 
     Where workers are on this machine only, it does nothing.

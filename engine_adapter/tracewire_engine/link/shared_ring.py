@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
 
-__all__ = ["LEAST_BYTES", "InRing", "RingBuffer", "RingReader"]
+__all__ = ["LEAST_BYTES", "RingBuffer", "RingCopy", "RingReader"]
 
 logger = logging.getLogger("vllm.tracewire")
 
@@ -70,7 +70,7 @@ class RingBuffer:
         self._pinned: bool | None = None
         self._events: list[Any] = []
 
-    def put(self, tensor: torch.Tensor) -> InRing | None:
+    def put(self, tensor: torch.Tensor) -> RingCopy | None:
         """Begin to copy a tensor of bytes, or return nothing: it is small, nobody has it open, or it has no room."""
         size = tensor.nbytes
         if size < LEAST_BYTES or not self._counts[_OPENED]:
@@ -93,7 +93,7 @@ class RingBuffer:
 
             event = self._events.pop() if self._events else torch.cuda.Event()
             event.record()
-        return InRing(Place(start, size, end), event, self._events)
+        return RingCopy(Place(start, size, end), event, self._events)
 
     def _pin(self) -> bool:
         if self._pinned is None:
@@ -112,7 +112,7 @@ class RingBuffer:
         return self._pinned
 
 
-class InRing:
+class RingCopy:
     """A copy of a tensor of bytes into the ring buffer, perhaps under way."""
 
     __slots__ = ("_copied", "_events", "_place")
@@ -121,11 +121,11 @@ class InRing:
         self._place, self._copied, self._events = place, copied, events
 
     @property
-    def there(self) -> bool:
+    def done(self) -> bool:
         """Whether the bytes are there."""
         return self._copied is None or self._copied.query()
 
-    def tell(self, batch: Batch) -> None:
+    def fill(self, batch: Batch) -> None:
         """Say in `batch` where they are; waits for them."""
         if self._copied is not None:
             self._copied.synchronize()

@@ -23,7 +23,7 @@ import zmq
 from tracewire_bus.wire.messages import Failure
 
 from .addresses import Guard, bind, connect, is_remote
-from .shared_ring import LEAST_BYTES, InRing, RingBuffer, RingReader
+from .shared_ring import LEAST_BYTES, RingBuffer, RingCopy, RingReader
 
 if TYPE_CHECKING:
     import torch
@@ -83,7 +83,7 @@ class LinkSender:
         self._ring: RingBuffer | None = None
         self._may_share = not is_remote(address) and hasattr(os, "memfd_create")
 
-    def put(self, tensor: torch.Tensor, report: Report) -> InRing | None:
+    def put(self, tensor: torch.Tensor, report: Report) -> RingCopy | None:
         """Begin to copy a tensor of bytes to the ring buffer, or return nothing: then they go in the message.
 
         Before that, the buffer is made, once, and `report` says so.

@@ -11,12 +11,12 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["AfterAnswer"]
+__all__ = ["DeferredReport"]
 
 logger = logging.getLogger("vllm.tracewire")
 
 
-class AfterAnswer:
+class DeferredReport:
     """Work that waits for the answer to be under way. Where answers do not come by, it is done at once."""
 
     def __init__(self) -> None:
@@ -24,19 +24,19 @@ class AfterAnswer:
         self._work: Callable[[], None] | None = None
         self._failure: Exception | None = None
 
-    def put(self, work: Callable[[], None]) -> None:
+    def defer(self, work: Callable[[], None]) -> None:
         """Do `work` once the answer to the call being carried out has been handed over.
 
         Raises:
             Exception: what earlier work raised.
         """
-        self.finish()
+        self.run()
         if self._answering:
             self._work = work
         else:
             work()
 
-    def finish(self) -> None:
+    def run(self) -> None:
         """Do now what is left to do.
 
         Raises:
@@ -49,7 +49,7 @@ class AfterAnswer:
         if work is not None:
             work()
 
-    def follow(self, process: Any) -> None:
+    def attach(self, process: Any) -> None:
         """Have each answer of vLLM's class of worker processes `process` followed by the work that waits for it."""
         answer = process.handle_output
 
@@ -58,7 +58,7 @@ class AfterAnswer:
             answer(one, output)
             self._answering = True
             try:
-                self.finish()
+                self.run()
             except Exception as error:
                 # Raised here, it would be a second answer to the same call.
                 logger.exception("a step could not be reported")

@@ -66,7 +66,7 @@ class RequestFinisher:
                 failure = None if declaration is None else declaration.failure
                 record = FinishRecord(request.engine_id, request.index, NO_DELTAS, error=failure)
                 self._reporter.finish(record)
-                self._leave_share(request)
+                self._leave_shared(request)
                 continue
             if declaration is not None and declaration.failure is not None:
                 request.error = request.error or declaration.failure
@@ -76,7 +76,7 @@ class RequestFinisher:
             del requests.requests[request_id]
             told = progress.tells_end or progress.asks_result
             waits = progress.tells_end or (progress.asks_result and _waits_for_result(request))
-            if waits and not requests.results.there(request.engine_id):
+            if waits and not requests.results.has(request.engine_id):
                 requests.results.waiting.setdefault(request.engine_id, []).append((request, progress))
                 continue
             self.wind_up(request, progress)
@@ -95,9 +95,9 @@ class RequestFinisher:
                 warnings.simplefilter("ignore")
                 with time_limit.turn():
                     if progress.asks_result and isinstance(mediator, BlockMediator):
-                        result = requests.results.of(request.engine_id)
+                        result = requests.results.output(request.engine_id)
                         if result is not None:
-                            mediator.give(result)
+                            mediator.serve_result(result)
                     requests.finish_dangling(mediator, self._interleaver.taps)
             requests.record(mediator)
         if isinstance(request, EditedRequest):
@@ -105,7 +105,7 @@ class RequestFinisher:
                 with time_limit.turn():
                     requests.finish_dangling(copy, self._interleaver.taps, quiet=True)
                 requests.record(copy)
-            request.settle()
+            request.note_errors()
         if self._reporter.link is not None:
             self._report_finish(request, progress, covered, counted)
         if isinstance(request, EditedRequest):
@@ -114,7 +114,7 @@ class RequestFinisher:
             save_marks.release(mediator)
             if isinstance(mediator, BlockMediator):
                 mediator.dispose()
-        self._leave_share(request)
+        self._leave_shared(request)
         if requests.ranks is not None:
             requests.ranks.forget(request.id)
 
@@ -137,8 +137,8 @@ class RequestFinisher:
                 trim(mediator.made)
         return counted
 
-    def _leave_share(self, request: Request) -> None:
-        run = self._requests.shares.leave(request.engine_id, request.index)
+    def _leave_shared(self, request: Request) -> None:
+        run = self._requests.shared_runs.leave(request.engine_id, request.index)
         if run is not None:
             if self._reporter.link is not None:
                 self._report_shared_end(run)

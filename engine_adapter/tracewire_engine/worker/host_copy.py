@@ -33,7 +33,7 @@ from tracewire_bus.wire.values import (
 if TYPE_CHECKING:
     from tracewire_engine.protocol.messages import Batch
 
-__all__ = ["TORCH_DTYPES", "HostArray", "HostCopy", "ToHost", "elements", "encoded_late"]
+__all__ = ["TORCH_DTYPES", "HostArray", "HostCopy", "PinnedCopy", "elements", "encoded_late"]
 
 #: How many bytes the pinned memory of a copy has at least, and of how many it is kept for the next: PyTorch keeps more.
 _LEAST_PINNED, _MOST_PINNED = 4096, 16 << 20
@@ -54,7 +54,7 @@ def _plain(tensor: Any) -> bool:
     )
 
 
-class ToHost:
+class PinnedCopy:
     """A copy of a tensor of bytes to host memory, perhaps under way.
 
     On a GPU it arrives in pinned memory, which is lent: making it anew costs more than copying. What is lent has a
@@ -82,7 +82,7 @@ class ToHost:
         self._copied.record()
 
     @property
-    def there(self) -> bool:
+    def done(self) -> bool:
         """Whether the bytes can be read without waiting."""
         return self._settled is not None or self._copied.query()
 
@@ -98,7 +98,7 @@ class ToHost:
         self._copied.synchronize()
         return memoryview(self._pinned.numpy())
 
-    def tell(self, batch: Batch) -> None:
+    def fill(self, batch: Batch) -> None:
         """Put the bytes in `batch`, where they are good until `release`; waits for them."""
         batch.data = self.lend()
 
@@ -132,7 +132,7 @@ class HostArray:
 
     __slots__ = ("_copy", "_digest", "_dtype", "_shape", "_start", "_stop")
 
-    def __init__(self, copy: ToHost, dtype: str, shape: tuple[int, ...], start: int, stop: int) -> None:
+    def __init__(self, copy: PinnedCopy, dtype: str, shape: tuple[int, ...], start: int, stop: int) -> None:
         self._copy = copy
         self._dtype, self._shape, self._start, self._stop = dtype, shape, start, stop
         self._digest = b""
@@ -168,7 +168,7 @@ class HostArray:
 def elements(arrays: Iterable[HostArray]) -> bytes:
     """The elements of arrays, one after the other; waits for them."""
     pieces: list[memoryview] = []
-    copy: ToHost | None = None
+    copy: PinnedCopy | None = None
     start = stop = 0
     for array in arrays:
         # What lies together is taken together.
@@ -209,7 +209,7 @@ class HostCopy:
 
     def __init__(self, threshold: int = 0) -> None:
         self._most = threshold or math.inf
-        self.under_way: ToHost | None = None
+        self.under_way: PinnedCopy | None = None
         self._arrays: dict[int, HostArray] = {}
         self._copies: dict[int, torch.Tensor] = {}
 
@@ -231,7 +231,7 @@ class HostCopy:
         for (dtype, device), group in groups.items():
             # Copies even of one: what is kept is how it is now.
             joined = [torch.stack(list(found.values())).view(-1) for _, found in group]
-            copy = ToHost((joined[0] if len(joined) == 1 else torch.cat(joined)).view(torch.uint8))
+            copy = PinnedCopy((joined[0] if len(joined) == 1 else torch.cat(joined)).view(torch.uint8))
             if device.type == "cuda":
                 self.under_way = copy
             start, name = 0, TORCH_DTYPES[dtype]

@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 
-__all__ = ["KeptCache", "KvBlocks"]
+__all__ = ["KVBlocks", "PreemptedKVCache"]
 
 
-class _Kept:
+class _SavedBlocks:
     __slots__ = ("groups", "places", "tensors")
 
     def __init__(self, groups: list[list[int]], places: dict[int, int], tensors: list[torch.Tensor]) -> None:
@@ -34,7 +34,7 @@ class _Kept:
         self.tensors = tensors
 
 
-class KvBlocks:
+class KVBlocks:
     """A worker's KV caches as blocks.
 
     `caches` are the runner's (tensors, or lists of tensors), in each of which one of the first two dimensions counts
@@ -68,27 +68,27 @@ class KvBlocks:
         return plain.unflatten(dimension, (self._blocks, -1)).movedim(dimension, 0)
 
 
-class KeptCache:
+class PreemptedKVCache:
     """What this worker keeps of the KV of preempted requests, by the scheduler's name of each."""
 
-    def __init__(self, blocks: KvBlocks) -> None:
+    def __init__(self, blocks: KVBlocks) -> None:
         self._caches = blocks.views
-        self._kept: dict[str, _Kept] = {}
+        self._saved: dict[str, _SavedBlocks] = {}
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._saved)
 
-    def keep(self, request: str, groups: Iterable[Iterable[int]]) -> None:
+    def save(self, request: str, groups: Iterable[Iterable[int]]) -> None:
         """Copy the blocks that a request had, a list of ids for each group, with 0 where it had none."""
         held = [list(group) for group in groups]
         # Block 0 stands for none.
         ids = sorted({block for group in held for block in group} - {0})
         tensors = [cache.index_select(0, self._index(ids, cache)).cpu() for cache in self._caches]
-        self._kept[request] = _Kept(held, {block: place for place, block in enumerate(ids)}, tensors)
+        self._saved[request] = _SavedBlocks(held, {block: place for place, block in enumerate(ids)}, tensors)
 
     def restore(self, request: str, groups: Iterable[Iterable[int]]) -> None:
         """Write what was kept of a request, if anything was, into the blocks that it has now, and forget it."""
-        kept = self._kept.pop(request, None)
+        kept = self._saved.pop(request, None)
         if kept is None:
             return
         pairs = {
@@ -105,8 +105,8 @@ class KeptCache:
 
     def forget(self, requests: Collection[str]) -> None:
         """Drop what is kept of requests that are over."""
-        for request in self._kept.keys() & requests:
-            del self._kept[request]
+        for request in self._saved.keys() & requests:
+            del self._saved[request]
 
     @staticmethod
     def _index(ids: list[int], cache: torch.Tensor) -> torch.Tensor:

@@ -32,40 +32,40 @@ from tracewire_bus.wire.values import (
 
 from .host_copy import TORCH_DTYPES, HostCopy, encoded_late
 
-__all__ = ["Copies", "Hold", "LargeArray", "LargeTuple", "encode"]
+__all__ = ["LargeArray", "LargeArrayBudget", "LargeTuple", "SaveSnapshot", "encode"]
 
 #: Bytes of frozen arrays that a worker holds at most between their step and their departure.
-HELD_BYTES = 8 * 1024**3
+MAX_RESERVED_BYTES = 8 * 1024**3
 
 
-class Hold:
+class LargeArrayBudget:
     """What a worker holds of large arrays, and what counts as one: more than `threshold` bytes (0: none does)."""
 
-    def __init__(self, threshold: int = THRESHOLD_BYTES, limit: int = HELD_BYTES) -> None:
+    def __init__(self, threshold: int = THRESHOLD_BYTES, limit: int = MAX_RESERVED_BYTES) -> None:
         self.threshold = threshold
         self.limit = limit
-        self.held = 0
+        self.reserved = 0
         #: Whether a tensor is the engine's own and changes from step to step, whoever holds it.
         self.changes: Callable[[torch.Tensor], bool] = lambda tensor: False
         self._lock = threading.Lock()
 
-    def take(self, nbytes: int) -> None:
+    def reserve(self, nbytes: int) -> None:
         """Count `nbytes` as held.
 
         Raises:
             Unsavable: that would be more than the limit.
         """
         with self._lock:
-            if self.held + nbytes > self.limit:
+            if self.reserved + nbytes > self.limit:
                 raise Unsavable(
-                    (), f"{self.held} bytes of large arrays wait for the bus already, of at most {self.limit}"
+                    (), f"{self.reserved} bytes of large arrays wait for the bus already, of at most {self.limit}"
                 )
-            self.held += nbytes
+            self.reserved += nbytes
 
-    def give_back(self, nbytes: int) -> None:
+    def free(self, nbytes: int) -> None:
         """Count them no more."""
         with self._lock:
-            self.held -= nbytes
+            self.reserved -= nbytes
 
     def is_large(self, value: Any) -> bool:
         """Whether `value` is an array that travels in a blob of its own."""
@@ -91,10 +91,10 @@ class LargeArray:
 
     __slots__ = (
         "_arrived",
+        "_budget",
         "_digest",
         "_frozen",
-        "_held",
-        "_hold",
+        "_reserved",
         "blob",
         "borrowed",
         "dtype",
@@ -103,7 +103,7 @@ class LargeArray:
         "shape",
     )
 
-    def __init__(self, value: Any, name: str, hold: Hold, *, still: bool = False) -> None:
+    def __init__(self, value: Any, name: str, budget: LargeArrayBudget, *, still: bool = False) -> None:
         """Freeze `value`. With `still`, its block has ended: nothing changes it any more but who shares its memory.
 
         Raises:
@@ -113,18 +113,18 @@ class LargeArray:
         self.blob = new_blob()
         self.shape = tuple(value.shape)
         self.nbytes = int(value.nbytes)
-        self._hold = hold
-        self._held = 0
+        self._budget = budget
+        self._reserved = 0
         self._digest: bytes | None = None
         self._arrived: Any = None
         self.dtype = TORCH_DTYPES[value.dtype] if isinstance(value, torch.Tensor) else value.dtype.name
         self._frozen: Any = value
         #: Whether it is the value itself, which nothing will change.
-        self.borrowed = still and _is_unshared(value) and not hold.changes(value)
+        self.borrowed = still and _is_unshared(value) and not budget.changes(value)
         if self.borrowed:
             return
-        hold.take(self.nbytes)
-        self._held = self.nbytes
+        budget.reserve(self.nbytes)
+        self._reserved = self.nbytes
         try:
             if isinstance(value, torch.Tensor):
                 self._frozen = value.detach().clone(memory_format=torch.contiguous_format)
@@ -165,8 +165,8 @@ class LargeArray:
     def release(self) -> None:
         """Let go of the bytes; the digest stays."""
         self._frozen = None
-        held, self._held = self._held, 0
-        self._hold.give_back(held)
+        reserved, self._reserved = self._reserved, 0
+        self._budget.free(reserved)
 
     def ref(self) -> ArrayRef:
         """The reference that travels in its place."""
@@ -223,20 +223,20 @@ def _encoded(value: Any) -> Any:
 encode = msgspec.msgpack.Encoder(enc_hook=_encoded).encode
 
 
-class Copies:
+class SaveSnapshot:
     """Saved values as they are at one moment, for one choice's tracker: small ones by a `HostCopy`, large ones frozen.
 
     Values are known by identity, so that one array saved under two names is frozen once.
     """
 
-    __slots__ = ("_frozen", "_hold", "_still", "array", "local", "taken", "texts")
+    __slots__ = ("_budget", "_frozen", "_still", "array", "local", "taken", "texts")
 
-    def __init__(self, host: HostCopy, hold: Hold, *, still: bool = False) -> None:
+    def __init__(self, host: HostCopy, budget: LargeArrayBudget, *, still: bool = False) -> None:
         #: A small tensor that the host copy was primed with.
         self.array = host.array
         #: A value with every tensor in host memory.
         self.local = host
-        self._hold = hold
+        self._budget = budget
         self._still = still
         self._frozen: dict[int, Frozen] = {}
         #: The large arrays frozen so far.
@@ -258,9 +258,9 @@ class Copies:
         if known is not None:
             return known
         made: Frozen | None = None
-        if self._hold.is_large(value):
+        if self._budget.is_large(value):
             made = self._array(value, path)
-        elif isinstance(value, tuple) and self._hold.threshold and self._holds_large(value, 0):
+        elif isinstance(value, tuple) and self._budget.threshold and self._holds_large(value, 0):
             mark = len(self.taken)
             copy = self._copy(value, path)
             made = LargeTuple(copy, self.taken[mark:])
@@ -269,7 +269,7 @@ class Copies:
         return made
 
     def _array(self, value: Any, path: tuple[Any, ...]) -> LargeArray:
-        made = LargeArray(value, str(path[0]) if path else "", self._hold, still=self._still)
+        made = LargeArray(value, str(path[0]) if path else "", self._budget, still=self._still)
         self.taken.append(made)
         return made
 
@@ -279,7 +279,7 @@ class Copies:
                 return False
             items: Iterable[Any] = value.values() if isinstance(value, dict) else value
             return any(self._holds_large(item, depth + 1) for item in items)
-        return self._hold.is_large(value)
+        return self._budget.is_large(value)
 
     def _copy(self, value: Any, path: tuple[Any, ...]) -> Any:
         """A copy that shares nothing which can change, with large arrays frozen."""
@@ -291,7 +291,7 @@ class Copies:
             return [self._copy(item, (*path, index)) for index, item in enumerate(value)]
         if isinstance(value, dict):
             return {key: self._copy(item, (*path, key)) for key, item in value.items()}
-        if self._hold.is_large(value):
+        if self._budget.is_large(value):
             return self._array(value, path)
         if isinstance(value, set):
             value = set(value)

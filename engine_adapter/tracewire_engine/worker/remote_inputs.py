@@ -12,10 +12,10 @@ from pathlib import Path
 from tracewire_engine.link.addresses import is_remote
 from tracewire_engine.protocol.keys import inputs_folder
 
-__all__ = ["HeldInputs", "inputs_at"]
+__all__ = ["RemoteInputs", "inputs_at"]
 
 
-class HeldInputs:
+class RemoteInputs:
     """The large variables that this worker was sent, by the names of the adapter's files."""
 
     def __init__(self) -> None:
@@ -43,6 +43,6 @@ class HeldInputs:
             os.close(descriptor)
 
 
-def inputs_at(link_address: str) -> Path | HeldInputs:
+def inputs_at(link_address: str) -> Path | RemoteInputs:
     """Where a worker finds large variables: the adapter's own folder on its machine, else what it will be sent."""
-    return HeldInputs() if is_remote(link_address) else inputs_folder(link_address)
+    return RemoteInputs() if is_remote(link_address) else inputs_folder(link_address)

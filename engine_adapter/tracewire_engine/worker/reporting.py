@@ -17,7 +17,7 @@ import torch
 from nnsight.modeling.vllm.model_runners.GPUModelRunner import Request
 
 from tracewire_bus.wire.messages import Append
-from tracewire_engine.link.shared_ring import InRing
+from tracewire_engine.link.shared_ring import RingCopy
 from tracewire_engine.link.step_link import LinkSender
 from tracewire_engine.protocol.messages import Applied, FinishRecord, Report, StepRecord
 from tracewire_engine.worker.blocks import save_marks
@@ -27,7 +27,7 @@ from tracewire_engine.worker.blocks.standing_blocks import EditedRequest
 from tracewire_engine.worker.declared.plan import DeclaredRequests
 
 from .blob_sender import BlobSender, Checked
-from .host_copy import HostArray, HostCopy, ToHost, encoded_late
+from .host_copy import HostArray, HostCopy, PinnedCopy, encoded_late
 from .requests import RequestProgress, TracedRequests, saves_of
 from .save_tracker import Ending, SaveTracker
 
@@ -52,9 +52,9 @@ class PendingReport:
     def __init__(self, report: Report) -> None:
         self.report = report
         self.steps: list[tuple[StepRecord, list[Any], RequestProgress | None]] = []
-        self.batch: ToHost | InRing | None = None
+        self.batch: PinnedCopy | RingCopy | None = None
         #: The copy that was begun last.
-        self.copy: ToHost | InRing | None = None
+        self.copy: PinnedCopy | RingCopy | None = None
 
     @property
     def urgent(self) -> bool:
@@ -67,7 +67,7 @@ class PendingReport:
         for record, deltas, progress in self.steps:
             _encode(record, deltas, progress)
         if self.batch is not None and self.report.batch is not None:
-            self.batch.tell(self.report.batch)
+            self.batch.fill(self.report.batch)
         return self.report
 
     def release(self) -> None:
@@ -104,7 +104,7 @@ class StepReporter:
         return bool(self._requests.traced or self._declared.plan is not None or self._waiting)
 
     def applied(self, changes: list[Applied]) -> None:
-        """Add to the report from which token on changes of live parameters hold."""
+        """Add to the report from which token on changes of live parameters take effect."""
         self.unsent.report.applied.extend(changes)
 
     def finish(self, record: FinishRecord, ending: Ending | None = None, checked: Checked | None = None) -> None:
@@ -118,7 +118,7 @@ class StepReporter:
         """Add what this step's requests and their shared values gained to the report."""
         requests = self._requests
         live: list[tuple[Request, RequestProgress, dict[str, Any]]] = []
-        fresh: list[Any] = []
+        new: list[Any] = []
         reporting = self.link is not None
         for request_id, progress in requests.traced.items():
             if progress.index < 0 or (progress.ended_at is not None and requests.has_ended(request_id)):
@@ -132,25 +132,25 @@ class StepReporter:
             if saves is None or edited:
                 saves = saves_of(request)
             if edited:
-                request.settle()
+                request.note_errors()
                 request.prune()
             if mediator is not None:
                 mediator.found = None
                 save_marks.prune(mediator, saves)
             if reporting:
                 live.append((request, progress, saves))
-                progress.tracker.fresh(saves, fresh)
+                progress.tracker.collect_new(saves, new)
         if live:
-            self._read_saves(live, fresh)
+            self._read_saves(live, new)
 
-    def _read_saves(self, live: list[tuple[Request, RequestProgress, dict[str, Any]]], fresh: list[Any]) -> None:
-        """Add to the report what these requests and the shared values gained; `fresh` are tensors not yet copied."""
-        shares = list(self._requests.shares.runs.values())
-        for run in shares:
-            run.tracker.fresh(run.values, fresh)
-        host = HostCopy(self._requests.hold.threshold)
+    def _read_saves(self, live: list[tuple[Request, RequestProgress, dict[str, Any]]], new: list[Any]) -> None:
+        """Add to the report what these requests and the shared values gained; `new` are tensors not yet copied."""
+        shared = list(self._requests.shared_runs.runs.values())
+        for run in shared:
+            run.tracker.collect_new(run.values, new)
+        host = HostCopy(self._requests.budget.threshold)
         try:
-            host.prime(fresh)
+            host.prime(new)
         except Exception:  # out of memory, say: each trace then copies its own, and fails on its own
             logger.exception("the arrays of a step could not be copied together")
         late = host.under_way is not None
@@ -172,7 +172,7 @@ class StepReporter:
             record = StepRecord(request.engine_id, request.index, progress.index, NO_DELTAS, ended)
             progress.steps += 1
             self._route(record, deltas, tracker, progress, late=late)
-        for run in shares:
+        for run in shared:
             self._report_shared(run, host)
         self.unsent.copy = host.under_way
 
@@ -228,7 +228,7 @@ class StepReporter:
         link = self.link
         if collected is not None and link is not None:
             unsent.report.layout, unsent.report.batch, flat = collected
-            unsent.batch = unsent.copy = link.put(flat, unsent.report) or ToHost(flat)
+            unsent.batch = unsent.copy = link.put(flat, unsent.report) or PinnedCopy(flat)
 
     def send(self, *, wait: bool = False) -> None:
         """Send the reports whose bytes have reached the host, in order. `wait`: wait for the others, and send all."""
@@ -243,7 +243,7 @@ class StepReporter:
         for earlier in waiting:
             if not earlier.report.time:
                 copy = earlier.copy
-                if not wait and len(waiting) - ready <= MAX_WAITING and copy is not None and not copy.there:
+                if not wait and len(waiting) - ready <= MAX_WAITING and copy is not None and not copy.done:
                     break
                 earlier.report.time = now
             ready += 1

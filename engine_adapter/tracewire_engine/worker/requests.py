@@ -22,16 +22,16 @@ from tracewire_engine.worker.blocks.encoder_guard import refuse_encoders
 from tracewire_engine.worker.blocks.failures import as_failure, failure_of
 from tracewire_engine.worker.blocks.live_params import LiveRun, LiveRuns
 from tracewire_engine.worker.blocks.mediator import BlockMediator
-from tracewire_engine.worker.blocks.request_result import Results
+from tracewire_engine.worker.blocks.request_result import RequestResults
 from tracewire_engine.worker.blocks.shared_values import SharedRuns
 from tracewire_engine.worker.blocks.standing_blocks import EditedRequest
 from tracewire_engine.worker.declared.ops import Declaration, is_early
 from tracewire_engine.worker.declared.plan import DeclaredRequests
-from tracewire_engine.worker.parallel.rank_agreement import DECLARED, Key, Ranks
+from tracewire_engine.worker.parallel.rank_agreement import DECLARED, BlockKey, Ranks
 from tracewire_engine.worker.parallel.stage_exchange import Pipeline, StageUpdate
 from tracewire_engine.worker.parallel.staged_mediator import StagesDiffer
 
-from .large_arrays import Hold
+from .large_arrays import LargeArrayBudget
 from .save_tracker import SaveTracker
 
 __all__ = ["RequestProgress", "TracedRequests", "extra_arguments", "saves_of"]
@@ -42,8 +42,8 @@ class RequestProgress:
 
     __slots__ = (*("asks_result", "ended_at", "failure", "index", "last", "steps", "tells_end", "tokens", "tracker"),)
 
-    def __init__(self, hold: Hold) -> None:
-        self.tracker = SaveTracker(hold)
+    def __init__(self, budget: LargeArrayBudget) -> None:
+        self.tracker = SaveTracker(budget)
         self.index = -1
         #: The index of the token in whose step its blocks ended the request, if they did.
         self.ended_at: int | None = None
@@ -80,7 +80,7 @@ class TracedRequests(Requests):
         blocks: BlockCache,
         declared: DeclaredRequests,
         live: LiveRuns,
-        hold: Hold,
+        budget: LargeArrayBudget,
         pipeline: Pipeline | None,
     ) -> None:
         super().__init__()
@@ -92,27 +92,27 @@ class TracedRequests(Requests):
         self.live = live
         #: By the scheduler's name, the run of each request that has live parameters.
         self.runs: dict[str, str] = {}
-        self.hold = hold
+        self.budget = budget
         self.traced: dict[str, RequestProgress] = {}
-        self.shares = SharedRuns(blocks.device, hold)
-        self.results = Results()
+        self.shared_runs = SharedRuns(blocks.device, budget)
+        self.results = RequestResults()
         #: What locations begin with that are no request's own.
         self.encoders: tuple[str, ...] = ()
 
     def add(self, new_requests: list[Any], persistent_objects: dict[str, Any]) -> None:
-        fresh = [data for data in new_requests if data.req_id not in self.traced]
+        new = [data for data in new_requests if data.req_id not in self.traced]
         ranks = self.ranks
-        for data in fresh if ranks is not None else ():
+        for data in new if ranks is not None else ():
             assert ranks is not None
             # By what it brings, which all ranks see alike.
             if not {BLOCK_ARG, EDITS_ARG, DECLARED_ARG}.isdisjoint(extra_arguments(data)):
                 ranks.requests.add(data.req_id)
         self._add(new_requests, persistent_objects)
-        for data in fresh if ranks is not None else ():
+        for data in new if ranks is not None else ():
             assert ranks is not None
-            self._introduce(data.req_id, ranks)
+            self._announce(data.req_id, ranks)
         pipeline = self.pipeline
-        for data in fresh if pipeline is not None else ():
+        for data in new if pipeline is not None else ():
             assert pipeline is not None
             # By what it brings, which all stages see alike, and not by what has become of it here.
             if not {BLOCK_ARG, EDITS_ARG}.isdisjoint(extra_arguments(data)):
@@ -138,7 +138,7 @@ class TracedRequests(Requests):
                 del self.requests[data.req_id]
             if (block is None and edits is None and request.error is None) or data.req_id in self.traced:
                 continue
-            traced = self.traced[data.req_id] = RequestProgress(self.hold)
+            traced = self.traced[data.req_id] = RequestProgress(self.budget)
             traced.tells_end = bool(arguments.get(END_ARG))
             traced.tracker.reserved = frozenset(names)
             if isinstance(request, EditedRequest) and edits is not None:
@@ -148,21 +148,21 @@ class TracedRequests(Requests):
             traced.asks_result = bool(arguments.get(RESULT_ARG))
             try:
                 share = arguments.get(SHARED_ARG)
-                shared = {} if share is None else self.shares.join(share).values
+                shared = {} if share is None else self.shared_runs.join(share).values
                 request.mediator = self.blocks.mediator(block, live, shared)
             except BaseException as exception:  # what a module or a helper's definition raises, SystemExit included
                 request.error = failure_of(exception, None)
 
-    def _introduce(self, request_id: str, ranks: Ranks) -> None:
+    def _announce(self, request_id: str, ranks: Ranks) -> None:
         """Tell the other ranks if a request could not be taken here, and have its blocks tell if they fail."""
         request = self.requests.get(request_id)
         failure = None if request is None else as_failure(request.error)
         if failure is not None:
-            ranks.fail(Key(request_id, ""), lambda: failure)
+            ranks.fail(BlockKey(request_id, ""), lambda: failure)
             if request_id not in self.declared.live:
-                ranks.fail(Key(request_id, DECLARED), lambda: failure)
+                ranks.fail(BlockKey(request_id, DECLARED), lambda: failure)
         for name, mediator in self.copies(request_id).items():
-            mediator.ranks, mediator.key = ranks, Key(request_id, name)
+            mediator.ranks, mediator.key = ranks, BlockKey(request_id, name)
 
     def _join(self, request_id: str, request: Request, arguments: dict[str, Any]) -> LiveRun:
         """The live parameters of the run that a request belongs to."""
@@ -186,7 +186,7 @@ class TracedRequests(Requests):
         if self.pipeline is not None and is_early(encoded, self.pipeline.topology):
             self.pipeline.early.add(request_id)
         try:
-            declaration = Declaration(request.engine_id, request.index, encoded, live, self.declared.known)
+            declaration = Declaration(request.engine_id, request.index, encoded, live, self.declared.decoded)
             for location in declaration.locations if self.encoders else ():
                 refuse_encoders(self.encoders, location)
         except Exception as exception:  # too large for the device, say
@@ -195,7 +195,7 @@ class TracedRequests(Requests):
         self.declared.add(request_id, declaration)
         return declaration.names
 
-    def settle(self, model: Any) -> None:
+    def exclude_missed_steps(self, model: Any) -> None:
         """Let no worker count as its own what passed in steps that it was not in: `scope`'s, before the next step."""
         counts = model.interleaver.counts
         for mediator in self.out:
@@ -218,16 +218,17 @@ class TracedRequests(Requests):
 
     def with_sharers(self, requests: set[str]) -> set[str]:
         """These requests, and all whose blocks share values with theirs."""
-        shares = self.shares
-        if not shares.runs:
+        shared = self.shared_runs
+        if not shared.runs:
             return requests
-        runs = {shares.of(Request(request).engine_id) for request in requests} - {None}
-        return requests | {name for name, request in self.requests.items() if shares.of(request.engine_id) in runs}
+        runs = {shared.run_name(Request(request).engine_id) for request in requests} - {None}
+        sharers = {name for name, request in self.requests.items() if shared.run_name(request.engine_id) in runs}
+        return requests | sharers
 
-    def fail(self, said: StageUpdate) -> None:
+    def fail(self, update: StageUpdate) -> None:
         """Take what failed on another pipeline stage, unless it has failed here too."""
-        request, copies = self.requests.get(said.request), self.copies(said.request)
-        for name, error in said.errors.items():
+        request, copies = self.requests.get(update.request), self.copies(update.request)
+        for name, error in update.errors.items():
             mediator = copies.get(name)
             if request is None or (mediator is not None and mediator.exception is not None):
                 continue

@@ -50,15 +50,15 @@ from tracewire_engine.worker.declared.cuda_graphs import breakable_throughout, w
 from tracewire_engine.worker.declared.hooks import DeclaredInterleaver
 from tracewire_engine.worker.declared.plan import DeclaredRequests
 from tracewire_engine.worker.parallel.merged_columns import ColumnFragments
-from tracewire_engine.worker.parallel.rank_agreement import DECLARED, Key, Ranks
-from tracewire_engine.worker.parallel.stage_exchange import Pipeline, StageState, shared
+from tracewire_engine.worker.parallel.rank_agreement import DECLARED, BlockKey, Ranks
+from tracewire_engine.worker.parallel.stage_exchange import Pipeline, StageState, stage_state
 from tracewire_engine.worker.parallel.staged_mediator import StagedMediator
 
 from .blob_sender import BlobSender
-from .deferred_report import AfterAnswer
+from .deferred_report import DeferredReport
 from .finishing import RequestFinisher
-from .kv_offload import KeptCache, KvBlocks
-from .large_arrays import Hold
+from .kv_offload import KVBlocks, PreemptedKVCache
+from .large_arrays import LargeArrayBudget
 from .remote_inputs import inputs_at
 from .reporting import StepReporter
 from .requests import TracedRequests, extra_arguments
@@ -84,19 +84,19 @@ class TracewireRunner(NNsightGPUModelRunner):
         time_limit.keep_modules(("nnsight", "tracewire"), save_marks.remount)
         time_limit.limit_turns(config.get(BLOCK_TIMEOUT, 0.0))
         self._prepare_model(pipeline)
-        self._prepare_requests(pipeline, Hold(config.get(BLOB_THRESHOLD, 0)))
+        self._prepare_requests(pipeline, LargeArrayBudget(config.get(BLOB_THRESHOLD, 0)))
         self.tracewire_ranks: Ranks | None = None
         #: Whether the step under way has blocks or interventions, which all ranks know alike.
-        self.tracewire_shared = False
+        self.tracewire_traced_step = False
         if get_tp_group().world_size > 1:
             self.tracewire_ranks = Ranks(get_tp_group(), address, config.get(BLOCK_TIMEOUT, 0.0))
             self.tracewire_ranks.watch_calls()
         self.nnsight_model.interleaver.ranks = self.tracewire_declared.ranks = self.tracewire_ranks
         self.nnsight_requests.ranks = self.tracewire_ranks
-        self.tracewire_after = AfterAnswer()
+        self.tracewire_deferred = DeferredReport()
         self.tracewire_unwatched = False
-        self.tracewire_kept: KeptCache | None = None
-        self.tracewire_blocks: KvBlocks | None = None
+        self.tracewire_preempted: PreemptedKVCache | None = None
+        self.tracewire_blocks: KVBlocks | None = None
         self._prepare_reports(address, check_collect=bool(config.get(CHECK_COLLECT)))
 
     def _prepare_model(self, pipeline: Pipeline | None) -> None:
@@ -124,12 +124,12 @@ class TracewireRunner(NNsightGPUModelRunner):
         kind: Any = type(model)
         self.tracewire_phases = frozenset(value._location(model) for value in (kind.logits, kind.samples))
 
-    def _prepare_requests(self, pipeline: Pipeline | None, hold: Hold) -> None:
+    def _prepare_requests(self, pipeline: Pipeline | None, budget: LargeArrayBudget) -> None:
         """Replace nnsight's registry of requests by ours."""
-        hold.changes = self._changes
+        budget.changes = self._changes
         model, kind = self.nnsight_model, BlockMediator if pipeline is None else StagedMediator
         blocks = BlockCache(model, self.device, self.tracewire_inputs, kind=kind)
-        self.nnsight_requests = TracedRequests(blocks, self.tracewire_declared, LiveRuns(), hold, pipeline)
+        self.nnsight_requests = TracedRequests(blocks, self.tracewire_declared, LiveRuns(), budget, pipeline)
         model.interleaver.encoders = self.nnsight_requests.encoders = encoder_locations(self.get_model())
 
     def _prepare_reports(self, address: str, *, check_collect: bool) -> None:
@@ -144,7 +144,7 @@ class TracewireRunner(NNsightGPUModelRunner):
         self.tracewire_finisher = RequestFinisher(requests, reporter, self.nnsight_model.interleaver, collect)
 
     def execute_model(self, scheduler_output: Any, intermediate_tensors: Any = None) -> Any:
-        self.tracewire_after.finish()
+        self.tracewire_deferred.run()
         book = self.nnsight_requests
         if book.traced or book.results.waiting or scheduler_output.scheduled_new_reqs:
             # Code of blocks runs in this step, or may.
@@ -153,7 +153,7 @@ class TracewireRunner(NNsightGPUModelRunner):
         pipeline = self.tracewire_pipeline
         if pipeline is not None and pipeline.index < pipeline.topology.last:
             self.tracewire_declared.check_reached()
-            self._tell(pipeline)
+            self._send_to_stages(pipeline)
         return output
 
     def _update_states(self, scheduler_output: Any) -> Any:
@@ -161,10 +161,10 @@ class TracewireRunner(NNsightGPUModelRunner):
         ranks = self.tracewire_ranks
         if ranks is not None:
             ranks.begin()
-            self._part(ranks)
+            self._end_differing(ranks)
         pipeline = self.tracewire_pipeline
         if pipeline is not None:
-            self.nnsight_requests.settle(self.nnsight_model)
+            self.nnsight_requests.exclude_missed_steps(self.nnsight_model)
             involved = scheduler_output.finished_req_ids | scheduler_output.num_scheduled_tokens.keys()
             pipeline.catch_up(self.nnsight_requests.with_sharers(involved), self.nnsight_requests)
         if scheduler_output.finished_req_ids:
@@ -172,13 +172,13 @@ class TracewireRunner(NNsightGPUModelRunner):
             self.tracewire_finisher.finish_requests(scheduler_output.finished_req_ids, ends)
         changed = self.nnsight_requests.live.apply()
         for run in changed:
-            self.tracewire_declared.renew(run)
+            self.tracewire_declared.update_live(run)
         corrections = self._scope_step(scheduler_output)
-        if self.tracewire_kept:
+        if self.tracewire_preempted:
             cached = scheduler_output.scheduled_cached_reqs
             for request_id, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
                 if request_id in cached.resumed_req_ids:
-                    self.tracewire_kept.restore(request_id, blocks)
+                    self.tracewire_preempted.restore(request_id, blocks)
         scheduled = scheduler_output.num_scheduled_tokens
         for request_id, progress in self.nnsight_requests.traced.items():
             state = self.requests.get(request_id)
@@ -187,15 +187,15 @@ class TracewireRunner(NNsightGPUModelRunner):
                 progress.index = state.num_computed_tokens + scheduled[request_id] - state.num_prompt_tokens
             else:
                 progress.index = -1
-        self.tracewire_shared = ranks is not None and not ranks.requests.isdisjoint(scheduled)
+        self.tracewire_traced_step = ranks is not None and not ranks.requests.isdisjoint(scheduled)
         if changed:
             self.tracewire_reporter.applied([self._applied(run, scheduled) for run in changed])
         declared = self.tracewire_declared
         if declared.live:
             ids = [request_id for request_id in self.input_batch.req_ids if request_id in scheduled]
             declared.begin(ids, scheduled, scheduler_output.total_num_scheduled_tokens, self.requests)
-            self.nnsight_model.interleaver.arm(declared.stages)
-        elif declared.stages:
+            self.nnsight_model.interleaver.arm(declared.hooks)
+        elif declared.hooks:
             declared.begin([], {}, 0, {})
         if pipeline is not None:
             for message in pipeline.take_earlier(self.nnsight_requests):
@@ -215,20 +215,20 @@ class TracewireRunner(NNsightGPUModelRunner):
         unclean: list[int] = getattr(scheduler_output, "tracewire_unclean", [])
         leaving: dict[str, Any] = getattr(scheduler_output, "tracewire_leaving", {})
         if (unclean or leaving) and self.tracewire_blocks is None:
-            self.tracewire_blocks = KvBlocks(self.kv_caches, self.kv_cache_config.num_blocks)
-        kept, finished = self.tracewire_kept, scheduler_output.finished_req_ids
+            self.tracewire_blocks = KVBlocks(self.kv_caches, self.kv_cache_config.num_blocks)
+        kept, finished = self.tracewire_preempted, scheduler_output.finished_req_ids
         if kept and finished:
             kept.forget(finished)
         if leaving and kept is None and self.tracewire_blocks is not None:
-            kept = self.tracewire_kept = KeptCache(self.tracewire_blocks)
+            kept = self.tracewire_preempted = PreemptedKVCache(self.tracewire_blocks)
         for request_id, blocks in leaving.items():
             if request_id in self.requests and request_id not in finished and kept is not None:
-                kept.keep(request_id, blocks)
+                kept.save(request_id, blocks)
         if unclean and self.tracewire_blocks is not None:
             self.tracewire_blocks.zero(unclean)
 
     def _applied(self, run: LiveRun, scheduled: dict[str, int]) -> Applied:
-        """From which token of each of its choices on a run's live parameters hold, if they do from this step on."""
+        """The first token of each choice of a run that is computed with its changed live parameters."""
         first = []
         for request_id, (request, choice) in run.requests.items():
             state = self.requests.get(request_id)
@@ -272,22 +272,22 @@ class TracewireRunner(NNsightGPUModelRunner):
             for mediator in self.nnsight_requests.copies(request_id).values():
                 mediator.begin_step()
 
-    def _tell(self, pipeline: Pipeline) -> None:
+    def _send_to_stages(self, pipeline: Pipeline) -> None:
         """This stage's part of the step is over: tell the others."""
         book, declared = self.nnsight_requests, self.tracewire_declared
 
         def share(request_id: str) -> StageState:
-            return shared(book.copies(request_id), book.requests[request_id].error)
+            return stage_state(book.copies(request_id), book.requests[request_id].error)
 
         if pipeline.index == pipeline.topology.last or not pipeline.reads:
-            pipeline.tell(share, [], {})
+            pipeline.send_step(share, [], {})
             return
         failures = declared.failures()
         for request_id in pipeline.early - declared.live.keys():
             # Its interventions could not be made here.
             if request_id in book.requests and (error := share(request_id).errors.get("")) is not None:
                 failures[request_id] = error
-        pipeline.tell(share, declared.read(), failures)
+        pipeline.send_step(share, declared.read(), failures)
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         stepped = self.execute_model_state is not None
@@ -300,12 +300,12 @@ class TracewireRunner(NNsightGPUModelRunner):
             output = super().sample_tokens(*args, **kwargs)
         pipeline = self.tracewire_pipeline
         if stepped and pipeline is None and self.tracewire_reporter.link is not None:
-            if self.tracewire_shared or self.tracewire_reporter.pending():
-                self.tracewire_after.put(self._report)
+            if self.tracewire_traced_step or self.tracewire_reporter.pending():
+                self.tracewire_deferred.defer(self._report)
         elif stepped:
             self._report()
             if pipeline is not None:
-                self._tell(pipeline)
+                self._send_to_stages(pipeline)
         elif pipeline is not None:
             # What the blocks marked as saved and hold no more is let go.
             self.tracewire_reporter.report_step()
@@ -362,31 +362,31 @@ class TracewireRunner(NNsightGPUModelRunner):
     @torch.inference_mode()
     def _report(self) -> None:
         """Report a step, behind its answer where that can be."""
-        if self.tracewire_ranks is not None and self.tracewire_shared:
-            self._compare(self.tracewire_ranks)
+        if self.tracewire_ranks is not None and self.tracewire_traced_step:
+            self._compare_ranks(self.tracewire_ranks)
         reporter = self.tracewire_reporter
         reporter.report_step()
         reporter.report_declared()
         reporter.send()
 
-    def _compare(self, ranks: Ranks) -> None:
+    def _compare_ranks(self, ranks: Ranks) -> None:
         """Compare what has ended in this step with the other ranks, of which the first reports."""
-        ended: dict[Key, str] = {}
+        ended: dict[BlockKey, str] = {}
         for request_id in ranks.requests:
             for name, mediator in self.nnsight_requests.copies(request_id).items():
                 if not mediator.compared and mediator.ended:
                     mediator.compared = True
-                    ended[Key(request_id, name)] = mediator.ended
+                    ended[BlockKey(request_id, name)] = mediator.ended
         if ranks.index:
-            ranks.over(ended)
+            ranks.send_ended(ended)
         else:
-            ranks.settle(ended)
-            self._part(ranks)
+            ranks.compare_ended(ended)
+            self._end_differing(ranks)
 
-    def _part(self, ranks: Ranks) -> None:
+    def _end_differing(self, ranks: Ranks) -> None:
         """End here what has ended otherwise on another rank."""
         book = self.nnsight_requests
-        for key, error, sure in ranks.parted():
+        for key, error, sure in ranks.differing():
             failure = Failure(type=type(error).__name__, message=str(error), field="block")
             if key.name == DECLARED:
                 self.tracewire_declared.fail_with(
@@ -433,7 +433,7 @@ class TracewireRunner(NNsightGPUModelRunner):
     def tracewire_steer(self, changes: bytes) -> None:
         """Take changes of live parameters, which hold from the next step on; by RPC, between two steps."""
         for name in self.nnsight_requests.live.steer(changes):
-            self.nnsight_requests.shares.forget(name)
+            self.nnsight_requests.shared_runs.forget(name)
 
     @torch.inference_mode()
     def tracewire_result(self, generated: bytes) -> None:
@@ -465,8 +465,8 @@ class TracewireRunner(NNsightGPUModelRunner):
             book.declared.live,
             book.live.runs,
             book.runs,
-            self.tracewire_kept or (),
+            self.tracewire_preempted or (),
             ranks,
         )
-        most = max(map(len, (*held, book.shares.runs, book.results.waiting)))
+        most = max(map(len, (*held, book.shared_runs.runs, book.results.waiting)))
         return most if self.tracewire_pipeline is None else max(most, self.tracewire_pipeline.count)

@@ -3,8 +3,8 @@
 A `SaveTracker` keeps a shadow of what a consumer's fold holds by now: the very
 objects last sent, a digest of each as it was when sent, and the bytes of the smaller arrays. Two passes use it.
 `step` finds changes by length and identity, which costs little and sees new items, new keys, rebound names and
-replaced items. `finish` compares contents, which sees values changed in place as well, and brings the fold to exactly
-what the block holds in the end.
+replaced items. `ending` compares contents, which sees values changed in place as well, and brings the fold to exactly
+the values that the block holds in the end.
 
 Identity is only meaningful while the object lives, so the shadow holds what it has sent.
 
@@ -47,7 +47,7 @@ from tracewire_engine.worker.blocks.save_marks import NoName
 from tracewire_engine.worker.blocks.time_limit import BlockTimeout, Budget, turn
 
 from .host_copy import HostArray, HostCopy, elements
-from .large_arrays import Copies, Frozen, Hold, LargeArray, LargeTuple
+from .large_arrays import Frozen, LargeArray, LargeArrayBudget, LargeTuple, SaveSnapshot
 
 __all__ = ["Ending", "SaveTracker"]
 
@@ -194,10 +194,10 @@ class _Undo:
 
 
 class SaveTracker:
-    """The shadow of one choice's saves. What counts as large in them, `hold` says; without one, nothing does."""
+    """The shadow of one choice's saves. `budget` decides which arrays are large; without one, none is."""
 
-    def __init__(self, hold: Hold | None = None) -> None:
-        self._hold = hold or Hold(0)
+    def __init__(self, budget: LargeArrayBudget | None = None) -> None:
+        self._budget = budget or LargeArrayBudget(0)
         #: Large arrays that the last `step` froze: they are to be sent before its deltas.
         self.taken: list[LargeArray] = []
         #: Whether there have been any so far.
@@ -219,7 +219,7 @@ class SaveTracker:
 
     # --- one step ---------------------------------------------------------------------------------------------------
 
-    def fresh(self, saves: Mapping[str, Any], found: list[Any]) -> None:
+    def collect_new(self, saves: Mapping[str, Any], found: list[Any]) -> None:
         """Add the tensors that the next `step` will send, as far as a glance tells: for one host copy of them all."""
         for name, value in saves.items():
             if name in self.errors:
@@ -262,7 +262,7 @@ class SaveTracker:
                 self.taken = []
                 self.late = self.late or host.under_way is not None
                 return appended
-        copies = Copies(host or HostCopy(self._hold.threshold), self._hold, still=still)
+        copies = SaveSnapshot(host or HostCopy(self._budget.threshold), self._budget, still=still)
         with self.guard():
             deltas = self._changes(saves, copies, whole)
         self.taken = copies.taken
@@ -270,7 +270,7 @@ class SaveTracker:
         self.late = self.late or (host is not None and host.under_way is not None)
         return deltas
 
-    def _changes(self, saves: Mapping[str, Any], copies: Copies, whole: bool) -> list[Delta]:
+    def _changes(self, saves: Mapping[str, Any], copies: SaveSnapshot, whole: bool) -> list[Delta]:
         """The deltas of any step."""
         deltas: list[Delta] = []
         if self._names.keys() - saves.keys():
@@ -381,20 +381,17 @@ class SaveTracker:
 
     # --- the end ----------------------------------------------------------------------------------------------------
 
-    def finish(
-        self, saves: Mapping[str, Any], invoke: int, choice: int, host: HostCopy | None = None
-    ) -> tuple[list[Delta], list[Manifest]]:
-        """The deltas that bring the fold to exactly `saves` as they are now, and a manifest of them."""
-        deltas, manifest, _ = self.ending(saves, invoke, choice, host).compare()
-        return deltas, manifest
-
     def ending(self, saves: Mapping[str, Any], invoke: int, choice: int, host: HostCopy | None = None) -> Ending:
-        """The first part of `finish`: contents as they are now. The block that saved them has ended."""
+        """The end of the saves, once the block that saved them has ended: contents are taken as they are now.
+
+        `Ending.compare`, which may run later and on another thread, gives the deltas that bring the fold to exactly
+        `saves`, and a manifest of them.
+        """
         deltas = self.step(saves, host, whole=True, still=True)
         # Contents of now: what was copied for a step is of then.
-        local = HostCopy(self._hold.threshold)
+        local = HostCopy(self._budget.threshold)
         local.prime([value for shadow in self._names.values() for value in _values(shadow)])
-        now = Copies(local, self._hold, still=True)
+        now = SaveSnapshot(local, self._budget, still=True)
         if self.large:
             for name, shadow in list(self._names.items()):
                 try:
@@ -415,7 +412,7 @@ class Ending:
         invoke: int,
         choice: int,
         deltas: list[Delta],
-        now: Copies,
+        now: SaveSnapshot,
     ) -> None:
         self._tracker = tracker
         self._saves = saves
@@ -483,7 +480,7 @@ def _flat(value: Any, depth: int, found: list[Any]) -> None:
             _flat(item, depth + 1, found)
 
 
-def _adopt(value: Any, path: _Path, copies: Copies) -> tuple[Any, _Shadow]:
+def _adopt(value: Any, path: _Path, copies: SaveSnapshot) -> tuple[Any, _Shadow]:
     """A value that is sent whole: as it goes on the wire, and its shadow."""
     cls = type(value)
     if cls is torch.Tensor:
@@ -524,7 +521,9 @@ def _adopt(value: Any, path: _Path, copies: Copies) -> tuple[Any, _Shadow]:
     return wire(local, path), _Leaf(value, digest(local))
 
 
-def _walk(box: _Box | _SetLeaf, path: _Path, copies: Copies, deltas: list[Delta], whole: bool, undo: _Undo) -> None:
+def _walk(
+    box: _Box | _SetLeaf, path: _Path, copies: SaveSnapshot, deltas: list[Delta], whole: bool, undo: _Undo
+) -> None:
     """Find what changed in a container that is the same object as before."""
     if isinstance(box, _SetLeaf):
         _resend(box, path, deltas, undo)
@@ -606,7 +605,7 @@ def _check_gain(count: int, path: _Path) -> None:
         raise Unsavable(path, f"it gained {count} items in one step, more than the {MOST_ITEMS} that can be sent")
 
 
-def _check_size(value: Any, path: _Path, copies: Copies) -> None:
+def _check_size(value: Any, path: _Path, copies: SaveSnapshot) -> None:
     """Count what a value takes of what texts and bytes may take in a step."""
     size = 0
     waiting = [value]
@@ -623,7 +622,7 @@ def _check_size(value: Any, path: _Path, copies: Copies) -> None:
         )
 
 
-def _put(box: _Box, key: Any, item: Any, path: _Path, copies: Copies, deltas: list[Delta], undo: _Undo) -> None:
+def _put(box: _Box, key: Any, item: Any, path: _Path, copies: SaveSnapshot, deltas: list[Delta], undo: _Undo) -> None:
     wired, shadow = _adopt(item, path, copies)
     deltas.append(Set(path=path, value=wired))
     if type(box.value) is list or key in box.items:
@@ -702,7 +701,7 @@ def _values(shadow: _Shadow) -> Iterable[Any]:
 
 
 def _large(shadow: _Shadow) -> Iterator[_Leaf]:
-    """The values among a shadow's that are large, or hold what is, and that may have changed."""
+    """The values among a shadow's that are large, or that hold one that is, and that may have changed."""
     return (leaf for leaf in _leaves(shadow) if isinstance(leaf.digest, LargeTuple) or _was_copied(leaf.digest))
 
 
@@ -710,7 +709,7 @@ def _was_copied(sent: bytes | Frozen | HostArray) -> bool:
     return isinstance(sent, LargeArray) and not sent.borrowed
 
 
-def _correct(shadow: _Shadow, path: _Path, now: Copies, deltas: list[Delta], changed: list[LargeArray]) -> bytes:
+def _correct(shadow: _Shadow, path: _Path, now: SaveSnapshot, deltas: list[Delta], changed: list[LargeArray]) -> bytes:
     """Send what differs in content from what was sent, and return the digest of the value as it is now."""
     if isinstance(shadow, _Leaf):
         return _corrected(shadow, path, now, deltas, changed)
@@ -726,7 +725,7 @@ def _correct(shadow: _Shadow, path: _Path, now: Copies, deltas: list[Delta], cha
     )
 
 
-def _is_as_sent(shadow: _Shadow, now: Copies) -> bool:
+def _is_as_sent(shadow: _Shadow, now: SaveSnapshot) -> bool:
     """Whether a value is a list of arrays, each of which is what was sent."""
     if type(shadow) is not _Box or type(shadow.value) is not list or shadow.boxes:
         return False
@@ -741,7 +740,7 @@ def _is_as_sent(shadow: _Shadow, now: Copies) -> bool:
     return elements(sent) == elements(held)
 
 
-def _corrected(leaf: _Leaf, path: _Path, now: Copies, deltas: list[Delta], changed: list[LargeArray]) -> bytes:
+def _corrected(leaf: _Leaf, path: _Path, now: SaveSnapshot, deltas: list[Delta], changed: list[LargeArray]) -> bytes:
     value, sent = leaf.value, leaf.digest
     held = now.array(value) if type(value) is torch.Tensor else None
     if isinstance(sent, HostArray):

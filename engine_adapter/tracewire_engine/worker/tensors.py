@@ -11,7 +11,7 @@ import torch
 from tracewire_bus.wire.values import ArrayRef
 from tracewire_engine.protocol.input_files import input_path
 
-from .remote_inputs import HeldInputs
+from .remote_inputs import RemoteInputs
 
 __all__ = ["to_tensors"]
 
@@ -32,14 +32,14 @@ def _tensor(array: np.ndarray[Any, Any], device: torch.device) -> torch.Tensor:
     return torch.frombuffer(flat, dtype=dtype).reshape(array.shape).to(device)
 
 
-def _mapped(ref: ArrayRef, device: torch.device, folder: Path | HeldInputs) -> torch.Tensor:
+def _mapped(ref: ArrayRef, device: torch.device, folder: Path | RemoteInputs) -> torch.Tensor:
     """A tensor of its own memory from the file of a large array. Pages are read, and copied, as they are needed."""
     dtype = _torch_dtype(ref.dtype)
     flat = torch.from_file(str(input_path(folder, ref)), shared=False, size=ref.nbytes, dtype=torch.uint8)
     return flat.view(dtype).reshape(ref.shape).to(device)
 
 
-def to_tensors(value: Any, device: torch.device, folder: Path | HeldInputs = Path()) -> Any:
+def to_tensors(value: Any, device: torch.device, folder: Path | RemoteInputs = Path()) -> Any:
     """`value` with every array in it as a tensor on `device`, and every dtype as torch's.
 
     Containers are new, so that a block may change them.

@@ -16,7 +16,7 @@ from vllm.platforms import current_platform
 from vllm.v1.executor.multiproc_executor import WorkerProc
 
 from tracewire_engine.link.addresses import is_remote
-from tracewire_engine.link.liveness import PulseSender
+from tracewire_engine.link.liveness import HeartbeatSender
 from tracewire_engine.protocol.keys import LINK_ADDRESS, WORKER_PATIENCE
 from tracewire_engine.worker.parallel.stage_exchange import PipelineMixin
 
@@ -64,14 +64,14 @@ class TracewireWorker(_PlatformWorker):
         vLLM does so for EngineCore, and not for a worker in a process of its own.
         """
         result = super().compile_or_warm_up_model()
-        self.model_runner.tracewire_after.follow(WorkerProc)
+        self.model_runner.tracewire_deferred.attach(WorkerProc)
         gc.collect()
         gc.freeze()
         config = self.vllm_config.additional_config
         address = config.get(LINK_ADDRESS, "")
         if is_remote(address):
             name = f"rank {self.rank} on {socket.gethostname()}"
-            self.tracewire_pulse = PulseSender(address, name, config[WORKER_PATIENCE])
+            self.tracewire_pulse = HeartbeatSender(address, name, config[WORKER_PATIENCE])
         return result
 
     def tracewire_steer(self, changes: bytes) -> None:

@@ -172,7 +172,7 @@ class BlockServing(Interleaver):
         batcher: RowBatcher = self.batcher
         occurrence = self.counts.get(provider, 0)
         ready = self._look(provider)
-        watchdog.hold()
+        watchdog.start_shared_timer()
         try:
             batcher.begin(value)
             # Serving one can release another into parking here.
@@ -185,7 +185,7 @@ class BlockServing(Interleaver):
                 ready = self._look(provider)
         finally:
             batcher.end()
-            watchdog.let_go()
+            watchdog.stop_shared_timer()
         self.counts[provider] = occurrence + 1
         return batcher.assemble_skip(value)
 
@@ -204,7 +204,7 @@ class BlockServing(Interleaver):
         waiting = {key: one for key, one in waiting.items() if one.exception is None}
         agreed = ranks.agree(provider, waiting)
         for key in waiting.keys() - agreed:
-            waiting[key].halt(ranks.differ(key))
+            waiting[key].halt(ranks.difference(key))
         if watching:
             self.observers[provider] = [observer for observer in watching if observer[0].key.cache in agreed]
 
@@ -215,7 +215,7 @@ class BlockServing(Interleaver):
         skipping = {key: one for key, one in skipping.items() if one.exception is None}
         agreed = ranks.agree(f"{provider} that is skipped", skipping)
         for key in skipping.keys() - agreed:
-            skipping[key].halt(ranks.differ(key))
+            skipping[key].halt(ranks.difference(key))
         kept = [skipping[key].batch_group for key in agreed]
         return [(group, replacement) for group, replacement in parts if any(group is one for one in kept)]
 

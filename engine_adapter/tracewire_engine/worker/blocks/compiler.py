@@ -23,7 +23,7 @@ import torch
 from tracewire_bus.wire.codec import digest_bytes
 from tracewire_bus.wire.messages import Block
 from tracewire_bus.wire.values import unpack
-from tracewire_engine.worker.remote_inputs import HeldInputs
+from tracewire_engine.worker.remote_inputs import RemoteInputs
 from tracewire_engine.worker.tensors import to_tensors
 
 from . import time_limit as watchdog
@@ -47,7 +47,7 @@ class BlockCache:
         self,
         model: Any,
         device: torch.device,
-        folder: Path | HeldInputs = Path(),
+        folder: Path | RemoteInputs = Path(),
         size: int = 256,
         kind: type[BlockMediator] = BlockMediator,
     ) -> None:

@@ -112,7 +112,7 @@ class LiveValues:
     """The live parameters that a block reads by name: `live.alpha`."""
 
     def __init__(self, run: LiveRun, device: torch.device) -> None:
-        self.__dict__.update(_run=run, _device=device, _held={})
+        self.__dict__.update(_run=run, _device=device, _converted={})
 
     def __getattr__(self, name: str) -> Any:
         run: LiveRun = self.__dict__["_run"]
@@ -122,11 +122,11 @@ class LiveValues:
         mediator = _wait_for_step()
         # Under pipeline parallelism a block can be behind the model (`staged_mediator.py`).
         values = getattr(mediator, "live_values", None) or run.values
-        value, held = values.get(name, run.values[name]), self.__dict__["_held"]
-        found = held.get(name)
+        value, converted = values.get(name, run.values[name]), self.__dict__["_converted"]
+        found = converted.get(name)
         if found is None or found[0] is not value:
             # The block's own: it may change it.
-            found = held[name] = value, to_tensors(value, self._device)
+            found = converted[name] = value, to_tensors(value, self._device)
         return found[1]
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -25,7 +25,7 @@ from .encoder_guard import refuse_encoders
 from .failures import attributes, failure_of, is_stop, release_frames
 from .live_params import LIVE, LiveRun, LiveValues
 from .plain_values import CopyingCache, plain
-from .residual import Streams
+from .residual import ResidualReads
 
 __all__ = ["RESULT", "SAMPLES", "BlockMediator", "BlockTracer"]
 
@@ -91,7 +91,7 @@ class BlockMediator(Mediator):
         self.found: dict[str, Any] | None = None
         #: What stands for saved objects that cannot travel themselves, by identity.
         self.made: dict[int, tuple[Any, Any]] = {}
-        self.streams = Streams()
+        self.streams = ResidualReads()
         #: Where the block asked for this step's samples, to change them perhaps: a frame, its instruction and line.
         self.asked_samples: tuple[types.FrameType, int, int] | None = None
 
@@ -106,9 +106,11 @@ class BlockMediator(Mediator):
         self._exception = exception
         if exception is not None and self.ranks is not None:
             stopped = partial(Failure, type="tracer.stop()", message="the block stopped there")
-            self._tell(stopped if is_stop(exception) else partial(failure_of, exception, self.compiled), caches=True)
+            self._announce(
+                stopped if is_stop(exception) else partial(failure_of, exception, self.compiled), caches=True
+            )
 
-    def _tell(self, what: Any, *, caches: bool) -> None:
+    def _announce(self, what: Any, *, caches: bool) -> None:
         """Tell the other ranks that the block asks for nothing more here; nor do its caches, or they go on."""
         self.ranks.fail(self.key, what)
         if caches and self.caches:
@@ -138,7 +140,7 @@ class BlockMediator(Mediator):
         """What it has saved and still binds to a name, by name, as it travels."""
         return {name: plain(value, self.made) for name, value in marks.saved(self).items()}
 
-    def give(self, result: Any) -> bool:
+    def serve_result(self, result: Any) -> bool:
         """Serve `tracer.result`, if the block waits for it, and let it run on."""
         pending = self.pending
         if not self.alive or pending is None or (pending.event, pending.provider) != (Event.VALUE, RESULT):
@@ -178,7 +180,7 @@ class BlockMediator(Mediator):
         finally:
             watchdog.end(outer)
         if pending is None and self.ranks is not None and self.worker.dead:
-            self._tell(partial(Failure, type="its end", message="the block came to its end there"), caches=False)
+            self._announce(partial(Failure, type="its end", message="the block came to its end there"), caches=False)
         return pending
 
     def handle(self, provider: str, value: Any) -> Any:
@@ -186,7 +188,7 @@ class BlockMediator(Mediator):
             return self._handle(provider, value)
         finally:
             if self.streams:
-                self.streams.settle()
+                self.streams.write_back()
 
     def _handle(self, provider: str, value: Any) -> Any:
         # A read that is due, as most are, by nnsight's steps; the rest is nnsight's.

@@ -17,7 +17,7 @@ from vllm.outputs import CompletionOutput, RequestOutput
 
 from tracewire_engine.protocol.messages import Generated
 
-__all__ = ["Results", "output_of"]
+__all__ = ["RequestResults", "output_of"]
 
 _generated = msgspec.msgpack.Decoder(Generated)
 
@@ -25,7 +25,7 @@ _generated = msgspec.msgpack.Decoder(Generated)
 EARLY = 1024
 
 
-class Results:
+class RequestResults:
     """What the adapter said of requests that end, and the ended requests that wait for it, by the adapter's name."""
 
     def __init__(self) -> None:
@@ -40,11 +40,11 @@ class Results:
             self._early.popitem(last=False)
         return generated.request, self.waiting.pop(generated.request, [])
 
-    def there(self, request: str) -> bool:
+    def has(self, request: str) -> bool:
         """Whether the word on a request has come."""
         return request in self._early
 
-    def of(self, request: str) -> RequestOutput | None:
+    def output(self, request: str) -> RequestOutput | None:
         """The output of a request, if it has come."""
         return self._early.get(request, (None, []))[0]
 

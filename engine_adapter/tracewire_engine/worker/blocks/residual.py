@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from nnsight.intervention.interleaver import Mediator
 
-__all__ = ["Residual", "Streams"]
+__all__ = ["Residual", "ResidualReads"]
 
 
 @dataclass(slots=True)
@@ -28,7 +28,7 @@ class _Reading:
     at: int
 
 
-class Streams:
+class ResidualReads:
     """The residual streams that a block has read on this visit of a layer: what it changes in place, the layer gets."""
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class Streams:
         self._read.clear()
         self._write(hidden, residual, value)
 
-    def settle(self) -> None:
+    def write_back(self) -> None:
         """Make what was changed in place the stream; the layer is left, and what was read there counts no more.
 
         Raises:
@@ -98,9 +98,9 @@ class Residual:
         #: Whether the stream is the sum of what the layer returns, if that is two tensors.
         self._is_sum = is_sum
 
-    def _streams(self) -> Streams:
+    def _streams(self) -> ResidualReads:
         mediator: Any = Mediator.current(f"residual({self.index})")
-        streams: Streams = mediator.streams
+        streams: ResidualReads = mediator.streams
         return streams
 
     def _halves(self) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -16,7 +16,7 @@ import torch
 
 from tracewire_bus.wire.values import unpack
 from tracewire_engine.protocol.messages import SharedValues
-from tracewire_engine.worker.large_arrays import Hold
+from tracewire_engine.worker.large_arrays import LargeArrayBudget
 from tracewire_engine.worker.save_tracker import SaveTracker
 from tracewire_engine.worker.tensors import to_tensors
 
@@ -28,10 +28,10 @@ _shares = msgspec.msgpack.Decoder(SharedValues)
 class SharedRun:
     """What one attempt of a trace shares."""
 
-    def __init__(self, share: SharedValues, values: dict[str, Any], hold: Hold) -> None:
+    def __init__(self, share: SharedValues, values: dict[str, Any], budget: LargeArrayBudget) -> None:
         self.name = share.name
         self.values = values
-        self.tracker = SaveTracker(hold)
+        self.tracker = SaveTracker(budget)
         #: How many steps of it have been reported.
         self.steps = 0
         self._left = {(request, choice) for request, choices in share.members.items() for choice in range(choices)}
@@ -49,9 +49,9 @@ class SharedRun:
 class SharedRuns:
     """What the traces of this worker share."""
 
-    def __init__(self, device: torch.device, hold: Hold) -> None:
+    def __init__(self, device: torch.device, budget: LargeArrayBudget) -> None:
         self._device = device
-        self._hold = hold
+        self._budget = budget
         self.runs: dict[str, SharedRun] = {}
         self._members: dict[str, str] = {}
 
@@ -64,7 +64,7 @@ class SharedRuns:
         run = self.runs.get(share.name)
         if run is None:
             values = to_tensors(unpack(share.values), self._device)
-            run = self.runs[share.name] = SharedRun(share, values, self._hold)
+            run = self.runs[share.name] = SharedRun(share, values, self._budget)
             self._members.update(dict.fromkeys(share.members, share.name))
         return run
 
@@ -76,7 +76,7 @@ class SharedRuns:
         self.forget(run.name)
         return run
 
-    def of(self, request: str) -> str | None:
+    def run_name(self, request: str) -> str | None:
         """Which run a request is in, by the adapter's names."""
         return self._members.get(request)
 

@@ -75,7 +75,7 @@ class EditedRequest(Request):
         copies: dict[str, BlockMediator] = self.copies
         yield from copies.items()
 
-    def settle(self) -> None:
+    def note_errors(self) -> None:
         """Note what edits have raised since the last call; the request has failed if it ends with one of them."""
         for name, mediator in self.mediators():
             exception: Any = mediator.exception

@@ -27,7 +27,17 @@ from typing import Any
 from greenlet import getcurrent
 
 __all__ = [
-    *("BlockExit", "BlockTimeout", "Budget", "begin", "begin_step", "end", "hold", "keep_modules", "let_go"),
+    *(
+        "BlockExit",
+        "BlockTimeout",
+        "Budget",
+        "begin",
+        "begin_step",
+        "end",
+        "start_shared_timer",
+        "keep_modules",
+        "stop_shared_timer",
+    ),
     *("limit_turns", "shielded", "turn"),
 ]
 
@@ -43,7 +53,7 @@ _building = False
 _step = 0
 _shielded = False
 #: Whether the timer runs from one turn to the next, and whether signals are ours to handle here.
-_held = False
+_timer_shared = False
 _guarding = False
 #: How the process ends when it is told to; and whether it was told to in a block's turn.
 _terminate: Any = None
@@ -175,7 +185,7 @@ def begin(budget: Budget) -> Budget | None:
     if budget.step != _step:
         budget.step, budget.left_s = _step, _limit_s
     _running, _began = budget, now
-    if _limit_s and (not _held or budget.left_s < _limit_s - _SLACK_S):
+    if _limit_s and (not _timer_shared or budget.left_s < _limit_s - _SLACK_S):
         _start(budget.left_s)
     return outer
 
@@ -187,7 +197,7 @@ def end(outer: Budget | None) -> None:
     if _running is not None:
         _running.left_s -= now - _began
     _running, _began = outer, now
-    if _limit_s and not _held:
+    if _limit_s and not _timer_shared:
         if outer is None:
             signal.setitimer(signal.ITIMER_REAL, 0.0)
         else:
@@ -205,20 +215,20 @@ def _end_process() -> None:
     _keep_termination(signal.SIGTERM, None)
 
 
-def hold() -> None:
+def start_shared_timer() -> None:
     """Several turns follow: set the timer once for all of them. Each still has its own time."""
-    global _held
+    global _timer_shared
     if _limit_s and _running is None:
         _guard()
         _start(_limit_s)
-        _held = True
+        _timer_shared = True
 
 
-def let_go() -> None:
+def stop_shared_timer() -> None:
     """They are over."""
-    global _held
-    if _held and _running is None:
-        _held = False
+    global _timer_shared
+    if _timer_shared and _running is None:
+        _timer_shared = False
         signal.setitimer(signal.ITIMER_REAL, 0.0)
 
 

@@ -73,7 +73,7 @@ class Group:
             scale = self.numbers[0]
             self.addend = vector * (scale if isinstance(scale, float) else scale.unsqueeze(-1))
 
-    def run(self, stage: LocationValues) -> None:
+    def run(self, location: LocationValues) -> None:
         """Read or edit the step's values. Raises before anything is written."""
         raise NotImplementedError
 
@@ -159,7 +159,7 @@ class Collector:
         """The step is over."""
         self.found = [None] * len(self.found)
 
-    def shares(self) -> list[tuple[str, int, int]]:
+    def described(self) -> list[tuple[str, int, int]]:
         """The request and choice of each member, and its rows of the result."""
         return [
             (member.declaration.request, member.declaration.choice, count)
@@ -184,8 +184,8 @@ class ReadGroup(Group):
     collector: Collector
     site: int
 
-    def run(self, stage: LocationValues) -> None:
-        values = stage.values(self.rows, self.residual)
+    def run(self, location: LocationValues) -> None:
+        values = location.values(self.rows, self.residual)
         one = self.one
         if isinstance(one, Probe):
             if self.matrix is not None:
@@ -204,27 +204,27 @@ class ReadGroup(Group):
                 parts = values.float().split(self.rows.counts)
                 values = values.float() if self.rows.single else torch.stack([part.mean(0) for part in parts])
         # The model writes its buffers anew before the step ends.
-        self.collector.found[self.site] = values.clone() if stage.aliases(values) else values
+        self.collector.found[self.site] = values.clone() if location.aliases(values) else values
 
 
 class EditGroup(Group):
     """Edits for a `Steer`, `Clamp` or `Ablate`, in place."""
 
-    def run(self, stage: LocationValues) -> None:
+    def run(self, location: LocationValues) -> None:
         one, matrix = self.one, self.matrix
         if isinstance(one, Ablate) and matrix is None:
             keep = self.numbers[0]
             factor = keep if isinstance(keep, float) else keep.unsqueeze(-1)
-            for half in stage.halves(self.residual):
+            for half in location.halves(self.residual):
                 self.rows.put(half, lambda values: values.float() * factor)
         else:
             assert matrix is not None
             if isinstance(one, Steer):
-                if stage.width != self.addend.shape[-1]:
-                    raise ValueError(f"a vector of {self.addend.shape[-1]} does not fit values of [{stage.width}]")
+                if location.width != self.addend.shape[-1]:
+                    raise ValueError(f"a vector of {self.addend.shape[-1]} does not fit values of [{location.width}]")
                 delta = self.addend
             else:
-                amounts = _project(stage.values(self.rows, self.residual).float(), matrix)
+                amounts = _project(location.values(self.rows, self.residual).float(), matrix)
                 if isinstance(one, Clamp):
                     low, high = (
                         number if isinstance(number, float) else number.unsqueeze(-1) for number in self.numbers
@@ -235,10 +235,10 @@ class EditGroup(Group):
                     change = amounts * ((keep if isinstance(keep, float) else keep.unsqueeze(-1)) - 1.0)
                 delta = _along(change, matrix)
             if self.rows.index is None:
-                stage.hidden[: self.rows.total].add_(delta)
+                location.hidden[: self.rows.total].add_(delta)
             else:
-                self.rows.put(stage.hidden, lambda values: values.float() + delta)
-        stage.edited()
+                self.rows.put(location.hidden, lambda values: values.float() + delta)
+        location.edited()
 
 
 def _like(bound: float | torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -267,7 +267,7 @@ class LocationValues:
         self.residual = flat[1] if sums and len(flat) > 1 and flat[1].shape == self.hidden.shape else None
         if not self.hidden.dim() or self.hidden.shape[0] < total:
             raise ValueError(f"values of shape {list(self.hidden.shape)} do not have a row for each of {total} tokens")
-        self._known: dict[tuple[int, bool], torch.Tensor] = {}
+        self._summed: dict[tuple[int, bool], torch.Tensor] = {}
 
     @property
     def width(self) -> int:
@@ -281,10 +281,10 @@ class LocationValues:
     def values(self, rows: Rows, residual: bool) -> torch.Tensor:
         """`[rows, hidden]` in the model's dtype."""
         key = id(rows), residual
-        found = self._known.get(key)
+        found = self._summed.get(key)
         if found is None:
             halves = [rows.take(half) for half in self.halves(residual)]
-            found = self._known[key] = halves[0] + halves[1] if len(halves) > 1 else halves[0]
+            found = self._summed[key] = halves[0] + halves[1] if len(halves) > 1 else halves[0]
         return found
 
     def aliases(self, values: torch.Tensor) -> bool:
@@ -293,4 +293,4 @@ class LocationValues:
 
     def edited(self) -> None:
         """What was read before is no longer what is there."""
-        self._known.clear()
+        self._summed.clear()

@@ -28,7 +28,8 @@ class DeclaredInterleaver(VLLMInterleaver, BlockServing):
     declared: DeclaredRequests
     module: torch.nn.Module
     armed: set[str]
-    #: Under pipeline parallelism, who holds what, and what another stage serves though the model comes by here.
+    #: Under pipeline parallelism, which stage holds which module, and the locations
+    #: that another stage serves although the model comes by them here.
     topology: Topology | None = None
     elsewhere: frozenset[str] = frozenset()
 
@@ -65,14 +66,14 @@ class DeclaredInterleaver(VLLMInterleaver, BlockServing):
         return hook
 
     def _hooked(self, location: str, value: Any) -> Any:
-        stage = None if location in self.elsewhere else self.declared.stages.get(location)
-        return None if stage is None or self.busy or not self.interleaving else self._serve(stage, value)
+        hook = None if location in self.elsewhere else self.declared.hooks.get(location)
+        return None if hook is None or self.busy or not self.interleaving else self._serve(hook, value)
 
     def handle(self, provider: str, value: Any) -> Any:
         # What nearly all of a model's locations are in nearly all steps: counted, and of no concern to anybody.
         if not (
             provider in self.parked
-            or provider in self.declared.stages
+            or provider in self.declared.hooks
             or provider in self.observers
             or self.skipped
             or self.taps
@@ -84,9 +85,9 @@ class DeclaredInterleaver(VLLMInterleaver, BlockServing):
             return value
         if self.skipped:
             value = self.put_skipped(provider, value)
-        stage = self.declared.stages.get(provider)
-        if stage is not None and self.interleaving:
-            value = self._serve(stage, value)
+        hook = self.declared.hooks.get(provider)
+        if hook is not None and self.interleaving:
+            value = self._serve(hook, value)
         if provider in self.taps:
             current_capture()
         value = super().handle(provider, value)
@@ -94,19 +95,19 @@ class DeclaredInterleaver(VLLMInterleaver, BlockServing):
 
     def replay(self, location: str, live: Any) -> None:
         # Most steps of most engines have nobody at most taps, and few need what nnsight does for a block.
-        stage = self.declared.stages.get(location)
-        if self.busy or (stage is not None and self.is_sharded(location)):
+        hook = self.declared.hooks.get(location)
+        if self.busy or (hook is not None and self.is_sharded(location)):
             super().replay(location, live)
-        elif stage is not None and self.interleaving:
-            stage.replay(live)
+        elif hook is not None and self.interleaving:
+            hook.replay(live)
 
-    def _serve(self, stage: LocationHook, value: Any) -> Any:
-        if not self.is_sharded(stage.location):
-            stage.run(value)
+    def _serve(self, hook: LocationHook, value: Any) -> Any:
+        if not self.is_sharded(hook.location):
+            hook.run(value)
             return value
-        if not self.declared.agree(stage.location, [one for group in stage.groups for one in group.members]):
-            stage.reached = True
+        if not self.declared.agree(hook.location, [one for group in hook.groups for one in group.members]):
+            hook.reached = True
             return value
-        whole, undo = self.fragments.whole(stage.location, value)
-        stage.run(whole)
-        return undo(whole) if stage.edits else value
+        whole, undo = self.fragments.whole(hook.location, value)
+        hook.run(whole)
+        return undo(whole) if hook.edits else value

@@ -34,7 +34,7 @@ class VectorCache:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._held: OrderedDict[tuple[str, bytes], torch.Tensor] = OrderedDict()
+        self._vectors: OrderedDict[tuple[str, bytes], torch.Tensor] = OrderedDict()
         self._bytes = 0
 
     def get(
@@ -43,15 +43,15 @@ class VectorCache:
         """`make(value)` on the device; `purpose` tells apart what is made of one value in several ways."""
         array = np.ascontiguousarray(value)
         key = purpose, digest_bytes(repr((array.dtype.name, array.shape)).encode() + array.tobytes())
-        found = self._held.get(key)
+        found = self._vectors.get(key)
         if found is None:
             made = np.array(make(array.astype(np.float32)), dtype=np.float32)
-            found = self._held[key] = to_tensors(made, self.device)
+            found = self._vectors[key] = to_tensors(made, self.device)
             self._bytes += found.nbytes
-            while self._bytes > CACHE_BYTES and len(self._held) > 1:
-                self._bytes -= self._held.popitem(last=False)[1].nbytes
+            while self._bytes > CACHE_BYTES and len(self._vectors) > 1:
+                self._bytes -= self._vectors.popitem(last=False)[1].nbytes
         else:
-            self._held.move_to_end(key)
+            self._vectors.move_to_end(key)
         return found
 
 
@@ -64,8 +64,8 @@ def _basis(directions: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Orthonormal rows that span the given ones."""
     rows = np.atleast_2d(directions).astype(np.float64)
     _, sizes, spanning = np.linalg.svd(rows, full_matrices=False)
-    kept: np.ndarray[Any, Any] = spanning[sizes > sizes.max(initial=0.0) * 1e-6]
-    return kept
+    spanned: np.ndarray[Any, Any] = spanning[sizes > sizes.max(initial=0.0) * 1e-6]
+    return spanned
 
 
 class DecodedCache:
@@ -75,21 +75,21 @@ class DecodedCache:
 
     def __init__(self, device: torch.device) -> None:
         self.vectors = VectorCache(device)
-        self._held: OrderedDict[bytes, tuple[list[Placed], list[Op]]] = OrderedDict()
+        self._entries: OrderedDict[bytes, tuple[list[Placed], list[Op]]] = OrderedDict()
 
     def get(self, encoded: bytes, live: LiveRun) -> tuple[list[Placed], list[Op]]:
         """The interventions, and what is run for each, in a list of the caller's own."""
-        found = self._held.get(encoded)
+        found = self._entries.get(encoded)
         if found is None:
             placed = [placed for placed in _placed(encoded) if not isinstance(placed.intervention, StopWhen)]
             found = placed, [Op(one, live.values, self.vectors) for one in placed]
             if len(encoded) > LONG or any(map(_has_live, placed)):
                 return found
-            self._held[encoded] = found
-            if len(self._held) > REMEMBERED:
-                self._held.popitem(last=False)
+            self._entries[encoded] = found
+            if len(self._entries) > REMEMBERED:
+                self._entries.popitem(last=False)
         else:
-            self._held.move_to_end(encoded)
+            self._entries.move_to_end(encoded)
         placed, ops = found
         return placed, list(ops)
 
@@ -145,11 +145,11 @@ class Op:
 class Declaration:
     """The declared interventions of one live request, by the name that the adapter gave it."""
 
-    def __init__(self, request: str, choice: int, encoded: bytes, live: LiveRun, known: DecodedCache) -> None:
+    def __init__(self, request: str, choice: int, encoded: bytes, live: LiveRun, decoded: DecodedCache) -> None:
         self.request = request
         self.choice = choice
         self.live = live
-        self._placed, self.ops = known.get(encoded, live)
+        self._placed, self.ops = decoded.get(encoded, live)
         self.reads = any(op.reads for op in self.ops)
         self.names = [str(getattr(op.one, "name", "")) for op in self.ops if op.reads]
         self.locations = [location for op in self.ops for location, _ in op.sites]
@@ -162,9 +162,9 @@ class Declaration:
         self.reported = False
         #: The index of the token in whose step it was reported.
         self.failed_at: int | None = None
-        self.told = False
+        self.sent_to_stages = False
 
-    def renew(self, vectors: VectorCache) -> bool:
+    def update_live(self, vectors: VectorCache) -> bool:
         """Take the live parameters as they are now. Returns whether any intervention has one."""
         found = False
         for place, placed in enumerate(self._placed):

@@ -20,11 +20,11 @@ from tracewire_bus.wire.messages import Failure, LogitLens, Probe
 from tracewire_engine.protocol.messages import Batch, Layout, LayoutEntry, Part, Slot
 from tracewire_engine.worker.blocks.live_params import LiveRun
 from tracewire_engine.worker.host_copy import TORCH_DTYPES
-from tracewire_engine.worker.parallel.rank_agreement import DECLARED, Key, Ranks
+from tracewire_engine.worker.parallel.rank_agreement import DECLARED, BlockKey, Ranks
 
 from .groups import Collector, EditGroup, Group, LocationValues, Member, ReadGroup, Rows, raw, tensors_of
 from .ops import Declaration, DecodedCache, Op
-from .recorded_plans import Recorded, Recorder
+from .recorded_plans import KernelRecorder, RecordedKernels
 
 __all__ = ["DeclaredRequests", "LocationHook"]
 
@@ -42,7 +42,7 @@ class LocationHook:
         #: Whether the model has come by.
         self.reached = False
         self._owner = owner
-        self._recorded: Recorded | None = None
+        self._recorded: RecordedKernels | None = None
         #: Where the values lay when it was recorded, and what the groups read then, which each replay writes anew.
         self._addresses: tuple[int, ...] = ()
         self._found: list[tuple[ReadGroup, torch.Tensor | None]] = []
@@ -76,9 +76,9 @@ class LocationHook:
         """Record what `run` does with values that lie there. Whether it can be recorded."""
 
         def serve() -> None:
-            serving = LocationValues(value, self.side, self._owner.total, self._owner.sums)
+            values = LocationValues(value, self.side, self._owner.total, self._owner.sums)
             for group in self.groups:
-                group.run(serving)
+                group.run(values)
 
         self._recorded = self._owner.recorder.record(serve)
         self._found = [
@@ -90,7 +90,7 @@ class LocationHook:
         """Serve the location's value to the groups; edits land in it, in place. Raises nothing."""
         self.reached = True
         try:
-            serving = LocationValues(value, self.side, self._owner.total, self._owner.sums)
+            values = LocationValues(value, self.side, self._owner.total, self._owner.sums)
         except Exception as error:
             for group in self.groups:
                 self._owner.fail(group.members, error)
@@ -98,7 +98,7 @@ class LocationHook:
             return
         for group in list(self.groups):
             try:
-                group.run(serving)
+                group.run(values)
             except Exception as error:
                 self.groups.remove(group)
                 self._owner.fail(group.members, error)
@@ -108,7 +108,7 @@ class _Plan:
     """What runs where for one composition of the batch."""
 
     def __init__(self) -> None:
-        self.stages: dict[str, LocationHook] = {}
+        self.hooks: dict[str, LocationHook] = {}
         self.collectors: list[Collector] = []
         #: With the position after the first step's last one, and the index of the token that it samples.
         self.declarations: list[tuple[Declaration, int, int]] = []
@@ -126,10 +126,10 @@ class _Plan:
         self.recordable = True
         self.replayed = 0
         #: Whether it was tried to join what they read likewise.
-        self.settled = False
+        self.join_tried = False
         #: What was read, one piece after the other, where each launch leaves it; and what joins the pieces.
         self.flat: torch.Tensor | None = None
-        self.join: Recorded | None = None
+        self.join: RecordedKernels | None = None
 
 
 class DeclaredRequests:
@@ -138,13 +138,13 @@ class DeclaredRequests:
     def __init__(self, device: torch.device, *, sums: bool = True) -> None:
         #: Whether the residual stream is the sum of what a decoder layer returns, if that is two tensors.
         self.sums = sums
-        self.known = DecodedCache(device)
+        self.decoded = DecodedCache(device)
         self.live: dict[str, Declaration] = {}
         #: By location, what runs in the step under way.
-        self.stages: dict[str, LocationHook] = {}
+        self.hooks: dict[str, LocationHook] = {}
         self.total = 0
         self.plan: _Plan | None = None
-        self.recorder = Recorder(device)
+        self.recorder = KernelRecorder(device)
         self._device = device
         self._layouts = 0
         #: Under pipeline parallelism, whether a location is on this stage.
@@ -160,14 +160,14 @@ class DeclaredRequests:
         declaration.id = request_id
         self.stale = True
 
-    def renew(self, run: LiveRun) -> None:
+    def update_live(self, run: LiveRun) -> None:
         """Live parameters of `run` have changed: from the next step on they hold."""
         for request_id in run.requests:
             declaration = self.live.get(request_id)
             if declaration is None:
                 continue
             try:
-                self.stale |= declaration.renew(self.known.vectors)
+                self.stale |= declaration.update_live(self.decoded.vectors)
             except Exception as error:  # too large for the device, say
                 self._failed(declaration, Failure(type=type(error).__name__, message=str(error), field="live"))
 
@@ -194,19 +194,19 @@ class DeclaredRequests:
         if declaration.failure is None:
             declaration.failure = failure
             if self.ranks is not None:
-                self.ranks.fail(Key(declaration.id, DECLARED), lambda: failure)
+                self.ranks.fail(BlockKey(declaration.id, DECLARED), lambda: failure)
 
     def agree(self, what: str, members: Iterable[Member]) -> bool:
         """Under tensor parallelism: whether to make what these members are about whole, which takes all ranks."""
         ranks = self.ranks
         if ranks is None:
             return True
-        asking = {Key(one.declaration.id, DECLARED): one.declaration for one in members}
+        asking = {BlockKey(one.declaration.id, DECLARED): one.declaration for one in members}
         asking = {key: one for key, one in asking.items() if one.failure is None}
         agreed = ranks.agree(what, asking)
         for key in asking.keys() - agreed:
             self._failed(
-                asking[key], Failure(type="RanksDiffer", message=str(ranks.differ(key)), field="interventions")
+                asking[key], Failure(type="RanksDiffer", message=str(ranks.difference(key)), field="interventions")
             )
         return bool(agreed)
 
@@ -215,7 +215,7 @@ class DeclaredRequests:
     def begin(self, req_ids: list[str], scheduled: dict[str, int], total: int, states: dict[str, Any]) -> None:
         """Plan a step: `req_ids` in the order of the flat batch's rows, and how many tokens of each it computes."""
         if not self.live:
-            self.plan, self.stages = None, {}
+            self.plan, self.hooks = None, {}
             return
         self.total = total
         plan = self.plan
@@ -234,7 +234,7 @@ class DeclaredRequests:
             plan.computed = computed
             plan.steps += 1
             plan.replayed = 0
-        self.stages = plan.stages
+        self.hooks = plan.hooks
 
     def _build(
         self, req_ids: list[str], scheduled: dict[str, int], total: int, states: dict[str, Any], computed: list[int]
@@ -277,25 +277,25 @@ class DeclaredRequests:
             for place, (location, residual) in enumerate(sites):
                 if self.here is not None and not self.here(location):
                     # What another stage reads does not lie in the same place in each step.
-                    plan.settled |= collector is not None
+                    plan.join_tried |= collector is not None
                     continue
-                stage = plan.stages.setdefault(location, LocationHook(location, self))
+                hook = plan.hooks.setdefault(location, LocationHook(location, self))
                 group: Group
                 if collector is not None:
                     group = ReadGroup(members, rows, residual, self._device)
                     group.collector, group.site = collector, place
                 else:
                     group = EditGroup(members, rows, residual, self._device)
-                stage.groups.append(group)
+                hook.groups.append(group)
         return plan
 
     def check_reached(self) -> None:
         """Fail what the forward pass of a plan's first step did not come by."""
         plan = self.plan
         if plan is not None and not plan.steps:
-            for stage in plan.stages.values():
-                if not stage.reached:
-                    for group in stage.groups:
+            for hook in plan.hooks.values():
+                if not hook.reached:
+                    for group in hook.groups:
                         self.fail(group.members, ValueError("the model's forward pass does not come by there"))
 
     def read(self) -> list[tuple[int, int, list[tuple[str, int, int]], torch.Tensor]]:
@@ -308,7 +308,7 @@ class DeclaredRequests:
             return []
         found = []
         for collector in self.plan.collectors:
-            members = collector.shares()
+            members = collector.described()
             for site, values in enumerate(collector.found):
                 if values is not None:
                     found.append((collector.order, site, members, values))
@@ -326,7 +326,7 @@ class DeclaredRequests:
                 rows[order, site, request, choice] = piece
         for collector in self.plan.collectors:
             for site in range(len(collector.found)):
-                keys = [(collector.order, site, request, choice) for request, choice, _ in collector.shares()]
+                keys = [(collector.order, site, request, choice) for request, choice, _ in collector.described()]
                 if all(key in rows for key in keys):
                     pieces = [rows[key] for key in keys]
                     collector.found[site] = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
@@ -335,8 +335,8 @@ class DeclaredRequests:
         """By the scheduler's names, requests whose interventions have failed here since this was asked last."""
         found = {}
         for request_id, declaration in self.live.items():
-            if declaration.failure is not None and not declaration.told:
-                declaration.told = True
+            if declaration.failure is not None and not declaration.sent_to_stages:
+                declaration.sent_to_stages = True
                 found[request_id] = declaration.failure
         return found
 
@@ -358,16 +358,16 @@ class DeclaredRequests:
         plan = self.plan
         if plan is None or not plan.reads:
             return None
-        replayed = plan.replayed == len(plan.stages) and plan.layout is not None and not self.stale
+        replayed = plan.replayed == len(plan.hooks) and plan.layout is not None and not self.stale
         if replayed and plan.flat is not None:
             if plan.join is not None:
                 plan.join.replay()
             for collector in plan.collectors:
                 collector.reset()
             return None, self._batch(plan), plan.flat
-        if replayed and not plan.settled:
-            plan.settled = True
-            self._settle(plan)
+        if replayed and not plan.join_tried:
+            plan.join_tried = True
+            self._record_join(plan)
         pieces: list[torch.Tensor] = []
         found: list[tuple[Collector, dict[str, torch.Tensor]]] = []
         for collector in plan.collectors:
@@ -382,19 +382,19 @@ class DeclaredRequests:
             found.append((collector, results))
             pieces.extend(raw(values) for values in results.values())
             collector.reset()
-        fresh = None
+        changed = None
         if plan.layout is None or self.stale:
-            fresh = plan.layout = self._layout(plan, found)
+            changed = plan.layout = self._layout(plan, found)
             plan.laid_out = plan.steps
         flat = torch.cat(pieces) if len(pieces) > 1 else pieces[0] if pieces else torch.empty(0, dtype=torch.uint8)
-        return fresh, self._batch(plan), flat
+        return changed, self._batch(plan), flat
 
     @staticmethod
     def _batch(plan: _Plan) -> Batch:
         assert plan.layout is not None
         return Batch(layout=plan.layout.id, step=plan.steps - plan.laid_out)
 
-    def _settle(self, plan: _Plan) -> None:
+    def _record_join(self, plan: _Plan) -> None:
         """Each step leaves what it reads where it lies now: have it joined from there from now on.
 
         A logit lens takes the model's head, whose kernels are vLLM's: it is not recorded.

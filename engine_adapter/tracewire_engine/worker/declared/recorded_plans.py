@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-__all__ = ["Recorded", "Recorder"]
+__all__ = ["KernelRecorder", "RecordedKernels"]
 
 logger = logging.getLogger("vllm.tracewire")
 
 
-class Recorded:
+class RecordedKernels:
     """A recorded sequence of kernels. It reads and writes the memory that it was recorded with."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
@@ -24,7 +24,7 @@ class Recorded:
         self._graph.replay()
 
 
-class Recorder:
+class KernelRecorder:
     """Records on one device, in memory of its own: vLLM's graphs write over what lies free in theirs."""
 
     def __init__(self, device: torch.device) -> None:
@@ -35,7 +35,7 @@ class Recorder:
         self._first: torch.cuda.CUDAGraph | None = None
         self._device = device
 
-    def record(self, launch: Callable[[], object]) -> Recorded | None:
+    def record(self, launch: Callable[[], object]) -> RecordedKernels | None:
         """Record what `launch` launches, without running it. `None` if that cannot be done."""
         if not self._works:
             return None
@@ -44,7 +44,7 @@ class Recorder:
                 self._stream = torch.cuda.Stream(self._device)
                 self._pool = torch.cuda.graph_pool_handle()
                 self._first = self._captured(lambda: torch.zeros(1, device=self._device))
-            return Recorded(self._captured(launch))
+            return RecordedKernels(self._captured(launch))
         except Exception:
             logger.exception("declared interventions could not be recorded as a CUDA graph; they go on without")
             self._works = False

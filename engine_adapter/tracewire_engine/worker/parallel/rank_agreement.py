@@ -39,7 +39,7 @@ from tracewire_bus.wire.messages import Failure
 from tracewire_engine.link.addresses import bind, endpoint, is_remote
 from tracewire_engine.worker.blocks import time_limit as watchdog
 
-__all__ = ["DECLARED", "Key", "Ranks", "RanksDiffer"]
+__all__ = ["DECLARED", "BlockKey", "Ranks", "RanksDiffer"]
 
 #: The name of a request's declared interventions, among those of its blocks: its own (empty), and standing ones.
 DECLARED = "\0interventions"
@@ -52,16 +52,16 @@ class RanksDiffer(RuntimeError):
     """A block, or an intervention, did something else on one tensor-parallel rank than on another."""
 
 
-class Key(NamedTuple):
+class BlockKey(NamedTuple):
     """A block, or the declared interventions, of a request, by the scheduler's name of it."""
 
     request: str
     name: str
 
     @property
-    def cache(self) -> Key:
+    def cache(self) -> BlockKey:
         """Its caches, which go on when the block has come to its end."""
-        return Key(self.request, f"{self.name}\0cache")
+        return BlockKey(self.request, f"{self.name}\0cache")
 
 
 class _Message(msgspec.Struct, array_like=True, tag=True):
@@ -69,28 +69,28 @@ class _Message(msgspec.Struct, array_like=True, tag=True):
     step: int
 
 
-class _Failed(_Message, tag="f"):
+class _CopyFailed(_Message, tag="f"):
     """A copy has failed."""
 
     key: tuple[str, str]
     failure: Failure
 
 
-class _At(_Message, tag="a"):
+class _AtOperation(_Message, tag="a"):
     """The rank is at an operation, for these."""
 
     what: str
     keys: list[tuple[str, str]]
 
 
-class _Over(_Message, tag="o"):
+class _StepOver(_Message, tag="o"):
     """The step is over, and these have ended in it: how (`"failed"`, `"stopped"`, `"ended"`)."""
 
     ended: list[tuple[tuple[str, str], str]]
 
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(_Failed | _At | _Over)
+_decoder = msgspec.msgpack.Decoder(_CopyFailed | _AtOperation | _StepOver)
 
 
 class Ranks:
@@ -105,11 +105,11 @@ class Ranks:
         self.requests: set[str] = set()
         #: Which step is under way: they are counted alike on all ranks.
         self.step = 0
-        self._told: set[Key] = set()
+        self._announced: set[BlockKey] = set()
         #: What has failed on another rank, and on which.
-        self._theirs: dict[Key, tuple[int, Failure]] = {}
+        self._elsewhere: dict[BlockKey, tuple[int, Failure]] = {}
         #: What was noted of other ranks and not handed out yet.
-        self._fresh: list[tuple[Key, bool]] = []
+        self._unread: list[tuple[BlockKey, bool]] = []
         self._inbox: list[deque[Any]] = [deque() for _ in range(self.count)]
         context: zmq.Context[Any] = zmq.Context.instance()
         self._pull: zmq.Socket[bytes] = context.socket(zmq.PULL)
@@ -144,23 +144,23 @@ class Ranks:
                 socket.setsockopt(zmq.IPV6, int(other.startswith("tcp://[")))
             socket.connect(other)
             self._push.append(socket)
-        self._first = self._push[0] if self.index else None
+        self._to_first = self._push[0] if self.index else None
         self._calling = False
 
     # --- telling ----------------------------------------------------------------------------------------------------
 
-    def fail(self, key: Key, failure: Callable[[], Failure]) -> None:
+    def fail(self, key: BlockKey, failure: Callable[[], Failure]) -> None:
         """A copy has failed here: tell the others, once."""
-        if key not in self._told and key.request in self.requests:
-            self._told.add(key)
-            self._send(_Failed(self.index, self.step, key, failure()))
+        if key not in self._announced and key.request in self.requests:
+            self._announced.add(key)
+            self._send(_CopyFailed(self.index, self.step, key, failure()))
 
     def forget(self, request: str) -> None:
         """A request is over."""
         self.requests.discard(request)
-        if self._told or self._theirs:
-            self._told = {key for key in self._told if key.request != request}
-            self._theirs = {key: what for key, what in self._theirs.items() if key.request != request}
+        if self._announced or self._elsewhere:
+            self._announced = {key for key in self._announced if key.request != request}
+            self._elsewhere = {key: what for key, what in self._elsewhere.items() if key.request != request}
 
     def _send(self, message: _Message) -> None:
         data = _encoder.encode(message)
@@ -177,42 +177,42 @@ class Ranks:
             while inbox and inbox[0].step < self.step:
                 self._note(inbox.popleft())
 
-    def over(self, ended: dict[Key, str]) -> None:
+    def send_ended(self, ended: dict[BlockKey, str]) -> None:
         """Tell the first rank, from another one, that the step is over, and what has ended in it."""
-        assert self._first is not None
-        self._first.send(_encoder.encode(_Over(self.index, self.step, list(ended.items()))))
+        assert self._to_first is not None
+        self._to_first.send(_encoder.encode(_StepOver(self.index, self.step, list(ended.items()))))
 
-    def settle(self, ended: dict[Key, str]) -> None:
+    def compare_ended(self, ended: dict[BlockKey, str]) -> None:
         """Hear the same of all others, on the first rank. Waits for it; what differs from `ended` is noted."""
         for rank in range(1, self.count):
             while True:
                 message = self._next(rank, None)
-                if isinstance(message, _Over):
+                if isinstance(message, _StepOver):
                     break
-                if isinstance(message, _At):
+                if isinstance(message, _AtOperation):
                     # It waits there for this rank, which has passed that point.
                     for key in message.keys:
-                        self.fail(Key(*key), self._left_alone)
+                        self.fail(BlockKey(*key), self._unmatched)
                 self._note(message)
-            theirs = {Key(*key): how for key, how in message.ended}
+            theirs = {BlockKey(*key): how for key, how in message.ended}
             # What had ended here before is not ended anew by another rank that has heard of it.
-            for key in (theirs.keys() - (self._told - ended.keys())) | ended.keys():
+            for key in (theirs.keys() - (self._announced - ended.keys())) | ended.keys():
                 if theirs.get(key) != ended.get(key) and (key in theirs or ended[key] == "ended"):
-                    self._theirs.setdefault(key, (rank, _how(theirs.get(key), ended.get(key))))
-                    self._fresh.append((key, True))
+                    self._elsewhere.setdefault(key, (rank, _how(theirs.get(key), ended.get(key))))
+                    self._unread.append((key, True))
 
-    def parted(self) -> list[tuple[Key, RanksDiffer, bool]]:
+    def differing(self) -> list[tuple[BlockKey, RanksDiffer, bool]]:
         """What has ended on another rank and must here, if it has not; noted since this was asked last.
 
         And whether it has been compared: then it has ended otherwise here, or not.
         """
-        fresh, self._fresh = self._fresh, []
-        known = [(key, sure) for key, sure in fresh if key.request in self.requests and key in self._theirs]
-        return [(key, self.differ(key), sure) for key, sure in known]
+        unread, self._unread = self._unread, []
+        known = [(key, sure) for key, sure in unread if key.request in self.requests and key in self._elsewhere]
+        return [(key, self.difference(key), sure) for key, sure in known]
 
-    def differ(self, key: Key) -> RanksDiffer:
+    def difference(self, key: BlockKey) -> RanksDiffer:
         """What to end a block with that has parted."""
-        rank, failure = self._theirs.get(key, (-1, self._left_alone()))
+        rank, failure = self._elsewhere.get(key, (-1, self._unmatched()))
         where = f"rank {rank} of {self.count}" if rank >= 0 else "another rank"
         at = f" (line {failure.line})" if failure.line else ""
         return RanksDiffer(
@@ -221,42 +221,42 @@ class Ranks:
         )
 
     @staticmethod
-    def _left_alone() -> Failure:
+    def _unmatched() -> Failure:
         return Failure(type="RanksDiffer", message="not all ranks came by the same place of the model with it")
 
     # --- collective operations --------------------------------------------------------------------------------------
 
-    def agree(self, what: str, keys: Iterable[Key]) -> set[Key]:
+    def agree(self, what: str, keys: Iterable[BlockKey]) -> set[BlockKey]:
         """Before the collective operation `what`, on behalf of `keys`: those of them for which all ranks are there.
 
-        If there are none, no rank enters it. What is left out is to end with `differ`. Waits for the other ranks.
+        If there are none, no rank enters it. What is left out is to end with `difference`. Waits for the other ranks.
         """
-        asked = set(keys) - self._told
+        asked = set(keys) - self._announced
         agreed = set(asked)
         if not asked:
             return agreed
-        self._send(_At(self.index, self.step, what, sorted(asked)))
+        self._send(_AtOperation(self.index, self.step, what, sorted(asked)))
         until = None if self._patience_s is None else time.monotonic() + self._patience_s
         for rank in range(self.count):
             while rank != self.index and agreed:
                 message = self._next(rank, until)
                 if message is None:
                     agreed.clear()
-                elif isinstance(message, _Over):
+                elif isinstance(message, _StepOver):
                     # It has passed this point.
                     self._inbox[rank].appendleft(message)
                     agreed.clear()
-                elif isinstance(message, _At):
-                    theirs = {Key(*key) for key in message.keys}
-                    if message.step < self.step or theirs <= self._told:
+                elif isinstance(message, _AtOperation):
+                    theirs = {BlockKey(*key) for key in message.keys}
+                    if message.step < self.step or theirs <= self._announced:
                         continue
                     agreed &= theirs if message.what == what else set()
                     break
                 else:
                     self._note(message)
-                    agreed -= self._theirs.keys()
+                    agreed -= self._elsewhere.keys()
         for key in asked - agreed:
-            self.fail(key, self._left_alone)
+            self.fail(key, self._unmatched)
         return agreed
 
     def call(self, envoy: Any, forward: Callable[[], Any]) -> Any:
@@ -269,7 +269,7 @@ class Ranks:
         with watchdog.shielded(waiting=True):
             agreed = self.agree(f"{envoy.path}()", [key])
         if not agreed:
-            raise self.differ(key)
+            raise self.difference(key)
         self._calling = True
         try:
             # Interrupted in the midst of it, this rank would leave the others there.
@@ -286,11 +286,11 @@ class Ranks:
     # --- receiving --------------------------------------------------------------------------------------------------
 
     def _note(self, message: Any) -> None:
-        if isinstance(message, _Failed):
-            key = Key(*message.key)
-            if key.request in self.requests and key not in self._theirs:
-                self._theirs[key] = message.rank, message.failure
-                self._fresh.append((key, False))
+        if isinstance(message, _CopyFailed):
+            key = BlockKey(*message.key)
+            if key.request in self.requests and key not in self._elsewhere:
+                self._elsewhere[key] = message.rank, message.failure
+                self._unread.append((key, False))
 
     def _next(self, rank: int, until: float | None) -> Any:
         """The next message of a rank; `None` if none has come by then."""

@@ -20,7 +20,7 @@ from .head_replicas import replicate
 from .staged_mediator import Entry, StagedMediator
 from .topology import Topology, described
 
-__all__ = ["Pipeline", "PipelineMixin", "RequestRegistry", "StageState", "StageUpdate", "shared"]
+__all__ = ["Pipeline", "PipelineMixin", "RequestRegistry", "StageState", "StageUpdate", "stage_state"]
 
 #: Tells our messages in the group from vLLM's.
 _TAG = 7321
@@ -48,7 +48,7 @@ class StageState(NamedTuple):
 class Message(NamedTuple):
     """What a stage tells the others of a step; `read` and `failures` are of declared interventions (`plan.py`)."""
 
-    said: list[StageUpdate]
+    updates: list[StageUpdate]
     read: list[Any]
     failures: dict[str, Failure]
 
@@ -124,7 +124,7 @@ class RequestRegistry(Protocol):
     def copies(self, request: str) -> Mapping[str, StagedMediator]:
         """The copies of a request's blocks, by name."""
 
-    def fail(self, said: StageUpdate) -> None:
+    def fail(self, update: StageUpdate) -> None:
         """Take what failed on another stage."""
 
 
@@ -145,7 +145,7 @@ class Pipeline:
         #: Of the step under way: which requests have something to share, in the same order on all stages.
         self.sharing: list[str] = []
         self.reads = False
-        self._told: dict[str, set[str]] = {}
+        self._sent_errors: dict[str, set[str]] = {}
 
     @property
     def index(self) -> int:
@@ -155,13 +155,13 @@ class Pipeline:
     @property
     def count(self) -> int:
         """How many requests it holds anything for."""
-        return max(len(self.blocks), len(self.early), len(self._told))
+        return max(len(self.blocks), len(self.early), len(self._sent_errors))
 
     def forget(self, request: str) -> None:
         """A request is over."""
         self.blocks.pop(request, None)
         self.early.discard(request)
-        self._told.pop(request, None)
+        self._sent_errors.pop(request, None)
 
     def begin(self, scheduled: Collection[str]) -> None:
         """A step begins with these requests: decide, as all stages do alike, what of it is shared."""
@@ -171,7 +171,7 @@ class Pipeline:
 
     # --- receiving --------------------------------------------------------------------------------------------------
 
-    def catch_up(self, requests: Collection[str], book: RequestRegistry) -> None:
+    def catch_up(self, requests: Collection[str], registry: RequestRegistry) -> None:
         """Take what later stages served in earlier steps of these requests. Waits for it.
 
         A stage has been sent all it needs for those steps, so it is not waiting for this one.
@@ -180,28 +180,28 @@ class Pipeline:
         if not due:
             return
         last = max((place for place, step in enumerate(due) if not step.isdisjoint(requests)), default=-1)
-        self.topology.told = True
+        self.topology.catching_up = True
         try:
             for _ in range(last + 1):
                 due.popleft()
-                self._take(range(self.index + 1, self.topology.count), book)
+                self._take(range(self.index + 1, self.topology.count), registry)
         finally:
-            self.topology.told = False
+            self.topology.catching_up = False
 
-    def take_earlier(self, book: RequestRegistry) -> list[Message]:
+    def take_earlier(self, registry: RequestRegistry) -> list[Message]:
         """Take what earlier stages served in the step under way. Waits for it."""
         if not self.sharing and not self.reads:
             return []
-        return self._take(range(self.index), book)
+        return self._take(range(self.index), registry)
 
-    def _take(self, stages: range, book: RequestRegistry) -> list[Message]:
+    def _take(self, stages: range, registry: RequestRegistry) -> list[Message]:
         # All of them first: who is fed from one looks at what will come of the others.
-        told = [(stage, self._receive(stage)) for stage in stages]
+        received = [(stage, self._receive(stage)) for stage in stages]
         queue: list[tuple[int, int, StagedMediator]] = []
-        for stage, message in told:
-            for said in message.said:
-                copies = book.copies(said.request)
-                for name, entries in said.logs.items():
+        for stage, message in received:
+            for update in message.updates:
+                copies = registry.copies(update.request)
+                for name, entries in update.logs.items():
                     mediator = copies.get(name)
                     if mediator is not None:
                         mediator.incoming.extend(entries)
@@ -209,13 +209,13 @@ class Pipeline:
         queue.sort(key=itemgetter(0, 1))
         for _, _, mediator in queue:
             mediator.feed()
-        for stage, message in told:
-            for said in message.said:
-                if said.errors:
-                    book.fail(said)
-                if said.ended:
-                    self._end(said.request, stage)
-        return [message for _, message in told]
+        for stage, message in received:
+            for update in message.updates:
+                if update.errors:
+                    registry.fail(update)
+                if update.ended:
+                    self._end(update.request, stage)
+        return [message for _, message in received]
 
     def _end(self, request: str, stage: int) -> None:
         ended = self.blocks.get(request)
@@ -238,7 +238,7 @@ class Pipeline:
 
     # --- sending ----------------------------------------------------------------------------------------------------
 
-    def tell(self, share: Callable[[str], StageState], read: list[Any], failures: dict[str, Failure]) -> None:
+    def send_step(self, share: Callable[[str], StageState], read: list[Any], failures: dict[str, Failure]) -> None:
         """This stage's part of the step is over: send the others what it served. Waits for nobody."""
         self._sent = [(work, data) for work, data in self._sent if not work.is_completed()]
         later = range(self.index + 1, self.topology.count) if self.sharing or self.reads else ()
@@ -246,14 +246,14 @@ class Pipeline:
         if not later and not earlier:
             return
         self.topology.messages += len(later) + len(earlier)
-        said = [self._said(request, share(request)) for request in self.sharing]
+        updates = [self._update_of(request, share(request)) for request in self.sharing]
         tensors = _Tensors()
         try:
-            body = _pickled(Message(said, read, failures), tensors)
+            body = _pickled(Message(updates, read, failures), tensors)
         except Exception:  # of a value that a block was served
-            said = [self._sendable(one) for one in said]
+            updates = [self._sendable(one) for one in updates]
             tensors = _Tensors()
-            body = _pickled(Message(said, read, failures), tensors)
+            body = _pickled(Message(updates, read, failures), tensors)
         head = pickle.dumps((tensors.table, body), protocol=5)
         flat = tensors.bytes()
         data = torch.cat([torch.frombuffer(bytearray(head), dtype=torch.uint8), flat])
@@ -264,35 +264,35 @@ class Pipeline:
                 work = torch.distributed.isend(part, self._group.ranks[stage], group=self._group.cpu_group, tag=_TAG)
                 self._sent.append((work, part))
         # Told with the step, as everybody else learns it with the step.
-        for one in said:
+        for one in updates:
             if one.ended:
                 self._end(one.request, self.index)
         if self.index < self.topology.last and self.sharing:
             self._due.append(frozenset(self.sharing))
 
-    def _said(self, request: str, share: StageState) -> StageUpdate:
+    def _update_of(self, request: str, share: StageState) -> StageUpdate:
         logs: dict[str, list[Entry]] = {}
         for name, mediator in share.copies.items():
             if mediator.log:
                 logs[name], mediator.log = mediator.log, []
         ended = "" in share.errors or all(mediator.over for mediator in share.copies.values())
-        told = self._told.setdefault(request, set())
-        fresh = {name: error for name, error in share.errors.items() if name not in told}
-        told.update(fresh)
-        return StageUpdate(request, logs, ended, fresh)
+        sent = self._sent_errors.setdefault(request, set())
+        new = {name: error for name, error in share.errors.items() if name not in sent}
+        sent.update(new)
+        return StageUpdate(request, logs, ended, new)
 
     @staticmethod
-    def _sendable(said: StageUpdate) -> StageUpdate:
+    def _sendable(update: StageUpdate) -> StageUpdate:
         """The same without what cannot be pickled, which the request fails with."""
-        logs, errors = {}, dict(said.errors)
-        for name, log in said.logs.items():
+        logs, errors = {}, dict(update.errors)
+        for name, log in update.logs.items():
             try:
                 _pickled(log, _Tensors())
                 logs[name] = log
             except Exception as exception:
                 message = f"what the block was served cannot be sent to other pipeline stages: {exception}"
                 errors.setdefault(name, Failure(type=type(exception).__name__, message=message, field="block"))
-        return said._replace(logs=logs, errors=errors)
+        return update._replace(logs=logs, errors=errors)
 
 
 class PipelineMixin:
@@ -326,7 +326,7 @@ class PipelineMixin:
         self.tracewire_pipeline = Pipeline(group, topology, runner.device)
 
 
-def shared(copies: dict[str, StagedMediator], error: Any) -> StageState:
+def stage_state(copies: dict[str, StagedMediator], error: Any) -> StageState:
     """What a stage has of a request: its blocks' copies by name, and its error, of ours or nnsight's form."""
     errors: dict[str, Failure] = {}
     for name, mediator in copies.items():

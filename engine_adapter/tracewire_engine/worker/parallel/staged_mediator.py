@@ -180,7 +180,7 @@ class StagedMediator(BlockMediator):
             return asked
         # Not counted here: a module is taken to be passed once a step.
         steps: int = self.occurrence(LIVE)
-        return max(0, steps if owner < topology.index or topology.told else steps - 1)
+        return max(0, steps if owner < topology.index or topology.catching_up else steps - 1)
 
     def _check_passed(self, location: str) -> None:
         """Refuse what the model has come by here while the block waited for a later stage."""

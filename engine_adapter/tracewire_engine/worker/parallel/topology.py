@@ -58,11 +58,11 @@ def described(model: torch.nn.Module) -> dict[str, _Module]:
 class StandIn(PPMissingLayer):
     """In place of a module that another stage holds."""
 
-    def __init__(self, path: str, told: _Module, stage: int) -> None:
+    def __init__(self, path: str, described: _Module, stage: int) -> None:
         super().__init__()
-        self.tracewire_path, self.tracewire_stage, self.tracewire_names = path, stage, frozenset(told.names)
-        self.tracewire_kind = told.kind
-        self.__dict__.update(told.plain)
+        self.tracewire_path, self.tracewire_stage, self.tracewire_names = path, stage, frozenset(described.names)
+        self.tracewire_kind = described.kind
+        self.__dict__.update(described.plain)
 
     def __getattr__(self, name: str) -> Any:
         # vLLM, which looks for many things on many modules, is told that there is none.
@@ -109,13 +109,13 @@ class Topology:
                 self.split.add(path)
                 self.stages[path] = held[0], held[-1]
                 continue
-            told = trees[held[0]][path]
-            owner = held[-1] if path.rpartition(".")[2] in _LATE or told.kind == "LogitsProcessor" else held[0]
+            module = trees[held[0]][path]
+            owner = held[-1] if path.rpartition(".")[2] in _LATE or module.kind == "LogitsProcessor" else held[0]
             self.stages[path] = owner, owner
             if len(held) == self.count:
                 self.everywhere.add(path)
         #: Whether later stages are telling what they served in a step that is over here.
-        self.told = False
+        self.catching_up = False
         #: How many messages this stage has sent the others, and how many things it has served to blocks.
         self.messages = 0
         self.served = 0
@@ -162,12 +162,12 @@ class Topology:
         for stage, tree in enumerate(self._trees):
             if stage == self.index:
                 continue
-            for path, told in tree.items():
+            for path, module in tree.items():
                 if path in own:
                     continue
-                made = own.get(told.first)
+                made = own.get(module.first)
                 if made is None:
-                    made = StandIn(told.first, told, self.stages[path][1])
+                    made = StandIn(module.first, module, self.stages[path][1])
                 parent, _, name = path.rpartition(".")
                 own[parent]._modules[name] = own[path] = made
 
