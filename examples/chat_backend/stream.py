@@ -132,7 +132,7 @@ class EventStream(StreamingResponse):
             try:
                 await super().__call__(scope, receive, send_in_time)
             except TimeoutError:
-                logger.info("a reader of %s has stalled and is let go", self._subscription.trace)
+                logger.info("a reader of %s has stalled and is let go", self._subscription.trace_id)
             finally:
                 self._streams.discard(self._subscription)
 
@@ -145,12 +145,12 @@ class EventStream(StreamingResponse):
                 with anyio.move_on_after(self._settings.keep_alive_s) as waiting:
                     event = await anext(self._subscription, None)
             except BrokenStream as error:
-                logger.exception("the stream of %s cannot be read", self._subscription.trace)
+                logger.exception("the stream of %s cannot be read", self._subscription.trace_id)
                 yield encoded("broken", {"message": str(error)})
                 return
             except TracewireError as error:
                 # The service stops, or Redis refuses it: whoever comes back may find another process.
-                logger.warning("a stream of %s ends: %s", self._subscription.trace, error)
+                logger.warning("a stream of %s ends: %s", self._subscription.trace_id, error)
                 return
             if waiting.cancelled_caught:
                 yield b": still here\n\n"

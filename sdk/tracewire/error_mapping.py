@@ -29,7 +29,7 @@ from .errors import (
 __all__ = ["bus_errors", "connect_error", "refusals", "rejection"]
 
 
-def rejection(failure: Failure, trace: str) -> TraceRejected:
+def rejection(failure: Failure, trace_id: str) -> TraceRejected:
     """The error for a rejection that an engine published, of the same class as if the SDK had found it itself."""
     field = failure.field or "submission"
     error: TraceRejected
@@ -51,7 +51,7 @@ def rejection(failure: Failure, trace: str) -> TraceRejected:
             line=failure.line,
             source=failure.source,
         )
-    error.trace = trace
+    error.trace_id = trace_id
     return error
 
 

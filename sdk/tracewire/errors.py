@@ -158,9 +158,9 @@ class BusFull(TracewireError):
 class UnknownTrace(TracewireError, LookupError):
     """No trace of this id was submitted, or it ended so long ago that its events have expired."""
 
-    def __init__(self, trace: str) -> None:
-        self.trace = trace
-        super().__init__(f"no trace {trace!r}: it was never submitted here, or its events have expired")
+    def __init__(self, trace_id: str) -> None:
+        self.trace_id = trace_id
+        super().__init__(f"no trace {trace_id!r}: it was never submitted here, or its events have expired")
 
 
 class UnknownDeadLetter(TracewireError, LookupError):
@@ -179,7 +179,7 @@ class TraceRejected(TracewireError):
         message: what was observed, and what was expected.
         type: class name of the underlying error, when the engine had one.
         filename, line, source: where in the block, when the fault lies there.
-        trace: the trace's id, when it had one already.
+        trace_id: the trace's id, when it had one already.
     """
 
     def __init__(
@@ -191,7 +191,7 @@ class TraceRejected(TracewireError):
         filename: str | None = None,
         line: int | None = None,
         source: str | None = None,
-        trace: str | None = None,
+        trace_id: str | None = None,
     ) -> None:
         self.field = field
         self.message = message
@@ -199,7 +199,7 @@ class TraceRejected(TracewireError):
         self.filename = filename
         self.line = line
         self.source = source
-        self.trace = trace
+        self.trace_id = trace_id
         where = ""
         if line is not None:
             where = f" ({filename}:{line})" if filename else f" (line {line})"
@@ -273,24 +273,24 @@ class UntransportableVariable(TraceRejected):
 class TraceEnded(TracewireError):
     """The trace has ended, or is about to: nothing about it can be changed any more."""
 
-    def __init__(self, trace: str) -> None:
-        self.trace = trace
-        super().__init__(f"trace {trace} has ended: nothing about it can be changed any more")
+    def __init__(self, trace_id: str) -> None:
+        self.trace_id = trace_id
+        super().__init__(f"trace {trace_id} has ended: nothing about it can be changed any more")
 
 
 class SteerRejected(TracewireError):
     """A change of live parameters was not accepted; none of its values holds.
 
     Attributes:
-        trace: the trace's id.
+        trace_id: the trace's id.
         field: the parameter at fault as the caller wrote it (`"live.alpha"`), or `"live"`.
         message: what was observed, and what was expected.
         reason: `value` (no live parameter can have it), `form` (not of the declared type or shape), `undeclared`,
             `version`, or `busy`: too many changes of the trace wait for its engine, and later there may be room.
     """
 
-    def __init__(self, trace: str, field: str, message: str, *, reason: str = "value") -> None:
-        self.trace = trace
+    def __init__(self, trace_id: str, field: str, message: str, *, reason: str = "value") -> None:
+        self.trace_id = trace_id
         self.field = field
         self.message = message
         self.reason = reason
@@ -300,8 +300,8 @@ class SteerRejected(TracewireError):
 class VersionConflict(SteerRejected):
     """The live parameters have another version than the change was meant for. `version` is the one they have."""
 
-    def __init__(self, trace: str, message: str, version: int) -> None:
-        super().__init__(trace, "if_version", message, reason="version")
+    def __init__(self, trace_id: str, message: str, version: int) -> None:
+        super().__init__(trace_id, "if_version", message, reason="version")
         self.version = version
 
 
@@ -367,18 +367,18 @@ class EventsLost(BrokenStream):
     (`subscribe(trace, since=...)`) gives what is left.
 
     Attributes:
-        trace: the trace's id.
+        trace_id: the trace's id.
         since: id of the last event that was read, or `"start"`.
         until: id of the first event that is there.
     """
 
-    def __init__(self, trace: str, since: str, until: str) -> None:
-        self.trace = trace
+    def __init__(self, trace_id: str, since: str, until: str) -> None:
+        self.trace_id = trace_id
         self.since = since
         self.until = until
         super().__init__(
-            f"trace {trace}: the events after {since!r} and before {until} are gone, and there is no snapshot of what "
-            f"they came to; its stream was trimmed by hand"
+            f"trace {trace_id}: the events after {since!r} and before {until} are gone, and there is no snapshot of "
+            f"what they came to; its stream was trimmed by hand"
         )
 
 
@@ -387,15 +387,15 @@ class TraceForgotten(BrokenStream):
     --retention`), or it was dropped to make room for newer ones (`--retain-traces`, `--retain-total-bytes`).
 
     Attributes:
-        trace: the trace's id.
+        trace_id: the trace's id.
         since: id of the last event that was read, or `"start"`.
     """
 
-    def __init__(self, trace: str, since: str) -> None:
-        self.trace = trace
+    def __init__(self, trace_id: str, since: str) -> None:
+        self.trace_id = trace_id
         self.since = since
         super().__init__(
-            f"trace {trace}: what follows {since!r} is gone with the trace, which had ended and was kept no longer: "
+            f"trace {trace_id}: what follows {since!r} is gone with the trace, which had ended and was kept no longer: "
             f"its time was over, or newer traces needed the room"
         )
 
@@ -404,14 +404,14 @@ class ValueMissing(TracewireError, LookupError):
     """A large value that a trace refers to cannot be loaded: it has expired with its trace, or is not whole any more.
 
     Attributes:
-        trace: the trace's id.
+        trace_id: the trace's id.
         name: the saved name that the value was first saved under.
     """
 
-    def __init__(self, trace: str, name: str, reason: str) -> None:
-        self.trace = trace
+    def __init__(self, trace_id: str, name: str, reason: str) -> None:
+        self.trace_id = trace_id
         self.name = name
-        super().__init__(f"the value saved as {name!r} by trace {trace} cannot be loaded: {reason}")
+        super().__init__(f"the value saved as {name!r} by trace {trace_id} cannot be loaded: {reason}")
 
 
 class BlockOnly(TracewireError, AttributeError):
@@ -431,23 +431,24 @@ class SaveMissing(TracewireError, KeyError):
     """Nothing is saved under this name. The message says why, where the engine said so.
 
     Attributes:
-        trace: the trace's id.
+        trace_id: the trace's id.
         name: the name that was asked for.
         reason: why the engine could not send what was saved under it; `""` if nothing was.
     """
 
-    def __init__(self, trace: str, name: Any, saved: Iterable[str], reason: str, ended: bool) -> None:
-        self.trace = trace
+    def __init__(self, trace_id: str, name: Any, saved: Iterable[str], reason: str, ended: bool) -> None:
+        self.trace_id = trace_id
         self.name = name
         self.reason = reason
         names = sorted(saved)
         if reason:
-            message = f"what trace {trace} saved as {name!r} could not be sent: {reason}"
+            message = f"what trace {trace_id} saved as {name!r} could not be sent: {reason}"
         else:
             near = difflib.get_close_matches(str(name), names, 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             held = ", ".join(names) or "nothing"
-            message = f"trace {trace} has saved nothing as {name!r}{'' if ended else ' so far'} (it has {held}){hint}"
+            so_far = "" if ended else " so far"
+            message = f"trace {trace_id} has saved nothing as {name!r}{so_far} (it has {held}){hint}"
         super().__init__(message)
 
     def __str__(self) -> str:

@@ -217,7 +217,7 @@ async def test_engines_drop_what_is_too_much_and_readers_are_told_by_name(client
         assert await there(bus, *names) == names[-3:]
         with anyio.fail_after(PATIENCE), pytest.raises(TraceForgotten, match="kept no longer") as forgotten:
             await anext(unread)
-        assert (forgotten.value.trace, forgotten.value.since) == ("t0", "start")
+        assert (forgotten.value.trace_id, forgotten.value.since) == ("t0", "start")
         for late in (client.state("t0"), anext(client.subscribe("t0", since="1-1"))):
             with pytest.raises(tracewire.UnknownTrace):
                 await late

@@ -214,7 +214,7 @@ async def test_a_request_goes_on_without_an_edit_that_raised(
     assert len(result.saves["good/hidden"]) == 5
     assert len(result.saves.get("bad/steps", [])) == left
     assert result.save_errors == {"0.0.bad": f"the edit raised {kind}: {message}"}
-    assert (item.trace, item.edit, item.saves) == (result.trace, "bad", {})
+    assert (item.trace_id, item.edit, item.saves) == (result.trace_id, "bad", {})
     assert (item.error.type, item.error.message) == (kind, message)
     assert item.error.filename == blocks.__file__
     assert "raise" in item.error.source

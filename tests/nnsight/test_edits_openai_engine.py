@@ -69,7 +69,7 @@ async def test_an_edit_runs_on_it_and_what_it_saves_comes_from_its_stream(
         item = await anext(told)
     assert answer.choices[0].text == plain.choices[0].text
     assert item.request.startswith(answer.id)
-    assert (item.edit, item.version, item.choice, item.trace) == ("seen", standing.version, 0, "")
+    assert (item.edit, item.version, item.choice, item.trace_id) == ("seen", standing.version, 0, "")
     assert (item.tokens, item.finish_reason, item.error, item.dropped) == (5, "length", None, "")
     assert item.engine in standing.engines
     assert set(item.saves) == {"hidden"}

@@ -864,7 +864,7 @@ async def test_a_rejection_is_raised_wherever_it_is_met_first(
             await calls[ask]()
         assert caught.value.field == "sampling.temperature"
         assert caught.value.type == "ValueError"
-        assert caught.value.trace == trace.id
+        assert caught.value.trace_id == trace.id
         for call in calls.values():
             with pytest.raises(TraceRejected):
                 await call()
@@ -911,7 +911,7 @@ async def test_a_block_that_raises_is_an_error_after_its_last_output(
         assert (error.filename, error.line, error.source) == ("service.py", 12, "x = 1 / 0")
         assert error.remote_traceback is not None
         assert "in watch" in error.remote_traceback
-        assert error.trace == trace.id
+        assert error.trace_id == trace.id
         assert error.result is not None
         assert error.result.saves == {"x": [1]}
         assert (await trace.accepted()).model == "tiny"

@@ -57,7 +57,7 @@ async def test_a_dead_letter_is_submitted_again_as_a_new_trace(
 ) -> None:
     id_, trace = await dead(client, bus, redis_url, prefix, acts)
     (letter,) = await client.dead_letters()
-    assert (letter.id, letter.trace, letter.model, letter.reason) == (id_, trace, "tiny", "each engine was lost")
+    assert (letter.id, letter.trace_id, letter.model, letter.reason) == (id_, trace, "tiny", "each engine was lost")
     assert letter.submission is not None
     assert letter.submission.invokes[0].prompt == "hello"
     assert letter.time > 1.7e9
@@ -128,7 +128,7 @@ async def test_what_cannot_be_read_is_shown_and_not_submitted(client: Client, bu
     await bus.queue.dead_letter("tiny", Taken("t\udcff", {b"v": b"1.0", b"t": b"t\xff", b"d": b"garbage"}, 0.0), "bad")
     await bus.queue.dead_letter("tiny", Taken("u", {b"v": b"99.0", b"t": b"u", b"d": b""}, 0.0), "new")
     one, two = await client.dead_letters()
-    assert (one.trace, one.submission, two.submission) == ("t\udcff", None, None)
+    assert (one.trace_id, one.submission, two.submission) == ("t\udcff", None, None)
     assert "99.0" in (two.problem or "")
     for letter in (one, two):
         with pytest.raises(TraceRejected, match="cannot be read"):

@@ -137,7 +137,7 @@ async def test_a_value_that_expired_names_the_trace_and_the_save(client: Client,
     await bus.command("DEL", bus.keys.blobs(trace.id))
     with pytest.raises(ValueMissing, match=f"'acts' by trace {trace.id} cannot be loaded: .* expired") as caught:
         await result.saves["acts"][0].load()
-    assert (caught.value.trace, caught.value.name) == (trace.id, "acts")
+    assert (caught.value.trace_id, caught.value.name) == (trace.id, "acts")
 
 
 async def test_a_value_that_was_changed_is_not_handed_out(client: Client, bus: Bus, engine: Any) -> None:

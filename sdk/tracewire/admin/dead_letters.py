@@ -30,7 +30,7 @@ class DeadLetter:
         id: its name among the dead letters.
         time: when it was given up, in seconds since the epoch by Redis's clock.
         model: the model that it was submitted to.
-        trace: the id of its trace, which has ended.
+        trace_id: the id of its trace, which has ended.
         reason: why it was given up.
         submission: what was submitted, if it can be read.
         problem: why it cannot, otherwise.
@@ -39,7 +39,7 @@ class DeadLetter:
     id: str
     time: float
     model: str
-    trace: str
+    trace_id: str
     reason: str
     submission: Submission | None
     problem: str | None = None
@@ -67,7 +67,7 @@ async def fresh(letter: DeadLetter, bus: Bus, client: str) -> Submission:
         raise TraceRejected("submission", f"dead letter {letter.id} cannot be read: {letter.problem}")
     submission = msgspec.structs.replace(
         letter.submission,
-        trace=uuid.uuid5(uuid.NAMESPACE_URL, f"tracewire:dead:{bus.keys.prefix}:{letter.id}:{letter.trace}").hex,
+        trace=uuid.uuid5(uuid.NAMESPACE_URL, f"tracewire:dead:{bus.keys.prefix}:{letter.id}:{letter.trace_id}").hex,
         # Whoever submitted it has given it up, and gone.
         detach=True,
         lease="",
@@ -77,11 +77,11 @@ async def fresh(letter: DeadLetter, bus: Bus, client: str) -> Submission:
     async def loaded(block: Block | None) -> Block | None:
         if block is None:
             return None
-        return msgspec.structs.replace(block, variables=await _loaded(letter.trace, block.variables, bus))
+        return msgspec.structs.replace(block, variables=await _loaded(letter.trace_id, block.variables, bus))
 
     invokes = [
         msgspec.structs.replace(
-            invoke, block=await loaded(invoke.block), media=await _loaded(letter.trace, invoke.media, bus)
+            invoke, block=await loaded(invoke.block), media=await _loaded(letter.trace_id, invoke.media, bus)
         )
         for invoke in submission.invokes
     ]
@@ -89,7 +89,7 @@ async def fresh(letter: DeadLetter, bus: Bus, client: str) -> Submission:
     return await without_large(submission, bus)
 
 
-async def _loaded(trace: str, packed: bytes, bus: Bus) -> bytes:
+async def _loaded(trace_id: str, packed: bytes, bus: Bus) -> bytes:
     """A packed dict of values by name, with the arrays that it refers to."""
 
     async def loaded(value: Any, name: str) -> Any:
@@ -99,9 +99,9 @@ async def _loaded(trace: str, packed: bytes, bus: Bus) -> bytes:
             return {key: await loaded(item, name) for key, item in value.items()}
         if isinstance(value, ArrayRef):
             try:
-                return await bus.blobs.load(trace, value)
+                return await bus.blobs.load(trace_id, value)
             except BlobMissing as error:
-                raise ValueMissing(trace, name, str(error)) from error
+                raise ValueMissing(trace_id, name, str(error)) from error
         return value
 
     return pack({name: await loaded(value, name) for name, value in unpack(packed).items()})

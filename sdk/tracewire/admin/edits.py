@@ -129,7 +129,7 @@ class EditOutput(msgspec.Struct, frozen=True):
         id: its place in the stream, for `watch(since=...)`.
         edit, version: which edit it was.
         request: the request's id, as its client knows it; `engine` ran it.
-        trace: the trace's id, if it was one: then this tells of an `error` only, and the saves stand on the trace.
+        trace_id: the trace's id, if it was one: then this tells of an `error` only, and the saves stand on the trace.
         invoke, choice: which of its prompts and sampled sequences.
         time: when it ended, in seconds since the epoch.
         tokens: how many tokens were sampled; `finish_reason` is vLLM's word for why no more.
@@ -144,7 +144,7 @@ class EditOutput(msgspec.Struct, frozen=True):
     version: int
     engine: str
     request: str
-    trace: str
+    trace_id: str
     invoke: int
     choice: int
     time: float
@@ -177,8 +177,8 @@ class EditOutput(msgspec.Struct, frozen=True):
             raise BrokenStream(
                 f"entry {id_} of edit {record.edit!r} differs from what the engine collected: {', '.join(wrong)}"
             )
-        names = set(cls.__struct_fields__) - {"id", "saves"}
-        return cls(id=id_, saves=saves, **{name: getattr(record, name) for name in names})
+        names = set(cls.__struct_fields__) - {"id", "saves", "trace_id"}
+        return cls(id=id_, saves=saves, trace_id=record.trace, **{name: getattr(record, name) for name in names})
 
 
 class Edits:

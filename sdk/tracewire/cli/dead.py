@@ -48,7 +48,7 @@ async def _list(options: argparse.Namespace) -> int:
     async with connect(options.url, prefix=options.prefix) as client:
         async for letter in _letters(client):
             if options.model is None or letter.model == options.model:
-                print("\t".join((letter.id, timestamp(letter.time), letter.model, letter.trace, letter.reason)))
+                print("\t".join((letter.id, timestamp(letter.time), letter.model, letter.trace_id, letter.reason)))
     return 0
 
 
@@ -56,7 +56,8 @@ async def _show(options: argparse.Namespace) -> int:
     async with connect(options.url, prefix=options.prefix) as client:
         async for letter in _letters(client):
             if letter.id == options.ids[0]:
-                shown = {name: getattr(letter, name) for name in ("id", "model", "trace", "reason", "problem")}
+                shown = {name: getattr(letter, name) for name in ("id", "model", "reason", "problem")}
+                shown["trace"] = letter.trace_id
                 shown["time"] = timestamp(letter.time)
                 shown["submission"] = msgspec.to_builtins(letter.submission, builtin_types=(bytes,))
                 print(json.dumps(shown, ensure_ascii=False, indent=2, default=_described))

@@ -145,5 +145,5 @@ def _item(item: EditOutput) -> str:
         more.append(f"{item.error.type}: {item.error.message}")
     if item.dropped:
         more.append(f"dropped: {item.dropped}")
-    where = f"trace {item.trace}" if item.trace else item.request
+    where = f"trace {item.trace_id}" if item.trace_id else item.request
     return "\t".join((item.id, f"version {item.version}", f"{where} {item.choice}", "  ".join(more))).rstrip()

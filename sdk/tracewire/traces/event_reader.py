@@ -35,10 +35,10 @@ logger = logging.getLogger("tracewire")
 class EventReader:
     """Events of one trace, in order, from the entries of its stream. Owns no task and no scope."""
 
-    def __init__(self, trace: str, bus: Bus, since: str) -> None:
-        self.trace = trace
-        self._entries = bus.read(trace, since)
-        self._large = LargeValues(trace, bus)
+    def __init__(self, trace_id: str, bus: Bus, since: str) -> None:
+        self.trace_id = trace_id
+        self._entries = bus.read(trace_id, since)
+        self._large = LargeValues(trace_id, bus)
         self._closed = False
         #: Id of the last entry read, or where reading began.
         self.position = since
@@ -77,12 +77,12 @@ class EventReader:
                 if self._closed:
                     return None
                 if isinstance(error, EntriesLost):
-                    raise EventsLost(self.trace, error.since, error.until) from error
+                    raise EventsLost(self.trace_id, error.since, error.until) from error
                 if isinstance(error, StreamGone):
-                    raise TraceForgotten(self.trace, error.since) from error
+                    raise TraceForgotten(self.trace_id, error.since) from error
                 raise connect_error(error) from error
             if isinstance(entry, EntryGap):
-                gap = Gap(self.trace, entry, self._large.load)
+                gap = Gap(self.trace_id, entry, self._large.load)
                 if fold is not None:
                     fold.resume(gap.snapshot())
                 self.position = gap.until
@@ -97,7 +97,7 @@ class EventReader:
                 try:
                     fold.apply(event)
                 except ValueError as error:
-                    raise BrokenStream(f"trace {self.trace}: {error}") from error
+                    raise BrokenStream(f"trace {self.trace_id}: {error}") from error
             return event
 
     def _decode(self, entry: Entry) -> AnyEvent | None:
@@ -106,12 +106,12 @@ class EventReader:
             with loading_by(self._large.load):
                 event = decode_event(entry.data, Output, Shared)
         except NewerSchema as error:
-            raise BrokenStream(f"trace {self.trace}, event {entry.id}: {error}") from error
+            raise BrokenStream(f"trace {self.trace_id}, event {entry.id}: {error}") from error
         except UnknownKind as error:
-            logger.warning("trace %s: skipping event %s: %s", self.trace, entry.id, error)
+            logger.warning("trace %s: skipping event %s: %s", self.trace_id, entry.id, error)
             return None
         except msgspec.MsgspecError as error:
-            raise BrokenStream(f"trace {self.trace}: event {entry.id} cannot be read: {error}") from error
+            raise BrokenStream(f"trace {self.trace_id}: event {entry.id} cannot be read: {error}") from error
         if isinstance(event, Output):
             # What was saved is decoded later.
             event.__dict__["_loader"] = self._large.load

@@ -14,7 +14,7 @@ class TraceFailed(TracewireError):
     """A trace ran and did not come to its end: its engine could not go on, or it was cancelled or expired.
 
     Attributes:
-        trace: its id.
+        trace_id: its id.
         status: how it ended (`"failed"`, `"cancelled"`, `"expired"`).
         type, message: the error behind it.
         result: what had been generated and saved until then.
@@ -24,18 +24,18 @@ class TraceFailed(TracewireError):
         self,
         message: str,
         *,
-        trace: str,
+        trace_id: str,
         status: str = "failed",
         type: str | None = None,
         result: Result | None = None,
     ) -> None:
-        self.trace = trace
+        self.trace_id = trace_id
         self.status = status
         self.type = type
         self.message = message
         self.result = result
         cause = f"{type}: {message}" if type else message
-        super().__init__(f"trace {trace} {status}: {cause}" if cause else f"trace {trace} {status}")
+        super().__init__(f"trace {trace_id} {status}: {cause}" if cause else f"trace {trace_id} {status}")
 
 
 class InterventionError(TraceFailed):
@@ -47,8 +47,8 @@ class InterventionError(TraceFailed):
         result: what had been generated and saved until then.
     """
 
-    def __init__(self, failure: Failure, *, trace: str, result: Result | None = None) -> None:
-        super().__init__(failure.message, trace=trace, status="failed", type=failure.type, result=result)
+    def __init__(self, failure: Failure, *, trace_id: str, result: Result | None = None) -> None:
+        super().__init__(failure.message, trace_id=trace_id, status="failed", type=failure.type, result=result)
         self.filename = failure.filename
         self.line = failure.line
         self.source = failure.source.strip() if failure.source else failure.source

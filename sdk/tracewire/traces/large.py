@@ -60,8 +60,8 @@ async def load(value: Any, *, exact: bool = False) -> Any:
 class LargeValues:
     """Loads what one trace's events refer to."""
 
-    def __init__(self, trace: str, bus: Bus) -> None:
-        self.trace = trace
+    def __init__(self, trace_id: str, bus: Bus) -> None:
+        self.trace_id = trace_id
         self._bus = bus
 
     async def load(self, ref: ArrayRef) -> np.ndarray[Any, Any]:
@@ -74,9 +74,9 @@ class LargeValues:
         """
         with bus_errors():
             try:
-                return await self._bus.blobs.load(self.trace, ref)
+                return await self._bus.blobs.load(self.trace_id, ref)
             except BlobMissing as error:
-                raise ValueMissing(self.trace, ref.name, str(error)) from error
+                raise ValueMissing(self.trace_id, ref.name, str(error)) from error
 
 
 async def without_large(submission: Submission, bus: Bus) -> Submission:
@@ -103,7 +103,7 @@ async def without_large(submission: Submission, bus: Bus) -> Submission:
     return msgspec.structs.replace(submission, block=await moved(submission.block), invokes=invokes)
 
 
-async def _referring(trace: str, packed: bytes, bus: Bus) -> bytes:
+async def _referring(trace_id: str, packed: bytes, bus: Bus) -> bytes:
     """A packed dict of values by name, with references for its large arrays."""
 
     async def moved(value: Any, name: str) -> Any:
@@ -112,7 +112,7 @@ async def _referring(trace: str, packed: bytes, bus: Bus) -> bytes:
         if isinstance(value, dict):
             return {key: await moved(item, name) for key, item in value.items()}
         if getattr(value, "nbytes", 0) > THRESHOLD_BYTES and not isinstance(value, ArrayRef):
-            return await bus.blobs.store(trace, value, name)
+            return await bus.blobs.store(trace_id, value, name)
         return value
 
     return pack({name: await moved(value, name) for name, value in unpack(packed).items()})

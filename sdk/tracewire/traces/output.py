@@ -141,10 +141,10 @@ class Gap:
     from there.
     """
 
-    __slots__ = ("_data", "_loader", "_names", "_schema", "since", "trace", "until")
+    __slots__ = ("_data", "_loader", "_names", "_schema", "since", "trace_id", "until")
 
-    def __init__(self, trace: str, gap: EntryGap, loader: Any, names: frozenset[str] | None = None) -> None:
-        self.trace = trace
+    def __init__(self, trace_id: str, gap: EntryGap, loader: Any, names: frozenset[str] | None = None) -> None:
+        self.trace_id = trace_id
         self.since = gap.since
         self.until = gap.until
         self._schema, self._data = gap.snapshot.schema, gap.snapshot.data
@@ -165,7 +165,7 @@ class Gap:
         """
         fold = Fold(self._names)
         fold.resume(self.snapshot())
-        return State(self.trace, fold)
+        return State(self.trace_id, fold)
 
     def snapshot(self) -> Snapshot:
         """What a fold goes on from.
@@ -178,7 +178,7 @@ class Gap:
             with loading_by(self._loader):
                 return decode_snapshot(self._data)
         except (NewerSchema, msgspec.MsgspecError) as error:
-            raise BrokenStream(f"trace {self.trace}, the snapshot at {self.until}: {error}") from error
+            raise BrokenStream(f"trace {self.trace_id}, the snapshot at {self.until}: {error}") from error
 
     def only(self, names: frozenset[str]) -> Gap:
         """This gap with only these saved names in its state."""
@@ -189,7 +189,7 @@ class Gap:
         return copy
 
     def __repr__(self) -> str:
-        return f"<Gap in {self.trace}: what came after {self.since} up to {self.until} was trimmed>"
+        return f"<Gap in {self.trace_id}: what came after {self.since} up to {self.until} was trimmed>"
 
 
 AnyEvent: TypeAlias = Accepted | Output | Steered | Paused | Resumed | Waiting | Restarted | Final

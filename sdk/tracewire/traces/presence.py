@@ -79,19 +79,19 @@ class Presence:
         if len(self._expected) == 1:
             self._changed.set()
 
-    def content(self, trace: str) -> None:
+    def content(self, trace_id: str) -> None:
         """A trace needs that no more."""
-        self._expected.pop(trace, None)
+        self._expected.pop(trace_id, None)
 
-    def abandon(self, trace: str, by: str, reason: str) -> None:
+    def abandon(self, trace_id: str, by: str, reason: str) -> None:
         """Cancel a trace as soon as Redis answers, if it is there then, unless it is taken back by `reclaim`."""
-        self._abandoned[trace] = by, reason, False
+        self._abandoned[trace_id] = by, reason, False
         self._run()
         self._changed.set()
 
-    def reclaim(self, trace: str) -> None:
+    def reclaim(self, trace_id: str) -> None:
         """A trace is not to be cancelled after all."""
-        self._abandoned.pop(trace, None)
+        self._abandoned.pop(trace_id, None)
 
     def look_after(self, model: str) -> None:
         """See to it that traces of this model whose engines are lost wait again or end, also with no engine alive."""
@@ -119,9 +119,9 @@ class Presence:
             self._run()
         return self._lease
 
-    def watch(self, trace: str, seconds: float) -> None:
+    def watch(self, trace_id: str, seconds: float) -> None:
         """See to it that a trace ends, `seconds` from now."""
-        heapq.heappush(self._due, (anyio.current_time() + seconds + _SOON_S, trace, True))
+        heapq.heappush(self._due, (anyio.current_time() + seconds + _SOON_S, trace_id, True))
         self._run()
         self._changed.set()
 
@@ -198,23 +198,23 @@ class Presence:
 
     async def _cancel(self) -> None:
         """Cancel what was abandoned."""
-        for trace, (by, reason, missed) in list(self._abandoned.items()):
-            if trace not in self._abandoned:
+        for trace_id, (by, reason, missed) in list(self._abandoned.items()):
+            if trace_id not in self._abandoned:
                 continue
             try:
-                await self._bus.cancel(trace, by=by, reason=reason)
+                await self._bus.cancel(trace_id, by=by, reason=reason)
             except BusUnavailable:
                 raise
             except TraceMissing:
                 if not missed:
                     # The submission may be under way still, over a connection that was given up.
-                    self._abandoned[trace] = by, reason, True
+                    self._abandoned[trace_id] = by, reason, True
                     continue
             except TraceEnded:
                 pass
             except BusError as error:
-                logger.warning("trace %s, which its submitter has left, could not be cancelled: %s", trace, error)
-            self._abandoned.pop(trace, None)
+                logger.warning("trace %s, which its submitter has left, could not be cancelled: %s", trace_id, error)
+            self._abandoned.pop(trace_id, None)
 
     async def _look(self) -> None:
         """Submit again what Redis does not know any more since it was away."""
@@ -226,10 +226,10 @@ class Presence:
         if broken_at == self._broken_at:
             # In the order in which they were submitted.
             while self._expected:
-                trace, (since, _) = next(iter(self._expected.items()))
+                trace_id, (since, _) = next(iter(self._expected.items()))
                 if since > anyio.current_time() - EXPECT_S:
                     break
-                del self._expected[trace]
+                del self._expected[trace_id]
             return
         expected = [submission for _, submission in self._expected.values()]
         for start in range(0, len(expected), 100):
@@ -253,7 +253,7 @@ class Presence:
         if not due:
             return
         try:
-            await self._bus.sweep(sorted({self._bus.keys.tag(trace) for _, trace, _ in due}))
+            await self._bus.sweep(sorted({self._bus.keys.tag(trace_id) for _, trace_id, _ in due}))
         except NotAllowed as error:
             # It may only read: engines do it.
             logger.debug("a deadline is not this client's to keep: %s", error)
@@ -261,9 +261,9 @@ class Presence:
         except BusError:
             # They are looked at again: there may be no engine that does.
             later = anyio.current_time() + self._lease_s / 6
-            for _, trace, again in due:
-                heapq.heappush(self._due, (later, trace, again))
+            for _, trace_id, again in due:
+                heapq.heappush(self._due, (later, trace_id, again))
             raise
-        for _, trace, again in due:
+        for _, trace_id, again in due:
             if again:
-                heapq.heappush(self._due, (now + _AGAIN_S, trace, False))
+                heapq.heappush(self._due, (now + _AGAIN_S, trace_id, False))

@@ -23,16 +23,16 @@ class Saves(dict[str, Any]):
     """Saved values by name. Asking for a name that is not there raises a `SaveMissing`, which is a `KeyError`."""
 
     def __init__(
-        self, values: Mapping[str, Any] = MappingProxyType({}), trace: str = "", *, ended: bool = False
+        self, values: Mapping[str, Any] = MappingProxyType({}), trace_id: str = "", *, ended: bool = False
     ) -> None:
         super().__init__(values)
-        self._trace = trace
+        self._trace_id = trace_id
         self._ended = ended
         #: Why what was saved under a name could not be sent.
         self._reasons: dict[str, str] = {}
 
     def __missing__(self, name: Any) -> Any:
-        raise SaveMissing(self._trace, name, self, self._reasons.get(name, ""), self._ended)
+        raise SaveMissing(self._trace_id, name, self, self._reasons.get(name, ""), self._ended)
 
 
 @dataclass
@@ -63,7 +63,7 @@ class State:
     `invokes[i].choices[j]`.
 
     Attributes:
-        trace: the trace's id.
+        trace_id: the trace's id.
         invokes: its prompts, in order, with their choices.
         shared: what its prompts' blocks share, by name: values of the trace, and of none of its prompts.
         attempt, seq: the last event folded; `seq` is -1 before the first.
@@ -76,11 +76,11 @@ class State:
         warnings: what a block did that its author hardly meant, at the author's own line (at the end only).
     """
 
-    def __init__(self, trace: str, fold: Fold) -> None:
+    def __init__(self, trace_id: str, fold: Fold) -> None:
         from tracewire_bus.bus import FINAL_ID
 
         copy = fold.copy()
-        self.trace = trace
+        self.trace_id = trace_id
         self.attempt: int = copy.attempt
         self.seq: int = copy.seq
         self.status: Status | None = copy.status
@@ -95,8 +95,8 @@ class State:
         self.prompt_logprobs = list(copy.prompt_logprobs)
         self.warnings: list[str] = list(copy.warnings)
         self.position = FINAL_ID if copy.finished else "start" if copy.seq < 0 else f"{copy.attempt}-{copy.seq}"
-        self.invokes = _invokes(copy, trace)
-        self.shared: dict[str, Any] = _saves(copy, trace, SHARED_INVOKE, 0)
+        self.invokes = _invokes(copy, trace_id)
+        self.shared: dict[str, Any] = _saves(copy, trace_id, SHARED_INVOKE, 0)
         self._digest = copy.digest
 
     @property
@@ -132,26 +132,26 @@ class State:
         choices = [choice for invoke in self.invokes for choice in invoke.choices]
         if len(choices) > 1:
             raise AmbiguousResult(
-                f"trace {self.trace} has {len(self.invokes)} prompts and {len(choices)} choices: "
+                f"trace {self.trace_id} has {len(self.invokes)} prompts and {len(choices)} choices: "
                 f"ask .invokes[i].choices[j].{what}"
             )
-        return choices[0] if choices else Choice(0, 0, saves=Saves({}, self.trace, ended=self.finished))
+        return choices[0] if choices else Choice(0, 0, saves=Saves({}, self.trace_id, ended=self.finished))
 
     def __repr__(self) -> str:
         choices = [choice for invoke in self.invokes for choice in invoke.choices]
         tokens = sum(len(choice.token_ids) for choice in choices)
         names = sorted({name for choice in choices for name in choice.saves})
         saves = f", saves {', '.join(names)}" if names else ""
-        return f"<{type(self).__name__} of {self.trace}: {self.status or 'running'}, {tokens} tokens{saves}>"
+        return f"<{type(self).__name__} of {self.trace_id}: {self.status or 'running'}, {tokens} tokens{saves}>"
 
 
 class Result(State):
     """A trace at its end, compared with the digests of what the engine itself collected."""
 
 
-def _saves(fold: Fold, trace: str, invoke: int, choice: int) -> Saves:
+def _saves(fold: Fold, trace_id: str, invoke: int, choice: int) -> Saves:
     held = fold.choices.get((invoke, choice))
-    saves = Saves({} if held is None else held.saves, trace, ended=fold.finished)
+    saves = Saves({} if held is None else held.saves, trace_id, ended=fold.finished)
     prefix = f"{invoke}.{choice}."
     saves._reasons = {
         where.removeprefix(prefix): reason for where, reason in fold.save_errors.items() if where.startswith(prefix)
@@ -159,7 +159,7 @@ def _saves(fold: Fold, trace: str, invoke: int, choice: int) -> Saves:
     return saves
 
 
-def _invokes(fold: Fold, trace: str) -> list[Invoke]:
+def _invokes(fold: Fold, trace_id: str) -> list[Invoke]:
     """Every choice that there is or will be, so that an index means the same from the first event to the last."""
     counts: dict[int, int] = {}
     if fold.accepted is not None:
@@ -175,7 +175,7 @@ def _invokes(fold: Fold, trace: str) -> list[Invoke]:
     for index in range(max(counts, default=-1) + 1):
         choices = []
         for number in range(counts.get(index, 1)):
-            one = Choice(index, number, saves=_saves(fold, trace, index, number))
+            one = Choice(index, number, saves=_saves(fold, trace_id, index, number))
             if (held := fold.choices.get((index, number))) is not None:
                 one.text, one.token_ids = held.text, held.token_ids
                 one.finish_reason, one.stop_reason = held.finish_reason, held.stop_reason

@@ -33,7 +33,7 @@ class Subscription(Reader):
     with entering, or with the first item; `since="now"` means that moment.
     """
 
-    def __init__(self, session: Session, trace: str, reader: EventReader, names: Iterable[str] | None) -> None:
+    def __init__(self, session: Session, trace_id: str, reader: EventReader, names: Iterable[str] | None) -> None:
         if names is not None:
             if isinstance(names, str) or not isinstance(names, Iterable):
                 raise TypeError(f"names is a collection of saved names, as in {{'projection'}}, not {names!r}")
@@ -41,7 +41,7 @@ class Subscription(Reader):
             for name in names:
                 if not isinstance(name, str):
                     raise TypeError(f"names is a collection of saved names, and {name!r} is none")
-        self.trace = trace
+        self.trace_id = trace_id
         self._session = session
         self._reader = reader
         self._names = names
@@ -63,11 +63,11 @@ class Subscription(Reader):
             return
         bus = self._session.open_bus()
         with bus_errors():
-            known, left = await bus.records.left(self.trace)
-            if not known and not await bus.exists(self.trace):
-                raise UnknownTrace(self.trace)
+            known, left = await bus.records.left(self.trace_id)
+            if not known and not await bus.exists(self.trace_id):
+                raise UnknownTrace(self.trace_id)
         if left is not None:
-            self._session.presence.watch(self.trace, max(0.0, left))
+            self._session.presence.watch(self.trace_id, max(0.0, left))
         await self._reader.start()
         self._started = True
 
@@ -102,8 +102,8 @@ class Subscription(Reader):
             hint = f"; did you mean {near[0]!r}?" if near else ""
             logger.warning(
                 "a subscription to trace %s asked for the save %r, which the trace never had (it has %s)%s",
-                *(self.trace, name, ", ".join(sorted(saved)) or "none", hint),
+                *(self.trace_id, name, ", ".join(sorted(saved)) or "none", hint),
             )
 
     def __repr__(self) -> str:
-        return f"<Subscription to {self.trace} at {self.position}>"
+        return f"<Subscription to {self.trace_id} at {self.position}>"

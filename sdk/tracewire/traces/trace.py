@@ -348,10 +348,10 @@ class Trace(Reader):
         if status == "rejected" and error is not None:
             raise rejection(error, self.id)
         if status == "failed" and error is not None and error.field == "block":
-            raise InterventionError(error, trace=self.id, result=self._settled())
+            raise InterventionError(error, trace_id=self.id, result=self._settled())
         raise TraceFailed(
             error.message if error else "",
-            trace=self.id,
+            trace_id=self.id,
             status=status or "failed",
             type=error.type if error else None,
             result=self._settled(),

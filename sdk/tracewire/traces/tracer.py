@@ -257,6 +257,6 @@ def merged(result: Result) -> dict[str, Any]:
             for name, value in choice.saves.items():
                 found.setdefault(name, []).append(value)
     one = {name: values[0] if len(values) == 1 else values for name, values in found.items()}
-    saves = Saves({**one, **result.shared}, result.trace, ended=True)
+    saves = Saves({**one, **result.shared}, result.trace_id, ended=True)
     saves._reasons = {where.split(".", 2)[-1]: reason for where, reason in result.save_errors.items()}
     return saves
