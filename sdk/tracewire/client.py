@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import anyio
 
-from tracewire.admin.dead_letters import DeadLetter, fresh
+from tracewire.admin.dead_letters import DeadLetter, resubmission_of
 from tracewire.admin.edits import Edits
 from tracewire.admin.engines import Draining, Engine
 from tracewire.admin.watch import Watch
@@ -214,7 +214,7 @@ class Client:
         if name not in engines:
             raise UnknownEngine(name, engines)
         drained = engines[name]
-        if not drained.drains:
+        if not drained.can_drain:
             raise EngineTooOld(name, drained.schema)
         bus = self._session.open_bus()
         with bus_errors():
@@ -413,7 +413,7 @@ class Client:
             found = await bus.queue.find_dead_letter(id_) if is_entry_id(id_) else None
             if found is None:
                 raise UnknownDeadLetter(id_)
-            submission = await fresh(DeadLetter.of(found), bus, self._session.name)
+            submission = await resubmission_of(DeadLetter.of(found), bus, self._session.name)
             model = await self._session.models.find(submission.model)
             with refusals(submission.model):
                 await bus.submit(submission, model.info.queue_limit, model.info.retention_s or None)
@@ -515,7 +515,7 @@ class Client:
             if parse_id(tail) == (0, 0) and not await bus.exists(trace_id):
                 raise UnknownTrace(trace_id)
             reader = EventReader(trace_id, bus, "0-0")
-            reader.expect()
+            reader.assume_exists()
         fold = Fold()
         try:
             while parse_id(reader.position) < parse_id(tail) and await reader.next(fold) is not None:

@@ -34,7 +34,7 @@ async def test_a_deadline_is_seen_to_after_an_outage(
     bus: Bus, embedded: str, prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both of the times that a client looks at it Redis is away, for longer than the client is patient."""
-    monkeypatch.setattr("tracewire.traces.presence._AGAIN_S", 0.05)
+    monkeypatch.setattr("tracewire.traces.presence._SECOND_LOOK_S", 0.05)
     with anyio.fail_after(PATIENCE):
         async with proxy(embedded, tmp_path) as way, Bus.open(way.url, prefix=prefix, patience_s=0.05) as away:
             failures = 0
@@ -55,7 +55,7 @@ async def test_a_deadline_is_seen_to_after_an_outage(
             presence = Presence(away, 1)
             way.away = True
             await way.cut()
-            presence.watch("late", 0.01)
+            presence.watch_deadline("late", 0.01)
             async with bus.read("late") as entries:
                 await anext(entries)
             await presence.aclose()

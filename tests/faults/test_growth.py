@@ -33,7 +33,7 @@ async def test_nothing_that_python_counts_is_left_of_traces_that_have_ended(
     # What Redis has acknowledged is kept for a while, should it come back with less.
     monkeypatch.setattr(writing, "KEEP_S", 0.0)
     monkeypatch.setattr(writing, "LOOK_S", 0.05)
-    monkeypatch.setattr(presence, "EXPECT_S", 0.0)
+    monkeypatch.setattr(presence, "GUARD_S", 0.0)
 
     async with tracewire.connect(bus.url, prefix=bus.keys.prefix) as client, serving(bus, free(), info()) as adapter:
         await client.model("tiny", wait_for_engine=10)

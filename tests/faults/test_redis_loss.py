@@ -35,7 +35,7 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """What waits for a while waits less."""
     monkeypatch.setattr(recovery, "PATIENCE_S", 0.1)
     monkeypatch.setattr(writing, "LOOK_S", 0.05)
-    monkeypatch.setattr("tracewire.traces.presence.LOOK_S", 0.05)
+    monkeypatch.setattr("tracewire.traces.presence.GUARD_POLL_S", 0.05)
 
 
 @pytest.fixture
@@ -339,7 +339,7 @@ async def test_what_redis_forgot_before_an_engine_took_it_is_submitted_again(red
             async with serving(bus, free()):
                 assert len((await trace.result()).token_ids) == 5
             presence: Presence = client._session.presence
-            assert not presence._expected
+            assert not presence._guarded
 
 
 async def test_while_redis_is_away_the_engine_is_held_and_loses_nothing(redis: Server, tmp_path: Path) -> None:

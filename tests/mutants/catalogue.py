@@ -475,15 +475,15 @@ MUTANTS = (
     _of(
         f"{_SDK}/traces/trace.py",
         "an-output-is-lost-beside-a-result",
-        "            if self._iterated or self._keep:",
-        "            if self._keep:",
+        "            if self._iterating or self._keep_items:",
+        "            if self._keep_items:",
         _CLIENT + "::test_an_iteration_that_begins_while_a_result_is_waited_for_gets_all",
     ),
     _of(
         f"{_SDK}/traces/trace.py",
         "a-submission-in-doubt-is-forgotten",
-        "                self._doubtful = not submission.detach\n",
-        "                self._doubtful = False\n",
+        "                self._unconfirmed = not submission.detach\n",
+        "                self._unconfirmed = False\n",
         "tests/sdk/test_outages.py::test_a_submission_whose_reply_was_lost_is_cancelled_when_redis_answers",
         hangs=True,
     ),
@@ -525,7 +525,7 @@ MUTANTS = (
     _of(
         f"{_SDK}/traces/presence.py",
         "a-forgotten-submission-is-not-repeated",
-        "                    await self._bus.submit(await without_large(one, self._bus))\n",
+        "                    await self._bus.submit(await offload_large_arrays(one, self._bus))\n",
         "                    pass\n",
         _REDIS + "::test_what_redis_forgot_before_an_engine_took_it_is_submitted_again",
     ),

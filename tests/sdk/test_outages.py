@@ -87,10 +87,10 @@ async def test_a_submission_whose_reply_was_lost_runs_once_where_it_is_started_a
         trace = client.trace("tiny", "hello")
         with pytest.raises(ConnectError):
             await trace.start()
-        assert client._session.presence._abandoned
+        assert client._session.presence._to_cancel
         way.away = False
         async with ScriptedEngine.running(bus.url, bus.keys.prefix, tiny, engine_info()) as engine, trace:
-            assert not client._session.presence._abandoned
+            assert not client._session.presence._to_cancel
             assert (await trace.result()).status == "finished"
             assert [one.trace for one in engine.taken] == [trace.id]
 
@@ -101,7 +101,7 @@ async def test_a_detached_submission_whose_reply_was_lost_is_left_alone(bus: Bus
         trace = client.trace("tiny", "hello", detach=True)
         with pytest.raises(ConnectError):
             await trace.start()
-        assert not client._session.presence._abandoned
+        assert not client._session.presence._to_cancel
         way.away = False
         async with ScriptedEngine.running(bus.url, bus.keys.prefix, tiny, engine_info()):
             events = [event async for event in client.subscribe(trace.id)]

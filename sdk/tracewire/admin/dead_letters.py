@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from tracewire.errors import TraceRejected, ValueMissing
-from tracewire.traces.large import without_large
+from tracewire.traces.large import offload_large_arrays
 from tracewire_bus.store.blobs import BlobMissing
 from tracewire_bus.wire.codec import NewerSchema, check_schema, decode_submission
 from tracewire_bus.wire.messages import Block, Submission
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tracewire_bus.bus import Bus
     from tracewire_bus.store.submission_queue import DeadLetter as Letter
 
-__all__ = ["DeadLetter", "fresh"]
+__all__ = ["DeadLetter", "resubmission_of"]
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class DeadLetter:
         return cls(letter.id, letter.time, letter.model, letter.trace, letter.reason, submission, problem)
 
 
-async def fresh(letter: DeadLetter, bus: Bus, client: str) -> Submission:
+async def resubmission_of(letter: DeadLetter, bus: Bus, client: str) -> Submission:
     """What to submit for a dead letter. Its trace id is new, and always the same for this letter.
 
     Raises:
@@ -86,7 +86,7 @@ async def fresh(letter: DeadLetter, bus: Bus, client: str) -> Submission:
         for invoke in submission.invokes
     ]
     submission = msgspec.structs.replace(submission, block=await loaded(submission.block), invokes=invokes)
-    return await without_large(submission, bus)
+    return await offload_large_arrays(submission, bus)
 
 
 async def _loaded(trace_id: str, packed: bytes, bus: Bus) -> bytes:

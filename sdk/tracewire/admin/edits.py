@@ -229,7 +229,7 @@ class Edits:
             BusUnavailable: Redis does not answer; it may have been installed.
             ValueError: `wait` is negative.
         """
-        edit = self._checked(name, block, interventions, scope, on_error, max_failures)
+        edit = self._checked_message(name, block, interventions, scope, on_error, max_failures)
         if replacing is not None and (type(replacing) is not int or replacing < 0):
             raise EditRejected(name, "replacing", f"expected a version's number, or 0 for none, got {replacing!r}")
         _check_wait(wait)
@@ -244,14 +244,14 @@ class Edits:
                 raise EditConflict(name, str(error), error.version) from None
             except EditsFull as error:
                 raise EditRejected(name, "name", str(error)) from None
-            for engine in await self._followed(name, version, wait):
+            for engine in await self._wait_for_engines(name, version, wait):
                 if (reason := engine.edit_errors.get(name)) is not None:
-                    await self._put_back(name, version, before)
+                    await self._restore(name, version, before)
                     field, _, message = reason.partition(": ")
                     raise EditRejected(name, field, f"{message} (says engine {engine.engine})")
         return await self.get(name)
 
-    async def _put_back(self, name: str, version: int, before: Installed | None) -> None:
+    async def _restore(self, name: str, version: int, before: Installed | None) -> None:
         """Install what stood there before an engine refused a version, unless another client has changed it since."""
         edits = self._session.open_bus().edits
         try:
@@ -306,7 +306,7 @@ class Edits:
                 generation = await bus.edits.remove(self.model, name, version=version)
             except NoSuchEdit as error:
                 raise UnknownEdit(name, str(error)) from None
-            await self._followed(name, generation, wait)
+            await self._wait_for_engines(name, generation, wait)
 
     async def clear(self, *, wait: float | None = 10.0) -> None:
         """Remove all edits of the model."""
@@ -336,7 +336,7 @@ class Edits:
 
     # --- what is looked at ------------------------------------------------------------------------------------------
 
-    def _checked(
+    def _checked_message(
         self, name: Any, block: Any, interventions: Any, scope: Any, on_error: Any, max_failures: Any
     ) -> EditMessage:
         if not isinstance(name, str) or not is_edit_name(name):
@@ -410,7 +410,7 @@ class Edits:
             message = re.sub(r"was not declared at submission.*", "cannot be used: an edit has none", error.message)
             raise EditRejected(edit.name, error.field, message) from None
 
-    async def _followed(self, name: str, generation: int, wait: float | None) -> Sequence[EngineInfo]:
+    async def _wait_for_engines(self, name: str, generation: int, wait: float | None) -> Sequence[EngineInfo]:
         """The live engines of the model, when they follow this change; none if nobody is to wait."""
         if wait is None:
             return ()

@@ -77,7 +77,7 @@ class Engine:
         return self.state in ("serving", "holding")
 
     @property
-    def drains(self) -> bool:
+    def can_drain(self) -> bool:
         """Whether its version can be asked to drain."""
         major, _, minor = self.schema.partition(".")
         return not (major.isdecimal() and minor.isdecimal()) or (int(major), int(minor)) >= (1, 1)

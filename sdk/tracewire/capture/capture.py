@@ -65,12 +65,12 @@ class Capture:
         self.paths: dict[str, str] = {}
         self.shared: dict[str, str] = {}
         #: Shared values that a name without any other meaning may stand for.
-        self.offered: frozenset[str] = frozenset()
+        self.shareable: frozenset[str] = frozenset()
         self._values: dict[str, bytes] = {}
         #: Of modules of one's own, by the name that they have here: hidden names of what is used of them, by attribute.
-        self._own: dict[str, dict[str, Any]] = {}
+        self._own_modules: dict[str, dict[str, Any]] = {}
         #: What a hidden name is called in the source.
-        self._spelled: dict[str, str] = {}
+        self._written_as: dict[str, str] = {}
         self._meanings: dict[str, tuple[Any, FunctionSource]] = {}
         self._parameters = parameters
         self._bound = bound
@@ -85,7 +85,10 @@ class Capture:
             first_line=line,
             parameters=self._parameters,
             variables=self.packed(),
-            helpers=[*self.helpers, *(_stand_in(name, used) for name, used in sorted(self._own.items()))],
+            helpers=[
+                *self.helpers,
+                *(_own_module_namespace(name, used) for name, used in sorted(self._own_modules.items())),
+            ],
             modules=dict(sorted(self.modules.items())),
             imports=dict(sorted(self.imports.items())),
             paths=dict(sorted(self.paths.items())),
@@ -110,7 +113,7 @@ class Capture:
                 continue
             if block and name in self._bound:
                 continue
-            if name in self.offered:
+            if name in self.shareable:
                 self.shared[name] = name
                 continue
             value: Any = MISSING
@@ -138,7 +141,7 @@ class Capture:
 
     def bind_absent(self, name: str, source: FunctionSource, line: int) -> None:
         """Bind a name without a value here: to what the trace shares, or by an `import` statement that did not run."""
-        if name in self.offered:
+        if name in self.shareable:
             self.shared[name] = name
             return
         for module, attribute in source.module_imports.get(name, ()):
@@ -171,7 +174,7 @@ class Capture:
                     f"{where.name}(), and a block and its functions share one namespace: rename one of them",
                     line,
                 )
-            if name in self._own:
+            if name in self._own_modules:
                 self._bind_own_module(name, value, source)
             return
         self._meanings[name] = (value, source)
@@ -180,7 +183,7 @@ class Capture:
         elif isinstance(value, types.ModuleType):
             self._bind_module(name, value, source, line)
         elif isinstance(value, BlockFunction):
-            spelled = self._spelled.get(name, name)
+            spelled = self._written_as.get(name, name)
             reason = f"{spelled!r} is an intervention, and a block cannot call another"
             raise self._untransportable(spelled, reason, source, line)
         elif (importable := _importable(name, value, source)) is not None:
@@ -223,7 +226,7 @@ class Capture:
 
     def _bind_own_module(self, name: str, module: types.ModuleType, source: FunctionSource) -> None:
         """Bind what `source` uses of a module that no engine has."""
-        known = self._own.setdefault(name, {})
+        known = self._own_modules.setdefault(name, {})
         for use in source.uses(name):
             value, taken = module, known
             for depth, step in enumerate(use.chain, 1):
@@ -240,7 +243,7 @@ class Capture:
                     raise source.error(
                         f"a block cannot change {spelled!r}: what it uses of your module is a copy", use.line
                     )
-                self._spelled[hidden] = spelled
+                self._written_as[hidden] = spelled
                 self.bind(hidden, value, source, use.line)
                 if isinstance(value, types.ModuleType):
                     self._import_below(value.__name__, use.chain[depth:])
@@ -257,7 +260,7 @@ class Capture:
     def _bind_function(self, name: str, function: types.FunctionType, source: FunctionSource, line: int) -> None:
         if hasattr(function, "__wrapped__"):
             raise source.error(
-                f"{self._spelled.get(name, name)}() is decorated, and decorators do not travel: call a function "
+                f"{self._written_as.get(name, name)}() is decorated, and decorators do not travel: call a function "
                 "without any, and put what the decorator does into its body",
                 line,
             )
@@ -285,20 +288,20 @@ class Capture:
     def _bind_value(self, name: str, value: Any, source: FunctionSource, line: int) -> None:
         from tracewire_bus.wire.values import ArrayRef, Unsavable, pack
 
-        spelled = self._spelled.get(name, name)
+        spelled = self._written_as.get(name, name)
         if isinstance(value, ArrayRef):
             reason = f"{spelled!r} is {value!r} of another trace: pass what its load() returns"
             raise self._untransportable(spelled, reason, source, line)
         try:
             self._values[name] = pack(value)
         except Unsavable as error:
-            raise self._untransportable(spelled, _why(spelled, value, error), source, line) from None
+            raise self._untransportable(spelled, _untransportable_reason(spelled, value, error), source, line) from None
 
     def _untransportable(self, name: str, reason: str, source: FunctionSource, line: int) -> UntransportableVariable:
         return UntransportableVariable(name, reason, filename=source.filename, line=line)
 
 
-def _stand_in(name: str, used: Mapping[str, Any]) -> Helper:
+def _own_module_namespace(name: str, used: Mapping[str, Any]) -> Helper:
     """What a module of one's own is on the engine: an object with what is used of it."""
 
     def spelled(used: Mapping[str, Any]) -> str:
@@ -369,7 +372,7 @@ def _is_installed(module: str) -> bool:
     )
 
 
-def _why(name: str, value: Any, error: Exception) -> str:
+def _untransportable_reason(name: str, value: Any, error: Exception) -> str:
     """Why `value` cannot travel, with what to write instead where that is known."""
     if isinstance(value, type):
         return f"{name!r} is a class of your own, {type_name(value)}; classes travel only from installed packages"

@@ -247,7 +247,7 @@ class Intervention(BlockFunction):
         if self._rest and any(isinstance(n, ast.Name) and n.id == self._rest for n in ast.walk(self._source.node)):
             extra = {name: value for name, value in self._bound.items() if name not in self._variables}
             capture.bind(self._rest, extra, self._source, line)
-        capture.offered = frozenset(shared) - self._bound.keys()
+        capture.shareable = frozenset(shared) - self._bound.keys()
         capture.names_of(self._function, self._source, block=True)
         return capture.block(self.name, self._source)
 

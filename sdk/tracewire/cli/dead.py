@@ -36,7 +36,7 @@ def add_dead(commands: Any, shared: argparse.ArgumentParser) -> None:
             action.add_argument("ids", metavar="ID", nargs=1 if name == "show" else "+", help="the dead letter's id")
 
 
-async def _letters(client: Client) -> AsyncIterator[DeadLetter]:
+async def _all_letters(client: Client) -> AsyncIterator[DeadLetter]:
     after = ""
     while page := await client.dead_letters(after):
         for letter in page:
@@ -46,7 +46,7 @@ async def _letters(client: Client) -> AsyncIterator[DeadLetter]:
 
 async def _list(options: argparse.Namespace) -> int:
     async with connect(options.url, prefix=options.prefix) as client:
-        async for letter in _letters(client):
+        async for letter in _all_letters(client):
             if options.model is None or letter.model == options.model:
                 print("\t".join((letter.id, timestamp(letter.time), letter.model, letter.trace_id, letter.reason)))
     return 0
@@ -54,18 +54,18 @@ async def _list(options: argparse.Namespace) -> int:
 
 async def _show(options: argparse.Namespace) -> int:
     async with connect(options.url, prefix=options.prefix) as client:
-        async for letter in _letters(client):
+        async for letter in _all_letters(client):
             if letter.id == options.ids[0]:
                 shown = {name: getattr(letter, name) for name in ("id", "model", "reason", "problem")}
                 shown["trace"] = letter.trace_id
                 shown["time"] = timestamp(letter.time)
                 shown["submission"] = msgspec.to_builtins(letter.submission, builtin_types=(bytes,))
-                print(json.dumps(shown, ensure_ascii=False, indent=2, default=_described))
+                print(json.dumps(shown, ensure_ascii=False, indent=2, default=_json_fallback))
                 return 0
     raise UnknownDeadLetter(options.ids[0])
 
 
-def _described(value: Any) -> str:
+def _json_fallback(value: Any) -> str:
     return f"{len(value)} bytes" if isinstance(value, bytes) else repr(value)
 
 

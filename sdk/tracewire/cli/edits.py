@@ -56,11 +56,11 @@ def add_edits(commands: Any, shared: argparse.ArgumentParser) -> None:
 async def _list(options: argparse.Namespace) -> int:
     async with connect(options.url, prefix=options.prefix) as client:
         for edit in await client.edits(options.model).list():
-            print(_line(edit))
+            print(_edit_line(edit))
     return 0
 
 
-def _line(edit: Edit) -> str:
+def _edit_line(edit: Edit) -> str:
     what = [edit.block] if edit.block is not None else []
     what += [type(one).__name__ for one in edit.interventions]
     state = f"disabled: {edit.disabled}" if edit.disabled else f"on {len(edit.engines)} engines"
@@ -69,7 +69,7 @@ def _line(edit: Edit) -> str:
 
 
 async def _install(options: argparse.Namespace) -> int:
-    block = _found(options.name, options.file)
+    block = _load_intervention(options.name, options.file)
     variables = {}
     for one in options.set:
         name, _, value = one.partition("=")
@@ -90,11 +90,11 @@ async def _install(options: argparse.Namespace) -> int:
             on_error=options.on_error,
             max_failures=options.max_failures,
         )
-        print(_line(edit))
+        print(_edit_line(edit))
     return 0
 
 
-def _found(edit: str, where: str) -> Intervention:
+def _load_intervention(edit: str, where: str) -> Intervention:
     """The intervention in a Python file, which is run."""
     file, colon, name = where.rpartition(":") if not Path(where).is_file() else (where, "", "")
     path = Path(file if colon else where)
@@ -135,11 +135,11 @@ async def _watch(options: argparse.Namespace) -> int:
             return 2
         async with watch:
             async for item in watch:
-                print(_item(item), flush=True)
+                print(_output_line(item), flush=True)
     return 0
 
 
-def _item(item: EditOutput) -> str:
+def _output_line(item: EditOutput) -> str:
     more = [f"{name}={short_value(value)}" for name, value in item.saves.items()]
     if item.error is not None:
         more.append(f"{item.error.type}: {item.error.message}")

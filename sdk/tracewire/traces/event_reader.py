@@ -45,14 +45,14 @@ class EventReader:
 
     async def start(self) -> None:
         """Settle where reading begins. The trace is there."""
-        self.expect()
+        self.assume_exists()
         with bus_errors():
             await self._entries.start()
         if self.position == "now":
             attempt, seq = self._entries.last
             self.position = f"{attempt}-{seq}"
 
-    def expect(self, *, new: bool = False) -> None:
+    def assume_exists(self, *, new: bool = False) -> None:
         """The trace is there: should it be gone when it is read, that is an error. A new one has few events yet."""
         self._entries.expect(new=new)
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tracewire_bus.bus import Bus
     from tracewire_bus.wire.messages import Block, Submission
 
-__all__ = ["LargeValues", "load", "without_large"]
+__all__ = ["LargeValues", "load", "offload_large_arrays"]
 
 
 async def load(value: Any, *, exact: bool = False) -> Any:
@@ -79,7 +79,7 @@ class LargeValues:
                 raise ValueMissing(self.trace_id, ref.name, str(error)) from error
 
 
-async def without_large(submission: Submission, bus: Bus) -> Submission:
+async def offload_large_arrays(submission: Submission, bus: Bus) -> Submission:
     """`submission` with the large arrays among its variables in blobs, and referred to.
 
     Blobs of a trace that no engine accepts expire by themselves.

@@ -21,7 +21,7 @@ from tracewire_bus.store.trace_records import TraceElsewhere, TraceEnded, TraceM
 from tracewire_bus.transport.errors import BusError, BusUnavailable, NotAllowed
 from tracewire_bus.transport.tasks import OwnedTask
 
-from .large import without_large
+from .large import offload_large_arrays
 
 if TYPE_CHECKING:
     from tracewire_bus.bus import Bus
@@ -33,14 +33,14 @@ __all__ = ["Presence"]
 logger = logging.getLogger("tracewire")
 
 #: How long after its deadline a trace is looked at again, in seconds: engines have had their time by then.
-_AGAIN_S = 5.5
+_SECOND_LOOK_S = 5.5
 #: How often a client looks for engines that are gone, in seconds, about.
 RECOVER_S = 2.0
-_SOON_S = 0.05
+_MARGIN_S = 0.05
 #: How often a client that waits for engines to accept its traces looks whether Redis was away, in seconds.
-LOOK_S = 1.0
+GUARD_POLL_S = 1.0
 #: For how long a trace that was submitted may have to be submitted again, in seconds in which Redis was there.
-EXPECT_S = 60.0
+GUARD_S = 60.0
 
 
 class Presence:
@@ -55,74 +55,74 @@ class Presence:
         self._lease_s = lease_s
         # How long it is stands in its name, for engines to know when to give its client up.
         self._lease = f"{secrets.token_hex(12)}.{lease_s:g}"
-        self._held = False
+        self._has_lease = False
         #: When it was last asked for, by the event loop's clock.
-        self._held_at = -math.inf
+        self._renewed_at = -math.inf
         #: Set when whoever asks Redis for it has been answered.
-        self._asked: anyio.Event | None = None
-        self._due: list[tuple[float, str, bool]] = []
+        self._lease_request: anyio.Event | None = None
+        self._deadlines: list[tuple[float, str, bool]] = []
         self._changed = anyio.Event()
         #: One for each thing that is looked after: what takes its time, or fails, must cost none of the others.
         self._tasks: list[OwnedTask] = []
         #: What was submitted and no engine has accepted yet, as far as was read; and when Redis was last found away.
-        self._expected: dict[str, tuple[float, Submission]] = {}
+        self._guarded: dict[str, tuple[float, Submission]] = {}
         self._broken_at = bus.broken_at
         self._recoveries: dict[str, Recovery] = {}
         self._closed = False
         #: Traces to be cancelled: by whom and why, and whether Redis was asked and did not know it.
-        self._abandoned: dict[str, tuple[str, str, bool]] = {}
+        self._to_cancel: dict[str, tuple[str, str, bool]] = {}
 
-    def expect(self, submission: Submission) -> None:
+    def guard(self, submission: Submission) -> None:
         """Submit a trace again should Redis have forgotten it after an outage, until `content`, or for a minute."""
-        self._expected[submission.trace] = anyio.current_time(), submission
-        self._run()
-        if len(self._expected) == 1:
+        self._guarded[submission.trace] = anyio.current_time(), submission
+        self._start_tasks()
+        if len(self._guarded) == 1:
             self._changed.set()
 
-    def content(self, trace_id: str) -> None:
+    def unguard(self, trace_id: str) -> None:
         """A trace needs that no more."""
-        self._expected.pop(trace_id, None)
+        self._guarded.pop(trace_id, None)
 
-    def abandon(self, trace_id: str, by: str, reason: str) -> None:
+    def cancel_when_back(self, trace_id: str, by: str, reason: str) -> None:
         """Cancel a trace as soon as Redis answers, if it is there then, unless it is taken back by `reclaim`."""
-        self._abandoned[trace_id] = by, reason, False
-        self._run()
+        self._to_cancel[trace_id] = by, reason, False
+        self._start_tasks()
         self._changed.set()
 
-    def reclaim(self, trace_id: str) -> None:
+    def do_not_cancel(self, trace_id: str) -> None:
         """A trace is not to be cancelled after all."""
-        self._abandoned.pop(trace_id, None)
+        self._to_cancel.pop(trace_id, None)
 
-    def look_after(self, model: str) -> None:
+    def recover_engines_of(self, model: str) -> None:
         """See to it that traces of this model whose engines are lost wait again or end, also with no engine alive."""
         if model not in self._recoveries:
             self._recoveries[model] = self._bus.recovery(model)
-        self._run()
+        self._start_tasks()
 
     async def lease(self) -> str:
         """The client's lease, held from now on."""
-        if self._asked is not None:
-            await self._asked.wait()
-        if self._held:
+        if self._lease_request is not None:
+            await self._lease_request.wait()
+        if self._has_lease:
             return self._lease
         # Who asked for it did so in vain, or there was nobody.
-        asked = self._asked = anyio.Event()
+        asked = self._lease_request = anyio.Event()
         try:
-            self._held_at = anyio.current_time()
+            self._renewed_at = anyio.current_time()
             await self._bus.records.hold(self._lease, self._lease_s * 2 / 3)
         finally:
             asked.set()
-            if self._asked is asked:
-                self._asked = None
-        if not self._held:
-            self._held = True
-            self._run()
+            if self._lease_request is asked:
+                self._lease_request = None
+        if not self._has_lease:
+            self._has_lease = True
+            self._start_tasks()
         return self._lease
 
-    def watch(self, trace_id: str, seconds: float) -> None:
+    def watch_deadline(self, trace_id: str, seconds: float) -> None:
         """See to it that a trace ends, `seconds` from now."""
-        heapq.heappush(self._due, (anyio.current_time() + seconds + _SOON_S, trace_id, True))
-        self._run()
+        heapq.heappush(self._deadlines, (anyio.current_time() + seconds + _MARGIN_S, trace_id, True))
+        self._start_tasks()
         self._changed.set()
 
     async def aclose(self) -> None:
@@ -131,14 +131,14 @@ class Presence:
         tasks, self._tasks = self._tasks, []
         for task in tasks:
             await task.aclose()
-        if self._held:
+        if self._has_lease:
             with anyio.move_on_after(2, shield=True):
                 try:
                     await self._bus.records.release(self._lease)
                 except BusError as error:
                     logger.debug("the lease could not be given up, and ends by itself: %s", error)
 
-    def _run(self) -> None:
+    def _start_tasks(self) -> None:
         if not self._tasks and not self._closed:
             self._tasks = [
                 OwnedTask(self._renew, "that renews a client's lease"),
@@ -152,11 +152,11 @@ class Presence:
         link = self._bus.link()
         try:
             while True:
-                if not self._held:
+                if not self._has_lease:
                     await anyio.sleep(every)
                     continue
-                await anyio.sleep(max(_SOON_S, self._held_at + every - anyio.current_time()))
-                self._held_at = anyio.current_time()
+                await anyio.sleep(max(_MARGIN_S, self._renewed_at + every - anyio.current_time()))
+                self._renewed_at = anyio.current_time()
                 try:
                     # No longer: what hangs on a connection that says nothing tries anew.
                     with anyio.move_on_after(every * 2):
@@ -183,23 +183,23 @@ class Presence:
         """See to deadlines, and to what was submitted, for ever."""
         while True:
             self._changed = anyio.Event()
-            wait_s = self._due[0][0] - anyio.current_time() if self._due else math.inf
-            if self._expected or self._abandoned:
-                wait_s = min(wait_s, LOOK_S)
+            wait_s = self._deadlines[0][0] - anyio.current_time() if self._deadlines else math.inf
+            if self._guarded or self._to_cancel:
+                wait_s = min(wait_s, GUARD_POLL_S)
             with anyio.move_on_after(max(0.0, wait_s)):
                 await self._changed.wait()
             try:
-                await self._cancel()
-                await self._sweep(anyio.current_time())
-                if self._expected:
-                    await self._look()
+                await self._cancel_abandoned()
+                await self._end_overdue(anyio.current_time())
+                if self._guarded:
+                    await self._resubmit_lost()
             except BusError as error:
                 logger.warning("deadlines or traces could not be looked after: %s", error)
 
-    async def _cancel(self) -> None:
+    async def _cancel_abandoned(self) -> None:
         """Cancel what was abandoned."""
-        for trace_id, (by, reason, missed) in list(self._abandoned.items()):
-            if trace_id not in self._abandoned:
+        for trace_id, (by, reason, missed) in list(self._to_cancel.items()):
+            if trace_id not in self._to_cancel:
                 continue
             try:
                 await self._bus.cancel(trace_id, by=by, reason=reason)
@@ -208,48 +208,48 @@ class Presence:
             except TraceMissing:
                 if not missed:
                     # The submission may be under way still, over a connection that was given up.
-                    self._abandoned[trace_id] = by, reason, True
+                    self._to_cancel[trace_id] = by, reason, True
                     continue
             except TraceEnded:
                 pass
             except BusError as error:
                 logger.warning("trace %s, which its submitter has left, could not be cancelled: %s", trace_id, error)
-            self._abandoned.pop(trace_id, None)
+            self._to_cancel.pop(trace_id, None)
 
-    async def _look(self) -> None:
+    async def _resubmit_lost(self) -> None:
         """Submit again what Redis does not know any more since it was away."""
         if self._bus.broken_at == self._broken_at:
             # Whether the servers are there that have the queues.
-            await self._bus.submitted(*{one.model: one.trace for _, one in self._expected.values()}.items())
+            await self._bus.submitted(*{one.model: one.trace for _, one in self._guarded.values()}.items())
         # Taken before anything is asked: what breaks from now on is looked at the next time.
         broken_at = self._bus.broken_at
         if broken_at == self._broken_at:
             # In the order in which they were submitted.
-            while self._expected:
-                trace_id, (since, _) = next(iter(self._expected.items()))
-                if since > anyio.current_time() - EXPECT_S:
+            while self._guarded:
+                trace_id, (since, _) = next(iter(self._guarded.items()))
+                if since > anyio.current_time() - GUARD_S:
                     break
-                del self._expected[trace_id]
+                del self._guarded[trace_id]
             return
-        expected = [submission for _, submission in self._expected.values()]
+        expected = [submission for _, submission in self._guarded.values()]
         for start in range(0, len(expected), 100):
             some = expected[start : start + 100]
             known = await self._bus.submitted(*((one.model, one.trace) for one in some))
             for one in some:
-                if one.trace in known or one.trace not in self._expected:
+                if one.trace in known or one.trace not in self._guarded:
                     continue
                 logger.warning("Redis came back without trace %s, which is submitted again", one.trace)
                 # It was admitted once.
                 try:
-                    await self._bus.submit(await without_large(one, self._bus))
+                    await self._bus.submit(await offload_large_arrays(one, self._bus))
                 except (TraceElsewhere, TraceEnded):
-                    self.content(one.trace)
+                    self.unguard(one.trace)
         self._broken_at = broken_at
 
-    async def _sweep(self, now: float) -> None:
+    async def _end_overdue(self, now: float) -> None:
         due: list[tuple[float, str, bool]] = []
-        while self._due and self._due[0][0] <= now:
-            due.append(heapq.heappop(self._due))
+        while self._deadlines and self._deadlines[0][0] <= now:
+            due.append(heapq.heappop(self._deadlines))
         if not due:
             return
         try:
@@ -262,8 +262,8 @@ class Presence:
             # They are looked at again: there may be no engine that does.
             later = anyio.current_time() + self._lease_s / 6
             for _, trace_id, again in due:
-                heapq.heappush(self._due, (later, trace_id, again))
+                heapq.heappush(self._deadlines, (later, trace_id, again))
             raise
         for _, trace_id, again in due:
             if again:
-                heapq.heappush(self._due, (now + _AGAIN_S, trace_id, False))
+                heapq.heappush(self._deadlines, (now + _SECOND_LOOK_S, trace_id, False))

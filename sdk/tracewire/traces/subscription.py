@@ -67,7 +67,7 @@ class Subscription(Reader):
             if not known and not await bus.exists(self.trace_id):
                 raise UnknownTrace(self.trace_id)
         if left is not None:
-            self._session.presence.watch(self.trace_id, max(0.0, left))
+            self._session.presence.watch_deadline(self.trace_id, max(0.0, left))
         await self._reader.start()
         self._started = True
 

@@ -24,7 +24,7 @@ from tracewire_bus.wire.messages import Submission
 from . import control
 from .event_reader import EventReader
 from .failures import InterventionError, TraceFailed
-from .large import without_large
+from .large import offload_large_arrays
 from .model_checks import check_submission
 from .output import Accepted, Event, Final, Gap, Output, Paused, Restarted, Resumed, Steered, Waiting
 from .readers import Reader
@@ -67,15 +67,15 @@ class Trace(Reader):
         self._reader: EventReader | None = None
         self._closed = False
         #: Whether Redis may have it although `start` failed.
-        self._doubtful = False
+        self._unconfirmed = False
         #: Whether some task reads the next event; the others wait for its progress.
         self._reading = False
         self._progress = anyio.Event()
         #: Read by `result()` or `accepted()` while an iteration is under way, and kept for it.
         self._items: deque[Item] = deque()
-        self._keep = True
-        self._iterated = False
-        self._dropped = False
+        self._keep_items = True
+        self._iterating = False
+        self._items_dropped = False
         self._accepted: Accepted | None = None
         self._result: Result | None = None
         self._mismatch: DigestMismatch | None = None
@@ -120,14 +120,14 @@ class Trace(Reader):
             return
         if self._closed:
             raise TracewireError(f"trace {self.id} is closed")
-        self._session.presence.reclaim(self.id)
+        self._session.presence.do_not_cancel(self.id)
         try:
             await self._start()
         except BaseException:
-            if self._doubtful:
-                self._abandon("its submission was not confirmed in time")
+            if self._unconfirmed:
+                self._cancel_later("its submission was not confirmed in time")
             raise
-        self._doubtful = False
+        self._unconfirmed = False
 
     async def _start(self) -> None:
         bus, presence, submission = self._session.open_bus(), self._session.presence, self._submission
@@ -139,24 +139,24 @@ class Trace(Reader):
         check_submission(submission, model)
         with refusals(self.model):
             whole = submission
-            submission = self._submission = await without_large(submission, bus)
+            submission = self._submission = await offload_large_arrays(submission, bus)
             try:
                 await bus.submit(submission, model.info.queue_limit, model.info.retention_s or None)
             except anyio.get_cancelled_exc_class():
                 # It may be there: nobody would leave it.
                 if not submission.detach:
-                    await self._leave()
+                    await self._cancel_as_left()
                 raise
             except BusUnavailable:
                 # Likewise.
-                self._doubtful = not submission.detach
+                self._unconfirmed = not submission.detach
                 raise
-            presence.expect(whole)
-            presence.look_after(whole.model)
+            presence.guard(whole)
+            presence.recover_engines_of(whole.model)
             if submission.deadline_s is not None:
-                presence.watch(self.id, submission.deadline_s)
+                presence.watch_deadline(self.id, submission.deadline_s)
             self._reader = EventReader(self.id, bus, "start")
-            self._reader.expect(new=True)
+            self._reader.assume_exists(new=True)
 
     async def aclose(self) -> None:
         """Stop reading, and cancel the trace if its end was not read and it is not detached.
@@ -164,16 +164,16 @@ class Trace(Reader):
         Idempotent, and finishes even when cancelled.
         """
         leaving = self._reader is not None and not self._closed
-        self._session.presence.content(self.id)
+        self._session.presence.unguard(self.id)
         self._closed = True
         if self._reader is None:
             return
         with anyio.CancelScope(shield=True):
             await self._reader.aclose()
         if leaving and not self._submission.detach and not self._fold.finished:
-            await self._leave()
+            await self._cancel_as_left()
 
-    async def _leave(self) -> None:
+    async def _cancel_as_left(self) -> None:
         reason = "its submitter has left it"
         with anyio.move_on_after(_LEAVE_S, shield=True):
             try:
@@ -182,11 +182,11 @@ class Trace(Reader):
             except TracewireError as error:
                 logger.debug("trace %s could not be cancelled yet: %s", self.id, error)
         # Redis is away, and the client's lease may outlast that.
-        self._abandon(reason)
+        self._cancel_later(reason)
 
-    def _abandon(self, reason: str) -> None:
+    def _cancel_later(self, reason: str) -> None:
         """Have the client cancel it when Redis answers."""
-        self._session.presence.abandon(self.id, self._session.name, reason)
+        self._session.presence.cancel_when_back(self.id, self._session.name, reason)
 
     # --- control ------------------------------------------------------------------------------------------------------
 
@@ -230,16 +230,16 @@ class Trace(Reader):
         return self._accepted
 
     def __aiter__(self) -> Self:
-        if self._dropped:
+        if self._items_dropped:
             raise TracewireError(
                 f"result() has read the outputs of trace {self.id}: iterate before or beside it, "
                 f"or read them again with client.subscribe({self.id!r})"
             )
-        self._iterated = True
+        self._iterating = True
         return self
 
     async def __anext__(self) -> Item:
-        self._iterated = True
+        self._iterating = True
         await self._read_until(lambda: bool(self._items) or self._fold.finished)
         if self._items:
             return self._items.popleft()
@@ -262,11 +262,11 @@ class Trace(Reader):
             TraceFailed: its engine could not go on, or it was cancelled or expired; `result` likewise.
             StateMismatch: what arrived is not what the engine collected.
         """
-        if not self._iterated and not self._fold.finished:
+        if not self._iterating and not self._fold.finished:
             # Nobody is there to get them: keep the state only.
-            self._keep = False
+            self._keep_items = False
         await self._read_until(lambda: self._fold.finished)
-        self._settled()
+        self._built_result()
         try:
             self._raise_failure()
         except TracewireError as failure:
@@ -276,7 +276,7 @@ class Trace(Reader):
 
     def _verified(self) -> Result:
         """The result, if it is what the engine collected."""
-        result = self._settled()
+        result = self._built_result()
         mismatch = self._state_mismatch()
         if mismatch is not None:
             raise mismatch
@@ -287,7 +287,7 @@ class Trace(Reader):
         found = self._mismatch
         return None if found is None else StateMismatch(f"trace {self.id}: {found}", found.names)
 
-    def _settled(self) -> Result:
+    def _built_result(self) -> Result:
         """The result, built and compared once."""
         if self._result is None:
             try:
@@ -318,27 +318,27 @@ class Trace(Reader):
                         f"trace {self.id} was closed before its end was read: {fate}, and "
                         f"client.subscribe({self.id!r}) or client.state({self.id!r}) reads it"
                     )
-                self._take(event)
+                self._handle(event)
             finally:
                 # Also when this task was cancelled: another one reads on.
                 self._reading = False
                 self._progress.set()
                 self._progress = anyio.Event()
 
-    def _take(self, event: Event) -> None:
+    def _handle(self, event: Event) -> None:
         if self._accepted is None and not isinstance(event, Waiting):
             # An engine has it.
-            self._session.presence.content(self.id)
+            self._session.presence.unguard(self.id)
         if isinstance(event, Accepted):
             self._accepted = event
         elif not isinstance(event, Final):
             if isinstance(event, Gap):
                 self._accepted = self._fold.accepted or self._accepted
-            if self._iterated or self._keep:
+            if self._iterating or self._keep_items:
                 self._items.append(event)
             else:
                 self._items.clear()
-                self._dropped = True
+                self._items_dropped = True
 
     def _raise_failure(self) -> None:
         """Raise what the trace ended with, if it did not end well."""
@@ -348,11 +348,11 @@ class Trace(Reader):
         if status == "rejected" and error is not None:
             raise rejection(error, self.id)
         if status == "failed" and error is not None and error.field == "block":
-            raise InterventionError(error, trace_id=self.id, result=self._settled())
+            raise InterventionError(error, trace_id=self.id, result=self._built_result())
         raise TraceFailed(
             error.message if error else "",
             trace_id=self.id,
             status=status or "failed",
             type=error.type if error else None,
-            result=self._settled(),
+            result=self._built_result(),
         )

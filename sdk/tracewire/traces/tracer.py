@@ -78,7 +78,7 @@ class Tracer(Trace):
         options: dict[str, Any],
     ) -> None:
         #: Whether the caller knows its id, whatever becomes of the handle.
-        self._followed = options.get("trace_id") is not None
+        self._has_given_id = options.get("trace_id") is not None
         options["trace_id"] = checked_trace_id(options.get("trace_id"))
         super().__init__(session, Submission(trace=options["trace_id"], model=model, invokes=[]))
         self._prompt, self._prompts, self._options = prompt, prompts, options
@@ -106,7 +106,7 @@ class Tracer(Trace):
             raise TracewireError(f"trace {self.id} was entered before: make another one for each with")
         body = WithBody(sys._getframe(1), "model.trace(...)")
         context = body.source.node.items[-1]
-        if context.optional_vars is None and isinstance(context.context_expr, ast.Call) and not self._followed:
+        if context.optional_vars is None and isinstance(context.context_expr, ast.Call) and not self._has_given_id:
             body.disarm()
             raise body.source.error(
                 "nothing could read what this trace saves: write `with model.trace(...) as tracer:`, and iterate over "
@@ -120,7 +120,7 @@ class Tracer(Trace):
     ) -> bool:
         body, self._body = self._body, None
         assert body is not None
-        if not body.left(kind):
+        if not body.was_skipped(kind):
             return False
         try:
             self._submission = self._captured(body)

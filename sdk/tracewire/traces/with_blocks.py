@@ -77,7 +77,7 @@ class WithBody:
         if self._skip is not None:
             self._skip.disarm()
 
-    def left(self, kind: type[BaseException] | None) -> bool:
+    def was_skipped(self, kind: type[BaseException] | None) -> bool:
         """Whether the body was skipped, and is to be sent; otherwise what was raised goes on.
 
         Raises:
@@ -114,7 +114,7 @@ class Invoker:
     ) -> bool:
         body, self._body = self._body, None
         assert body is not None
-        if not body.left(kind):
+        if not body.was_skipped(kind):
             return False
         block: Block | None = None
         try:
@@ -199,7 +199,7 @@ class TraceScope:
 
 _SHARE = "_tw_share"
 #: Modules whose `save(value)` saves.
-_SAVERS = ("nnsight", "tracewire")
+_SAVE_MODULES = ("nnsight", "tracewire")
 
 
 class _Saves(ast.NodeTransformer):
@@ -225,9 +225,9 @@ class _Saves(ast.NodeTransformer):
 
     visit_FunctionDef = visit_AsyncFunctionDef = visit_Lambda = visit_ClassDef = _function
 
-    def _names_a_saver(self, name: str) -> bool:
+    def _is_save_module(self, name: str) -> bool:
         module = self._namespace.get(name)
-        return name in _SAVERS if module is None else getattr(module, "__name__", "") in _SAVERS
+        return name in _SAVE_MODULES if module is None else getattr(module, "__name__", "") in _SAVE_MODULES
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         """A save, perhaps."""
@@ -237,12 +237,12 @@ class _Saves(ast.NodeTransformer):
             case ast.Call(func=ast.Attribute(value=value, attr="save"), args=[], keywords=[]):
                 saved = value
             case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="save"), args=[value], keywords=[]) if (
-                self._names_a_saver(name)
+                self._is_save_module(name)
             ):
                 saved = value
             case ast.Call(func=ast.Name(id=name), args=[value], keywords=[]):
                 function = self._namespace.get(name)
-                if getattr(function, "__name__", "") == "save" and _is_a_saver(function):
+                if getattr(function, "__name__", "") == "save" and _is_save_function(function):
                     saved = value
         if saved is None:
             return node
@@ -250,8 +250,8 @@ class _Saves(ast.NodeTransformer):
         return ast.copy_location(share, node)
 
 
-def _is_a_saver(function: Any) -> bool:
-    return str(getattr(function, "__module__", "")).partition(".")[0] in _SAVERS
+def _is_save_function(function: Any) -> bool:
+    return str(getattr(function, "__module__", "")).partition(".")[0] in _SAVE_MODULES
 
 
 class _WithCapture(Capture):
@@ -301,7 +301,7 @@ def capture_body(
     tracers = [name for name in first if scope.get(name) is tracer]
     parameters = (models[0] if models else "_tw_model", tracers[0] if tracers else "_tw_tracer", "_tw_live")
     capturing = _WithCapture(parameters, tracer, shared)
-    capturing.offered = frozenset(offered)
+    capturing.shareable = frozenset(offered)
     for name, line in names.required.items():
         if name in ENGINE_NAMES or name in parameters:
             continue
