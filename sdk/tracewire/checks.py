@@ -1,4 +1,4 @@
-"""Checks of plain arguments, and how their errors show what they got."""
+"""Checks of plain arguments, and the text by which their errors show a wrong value."""
 
 from __future__ import annotations
 
@@ -11,12 +11,17 @@ __all__ = ["check_seconds", "check_text", "is_entry_id", "is_sendable_text", "sh
 
 
 def is_sendable_text(value: Any) -> bool:
-    """Whether it is a string that can be sent: one without half of a surrogate pair."""
+    """Whether `value` is a string that can be sent as UTF-8: one without half of a surrogate pair."""
     return isinstance(value, str) and is_text(value)
 
 
 def check_text(field: str, value: Any) -> str:
-    """`value` if it is a string that can be sent."""
+    """`value`, if it is a string that can be sent.
+
+    Raises:
+        TypeError: it is no string.
+        ValueError: it has half of a surrogate pair.
+    """
     if not isinstance(value, str):
         raise TypeError(f"{field}: expected text, got {shown(value)}")
     if not is_text(value):
@@ -25,7 +30,12 @@ def check_text(field: str, value: Any) -> str:
 
 
 def check_seconds(field: str, value: Any, least: float = 0.0, most: float = 1e9) -> float:
-    """`value` if it is a number of seconds between these."""
+    """`value`, if it is a number of seconds from `least` to `most`.
+
+    Raises:
+        TypeError: it is no number.
+        ValueError: it is out of bounds, or NaN.
+    """
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{field}: expected a number of seconds, got {shown(value)}")
     if not least <= value <= most:
@@ -35,7 +45,7 @@ def check_seconds(field: str, value: Any, least: float = 0.0, most: float = 1e9)
 
 
 def is_entry_id(value: Any) -> bool:
-    """Whether it could be an entry's id."""
+    """Whether `value` has the form of a stream entry's id, `<ms>-<n>`."""
     try:
         parse_id(check_text("id", value))
     except ValueError:
@@ -44,6 +54,7 @@ def is_entry_id(value: Any) -> bool:
 
 
 def shown(value: Any) -> str:
+    """A value for an error: its `repr`, up to 60 characters, and its type."""
     text = repr(value)
     return f"{text if len(text) <= 60 else text[:57] + '...'} ({type_name(type(value))})"
 

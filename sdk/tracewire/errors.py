@@ -58,21 +58,17 @@ class TracewireError(Exception):
 
 
 class ConnectError(TracewireError):
-    """The client has no use of a Redis. Of this class itself where no URL was given, or one of no Redis; otherwise of
-    one of those below, which say whether it helps to ask again.
+    """The client cannot use its Redis. This class itself says that no URL was given, or that the URL names no Redis.
+    `BusUnavailable`, `BusRefused` and `ClientClosed` say whether another attempt can help.
     """
 
 
 class BusUnavailable(ConnectError):
-    """Redis does not answer, and did not for as long as the client is patient. It may have done what it was asked for;
-    it can be asked again.
-    """
+    """Redis has not answered for the client's `patience`. It may have executed the request, which can be sent again."""
 
 
 class BusRefused(ConnectError):
-    """Redis refuses, and would refuse again: it lets nobody in by these credentials, or does not allow the user what
-    was asked.
-    """
+    """Redis refuses these credentials, or does not allow its user the request. Another attempt would fail, too."""
 
 
 class ClientClosed(ConnectError):
@@ -101,11 +97,11 @@ class UnknownModel(TracewireError, LookupError):
 
 
 class UnknownEngine(TracewireError, LookupError):
-    """No live engine is called so.
+    """No live engine has this name.
 
     Attributes:
         engine: the name that was asked for.
-        available: the names of those that live.
+        available: the names of the live engines.
     """
 
     def __init__(self, engine: str, available: Iterable[str]) -> None:
@@ -116,7 +112,7 @@ class UnknownEngine(TracewireError, LookupError):
 
 
 class EngineTooOld(TracewireError):
-    """An engine's version cannot do what it was asked to. `engine` is its name, `schema` the one that it writes."""
+    """The engine's version is too old for the request. `engine` is its name, `schema` the version that it writes."""
 
     def __init__(self, engine: str, schema: str) -> None:
         self.engine = engine
@@ -148,10 +144,9 @@ class Overloaded(TracewireError):
 
 
 class BusFull(TracewireError):
-    """Redis has too little memory left for what it was asked, such as another trace: it was not done, and can be asked
-    for again later.
+    """Redis has too little memory left for the request, such as another trace. The caller can try again later.
 
-    What makes room: traces that end and expire (`tracewire engine --retention`), or more `maxmemory`.
+    Traces that end and expire make room (`tracewire engine --retention`), and so does more `maxmemory`.
     """
 
 
@@ -415,7 +410,7 @@ class ValueMissing(TracewireError, LookupError):
 
 
 class BlockOnly(TracewireError, AttributeError):
-    """What was asked for exists in a block only, where the engine runs it."""
+    """The attribute or function exists only inside a block, which the engine runs."""
 
 
 class UnknownPosition(TracewireError, ValueError):

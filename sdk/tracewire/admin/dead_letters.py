@@ -1,4 +1,4 @@
-"""Dead letters: submissions that were given up, and what it takes to submit one again."""
+"""The dead-letter queue: submissions that were given up, and how one is submitted again."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class DeadLetter:
 
 
 async def resubmission_of(letter: DeadLetter, bus: Bus, client: str) -> Submission:
-    """What to submit for a dead letter. Its trace id is new, and always the same for this letter.
+    """The submission by which a client submits a dead letter again. Its trace id is new, and the same at each call.
 
     Raises:
         TraceRejected: it cannot be read.
@@ -68,7 +68,7 @@ async def resubmission_of(letter: DeadLetter, bus: Bus, client: str) -> Submissi
     submission = msgspec.structs.replace(
         letter.submission,
         trace=uuid.uuid5(uuid.NAMESPACE_URL, f"tracewire:dead:{bus.keys.prefix}:{letter.id}:{letter.trace_id}").hex,
-        # Whoever submitted it has given it up, and gone.
+        # Its first submitter is gone, and no longer renews a lease.
         detach=True,
         lease="",
         client=client,

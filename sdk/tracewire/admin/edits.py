@@ -55,7 +55,7 @@ __all__ = ["Edit", "EditOutput", "EditWatch", "Edits"]
 
 logger = logging.getLogger("tracewire")
 
-#: How often is looked whether the engines follow, in seconds.
+#: How often the client checks whether the engines follow a change, in seconds.
 _POLL_S = 0.05
 
 
@@ -334,7 +334,7 @@ class Edits:
         except ValueError:
             raise ValueError(f"since is 'start', 'now' or an item's id, not {since!r}") from None
 
-    # --- what is looked at ------------------------------------------------------------------------------------------
+    # --- checks -------------------------------------------------------------------------------------------------------
 
     def _checked_message(
         self, name: Any, block: Any, interventions: Any, scope: Any, on_error: Any, max_failures: Any
@@ -411,7 +411,13 @@ class Edits:
             raise EditRejected(edit.name, error.field, message) from None
 
     async def _wait_for_engines(self, name: str, generation: int, wait: float | None) -> Sequence[EngineInfo]:
-        """The live engines of the model, when they follow this change; none if nobody is to wait."""
+        """Wait up to `wait` seconds until all live engines of the model follow this change, and return them.
+
+        With `wait=None` the client does not wait, and returns none.
+
+        Raises:
+            EditPending: some engines do not follow it yet.
+        """
         if wait is None:
             return ()
         bus = self._session.open_bus()

@@ -1,4 +1,4 @@
-"""Engines as a client sees them: what each says of itself in the registry, and one that is asked to leave."""
+"""Live engines, as they register themselves, and engines that are asked to drain."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Draining", "Engine"]
 
-#: How often is looked whether an engine has left, in seconds.
+#: How often `Draining.wait` checks whether the engine has left, in seconds.
 _LOOK_S = 0.2
 
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine that lives.
+    """A live engine.
 
     Attributes:
         name: its name, which no engine before it had.
@@ -106,5 +106,5 @@ class Draining:
             ClientClosed: the client was closed.
         """
         with bus_errors():
-            while await self._bus.alive(self.engine.name):  # noqa: ASYNC110  (it is Redis that knows)
+            while await self._bus.alive(self.engine.name):  # noqa: ASYNC110  (Redis sends no event)
                 await anyio.sleep(_LOOK_S)

@@ -1,4 +1,4 @@
-"""What becomes of all traces, for dashboards and whoever reacts to every end: see `Client.watch`."""
+"""Lifecycle events of all traces, for dashboards and services that react to every end: see `Client.watch`."""
 
 from __future__ import annotations
 

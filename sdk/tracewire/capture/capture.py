@@ -64,12 +64,12 @@ class Capture:
         #: Modules of the model, by path; shared values of the trace, by their names there.
         self.paths: dict[str, str] = {}
         self.shared: dict[str, str] = {}
-        #: Shared values that a name without any other meaning may stand for.
+        #: Shared values of the trace that a name without another meaning may stand for.
         self.shareable: frozenset[str] = frozenset()
         self._values: dict[str, bytes] = {}
-        #: Of modules of one's own, by the name that they have here: hidden names of what is used of them, by attribute.
+        #: The caller's own modules by the block's name for them, each with a hidden name for every attribute it uses.
         self._own_modules: dict[str, dict[str, Any]] = {}
-        #: What a hidden name is called in the source.
+        #: How the source writes a hidden name.
         self._written_as: dict[str, str] = {}
         self._meanings: dict[str, tuple[Any, FunctionSource]] = {}
         self._parameters = parameters
@@ -271,7 +271,7 @@ class Capture:
         for parameter, expression in definition.default_names().items():
             if isinstance(expression, ast.Constant):
                 continue
-            # The value that it has, not what its expression would give on the engine.
+            # The default's value here: its expression may evaluate to another on the engine.
             hidden = f"_tw_{name}_{parameter}"
             self.bind(hidden, values[parameter], definition, expression.lineno)
             replaced[expression] = hidden
@@ -312,7 +312,7 @@ def _own_module_namespace(name: str, used: Mapping[str, Any]) -> Helper:
 
 
 def module_path(value: Any) -> str | None:
-    """The path of what stands for a module of a served model on this side: its handle, its tree or a node of that."""
+    """The path in the model that a handle, a module tree or one of its nodes stands for; None for other values."""
     from tracewire_bus.domain.tree import ModuleNode, ModuleTree
 
     if isinstance(value, ModuleNode):

@@ -20,7 +20,7 @@ __all__ = ["add_dead"]
 
 def add_dead(commands: Any, shared: argparse.ArgumentParser) -> None:
     """Add the subcommand."""
-    dead = commands.add_parser("dead", help="submissions that were given up: list, show, resubmit or drop them")
+    dead = commands.add_parser("dead", help="the dead-letter queue: list, show, resubmit or drop its entries")
     actions = dead.add_subparsers(required=True, metavar="ACTION")
     for name, run, text in (
         ("list", _list, "list them, the oldest first"),

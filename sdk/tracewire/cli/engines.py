@@ -16,9 +16,9 @@ from tracewire.errors import ConnectError
 
 __all__ = ["add_engines", "names_of_host"]
 
-#: How long `tracewire ready` waits for a Redis that does not answer, in seconds: whoever probes has little time.
+#: How long `tracewire ready` waits for a Redis that does not answer, in seconds. Probes have short timeouts.
 _PROBE_S = 5.0
-#: Within how many seconds an engine that lives is in the registry again.
+#: A live engine that is missing from the registry, after an outage, is back in it within so many seconds.
 _RENEWED_S = 3.0
 
 
@@ -28,9 +28,9 @@ def add_engines(commands: Any, shared: argparse.ArgumentParser) -> None:
     models.add_argument("--tree", action="store_true", help="print each model's modules, too")
     models.set_defaults(run=_models)
 
-    engines = commands.add_parser("engines", parents=[shared], help="list the engines that live")
+    engines = commands.add_parser("engines", parents=[shared], help="list running engines")
     engines.add_argument("--model", metavar="MODEL", help="only those of this model")
-    engines.add_argument("--json", action="store_true", help="print one JSON list, with all that is known of each")
+    engines.add_argument("--json", action="store_true", help="print one JSON list, with all fields of each")
     engines.set_defaults(run=_engines)
 
     drain = commands.add_parser(
@@ -48,7 +48,7 @@ def add_engines(commands: Any, shared: argparse.ArgumentParser) -> None:
     drain.set_defaults(run=_drain)
 
     ready = commands.add_parser(
-        "ready", parents=[shared], help="exit with 0 if an engine serves, else with 1: a probe for whoever runs engines"
+        "ready", parents=[shared], help="exit with 0 if an engine serves, else with 1: a readiness probe"
     )
     ready.add_argument("engine", metavar="ENGINE", nargs="?", help="the engine's name (default: any engine)")
     ready.add_argument("--model", metavar="MODEL", help="one that serves this model")

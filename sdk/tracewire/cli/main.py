@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             command: Callable[[list[str]], int | None] = found.load()
             return command(argv[1:]) or 0
         if argv[0] == "engine":
-            # Known to the readers of the documentation, and not installed with the client.
+            # The documentation shows this subcommand, which comes with the engine's packages.
             print(
                 "tracewire: no engine is installed here: pip install 'tracewire[engine-gpu]', or [engine-cpu]",
                 file=sys.stderr,
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = build_parser().parse_args(argv)
     try:
         status = int(anyio.run(options.run, options))
-        # Here: what cannot be written when the interpreter ends is complained of.
+        # Flushed here: the interpreter prints an error if it cannot flush at its end.
         sys.stdout.flush()
         return status
     except BrokenPipeError:

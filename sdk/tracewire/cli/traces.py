@@ -17,7 +17,7 @@ __all__ = ["add_watch"]
 def add_watch(commands: Any, shared: argparse.ArgumentParser) -> None:
     """Add the subcommand."""
     watch = commands.add_parser(
-        "watch", parents=[shared], help="follow a trace to its end; without one, what becomes of all traces"
+        "watch", parents=[shared], help="follow a trace to its end; without one, the lifecycle events of all traces"
     )
     watch.add_argument("trace", metavar="TRACE", nargs="?", help="the trace's id")
     watch.add_argument("--model", metavar="MODEL", help="without a trace: only those of this model")

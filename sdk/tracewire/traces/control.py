@@ -1,4 +1,4 @@
-"""What any client can ask of a running trace by its id: steer, pause, resume and cancel it, and read its parameters."""
+"""Control of any trace by its id: steer, pause, resume and cancel it, and read its live parameters."""
 
 from __future__ import annotations
 

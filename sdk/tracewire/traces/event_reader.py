@@ -44,7 +44,7 @@ class EventReader:
         self.position = since
 
     async def start(self) -> None:
-        """Settle where reading begins. The trace is there."""
+        """Fix the position at which reading begins, in a trace that exists."""
         self.assume_exists()
         with bus_errors():
             await self._entries.start()
@@ -53,7 +53,7 @@ class EventReader:
             self.position = f"{attempt}-{seq}"
 
     def assume_exists(self, *, new: bool = False) -> None:
-        """The trace is there: should it be gone when it is read, that is an error. A new one has few events yet."""
+        """Make it an error if the trace is gone: the caller knows that it exists. A `new` one has few events."""
         self._entries.expect(new=new)
 
     async def next(self, fold: Fold | None = None) -> Event | None:
@@ -124,7 +124,7 @@ class EventReader:
 
 
 def _skip(fold: Fold, entry: Entry) -> None:
-    """Count an event that this version does not know: it took a number all the same."""
+    """Count an event of a kind that this version does not know: it has a sequence number, too."""
     attempt, _, seq = entry.id.partition("-")
     if (int(attempt), int(seq)) == (fold.attempt, fold.seq + 1):
         fold.seq += 1

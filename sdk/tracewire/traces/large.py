@@ -1,7 +1,7 @@
-"""Large arrays at the client's end: loaded when somebody wants one, and sent ahead of a submission that has some.
+"""Large arrays in the client: loaded when a caller asks for one, and sent ahead of a submission that has some.
 
 An array above a threshold does not travel in an event or in a submission but in a blob beside them, in chunks on a
-connection of its own. What stands in its place is an `ArrayRef`.
+connection of its own. An `ArrayRef` stands in its place.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ async def load(value: Any, *, exact: bool = False) -> Any:
 
 
 class LargeValues:
-    """Loads what one trace's events refer to."""
+    """Loads the arrays that one trace's events refer to."""
 
     def __init__(self, trace_id: str, bus: Bus) -> None:
         self.trace_id = trace_id

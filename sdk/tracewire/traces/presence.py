@@ -1,9 +1,9 @@
-"""What a client keeps up while it lives: the lease that its traces hang on, and the deadlines of the traces it knows.
+"""What a client does in the background for its traces: it renews their lease, and sees to their deadlines.
 
-A trace that was not detached is cancelled when its submitter's lease is gone, so a client renews it, from its first
-such trace until it closes. A trace past its deadline is ended by the engine that runs it; where none does, any client
-that waits for it has the bus do it. A trace that nobody could cancel as it was left, or of which nobody knows whether
-it was submitted, because Redis was away, is cancelled when Redis is back.
+An engine cancels a trace that is not detached when its submitter's lease is gone. So a client renews the lease, from
+its first such trace until it closes. The engine that runs a trace ends it at its deadline; if no engine does, a client
+that waits for the trace has the bus end it. While Redis is away a client can neither cancel a trace that its caller
+leaves nor learn whether a submission arrived: it cancels such a trace when Redis is back.
 """
 
 from __future__ import annotations
@@ -32,80 +32,81 @@ __all__ = ["Presence"]
 
 logger = logging.getLogger("tracewire")
 
-#: How long after its deadline a trace is looked at again, in seconds: engines have had their time by then.
+#: A client checks a trace a second time so many seconds after its deadline. Engines have ended it by then.
 _SECOND_LOOK_S = 5.5
-#: How often a client looks for engines that are gone, in seconds, about.
+#: A client looks for lost engines about this often, in seconds.
 RECOVER_S = 2.0
+#: Added to a deadline before the client acts on it, in seconds; also the shortest pause between two renewals.
 _MARGIN_S = 0.05
-#: How often a client that waits for engines to accept its traces looks whether Redis was away, in seconds.
+#: A client whose traces no engine has accepted yet checks this often whether Redis was away, in seconds.
 GUARD_POLL_S = 1.0
-#: For how long a trace that was submitted may have to be submitted again, in seconds in which Redis was there.
+#: A client stops guarding a submission after so many seconds in which Redis was there.
 GUARD_S = 60.0
 
 
 class Presence:
-    """One client's lease and deadlines. Its tasks run from the first of either on.
+    """One client's lease and deadlines. Its tasks start with the first of either.
 
-    `lease_s` is how long engines wait before they take the client for gone. They see its absence after two thirds of
-    that, and give it the last third to come back.
+    Engines take the client for gone when it has not renewed its lease for `lease_s` seconds. The lease expires after
+    two thirds of that; engines give the client the last third to come back.
     """
 
     def __init__(self, bus: Bus, lease_s: float) -> None:
         self._bus = bus
         self._lease_s = lease_s
-        # How long it is stands in its name, for engines to know when to give its client up.
+        # The name ends in the lease's length, from which engines know when to give the client up.
         self._lease = f"{secrets.token_hex(12)}.{lease_s:g}"
         self._has_lease = False
-        #: When it was last asked for, by the event loop's clock.
+        #: When the client last asked Redis for the lease, by the event loop's clock.
         self._renewed_at = -math.inf
-        #: Set when whoever asks Redis for it has been answered.
+        #: Set when Redis has answered the task that asks for the lease.
         self._lease_request: anyio.Event | None = None
         self._deadlines: list[tuple[float, str, bool]] = []
         self._changed = anyio.Event()
-        #: One for each thing that is looked after: what takes its time, or fails, must cost none of the others.
+        #: Renewal, recovery and deadlines each have a task: one that is slow, or fails, does not hold up the others.
         self._tasks: list[OwnedTask] = []
-        #: What was submitted and no engine has accepted yet, as far as was read; and when Redis was last found away.
+        #: Submissions that no engine has accepted yet, as far as the client has read; and the last outage it knows of.
         self._guarded: dict[str, tuple[float, Submission]] = {}
         self._broken_at = bus.broken_at
         self._recoveries: dict[str, Recovery] = {}
         self._closed = False
-        #: Traces to be cancelled: by whom and why, and whether Redis was asked and did not know it.
+        #: Traces to cancel: the author, the reason, and whether Redis was asked once and did not know the trace.
         self._to_cancel: dict[str, tuple[str, str, bool]] = {}
 
     def guard(self, submission: Submission) -> None:
-        """Submit a trace again should Redis have forgotten it after an outage, until `content`, or for a minute."""
+        """Submit a trace again if Redis loses it in an outage, until `unguard`, or for a minute."""
         self._guarded[submission.trace] = anyio.current_time(), submission
         self._start_tasks()
         if len(self._guarded) == 1:
             self._changed.set()
 
     def unguard(self, trace_id: str) -> None:
-        """A trace needs that no more."""
+        """Stop guarding a trace: an engine has accepted it, or its caller has closed it."""
         self._guarded.pop(trace_id, None)
 
     def cancel_when_back(self, trace_id: str, by: str, reason: str) -> None:
-        """Cancel a trace as soon as Redis answers, if it is there then, unless it is taken back by `reclaim`."""
+        """Cancel a trace as soon as Redis answers and if it has the trace, unless `do_not_cancel` is called before."""
         self._to_cancel[trace_id] = by, reason, False
         self._start_tasks()
         self._changed.set()
 
     def do_not_cancel(self, trace_id: str) -> None:
-        """A trace is not to be cancelled after all."""
+        """Take back `cancel_when_back`, because the caller starts the trace again."""
         self._to_cancel.pop(trace_id, None)
 
     def recover_engines_of(self, model: str) -> None:
-        """See to it that traces of this model whose engines are lost wait again or end, also with no engine alive."""
+        """Return traces of lost engines of this model to its queue, or end them, even if no engine is alive."""
         if model not in self._recoveries:
             self._recoveries[model] = self._bus.recovery(model)
         self._start_tasks()
 
     async def lease(self) -> str:
-        """The client's lease, held from now on."""
+        """The name of the client's lease, which the client renews from now on."""
         if self._lease_request is not None:
             await self._lease_request.wait()
         if self._has_lease:
             return self._lease
-        # Who asked for it did so in vain, or there was nobody.
+        # The task that asked before has failed, or no task has asked yet.
         asked = self._lease_request = anyio.Event()
         try:
             self._renewed_at = anyio.current_time()
@@ -120,13 +121,13 @@ class Presence:
         return self._lease
 
     def watch_deadline(self, trace_id: str, seconds: float) -> None:
-        """See to it that a trace ends, `seconds` from now."""
+        """Have the bus end a trace `seconds` from now, unless an engine has."""
         heapq.heappush(self._deadlines, (anyio.current_time() + seconds + _MARGIN_S, trace_id, True))
         self._start_tasks()
         self._changed.set()
 
     async def aclose(self) -> None:
-        """Give the lease up. Whatever hangs on it ends by that."""
+        """Release the lease, which ends all traces that depend on it."""
         self._closed = True
         tasks, self._tasks = self._tasks, []
         for task in tasks:
@@ -143,11 +144,11 @@ class Presence:
             self._tasks = [
                 OwnedTask(self._renew, "that renews a client's lease"),
                 OwnedTask(self._recover, "that looks for lost engines"),
-                OwnedTask(self._watch, "that sees to deadlines and submissions"),
+                OwnedTask(self._watch, "that watches deadlines and submissions"),
             ]
 
     async def _renew(self) -> None:
-        """Renew the lease for ever, over a connection that no other call can hold up."""
+        """Renew the lease in an endless loop, over a connection of its own, which no other call can hold up."""
         every = self._lease_s / 6
         link = self._bus.link()
         try:
@@ -158,7 +159,7 @@ class Presence:
                 await anyio.sleep(max(_MARGIN_S, self._renewed_at + every - anyio.current_time()))
                 self._renewed_at = anyio.current_time()
                 try:
-                    # No longer: what hangs on a connection that says nothing tries anew.
+                    # A connection that does not answer for so long is replaced by the next attempt.
                     with anyio.move_on_after(every * 2):
                         await self._bus.records.hold(self._lease, self._lease_s * 2 / 3, link)
                 except BusError as error:
@@ -167,20 +168,20 @@ class Presence:
             await link.drop()
 
     async def _recover(self) -> None:
-        """Look for engines that are gone, for ever. Engines do so more often: this is for when there is none."""
+        """Look for lost engines in an endless loop. Engines do so more often; a client is needed when none is alive."""
         while True:
             await anyio.sleep(RECOVER_S * random.uniform(0.75, 1.25))
             for model, recovery in list(self._recoveries.items()):
                 try:
                     await recovery.look()
                 except NotAllowed as error:
-                    logger.debug("engines that are gone are not this client's to find: %s", error)
+                    logger.debug("this client's user may not look for lost engines: %s", error)
                     del self._recoveries[model]
                 except BusError as error:
-                    logger.debug("engines could not be looked for: %s", error)
+                    logger.debug("the client could not look for lost engines: %s", error)
 
     async def _watch(self) -> None:
-        """See to deadlines, and to what was submitted, for ever."""
+        """Watch deadlines, guarded submissions and traces to cancel, in an endless loop."""
         while True:
             self._changed = anyio.Event()
             wait_s = self._deadlines[0][0] - anyio.current_time() if self._deadlines else math.inf
@@ -194,10 +195,10 @@ class Presence:
                 if self._guarded:
                     await self._resubmit_lost()
             except BusError as error:
-                logger.warning("deadlines or traces could not be looked after: %s", error)
+                logger.warning("the client could not check deadlines or submissions: %s", error)
 
     async def _cancel_abandoned(self) -> None:
-        """Cancel what was abandoned."""
+        """Cancel the traces that `cancel_when_back` named."""
         for trace_id, (by, reason, missed) in list(self._to_cancel.items()):
             if trace_id not in self._to_cancel:
                 continue
@@ -207,7 +208,7 @@ class Presence:
                 raise
             except TraceMissing:
                 if not missed:
-                    # The submission may be under way still, over a connection that was given up.
+                    # The submission may still be under way, over a connection that the client has dropped.
                     self._to_cancel[trace_id] = by, reason, True
                     continue
             except TraceEnded:
@@ -217,11 +218,11 @@ class Presence:
             self._to_cancel.pop(trace_id, None)
 
     async def _resubmit_lost(self) -> None:
-        """Submit again what Redis does not know any more since it was away."""
+        """Submit again the guarded submissions that Redis lost while it was away."""
         if self._bus.broken_at == self._broken_at:
-            # Whether the servers are there that have the queues.
+            # This call fails if the servers that hold the queues are away.
             await self._bus.submitted(*{one.model: one.trace for _, one in self._guarded.values()}.items())
-        # Taken before anything is asked: what breaks from now on is looked at the next time.
+        # Read before the first request: the next round covers an outage that begins during this one.
         broken_at = self._bus.broken_at
         if broken_at == self._broken_at:
             # In the order in which they were submitted.
@@ -239,7 +240,7 @@ class Presence:
                 if one.trace in known or one.trace not in self._guarded:
                     continue
                 logger.warning("Redis came back without trace %s, which is submitted again", one.trace)
-                # It was admitted once.
+                # Without a queue limit: the queue has admitted it once.
                 try:
                     await self._bus.submit(await offload_large_arrays(one, self._bus))
                 except (TraceElsewhere, TraceEnded):
@@ -255,11 +256,11 @@ class Presence:
         try:
             await self._bus.sweep(sorted({self._bus.keys.tag(trace_id) for _, trace_id, _ in due}))
         except NotAllowed as error:
-            # It may only read: engines do it.
-            logger.debug("a deadline is not this client's to keep: %s", error)
+            # The client's user may only read; engines end overdue traces.
+            logger.debug("this client's user may not end overdue traces: %s", error)
             return
         except BusError:
-            # They are looked at again: there may be no engine that does.
+            # The client tries again: there may be no engine that ends them.
             later = anyio.current_time() + self._lease_s / 6
             for _, trace_id, again in due:
                 heapq.heappush(self._deadlines, (later, trace_id, again))

@@ -1,4 +1,4 @@
-"""What readers of the bus have in common: they are entered or started, iterated, and left or closed."""
+"""Base classes of readers: a caller enters or starts one, iterates over it, and leaves or closes it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Reader:
 
 
 class Source(Protocol[Read]):
-    """What the bus reads for a `Watcher`."""
+    """A reader of the bus, which a `Watcher` wraps."""
 
     async def start(self) -> None: ...
     async def aclose(self) -> None: ...
@@ -56,7 +56,7 @@ class Watcher(Reader, Generic[Item]):
         self._closed = False
 
     async def start(self) -> None:
-        """Settle where it begins. A second call does nothing.
+        """Fix the position at which reading begins. A second call does nothing.
 
         Raises:
             BusRefused: Redis refuses.
@@ -72,7 +72,7 @@ class Watcher(Reader, Generic[Item]):
             await self._source.aclose()
 
     async def _next(self) -> Item:
-        """What is next, when it is there."""
+        """Wait for the next item, and return it."""
         if self._closed:
             raise StopAsyncIteration
         try:

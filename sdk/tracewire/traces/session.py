@@ -40,7 +40,8 @@ class Session:
         name: name of the client, which engines and other clients see.
         presence: its lease, and the deadlines of its traces.
         models: the registry as it was last read.
-        turns: lets through the first of many traces that are started at the same time, while others are made.
+        turns: spreads traces that are started at the same time over turns of the event loop, so that the client sends
+            the first while it still makes the others.
     """
 
     def __init__(self, bus: Bus, name: str, presence: Presence, loop: asyncio.AbstractEventLoop) -> None:

@@ -1,6 +1,6 @@
-"""What a trace has put out and saved: all its events folded, at one moment or at its end.
+"""The state of a trace: its events folded into text, tokens and saves, at one moment or at its end.
 
-The containers in it belong to whoever asked for it; arrays are shared and read-only.
+The caller owns the containers in it; arrays are shared and read-only.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class State:
         return self._only("finish_reason").finish_reason
 
     def digest(self) -> bytes:
-        """16 bytes that are equal for equal saves of all choices, whoever folded them."""
+        """16 bytes that are equal if all choices have equal saves, in any process."""
         return self._digest()
 
     def _only(self, what: str) -> Choice:
