@@ -71,17 +71,17 @@ def connect(
     and ends with the client (`client.url` tells other processes where it is); without one, `TRACEWIRE_URL`
     counts. `prefix` stands before every key. `client` names this client to the engines, which serve clients in turns.
 
-    It runs on asyncio, and is used on the event loop that it was made on: other threads call it by
-    `anyio.from_thread.run`. This alone owns tasks and connections: when the client is closed, none is left, and the
-    traces that it submitted and that still run are cancelled, unless they were detached. So they are when it dies, or
-    its event loop stands still, for `lease` seconds. While Redis is away, what is asked of it waits for up to
-    `patience` seconds; reading a trace waits as long as the reader does. Closing the client waits for traces that were
-    queued by a `with` for as long, and for two seconds once it is cancelled.
+    A client runs on asyncio, on the event loop that it was made on; other threads call it by `anyio.from_thread.run`.
+    The client owns all tasks and connections, and closing it ends them. Closing it also cancels the traces that it
+    submitted, that still run and that are not detached. Engines cancel these traces, too, when the client dies, or its
+    event loop stands still, for `lease` seconds. While Redis is away, a call waits for up to `patience` seconds before
+    it raises `BusUnavailable`; reading a trace waits for as long as the caller does. Closing the client waits for up
+    to `patience` seconds for traces that a `with` has queued, and for two seconds once it is cancelled.
 
     Raises, when it is entered or awaited:
-        ConnectError: no URL is given, it is none of a Redis, or `prefix` has braces.
-        BusUnavailable: nothing answers there.
-        BusRefused: Redis lets nobody in by these credentials or certificates.
+        ConnectError: no URL is given, the URL names no Redis, or `prefix` has braces.
+        BusUnavailable: no server answers at the URL.
+        BusRefused: Redis refuses the credentials or certificates.
         ValueError: `lease` is not at least 1 second, or `patience` is negative.
     """
     return Connecting(url, prefix, client, lease, patience)
@@ -155,10 +155,10 @@ async def _connected(url: str | None, prefix: str, client: str | None, lease: fl
 class Client:
     """Made by `connect`. Any task of its event loop may use it.
 
-    An argument of the wrong type is a `TypeError`, or, in a submission, a `TraceRejected` with its field. Whatever asks
-    Redis raises `BusUnavailable` where that does not answer for as long as the client is patient, `BusRefused` where it
-    refuses, `BusFull` where it has no memory left, and `ClientClosed` once the client is: but for `BusFull` these are
-    `ConnectError`s.
+    An argument of the wrong type raises a `TypeError`, or, in a submission, a `TraceRejected` with its field. Each
+    method that sends a request to Redis raises `BusUnavailable` if Redis does not answer within the client's
+    `patience`, `BusRefused` if it refuses, `BusFull` if it has no memory left, and `ClientClosed` if the client is
+    closed. All of these but `BusFull` are `ConnectError`s.
     """
 
     def __init__(self, session: Session) -> None:
@@ -195,15 +195,15 @@ class Client:
     ) -> Draining:
         """Have an engine take nothing new, finish what it runs, and leave; its supervisor does not start it again.
 
-        It has been asked to on return; the registry says `draining` as soon as it takes nothing new, and
-        `Draining.wait` returns when it has left. What has not ended after `timeout` seconds
-        is put back, ahead of what came later, and runs anew on another engine; without, it takes as long as its traces
-        do, paused ones among them. Asking again does no harm; of several timeouts the earliest counts.
+        The request is made on return. The registry says `draining` as soon as the engine takes nothing new, and
+        `Draining.wait` returns when the engine has left. After `timeout` seconds the engine puts the traces that still
+        run back, ahead of later submissions, and they run anew on another engine. Without a `timeout` it runs all of
+        its traces to their end, paused ones included. The call can be repeated; the earliest timeout counts.
 
         Raises:
             UnknownEngine: no such engine lives. Names those that do.
-            EngineTooOld: it is of a version that cannot be asked to. SIGTERM drains it.
-            BusUnavailable: Redis does not answer; it may have been asked.
+            EngineTooOld: its version cannot be asked to drain. SIGTERM drains it.
+            BusUnavailable: Redis does not answer; the request may have been made.
             ValueError: `timeout` is negative.
         """
         name = engine.name if isinstance(engine, Engine) else check_text("engine", engine)
@@ -326,18 +326,18 @@ class Client:
         consumer: str | None = None,
         idle: float = 60.0,
     ) -> Watch:
-        """What becomes of all traces, whoever submitted them: an async iterator of `Lifecycle`
-        events, which has no end. It has one connection of its own, and waits while Redis is away.
+        """The lifecycle events of all traces, this client's and others': an async iterator of `Lifecycle` items without
+        an end. It has one connection of its own, and waits while Redis is away.
 
         `model` limits it to one model's traces. `since` is `"now"`, `"start"` (what is kept: some 2000 events of each
         64th part of all traces, for a day), or the `position` of an earlier watch.
 
         With a `group`, the watches of that group share the events, across processes: each goes to one of them, and is
-        acknowledged when that one asks for the next. The group is made by its first watch, from `since` on, and then
-        remembers by itself where it is. `consumer` names this watch in its group (by default, the client's name): one
-        that was killed is given what it had not acknowledged when it comes back under its name. Others take that over
-        when it has been idle for `idle` seconds, which is therefore how long the handling of one event may take. An
-        event may come twice, then, but none is left out.
+        acknowledged when that watch asks for the next. The first watch makes the group, from `since` on. Redis keeps
+        its position. `consumer` names this watch in its group (by default, the client's name). A consumer that
+        was killed and comes back under its name gets the events that it had not acknowledged. Other consumers take
+        these events over when it has been idle for `idle` seconds, so the handling of one event may take that long. An
+        event may be delivered twice, but none is left out.
 
         Raises:
             ValueError: `since` is none of these, a name is empty, there is a `consumer` without a `group`, or `idle` is
@@ -364,7 +364,7 @@ class Client:
             return await self._session.open_bus().watch_groups.names()
 
     async def remove_watch_group(self, group: str) -> bool:
-        """Forget a group, with what was not acknowledged in it. Returns whether there was one."""
+        """Remove a group, with the events that it had not acknowledged. Returns whether it existed."""
         with bus_errors():
             return await self._session.open_bus().watch_groups.remove(check_text("group", group))
 
@@ -378,8 +378,8 @@ class Client:
     # --- dead letters -------------------------------------------------------------------------------------------------
 
     async def dead_letters(self, after: str = "", count: int = 100) -> list[DeadLetter]:
-        """Submissions that were given up: no engine could read them, or each that ran them was lost. The oldest first,
-        up to `count`, of those that came after the dead letter of id `after`. Some 10000 are kept.
+        """The dead-letter queue: submissions that no engine could read, or whose engines were lost each time. Returns
+        the oldest `count` of those after the dead letter of id `after`. Redis keeps about 10000.
 
         Raises:
             BusUnavailable: Redis does not answer.
@@ -430,7 +430,7 @@ class Client:
         with bus_errors():
             return is_entry_id(id_) and await bus.queue.drop_dead_letter(id_)
 
-    # --- what is asked of traces --------------------------------------------------------------------------------------
+    # --- control ------------------------------------------------------------------------------------------------------
 
     async def live(self, trace_id: str) -> LiveState:
         """A trace's live parameters as they are now: their version (0: as declared) and their values.
@@ -452,12 +452,12 @@ class Client:
     ) -> int:
         """Change live parameters of a trace, all that are given at once, and return the version that this makes.
 
-        Any client may, whoever submitted the trace; changes count in the order in which the bus took them. It is
-        accepted on return. A `Steered` event then says from which token on it holds: the first
-        that is sampled in a step which begins after the engine has heard of it. `if_version` makes it conditional: it
-        is accepted only if the live parameters are still at that version. `by` says who made it, if not this client.
-        Floating-point arrays of another precision are converted to the declared one. Parameters that are called as one
-        of these arguments go into `values`.
+        Any client may steer any trace; changes apply in the order in which Redis took them. The change is accepted on
+        return. A `Steered` event then names the first token for which it holds: the first one sampled in a step that
+        begins after the engine has received the change. With `if_version` the change is accepted only if the live
+        parameters are still at that version. `by` names the author, by default this client. Floating-point arrays of
+        another precision are converted to the declared one. Parameters with the name of one of these arguments go into
+        `values`.
 
         Raises:
             SteerRejected: a name was not declared, or a value is not finite or not of the declared type and shape.
@@ -469,9 +469,10 @@ class Client:
         return await control.steer(self._session, trace_id, values, more, if_version=if_version, by=by)
 
     async def cancel(self, trace_id: str, reason: str = "", *, by: str | None = None) -> bool:
-        """Have a trace end now, as `cancelled`, queued or running. Any client may; `reason`, and by whom, is told.
+        """Cancel a trace, queued or running; it ends as `cancelled`. Any client may. The trace's error names the
+        `reason` and the author.
 
-        Returns whether it will: `False` if it had ended already. Its engine stops within two steps; what was generated
+        Returns `False` if the trace had ended already. Its engine stops within two steps; what was generated
         and saved until then stays readable.
 
         Raises:
@@ -480,12 +481,12 @@ class Client:
         return await control.cancel(self._session, trace_id, reason, by=by)
 
     async def pause(self, trace_id: str, *, by: str | None = None) -> bool:
-        """Hold a trace where it is, within two steps, until it is resumed; nobody else on its engine waits for it.
+        """Pause a trace within two steps, until it is resumed. The engine's other traces go on.
 
-        A `Paused` event says so. Its deadline goes on to count, and it can be steered and cancelled
-        meanwhile. It keeps its place in the engine's memory as long as nobody else needs that; it is then computed anew
-        when it is resumed. One that is still queued is held right after its beginning. Returns whether it was not
-        paused already.
+        A `Paused` event follows. The deadline keeps counting, and the trace can be steered and cancelled meanwhile. Its
+        KV cache stays in the engine's memory until another trace needs the room; the engine then computes it anew when
+        the trace is resumed. A trace that is still queued pauses right after it begins. Returns `False` if the trace
+        was paused already.
 
         Raises:
             TraceEnded: the trace has ended, or is about to.
@@ -494,7 +495,7 @@ class Client:
         return await control.pause(self._session, trace_id, by=by)
 
     async def resume(self, trace_id: str, *, by: str | None = None) -> bool:
-        """Let a paused trace go on; `Resumed` says so. Returns whether it was paused.
+        """Resume a paused trace; a `Resumed` event follows. Returns whether it was paused.
 
         Raises:
             TraceEnded: the trace has ended, or is about to.
