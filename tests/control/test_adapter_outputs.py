@@ -211,6 +211,11 @@ async def test_what_names_no_trace_becomes_a_dead_letter(client: Client, bus: Bu
     with anyio.fail_after(PATIENCE):
         async with adapted(embedded, prefix, engine), client.trace("tiny", "hello") as trace:
             request, _ = await begun(engine)
+
+            async def answered() -> bool:
+                return await bus.command("EXISTS", bus.keys.events("named")) == 1
+
+            await until(answered)
             (final,) = [event async for event in client.subscribe("named")]
             engine.finish(request)
             assert (await trace.result()).text == "x"
