@@ -258,7 +258,7 @@ async def test_a_held_engine_makes_no_tokens_and_goes_on(engine: Any, client: Cl
     gone = await start(engine, client, model, max_tokens=400)
     for one in (*running, gone):
         await one.until(5)
-    await engine.hold()
+    await engine.pause_all()
     for one in (*running, gone):
         await one.rest()
     held = [one.count() for one in running]
@@ -271,6 +271,6 @@ async def test_a_held_engine_makes_no_tokens_and_goes_on(engine: Any, client: Cl
         assert [one.count() for one in running] == held
         assert not late.count()
     finally:
-        await engine.go_on()
+        await engine.resume_all()
     for one in (*running, late):
         assert len((await one.result()).token_ids) == (10 if one is late else 150)

@@ -141,7 +141,7 @@ async def test_preempted_traces_are_what_they_are_alone(engine: Any, client: Cli
     before = (await counts(engine))["preemptions"]
     # All begin at once, so that they meet however slow anything is.
     async with AsyncExitStack() as stack:
-        await engine.hold()
+        await engine.pause_all()
         try:
             traces = {
                 number: await stack.enter_async_context(submission(client, model, number, count)) for number in numbers
@@ -149,7 +149,7 @@ async def test_preempted_traces_are_what_they_are_alone(engine: Any, client: Cli
             for trace in traces.values():
                 await trace.accepted()
         finally:
-            await engine.go_on()
+            await engine.resume_all()
         together = {
             number: (await trace.result(), [event async for event in client.subscribe(trace.id)])
             for number, trace in traces.items()
