@@ -582,7 +582,7 @@ async def test_commands_of_a_slot_are_never_overtaken(cluster: Cluster, prefix: 
         assert await link.ask(("SET", one, 1), ("SET", two, 1)) == [b"OK", b"OK"]
         source, target = await cluster.begin_move(slot)
         await cluster.move_keys(slot, source, target, but=[one.encode()])
-        both = Script("redis.call('APPEND', KEYS[1], 2) return redis.call('APPEND', KEYS[2], 2)")
+        both = Script(text="redis.call('APPEND', KEYS[1], 2) return redis.call('APPEND', KEYS[2], 2)")
         # A script on both keys is refused by both nodes, and what follows it waits for it.
         first, refused, behind = await link.ask(("APPEND", one, 1), both((one, two)), ("APPEND", one, 3))
         assert first == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import uuid
 from pathlib import Path
 
@@ -11,16 +12,18 @@ from tests.bus.proxy import proxy
 from tracewire_bus.bus import Bus, BusError
 from tracewire_bus.store import submission_queue as queue
 from tracewire_bus.store import trace_records as records
+from tracewire_bus.store.keys import FINAL_ID
+from tracewire_bus.store.lifecycle import KEEP_S
 from tracewire_bus.transport.embedded import EmbeddedServer
 from tracewire_bus.transport.errors import BusUnavailable
 from tracewire_bus.transport.link import AfterOthers
-from tracewire_bus.transport.scripts import Script, with_text
+from tracewire_bus.transport.scripts import FOLDER, Script, assemble, with_text
 from tracewire_bus.wire.messages import Invoke, Submission
 
 
 def unknown(text: str) -> Script:
     """A script that no Redis knows."""
-    return Script(f"{text} -- {uuid.uuid4()}")
+    return Script(text=f"{text} -- {uuid.uuid4()}")
 
 
 async def known(bus: Bus, script: Script) -> bool:
@@ -49,6 +52,29 @@ async def test_what_a_script_raises_is_said(bus: Bus) -> None:
     for _ in range(2):
         with pytest.raises(BusError, match="so it is"):
             await bus.command(*unknown("return redis.error_reply('so it is')")([]))
+
+
+def test_lua_and_python_agree_on_what_both_know() -> None:
+    (final,) = re.findall(r"^local FINAL_ID = '(.+)'$", assemble("record_end"), re.MULTILINE)
+    assert final == FINAL_ID
+    (seconds,) = re.findall(r"^local ENTRIES, SECONDS = \d+, (\d+) \* 3600$", assemble("record_end"), re.MULTILINE)
+    assert int(seconds) * 3600 == KEEP_S
+
+
+def test_every_script_is_used_and_every_module_included() -> None:
+    code = "".join(path.read_text() for path in FOLDER.parent.rglob("*.py"))
+    for path in FOLDER.glob("*.lua"):
+        assert f'Script("{path.stem}")' in code, path
+    text = "".join(path.read_text() for path in FOLDER.rglob("*.lua"))
+    for path in (FOLDER / "shared").glob("*.lua"):
+        assert f"-- #include {path.stem}\n" in text, path
+
+
+def test_a_module_is_included_once_and_behind_its_own() -> None:
+    text = assemble("record_cancel")
+    modules = re.findall(r"^local (\w+) = \(function\(\)$", text, re.MULTILINE)
+    assert len(set(modules)) == len(modules)
+    assert modules.index("clock") < modules.index("finished") < modules.index("finish")
 
 
 async def test_a_digest_that_is_nobodys_is_an_error(bus: Bus) -> None:

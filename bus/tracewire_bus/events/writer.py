@@ -35,9 +35,7 @@ from typing import Any, Final, NamedTuple, Self, TypeGuard
 import anyio
 import msgspec
 
-from tracewire_bus.store.finished import FINISHED
-from tracewire_bus.store.keys import FINAL_ID, Keys, event_id, parse_id
-from tracewire_bus.store.lifecycle import TELL
+from tracewire_bus.store.keys import Keys, event_id, parse_id
 from tracewire_bus.store.submission_queue import settling
 from tracewire_bus.transport.backoff import Backoff
 from tracewire_bus.transport.errors import BusError, BusFull, as_bus_error, is_full, is_transient
@@ -79,142 +77,10 @@ _LONG_S: Final = 5.0
 _OVERHEAD: Final = 500
 
 
-# What an event that follows another in the same pipeline takes: it must not stand there without the other.
-_FOLLOWING = """
-local function follows(events, before)
-  if before == '' then return true end
-  local last = redis.call('XREVRANGE', events, '+', '-', 'COUNT', 1)[1]
-  return last and last[1] == before
-end
-"""
-
-# KEYS: events. ARGV: id, schema, data, id of the event before.
-_AFTER: Final = Script(
-    _FOLLOWING
-    + """
-if not follows(KEYS[1], ARGV[4]) then return redis.error_reply('BEHIND ' .. ARGV[4]) end
-return redis.call('XADD', KEYS[1], ARGV[1], 'v', ARGV[2], 'd', ARGV[3])
-"""
-)
-
-# An event and what goes with it, which must not happen where the event is refused: for its id, because another attempt
-# has been begun, whose end this is not, or because the event before it is not there. The script begins with what even a
-# Redis that is full does not refuse, so that an end can always be written. Without data ('' for the schema) the event
-# was appended before. KEYS: events, blobs, record, changes, operations, deadlines, snapshot, firehose, and of finished
-# traces the list and what they take. ARGV: id, schema, data, how long to keep the trace from now on or '', '1' if that
-# is its end, the version of the last change that it tells of or '', attempt, trace, id of the event before or '', then
-# what the firehose is told of it, if anything.
-_APPENDING: Final = (
-    TELL
-    + _FOLLOWING
-    + """
-redis.call('HDEL', KEYS[3], '')
-if ARGV[2] ~= '' then
-  if (tonumber(redis.call('HGET', KEYS[3], 'a')) or 0) > tonumber(ARGV[7]) then
-    -- Nor is anything of this attempt to come behind it, which needs no script and would leave a hole.
-    redis.pcall('XSETID', KEYS[1], ARGV[7] .. '-18446744073709551615')
-    return redis.error_reply('FENCED by a later attempt')
-  end
-  if not follows(KEYS[1], ARGV[9]) then return redis.error_reply('BEHIND ' .. ARGV[9]) end
-  local said = redis.pcall('XADD', KEYS[1], ARGV[1], 'v', ARGV[2], 'd', ARGV[3])
-  if type(said) == 'table' and said.err then return said end
-elseif ARGV[5] ~= '1' and #redis.call('XRANGE', KEYS[1], 'FINAL_ID', 'FINAL_ID') > 0 then
-  -- What was done before is done again, and the trace has ended meanwhile: its keys are not to be kept for longer.
-  return ARGV[1]
-end
-if ARGV[6] ~= '' then redis.call('ZREMRANGEBYSCORE', KEYS[4], '-inf', ARGV[6]) end
-if ARGV[4] ~= '' then
-  redis.call('EXPIRE', KEYS[1], ARGV[4])
-  redis.call('EXPIRE', KEYS[2], ARGV[4])
-end
-if ARGV[5] == '1' then
-  redis.call('EXPIRE', KEYS[3], ARGV[4])
-  redis.call('EXPIRE', KEYS[7], ARGV[4])
-  redis.call('DEL', KEYS[4])
-  -- For a controller whose answer was lost, and who asks again.
-  redis.call('EXPIRE', KEYS[5], 60)
-  redis.call('ZREM', KEYS[6], ARGV[8])
-  finished(ARGV[8], ARGV[4], KEYS[9], KEYS[10], KEYS[1], KEYS[2], KEYS[3], KEYS[7])
-end
-if ARGV[10] then tell(KEYS[8], 'c', redis.call('HGET', KEYS[3], 'c') or '', unpack(ARGV, 10)) end
-return ARGV[1]
-""".replace("FINAL_ID", FINAL_ID)
-)
-# It is sent with its text: what no end needs is left out of most.
-_APPEND: Final = Script(_APPENDING)
-_APPEND_FINAL: Final = Script(FINISHED + _APPENDING)
-
-# A stream gets back what it lacks of the events that were acknowledged last, and the firehose what it was told of
-# those. It begins as finals do. KEYS: events, record, firehose. ARGV: schema, id of the last event before them or '' if
-# they are all of the writer's, '1' if the last of them is a final: they are appended even if others before them are
-# missing, attempt, then of each its id, its data, and what the firehose was told of it, packed, or ''. Returns how many
-# it lacked; 'ahead' if it has later ones; 'fenced' if somebody else's event stands there, or another attempt has been
-# begun whose end this is not; 'gap' if it lacks some before them.
-_RESTORE: Final = Script(
-    TELL
-    + """
-local events, base = KEYS[1], ARGV[2]
-local function parts(id)
-  local dash = string.find(id, '-', 1, true)
-  return string.sub(id, 1, dash - 1), string.sub(id, dash + 1)
-end
-local function less(one, other)
-  if #one ~= #other then return #one < #other end
-  return one < other
-end
-local function before(one, other)
-  local a, b = parts(one)
-  local c, d = parts(other)
-  if a ~= c then return less(a, c) end
-  return less(b, d)
-end
-redis.call('HDEL', KEYS[2], '')
-local known = redis.call('HMGET', KEYS[2], 'a', 'c')
-if ARGV[3] == '1' and (tonumber(known[1]) or 0) > tonumber(ARGV[4]) then return 'fenced' end
-local last = '0-0'
-if redis.call('EXISTS', events) == 1 then
-  local info = redis.call('XINFO', 'STREAM', events)
-  for i = 1, #info, 2 do
-    if info[i] == 'last-generated-id' then last = info[i + 1] end
-  end
-end
-local from, greatest = nil, base
-for i = 5, #ARGV, 3 do
-  greatest = ARGV[i]
-  if ARGV[i] == last then
-    local there = redis.call('XRANGE', events, last, last)[1]
-    if there then
-      local data
-      for j = 1, #there[2], 2 do
-        if there[2][j] == 'd' then data = there[2][j + 1] end
-      end
-      if data ~= ARGV[i + 1] then return 'fenced' end
-    end
-    from = i + 3
-  end
-end
-if not from then
-  if base ~= '' and last == base then
-    from = 5
-  elseif greatest == '' or before(greatest, last) then
-    return 'ahead'
-  elseif base == '' and (#ARGV < 5 or before(last, ARGV[5])) then
-    from = 5
-  elseif ARGV[3] == '1' and before(last, ARGV[5]) then
-    from = 5
-  elseif #ARGV < 5 or before(last, ARGV[5]) then
-    return 'gap'
-  else
-    return 'fenced'
-  end
-end
-for i = from, #ARGV, 3 do
-  redis.call('XADD', events, ARGV[i], 'v', ARGV[1], 'd', ARGV[i + 1])
-  if ARGV[i + 2] ~= '' then tell(KEYS[3], 'c', known[2] or '', unpack(cmsgpack.unpack(ARGV[i + 2]))) end
-end
-return (#ARGV + 1 - from) / 3
-"""
-)
+_AFTER: Final = Script("append_after")
+_APPEND: Final = Script("append_event")
+_APPEND_FINAL: Final = Script("append_final")
+_RESTORE: Final = Script("append_lost")
 
 
 class Fenced(BusError):

@@ -23,6 +23,7 @@ import anyio
 from tracewire_bus.transport.backoff import Backoff
 from tracewire_bus.transport.errors import BusError, BusFull, BusUnavailable
 from tracewire_bus.transport.pool import Connections
+from tracewire_bus.transport.scripts import Script
 from tracewire_bus.wire.values import ArrayRef, array_from_raw, array_hash, array_of, raw_bytes
 
 from .keys import Keys
@@ -46,10 +47,10 @@ UNACCEPTED_S: Final = 24 * 3600
 KEEP_S: float = 5.0
 KEEP_BYTES: int = 64 * 1024 * 1024
 
-# `EXPIRE ... NX` would do, and needs Redis 7.
-_BOUND = "if redis.call('TTL', KEYS[1]) == -1 then redis.call('EXPIRE', KEYS[1], ARGV[1]) end return 1"
-# A chunk costs Redis twice as much by a script: only what may make the key takes it, so that none is left unbounded.
-_FIRST = f"redis.call('HSET', KEYS[1], ARGV[2], ARGV[3]) {_BOUND}"
+_EXPIRE_ONCE: Final = Script("expire_once")
+# Redis takes twice as long over a chunk that a script writes, so only the first one, which may make the key, goes that
+# way: no key is left without an expiry.
+_BEGIN: Final = Script("blob_begin")
 
 
 class BlobMissing(BusError, LookupError):
@@ -130,9 +131,9 @@ class Blobs:
 
     async def _put(self, trace: str, blob: str, number: int, chunk: Any, *, refuse_full: bool) -> None:
         key, field = self._keys.blobs(trace), f"{blob}:{number}"
-        commands: list[tuple[Any, ...]] = [("EVAL", _FIRST, 1, key, UNACCEPTED_S, field, chunk)]
+        commands: list[tuple[Any, ...]] = [_BEGIN((key,), UNACCEPTED_S, field, chunk)]
         if number:
-            commands = [("HSET", key, field, chunk), ("EVAL", _BOUND, 1, key, UNACCEPTED_S)]
+            commands = [("HSET", key, field, chunk), _EXPIRE_ONCE((key,), UNACCEPTED_S)]
         # Twice is once: it is the same field.
         await self._connections.commands(*commands, refuse_full=refuse_full)
 

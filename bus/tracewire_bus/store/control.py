@@ -37,16 +37,7 @@ _BLOCK_SLOT_MS: Final = 1000
 #: What is read; a later version may ask for more.
 _KINDS: Final = frozenset(("steer", "cancel", "pause", "resume", "drain"))
 
-# KEYS: a control stream. ARGV: by, how many seconds it may take or '', how long to keep the stream. Begins with what a
-# Redis that is full does not refuse.
-_DRAIN: Final = Script(
-    """
-redis.call('EXPIRE', KEYS[1], ARGV[3])
-redis.call('XADD', KEYS[1], '*', 'k', 'drain', 't', '', 'b', ARGV[1], 'w', ARGV[2])
-redis.call('EXPIRE', KEYS[1], ARGV[3])
-return 1
-"""
-)
+_DRAIN: Final = Script("control_drain")
 
 
 @dataclass(frozen=True, slots=True)

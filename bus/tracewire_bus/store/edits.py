@@ -57,8 +57,6 @@ _SHORT: Final = 8 * 1024
 #: How many bytes one entry of an edit's stream may take, and all of them together.
 RECORD_BYTES: Final = 4 * 1024 * 1024
 STREAM_BYTES: Final = 64 * 1024 * 1024
-#: How many changes are remembered by the id of their operation, about.
-OPERATIONS: Final = 100
 #: How long such a stream is kept after its last entry, in seconds.
 KEEP_S: Final = 24 * 3600
 _PAGE: Final = 64
@@ -66,101 +64,11 @@ _BLOCK_MS: Final = 5000
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
-# What an edit's `about` holds: its place among all, its version, when it was installed in ms.
-_CHANGED: Final = """
-local function now()
-  local time = redis.call('TIME')
-  return time[1] * 1000 + math.floor(time[2] / 1000)
-end
-local function version_of(about)
-  return about and string.match(about, '^%d+ (%d+) ') or '0'
-end
-local function changed(state, changes, operation)
-  local generation = redis.call('HINCRBY', state, 'generation', 1)
-  redis.call('XADD', changes, 'MAXLEN', '~', OPERATIONS, '*', 'g', generation, 'o', operation)
-  return generation
-end
--- The generation that this operation has made already.
-local function made_by(changes, operation)
-  for _, entry in ipairs(redis.call('XREVRANGE', changes, '+', '-', 'COUNT', OPERATIONS)) do
-    if entry[2][4] == operation then return tonumber(entry[2][2]) end
-  end
-end
-""".replace("OPERATIONS", str(OPERATIONS))
-
-# KEYS: state, entries, about, disabled, changes. ARGV: name, encoded edit, the version it replaces or '', schema, how
-# many there may be, operation. Returns its version and 0; or 0 and the version that stands there; or -1 if there are
-# too many.
-_INSTALL: Final = Script(
-    _CHANGED
-    + """
-local made = made_by(KEYS[5], ARGV[6])
-if made then return {made, 0} end
-local before = redis.call('HGET', KEYS[3], ARGV[1])
-if ARGV[3] ~= '' and version_of(before) ~= ARGV[3] then return {0, tonumber(version_of(before))} end
-if not before and #redis.call('HKEYS', KEYS[3]) >= tonumber(ARGV[5]) then return {-1, 0} end
-local generation = changed(KEYS[1], KEYS[5], ARGV[6])
-local place = before and string.match(before, '^(%d+) ') or generation
-redis.call('HSET', KEYS[2], ARGV[1], ARGV[2])
-redis.call('HSET', KEYS[3], ARGV[1], place .. ' ' .. generation .. ' ' .. now() .. ' ' .. ARGV[4])
-redis.call('HDEL', KEYS[4], ARGV[1])
-return {generation, 0}
-"""
-)
-
-# KEYS: the same. ARGV: name, version or '', operation. Returns the generation without it; 0 if there is none such.
-_REMOVE: Final = Script(
-    _CHANGED
-    + """
-local made = made_by(KEYS[5], ARGV[3])
-if made then return made end
-local before = redis.call('HGET', KEYS[3], ARGV[1])
-if not before or (ARGV[2] ~= '' and version_of(before) ~= ARGV[2]) then return 0 end
-for place = 2, 4 do redis.call('HDEL', KEYS[place], ARGV[1]) end
-return changed(KEYS[1], KEYS[5], ARGV[3])
-"""
-)
-
-# KEYS: the same. ARGV: name, version, why, operation. Returns the generation in which it is disabled; 0 if there is
-# none such, or it is disabled already.
-_DISABLE: Final = Script(
-    _CHANGED
-    + """
-local made = made_by(KEYS[5], ARGV[4])
-if made then return made end
-local before = redis.call('HGET', KEYS[3], ARGV[1])
-if not before or version_of(before) ~= ARGV[2] then return 0 end
-if redis.call('HSETNX', KEYS[4], ARGV[1], ARGV[3]) == 0 then return 0 end
-return changed(KEYS[1], KEYS[5], ARGV[4])
-"""
-)
-
-# KEYS: the same.
-_LOAD: Final = Script(
-    """
-return {redis.call('HGET', KEYS[1], 'generation') or '0', redis.call('HGETALL', KEYS[2]),
-  redis.call('HGETALL', KEYS[3]), redis.call('HGETALL', KEYS[4])}
-"""
-)
-
-# KEYS: the edit's stream, sizes. ARGV: edit, how many bytes it may hold, how long it is kept, schema, record.
-_TELL: Final = Script(
-    """
-local size = #ARGV[5] + 200
--- What an expired stream held counts no more.
-if redis.call('EXISTS', KEYS[1]) == 0 then redis.call('HDEL', KEYS[2], ARGV[1]) end
-redis.call('XADD', KEYS[1], '*', 'n', size, 'v', ARGV[4], 'd', ARGV[5])
-local total = redis.call('HINCRBY', KEYS[2], ARGV[1], size)
-while total > tonumber(ARGV[2]) do
-  local first = redis.call('XRANGE', KEYS[1], '-', '+', 'COUNT', 2)
-  if #first < 2 then break end
-  total = redis.call('HINCRBY', KEYS[2], ARGV[1], -tonumber(first[1][2][2]))
-  redis.call('XTRIM', KEYS[1], 'MINID', first[2][1])
-end
-redis.call('EXPIRE', KEYS[1], ARGV[3])
-redis.call('EXPIRE', KEYS[2], ARGV[3])
-"""
-)
+_INSTALL: Final = Script("edit_install")
+_REMOVE: Final = Script("edit_remove")
+_DISABLE: Final = Script("edit_disable")
+_LOAD: Final = Script("edit_load")
+_TELL: Final = Script("edit_publish")
 
 
 class UnknownEdit(BusError):

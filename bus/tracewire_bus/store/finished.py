@@ -23,101 +23,17 @@ from tracewire_bus.transport.errors import BusError, NotAllowed
 from tracewire_bus.transport.pool import Connections
 from tracewire_bus.transport.scripts import Script
 
-from .keys import FINAL_ID, Keys
+from .keys import Keys
 
-__all__ = ["FINISHED", "Finished"]
+__all__ = ["Finished"]
 
 logger = logging.getLogger("tracewire")
 
 #: How many candidates of each tag one look takes at least and at most.
 _LEAST, _MOST = 4, 200
 
-#: For scripts: enters a trace that has just ended, whose keys have been given their expiry, into the list of its tag.
-#: `keys`: the list, what each trace of it takes, then all that is kept of the trace. The sum of what they take stands
-#: under the name `""`, which no trace has.
-FINISHED: Final = """
-local function add(sizes, bytes)
-  -- A sum that is no number begins anew.
-  local sum = tonumber(redis.call('HGET', sizes, ''))
-  if not (sum and sum >= 0 and sum < 2^53) then sum = 0 end
-  redis.call('HSET', sizes, '', string.format('%.0f', math.max(0, sum + bytes)))
-end
-local function let_out(list, sizes, trace)
-  local bytes = redis.call('HGET', sizes, trace)
-  redis.call('ZREM', list, trace)
-  if bytes then
-    add(sizes, -(tonumber(bytes) or 0))
-    redis.call('HDEL', sizes, trace)
-  end
-end
-local function milliseconds()
-  local time = redis.call('TIME')
-  return time[1] * 1000 + math.floor(time[2] / 1000)
-end
-local function let_out_expired(list, sizes, most)
-  for _, trace in ipairs(redis.call('ZRANGEBYSCORE', list, '-inf', milliseconds(), 'LIMIT', 0, most)) do
-    let_out(list, sizes, trace)
-  end
-end
-local function finished(trace, retention, list, sizes, ...)
-  local bytes = 0
-  for _, key in ipairs({...}) do
-    -- Who may not ask counts for nothing; engines that are to bound bytes may.
-    local size = redis.pcall('MEMORY', 'USAGE', key, 'SAMPLES', 0)
-    if type(size) == 'number' then bytes = bytes + size end
-  end
-  -- So that the list holds no more than there is.
-  let_out_expired(list, sizes, 4)
-  let_out(list, sizes, trace)
-  redis.call('HSET', sizes, trace, bytes)
-  add(sizes, bytes)
-  redis.call('ZADD', list, milliseconds() + retention * 1000, trace)
-  for _, key in ipairs({list, sizes}) do
-    if redis.call('TTL', key) < tonumber(retention) then redis.call('EXPIRE', key, retention) end
-  end
-end
-"""
-
-# KEYS: list, sizes. ARGV: how many of the oldest to name. Returns how many there are, what they take, then of the
-# oldest: when each would go, what it takes, its name.
-_LOOK: Final = Script(
-    FINISHED
-    + """
-let_out_expired(KEYS[1], KEYS[2], 1000)
-local found = {redis.call('ZCARD', KEYS[1]), tonumber(redis.call('HGET', KEYS[2], '')) or 0}
-if ARGV[1] == '0' then return found end
-local oldest = redis.call('ZRANGE', KEYS[1], 0, ARGV[1] - 1, 'WITHSCORES')
-for i = 1, #oldest, 2 do
-  found[#found + 1] = tonumber(oldest[i + 1])
-  found[#found + 1] = tonumber(redis.call('HGET', KEYS[2], oldest[i])) or 0
-  found[#found + 1] = oldest[i]
-end
-return found
-"""
-)
-
-# KEYS: list, sizes, one that never exists (see `cluster.py`). ARGV: what precedes every key of the tag, traces. Returns
-# how many of them were dropped.
-_DROP: Final = Script(
-    FINISHED
-    + f"""
-local dropped = 0
-for i = 2, #ARGV do
-  local trace = ARGV[i]
-  if redis.call('ZSCORE', KEYS[1], trace) then
-    let_out(KEYS[1], KEYS[2], trace)
-    -- Never one that runs, whatever the list says.
-    if #redis.call('XRANGE', ARGV[1] .. 'events:' .. trace, '{FINAL_ID}', '{FINAL_ID}') > 0 then
-      for _, kind in ipairs({{'events:', 'trace:', 'snapshot:', 'blobs:', 'operations:'}}) do
-        redis.call('UNLINK', ARGV[1] .. kind .. trace)
-      end
-      dropped = dropped + 1
-    end
-  end
-end
-return dropped
-"""
-)
+_LOOK: Final = Script("finished_list")
+_DROP: Final = Script("finished_drop")
 
 
 class Finished:

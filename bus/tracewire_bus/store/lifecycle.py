@@ -2,7 +2,7 @@
 
 There is one stream for each hash tag of traces, so that an entry is written by the script that changes the trace
 itself: when it is queued, accepted, restarted, paused, resumed, and when it ends. The streams are bounded: each keeps
-about `KEEP` entries, and goes a day after its last one. Who is away for longer misses what was trimmed meanwhile.
+about 2000 entries, and goes a day after its last one. Who is away for longer misses what was trimmed meanwhile.
 
 A `Watch` reads all of them over one connection, and says how far it is by one text. The
 entries of a trace come in their order; those of different traces nearly so.
@@ -37,12 +37,10 @@ from tracewire_bus.wire.messages import Status, Usage
 
 from .keys import TAGS, Keys, parse_id
 
-__all__ = ["KEEP", "KEEP_S", "TELL", "GroupRemoved", "GroupWatch", "Groups", "Lifecycle", "Watch", "telling"]
+__all__ = ["KEEP_S", "GroupRemoved", "GroupWatch", "Groups", "Lifecycle", "Watch", "telling"]
 
 logger = logging.getLogger("tracewire")
 
-#: About how many entries each of the 64 streams keeps.
-KEEP: Final = 2000
 #: How long a stream is kept after its last entry, in seconds.
 KEEP_S: Final = 24 * 3600
 #: How many entries of a stream are read at once.
@@ -55,22 +53,7 @@ _CLAIM: Final = 8
 #: By how much what a leaving reader held is made to look older, in milliseconds.
 _AGED_MS: Final = 3_600_000
 
-#: For scripts: adds an entry of these fields to the firehose at `key`.
-TELL: Final = f"""
-local function tell(key, ...)
-  redis.call('XADD', key, 'MAXLEN', '~', {KEEP}, '*', ...)
-  redis.call('EXPIRE', key, {KEEP_S})
-end
-"""
-
-# A reader that is gone is forgotten, if it has acknowledged all that it had. KEYS: stream. ARGV: group, reader.
-_FORGET: Final = Script(
-    """
-if #redis.call('XPENDING', KEYS[1], ARGV[1], '-', '+', 1, ARGV[2]) > 0 then return 0 end
-redis.call('XGROUP', 'DELCONSUMER', KEYS[1], ARGV[1], ARGV[2])
-return 1
-"""
-)
+_FORGET: Final = Script("watch_group_forget")
 #: After how many of its `idle` times a silent reader that has nothing is forgotten; how many takeovers lie between two
 #: looks for such.
 _SILENT: Final = 10

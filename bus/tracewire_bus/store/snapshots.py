@@ -42,40 +42,8 @@ _UNFINISHED_S: Final = 7 * 24 * 3600
 #: How often a snapshot is read again that was replaced meanwhile.
 _TRIES: Final = 10
 
-# `EXPIRE ... NX` would do, and needs Redis 7.
-_BOUND = Script("if redis.call('TTL', KEYS[1]) == -1 then redis.call('EXPIRE', KEYS[1], ARGV[1]) end return 1")
-
-# Fields: a attempt, s seq, v schema, n number of chunks, g their name; then the chunks, as NAME:NUMBER.
-# KEYS: snapshot, events, record. ARGV: attempt, seq, schema, number of chunks, their name. May be asked again.
-_COMMIT = Script(
-    """
-redis.call('HDEL', KEYS[1], '')
-local attempt, seq, name = tonumber(ARGV[1]), tonumber(ARGV[2]), ARGV[5]
-local left = redis.call('TTL', KEYS[2])
-if left == -2 then
-  redis.call('DEL', KEYS[1])
-  return 'gone'
-end
-local had = redis.call('HMGET', KEYS[1], 'a', 's', 'g')
-local answer = 'trimmed'
-if attempt < (tonumber(redis.call('HGET', KEYS[3], 'a')) or 0) then
-  answer = 'overtaken'
-elseif had[3] ~= name and tonumber(had[1]) and (tonumber(had[1]) > attempt or
-    tonumber(had[1]) == attempt and (tonumber(had[2]) or 0) >= seq) then
-  answer = 'older'
-else
-  redis.call('HSET', KEYS[1], 'a', ARGV[1], 's', ARGV[2], 'v', ARGV[3], 'n', ARGV[4], 'g', name)
-  redis.call('XTRIM', KEYS[2], 'MINID', ARGV[1] .. '-' .. ARGV[2])
-  had[3] = name
-end
-for _, field in ipairs(redis.call('HKEYS', KEYS[1])) do
-  local of = string.match(field, '^(.+):%d+$')
-  if of and of ~= had[3] then redis.call('HDEL', KEYS[1], field) end
-end
-if left >= 0 then redis.call('EXPIRE', KEYS[1], left) end
-return answer
-"""
-)
+_EXPIRE_ONCE: Final = Script("expire_once")
+_COMMIT: Final = Script("snapshot_commit")
 
 
 class Stored(msgspec.Struct, frozen=True, gc=False):
@@ -186,7 +154,9 @@ class Snapshots:
         key = keys.snapshot(trace)
         chunks = [state[start : start + CHUNK_BYTES] for start in range(0, len(state), CHUNK_BYTES)]
         for number, chunk in enumerate(chunks):
-            await self._connections.commands(("HSET", key, f"{name}:{number}", chunk), _BOUND((key,), _UNFINISHED_S))
+            await self._connections.commands(
+                ("HSET", key, f"{name}:{number}", chunk), _EXPIRE_ONCE((key,), _UNFINISHED_S)
+            )
         answer: bytes = await self._connections.command(
             *_COMMIT((key, keys.events(trace), keys.record(trace)), *(attempt, seq, schema_text(), len(chunks), name))
         )

@@ -39,9 +39,7 @@ from tracewire_bus.wire.messages import Failure, Status, Submission, Waiting
 from tracewire_bus.wire.messages import Final as FinalEvent
 from tracewire_bus.wire.values import unpack
 
-from .finished import FINISHED
 from .keys import FINAL_ID, Keys, is_text
-from .lifecycle import TELL
 from .submission_queue import REMEMBER_S
 
 __all__ = [
@@ -57,8 +55,6 @@ __all__ = [
 
 #: How many changes of one trace may wait for their engine.
 MAX_CHANGES: Final = 10_000
-#: How many operations are remembered by their ids, for a controller that asks again.
-OPERATIONS: Final = 1000
 #: How long the engine that runs a trace has from its deadline on to end it itself, in milliseconds.
 GRACE_MS: Final = 5000
 #: The farthest deadline, in milliseconds from the submission: some 3000 years, which Lua writes as an integer.
@@ -74,307 +70,18 @@ _MARK: Final = b"\xce\xff\xff\xff\xff"
 # parameters, x why it was cancelled and xb by whom, z by whom it was paused and zn how often that was changed, r for
 # how long it is kept after its end (s), l:NAME a live value packed, f:NAME its form.
 
-_NOW = """
-local function now()
-  local time = redis.call('TIME')
-  return time[1] * 1000 + math.floor(time[2] / 1000)
-end
-"""
-
-_ENDING = (
-    _NOW
-    + TELL
-    + FINISHED
-    + f"""
-local FINAL = '{FINAL_ID}'
--- A count in a trace's record; one that cannot be is none.
-local function counted(known)
-  local number = tonumber(known)
-  return number and number >= 0 and number < 2^31 and math.floor(number) or 0
-end
--- What was asked of a trace is done once: who asks again, because no answer came, is told so.
-local function remember(record, operations, operation, seconds)
-  redis.call('ZADD', operations, counted(redis.call('HGET', record, 'v')), operation)
-  redis.call('ZREMRANGEBYRANK', operations, 0, -1 - {OPERATIONS})
-  redis.call('EXPIRE', operations, seconds)
-end
-local function ended(events)
-  return #redis.call('XRANGE', events, FINAL, FINAL) > 0
-end
-local function finish(base, trace, schema, head, tail, retention, status, kind)
-  local record, events = base .. 'trace:' .. trace, base .. 'events:' .. trace
-  local attempt = counted(redis.call('HGET', record, 'a')) + 1
-  -- As long as the engines of its model keep theirs, if that is known.
-  local known = tonumber(redis.call('HGET', record, 'r'))
-  if known and known >= 1 and known <= 1e9 then retention = math.floor(known) end
-  -- After what is never refused, a Redis that is full takes an end.
-  redis.call('HDEL', record, '')
-  redis.call('XADD', events, FINAL, 'v', schema, 'd', head .. struct.pack('>I4', attempt) .. tail)
-  local kept = {{events, record, base .. 'blobs:' .. trace, base .. 'snapshot:' .. trace}}
-  for _, key in ipairs(kept) do redis.call('EXPIRE', key, retention) end
-  redis.call('DEL', base .. 'changes:' .. trace)
-  redis.call('EXPIRE', base .. 'operations:' .. trace, 60)
-  local whose = redis.call('HMGET', record, 'm', 'c', 'e')
-  tell(base .. 'firehose', 'k', 'final', 't', trace, 'm', whose[1] or '', 'c', whose[2] or '', 'e', whose[3] or '',
-    'a', attempt, 's', status, 'x', kind)
-  redis.call('ZREM', base .. 'deadlines', trace)
-  finished(trace, retention, base .. 'ended', base .. 'ended-bytes', unpack(kept))
-end
-"""
-)
-
-# KEYS: record, deadlines, firehose. ARGV: trace, model, client, lease, deadline in ms or '', how long to remember, how
-# long it is to be kept after its end or '', then name, form and value of each live parameter.
-# Returns whether it is new; or, where the id belongs to a trace of another model, that model.
-_CREATE = Script(
-    _NOW
-    + TELL
-    + """
-if redis.call('HSETNX', KEYS[1], 'm', ARGV[2]) == 0 then
-  local model = redis.call('HGET', KEYS[1], 'm')
-  return model == ARGV[2] and 0 or model
-end
-redis.call('HSET', KEYS[1], 'c', ARGV[3], 'p', ARGV[4], 'v', 0)
-if ARGV[7] ~= '' then redis.call('HSET', KEYS[1], 'r', ARGV[7]) end
-for i = 8, #ARGV, 3 do
-  redis.call('HSET', KEYS[1], 'f:' .. ARGV[i], ARGV[i + 1], 'l:' .. ARGV[i], ARGV[i + 2])
-end
-redis.call('EXPIRE', KEYS[1], ARGV[6])
-if ARGV[5] ~= '' then
-  local at = now() + ARGV[5]
-  redis.call('HSET', KEYS[1], 't', at)
-  redis.call('ZADD', KEYS[2], at, ARGV[1])
-end
-tell(KEYS[3], 'k', 'queued', 't', ARGV[1], 'm', ARGV[2], 'c', ARGV[3])
-return 1
-"""
-)
-
-# KEYS: record, deadlines, firehose. ARGV: trace, model. Another model's trace, or one that an engine runs, is not
-# forgotten.
-_FORGET = Script(
-    TELL
-    + """
-local known = redis.call('HMGET', KEYS[1], 'm', 'e', 'c')
-if known[1] ~= ARGV[2] or known[2] then return 0 end
-redis.call('ZREM', KEYS[2], ARGV[1])
-redis.call('DEL', KEYS[1])
-tell(KEYS[3], 'k', 'refused', 't', ARGV[1], 'm', known[1], 'c', known[3] or '')
-return 1
-"""
-)
-
-# KEYS: record, events, changes. ARGV: engine, how long to remember, attempt, for how long it is kept after its end. May
-# be repeated by who was let in.
-_OPEN = Script(
-    _ENDING
-    + """
-if ended(KEYS[2]) then return 'ended' end
-local known = redis.call('HMGET', KEYS[1], 'a', 'e')
-local last, attempt = counted(known[1]), tonumber(ARGV[3])
-if attempt < last or attempt == last and known[2] ~= ARGV[1] then return 'overtaken' end
-redis.call('HSET', KEYS[1], 'a', attempt, 'e', ARGV[1], 's', 'running', 'r', ARGV[4])
-if redis.call('TTL', KEYS[1]) == -1 then redis.call('EXPIRE', KEYS[1], ARGV[2]) end
-return {now(), redis.call('HGETALL', KEYS[1]), redis.call('ZRANGE', KEYS[3], 0, -1)}
-"""
-)
-
-# A server that came back may have forgotten who runs a trace. KEYS: record, events. ARGV: attempt, engine, state,
-# version of the live parameters that the engine has, how long to remember, who has paused it or '', how many pauses and
-# resumptions the engine knows of, then name and value of each live parameter. Begins with what is never refused.
-_CLAIM = Script(
-    _ENDING
-    + """
-redis.call('HDEL', KEYS[1], '')
-if ended(KEYS[2]) then return 0 end
-local known = redis.call('HMGET', KEYS[1], 'a', 'e', 'v', 'zn')
-local last, attempt = counted(known[1]), tonumber(ARGV[1])
-if attempt < last or attempt == last and known[2] ~= ARGV[2] then return 0 end
-redis.call('HSET', KEYS[1], 'a', attempt, 'e', ARGV[2], 's', ARGV[3])
-if (tonumber(known[3]) or 0) < tonumber(ARGV[4]) then
-  redis.call('HSET', KEYS[1], 'v', ARGV[4])
-  for i = 8, #ARGV, 2 do redis.call('HSET', KEYS[1], 'l:' .. ARGV[i], ARGV[i + 1]) end
-end
-if (tonumber(known[4]) or 0) < tonumber(ARGV[7]) then
-  redis.call('HSET', KEYS[1], 'zn', ARGV[7])
-  if ARGV[6] ~= '' then redis.call('HSET', KEYS[1], 'z', ARGV[6]) else redis.call('HDEL', KEYS[1], 'z') end
-end
-if redis.call('TTL', KEYS[1]) == -1 then redis.call('EXPIRE', KEYS[1], ARGV[5]) end
-return 1
-"""
-)
-
-# KEYS: record, changes. ARGV: attempt. Nothing is accepted from then on, if it is the one that runs. A record that is
-# forgotten is not begun again: it would stay.
-_CLOSE = Script(
-    """
-redis.call('HDEL', KEYS[1], '')
-if redis.call('EXISTS', KEYS[1]) == 0 then return {} end
-if (tonumber(redis.call('HGET', KEYS[1], 'a')) or 0) > tonumber(ARGV[1]) then return {} end
-redis.call('HSET', KEYS[1], 's', 'closed')
-return redis.call('ZRANGE', KEYS[2], 0, -1)
-"""
-)
-
-# KEYS: record, events. ARGV: trace, what precedes every key of its tag, schema, the final before and after its attempt,
-# retention, status, the error's type. Whoever runs it is fenced.
-_END = Script(
-    _ENDING
-    + """
-if ended(KEYS[2]) then return 0 end
-finish(ARGV[2], ARGV[1], ARGV[3], ARGV[4], ARGV[5], ARGV[6], ARGV[7], ARGV[8])
-return 1
-"""
-)
-
-# An attempt is over, and its trace waits for another, unless that has been begun already, or nothing of the attempt was
-# told. Whoever ran it is fenced. KEYS: record, events. ARGV: attempt, schema, the event before and after its number.
-_WAIT = Script(
-    _ENDING
-    + """
-if redis.call('EXISTS', KEYS[2]) == 0 then return 0 end
-if counted(redis.call('HGET', KEYS[1], 'a')) > tonumber(ARGV[1]) then return 0 end
-local last, info = '', redis.call('XINFO', 'STREAM', KEYS[2])
-for i = 1, #info, 2 do
-  if info[i] == 'last-generated-id' then last = info[i + 1] end
-end
-local dash = string.find(last, '-', 1, true)
-local attempt, seq = string.sub(last, 1, dash - 1), string.sub(last, dash + 1)
--- Behind its end, or what refuses the rest of the attempt, nothing fits.
-if attempt ~= ARGV[1] or #seq > 9 then return 0 end
-local place = attempt .. '-' .. string.format('%d', seq + 1)
-local said = redis.pcall('XADD', KEYS[2], place, 'v', ARGV[2], 'd', ARGV[3] .. struct.pack('>I4', seq + 1) .. ARGV[4])
-if type(said) == 'table' and said.err then return 0 end
--- Nor is anything of this attempt to come behind it, which would leave a hole.
-redis.call('XSETID', KEYS[2], attempt .. '-18446744073709551615')
-return 1
-"""
-)
-
-# KEYS: record, events, changes, operations. ARGV: trace, what precedes an engine in its control stream's name,
-# operation, by (packed), expected version or '', values (packed), most changes, how long to remember, how long to keep
-# the control stream, then name, form and value of each.
-_STEER = Script(
-    _ENDING
-    + """
-local known = redis.call('HMGET', KEYS[1], 'm', 's', 'e', 'v')
-if not known[1] then return {'unknown'} end
-local before = redis.call('ZSCORE', KEYS[4], ARGV[3])
-if before then return {'accepted', tonumber(before)} end
-if known[2] == 'closed' or ended(KEYS[2]) then return {'ended'} end
-if ARGV[5] ~= '' and ARGV[5] ~= known[4] then return {'version', tonumber(known[4])} end
-for i = 10, #ARGV, 3 do
-  local form = redis.call('HGET', KEYS[1], 'f:' .. ARGV[i])
-  if not form then
-    local names = {}
-    for _, name in ipairs(redis.call('HKEYS', KEYS[1])) do
-      if string.sub(name, 1, 2) == 'f:' then names[#names + 1] = string.sub(name, 3) end
-    end
-    table.sort(names)
-    return {'undeclared', ARGV[i], table.concat(names, ', ')}
-  end
-  if form ~= ARGV[i + 1] then return {'form', ARGV[i], form} end
-end
-if redis.call('ZCARD', KEYS[3]) >= tonumber(ARGV[7]) then return {'busy'} end
-local version = redis.call('HINCRBY', KEYS[1], 'v', 1)
-for i = 10, #ARGV, 3 do redis.call('HSET', KEYS[1], 'l:' .. ARGV[i], ARGV[i + 2]) end
-local change = '\\148' .. cmsgpack.pack(version) .. ARGV[4] .. cmsgpack.pack(now()) .. ARGV[6]
-redis.call('ZADD', KEYS[3], version, change)
-redis.call('EXPIRE', KEYS[3], ARGV[8])
-remember(KEYS[1], KEYS[4], ARGV[3], ARGV[8])
-if known[3] then
-  redis.call('XADD', ARGV[2] .. known[3], '*', 'k', 'steer', 't', ARGV[1], 'd', change)
-  redis.call('EXPIRE', ARGV[2] .. known[3], ARGV[9])
-end
-return {'accepted', version}
-"""
-)
-
-# KEYS: record, events, operations. ARGV: trace, what precedes every key of its tag, what precedes an engine in its
-# control stream's name, by, reason, schema, the final before and after its attempt, retention, force ('1': whoever runs
-# it), how long to keep the control stream, operation, how long to remember.
-_CANCEL = Script(
-    _ENDING
-    + """
-redis.call('HDEL', KEYS[1], '')
-local known = redis.call('HMGET', KEYS[1], 'm', 'e', 'x')
-if not known[1] then return {'unknown'} end
-local asks = known[2] and ARGV[10] ~= '1'
-if redis.call('ZSCORE', KEYS[3], ARGV[12]) then
-  if asks then return {'asked', known[2]} else return {'cancelled', known[1]} end
-end
-if ended(KEYS[2]) then return {'ended'} end
-remember(KEYS[1], KEYS[3], ARGV[12], ARGV[13])
-if not known[3] then redis.call('HSET', KEYS[1], 'x', ARGV[5], 'xb', ARGV[4]) end
-if asks then
-  if not known[3] then
-    redis.call('XADD', ARGV[3] .. known[2], '*', 'k', 'cancel', 't', ARGV[1], 'b', ARGV[4], 'r', ARGV[5])
-    redis.call('EXPIRE', ARGV[3] .. known[2], ARGV[11])
-  end
-  return {'asked', known[2]}
-end
-finish(ARGV[2], ARGV[1], ARGV[6], ARGV[7], ARGV[8], ARGV[9], 'cancelled', 'Cancelled')
-return {'cancelled', known[1]}
-"""
-)
-
-# KEYS: record, events, operations. ARGV: trace, what precedes an engine in its control stream's name, 'pause' or
-# 'resume', by, how long to keep the control stream, operation, how long to remember.
-_PAUSE = Script(
-    _ENDING
-    + """
-local known = redis.call('HMGET', KEYS[1], 'm', 'e', 'z', 's')
-if not known[1] then return 'unknown' end
-if redis.call('ZSCORE', KEYS[3], ARGV[6]) then return 'asked' end
-if known[4] == 'closed' or ended(KEYS[2]) then return 'ended' end
-if ARGV[3] == 'pause' then
-  if known[3] then return 'so already' end
-  redis.call('HSET', KEYS[1], 'z', ARGV[4])
-else
-  if not known[3] then return 'so already' end
-  redis.call('HDEL', KEYS[1], 'z')
-end
-remember(KEYS[1], KEYS[3], ARGV[6], ARGV[7])
-local number = redis.call('HINCRBY', KEYS[1], 'zn', 1)
-if known[2] then
-  redis.call('XADD', ARGV[2] .. known[2], '*', 'k', ARGV[3], 't', ARGV[1], 'b', ARGV[4], 'n', number)
-  redis.call('EXPIRE', ARGV[2] .. known[2], ARGV[5])
-end
-return 'asked'
-"""
-)
-
-# A key that expires is set anew, also where memory is short: it begins with what is never refused. KEYS: it. ARGV:
-# value, ms.
-RENEW = Script(
-    """
-redis.call('DEL', KEYS[1])
-return redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
-"""
-)
-
-# KEYS: deadlines. ARGV: what precedes every key of its tag, schema, the final before and after its attempt, retention,
-# grace in ms.
-_SWEEP = Script(
-    _ENDING
-    + """
-local time, over = now(), {}
-local due = redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', time, 'WITHSCORES', 'LIMIT', 0, 100)
-for i = 1, #due, 2 do
-  local trace, at = due[i], tonumber(due[i + 1])
-  local known = redis.call('HMGET', ARGV[1] .. 'trace:' .. trace, 'm', 'e')
-  if not known[1] or ended(ARGV[1] .. 'events:' .. trace) then
-    redis.call('ZREM', KEYS[1], trace)
-  elseif not known[2] or time >= at + ARGV[6] then
-    finish(ARGV[1], trace, ARGV[2], ARGV[3], ARGV[4], ARGV[5], 'expired', 'DeadlineExceeded')
-    redis.call('ZREM', KEYS[1], trace)
-    over[#over + 1] = trace
-    over[#over + 1] = known[1]
-  end
-end
-return over
-"""
-)
+_CREATE: Final = Script("record_create")
+_FORGET: Final = Script("record_forget")
+_OPEN: Final = Script("record_open")
+_CLAIM: Final = Script("record_claim")
+_CLOSE: Final = Script("record_close")
+_END: Final = Script("record_end")
+_WAIT: Final = Script("record_wait")
+_STEER: Final = Script("record_steer")
+_CANCEL: Final = Script("record_cancel")
+_PAUSE: Final = Script("record_pause")
+RENEW: Final = Script("renew")
+_SWEEP: Final = Script("record_sweep")
 
 
 class SteerRefused(BusError, ValueError):

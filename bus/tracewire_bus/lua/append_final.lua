@@ -1,0 +1,20 @@
+-- #include append
+-- #include finished
+-- Appends a trace's final event and ends the trace. Keys, arguments and reply are those of append_event.
+local events, blobs, key, changes, operations, deadlines, snapshot, lifecycle_stream, list, sizes = unpack(KEYS)
+local id, schema, data, retention, _, version, attempt, trace, previous = unpack(ARGV, 1, 9)
+-- A full Redis refuses a script at its first write. HDEL is never refused, so the end is written.
+redis.call('HDEL', key, '')
+if schema ~= '' then
+  local refusal = append.event(events, key, id, schema, data, attempt, previous)
+  if refusal then return refusal end
+end
+append.drop_changes(changes, version)
+for _, name in ipairs({events, blobs, key, snapshot}) do redis.call('EXPIRE', name, retention) end
+redis.call('DEL', changes)
+-- A controller that asks again after a lost reply finds its operation for a minute more.
+redis.call('EXPIRE', operations, 60)
+redis.call('ZREM', deadlines, trace)
+finished.add(trace, retention, list, sizes, events, blobs, key, snapshot)
+append.publish(key, lifecycle_stream, 10)
+return id

@@ -1,0 +1,8 @@
+-- Reads the standing interventions of a model at one moment.
+-- KEYS: those of edit_install. Returns the generation, the encoded edits, what is known about them, the disabled
+-- ones.
+local state, entries, about, disabled = unpack(KEYS, 1, 4)
+return {
+  redis.call('HGET', state, 'generation') or '0',
+  redis.call('HGETALL', entries), redis.call('HGETALL', about), redis.call('HGETALL', disabled)
+}

@@ -1,0 +1,41 @@
+-- #include queue
+-- Queues a submission, once for each trace.
+-- KEYS: the queue's, the trace's mark. ARGV: trace, schema, client, priority, lease, the limit of the queue or 0, for
+-- how many seconds to remember the trace, how many engines may be lost over it, the encoded submission. Returns
+-- nothing; 1 if the trace was put before; or, where the queue is full, how many wait and in how many ms there is room
+-- again.
+local call, whole = redis.call, queue.whole
+local submitted = KEYS[11]
+local trace, schema, client, priority, lease, limit, remember, tries, data = unpack(ARGV)
+if not call('SET', submitted, 1, 'EX', remember, 'NX') then return 1 end
+
+local client_waits = call('ZCARD', queue.client_key(client))
+local waiting, number, turn = unpack(call('HMGET', queue.state, 'waiting', 'number', 'turn'))
+waiting, number, turn = whole(waiting, 0), whole(number, 0) + 1, whole(turn, 0)
+limit = tonumber(limit)
+
+-- A client below its share of the limit is refused at twice the limit only.
+local function room()
+  local clients = call('ZCARD', queue.turns) + (client_waits == 0 and 1 or 0)
+  return client_waits * clients < limit and 2 * limit or limit
+end
+
+if limit > 0 and waiting >= limit and waiting >= room() then
+  call('DEL', submitted)
+  local span, count = unpack(call('HMGET', queue.state, 'span', 'count'))
+  span, count = tonumber(span), tonumber(count)
+  local retry_us = span and count and span / count * (waiting - room() + 1) or 1e6
+  return {waiting, math.floor(math.min(math.max(retry_us / 1000, 100), 60000))}
+end
+
+local seconds, micros = unpack(call('TIME'))
+local entry = {
+  schema = schema, queued_us = seconds .. string.format('%06d', micros), client = client, priority = priority,
+  lease = lease, number = number, bytes = #data, attempt = 0, tries = tonumber(tries), lost = 0, reason = ''
+}
+queue.write(trace, entry)
+call('HSET', queue.data, trace, data)
+turn = queue.join(trace, entry, client_waits, turn)
+call('HSET', queue.state, 'waiting', waiting + 1, 'number', number, 'turn', turn)
+queue.ring()
+return false

@@ -1,0 +1,16 @@
+-- Removes a taken entry.
+-- KEYS: data, entries, taken. ARGV: trace, its holder or '' for any, its attempt or 0 for any. Returns whether it was
+-- removed.
+local data, entries, taken = unpack(KEYS)
+local trace, holder, attempt = unpack(ARGV)
+if holder ~= '' and redis.call('HGET', taken, trace) ~= holder then return 0 end
+if attempt ~= '0' then
+  -- The same holder may have taken the entry again, after others.
+  local ATTEMPT = 8
+  local packed = redis.call('HGET', entries, trace)
+  local fine, fields = pcall(cmsgpack.unpack, packed or '')
+  if packed and fine and type(fields) == 'table' and tostring(fields[ATTEMPT] or 0) ~= attempt then return 0 end
+end
+-- The entry is found by what is removed last: a crash in between leaves nothing behind.
+for _, key in ipairs({data, entries, taken}) do redis.call('HDEL', key, trace) end
+return 1

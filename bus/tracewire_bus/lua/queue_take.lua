@@ -1,0 +1,139 @@
+-- #include queue
+-- Gives waiting entries to an engine, clients in turns.
+-- KEYS: the queue's, the token of the engine's takes, the holders. ARGV: token, engine, most entries, most bytes,
+-- most bytes of data that is replied with its entry, for how many microseconds a suspect has its engine to itself,
+-- how many entries the engine has, '1' if it leaves entries to engines that have fewer, how many it has room for.
+-- Returns the entries; nothing where the token is no longer valid; or 1 where what waits is left to other engines. In
+-- the state, span and count are the time between takes while entries waited and the number of entries taken, older
+-- takes counting less; 'taker:ENGINE' is when an engine asked last and how many entries it had then; 'suspect:ENGINE'
+-- and 'suspected:ENGINE' are the suspect that it has and since when.
+local call, whole = redis.call, queue.whole
+-- An engine counts as one that takes for so long after it has asked. An idle engine asks each second.
+local TAKER_SEEN_US = 2.5e6
+local valid_token, holders = KEYS[11], KEYS[12]
+local state, turns, suspects = queue.state, queue.turns, queue.suspects
+local token, engine, count, most, inline, alone, load, patient, room = unpack(ARGV)
+local waiting, turn, since, span, taken_before =
+  unpack(call('HMGET', state, 'waiting', 'turn', 'since', 'span', 'count'))
+waiting, turn, since = whole(waiting, 0), whole(turn, 0), tonumber(since)
+if call('GET', valid_token) ~= token then
+  -- The token of the bell that woke this engine is meant for another.
+  if waiting > 0 then queue.ring() end
+  return false
+end
+count, most, inline, load, room = tonumber(count), tonumber(most), tonumber(inline), tonumber(load), tonumber(room)
+local waited_before = waiting
+local seconds, micros = unpack(call('TIME'))
+local now = seconds * 1e6 + micros
+
+-- How many entries each engine that takes has, this one first. An engine that has not asked of late is forgotten.
+local function loads_of_takers()
+  local loads, all = {load}, call('HGETALL', state)
+  for index = 1, #all, 2 do
+    local field = all[index]
+    local taker = string.match(field, '^taker:(.*)$')
+    local at, had = string.match(all[index + 1], '^(%d+) (%d+)$')
+    if at and taker and taker ~= engine then
+      if math.abs(now - at) > TAKER_SEEN_US then call('HDEL', state, field) else loads[#loads + 1] = tonumber(had) end
+    end
+  end
+  return loads
+end
+
+-- How many entries this engine may have so that all that take have equally many at most: a burst does not all go to
+-- the engine that woke first.
+local function fair_level()
+  local loads = loads_of_takers()
+  if #loads == 1 then return load + count end
+  table.sort(loads)
+  local level, sum = 0, waiting
+  for index = 1, #loads do
+    -- An engine that has more than the level already gets no part of what waits.
+    if index > 1 and loads[index] >= level then break end
+    sum = sum + loads[index]
+    level = math.ceil(sum / index)
+  end
+  return level
+end
+
+local left_to_others = false
+if patient == '1' and waiting > 0 then
+  count = math.max(0, math.min(count, fair_level() - load))
+  left_to_others = count == 0
+end
+
+local reply, size = {}, 0
+
+-- An engine has one suspect at a time.
+local suspect, suspected_at = unpack(call('HMGET', state, 'suspect:' .. engine, 'suspected:' .. engine))
+if suspect and
+    (call('HGET', queue.taken, suspect) ~= engine or now - whole(suspected_at, 0) >= tonumber(alone)) then
+  call('HDEL', state, 'suspect:' .. engine, 'suspected:' .. engine)
+  suspect = false
+end
+if not suspect then
+  local trace = call('ZPOPMIN', suspects)[1]
+  local entry = trace and queue.entry(trace)
+  if trace then waiting = waiting - 1 end
+  if entry then
+    size = entry.bytes
+    queue.claim(trace, entry, engine)
+    call('HSET', state, 'suspect:' .. engine, trace, 'suspected:' .. engine, string.format('%.0f', now))
+    reply[1] = queue.reply(trace, entry, size <= inline)
+  end
+end
+
+while #reply < count do
+  local client, own_turn = unpack(call('ZPOPMIN', turns))
+  if not client then break end
+  local key = queue.client_key(client)
+  local member, priority = unpack(call('ZPOPMIN', key))
+  local trace = member and queue.trace_of(member)
+  local entry = member and queue.entry(trace)
+  if entry then
+    size = size + entry.bytes
+    if #reply > 0 and size > most then
+      call('ZADD', key, priority, member)
+      call('ZADD', turns, own_turn, client)
+      break
+    end
+    waiting = waiting - 1
+    queue.claim(trace, entry, engine)
+    reply[#reply + 1] = queue.reply(trace, entry, entry.bytes <= inline)
+    turn = turn + 1
+    own_turn = turn
+  elseif member then
+    -- It was settled by an engine that had not taken it.
+    waiting = waiting - 1
+  end
+  if call('EXISTS', key) == 1 then call('ZADD', turns, own_turn, client) end
+end
+
+-- A full Redis refuses a script at its first write. HDEL is never refused.
+call('HDEL', state, '')
+if #reply < room then
+  call('HSET', state, 'taker:' .. engine, string.format('%.0f %d', now, load + #reply))
+else
+  -- An engine without room does not ask for a while.
+  call('HDEL', state, 'taker:' .. engine)
+end
+if waiting ~= waited_before then
+  call('HSET', state, 'waiting', waiting, 'turn', turn, 'since', now)
+  if #reply > 0 then call('SADD', holders, engine) end
+  if since then
+    span, taken_before = tonumber(span) or 0, tonumber(taken_before) or 0
+    call('HSET', state, 'span', span * 0.9 + now - since, 'count', taken_before * 0.9 + #reply)
+  end
+  if waiting <= 0 then
+    queue.empty()
+  elseif call('EXISTS', queue.bell) == 0 then
+    -- The next engine is woken, should a token have been lost.
+    queue.ring()
+  end
+end
+if left_to_others and #reply == 0 and call('EXISTS', turns) == 1 then
+  -- The token of the bell that woke this engine goes to another.
+  queue.ring()
+  return 1
+end
+return reply

@@ -1,0 +1,27 @@
+-- #include clock
+-- #include lifecycle
+-- Makes the record of a trace that is about to be queued.
+-- KEYS: record, deadlines, lifecycle stream. ARGV: trace, model, client, lease, deadline in ms from now or '', for
+-- how many seconds to remember the record, for how many to keep the trace after its end or '', then name, form and
+-- packed value of each live parameter. Returns 1 if the record is new and 0 if it stood there; or the model of the
+-- trace that has this id.
+local key, deadlines, lifecycle_stream = unpack(KEYS)
+local trace, model, client, lease, deadline, remember, retention = unpack(ARGV, 1, 7)
+if redis.call('HSETNX', key, 'm', model) == 0 then
+  local other = redis.call('HGET', key, 'm')
+  return other == model and 0 or other
+end
+redis.call('HSET', key, 'c', client, 'p', lease, 'v', 0)
+if retention ~= '' then redis.call('HSET', key, 'r', retention) end
+for index = 8, #ARGV, 3 do
+  local name, form, packed = unpack(ARGV, index, index + 2)
+  redis.call('HSET', key, 'f:' .. name, form, 'l:' .. name, packed)
+end
+redis.call('EXPIRE', key, remember)
+if deadline ~= '' then
+  local at = clock.milliseconds() + deadline
+  redis.call('HSET', key, 't', at)
+  redis.call('ZADD', deadlines, at, trace)
+end
+lifecycle.publish(lifecycle_stream, 'k', 'queued', 't', trace, 'm', model, 'c', client)
+return 1

@@ -1,0 +1,22 @@
+-- A trace's record: a hash beside its event stream. Its fields:
+--   m model, c client, p lease, t deadline in ms, e engine, a number of attempts, s state
+--   v version of the live parameters, l:NAME a live value packed, f:NAME its declared form
+--   x the reason for which it was cancelled, xb by whom
+--   z by whom it is paused, zn how often it was paused and resumed
+--   r for how many seconds it is kept after its end
+local record = {}
+-- Most operations of one trace whose ids are remembered.
+local OPERATIONS = 1000
+
+-- A count in a record; 0 where it is malformed.
+function record.count(raw)
+  local number = tonumber(raw)
+  return number and number >= 0 and number < 2^31 and math.floor(number) or 0
+end
+
+-- Remembers the id of an operation, so that a client that asks again after a lost reply gets the same reply.
+function record.remember(key, operations, operation, seconds)
+  redis.call('ZADD', operations, record.count(redis.call('HGET', key, 'v')), operation)
+  redis.call('ZREMRANGEBYRANK', operations, 0, -1 - OPERATIONS)
+  redis.call('EXPIRE', operations, seconds)
+end
