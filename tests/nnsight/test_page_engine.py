@@ -57,18 +57,26 @@ async def test_a_cache_is_plain_dicts_and_lists(model: Model) -> None:
     assert [type(visit) for visit in cache["model.model.layers.0"]] == [dict, dict]
 
 
-async def test_every_error_of_a_block_is_an_intervention_error_that_names_its_type(model: Model) -> None:
-    class Mine(Exception):
-        pass
-
+async def test_an_error_of_a_block_is_an_intervention_error_of_the_builtin_type_that_it_has(model: Model) -> None:
     with model.trace(PROMPT, max_tokens=2, **GREEDY) as tracer:
         hidden = model.model.layers[2].output
         raise KeyError("mine")
-    with pytest.raises(InterventionError) as caught:
+    with pytest.raises(KeyError) as caught:
         await tracer.result()
+    assert isinstance(caught.value, InterventionError)
     assert caught.value.type == "KeyError"
-    assert not isinstance(caught.value, KeyError)
     assert caught.value.source == 'raise KeyError("mine")'
+
+    with model.trace(PROMPT, max_tokens=2, **GREEDY) as tracer:
+
+        class Mine(ValueError):
+            pass
+
+        hidden = model.model.layers[2].output
+        raise Mine("mine")
+    with pytest.raises(ValueError, match="Mine: mine") as caught:
+        await tracer.result()
+    assert caught.value.type == "Mine"
 
     with model.trace(PROMPT, max_tokens=2, **GREEDY) as tracer:
         later = model.model.layers[3].output

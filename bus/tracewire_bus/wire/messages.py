@@ -594,7 +594,8 @@ class Failure(Message):
     """Why a trace was rejected or failed, in the caller's terms.
 
     `field` names the part of the submission at fault (`"block"`, `"prompt"`, `"sampling.temperature"`, `"model"`, ...).
-    `line`, `source` and `filename` say where in the user's own code; `type` is an exception's class name.
+    `line`, `source` and `filename` say where in the user's own code; `type` is an exception's class name,
+    and `builtin` the name of the nearest class among Python's builtin exceptions that the exception is an instance of.
     """
 
     type: str
@@ -604,6 +605,7 @@ class Failure(Message):
     line: int | None = None
     source: str | None = None
     traceback: str | None = None
+    builtin: str | None = None
 
 
 class Usage(Message):

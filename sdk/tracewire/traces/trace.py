@@ -348,7 +348,7 @@ class Trace(Reader):
         if status == "rejected" and error is not None:
             raise rejection(error, self.id)
         if status == "failed" and error is not None and error.field == "block":
-            raise InterventionError(error, trace_id=self.id, result=self._built_result())
+            raise InterventionError.of(error, self.id, self._built_result())
         raise TraceFailed(
             error.message if error else "",
             trace_id=self.id,

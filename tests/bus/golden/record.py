@@ -52,6 +52,7 @@ def every_message() -> dict[str, tuple[str, messages.Message]]:
         line=12,
         source="x = 1 / 0",
         traceback="Traceback",
+        builtin="ValueError",
     )
     versions = Versions(tracewire="0.1.0", vllm="0.32.0", nnsight="0.8.1", torch="2.13.0")
     event: dict[str, Any] = {"attempt": 2, "seq": 7}

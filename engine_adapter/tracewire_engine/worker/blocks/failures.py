@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import traceback
 import types
 from collections.abc import Iterable
@@ -25,6 +26,8 @@ _trace: Any = BaseException.__dict__["__traceback__"]
 _cause: Any = BaseException.__dict__["__cause__"]
 
 _context: Any = BaseException.__dict__["__context__"]
+
+_mro: Any = type.__dict__["__mro__"]
 
 _members: Any = BaseExceptionGroup.__dict__["exceptions"]
 
@@ -65,7 +68,8 @@ def failure_of(exception: BaseException, compiled: CompiledSource | None, *, hin
         message = f"(its message could not be read: {type(error).__name__})"
     message += hint
     if issubclass(type(exception), SyntaxError) and compiled is None:
-        return Failure(type=kind, message=message, field="block", line=getattr(exception, "lineno", None))
+        at = getattr(exception, "lineno", None)
+        return Failure(type=kind, message=message, field="block", line=at, builtin="SyntaxError")
     try:
         with watchdog.turn(building=True):
             frames = list(_frames(exception))
@@ -90,7 +94,17 @@ def failure_of(exception: BaseException, compiled: CompiledSource | None, *, hin
         line=line,
         source=source,
         traceback="".join(lines) or None,
+        builtin=_builtin(exception),
     )
+
+
+def _builtin(exception: BaseException) -> str | None:
+    """The name of the nearest builtin class that an exception is an instance of."""
+    for cls in _mro.__get__(type(exception)):
+        name = marks.class_name(cls)
+        if getattr(builtins, name, None) is cls:
+            return name
+    return None
 
 
 def _frames(exception: BaseException) -> Iterable[traceback.FrameSummary]:
