@@ -24,8 +24,9 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from tracewire_bus.wire.arrays import array_head, array_payload, encoded_array
+from tracewire_bus.wire.digests import array_digest, list_digest
 from tracewire_bus.wire.messages import Append, EngineInfo, Manifest, ModuleInfo, Set, Submission
-from tracewire_bus.wire.values import array_digest, array_head, array_payload, encoded_array, list_digest
 from tracewire_engine.adapter.engine_api import Choice, Prepared
 from tracewire_engine.link.step_link import LinkReceiver, LinkSender
 from tracewire_engine.protocol.messages import Changes, FinishRecord, Report, StepRecord

@@ -4,20 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from tracewire_bus.wire.values import (
-    MAX_DEPTH,
-    ArrayRef,
-    Path,
-    _array,
-    _complex,
-    _digest,
-    _dtype_name,
-    _float,
-    _kind,
-    _raw,
-    _refuse,
-    _too_deep,
-)
+from tracewire_bus.wire.arrays import array_at, raw_bytes
+from tracewire_bus.wire.digests import _digest, _float
+from tracewire_bus.wire.kinds import MAX_DEPTH, Path, dtype_name, kind_or_none, refuse_depth, refuse_type
+from tracewire_bus.wire.packing import complex_struct
+from tracewire_bus.wire.refs import ArrayRef
 
 __all__ = ["equal"]
 
@@ -32,12 +23,12 @@ def equal(a: Any, b: Any) -> bool:
 
 
 def _equal(a: Any, b: Any, path: Path) -> bool:
-    found = _kind(a) or _refuse(a, path)
-    if found != (_kind(b) or _refuse(b, path)):
+    found = kind_or_none(a) or refuse_type(a, path)
+    if found != (kind_or_none(b) or refuse_type(b, path)):
         return False
     if found in ("list", "tuple", "dict"):
         if len(path) >= MAX_DEPTH:
-            _too_deep(path)
+            refuse_depth(path)
         if len(a) != len(b):
             return False
         if found == "dict":
@@ -46,12 +37,12 @@ def _equal(a: Any, b: Any, path: Path) -> bool:
     if found == "array" and (isinstance(a, ArrayRef) or isinstance(b, ArrayRef)):
         return _digest(a, path) == _digest(b, path)
     if found == "array":
-        x, y = _array(a, path), _array(b, path)
-        return x.dtype.name == y.dtype.name and x.shape == y.shape and bytes(_raw(x)) == bytes(_raw(y))
+        x, y = array_at(a, path), array_at(b, path)
+        return x.dtype.name == y.dtype.name and x.shape == y.shape and bytes(raw_bytes(x)) == bytes(raw_bytes(y))
     if found == "float":
         return _float.pack(a) == _float.pack(b)
     if found == "dtype":
-        return _dtype_name(a, path) == _dtype_name(b, path)
+        return dtype_name(a, path) == dtype_name(b, path)
     if found == "complex":
-        return _complex.pack(a.real, a.imag) == _complex.pack(b.real, b.imag)
+        return complex_struct.pack(a.real, a.imag) == complex_struct.pack(b.real, b.imag)
     return bool(a == b)

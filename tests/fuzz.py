@@ -42,7 +42,7 @@ from tracewire_bus.store.submission_queue import Queue
 from tracewire_bus.transport.embedded import EmbeddedServer
 from tracewire_bus.wire.codec import encode, schema_text
 from tracewire_bus.wire.messages import Append, Block, DecodedOutput, Edit, Final, Helper, Invoke, Set, Submission
-from tracewire_bus.wire.values import pack, wire
+from tracewire_bus.wire.packing import pack, wire
 from tracewire_engine.adapter.engine_api import Prepared, Rejection
 from tracewire_engine.adapter.service import Adapter, Settings
 from tracewire_engine.launch.cli import settle_memory

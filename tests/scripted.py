@@ -21,6 +21,8 @@ from tracewire_bus.domain.fold import Fold
 from tracewire_bus.store.lifecycle import telling
 from tracewire_bus.store.trace_records import Opened, Overtaken, TraceEnded, cancellation
 from tracewire_bus.wire.codec import decode_change, decode_event, decode_submission, encode
+from tracewire_bus.wire.digests import digest
+from tracewire_bus.wire.kinds import kind, length
 from tracewire_bus.wire.messages import (
     Accepted,
     Append,
@@ -41,7 +43,8 @@ from tracewire_bus.wire.messages import (
     Submission,
     Usage,
 )
-from tracewire_bus.wire.values import ArrayRef, digest, kind, length, unpack, wire
+from tracewire_bus.wire.packing import unpack, wire
+from tracewire_bus.wire.refs import ArrayRef
 
 __all__ = ["Script", "ScriptedEngine", "Stage", "engine_info", "tiny"]
 

@@ -50,6 +50,7 @@ from tracewire.traces.tracer import Tracer
 from tracewire_bus.domain.fold import Fold
 from tracewire_bus.store.lifecycle import Lifecycle
 from tracewire_bus.store.trace_records import LiveState
+from tracewire_bus.wire.digests import digest
 from tracewire_bus.wire.messages import (
     Ablate,
     Clamp,
@@ -61,7 +62,7 @@ from tracewire_bus.wire.messages import (
     Steer,
     StopWhen,
 )
-from tracewire_bus.wire.values import ArrayRef, digest
+from tracewire_bus.wire.refs import ArrayRef
 
 from .client import Client, connect
 from .errors import (

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from tracewire_bus.wire.arrays import array_of
+from tracewire_bus.wire.kinds import Unsavable, is_array
 from tracewire_bus.wire.messages import MAX_MEDIA_BYTES
-from tracewire_bus.wire.values import Unsavable, array_of, is_array, pack
+from tracewire_bus.wire.packing import pack
 
 from .checks import type_name
 from .errors import TraceRejected

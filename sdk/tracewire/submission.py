@@ -367,7 +367,8 @@ _MAX_SHARED_BYTES = 2**20
 
 
 def _packed_shared(shared: Any) -> bytes:
-    from tracewire_bus.wire.values import Unsavable, is_array, pack
+    from tracewire_bus.wire.kinds import Unsavable, is_array
+    from tracewire_bus.wire.packing import pack
 
     if shared is not None and not isinstance(shared, Mapping):
         raise TraceRejected("shared", f"expected a dict of shared values by name, got {shown(shared)}")

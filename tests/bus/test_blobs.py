@@ -14,7 +14,9 @@ from tracewire_bus.bus import Bus, BusUnavailable
 from tracewire_bus.events.writer import UNFINISHED_S
 from tracewire_bus.store.blobs import CHUNK_BYTES, UNACCEPTED_S, BlobMissing
 from tracewire_bus.store.keys import TAGS, Keys
-from tracewire_bus.wire.values import ArrayRef, digest, pack, unpack
+from tracewire_bus.wire.digests import digest
+from tracewire_bus.wire.packing import pack, unpack
+from tracewire_bus.wire.refs import ArrayRef
 
 from .proxy import proxy
 
@@ -188,7 +190,8 @@ async def test_a_reference_decoded_by_nobody_in_particular_says_so() -> None:
 
 
 def test_every_dtype_has_the_size_that_numpy_gives_it() -> None:
-    from tracewire_bus.wire.values import DTYPES, array_from_raw
+    from tracewire_bus.wire.arrays import array_from_raw
+    from tracewire_bus.wire.refs import DTYPES
 
     for name in DTYPES:
         ref = ArrayRef(name, (3,), bytes(16), "b")

@@ -24,7 +24,7 @@ from tracewire_bus.transport.link import AfterOthers
 from tracewire_bus.transport.scripts import Script
 from tracewire_bus.wire.live_values import live_values
 from tracewire_bus.wire.messages import Invoke, Submission
-from tracewire_bus.wire.values import pack
+from tracewire_bus.wire.packing import pack
 
 from .servers import BINARIES, HOST, Cluster, Running, free_port, running_servers, slot_of, until, until_so
 from .test_snapshots import Author, read, same

@@ -44,7 +44,7 @@ from tracewire_bus.wire.messages import (
     Usage,
     Versions,
 )
-from tracewire_bus.wire.values import pack, wire
+from tracewire_bus.wire.packing import pack, wire
 
 EVENTS: list[Any] = [
     Accepted(attempt=1, seq=0, engine="e", model="m", queued_at=1.5, sampling=[{"seed": None, "stop": ["a"]}]),

@@ -32,7 +32,7 @@ from tracewire_bus.wire.messages import (
     StopWhen,
     Submission,
 )
-from tracewire_bus.wire.values import pack
+from tracewire_bus.wire.packing import pack
 
 HIDDEN = 8
 PATHS = ["", "model", "model.embed", "model.layers"] + [

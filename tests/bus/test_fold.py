@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from tests.equality import equal
 from tracewire_bus.domain.fold import DigestMismatch, Fold, FoldError
 from tracewire_bus.wire.codec import decode_event, decode_plain, decode_snapshot, encode
+from tracewire_bus.wire.digests import digest
+from tracewire_bus.wire.kinds import kind, length
 from tracewire_bus.wire.messages import (
     SHARED_INVOKE,
     Accepted,
@@ -31,7 +33,8 @@ from tracewire_bus.wire.messages import (
     Set,
     Usage,
 )
-from tracewire_bus.wire.values import ArrayRef, digest, kind, length, wire, wired_key
+from tracewire_bus.wire.packing import wire, wired_key
+from tracewire_bus.wire.refs import ArrayRef
 
 
 def manifest_of(saves: dict[str, Any], invoke: int = 0, choice: int = 0) -> list[Manifest]:

@@ -23,7 +23,7 @@ from tracewire_bus import recovery
 from tracewire_bus.bus import Bus
 from tracewire_bus.wire.codec import decode_event, encode, schema_text
 from tracewire_bus.wire.messages import SCHEMA, FirstToken, Invoke, Message, Submission
-from tracewire_bus.wire.values import wire
+from tracewire_bus.wire.packing import wire
 
 PATIENCE = 20
 

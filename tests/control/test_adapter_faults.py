@@ -24,7 +24,7 @@ from tracewire_bus.store.control import Order
 from tracewire_bus.wire.codec import decode_submission, encode
 from tracewire_bus.wire.live_values import live_values
 from tracewire_bus.wire.messages import Invoke, Submission
-from tracewire_bus.wire.values import pack, unpack
+from tracewire_bus.wire.packing import pack, unpack
 from tracewire_engine.adapter.engine_api import Rejection
 from tracewire_engine.adapter.service import Adapter
 from tracewire_engine.adapter.trace_run import TraceRun

@@ -19,7 +19,7 @@ from tracewire import Client, Output, Steered, intervention
 from tracewire_bus.bus import Bus
 from tracewire_bus.wire.codec import encode
 from tracewire_bus.wire.messages import Append, Block, Delta, Failure, Invoke, Manifest, Set, Submission
-from tracewire_bus.wire.values import pack, wire
+from tracewire_bus.wire.packing import pack, wire
 from tracewire_engine.protocol.messages import FinishRecord, Report, StepRecord
 
 PATIENCE = 15

@@ -27,7 +27,7 @@ from tracewire_bus.domain.tree import ModuleTree
 from tracewire_bus.transport.guard import LINES, Guard, Malformed
 from tracewire_bus.wire.codec import encode
 from tracewire_bus.wire.messages import Block, Helper, Invoke, Steer, Submission
-from tracewire_bus.wire.values import pack, wire
+from tracewire_bus.wire.packing import pack, wire
 from tracewire_engine.adapter import block_sources as sources
 from tracewire_engine.adapter.block_sources import Sources
 from tracewire_engine.adapter.engine_api import Prepared, Rejection

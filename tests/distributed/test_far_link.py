@@ -30,7 +30,7 @@ from tests.equality import equal
 from tests.faults.network import wire
 from tracewire_bus.bus import Bus
 from tracewire_bus.wire.messages import Block, Invoke, Submission
-from tracewire_bus.wire.values import pack
+from tracewire_bus.wire.packing import pack
 from tracewire_engine.adapter.large_inputs import Inputs
 from tracewire_engine.link.addresses import Guard, endpoint
 from tracewire_engine.link.blob_receiver import BlobChunk, BlobReceiver

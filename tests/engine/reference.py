@@ -9,7 +9,7 @@ finished output. Tracewire's is the whole way over the bus. Requests run one at 
 from __future__ import annotations
 
 import tracewire
-from tracewire_bus.wire.values import digest
+from tracewire_bus.wire.digests import digest
 
 __all__ = ["both_ways"]
 

@@ -17,7 +17,7 @@ from tracewire import Client, InterventionError, Model, TraceRejected
 from tracewire_bus.bus import Bus
 from tracewire_bus.wire.codec import decode_event, encode
 from tracewire_bus.wire.messages import Block, Final, Helper, Invoke, Submission
-from tracewire_bus.wire.values import pack
+from tracewire_bus.wire.packing import pack
 
 PROMPT = "def add(a, b):\n    return"
 

@@ -23,8 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tracewire_bus.domain.fold import apply_delta
 from tracewire_bus.domain.intervention_checks import decoded, normalized, resolved
+from tracewire_bus.wire.digests import digest
 from tracewire_bus.wire.messages import Ablate, Append, Clamp, Declared, Delta, Live, LogitLens, Probe, Steer, StopWhen
-from tracewire_bus.wire.values import decoder, digest, pack
+from tracewire_bus.wire.packing import decoder, pack
 from tracewire_engine.adapter.read_decoder import ChoiceReads, ReadDecoder, extend_encoded_list
 from tracewire_engine.link.step_link import encode_changes
 from tracewire_engine.protocol.messages import Placed

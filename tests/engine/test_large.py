@@ -18,9 +18,12 @@ from tests.equality import equal
 from tracewire_bus.bus import Bus
 from tracewire_bus.domain.fold import Fold
 from tracewire_bus.store.blobs import CHUNK_BYTES
+from tracewire_bus.wire.arrays import array_from_raw
 from tracewire_bus.wire.codec import decode_event, encode
+from tracewire_bus.wire.digests import digest
 from tracewire_bus.wire.messages import Block, Invoke, RawOutput, Submission
-from tracewire_bus.wire.values import ArrayRef, array_from_raw, digest, pack
+from tracewire_bus.wire.packing import pack
+from tracewire_bus.wire.refs import ArrayRef
 from tracewire_engine.adapter.engine_api import Rejection
 from tracewire_engine.adapter.large_inputs import Inputs
 from tracewire_engine.adapter.trace_stream import RawFinal

@@ -8,7 +8,7 @@ import pytest
 import tracewire
 from tests.engine_process import BLOB_THRESHOLD
 from tracewire import Client, Model
-from tracewire_bus.wire.values import digest
+from tracewire_bus.wire.digests import digest
 
 
 @tracewire.intervention

@@ -16,8 +16,9 @@ import torch
 import tracewire_engine  # noqa: F401 (before nnsight)
 from tests.equality import equal
 from tracewire_bus.domain.fold import apply_delta
+from tracewire_bus.wire.digests import digest, encoded_digest
 from tracewire_bus.wire.messages import Append, Delete, Delta, Set
-from tracewire_bus.wire.values import decoder, digest, encoded_digest, wire
+from tracewire_bus.wire.packing import decoder, wire
 from tracewire_engine.adapter.digests import PassingDigests
 from tracewire_engine.worker.blocks.batched_serving import RowBatcher
 from tracewire_engine.worker.blocks.live_params import LiveRun

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from tests.equality import equal
 from tracewire_bus.domain.fold import Fold
 from tracewire_bus.wire.codec import decode_event, encode
+from tracewire_bus.wire.digests import digest
 from tracewire_bus.wire.messages import Append, DecodedOutput, Delta, Final, Manifest, Set
-from tracewire_bus.wire.values import digest
 from tracewire_engine.worker import save_tracker as saves_module
 from tracewire_engine.worker.save_tracker import SaveTracker
 

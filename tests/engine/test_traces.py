@@ -18,8 +18,8 @@ from tests.engine import blocks_for_tests as blocks
 from tests.equality import equal
 from tracewire import Client, InterventionError, Model, Output
 from tracewire_bus.domain.fold import Fold
+from tracewire_bus.wire.digests import digest
 from tracewire_bus.wire.messages import Append, Final, Set
-from tracewire_bus.wire.values import digest
 
 PROMPT = "def add(a, b):\n    return"
 GREEDY = {"temperature": 0.0, "ignore_eos": True}

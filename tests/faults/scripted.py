@@ -34,8 +34,9 @@ from tests.scripted import engine_info
 from tracewire_bus import recovery
 from tracewire_bus.bus import Bus
 from tracewire_bus.transport.link import Link
+from tracewire_bus.wire.arrays import array_head, array_payload, encoded_array
+from tracewire_bus.wire.digests import array_digest, list_digest
 from tracewire_bus.wire.messages import Append, EngineInfo, Manifest, Set, Submission
-from tracewire_bus.wire.values import array_digest, array_head, array_payload, encoded_array, list_digest
 from tracewire_engine.adapter.engine_api import Choice, EngineLost, Prepared, Rejection
 from tracewire_engine.adapter.service import Adapter, Settings
 from tracewire_engine.protocol.messages import Applied, Changes, FinishRecord, Report, StepRecord

@@ -12,7 +12,9 @@ from tests.faults.checker import KINDS, Asked, check_leftovers, check_trace
 from tests.faults.scripted import expected
 from tracewire_bus.domain.fold import Fold
 from tracewire_bus.store.keys import FINAL_ID
+from tracewire_bus.wire.arrays import array_head, array_payload, encoded_array
 from tracewire_bus.wire.codec import decode_plain, encode
+from tracewire_bus.wire.digests import array_digest, list_digest
 from tracewire_bus.wire.messages import (
     Accepted,
     Append,
@@ -28,7 +30,6 @@ from tracewire_bus.wire.messages import (
     Set,
     Steered,
 )
-from tracewire_bus.wire.values import array_digest, array_head, array_payload, encoded_array, list_digest
 
 TOKENS = 4
 

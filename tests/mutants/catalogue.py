@@ -68,7 +68,7 @@ MUTANTS = (
         _FOLD + "::test_restarting_starts_over",
     ),
     _of(
-        f"{_BUS}/wire/values.py",
+        f"{_BUS}/wire/digests.py",
         "a-digest-skips-dtype-and-shape",
         "    state.update(msgspec.msgpack.encode((dtype, shape)))\n    return state",
         "    return state",

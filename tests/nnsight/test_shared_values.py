@@ -17,8 +17,9 @@ from tests.control.adapted import PlayedEngine, adapted
 from tests.scripted import engine_info
 from tracewire import Client, Shared, intervention
 from tracewire_bus.bus import Bus
+from tracewire_bus.wire.digests import digest
 from tracewire_bus.wire.messages import Append, Manifest, Set
-from tracewire_bus.wire.values import digest, pack
+from tracewire_bus.wire.packing import pack
 from tracewire_engine.protocol.messages import (
     FinishRecord,
     Generated,

@@ -31,7 +31,7 @@ from torch import stack
 import tracewire
 from tracewire import BlockError, TraceRejected, UntransportableVariable, intervention
 from tracewire_bus.wire.messages import Block
-from tracewire_bus.wire.values import unpack
+from tracewire_bus.wire.packing import unpack
 
 if TYPE_CHECKING:
     import somewhere_else_entirely as elsewhere

@@ -50,7 +50,7 @@ from tracewire_bus.transport.errors import BusUnavailable
 from tracewire_bus.wire import messages
 from tracewire_bus.wire.codec import encode
 from tracewire_bus.wire.messages import Append, Delete, Failure, Final, Manifest, Set
-from tracewire_bus.wire.values import unpack
+from tracewire_bus.wire.packing import unpack
 
 #: Nothing here takes longer; a test that would hang fails instead.
 PATIENCE = 20

@@ -19,7 +19,8 @@ from tracewire_bus.bus import Bus
 from tracewire_bus.store.blobs import THRESHOLD_BYTES
 from tracewire_bus.store.submission_queue import Taken
 from tracewire_bus.wire.messages import Failure
-from tracewire_bus.wire.values import ArrayRef, unpack
+from tracewire_bus.wire.packing import unpack
+from tracewire_bus.wire.refs import ArrayRef
 
 PATIENCE = 30
 

@@ -18,8 +18,9 @@ from tracewire import Client, Edits, Probe
 from tracewire.cli import main as cli
 from tracewire_bus.bus import Bus
 from tracewire_bus.wire.codec import encode
+from tracewire_bus.wire.digests import digest
 from tracewire_bus.wire.messages import Append, Delta, EditRecord, Failure, Manifest, Set
-from tracewire_bus.wire.values import digest, wire
+from tracewire_bus.wire.packing import wire
 
 #: An engine that follows whatever comes.
 FOLLOWS = {"edits": 10**9}

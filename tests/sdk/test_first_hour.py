@@ -26,7 +26,7 @@ from tracewire import (
     intervention,
 )
 from tracewire_bus.wire.messages import Manifest
-from tracewire_bus.wire.values import unpack
+from tracewire_bus.wire.packing import unpack
 
 PATIENCE = 20
 

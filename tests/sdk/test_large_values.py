@@ -18,8 +18,9 @@ from tests.scripted import Script, ScriptedEngine, Stage, engine_info, tiny
 from tracewire import ArrayRef, Client, ConnectError, UntransportableVariable, ValueMissing
 from tracewire_bus.bus import Bus
 from tracewire_bus.store.blobs import CHUNK_BYTES, THRESHOLD_BYTES
+from tracewire_bus.wire.digests import digest
 from tracewire_bus.wire.messages import Final
-from tracewire_bus.wire.values import digest, unpack
+from tracewire_bus.wire.packing import unpack
 
 LARGE = np.random.default_rng(7).random((700, 500), dtype=np.float32)
 assert LARGE.nbytes > CHUNK_BYTES

@@ -32,7 +32,7 @@ from tracewire import (
     intervention,
 )
 from tracewire_bus.bus import Bus
-from tracewire_bus.wire.values import unpack
+from tracewire_bus.wire.packing import unpack
 
 SCALE = 3.0
 PATIENCE = 20

@@ -13,6 +13,8 @@ from typing import Any
 import msgspec
 from msgspec.msgpack import Ext
 
+from tracewire_bus.wire.digests import digest, list_digest
+from tracewire_bus.wire.kinds import Unsavable, opened_key
 from tracewire_bus.wire.messages import (
     SHARED_INVOKE,
     Accepted,
@@ -34,7 +36,6 @@ from tracewire_bus.wire.messages import (
     Usage,
     Waiting,
 )
-from tracewire_bus.wire.values import Unsavable, digest, list_digest, opened_key
 
 __all__ = ["ChoiceState", "DigestMismatch", "Fold", "FoldError", "apply_delta"]
 

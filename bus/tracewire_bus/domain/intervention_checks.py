@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, cast, get_args
 
 import msgspec
 
+from tracewire_bus.wire.arrays import array_of
 from tracewire_bus.wire.codec import digest_bytes
+from tracewire_bus.wire.kinds import Unsavable, is_array
 from tracewire_bus.wire.messages import Ablate, Clamp, Declared, Live, LogitLens, Probe, Steer, StopWhen
-from tracewire_bus.wire.values import Unsavable, array_of, decoder, is_array, unpack, wire
+from tracewire_bus.wire.packing import decoder, unpack, wire
 
 from .tree import ModuleTree
 

@@ -38,7 +38,7 @@ from tracewire_bus.transport.backoff import Backoff
 from tracewire_bus.transport.errors import BusError, BusUnavailable, is_transient
 from tracewire_bus.transport.pool import Connections
 from tracewire_bus.transport.tasks import OwnedTask, Signal
-from tracewire_bus.wire.values import decoder
+from tracewire_bus.wire.packing import decoder
 
 __all__ = ["Entry", "EventsLost", "Gap", "Reader", "SlotReaders", "StreamGone", "Subscription", "tail_id"]
 

@@ -24,7 +24,9 @@ from tracewire_bus.transport.backoff import Backoff
 from tracewire_bus.transport.errors import BusError, BusFull, BusUnavailable
 from tracewire_bus.transport.pool import Connections
 from tracewire_bus.transport.scripts import Script
-from tracewire_bus.wire.values import ArrayRef, array_from_raw, array_hash, array_of, raw_bytes
+from tracewire_bus.wire.arrays import array_from_raw, array_of, raw_bytes
+from tracewire_bus.wire.digests import array_hash
+from tracewire_bus.wire.refs import ArrayRef
 
 from .keys import Keys
 

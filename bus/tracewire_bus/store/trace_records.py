@@ -37,7 +37,7 @@ from tracewire_bus.wire.codec import decode_event, encode, schema_text
 from tracewire_bus.wire.live_values import LiveValue, joined, parted
 from tracewire_bus.wire.messages import Failure, Status, Submission, Waiting
 from tracewire_bus.wire.messages import Final as FinalEvent
-from tracewire_bus.wire.values import unpack
+from tracewire_bus.wire.packing import unpack
 
 from .keys import FINAL_ID, Keys, is_text
 from .submission_queue import REMEMBER_S

@@ -34,7 +34,7 @@ from .messages import (
     Submission,
     Waiting,
 )
-from .values import decoder
+from .packing import decoder
 
 __all__ = [
     "AnyEvent",

@@ -15,7 +15,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from .values import ArrayRef, Unsavable, array_of, is_array, pack, unpack
+from .arrays import array_of
+from .kinds import Unsavable, is_array
+from .packing import pack, unpack
+from .refs import ArrayRef
 
 if TYPE_CHECKING:
     import numpy as np
@@ -124,7 +127,7 @@ def cast_to(value: LiveValue, form: str) -> LiveValue | None:
         return None
     import numpy as np
 
-    from .values import array_from_raw
+    from .arrays import array_from_raw
 
     for wanted in ("float16", "bfloat16", "float32", "float64"):
         if form == f"an array of {wanted} {list(value.value.shape)}":

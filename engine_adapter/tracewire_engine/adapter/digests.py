@@ -11,8 +11,8 @@ from typing import Any, TypeAlias
 
 import msgspec
 
+from tracewire_bus.wire.digests import encoded_digest, list_digest
 from tracewire_bus.wire.messages import Manifest, PathKey
-from tracewire_bus.wire.values import encoded_digest, list_digest
 
 __all__ = ["Passing", "PassingDigests", "parted_by_edit"]
 

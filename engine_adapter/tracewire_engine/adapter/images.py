@@ -13,8 +13,10 @@ from typing import Any
 
 from vllm.inputs import TokensPrompt
 
+from tracewire_bus.wire.arrays import array_from_raw
 from tracewire_bus.wire.messages import NO_MEDIA, Invoke
-from tracewire_bus.wire.values import ArrayRef, array_from_raw, unpack
+from tracewire_bus.wire.packing import unpack
+from tracewire_bus.wire.refs import ArrayRef
 from tracewire_engine.protocol.input_files import input_path
 
 from .engine_api import Rejection

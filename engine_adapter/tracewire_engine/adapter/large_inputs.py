@@ -17,7 +17,8 @@ import anyio
 
 from tracewire_bus.store.blobs import BlobMissing, Blobs
 from tracewire_bus.wire.messages import MAX_MEDIA_BYTES, NO_MEDIA, Submission
-from tracewire_bus.wire.values import ArrayRef, unpack
+from tracewire_bus.wire.packing import unpack
+from tracewire_bus.wire.refs import ArrayRef
 from tracewire_engine.protocol.input_files import input_path
 
 from .engine_api import Carrier, Rejection

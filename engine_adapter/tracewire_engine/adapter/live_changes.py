@@ -22,7 +22,7 @@ from tracewire_bus.transport.errors import BusError, BusUnavailable
 from tracewire_bus.transport.tasks import Signal
 from tracewire_bus.wire.live_values import live_values, parted
 from tracewire_bus.wire.messages import FirstToken, RawSteered, StopWhen
-from tracewire_bus.wire.values import unpack
+from tracewire_bus.wire.packing import unpack
 from tracewire_engine.protocol.messages import Applied
 
 from .engine_api import Engine

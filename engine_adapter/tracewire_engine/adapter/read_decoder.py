@@ -13,16 +13,11 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from tracewire_bus.store.blobs import CHUNK_BYTES, Blobs, new_blob
+from tracewire_bus.wire.arrays import array_head
+from tracewire_bus.wire.digests import array_digest, dict_digest, digest, list_digest
 from tracewire_bus.wire.messages import Append, Manifest, Set, StopWhen
-from tracewire_bus.wire.values import (
-    ArrayRef,
-    array_digest,
-    array_head,
-    dict_digest,
-    digest,
-    list_digest,
-    wire,
-)
+from tracewire_bus.wire.packing import wire
+from tracewire_bus.wire.refs import ArrayRef
 from tracewire_engine.protocol.messages import Batch, Layout, LayoutEntry, Part, Slot
 
 __all__ = ["ChoiceReads", "Item", "ReadDecoder", "extend_encoded_list"]

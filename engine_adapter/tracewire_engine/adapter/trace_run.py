@@ -38,7 +38,7 @@ from tracewire_bus.wire.messages import (
     Submission,
     Usage,
 )
-from tracewire_bus.wire.values import unpack
+from tracewire_bus.wire.packing import unpack
 from tracewire_engine.protocol.messages import Applied
 
 from .engine_api import Choice, Engine, EngineLost, Rejection

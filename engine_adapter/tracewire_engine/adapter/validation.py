@@ -19,7 +19,7 @@ from tracewire_bus.domain.tree import ModuleTree
 from tracewire_bus.wire.codec import NewerSchema, check_schema, decode_submission
 from tracewire_bus.wire.live_values import LiveError, parted
 from tracewire_bus.wire.messages import Block, EngineInfo, Failure, Submission
-from tracewire_bus.wire.values import unpack
+from tracewire_bus.wire.packing import unpack
 
 from .block_sources import Sources
 from .engine_api import Rejection

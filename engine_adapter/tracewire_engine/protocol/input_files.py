@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Protocol
 
-from tracewire_bus.wire.values import ArrayRef
+from tracewire_bus.wire.refs import ArrayRef
 
 __all__ = ["InputFolder", "input_path"]
 

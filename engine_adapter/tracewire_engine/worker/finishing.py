@@ -12,8 +12,8 @@ import msgspec
 from nnsight.intervention.envoy import Envoy
 from nnsight.modeling.vllm.model_runners.GPUModelRunner import Request
 
+from tracewire_bus.wire.digests import digest
 from tracewire_bus.wire.messages import Failure, Manifest
-from tracewire_bus.wire.values import digest
 from tracewire_engine.protocol.messages import FinishRecord
 from tracewire_engine.worker.blocks import save_marks, time_limit
 from tracewire_engine.worker.blocks.failures import as_failure, failure_of, is_stop

@@ -19,16 +19,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import msgspec
 import torch
 
+from tracewire_bus.wire.arrays import array_head, array_payload, encoded_array
+from tracewire_bus.wire.digests import array_digest
+from tracewire_bus.wire.kinds import MAX_DEPTH, Unsavable
 from tracewire_bus.wire.messages import Append
-from tracewire_bus.wire.values import (
-    DTYPES,
-    MAX_DEPTH,
-    Unsavable,
-    array_digest,
-    array_head,
-    array_payload,
-    encoded_array,
-)
+from tracewire_bus.wire.refs import DTYPES
 
 if TYPE_CHECKING:
     from tracewire_engine.protocol.messages import Batch

@@ -18,17 +18,11 @@ import numpy as np
 import torch
 
 from tracewire_bus.store.blobs import CHUNK_BYTES, THRESHOLD_BYTES, new_blob
-from tracewire_bus.wire.values import (
-    DTYPES,
-    MAX_DEPTH,
-    ArrayRef,
-    Unsavable,
-    array_hash,
-    array_of,
-    digest,
-    raw_bytes,
-    wire,
-)
+from tracewire_bus.wire.arrays import array_of, raw_bytes
+from tracewire_bus.wire.digests import array_hash, digest
+from tracewire_bus.wire.kinds import MAX_DEPTH, Unsavable
+from tracewire_bus.wire.packing import wire
+from tracewire_bus.wire.refs import DTYPES, ArrayRef
 
 from .host_copy import TORCH_DTYPES, HostCopy, encoded_late
 

@@ -29,20 +29,11 @@ from typing import Any
 
 import torch
 
+from tracewire_bus.wire.arrays import encoded_array
+from tracewire_bus.wire.digests import dict_digest, digest, list_digest
+from tracewire_bus.wire.kinds import MAX_DEPTH, Unsavable, kind, length, path_key
 from tracewire_bus.wire.messages import Append, Delete, Delta, Manifest, Set
-from tracewire_bus.wire.values import (
-    MAX_DEPTH,
-    Unsavable,
-    dict_digest,
-    digest,
-    encoded_array,
-    kind,
-    length,
-    list_digest,
-    path_key,
-    wire,
-    wired_key,
-)
+from tracewire_bus.wire.packing import wire, wired_key
 from tracewire_engine.worker.blocks.save_marks import NoName
 from tracewire_engine.worker.blocks.time_limit import BlockTimeout, Budget, turn
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tracewire_bus.wire.values import ArrayRef
+from tracewire_bus.wire.refs import ArrayRef
 from tracewire_engine.protocol.input_files import input_path
 
 from .remote_inputs import RemoteInputs

@@ -13,7 +13,8 @@ from tracewire.traces.large import offload_large_arrays
 from tracewire_bus.store.blobs import BlobMissing
 from tracewire_bus.wire.codec import NewerSchema, check_schema, decode_submission
 from tracewire_bus.wire.messages import Block, Submission
-from tracewire_bus.wire.values import ArrayRef, pack, unpack
+from tracewire_bus.wire.packing import pack, unpack
+from tracewire_bus.wire.refs import ArrayRef
 
 if TYPE_CHECKING:
     from tracewire_bus.bus import Bus

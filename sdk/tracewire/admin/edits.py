@@ -41,9 +41,11 @@ from tracewire_bus.domain.fold import FoldError, apply_delta
 from tracewire_bus.store.edits import EDIT_BYTES, EditRecords, EditsFull, Installed, VersionDiffers, is_edit_name
 from tracewire_bus.store.edits import UnknownEdit as NoSuchEdit
 from tracewire_bus.wire.codec import decode_deltas
+from tracewire_bus.wire.digests import digest
 from tracewire_bus.wire.messages import Block, Declared, DeclaredIntervention, EditRecord, Failure, StopWhen
 from tracewire_bus.wire.messages import Edit as EditMessage
-from tracewire_bus.wire.values import digest, loading_by, pack
+from tracewire_bus.wire.packing import pack
+from tracewire_bus.wire.refs import loading_by
 
 if TYPE_CHECKING:
     from tracewire.traces.served_models import ServedModel

@@ -97,7 +97,7 @@ class Capture:
 
     def packed(self) -> bytes:
         """The plain values by name, as `pack` would make them of one dict; each is packed only once."""
-        from tracewire_bus.wire.values import pack
+        from tracewire_bus.wire.packing import pack
 
         count = len(self._values)
         header = bytes([0x80 | count]) if count < 16 else struct.pack(">BH", 0xDE, count)
@@ -198,7 +198,8 @@ class Capture:
             return True
         if name not in self._values or type(before) is not type(value):
             return False
-        from tracewire_bus.wire.values import Unsavable, pack
+        from tracewire_bus.wire.kinds import Unsavable
+        from tracewire_bus.wire.packing import pack
 
         try:
             return pack(value) == self._values[name]
@@ -286,7 +287,9 @@ class Capture:
         self.names_of(function, definition)
 
     def _bind_value(self, name: str, value: Any, source: FunctionSource, line: int) -> None:
-        from tracewire_bus.wire.values import ArrayRef, Unsavable, pack
+        from tracewire_bus.wire.kinds import Unsavable
+        from tracewire_bus.wire.packing import pack
+        from tracewire_bus.wire.refs import ArrayRef
 
         spelled = self._written_as.get(name, name)
         if isinstance(value, ArrayRef):

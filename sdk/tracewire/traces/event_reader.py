@@ -18,7 +18,7 @@ from tracewire_bus.bus import BusError, StreamGone
 from tracewire_bus.bus import EventsLost as EntriesLost
 from tracewire_bus.bus import Gap as EntryGap
 from tracewire_bus.wire.codec import NewerSchema, UnknownKind, check_schema, decode_event
-from tracewire_bus.wire.values import loading_by
+from tracewire_bus.wire.refs import loading_by
 
 from .large import LargeValues
 from .output import AnyEvent, Event, Gap, Output, Shared

@@ -13,8 +13,11 @@ import msgspec
 from tracewire.error_mapping import bus_errors
 from tracewire.errors import ValueMissing
 from tracewire_bus.store.blobs import THRESHOLD_BYTES, BlobMissing
+from tracewire_bus.wire.arrays import array_of
+from tracewire_bus.wire.kinds import is_array
 from tracewire_bus.wire.messages import NO_MEDIA
-from tracewire_bus.wire.values import ArrayRef, array_of, is_array, pack, unpack
+from tracewire_bus.wire.packing import pack, unpack
+from tracewire_bus.wire.refs import ArrayRef
 
 if TYPE_CHECKING:
     import numpy as np

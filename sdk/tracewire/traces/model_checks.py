@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from tracewire.errors import TraceRejected, UnknownModulePath
 from tracewire_bus.wire.messages import NO_MEDIA
-from tracewire_bus.wire.values import unpack
+from tracewire_bus.wire.packing import unpack
 
 if TYPE_CHECKING:
     from tracewire_bus.domain.tree import ModuleTree

@@ -28,7 +28,7 @@ from tracewire_bus.wire.messages import (
     Steered,
     Waiting,
 )
-from tracewire_bus.wire.values import loading_by
+from tracewire_bus.wire.refs import loading_by
 
 from .state import State
 

@@ -177,7 +177,7 @@ class TraceScope:
         return self.prompts
 
     def _share(self, value: Any, line: int) -> Any:
-        from tracewire_bus.wire.values import is_array
+        from tracewire_bus.wire.kinds import is_array
 
         if not isinstance(value, list | dict) and not is_array(value):
             raise self._body.source.error(

@@ -29,8 +29,10 @@ from tracewire_bus.store.submission_queue import Taken
 from tracewire_bus.transport.embedded import EmbeddedServer
 from tracewire_bus.wire import codec, messages
 from tracewire_bus.wire.codec import encode, schema_text
+from tracewire_bus.wire.digests import digest
 from tracewire_bus.wire.messages import Block, Helper, Invoke, Live, ModuleInfo, Versions
-from tracewire_bus.wire.values import ArrayRef, digest, pack, wire
+from tracewire_bus.wire.packing import pack, wire
+from tracewire_bus.wire.refs import ArrayRef
 from tracewire_engine.adapter.service import Adapter, Settings
 
 HERE = Path(__file__).resolve().parent

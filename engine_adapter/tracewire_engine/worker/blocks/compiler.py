@@ -22,7 +22,7 @@ import torch
 
 from tracewire_bus.wire.codec import digest_bytes
 from tracewire_bus.wire.messages import Block
-from tracewire_bus.wire.values import unpack
+from tracewire_bus.wire.packing import unpack
 from tracewire_engine.worker.remote_inputs import RemoteInputs
 from tracewire_engine.worker.tensors import to_tensors
 

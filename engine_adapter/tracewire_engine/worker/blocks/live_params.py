@@ -19,7 +19,7 @@ import torch
 from greenlet import getcurrent
 from nnsight.intervention.interleaver import Mediator
 
-from tracewire_bus.wire.values import decoder, unpack
+from tracewire_bus.wire.packing import decoder, unpack
 from tracewire_engine.worker.tensors import to_tensors
 
 __all__ = ["LIVE", "LiveRun", "LiveRuns", "LiveValues"]

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import torch
 
-from tracewire_bus.wire.values import unpack
+from tracewire_bus.wire.packing import unpack
 from tracewire_engine.protocol.messages import SharedValues
 from tracewire_engine.worker.large_arrays import LargeArrayBudget
 from tracewire_engine.worker.save_tracker import SaveTracker

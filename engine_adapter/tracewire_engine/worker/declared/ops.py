@@ -12,7 +12,7 @@ import torch
 from tracewire_bus.domain.intervention_checks import live_name, resolved
 from tracewire_bus.wire.codec import digest_bytes
 from tracewire_bus.wire.messages import Ablate, Clamp, Failure, LogitLens, Probe, Steer, StopWhen
-from tracewire_bus.wire.values import decoder
+from tracewire_bus.wire.packing import decoder
 from tracewire_engine.protocol.messages import Placed
 from tracewire_engine.worker.blocks.live_params import LiveRun
 from tracewire_engine.worker.parallel.topology import Topology

@@ -1,0 +1,129 @@
+"""Digests of values, by which a consumer proves that it holds what the engine held."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+if TYPE_CHECKING:
+    pass
+from .arrays import EXT_STARTS, array_at, dtype_names, payload_head, raw_bytes
+from .kinds import (
+    MAX_DEPTH,
+    Path,
+    dtype_name,
+    kind_or_none,
+    path_key,
+    plain_text,
+    refuse_depth,
+    refuse_type,
+    set_members,
+)
+from .packing import complex_struct, int_bytes
+from .refs import ARRAY, ArrayRef
+
+__all__ = ["array_digest", "array_hash", "dict_digest", "digest", "encoded_digest", "list_digest"]
+
+_float = struct.Struct("<d")
+
+
+def digest(value: Any) -> bytes:
+    """16 bytes that two values share only if they are the same: in kind, structure, dtype, shape and every bit.
+
+    A tensor and the array it arrives as have the same digest. `1`, `1.0` and `True` differ, as do a list and a tuple,
+    `0.0` and `-0.0`, and NaNs of different bits. The order in which a dict was filled does not count, and its keys are
+    told apart as Python does: `1`, `1.0` and `True` are one key.
+
+    Raises:
+        Unsavable: naming the part of it that cannot travel.
+    """
+    return _digest(value, ())
+
+
+def _hash(tag: bytes, *parts: bytes | memoryview) -> bytes:
+    state = hashlib.blake2b(tag, digest_size=16)
+    for part in parts:
+        state.update(part)
+    return state.digest()
+
+
+def _digest(value: Any, path: Path) -> bytes:
+    found = kind_or_none(value)
+    if found in ("list", "tuple", "dict") and len(path) >= MAX_DEPTH:
+        refuse_depth(path)
+    match found:
+        case "none":
+            return _hash(b"n")
+        case "bool":
+            return _hash(b"b", b"\1" if value else b"\0")
+        case "int":
+            return _hash(b"i", int_bytes(int.__index__(value)))
+        case "float":
+            return _hash(b"f", _float.pack(value))
+        case "complex":
+            return _hash(b"c", complex_struct.pack(value.real, value.imag))
+        case "str":
+            return _hash(b"s", plain_text(value, path).encode())
+        case "bytes":
+            return _hash(b"y", value)
+        case "array":
+            if isinstance(value, ArrayRef):
+                return value.digest
+            array = array_at(value, path)
+            name = dtype_names.get(array.dtype) or dtype_names.setdefault(array.dtype, array.dtype.name)
+            return _hash(b"a", payload_head(name, array.shape)[2:], raw_bytes(array))
+        case "list" | "tuple":
+            items = (_digest(item, (*path, index)) for index, item in enumerate(value))
+            return _hash(b"l" if found == "list" else b"t", *items)
+        case "dict":
+            pairs = (_key_digest(path_key(key, path)) + _digest(item, (*path, key)) for key, item in dict.items(value))
+            return _hash(b"d", *sorted(pairs))
+        case "set" | "frozenset":
+            members = sorted(_key_digest(item) for item in set_members(value, path))
+            return _hash(b"S" if found == "set" else b"F", *members)
+        case "dtype":
+            return _hash(b"D", dtype_name(value, path).encode())
+    refuse_type(value, path)
+
+
+def _key_digest(key: Any) -> bytes:
+    # Python finds an integral float's or a bool's entry by the int, so a fold may hold either as the key.
+    if isinstance(key, (bool, float)) and not (isinstance(key, float) and not key.is_integer()):
+        key = int(key)
+    if type(key) is tuple:
+        return _hash(b"t", *(_key_digest(item) for item in key))
+    return _digest(key, ())
+
+
+def encoded_digest(raw: bytes | memoryview) -> bytes | None:
+    """The digest of a value, if it is an array, from its encoded form; `None` if it is anything else."""
+    start = EXT_STARTS.get(raw[0])
+    if start is None or raw[start - 1] != ARRAY:
+        return None
+    return _hash(b"a", memoryview(raw)[start + 2 :])
+
+
+def array_digest(head: bytes, raw: bytes | memoryview) -> bytes:
+    """The digest of an array, from the second of `array_head` and its raw little-endian elements."""
+    return _hash(b"a", head, raw)
+
+
+def array_hash(dtype: str, shape: tuple[int, ...]) -> hashlib.blake2b:
+    """A hash to update with an array's elements, piece by piece: its digest is then the array's."""
+    state = hashlib.blake2b(b"a", digest_size=16)
+    state.update(msgspec.msgpack.encode((dtype, shape)))
+    return state
+
+
+def list_digest(items: Iterable[bytes]) -> bytes:
+    """The digest of a list, from those of its items."""
+    return _hash(b"l", *items)
+
+
+def dict_digest(items: Iterable[tuple[Any, bytes]]) -> bytes:
+    """The digest of a dict, from its keys and the digests of its values."""
+    return _hash(b"d", *sorted(_key_digest(path_key(key)) + value for key, value in items))
