@@ -83,7 +83,7 @@ async def one_large(client: tracewire.Client, way: str, nbytes: int) -> float:
 async def serve(url: str, nbytes: int) -> None:
     """The other process: one large trace for every line with a way; answers with its seconds."""
     async with tracewire.connect(url) as client:
-        await client.model("bench", wait_for_engine=60)
+        await client.models.get("bench", timeout=60)
         print("ready", flush=True)
         while way := (await anyio.to_thread.run_sync(sys.stdin.readline)).strip():
             seconds = await one_large(client, way, nbytes)
@@ -183,7 +183,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         assert other.stdin is not None
         try:
             async with tracewire.connect(server.url) as client, Bus.open(server.url) as bus:
-                await client.model("bench", wait_for_engine=60)
+                await client.models.get("bench", timeout=60)
                 for number in range(options.rounds + 1):
                     # Each way comes first in turn.
                     for way in WAYS[number % 4 :] + WAYS[: number % 4]:

@@ -98,7 +98,7 @@ def adapter(url: str) -> None:
 
 async def burst(client: tracewire.Client, traces: int, interventions: list[Any]) -> dict[str, float]:
     """One burst; what this side saw of it, and when it began."""
-    model = await client.model(MODEL, wait_for_engine=20)
+    model = await client.models.get(MODEL, timeout=20)
     marks = {"began": time.perf_counter()}
 
     async def one(number: int) -> None:

@@ -346,7 +346,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     async with EmbeddedServer.start() as server, tracewire.connect(server.url) as client:
         bench = await anyio.to_thread.run_sync(Bench, server, client, folder, options.processes)
         try:
-            await client.model(MODEL, wait_for_engine=30)
+            await client.models.get(MODEL, timeout=30)
             await bench.round(options, min(options.rate, 10), 1.0)
             tried = []
             for rate in [rate for rate in RATES if rate <= options.rate] if options.sweep else [options.rate]:

@@ -136,7 +136,7 @@ class _Fleet:
         engine = random.choice(self.taking(model))
         engine.until, engine.how = time.monotonic(), "drained"
         self.say(f"{engine.name} is asked to drain")
-        draining = await self._client.drain(engine.name)
+        draining = await self._client.engines.drain(engine.name)
         await draining.wait()
         with anyio.fail_after(60):
             await engine.child.ended.wait()
@@ -224,8 +224,8 @@ class _Ends:
         async with self._client.watch() as watch:
             task_status.started()
             async for event in watch:
-                if event.kind == "final":
-                    self.finals[event.trace] += 1
+                if event.type == "final":
+                    self.finals[event.trace_id] += 1
                     self._changed.set()
                     self._changed = anyio.Event()
 
@@ -247,7 +247,7 @@ async def _on_stage(shape: Shape) -> AsyncIterator[tuple[_Fleet, list[Client], _
         started = await stack.enter_async_context(nursery(folder))
         bus = await stack.enter_async_context(Bus.open(server.url))
         clients = [
-            await stack.enter_async_context(tracewire.connect(server.url, client=f"service {number}"))
+            await stack.enter_async_context(tracewire.connect(server.url, name=f"service {number}"))
             for number in range(shape.clients)
         ]
         ends = _Ends(clients[0])
@@ -266,7 +266,7 @@ async def run(shape: Shape) -> list[Phase]:
             await fleet.join(_model(number % shape.models))
         for client in clients:
             # One client sees them all.
-            found = {model.name: len(model.engines) for model in await client.models()}
+            found = {model.name: len(model.engines) for model in await client.models.list()}
             assert sum(found.values()) == shape.engines
             assert len(found) == shape.models
         for name, count in (

@@ -183,7 +183,7 @@ async def tracewire_round(url: str, workload: dict[str, Any]) -> dict[str, Any]:
     marks = dict.fromkeys(("submitted", "first_output", "last_output", "verified"), 0.0)
     block = block_of(workload)
     async with tracewire.connect(url) as client:
-        model = await client.model("bench", wait_for_engine=60)
+        model = await client.models.get("bench", timeout=60)
         declared = declared_of({**workload, "hidden": model.info.hidden_size})
         began = time.perf_counter()
 

@@ -93,7 +93,7 @@ async def play(client: Client, name: str, count: int, tokens: int, readers: int)
                 group.start_soon(follow, trace.id)
         left = count
         while left:
-            left -= (await anext(watch)).kind == "final"
+            left -= (await anext(watch)).type == "final"
 
 
 async def traces(server: RedisServer, started: Nursery, count: int) -> dict[str, float]:
@@ -101,7 +101,7 @@ async def traces(server: RedisServer, started: Nursery, count: int) -> dict[str,
     engine = await started.start("engine", "--url", server.url, "--lease", "5", "--capacity", "64", "--rate", "50")
     found: dict[str, dict[str, float]] = {}
     async with tracewire.connect(server.url) as client:
-        await client.model("tiny", wait_for_engine=60)
+        await client.models.get("tiny", timeout=60)
         await play(client, "warm", 20, SHORT, 0)
         for name, tokens, readers in (("short", SHORT, 0), ("long", LONG, 0), ("read", LONG, 2)):
             before = await info(server)

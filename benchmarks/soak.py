@@ -49,7 +49,7 @@ async def soak(url: str, pid: int, traces: int, plain: bool) -> None:
         return found | {"client": round(psutil.Process().memory_info().rss / 2**20, 1)}
 
     async with tracewire.connect(url) as client:
-        model = await client.model("demo", wait_for_engine=60)
+        model = await client.models.get("demo", timeout=60)
 
         async def one(number: int) -> None:
             nonlocal done

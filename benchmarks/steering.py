@@ -103,8 +103,8 @@ async def one(
 async def measure(url: str, options: argparse.Namespace, notes: Path) -> list[dict[str, Any]]:
     """All concurrencies in turn."""
     results = []
-    async with tracewire.connect(url, lease=60) as client:
-        model = await client.model("model", wait_for_engine=300)
+    async with tracewire.connect(url, lease_ttl=60) as client:
+        model = await client.models.get("model", timeout=300)
         for number in options.concurrency:
             found: dict[str, list[float]] = {"steps": [], "ms": [], "step": [], "late": []}
             for warm in (True, False):

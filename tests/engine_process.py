@@ -138,7 +138,7 @@ def is_asked_for(fixture: str, session: pytest.Session) -> bool:
 
 async def left_running(client: tracewire.Client) -> tracewire.Trace:
     """A trace under way that nobody holds and that runs for long, lost with its engine."""
-    model = await client.model("demo", wait_for_engine=30)
+    model = await client.models.get("demo", timeout=30)
     trace = client.trace(
         model,
         "import os\n",

@@ -577,7 +577,7 @@ async def consume(client: tracewire.Client, bus: Bus, seed: int, count: int) -> 
             async with client.subscribe(trace, since="start") as events_of:
                 async for one in events_of:
                     getattr(one, "delta", None)
-            await client.state(trace)
+            await client.get_state(trace)
         except TracewireError:
             pass
         except Exception as error:
@@ -648,7 +648,7 @@ async def run(count: int, seed: int, *, control: bool = False, prefix: str = "fu
             valid.over = True
             if lost:
                 group.cancel_scope.cancel()
-        registered = next((one for one in await client.engines(MODEL) if one.name == engine), None)
+        registered = next((one for one in await client.engines.list(model=MODEL) if one.name == engine), None)
         wrong = [] if control else await consume(client, bus, seed, min(200, max(50, count // 100)))
         loop: dict[str, Any] = {}
         if not lost:

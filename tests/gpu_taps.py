@@ -86,7 +86,7 @@ async def read_on(options: Any, taps: list[str]) -> dict[str, Any]:
         ),
         tracewire.connect(url) as client,
     ):
-        model = await client.model("demo", wait_for_engine=60)
+        model = await client.models.get("demo", timeout=60)
         (block,) = await together(client, model, PROMPTS[:1], block=reads(layer=layer))
         probe = [Probe("read", f"residual({layer})", reduce="norm")]
         (probed,) = await together(client, model, PROMPTS[:1], interventions=probe)
@@ -124,7 +124,7 @@ async def harmed(options: Any, backend: str) -> dict[str, Any]:
     figures: dict[str, Any] = {}
     inside = engine_inside(model=options.model, check_collect=False, taps=taps, **given)
     async with inside as (_, url), tracewire.connect(url) as client:
-        model = await client.model("demo", wait_for_engine=60)
+        model = await client.models.get("demo", timeout=60)
         before = [one.token_ids for one in await together(client, model, PROMPTS)]
         again = [one.token_ids for one in await together(client, model, PROMPTS)]
         figures["repeats"] = before == again

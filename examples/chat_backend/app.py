@@ -71,7 +71,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with tracewire.connect(settings.url, prefix=settings.prefix, client=settings.name) as client:
+        async with tracewire.connect(settings.url, prefix=settings.prefix, name=settings.name) as client:
             app.state.chat = Chat(client, settings)
             yield
 

@@ -178,7 +178,7 @@ class Conversations:
         while True:
             number = len(conversation.turns)
             try:
-                live = await self._client.live(trace_id(conversation.id, number))
+                live = await self._client.get_live(trace_id(conversation.id, number))
             except UnknownTrace:
                 return
             note = _Note.model_validate_json(live.values["turn"])
@@ -230,7 +230,7 @@ class Conversations:
 
     async def _submit(self, conversation: Conversation, number: int, note: _Note) -> None:
         opening = conversation.opening
-        model = await self._client.model(self._settings.model)
+        model = await self._client.models.get(self._settings.model)
         # An answer leaves at least half of the context to what is said.
         most = min(opening.max_tokens, model.info.max_model_len // 2)
         sampling = {"temperature": opening.temperature, "max_tokens": most}
@@ -256,7 +256,7 @@ class Conversations:
         """Where the last answer left the slider."""
         if conversation.turns:
             try:
-                live = await self._client.live(trace_id(conversation.id, len(conversation.turns) - 1))
+                live = await self._client.get_live(trace_id(conversation.id, len(conversation.turns) - 1))
                 return float(live.values["alpha"])
             except UnknownTrace:
                 pass
@@ -292,7 +292,7 @@ class Conversations:
             if turn.status is not None:
                 continue
             try:
-                state = await self._client.state(trace_id(conversation.id, number))
+                state = await self._client.get_state(trace_id(conversation.id, number))
             except UnknownTrace:
                 turn.status = "forgotten"
             else:

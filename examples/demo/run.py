@@ -200,7 +200,7 @@ async def follow(url: str, direction: Any, facts: dict[str, Any], late: Process,
     assert narrow.stdin is not None
     block = steer(direction=direction, layer=facts["layer"], after=STEER_AFTER, strength=MULTIPLE * facts["distance"])
     async with tracewire.connect(url) as client:
-        model = await client.model("demo", wait_for_engine=30)
+        model = await client.models.get("demo", timeout=30)
         trace = client.trace(model, PROMPT, block, max_tokens=TOKENS, temperature=0.8, seed=0, ignore_eos=True)
         async with trace:
             say(f"  trace:  {trace.id}, {TOKENS} tokens from {PROMPT!r}; steered to code from token {STEER_AFTER}\n")

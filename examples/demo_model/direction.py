@@ -104,7 +104,7 @@ async def run(url: str, out: Path, documents: int, share: int) -> None:
     prompts = [json.loads(line) for line in (HERE / "prompts.txt").read_text().splitlines() if line.strip()]
     prompts = prompts[: len(prompts) // 2][::share] + prompts[len(prompts) // 2 :][::share]
     async with tracewire.connect(url) as client:
-        model = await client.model("demo", wait_for_engine=120)
+        model = await client.models.get("demo", timeout=120)
         code_mean, code_norm = await means(client, model, code)
         prose_mean, prose_norm = await means(client, model, prose)
         difference = (code_mean - prose_mean).astype(np.float32)

@@ -58,7 +58,7 @@ async def walk(hosts: Hosts) -> dict[str, object]:
     """Run a trace, and another one with a host cut off in its middle; what came of them."""
     options = {"max_tokens": TOKENS, "temperature": 0.0, "ignore_eos": True}
     async with tracewire.connect(hosts.url) as client:
-        model = await client.model("demo", wait_for_engine=START_S)
+        model = await client.models.get("demo", timeout=START_S)
         async with client.trace(model, "def add(a, b):", watch, **options) as trace:
             undisturbed = await trace.result()
         print(f"a trace over two hosts: {len(undisturbed.saves['norms'])} norms, {undisturbed.text[:40]!r} ...")
@@ -70,10 +70,12 @@ async def walk(hosts: Hosts) -> dict[str, object]:
                     break
             print("cutting the second host off, five tokens into another one ...")
             await anyio.to_thread.run_sync(hosts.cut)
-            engines = [engine.name for engine in await client.engines()]
+            engines = [engine.name for engine in await client.engines.list()]
             with anyio.fail_after(START_S):
                 # The engine takes itself off when it has missed its worker, and its supervisor tries again.
-                while any(engine.name in engines and engine.state == "serving" for engine in await client.engines()):
+                while any(
+                    engine.name in engines and engine.state == "serving" for engine in await client.engines.list()
+                ):
                     await asyncio.sleep(0.5)
             print("its engine is gone; connecting the host again ...")
             await anyio.to_thread.run_sync(hosts.mend)

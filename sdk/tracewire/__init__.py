@@ -9,7 +9,7 @@
             norms.append(model.residual(layer).output[-1].norm().item())
 
     async with tracewire.connect("redis://localhost") as client:
-        model = await client.model("demo")
+        model = await client.models.get("demo")
         async with client.trace(model, "def add(a, b):", watch(layer=3), max_tokens=64) as trace:
             async for output in trace:
                 print(output.text, output.delta)
@@ -20,10 +20,12 @@ This package needs neither torch, vLLM nor nnsight; the engine, which does, is `
 
 from __future__ import annotations
 
-from tracewire.admin.dead_letters import DeadLetter
+from tracewire.admin.dead_letters import DeadLetter, DeadLetters
 from tracewire.admin.edits import Edit, EditOutput, Edits, EditWatch
-from tracewire.admin.engines import Draining, Engine
-from tracewire.admin.watch import Watch
+from tracewire.admin.engines import Draining, Engine, Engines
+from tracewire.admin.listing import Listing
+from tracewire.admin.models import Models
+from tracewire.admin.watch import Watch, WatchGroups
 from tracewire.capture.intervention import Intervention, intervention, save
 from tracewire.traces.failures import InterventionError, TraceFailed
 from tracewire.traces.large import load
@@ -93,13 +95,15 @@ from .errors import (
     UnknownEngine,
     UnknownModel,
     UnknownModulePath,
+    UnknownOption,
     UnknownPosition,
     UnknownTrace,
     UntransportableVariable,
     ValueMissing,
     VersionConflict,
 )
-from .submission import Prompt
+from .options import SamplingOptions, TraceOptions, WithOptions
+from .submission import Prompt, PromptInput
 
 __all__ = [
     "Ablate",
@@ -119,6 +123,7 @@ __all__ = [
     "ClientClosed",
     "ConnectError",
     "DeadLetter",
+    "DeadLetters",
     "DeclaredIntervention",
     "Draining",
     "Edit",
@@ -130,6 +135,7 @@ __all__ = [
     "Edits",
     "Engine",
     "EngineTooOld",
+    "Engines",
     "Event",
     "EventsLost",
     "Final",
@@ -140,19 +146,23 @@ __all__ = [
     "InterventionError",
     "Invoke",
     "Lifecycle",
+    "Listing",
     "Live",
     "LiveState",
     "LogitLens",
     "Model",
     "ModelInfo",
+    "Models",
     "Output",
     "Overloaded",
     "Paused",
     "Probe",
     "Prompt",
+    "PromptInput",
     "Restarted",
     "Result",
     "Resumed",
+    "SamplingOptions",
     "SaveMissing",
     "Shared",
     "State",
@@ -166,6 +176,7 @@ __all__ = [
     "TraceEnded",
     "TraceFailed",
     "TraceForgotten",
+    "TraceOptions",
     "TraceRejected",
     "Tracer",
     "TracewireError",
@@ -174,6 +185,7 @@ __all__ = [
     "UnknownEngine",
     "UnknownModel",
     "UnknownModulePath",
+    "UnknownOption",
     "UnknownPosition",
     "UnknownTrace",
     "UntransportableVariable",
@@ -181,6 +193,8 @@ __all__ = [
     "VersionConflict",
     "Waiting",
     "Watch",
+    "WatchGroups",
+    "WithOptions",
     "connect",
     "digest",
     "intervention",

@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from datetime import timedelta
+from typing import Any, TypeAlias
 
 from tracewire_bus.store.keys import is_text, parse_id
 
-__all__ = ["check_seconds", "check_text", "is_entry_id", "is_sendable_text", "shown", "type_name"]
+__all__ = [
+    "Duration",
+    "check_count",
+    "check_limit",
+    "check_seconds",
+    "check_text",
+    "is_entry_id",
+    "is_sendable_text",
+    "shown",
+    "type_name",
+]
+
+Duration: TypeAlias = float | timedelta
+"""A duration: a number of seconds, or a `timedelta`."""
 
 
 def is_sendable_text(value: Any) -> bool:
@@ -30,17 +44,39 @@ def check_text(field: str, value: Any) -> str:
 
 
 def check_seconds(field: str, value: Any, least: float = 0.0, most: float = 1e9) -> float:
-    """`value`, if it is a number of seconds from `least` to `most`.
+    """A duration in seconds, if it is one, and from `least` to `most`.
 
     Raises:
-        TypeError: it is no number.
+        TypeError: it is neither a number nor a `timedelta`.
         ValueError: it is out of bounds, or NaN.
     """
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{field}: expected a number of seconds, got {shown(value)}")
-    if not least <= value <= most:
+    seconds = value.total_seconds() if isinstance(value, timedelta) else value
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float):
+        raise TypeError(f"{field}: expected a number of seconds or a timedelta, got {shown(value)}")
+    if not least <= seconds <= most:
         limit = "" if most == math.inf else f", {most:g} at most"
         raise ValueError(f"{field}: expected {least:g} seconds or more{limit}, got {shown(value)}")
+    return seconds
+
+
+def check_limit(field: str, value: Any) -> float:
+    """The seconds that a call may take: a duration of at least 0, or `None` for any time, which is `inf`.
+
+    Raises:
+        TypeError: it is neither.
+        ValueError: it is negative, or NaN.
+    """
+    return math.inf if value is None else check_seconds(field, value, most=math.inf)
+
+
+def check_count(field: str, value: Any) -> int:
+    """`value`, if it is a positive integer of at most 31 bits.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if type(value) is not int or not 0 < value < 2**31:
+        raise ValueError(f"{field}: expected a positive integer, got {shown(value)}")
     return value
 
 

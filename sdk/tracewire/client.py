@@ -2,174 +2,190 @@
 
 from __future__ import annotations
 
-import math
 import os
-import socket
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from datetime import timedelta
 from types import TracebackType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Self, TypedDict, Unpack, overload
 
 import anyio
 
-from tracewire.admin.dead_letters import DeadLetter, resubmission_of
+from tracewire.admin.dead_letters import DeadLetters
 from tracewire.admin.edits import Edits
-from tracewire.admin.engines import Draining, Engine
-from tracewire.admin.watch import Watch
-from tracewire.capture.capture import ModelHandle
+from tracewire.admin.engines import Engines
+from tracewire.admin.models import Models
+from tracewire.admin.watch import Watch, WatchGroups
 from tracewire.capture.intervention import Intervention
 from tracewire.traces import control
 from tracewire.traces.control import check_trace_id
 from tracewire.traces.event_reader import EventReader
-from tracewire.traces.model import Model
-from tracewire.traces.presence import Presence
-from tracewire.traces.served_models import ModelInfo
-from tracewire.traces.session import Session, running_loop
+from tracewire.traces.model import Model, model_name
+from tracewire.traces.session import Session
 from tracewire.traces.state import State
 from tracewire.traces.subscription import Subscription
 from tracewire.traces.trace import Trace
-from tracewire_bus.bus import Bus, BusError
 from tracewire_bus.domain.fold import Fold
 from tracewire_bus.store.keys import parse_id
 from tracewire_bus.store.trace_records import LiveState
 from tracewire_bus.transport.urls import redacted
-from tracewire_bus.wire.messages import Block, DeclaredIntervention
+from tracewire_bus.wire.messages import Block
 
-from .checks import check_seconds, check_text, is_entry_id, shown
-from .error_mapping import bus_errors, connect_error, refusals
-from .errors import (
-    ConnectError,
-    EngineTooOld,
-    TracewireError,
-    UnknownDeadLetter,
-    UnknownEngine,
-    UnknownPosition,
-    UnknownTrace,
-)
-from .submission import PromptInput, TraceOptions, make_submission
+from .checks import Duration, check_limit, check_seconds, check_text, shown
+from .error_mapping import bus_errors
+from .errors import ConnectError, TracewireError, UnknownPosition, UnknownTrace
+from .options import TraceOptions
+from .submission import PromptInput, make_submission, split_options
 
 __all__ = ["Client", "connect"]
 
 
-def connect(
-    url: str | None = None,
-    *,
-    prefix: str = "tw",
-    client: str | None = None,
-    lease: float = 10.0,
-    patience: float = 20.0,
-) -> Connecting:
-    """A client of the bus at `url`: for as long as a context lasts, or until it is closed.
+class ClientOptions(TypedDict, total=False):
+    """The keyword arguments of `Client` and of `connect`."""
+
+    prefix: str
+    name: str | None
+    lease_ttl: Duration
+    retry_timeout: Duration | None
+
+
+def connect(url: str | None = None, **options: Unpack[ClientOptions]) -> Connecting:
+    """A client of the bus at `url` that is connected: for as long as a context lasts, or until it is closed.
 
         async with tracewire.connect(url) as client: ...
 
         client = await tracewire.connect(url)  # in a notebook, or where a service starts
         await client.aclose()
 
-    `url` is that of a Redis (`redis://`, `rediss://` or `unix://`; `redis+sentinel://host:port,host:port/service`;
-    `redis+cluster://host:port,host:port`; see `docs/redis.md`), or `embedded://` for a private one that is started here
-    and ends with the client (`client.url` tells other processes where it is); without one, `TRACEWIRE_URL`
-    counts. `prefix` stands before every key. `client` names this client to the engines, which serve clients in turns.
-
-    A client runs on asyncio, on the event loop that it was made on; other threads call it by `anyio.from_thread.run`.
-    The client owns all tasks and connections, and closing it ends them. Closing it also cancels the traces that it
-    submitted, that still run and that are not detached. Engines cancel these traces, too, when the client dies, or its
-    event loop stands still, for `lease` seconds. While Redis is away, a call waits for up to `patience` seconds before
-    it raises `BusUnavailable`; reading a trace waits for as long as the caller does. Closing the client waits for up
-    to `patience` seconds for traces that a `with` has queued, and for two seconds once it is cancelled.
-
-    Raises, when it is entered or awaited:
-        ConnectError: no URL is given, the URL names no Redis, or `prefix` has braces.
-        BusUnavailable: no server answers at the URL.
-        BusRefused: Redis refuses the credentials or certificates.
-        ValueError: `lease` is not at least 1 second, or `patience` is negative.
+    The arguments, and the errors, are those of `Client`. `Client.connect` connects one that was made before.
     """
-    return Connecting(url, prefix, client, lease, patience)
+    return Connecting(Client(url, **options))
 
 
 class Connecting:
     """A client that is still to be connected: enter it with `async with`, or await it."""
 
-    def __init__(self, url: str | None, prefix: str, name: str | None, lease: float, patience: float) -> None:
-        self._arguments = url, prefix, name, lease, patience
-        self._client: Client | None = None
+    def __init__(self, client: Client) -> None:
+        self._client = client
 
     def __await__(self) -> Generator[Any, None, Client]:
-        return _connected(*self._arguments).__await__()
+        return self._client.connect().__await__()
 
     async def __aenter__(self) -> Client:
-        if self._client is not None:
-            raise TracewireError("this connect() was entered before: make another one for each async with")
-        self._client = await _connected(*self._arguments)
-        return self._client
+        return await self._client.__aenter__()
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        assert self._client is not None
         await self._client.aclose()
 
-    def __getattr__(self, name: str) -> Any:
-        if hasattr(Client, name):
-            raise AttributeError(
-                f"connect(...) has no {name!r} before it is connected: write `async with tracewire.connect(url) as "
-                "client:`, or `client = await tracewire.connect(url)`"
-            )
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+    if not TYPE_CHECKING:
 
-
-async def _connected(url: str | None, prefix: str, client: str | None, lease: float, patience: float) -> Client:
-    check_seconds("lease", lease, 1)
-    check_seconds("patience", patience, most=math.inf)
-    if client is not None:
-        check_text("client", client)
-    check_text("prefix", prefix)
-    address = os.environ.get("TRACEWIRE_URL") if not url else check_text("url", url)
-    if not address:
-        raise ConnectError(
-            "no URL: pass one to connect(), or set TRACEWIRE_URL "
-            "(redis://host:port, or embedded:// for a private Redis that ends with this client)"
-        )
-    loop = running_loop()
-    if loop is None:
-        raise TracewireError("tracewire runs on asyncio, and no event loop of asyncio runs here")
-    from tracewire_bus.transport.embedded import EmbeddedServerError
-
-    try:
-        bus = Bus.open(address, prefix=prefix, patience_s=patience)
-        await bus.__aenter__()
-    except BusError as error:
-        raise type(connect_error(error))(f"cannot connect: {error}") from error
-    except (EmbeddedServerError, ValueError) as error:
-        raise ConnectError(f"cannot connect: {error}") from error
-    try:
-        await bus.warm()
-    except BaseException:
-        await bus.aclose()
-        raise
-    presence = Presence(bus, lease)
-    name = client if client is not None else f"{socket.gethostname()}:{os.getpid()}"
-    return Client(Session(bus, name, presence, loop))
+        def __getattr__(self, name: str) -> Any:
+            if hasattr(Client, name) or name in self._client.__dict__:
+                raise AttributeError(
+                    f"connect(...) has no {name!r} before it is connected: write `async with tracewire.connect(url) as "
+                    "client:`, or `client = await tracewire.connect(url)`"
+                )
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
 
 class Client:
-    """Made by `connect`. Any task of its event loop may use it.
+    """A client of the bus at `url`. Making one does no I/O; it is connected by entering it, or by `connect`.
+
+        client = tracewire.Client(url)
+        async with client: ...
+
+    `url` is that of a Redis (`redis://`, `rediss://` or `unix://`; `redis+sentinel://host:port,host:port/service`;
+    `redis+cluster://host:port,host:port`; see `docs/redis.md`), or `embedded://` for a private one that starts and ends
+    with the client (`client.url` tells other processes where it is); without one, `TRACEWIRE_URL` counts. `prefix`
+    stands before every key. `name` names this client to the engines, which serve clients in turns; by default it is
+    the host's name and the process's id.
+
+    A client runs on asyncio, on the event loop that it was connected on, and any task there may use it; threads and
+    scripts use `tracewire.blocking.Client`. The client owns all tasks and connections, and closing it ends them.
+    Closing it also cancels the traces that it submitted, that still run and that are not detached. Engines cancel these
+    traces, too, when the client dies, or its event loop stands still, for `lease_ttl` seconds. While Redis is away, a
+    call waits for up to `retry_timeout` seconds before it raises `BusUnavailable` (`None`: for as long as it takes);
+    reading a trace waits for as long as the caller does.
 
     An argument of the wrong type raises a `TypeError`, or, in a submission, a `TraceRejected` with its field. Each
-    method that sends a request to Redis raises `BusUnavailable` if Redis does not answer within the client's
-    `patience`, `BusRefused` if it refuses, `BusFull` if it has no memory left, and `ClientClosed` if the client is
-    closed. All of these but `BusFull` are `ConnectError`s.
+    method that sends a request to Redis raises `BusUnavailable` if Redis does not answer within `retry_timeout`,
+    `BusRefused` if it refuses, `BusFull` if it has no memory left, and `ClientClosed` if the client is closed. All of
+    these but `BusFull` are `ConnectError`s.
+
+    Attributes:
+        models: the models that engines serve: `list()`, `get(name)`.
+        engines: the engines that live: `list()`, `get(name)`, `drain(engine)`.
+        dead_letters: submissions that were given up: `list()`, `get(id)`, `resubmit(id)`, `drop(id)`.
+        watch_groups: the groups that share what `watch` yields: `list()`, `remove(group)`.
+
+    Raises:
+        ConnectError: no URL is given, the URL names no Redis, or `prefix` has braces.
+        ValueError: `lease_ttl` is not at least 1 second, or `retry_timeout` is negative.
     """
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    def __init__(
+        self,
+        url: str | None = None,
+        *,
+        prefix: str = "tw",
+        name: str | None = None,
+        lease_ttl: Duration = 10.0,
+        retry_timeout: Duration | None = 20.0,
+    ) -> None:
+        if name is not None:
+            check_text("name", name)
+        address = os.environ.get("TRACEWIRE_URL") if not url else check_text("url", url)
+        if not address:
+            raise ConnectError(
+                "no URL: pass one, or set TRACEWIRE_URL "
+                "(redis://host:port, or embedded:// for a private Redis that ends with this client)"
+            )
+        self._session = Session(
+            address,
+            name=name,
+            prefix=check_text("prefix", prefix),
+            lease_ttl=check_seconds("lease_ttl", lease_ttl, 1),
+            retry_timeout=check_limit("retry_timeout", retry_timeout),
+        )
+        self._entered = False
+        self.models = Models(self._session)
+        self.engines = Engines(self._session)
+        self.dead_letters = DeadLetters(self._session)
+        self.watch_groups = WatchGroups(self._session)
+
+    # --- life ---------------------------------------------------------------------------------------------------------
+
+    async def connect(self) -> Self:
+        """Connect it, and return it. A second call does nothing.
+
+        Raises:
+            BusUnavailable: no server answers at the URL.
+            BusRefused: Redis refuses the credentials or certificates.
+            ConnectError: an option of the URL is none, or no private Redis could be started.
+            ClientClosed: it was closed, now or before.
+        """
+        await self._session.open()
+        return self
 
     async def aclose(self) -> None:
         """Close it: no task or connection is left, and its traces that still run and are not detached are cancelled.
 
-        Leaving `async with tracewire.connect(...)` does so. A second call does nothing.
+        Leaving its context does so. Any task of its event loop may call it, several at once, and when Redis is away: it
+        waits for up to `retry_timeout` (a minute at most) for traces that a `with` has queued, for two seconds once it
+        is cancelled, and for at most ten for the rest. A second call returns when the first has closed it.
         """
         await self._session.aclose()
+
+    async def __aenter__(self) -> Self:
+        if self._entered:
+            raise TracewireError("this client was entered before: make another one for each async with")
+        self._entered = True
+        return await self.connect()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.aclose()
 
     @property
     def url(self) -> str:
@@ -177,70 +193,30 @@ class Client:
         return self._session.url
 
     def __repr__(self) -> str:
-        return f"<Client of {redacted(self.url)}{', closed' if self._session.closed else ''}>"
-
-    # --- models -------------------------------------------------------------------------------------------------------
-
-    async def models(self) -> list[ModelInfo]:
-        """The models that live engines serve now."""
-        return await self._session.models.infos()
-
-    async def engines(self, model: Model | str | None = None) -> list[Engine]:
-        """The engines that live now (of one model, if one is named), by model, then by when they started."""
-        wanted = None if model is None else _model_name(model)
-        return [Engine.of(engine) for engine in await self._session.models.engines(wanted)]
-
-    async def drain(
-        self, engine: Engine | str, *, timeout: float | timedelta | None = None, by: str | None = None
-    ) -> Draining:
-        """Have an engine take nothing new, finish what it runs, and leave; its supervisor does not start it again.
-
-        The request is made on return. The registry says `draining` as soon as the engine takes nothing new, and
-        `Draining.wait` returns when the engine has left. After `timeout` seconds the engine puts the traces that still
-        run back, ahead of later submissions, and they run anew on another engine. Without a `timeout` it runs all of
-        its traces to their end, paused ones included. The call can be repeated; the earliest timeout counts.
-
-        Raises:
-            UnknownEngine: no such engine lives. Names those that do.
-            EngineTooOld: its version cannot be asked to drain. SIGTERM drains it.
-            BusUnavailable: Redis does not answer; the request may have been made.
-            ValueError: `timeout` is negative.
-        """
-        name = engine.name if isinstance(engine, Engine) else check_text("engine", engine)
-        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-        if seconds is not None:
-            check_seconds("timeout", seconds)
-        engines = {one.name: one for one in await self.engines()}
-        if name not in engines:
-            raise UnknownEngine(name, engines)
-        drained = engines[name]
-        if not drained.can_drain:
-            raise EngineTooOld(name, drained.schema)
-        bus = self._session.open_bus()
-        with bus_errors():
-            await bus.drain(name, by=self._session.name if by is None else check_text("by", by), within_s=seconds)
-            waiting = await bus.queue.waiting(drained.model)
-        others = [one.name for one in engines.values() if one.model == drained.model and one.ready]
-        return Draining(bus, drained, tuple(other for other in others if other != name), waiting)
-
-    async def model(self, name: str, wait_for_engine: float | None = None) -> Model:
-        """A model's handle, with its module tree.
-
-        `wait_for_engine` is how many seconds to wait for an engine that serves it; without it the answer comes at once.
-
-        Raises:
-            UnknownModel: no live engine serves a model of this name. Names those that are served.
-            ValueError: `wait_for_engine` is negative.
-        """
-        check_text("name", name)
-        if wait_for_engine is not None:
-            check_seconds("wait_for_engine", wait_for_engine, most=math.inf)
-        served = await self._session.models.find(name, wait_for_engine, age=0)
-        return Model(served.info, served.trees, self._session)
+        state = ", closed" if self._session.closed else "" if self._session.opened else ", not connected"
+        return f"<Client of {redacted(self.url)}{state}>"
 
     # --- traces -------------------------------------------------------------------------------------------------------
 
-    # whole: what a caller of `trace` can say, by keywords with their defaults
+    @overload
+    def trace(
+        self,
+        model: Model | str,
+        prompt: PromptInput,
+        block: Intervention | Block | None = None,
+        **options: Unpack[TraceOptions],
+    ) -> Trace: ...
+
+    @overload
+    def trace(
+        self,
+        model: Model | str,
+        *,
+        prompts: Sequence[PromptInput],
+        block: Intervention | Block | None = None,
+        **options: Unpack[TraceOptions],
+    ) -> Trace: ...
+
     def trace(
         self,
         model: Model | str,
@@ -248,17 +224,7 @@ class Client:
         block: Intervention | Block | None = None,
         *,
         prompts: Sequence[PromptInput] | None = None,
-        interventions: Sequence[DeclaredIntervention] = (),
-        live: Mapping[str, Any] | None = None,
-        deadline: float | timedelta | None = None,
-        priority: int = 0,
-        detach: bool = False,
-        on_engine_loss: Literal["restart", "fail"] = "restart",
-        max_attempts: int = 3,
-        edits: Sequence[str] | None = None,
-        trace_id: str | None = None,
-        shared: Mapping[str, Any] | None = None,
-        **sampling: Any,
+        **options: Unpack[TraceOptions],
     ) -> Trace:
         """A trace of `block` over one prompt, or over each of `prompts`; submitted when it is entered or started.
 
@@ -277,26 +243,16 @@ class Client:
         twice runs it once. `lora="name"` runs it with an adapter that the engine was started with. `shared` has first
         values, by name, of lists, dicts and arrays that the blocks of all prompts share: one object on the engine,
         whatever order they run in, which a block uses by its name, as a variable or from around it. What it comes to is
-        `result.shared`. Everything else is sampling params, by vLLM's names: `max_tokens=64`, `temperature=0.0`.
+        `result.shared`. Everything else is sampling params, by vLLM's names (`SamplingOptions`): `max_tokens=64`,
+        `temperature=0.0`; `extra_sampling={...}` sends those that a newer vLLM has.
 
         Raises:
+            UnknownOption: a keyword is neither an option nor a sampling param. Names the nearest one.
             TraceRejected: something in it cannot be submitted; `field` names what.
         """
         self._session.open_bus()
-        options = TraceOptions(
-            prompts=prompts,
-            interventions=interventions,
-            live=live,
-            deadline=deadline,
-            priority=priority,
-            detach=detach,
-            on_engine_loss=on_engine_loss,
-            max_attempts=max_attempts,
-            edits=edits,
-            trace_id=trace_id,
-            shared=shared,
-        )
-        return Trace(self._session, make_submission(self._session.name, model, prompt, block, options, sampling))
+        settings, sampling = split_options(options, prompts)
+        return Trace(self._session, make_submission(self._session.name, model, prompt, block, settings, sampling))
 
     def subscribe(self, trace_id: str, *, since: str = "start", names: Iterable[str] | None = None) -> Subscription:
         """A trace's events: replayed from `since`, then as they come, up to and with the final.
@@ -324,7 +280,7 @@ class Client:
         since: str = "now",
         group: str | None = None,
         consumer: str | None = None,
-        idle: float = 60.0,
+        idle_timeout: Duration = 60.0,
     ) -> Watch:
         """The lifecycle events of all traces, this client's and others': an async iterator of `Lifecycle` items without
         an end. It has one connection of its own, and waits while Redis is away.
@@ -336,16 +292,16 @@ class Client:
         acknowledged when that watch asks for the next. The first watch makes the group, from `since` on. Redis keeps
         its position. `consumer` names this watch in its group (by default, the client's name). A consumer that
         was killed and comes back under its name gets the events that it had not acknowledged. Other consumers take
-        these events over when it has been idle for `idle` seconds, so the handling of one event may take that long. An
-        event may be delivered twice, but none is left out.
+        these events over when it has been idle for `idle_timeout` seconds, so the handling of one event may take that
+        long. An event may be delivered twice, but none is left out.
 
         Raises:
-            ValueError: `since` is none of these, a name is empty, there is a `consumer` without a `group`, or `idle` is
-                not positive.
+            ValueError: `since` is none of these, a name is empty, there is a `consumer` without a `group`, or
+                `idle_timeout` is not positive.
         """
         bus = self._session.open_bus()
         check_text("since", since)
-        wanted = None if model is None else _model_name(model)
+        wanted = None if model is None else model_name(model)
         if group is None:
             if consumer is not None:
                 raise ValueError(f"consumer: expected a group with it, got {shown(consumer)} alone")
@@ -354,85 +310,21 @@ class Client:
         for field, value in (("group", group), ("consumer", name)):
             if not check_text(field, value):
                 raise ValueError(f"{field}: expected a name, got an empty one")
-        if not check_seconds("idle", idle):
-            raise ValueError("idle: expected more than 0 seconds")
+        idle = check_seconds("idle_timeout", idle_timeout)
+        if not idle:
+            raise ValueError("idle_timeout: expected more than 0 seconds")
         return Watch(bus.watch_group(group, name, since, idle), wanted)
-
-    async def watch_groups(self) -> list[str]:
-        """The names of the groups that watches share events in."""
-        with bus_errors():
-            return await self._session.open_bus().watch_groups.names()
-
-    async def remove_watch_group(self, group: str) -> bool:
-        """Remove a group, with the events that it had not acknowledged. Returns whether it existed."""
-        with bus_errors():
-            return await self._session.open_bus().watch_groups.remove(check_text("group", group))
 
     # --- standing interventions ---------------------------------------------------------------------------------------
 
     def edits(self, model: Model | str) -> Edits:
         """The standing interventions of a model: installed on all its engines, and run on requests from then on."""
         self._session.open_bus()
-        return Edits(self._session, _model_name(model))
-
-    # --- dead letters -------------------------------------------------------------------------------------------------
-
-    async def dead_letters(self, after: str = "", count: int = 100) -> list[DeadLetter]:
-        """The dead-letter queue: submissions that no engine could read, or whose engines were lost each time. Returns
-        the oldest `count` of those after the dead letter of id `after`. Redis keeps about 10000.
-
-        Raises:
-            BusUnavailable: Redis does not answer.
-            ValueError: `after` is no dead letter's id, or `count` is no positive integer.
-        """
-        if check_text("after", after) and not is_entry_id(after):
-            raise ValueError(f"after: expected a dead letter's id, got {shown(after)}")
-        if type(count) is not int or not 0 < count < 2**31:
-            raise ValueError(f"count: expected a positive integer, got {shown(count)}")
-        with bus_errors():
-            found = await self._session.open_bus().queue.dead_letters(after, count)
-        return [DeadLetter.of(one) for one in found]
-
-    async def resubmit(self, id_: str) -> str:
-        """Submit a dead letter once more, and return the id of the trace that it is now: a new one, since the old trace
-        has ended and stays so. It is this client's and runs detached; its deadline counts anew, and its large variables
-        are sent again. The dead letter is removed; if that fails after it was queued, resubmitting it again queues
-        nothing more and returns the same id.
-
-        Raises:
-            UnknownDeadLetter: there is no such dead letter.
-            TraceRejected: what was submitted cannot be read.
-            ValueMissing: a large variable of it has expired.
-            UnknownModel: no live engine serves the model.
-            Overloaded: too many submissions wait for the model.
-            BusFull: Redis has too little memory left.
-            BusUnavailable: Redis does not answer.
-        """
-        bus = self._session.open_bus()
-        with bus_errors():
-            found = await bus.queue.find_dead_letter(id_) if is_entry_id(id_) else None
-            if found is None:
-                raise UnknownDeadLetter(id_)
-            submission = await resubmission_of(DeadLetter.of(found), bus, self._session.name)
-            model = await self._session.models.find(submission.model)
-            with refusals(submission.model):
-                await bus.submit(submission, model.info.queue_limit, model.info.retention_s or None)
-            await bus.queue.drop_dead_letter(id_)
-        return submission.trace
-
-    async def drop_dead_letter(self, id_: str) -> bool:
-        """Remove a dead letter. Returns whether it was there.
-
-        Raises:
-            BusUnavailable: Redis does not answer.
-        """
-        bus = self._session.open_bus()
-        with bus_errors():
-            return is_entry_id(id_) and await bus.queue.drop_dead_letter(id_)
+        return Edits(self._session, model_name(model))
 
     # --- control ------------------------------------------------------------------------------------------------------
 
-    async def live(self, trace_id: str) -> LiveState:
+    async def get_live(self, trace_id: str) -> LiveState:
         """A trace's live parameters as they are now: their version (0: as declared) and their values.
 
         Raises:
@@ -503,7 +395,7 @@ class Client:
         """
         return await control.pause(self._session, trace_id, by=by, resume=True)
 
-    async def state(self, trace_id: str) -> State:
+    async def get_state(self, trace_id: str) -> State:
         """A trace's folded state now: replayed up to its present last event.
 
         Raises:
@@ -525,12 +417,3 @@ class Client:
             with anyio.CancelScope(shield=True):
                 await reader.aclose()
         return State(trace_id, fold)
-
-
-def _model_name(model: ModelHandle | str) -> str:
-    """The name of a model that the caller asks about."""
-    if isinstance(model, ModelHandle):
-        return model.name
-    if not check_text("model", model):
-        raise ValueError("model: expected a model of client.model(), or its name, got an empty one")
-    return model

@@ -64,7 +64,10 @@ class ConnectError(TracewireError):
 
 
 class BusUnavailable(ConnectError):
-    """Redis has not answered for the client's `patience`. It may have executed the request, which can be sent again."""
+    """Redis has not answered for the client's `retry_timeout`.
+
+    It may have executed the request, which can be sent again.
+    """
 
 
 class BusRefused(ConnectError):
@@ -72,7 +75,7 @@ class BusRefused(ConnectError):
 
 
 class ClientClosed(ConnectError):
-    """The client was closed: its `connect()` was left."""
+    """The client was closed."""
 
 
 class UnknownModel(TracewireError, LookupError):
@@ -92,7 +95,7 @@ class UnknownModel(TracewireError, LookupError):
             message += f" after {waited:g} s"
         message += f"; served now: {served}" if served else "; no engine is registered at all"
         if waited is None:
-            message += " (wait_for_engine= waits for one to start)"
+            message += " (client.models.get(name, timeout=...) waits for one to start)"
         super().__init__(message)
 
 
@@ -199,6 +202,22 @@ class TraceRejected(TracewireError):
         if line is not None:
             where = f" ({filename}:{line})" if filename else f" (line {line})"
         super().__init__(f"{field}: {message}{where}")
+
+
+class UnknownOption(TraceRejected, TypeError):
+    """A keyword argument of a trace or a prompt is neither an option nor a sampling param. Nothing was sent.
+
+    Attributes:
+        name: the keyword.
+        nearest: the nearest keyword that exists, or None.
+    """
+
+    def __init__(self, field: str, name: str, nearest: str | None) -> None:
+        self.name = name
+        self.nearest = nearest
+        hint = f"; did you mean {nearest!r}?" if nearest is not None else ""
+        also = "" if nearest is not None else " (extra_sampling={...} sends what a newer vLLM may know)"
+        super().__init__(field, f"{name!r} is neither an option nor a sampling param{hint}{also}")
 
 
 class BlockError(TraceRejected):

@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import timedelta
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, Unpack
 
 from tracewire.capture.capture import ModelHandle
 from tracewire.capture.intervention import Intervention, live_reads
@@ -23,14 +23,15 @@ from tracewire_bus.store.keys import is_text
 from tracewire_bus.wire.messages import Block, Declared, DeclaredIntervention, Submission
 from tracewire_bus.wire.messages import Invoke as InvokeMessage
 
-from .checks import is_sendable_text, shown, type_name
+from .checks import Duration, is_sendable_text, shown, type_name
 from .errors import TraceRejected, UntransportableVariable
 from .media import packed_media
+from .options import SamplingOptions, TraceOptions, check_names
 
 __all__ = [
     "Prompt",
     "PromptInput",
-    "TraceOptions",
+    "Settings",
     "checked_block",
     "checked_interventions",
     "checked_trace_id",
@@ -51,6 +52,9 @@ class Prompt:
     """A prompt with sampling params, or a LoRA adapter, of its own: `prompts=[Prompt("a", max_tokens=3), "b"]`.
 
     A `block` of its own runs in place of the trace's; `edits`, where given, count in place of the trace's.
+
+    Raises:
+        UnknownOption: a keyword is no sampling param. Names the nearest one.
     """
 
     def __init__(
@@ -60,12 +64,13 @@ class Prompt:
         block: Intervention | Block | None = None,
         *,
         edits: Sequence[str] | None = None,
-        **sampling: Any,
+        **sampling: Unpack[SamplingOptions],
     ) -> None:
+        check_names(sampling, SamplingOptions)
         self.prompt = prompt
         self.block = block
         self.edits = edits
-        self.sampling = sampling
+        self.sampling: dict[str, Any] = {**sampling}
 
     def __repr__(self) -> str:
         parts = [repr(self.prompt)]
@@ -78,13 +83,13 @@ class Prompt:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TraceOptions:
+class Settings:
     """The keyword arguments of `Client.trace` other than sampling params, with their defaults."""
 
     prompts: Sequence[PromptInput] | None = None
     interventions: Sequence[DeclaredIntervention] = ()
     live: Mapping[str, Any] | None = None
-    deadline: float | timedelta | None = None
+    deadline: Duration | None = None
     priority: int = 0
     detach: bool = False
     on_engine_loss: Literal["restart", "fail"] = "restart"
@@ -94,22 +99,18 @@ class TraceOptions:
     shared: Mapping[str, Any] | None = None
 
 
-#: Arguments of `Client.trace` that `Model.trace` passes itself.
-_POSITIONAL = ("model", "prompt", "block")
+_SETTINGS = frozenset(field.name for field in fields(Settings))
 
 
-def split_options(given: Mapping[str, Any]) -> tuple[TraceOptions, dict[str, Any]]:
-    """The keyword arguments of a trace, as its options and its sampling params.
+def split_options(given: Mapping[str, Any], prompts: Sequence[PromptInput] | None) -> tuple[Settings, dict[str, Any]]:
+    """The keyword arguments of a trace, as its settings and its sampling params.
 
     Raises:
-        TypeError: one of them is an argument that the trace has already.
+        UnknownOption: one of them is neither.
     """
-    for name in _POSITIONAL:
-        if name in given:
-            raise TypeError(f"trace() got multiple values for argument {name!r}")
-    names = {field.name for field in fields(TraceOptions)}
-    options = TraceOptions(**{name: value for name, value in given.items() if name in names})
-    return options, {name: value for name, value in given.items() if name not in names}
+    check_names(given, TraceOptions)
+    settings = Settings(prompts=prompts, **{name: value for name, value in given.items() if name in _SETTINGS})
+    return settings, {name: value for name, value in given.items() if name not in _SETTINGS}
 
 
 def make_submission(
@@ -117,7 +118,7 @@ def make_submission(
     model: ModelHandle | str,
     prompt: PromptInput | None,
     block: Intervention | Block | None,
-    options: TraceOptions,
+    options: Settings,
     sampling: dict[str, Any],
 ) -> Submission:
     """The submission of a trace by the client of this name, checked as far as one can without its engines.
@@ -167,7 +168,7 @@ def _checked_model_name(model: Any) -> str:
     if isinstance(model, ModelHandle):
         return model.name
     if not isinstance(model, str) or not model or not is_text(model):
-        raise TraceRejected("model", f"expected a model of client.model(), or its name, got {shown(model)}")
+        raise TraceRejected("model", f"expected a model of client.models.get(), or its name, got {shown(model)}")
     return model
 
 
@@ -192,10 +193,10 @@ def _checked_invokes(
 
 
 def _checked_invoke(field: str, prompt: Any, sampling: dict[str, Any], shared: frozenset[str]) -> InvokeMessage:
-    params = {name: _plain(f"sampling.{name}", value) for name, value in sampling.items()}
+    params = _sampling_params("sampling", sampling)
     own = f"{field}." if field != "prompt" else ""
     if isinstance(prompt, Prompt):
-        params |= {name: _plain(f"{own}sampling.{name}", value) for name, value in prompt.sampling.items()}
+        params |= _sampling_params(f"{own}sampling", prompt.sampling)
     lora = params.pop("lora", None)
     if lora is not None and (not isinstance(lora, str) or not lora):
         raise TraceRejected("lora", f"expected the name of an adapter, got {shown(lora)}")
@@ -205,6 +206,14 @@ def _checked_invoke(field: str, prompt: Any, sampling: dict[str, Any], shared: f
         message.block = checked_block(prompt.block, shared, f"{own}block")
         message.edits = _edit_names(f"{own}edits", prompt.edits)
     return message
+
+
+def _sampling_params(field: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    params = {name: _plain(f"{field}.{name}", value) for name, value in given.items() if name != "extra_sampling"}
+    extra = _plain("extra_sampling", given.get("extra_sampling", {}))
+    if not isinstance(extra, dict) or not all(isinstance(name, str) for name in extra):
+        raise TraceRejected("extra_sampling", f"expected a dict of sampling params by name, got {shown(extra)}")
+    return params | extra
 
 
 def _invoke_of(field: str, prompt: Any, params: dict[str, Any]) -> InvokeMessage:

@@ -201,7 +201,7 @@ async def test_one_that_has_not_begun_is_still_waited_for(bus: Bus) -> None:
 async def test_engines_drop_what_is_too_much_and_readers_are_told_by_name(client: Client, bus: Bus) -> None:
     """Traces that run stay; a consumer that is too slow for what is kept gets an error, as do those who come late."""
     async with serving(bus, free(), retain_traces=3), serving(bus, free(), retain_traces=3):
-        await client.model("tiny", wait_for_engine=PATIENCE)
+        await client.models.get("tiny", timeout=PATIENCE)
         # Never gets a second token.
         running = client.trace("tiny", "hang", acts, max_tokens=9, trace_id="running", detach=True)
         await running.start()
@@ -218,7 +218,7 @@ async def test_engines_drop_what_is_too_much_and_readers_are_told_by_name(client
         with anyio.fail_after(PATIENCE), pytest.raises(TraceForgotten, match="kept no longer") as forgotten:
             await anext(unread)
         assert (forgotten.value.trace_id, forgotten.value.since) == ("t0", "start")
-        for late in (client.state("t0"), anext(client.subscribe("t0", since="1-1"))):
+        for late in (client.get_state("t0"), anext(client.subscribe("t0", since="1-1"))):
             with pytest.raises(tracewire.UnknownTrace):
                 await late
         again = client.trace("tiny", "a", acts, max_tokens=3, trace_id="t0", detach=True)
@@ -241,7 +241,7 @@ async def test_what_a_client_ends_is_kept_as_long_as_the_engines_keep_theirs(emb
         tracewire.connect(embedded, prefix=prefix) as client,
         serving(bus, free(), info(capacity=0)),
     ):
-        model = await client.model("tiny", wait_for_engine=PATIENCE)
+        model = await client.models.get("tiny", timeout=PATIENCE)
         assert model.info.retention_s == 77
         trace = client.trace("tiny", "hello", acts, max_tokens=2, detach=True)
         await trace.start()

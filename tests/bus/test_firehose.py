@@ -40,8 +40,8 @@ async def test_a_trace_from_its_submission_to_its_end(bus: Bus) -> None:
         life = telling("final", "t", model="m", engine="e", attempt=1, status="finished", usage=Usage(3, 5))
         await out.append("t", 1, 4, b"end", final=True, life=life)
         events = await some(watch, 5)
-        assert [event.kind for event in events] == ["queued", "accepted", "paused", "resumed", "final"]
-        assert {(event.trace, event.model, event.client) for event in events} == {("t", "m", "me")}
+        assert [event.type for event in events] == ["queued", "accepted", "paused", "resumed", "final"]
+        assert {(event.trace_id, event.model, event.client) for event in events} == {("t", "m", "me")}
         assert [event.engine for event in events] == ["", "e", "e", "e", "e"]
         assert [event.attempt for event in events] == [0, 1, 1, 1, 1]
         assert [event.time for event in events] == sorted(event.time for event in events)
@@ -67,10 +67,10 @@ async def test_ends_by_third_parties_and_refusals_are_told(bus: Bus) -> None:
                 await bus.sweep([bus.keys.tag("d")])
         seen: dict[str, list[Lifecycle]] = {}
         for event in await some(watch, 8):
-            seen.setdefault(event.trace, []).append(event)
-    assert [event.kind for event in seen["a"]] == ["queued", "final"]
+            seen.setdefault(event.trace_id, []).append(event)
+    assert [event.type for event in seen["a"]] == ["queued", "final"]
     assert (seen["a"][1].status, seen["a"][1].error, seen["a"][1].model) == ("cancelled", "Cancelled", "m")
-    assert [event.kind for event in seen["b"]] == ["queued", "refused"]
+    assert [event.type for event in seen["b"]] == ["queued", "refused"]
     assert (seen["b"][1].model, seen["b"][1].client) == ("m", "me")
     assert (seen["c"][1].error, seen["c"][1].engine, seen["c"][1].attempt) == ("EngineLost", "e", 4)
     assert seen["c"][1].tokens is None
@@ -88,14 +88,14 @@ async def test_a_watch_goes_on_from_a_position_without_a_repeat(bus: Bus) -> Non
         async with bus.watch(position) as watch:
             seen += await some(watch, min(37, 300 - len(seen)))
             position = watch.position
-    assert Counter((event.trace, event.kind) for event in seen) == Counter(
+    assert Counter((event.trace_id, event.type) for event in seen) == Counter(
         (trace, kind) for trace in traces for kind in ("queued", "final")
     )
     for trace in traces:
-        assert [event.kind for event in seen if event.trace == trace] == ["queued", "final"]
+        assert [event.type for event in seen if event.trace_id == trace] == ["queued", "final"]
     async with bus.watch(position) as watch:
         await bus.submit(submission("last"))
-        assert [event.trace for event in await some(watch, 1)] == ["last"]
+        assert [event.trace_id for event in await some(watch, 1)] == ["last"]
     for nothing in ("", "w1.", "w1.abc", "1-1", "w2." + position[3:], "w1." + "A" * 20_000):
         with pytest.raises(ValueError, match="a watch begins at"):
             bus.watch(nothing)
@@ -110,7 +110,7 @@ async def test_all_streams_share_one_connection_and_are_bounded(
     await bus.submit(submission("first"))
     before = await connections()
     async with bus.watch("start") as watch:
-        assert [event.trace for event in await some(watch, 1)] == ["first"]
+        assert [event.trace_id for event in await some(watch, 1)] == ["first"]
         assert await connections() == before + 1
     for tag in bus.keys.tags:
         left = await bus.command("TTL", bus.keys.firehose(tag))
@@ -130,8 +130,8 @@ async def test_a_connection_that_breaks_loses_and_repeats_nothing(
             await bus.submit(submission(f"t{number}"))
             if number % 3 == 0:
                 await through.cut()
-            assert [event.trace for event in await some(watch, 1)] == [f"t{number}"]
-            assert [event.trace for event in await some(member, 1)] == [f"t{number}"]
+            assert [event.trace_id for event in await some(watch, 1)] == [f"t{number}"]
+            assert [event.trace_id for event in await some(member, 1)] == [f"t{number}"]
 
 
 async def test_a_large_final_is_told_once(bus: Bus, prefix: str, tmp_path: Path, embedded: str) -> None:
@@ -146,9 +146,9 @@ async def test_a_large_final_is_told_once(bus: Bus, prefix: str, tmp_path: Path,
             assert through.swallowed.is_set()
         await bus.submit(submission("t2"))
         seen = []
-        while not seen or seen[-1].trace != "t2":
+        while not seen or seen[-1].trace_id != "t2":
             seen += await some(watch, 1)
-        assert [(event.trace, event.kind) for event in seen] == [("t", "queued"), ("t", "final"), ("t2", "queued")]
+        assert [(event.trace_id, event.type) for event in seen] == [("t", "queued"), ("t", "final"), ("t2", "queued")]
 
 
 async def test_closing_wakes_who_waits(bus: Bus) -> None:
@@ -177,7 +177,7 @@ async def test_the_members_of_a_group_share_the_events(bus: Bus) -> None:
     async def follow(name: str) -> None:
         async with bus.watch_group("g", name, since="start", idle_s=1000) as member:
             async for event in member:
-                seen[name].append(event.trace)
+                seen[name].append(event.trace_id)
                 if sum(map(len, seen.values())) >= 200:
                     group.cancel_scope.cancel()
 
@@ -195,11 +195,11 @@ async def test_what_was_not_acknowledged_comes_again_under_the_same_name(bus: Bu
     for number in range(10):
         await bus.submit(submission(f"t{number}"))
     first = bus.watch_group("g", "a", since="start", idle_s=1000)
-    before = [event.trace for event in await some(first, 4)]
+    before = [event.trace_id for event in await some(first, 4)]
     # As if it had been killed.
     await first._link.drop()
     async with bus.watch_group("g", "a", since="now", idle_s=1000) as second:
-        after = [event.trace for event in await some(second, 7)]
+        after = [event.trace_id for event in await some(second, 7)]
     # The last one had been handed out, and nobody asked for the next.
     assert sorted(before[:3] + after) == sorted(f"t{number}" for number in range(10))
     assert before[3] in after
@@ -209,24 +209,24 @@ async def test_what_a_member_leaves_goes_to_the_others_soon(bus: Bus) -> None:
     for number in range(20):
         await bus.submit(submission(f"t{number}"))
     async with bus.watch_group("g", "a", since="start", idle_s=5) as first:
-        before = [event.trace for event in await some(first, 2)]
+        before = [event.trace_id for event in await some(first, 2)]
     async with bus.watch_group("g", "b", idle_s=5) as second:
-        after = [event.trace for event in await some(second, 19)]
+        after = [event.trace_id for event in await some(second, 19)]
     assert sorted(before[:1] + after) == sorted(f"t{number}" for number in range(20))
 
 
 async def test_a_group_goes_on_when_its_streams_have_expired(bus: Bus) -> None:
     async with bus.watch_group("g", "a") as member:
         await bus.submit(submission("one"))
-        assert [event.trace for event in await some(member, 1)] == ["one"]
+        assert [event.trace_id for event in await some(member, 1)] == ["one"]
         await bus.command("DEL", *(bus.keys.firehose(tag) for tag in bus.keys.tags))
         await bus.submit(submission("two"))
-        assert [event.trace for event in await some(member, 1)] == ["two"]
+        assert [event.trace_id for event in await some(member, 1)] == ["two"]
     # Somebody who was away when they expired.
     await bus.command("DEL", *(bus.keys.firehose(tag) for tag in bus.keys.tags))
     await bus.submit(submission("three"))
     async with bus.watch_group("g", "b") as member:
-        assert [event.trace for event in await some(member, 1)] == ["three"]
+        assert [event.trace_id for event in await some(member, 1)] == ["three"]
 
 
 async def test_groups_are_listed_and_removed(bus: Bus) -> None:

@@ -136,9 +136,9 @@ async def test_a_bus_that_an_earlier_version_was_at_work_on_is_taken_over(
     monkeypatch.setattr(recovery, "PATIENCE_S", 0.1)
     await record.restore(bus, prefix, written(schema, "bus"))
 
-    (old,) = await client.models()
+    (old,) = await client.models.list()
     assert (old.name, old.engines) == ("tiny", ("engine-old",))
-    state = await client.state("ended")
+    state = await client.get_state("ended")
     assert state.status == "finished"
     assert state.token_ids == expected("ended", record.TOKENS)[0]
     events = [event async for event in client.subscribe("ended")]
@@ -146,11 +146,11 @@ async def test_a_bus_that_an_earlier_version_was_at_work_on_is_taken_over(
     assert [change.values for event in events if isinstance(event, Steered) for change in event.changes] == [
         {"alpha": 1.5}
     ]
-    half = await client.state("middle")
+    half = await client.get_state("middle")
     # From a snapshot, and what came behind it.
     assert half.token_ids == expected("middle", record.TOKENS)[0][: len(half.token_ids)]
     assert len(half.token_ids) >= record.SO_FAR - 1
-    (letter,) = await client.dead_letters()
+    (letter,) = await client.dead_letters.list()
     assert letter.submission.invokes == [Invoke(prompt="buried")]
     reader = bus.control("engine-old")
     orders = await reader.read(1000)
@@ -162,7 +162,7 @@ async def test_a_bus_that_an_earlier_version_was_at_work_on_is_taken_over(
     ]
 
     async with client.watch(since="start") as watch:
-        told = [(event.kind, event.trace) for event in [await anext(watch) for _ in range(8)]]
+        told = [(event.type, event.trace_id) for event in [await anext(watch) for _ in range(8)]]
         assert sorted(kind for kind, trace in told if trace == "ended") == sorted(
             ["queued", "accepted", "paused", "resumed", "final"]
         )
@@ -177,7 +177,7 @@ async def test_a_bus_that_an_earlier_version_was_at_work_on_is_taken_over(
                         attempts,
                         attempts[1:],
                     )
-                    again = await client.state(trace)
+                    again = await client.get_state(trace)
                     assert again.token_ids == expected(trace, record.TOKENS)[0]
                     if trace == "middle":
                         assert any(isinstance(event, Restarted) for event in tail)
@@ -212,7 +212,7 @@ async def test_a_trace_that_a_later_minor_version_writes_is_followed(client: Cli
     assert len(events) == len(entries)
     ids, saved = expected("ended", record.TOKENS)
     # Its digests agree, too.
-    state = await client.state("ended")
+    state = await client.get_state("ended")
     assert (state.status, state.token_ids) == ("finished", ids)
     assert [list(map(float, array)) for array in state.saves["acts"]] == saved
 
@@ -230,12 +230,12 @@ async def test_orders_entries_and_lifecycles_of_a_later_minor_version_are_passed
     later = widened(msgspec.structs.replace(engine, schema=NEXT, state="pondering"))  # type: ignore[type-var]
     await bus.command("SET", bus.keys.engine("e"), msgspec.msgpack.encode(later))
     await bus.command("SADD", bus.keys.engines(), "e")
-    assert [model.name for model in await client.models()] == ["m"]
+    assert [model.name for model in await client.models.list()] == ["m"]
 
     await bus.command("XADD", bus.keys.firehose(tag), "*", "k", "blessed", "t", "t", "m", "m", "q", "1")
     async with client.watch(since="start") as watch:
         event = await anext(watch)
-    assert (event.kind, event.trace) == ("blessed", "t")
+    assert (event.type, event.trace_id) == ("blessed", "t")
 
 
 @pytest.mark.parametrize(

@@ -281,7 +281,7 @@ async def test_each_role_can_do_its_part(version: str) -> None:
             assert np.array_equal(await consumer.blobs.load("large", ref), array)
             await controller.submit(of("one"))
             async with consumer.watch("start") as watch:
-                assert (await anext(watch)).kind == "queued"
+                assert (await anext(watch)).type == "queued"
             assert await controller.records.pause("one", by="me")
             assert await controller.records.pause("one", by="me", resume=True)
             assert (await consumer.records.live("one")).values == {"alpha": 0.0}

@@ -31,10 +31,10 @@ async def end_to_end(url: str, prefix: str, *, follower: str = "", engine: str =
     with anyio.fail_after(PATIENCE):
         async with (
             ScriptedEngine.running(engine or url, prefix, steered, engine_info()) as running,
-            tracewire.connect(url, prefix=prefix, client="one") as client,
-            tracewire.connect(follower or url, prefix=prefix, client="two") as other,
+            tracewire.connect(url, prefix=prefix, name="one") as client,
+            tracewire.connect(follower or url, prefix=prefix, name="two") as other,
         ):
-            assert (await client.model("tiny")).name == "tiny"
+            assert (await client.models.get("tiny")).name == "tiny"
             seen: list[object] = []
             async with client.trace("tiny", "hello", live={"alpha": 0.0}) as trace, anyio.create_task_group() as group:
                 started = anyio.Event()

@@ -43,8 +43,8 @@ def submission(client, model, number):
 async def everything(url, count, cancelled):
     """All traces at once; those in `cancelled` are cancelled after so many tokens. Token ids, statuses, finals."""
     tokens, statuses, finals = {}, {}, {}
-    async with tracewire.connect(url) as client, tracewire.connect(url, client="canceller") as other:
-        model = await client.model("demo", wait_for_engine=30)
+    async with tracewire.connect(url) as client, tracewire.connect(url, name="canceller") as other:
+        model = await client.models.get("demo", timeout=30)
 
         async def one(number):
             async with submission(client, model, number) as trace:

@@ -14,11 +14,11 @@ from tracewire import Client, Model
 @pytest.fixture
 async def live_client(engine: EngineProcess, engine_bus: str) -> AsyncIterator[Client]:
     """A client of the shared engine's bus."""
-    async with tracewire.connect(engine_bus, client="submitter") as client:
+    async with tracewire.connect(engine_bus, name="submitter") as client:
         yield client
 
 
 @pytest.fixture
 async def model(live_client: Client) -> Model:
     """The demo model as the client sees it."""
-    return await live_client.model("demo", wait_for_engine=30)
+    return await live_client.models.get("demo", timeout=30)

@@ -478,7 +478,7 @@ async def test_a_reader_that_leaves_ends_only_its_stream(
     async with engine(script), tracewire.connect(settings.url, prefix=settings.prefix) as client:
         conversation = await opened(http)
         told = await said(http, conversation, "This module")
-        await client.state(told["trace"])
+        await client.get_state(told["trace"])
         await http.get("/")
         before = asyncio.all_tasks()
         for _ in range(3):
@@ -487,7 +487,7 @@ async def test_a_reader_that_leaves_ends_only_its_stream(
         await until(lambda: asyncio.all_tasks() <= before)
         script.gate.set()
         await until_ended(client, told["trace"])
-        assert (await client.state(told["trace"])).text == " 0 1 2 3"
+        assert (await client.get_state(told["trace"])).text == " 0 1 2 3"
         assert (await http.get(f"/conversations/{conversation}")).json()["turns"][0]["reply"] == " 0 1 2 3"
 
 
@@ -556,7 +556,7 @@ async def test_a_reader_that_leaves_amid_a_burst_is_noticed_at_once(
             left.set()
 
     async with engine(script), tracewire.connect(settings.url, prefix=settings.prefix) as client:
-        async with client.trace(await client.model("tiny", wait_for_engine=PATIENCE), "x", detach=True) as trace:
+        async with client.trace(await client.models.get("tiny", timeout=PATIENCE), "x", detach=True) as trace:
             await trace.result()
         subscription = client.subscribe(trace.id)
         await EventStream(subscription, settings, set())({"type": "http", "asgi": {}}, receive, send)

@@ -76,7 +76,7 @@ async def test_the_try_out(tmp_path: Path) -> None:
 async def http(engine: Any, engine_bus: str) -> AsyncIterator[httpx.AsyncClient]:
     """An HTTP client of the service on the shared engine's bus."""
     async with tracewire.connect(engine_bus) as client:
-        await client.model("demo", wait_for_engine=60)
+        await client.models.get("demo", timeout=60)
     # Greedy decoding repeats itself, and must not end before it has been bent.
     async with serving(Settings(url=engine_bus, sampling={"ignore_eos": True})) as http:
         yield http

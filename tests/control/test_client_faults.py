@@ -26,7 +26,7 @@ async def client(embedded: str, prefix: str, bus: Bus) -> AsyncIterator[Client]:
     """A client, of a bus on which two models are known and nobody takes anything."""
     await bus.register(engine_info(), ttl_s=600)
     await bus.register(engine_info("other"), ttl_s=600)
-    async with tracewire.connect(embedded, prefix=prefix, client="one") as client:
+    async with tracewire.connect(embedded, prefix=prefix, name="one") as client:
         yield client
 
 
@@ -98,7 +98,7 @@ async def test_a_submission_that_is_given_up_is_cancelled(client: Client, bus: B
             async with trace:
                 pytest.fail("it was not cancelled")
         assert await bus.queue.waiting("tiny") == 0
-        assert (await client.state(trace.id)).status == "cancelled"
+        assert (await client.get_state(trace.id)).status == "cancelled"
 
 
 @pytest.mark.parametrize("priority", [10**30, -(10**30), 2**53 + 1])
@@ -124,7 +124,7 @@ async def test_a_trace_is_paused_and_resumed_on_the_bus(embedded: str, prefix: s
     with anyio.fail_after(PATIENCE):
         async with (
             Bus.open(embedded, prefix=prefix) as bus,
-            tracewire.connect(embedded, prefix=prefix, client="one") as client,
+            tracewire.connect(embedded, prefix=prefix, name="one") as client,
         ):
             await bus.register(engine_info(), ttl_s=600)
             async with client.trace("tiny", "hello", detach=True) as trace:

@@ -25,7 +25,7 @@ PATIENCE = 60
 @pytest.fixture
 async def client(embedded: str, prefix: str) -> AsyncIterator[Client]:
     """A client on the session's Redis."""
-    async with tracewire.connect(embedded, prefix=prefix, client="one") as client:
+    async with tracewire.connect(embedded, prefix=prefix, name="one") as client:
         yield client
 
 
@@ -55,7 +55,7 @@ async def test_a_queued_trace_starts_with_what_it_was_steered_to(
     async with client.trace("tiny", "hello", live={"alpha": 0.0, "vector": vector}, detach=True) as trace:
         assert await trace.steer(alpha=2) == 1
         assert await trace.steer({"vector": vector + 1}, by="somebody", if_version=1) == 2
-        assert (await client.live(trace.id)).version == 2
+        assert (await client.get_live(trace.id)).version == 2
         async with running(embedded, prefix):
             events = await events_of(client, trace.id)
     accepted, steered = events[0], events[1]
@@ -124,8 +124,8 @@ async def test_what_iterates_over_a_cancelled_trace_hears_of_it_after_the_last_o
     texts: list[str] = []
     async with (
         running(embedded, prefix, waits),
-        tracewire.connect(embedded, prefix=prefix, client="other") as other,
-        client.trace(await client.model("tiny", wait_for_engine=PATIENCE), "hello") as trace,
+        tracewire.connect(embedded, prefix=prefix, name="other") as other,
+        client.trace(await client.models.get("tiny", timeout=PATIENCE), "hello") as trace,
     ):
         with anyio.fail_after(PATIENCE), pytest.raises(tracewire.TraceFailed) as caught:
             async for item in trace:
@@ -160,7 +160,7 @@ async def test_a_change_that_does_not_fit_what_was_declared_is_refused_by_name(
             with pytest.raises(tracewire.SteerRejected) as caught:
                 await trace.steer(values)
             assert caught.value.field == field
-        now = await client.live(trace.id)
+        now = await client.get_live(trace.id)
         assert (now.version, now.values["alpha"], now.values["name"]) == (0, 0.0, "a")
         assert await trace.steer(alpha=1, vector=np.ones(4, np.float64)) == 1
 
@@ -233,7 +233,7 @@ async def test_a_closed_client_holds_no_lease(bus: Bus, embedded: str, prefix: s
         await trace.cancel()
     assert await bus.records.held([lease]) == set()
     with pytest.raises(ValueError, match="lease"):
-        async with tracewire.connect(embedded, lease=0.5):
+        async with tracewire.connect(embedded, lease_ttl=0.5):
             pass
 
 
@@ -247,7 +247,7 @@ async def test_a_change_whose_answer_was_lost_is_made_once(
             assert await other.steer(trace.id, alpha=2.0) == 2
             assert way.swallowed.is_set()
             assert await other.steer(trace.id, alpha=3.0, if_version=2) == 3
-        assert (await client.live(trace.id)).values == {"alpha": 3.0}
+        assert (await client.get_live(trace.id)).values == {"alpha": 3.0}
 
 
 async def test_orders_come_once_and_in_order_over_a_broken_way(
@@ -304,7 +304,7 @@ async def test_ten_thousand_changes_and_no_more(client: Client, bus: Bus, regist
         with pytest.raises(tracewire.SteerRejected) as caught:
             await trace.steer(alpha=1.0)
         assert caught.value.reason == "busy"
-        assert (await client.live(trace.id)).version == 10_000
+        assert (await client.get_live(trace.id)).version == 10_000
         changes = await bus.records.close(trace.id, 1)
         assert len(changes) == 10_000
         with pytest.raises(tracewire.TraceEnded):
@@ -343,7 +343,7 @@ async def test_every_consumer_sees_one_order(client: Client, embedded: str, pref
             async with anyio.create_task_group() as controllers:
                 for number in range(1, 101):
                     controllers.start_soon(control, number)
-            while (await client.state(trace.id)).live_version < 100:
+            while (await client.get_state(trace.id)).live_version < 100:
                 pass
             enough.set()
         result = await trace.result()
@@ -374,7 +374,7 @@ async def test_an_id_is_not_used_again_when_its_trace_is_forgotten(
             await client.trace("tiny", "hello", trace_id="mine").start()
         assert caught.value.field == "trace_id"
         with pytest.raises(tracewire.UnknownTrace):
-            await client.state("mine")
+            await client.get_state("mine")
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ PATIENCE = 10
 async def client(embedded: str, prefix: str, bus: Bus) -> AsyncIterator[Client]:
     """A client, of a bus on which a model is known."""
     await bus.register(info(), ttl_s=600)
-    async with tracewire.connect(embedded, prefix=prefix, client="one") as client:
+    async with tracewire.connect(embedded, prefix=prefix, name="one") as client:
         yield client
 
 
@@ -250,7 +250,7 @@ async def test_an_engine_outlives_odd_names_on_its_queue(
 async def test_a_lease_is_renewed_past_a_connection_that_says_nothing(embedded: str, prefix: str, bus: Bus) -> None:
     """And past a look at deadlines that takes its time."""
     await bus.register(info(), ttl_s=600)
-    async with tracewire.connect(embedded, prefix=prefix, lease=1) as client:
+    async with tracewire.connect(embedded, prefix=prefix, lease_ttl=1) as client:
         own = client._session.open_bus()
         hold, calls, renewed, swept = own.records.hold, 0, anyio.Event(), anyio.Event()
 
@@ -277,7 +277,7 @@ async def test_a_lease_is_renewed_past_a_connection_that_says_nothing(embedded: 
 async def test_a_lease_is_renewed_beside_calls_that_hang(embedded: str, prefix: str, bus: Bus) -> None:
     """As many as a client has connections for."""
     await bus.register(info(), ttl_s=600)
-    async with tracewire.connect(embedded, prefix=prefix, lease=1) as client, AsyncExitStack() as stack:
+    async with tracewire.connect(embedded, prefix=prefix, lease_ttl=1) as client, AsyncExitStack() as stack:
         with anyio.fail_after(PATIENCE):
             async with client.trace("tiny", "hello", detach=False):
                 lease = await client._session.presence.lease()
@@ -323,10 +323,10 @@ async def test_odd_words_are_named(client: Client, odd: Any) -> None:
             for call in (client.cancel, client.pause, client.resume):
                 with pytest.raises((TypeError, ValueError), match=r"^by: expected text"):
                     await call(trace.id, by=odd)
-        assert (await client.live(trace.id)).version == 0
+        assert (await client.get_live(trace.id)).version == 0
     if odd is not None:
         with pytest.raises((TypeError, ValueError), match=r"^client: expected text"):
-            async with tracewire.connect("embedded://", client=odd):
+            async with tracewire.connect("embedded://", name=odd):
                 pass
     calls: list[Any] = [client.live, client.cancel, client.pause, client.resume, client.state]
     for call in [*calls, lambda name: client.steer(name, alpha=1.0)]:

@@ -105,8 +105,8 @@ CLIENT = """
 import sys, anyio, tracewire
 
 async def main():
-    async with tracewire.connect(sys.argv[1], client="doomed", lease=1.0) as client:
-        model = await client.model("demo")
+    async with tracewire.connect(sys.argv[1], name="doomed", lease_ttl=1.0) as client:
+        model = await client.models.get("demo")
         left = [
             client.trace(model, "def f():", trace_id=f"{sys.argv[2]}-{n}", max_tokens=1500, ignore_eos=True)
             for n in range(3)
@@ -172,7 +172,7 @@ async def test_a_paused_trace_rests_and_goes_on_as_if_nothing_had_been(live_clie
             # Others run on, from their beginning to their end.
             async with live_client.trace(model, "import os", max_tokens=40, ignore_eos=True) as other:
                 assert len((await other.result()).token_ids) == 40
-            state = await live_client.state(trace.id)
+            state = await live_client.get_state(trace.id)
             assert state.paused
             at.append(state.token_ids)
         assert at[0] == at[1]

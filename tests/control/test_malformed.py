@@ -61,7 +61,7 @@ async def runs(client: Client) -> None:
 
 async def counted(client: Client, least: int = 1) -> None:
     """The registry says that something malformed was found."""
-    while (await client.engines())[0].malformed < least:  # noqa: ASYNC110
+    while (await client.engines.list())[0].malformed < least:  # noqa: ASYNC110
         await anyio.sleep(0.01)
 
 
@@ -157,7 +157,7 @@ async def test_what_engines_register_is_passed_over_where_it_is_malformed(bus: B
     async with served(bus, embedded, prefix) as (_, client):
         await bus.command("SADD", bus.keys.engines(), b"\xff", "other")
         await bus.command("SET", bus.keys.heartbeat("other"), b"\xc1")
-        assert [engine.name for engine in await client.engines()] == [ENGINE]
+        assert [engine.name for engine in await client.engines.list()] == [ENGINE]
 
 
 async def test_a_change_that_does_not_fit_reaches_no_worker(bus: Bus, embedded: str, prefix: str) -> None:

@@ -210,7 +210,7 @@ async def test_many_controllers_one_order(live_client: Client, model: Model, eng
         async def follow(events: list[Any]) -> None:
             events.extend([event async for event in live_client.subscribe(trace.id)])
 
-        async with tracewire.connect(engine_bus, client="other") as other, anyio.create_task_group() as group:
+        async with tracewire.connect(engine_bus, name="other") as other, anyio.create_task_group() as group:
             await trace.accepted()
             for events in seen:
                 group.start_soon(follow, events)
@@ -248,12 +248,12 @@ async def test_steers_that_cannot_be(live_client: Client, model: Model) -> None:
             with pytest.raises(tracewire.SteerRejected) as caught:
                 await trace.steer(values)
             assert caught.value.field == field
-        assert (await live_client.live(trace.id)).version == 0
+        assert (await live_client.get_live(trace.id)).version == 0
         assert await trace.steer(name="b", flag=False, vector=np.ones(4, np.float64), if_version=0) == 1
         with pytest.raises(tracewire.VersionConflict) as conflict:
             await trace.steer(alpha=1.0, if_version=0)
         assert conflict.value.version == 1
-        now = await live_client.live(trace.id)
+        now = await live_client.get_live(trace.id)
         assert (now.version, now.values["name"], now.values["flag"], now.values["alpha"]) == (1, "b", False, 0.0)
         assert now.values["vector"].dtype == np.float32
         result = await trace.result()

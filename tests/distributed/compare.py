@@ -39,7 +39,7 @@ async def run(layout: str, options: list[str], names: list[str], folder: Path) -
     await anyio.Path(folder).mkdir()
     began = time.monotonic()
     async with served(folder, *LAYOUTS[layout], *options) as engine, engine.client() as client:
-        model = await client.model("demo", wait_for_engine=60)
+        model = await client.models.get("demo", timeout=60)
         print(f"{layout}: ready after {time.monotonic() - began:.0f} s", file=sys.stderr)
         for name in names:
             try:

@@ -100,7 +100,7 @@ async def outcome(client: Client, model: Model, block: Any = None, prompt: Any =
         except TraceFailed:
             pass
         events = [event async for event in client.subscribe(trace.id, since="start")]
-        state = await client.state(trace.id)
+        state = await client.get_state(trace.id)
     check_events(events)
     error = state.error
     return {

@@ -31,8 +31,8 @@ async def workers(
 @pytest.mark.parametrize("name", [name for name in SCENARIOS if name not in TIES])
 async def test_it_is_as_on_one_rank(name: str, workers: Served, engine: EngineProcess, engine_bus: str) -> None:
     async with workers.client() as client:
-        ours = await SCENARIOS[name](client, await client.model("demo", wait_for_engine=30))
+        ours = await SCENARIOS[name](client, await client.models.get("demo", timeout=30))
     async with tracewire.connect(engine_bus) as client:
-        theirs = await SCENARIOS[name](client, await client.model("demo", wait_for_engine=30))
+        theirs = await SCENARIOS[name](client, await client.models.get("demo", timeout=30))
     # bfloat16, summed in another order.
     assert not same(theirs, ours, tolerance=0.05)

@@ -309,7 +309,7 @@ async def test_probes_and_the_hook_do_what_they_are_there_for(tmp_path: Path) ->
         )
         try:
             async with tracewire.connect(one.url("controller")) as client:
-                await client.model("tiny", wait_for_engine=PATIENCE)
+                await client.models.get("tiny", timeout=PATIENCE)
                 trace = client.trace("tiny", "last", acts, max_tokens=100, detach=True)
                 await trace.start()
                 for name, command in probes():
@@ -354,9 +354,9 @@ async def test_what_the_documentation_tells_operators_to_type(tmp_path: Path) ->
         )
         try:
             async with tracewire.connect(one.url("controller")) as client:
-                await client.model("tiny", wait_for_engine=PATIENCE)
+                await client.models.get("tiny", timeout=PATIENCE)
                 for command in sorted(commands, key=lambda command: command[1] == "drain"):
-                    if command[1] == "drain" and not await client.engines():
+                    if command[1] == "drain" and not await client.engines.list():
                         continue
                     said = await one.run(command, one.url("controller"))
                     assert said.returncode == 0, (command, said)

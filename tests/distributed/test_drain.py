@@ -69,7 +69,7 @@ async def whole(client: Client, trace: str, prompt: str, tokens: int = 12) -> li
         events = [event async for event in client.subscribe(trace)]
     assert [type(event) for event in events].count(Final) == 1
     assert events[-1].status == "finished", events[-1]
-    state = await client.state(trace)
+    state = await client.get_state(trace)
     assert state.token_ids == expected(prompt, tokens)[0]
     return events
 
@@ -77,7 +77,7 @@ async def whole(client: Client, trace: str, prompt: str, tokens: int = 12) -> li
 async def in_state(client: Client, engine: str, state: str) -> None:
     """Wait until the registry says so."""
     with anyio.fail_after(PATIENCE):
-        while [one.state for one in await client.engines() if one.name == engine] != [state]:
+        while [one.state for one in await client.engines.list() if one.name == engine] != [state]:
             await anyio.sleep(0.01)
 
 
@@ -92,11 +92,11 @@ async def engine(bus: Bus, name: str, pace: Any = None, **settings: Any) -> Asyn
 async def test_a_draining_engine_takes_nothing_new_finishes_and_leaves(client: Client, bus: Bus) -> None:
     gate = Gate()
     async with engine(bus, "leaving", gate) as leaving:
-        await client.model("tiny", wait_for_engine=PATIENCE)
+        await client.models.get("tiny", timeout=PATIENCE)
         first = await started(client, "first")
         gate.step(3)
         await runs(first)
-        drain = await client.drain("leaving")
+        drain = await client.engines.drain("leaving")
         assert (drain.engine.name, drain.others, drain.waiting) == ("leaving", (), 0)
         await in_state(client, "leaving", "draining")
         # It takes none of these: they wait, until another comes.
@@ -113,7 +113,7 @@ async def test_a_draining_engine_takes_nothing_new_finishes_and_leaves(client: C
             with anyio.fail_after(PATIENCE):
                 await drain.wait()
                 await leaving.ended.wait()
-            assert [one.name for one in await client.engines()] == ["staying"]
+            assert [one.name for one in await client.engines.list()] == ["staying"]
             assert leaving.draining.is_set()
             assert not leaving.lost
     for trace in (first, *later):
@@ -122,12 +122,12 @@ async def test_a_draining_engine_takes_nothing_new_finishes_and_leaves(client: C
 
 async def test_what_has_not_ended_in_time_runs_anew_elsewhere(client: Client, bus: Bus) -> None:
     async with engine(bus, "leaving", partial(anyio.sleep, 0.02)) as leaving:
-        await client.model("tiny", wait_for_engine=PATIENCE)
+        await client.models.get("tiny", timeout=PATIENCE)
         trace = await started(client, "slow", 2000, max_attempts=2)
         only = await started(client, "once", 2000, on_engine_loss="fail")
         await runs(trace)
         await runs(only)
-        drain = await client.drain("leaving", timeout=0.05)
+        drain = await client.engines.drain("leaving", timeout=0.05)
         with anyio.fail_after(PATIENCE):
             await drain.wait()
             await leaving.ended.wait()
@@ -137,7 +137,7 @@ async def test_what_has_not_ended_in_time_runs_anew_elsewhere(client: Client, bu
     (restart,) = [event for event in events if isinstance(event, Restarted)]
     assert (restart.attempt, restart.seq) == (2, 0)
     assert "shut down" in restart.reason
-    state = await client.state(only.id)
+    state = await client.get_state(only.id)
     assert state.status == "failed"
     assert state.error is not None
     assert state.error.type == "EngineShutdown"
@@ -147,20 +147,20 @@ async def test_what_has_not_ended_in_time_runs_anew_elsewhere(client: Client, bu
 
 async def test_asking_again_does_no_harm_and_the_earliest_end_counts(client: Client, bus: Bus) -> None:
     async with engine(bus, "leaving", Gate()) as leaving:
-        await client.model("tiny", wait_for_engine=PATIENCE)
+        await client.models.get("tiny", timeout=PATIENCE)
         trace = await started(client, "never steps")
         with anyio.fail_after(PATIENCE):
             while not leaving.busy:
                 await anyio.sleep(0.01)
         for timeout in (None, 3600, None):
-            await client.drain("leaving", timeout=timeout)
+            await client.engines.drain("leaving", timeout=timeout)
         await in_state(client, "leaving", "draining")
-        drain = await client.drain("leaving", timeout=0)
+        drain = await client.engines.drain("leaving", timeout=0)
         with anyio.fail_after(PATIENCE):
             await leaving.ended.wait()
             await drain.wait()
         with pytest.raises(tracewire.UnknownEngine):
-            await client.drain("leaving")
+            await client.engines.drain("leaving")
     assert await bus.queue.waiting("tiny") == 1
     await client.cancel(trace.id)
     await trace.aclose()
@@ -168,12 +168,12 @@ async def test_asking_again_does_no_harm_and_the_earliest_end_counts(client: Cli
 
 async def test_a_signal_ends_a_drain_that_has_no_end(client: Client, bus: Bus) -> None:
     async with engine(bus, "leaving", Gate(), drain_s=0.05) as leaving:
-        await client.model("tiny", wait_for_engine=PATIENCE)
+        await client.models.get("tiny", timeout=PATIENCE)
         trace = await started(client, "never steps")
         with anyio.fail_after(PATIENCE):
             while not leaving.busy:
                 await anyio.sleep(0.01)
-        await client.drain("leaving")
+        await client.engines.drain("leaving")
         await in_state(client, "leaving", "draining")
         leaving.stop()
         with anyio.fail_after(PATIENCE):
@@ -199,15 +199,15 @@ async def test_an_order_without_a_time_has_none_and_one_with_a_malformed_time_is
 
 async def test_what_cannot_be_drained_is_refused_with_the_reason(client: Client, bus: Bus) -> None:
     with pytest.raises(tracewire.UnknownEngine, match="no engine is registered at all"):
-        await client.drain("nobody")
+        await client.engines.drain("nobody")
     await bus.register(engine_info("tiny", "early", schema="1.0"))
     with pytest.raises(tracewire.UnknownEngine, match="live now: early"):
-        await client.drain("nobody")
+        await client.engines.drain("nobody")
     with pytest.raises(tracewire.EngineTooOld, match="SIGTERM"):
-        await client.drain("early")
+        await client.engines.drain("early")
     for timeout in (-1, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="timeout"):
-            await client.drain("early", timeout=timeout)
+            await client.engines.drain("early", timeout=timeout)
 
 
 # --- several engines of a model ---------------------------------------------------------------------------------------
@@ -217,11 +217,11 @@ async def test_one_client_sees_the_engines_of_all_models(client: Client, bus: Bu
     await bus.register(engine_info("left", "l1", capacity=4, running=1, started_at=1.0, host="a"))
     await bus.register(engine_info("left", "l2", capacity=6, started_at=2.0, state="draining"))
     await bus.register(engine_info("right", "r1", versions=Versions(vllm="0.32.0")))
-    assert [(one.name, one.capacity, one.running) for one in await client.models()] == [
+    assert [(one.name, one.capacity, one.running) for one in await client.models.list()] == [
         ("left", 10, 1),
         ("right", 16, 0),
     ]
-    engines = await client.engines()
+    engines = await client.engines.list()
     assert [(one.name, one.model, one.state, one.ready) for one in engines] == [
         ("l1", "left", "serving", True),
         ("l2", "left", "draining", False),
@@ -229,7 +229,7 @@ async def test_one_client_sees_the_engines_of_all_models(client: Client, bus: Bu
     ]
     assert engines[0].host == "a"
     assert engines[2].versions["vllm"] == "0.32.0"
-    assert [one.name for one in await client.engines("right")] == ["r1"]
+    assert [one.name for one in await client.engines.list(model="right")] == ["r1"]
 
 
 @tracewire.intervention
@@ -247,13 +247,13 @@ async def test_a_block_must_fit_every_engine_that_may_take_it(client: Client, bu
         pass
     await client.cancel(trace.id)
     await bus.register(other)
-    (model,) = await client.models()
+    (model,) = await client.models.list()
     assert model.differs == ("revision", "module tree")
     with pytest.raises(tracewire.UnknownModulePath, match=r"model\.norm"):
-        async with client.trace(await client.model("tiny"), "a", reads_norm, detach=True):
+        async with client.trace(await client.models.get("tiny"), "a", reads_norm, detach=True):
             pass
     await bus.unregister("other")
-    async with client.trace(await client.model("tiny"), "a", reads_norm, detach=True) as trace:
+    async with client.trace(await client.models.get("tiny"), "a", reads_norm, detach=True) as trace:
         pass
     await client.cancel(trace.id)
 
@@ -300,7 +300,7 @@ async def test_the_command_lists_probes_and_drains(
         text=True,
     )
     try:
-        await client.model("tiny", wait_for_engine=60)
+        await client.models.get("tiny", timeout=60)
         host = socket.gethostname()
         for more in ([], ["scripted"], ["--model", "tiny"], ["--host"], ["--alive", "--host", host]):
             assert await command("ready", *more, *where) == 0
@@ -329,7 +329,7 @@ async def test_draining_the_last_engine_with_work_waiting_is_warned_of(
 ) -> None:
     where = ("--url", embedded, "--prefix", prefix)
     async with serving(bus, free(), info(engine="full", capacity=0)):
-        await client.model("tiny", wait_for_engine=PATIENCE)
+        await client.models.get("tiny", timeout=PATIENCE)
         trace = await started(client, "waits")
         assert await command("drain", "full", "--no-wait", *where) == 0
         assert "no other engine serves 'tiny': the 1 submissions that wait" in capsys.readouterr().err
@@ -376,7 +376,7 @@ async def test_a_real_engine_drains_and_is_not_started_again(tmp_path: Path) -> 
                 await runs(trace)
                 assert await command("ready", "--host", "--url", server.url) == 0
                 assert await command("drain", "--host", "--url", server.url) == 0
-                assert await client.engines() == []
+                assert await client.engines.list() == []
                 result = await trace.result()
                 assert len(result.token_ids) == 100
                 await trace.aclose()

@@ -34,7 +34,7 @@ async def client(stages: Served) -> AsyncIterator[Client]:
 @pytest.fixture
 async def two(client: Client) -> Model:
     """Its model."""
-    return await client.model("demo", wait_for_engine=30)
+    return await client.models.get("demo", timeout=30)
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
@@ -43,7 +43,7 @@ async def test_it_is_as_on_one_rank(
 ) -> None:
     ours = await SCENARIOS[name](client, two)
     async with tracewire.connect(engine_bus) as other:
-        theirs = await SCENARIOS[name](other, await other.model("demo", wait_for_engine=30))
+        theirs = await SCENARIOS[name](other, await other.models.get("demo", timeout=30))
     assert not same(theirs, ours, tolerance=0.02)
 
 

@@ -67,7 +67,7 @@ async def client(served: tuple[Any, str]) -> AsyncIterator[Client]:
 @pytest.fixture
 async def model(client: Client) -> Model:
     """The demo model as the client sees it."""
-    return await client.model("demo", wait_for_engine=30)
+    return await client.models.get("demo", timeout=30)
 
 
 @pytest.mark.parametrize("tried", TRIED, ids=lambda tried: tried.__name__)
@@ -81,7 +81,7 @@ async def test_preempted_traces_are_what_they_are_on_one_rank(
     """They read, edit and are steered on both stages."""
     count, numbers = 100, range(1, 5)
     async with tracewire.connect(engine_bus) as other:
-        theirs = await other.model("demo", wait_for_engine=30)
+        theirs = await other.models.get("demo", timeout=30)
         known = {number: (await outcome(other, submission(other, theirs, number, count)))[0] for number in numbers}
     before = (await counts(stages))["preemptions"]
     together: dict[int, Any] = {}

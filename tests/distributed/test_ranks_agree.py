@@ -36,7 +36,7 @@ async def client(ranks: Served) -> AsyncIterator[Client]:
 @pytest.fixture
 async def model(client: Client) -> Model:
     """Its model."""
-    return await client.model("demo", wait_for_engine=30)
+    return await client.models.get("demo", timeout=30)
 
 
 @tracewire.intervention

@@ -55,7 +55,7 @@ async def client(ranks: Served) -> AsyncIterator[Client]:
 @pytest.fixture
 async def two(client: Client) -> Model:
     """Its model."""
-    return await client.model("demo", wait_for_engine=180)
+    return await client.models.get("demo", timeout=180)
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
@@ -67,7 +67,7 @@ async def test_it_is_as_on_one_rank(
         # Rounding decides between tokens there. That it came to its end, each token told once, is all.
         return
     async with tracewire.connect(engine_bus) as other:
-        theirs = await SCENARIOS[name](other, await other.model("demo", wait_for_engine=30))
+        theirs = await SCENARIOS[name](other, await other.models.get("demo", timeout=30))
     assert not same(theirs, ours, tolerance=TOLERANCES[layout])
 
 

@@ -138,8 +138,8 @@ async def test_a_host_with_a_rank_is_cut_off(
             assert len(named(host, "ray::TracewireRayWorker")) == 1
         assert not named(cluster.outside, "ray::TracewireRayWorker")
         async with tracewire.connect(cluster.switch.url) as client, tracewire.connect(engine_bus) as one_rank:
-            model = await client.model("demo", wait_for_engine=30)
-            theirs = await one_rank.model("demo", wait_for_engine=30)
+            model = await client.models.get("demo", timeout=30)
+            theirs = await one_rank.models.get("demo", timeout=30)
             for name, scenario in SCENARIOS.items():
                 ours = await scenario(client, model)
                 # Where rounding decides between tokens, that it came to its end is all.
@@ -168,7 +168,7 @@ async def test_the_adapters_host_is_cut_off(cluster: EngineCluster) -> None:
     address = f"{cluster.head.address}:{RAY_PORT}"
     with cluster.engine(cluster.outside, address, *LAYOUTS["tensor parallel"]):
         async with tracewire.connect(cluster.switch.url) as client:
-            model = await client.model("demo", wait_for_engine=30)
+            model = await client.models.get("demo", timeout=30)
             await cut_off(cluster, client, model, cluster.outside)
         for host in (cluster.head, cluster.other):
             await until_none(host, "ray::TracewireRayWorker", PATIENCE_S + 30)
@@ -181,7 +181,7 @@ async def test_a_cluster_that_runs_here_outlives_the_engine(cluster: EngineClust
     for kill in (psutil.Process.terminate, psutil.Process.kill):
         with cluster.engine(cluster.head, "auto", *LAYOUTS["tensor parallel"]):
             async with tracewire.connect(cluster.switch.url) as client:
-                model = await client.model("demo", wait_for_engine=30)
+                model = await client.models.get("demo", timeout=30)
                 assert (await outcome(client, model, blocks.arithmetic))["status"] == "finished"
             for one in engine_processes(cluster.head):
                 kill(one)

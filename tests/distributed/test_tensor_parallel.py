@@ -48,7 +48,7 @@ async def client(ranks: Served) -> AsyncIterator[Client]:
 @pytest.fixture
 async def two(client: Client) -> Model:
     """Its model."""
-    return await client.model("demo", wait_for_engine=30)
+    return await client.models.get("demo", timeout=30)
 
 
 @pytest.mark.parametrize("name", [name for name in SCENARIOS if name not in TIES])
@@ -57,7 +57,7 @@ async def test_it_is_as_on_one_rank(
 ) -> None:
     ours = await SCENARIOS[name](client, two)
     async with tracewire.connect(engine_bus) as other:
-        theirs = await SCENARIOS[name](other, await other.model("demo", wait_for_engine=30))
+        theirs = await SCENARIOS[name](other, await other.models.get("demo", timeout=30))
     # bfloat16, summed in another order.
     assert not same(theirs, ours, tolerance=0.05)
 
@@ -156,8 +156,8 @@ async def test_an_engine_takes_no_more_than_its_capacity(client: Client, two: Mo
         under_way.set()
 
     async with (
-        tracewire.connect(ranks.url, client="many") as many,
-        tracewire.connect(ranks.url, client="single") as single,
+        tracewire.connect(ranks.url, name="many") as many,
+        tracewire.connect(ranks.url, name="single") as single,
         anyio.create_task_group() as group,
     ):
         for number in range(60):

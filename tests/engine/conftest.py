@@ -21,4 +21,4 @@ async def client(engine: EngineProcess, engine_bus: str) -> AsyncIterator[Client
 @pytest.fixture
 async def model(client: Client) -> Model:
     """The demo model as the client sees it."""
-    return await client.model("demo", wait_for_engine=30)
+    return await client.models.get("demo", timeout=30)

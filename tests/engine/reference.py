@@ -87,7 +87,7 @@ async def by_tracewire(url):
     """The same blocks over the bus."""
     results = {}
     async with tracewire.connect(url) as client:
-        model = await client.model("demo", wait_for_engine=30)
+        model = await client.models.get("demo", timeout=30)
         for name, block in (("reads", reads), ("edits", edits), ("forces", forces)):
             async with client.trace(model, PROMPT, block, **SAMPLING) as trace:
                 result = await trace.result()

@@ -194,7 +194,7 @@ async def test_a_loop_over_numbers_is_told_of_in_the_result(
 )
 async def test_what_a_block_does_is_its_own(client: Client, model: Model, block: Any, kind: str | None) -> None:
     """Others go on beside it, and after it, on the same engine."""
-    engines = [engine.name for engine in await client.engines(model)]
+    engines = [engine.name for engine in await client.engines.list(model=model)]
     async with client.trace(model, PROMPT, blocks.two_names, temperature=0.0, max_tokens=40, ignore_eos=True) as other:
         async with client.trace(model, PROMPT, block, max_tokens=4, ignore_eos=True) as trace:
             if kind is None:
@@ -207,7 +207,7 @@ async def test_what_a_block_does_is_its_own(client: Client, model: Model, block:
         assert len((await other.result()).saves["first"]) == 40
     async with client.trace(model, PROMPT, blocks.two_names, max_tokens=2, ignore_eos=True) as after:
         assert len((await after.result()).saves["first"]) == 2
-    assert [engine.name for engine in await client.engines(model)] == engines
+    assert [engine.name for engine in await client.engines.list(model=model)] == engines
 
 
 async def test_a_read_out_of_order_is_the_block_s_error(client: Client, model: Model) -> None:
@@ -274,7 +274,7 @@ async def test_an_empty_prompt(client: Client, model: Model, prompt: Any) -> Non
 
 async def test_an_unknown_model(client: Client) -> None:
     with pytest.raises(tracewire.UnknownModel, match="demo"):
-        await client.model("nope")
+        await client.models.get("nope")
 
 
 async def test_a_variable_that_cannot_travel(client: Client, model: Model) -> None:

@@ -73,7 +73,7 @@ async def raises_beside_a_cache(client: Client, model: Model) -> None:
     async with client.trace(model, PROMPT, cached(at=1, stop=False), **GREEDY) as trace:
         with pytest.raises(InterventionError, match="mine") as raised:
             await trace.result()
-        state = await client.state(trace.id)
+        state = await client.get_state(trace.id)
     assert raised.value.type == "ValueError"
     # Nor is it a mismatch.
     assert raised.value.__cause__ is None
@@ -178,7 +178,7 @@ async def test_what_stands_on_a_model_ends_with_the_tokens_too(client: Client, m
                 with pytest.raises(InterventionError, match="mine") as raised:
                     await trace.result()
                 assert raised.value.__cause__ is None
-                state = await client.state(trace.id)
+                state = await client.get_state(trace.id)
             assert len(state.token_ids) == visits(state.saves) == 3
             assert len(state.saves["standing/open_list"]) == visits(state.saves, "standing/cache") == 3
 
@@ -197,7 +197,7 @@ async def test_a_cancelled_trace_has_the_saves_of_its_tokens(client: Client, mod
             with pytest.raises(TraceFailed) as raised:
                 await trace.result()
             assert raised.value.__cause__ is None
-            state = await client.state(trace.id)
+            state = await client.get_state(trace.id)
         assert state.status == "cancelled"
         assert_watched(state.saves, len(state.token_ids))
 

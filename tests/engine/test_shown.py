@@ -26,7 +26,7 @@ async def test_no_process_of_an_engine_shows_its_secrets(engine: EngineProcess, 
         for what in ("cmdline", "environ"):
             assert SECRET.encode() not in (Path("/proc") / str(process.pid) / what).read_bytes(), (process, what)
     async with tracewire.connect(engine_bus) as client:
-        model = await client.model("demo", wait_for_engine=30)
+        model = await client.models.get("demo", timeout=30)
         async with client.trace(model, "x", look, max_tokens=1) as trace:
             (found,) = (await trace.result()).saves["found"]
     assert "PATH" in found

@@ -302,7 +302,7 @@ async def test_three_consumers_fold_to_the_same_state(client: Client, model: Mod
         for key in saves:
             assert digest(saves[key]) == digest(result.saves[key]), (name, key)
     assert set(folds["one name"].choices[0, 0].saves) == {"first"}
-    assert equal((await client.state(trace.id)).saves["first"], result.saves["first"])
+    assert equal((await client.get_state(trace.id)).saves["first"], result.saves["first"])
 
 
 async def test_a_consumer_that_leaves_harms_nobody(client: Client, model: Model, engine_bus: str) -> None:

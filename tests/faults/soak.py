@@ -183,12 +183,12 @@ async def soak(options: argparse.Namespace) -> dict[str, Any]:
         try:
             async with (
                 Bus.open(url) as bus,
-                tracewire.connect(url, lease=120) as client,
+                tracewire.connect(url, lease_ttl=120) as client,
                 anyio.create_task_group() as group,
             ):
                 for consumer in consumers:
                     group.start_soon(consumer.listen)
-                await client.model(MODEL, wait_for_engine=60)
+                await client.models.get(MODEL, timeout=60)
                 first = await _kept(bus)
                 began = time.monotonic()
                 group.start_soon(sample)

@@ -209,7 +209,9 @@ async def stage(
         built.bus = await stack.enter_async_context(Bus.open(server.url, prefix=built.prefix, patience_s=60))
         for number in range(clients):
             url = built.client_wires[number].url if wired else server.url
-            connected = tracewire.connect(url, prefix=built.prefix, client=f"client-{number}", lease=60, patience=30)
+            connected = tracewire.connect(
+                url, prefix=built.prefix, name=f"client-{number}", lease_ttl=60, retry_timeout=30
+            )
             built.clients.append(await stack.enter_async_context(connected))
         try:
             yield built

@@ -75,7 +75,7 @@ async def whole(client: Client, trace: str, prompt: str, tokens: int, **more: An
     assert [type(event) for event in events].count(Final) == 1
     assert isinstance(events[-1], Final)
     assert events[-1].status == "finished", events[-1]
-    state = await client.state(trace)
+    state = await client.get_state(trace)
     ids, saved = expected(prompt, tokens, **more)
     assert state.token_ids == ids
     assert [list(map(float, array)) for array in state.saves["acts"]] == saved
@@ -95,7 +95,7 @@ async def test_an_engine_that_dies_under_its_adapter_is_replaced(client: Client,
     gate = Gate()
     async with serving(bus, dying := ScriptedEngine(gate)) as first:
         trace = client.trace("tiny", "hello", acts, max_tokens=20, detach=True)
-        await client.model("tiny", wait_for_engine=PATIENCE)
+        await client.models.get("tiny", timeout=PATIENCE)
         await trace.start()
         gate.step(5)
         await some(trace, 5)
@@ -141,13 +141,13 @@ async def test_readers_are_told_that_a_trace_waits_for_another_engine(
         events = await whole(client, trace.id, "hello", 20)
         assert isinstance(await anext(rest), Restarted)
     assert [type(event) for event in events[:3]] == [Accepted, Waiting, Restarted]
-    assert (await client.state(trace.id)).attempt == 2
+    assert (await client.get_state(trace.id)).attempt == 2
 
 
 async def test_an_engine_that_leaves_tells_that_its_traces_wait(client: Client, bus: Bus) -> None:
     gate = Gate()
     async with serving(bus, dying := ScriptedEngine(gate)) as adapter:
-        await client.model("tiny", wait_for_engine=PATIENCE)
+        await client.models.get("tiny", timeout=PATIENCE)
         async with client.trace("tiny", "hello", acts, max_tokens=20, detach=True) as trace:
             gate.step(5)
             await some(trace, 5)
@@ -200,7 +200,7 @@ async def test_an_engine_that_is_only_slow_can_write_nothing_any_more(
         Bus.open(embedded, prefix=prefix) as far,
         serving(far, ScriptedEngine(gate), described, heartbeat_s=10_000, lease_s=10_000) as slow,
     ):
-        await client.model("tiny", wait_for_engine=PATIENCE)
+        await client.models.get("tiny", timeout=PATIENCE)
         async with client.trace("tiny", "hello", acts, max_tokens=20, detach=True) as trace:
             gate.step(5)
             await some(trace, 5)
@@ -227,7 +227,7 @@ async def test_both_write_and_one_is_heard(client: Client, bus: Bus, embedded: s
         Bus.open(embedded, prefix=prefix) as far,
         serving(far, ScriptedEngine(gate), described, heartbeat_s=10_000, lease_s=10_000) as slow,
     ):
-        await client.model("tiny", wait_for_engine=PATIENCE)
+        await client.models.get("tiny", timeout=PATIENCE)
         async with client.trace("tiny", "hello", acts, max_tokens=20, detach=True) as trace:
             gate.step(5)
             await some(trace, 5)
@@ -252,7 +252,7 @@ async def test_both_write_and_one_is_heard(client: Client, bus: Bus, embedded: s
 async def test_a_trace_that_is_not_to_be_restarted_fails(client: Client, bus: Bus) -> None:
     gate = Gate()
     async with serving(bus, engine := ScriptedEngine(gate)) as adapter:
-        await client.model("tiny", wait_for_engine=PATIENCE)
+        await client.models.get("tiny", timeout=PATIENCE)
         async with client.trace("tiny", "hello", acts, on_engine_loss="fail", max_tokens=20) as trace:
             gate.step(2)
             await some(trace, 2)
@@ -274,7 +274,7 @@ async def test_a_trace_fails_with_its_last_engine(
     async with Bus.open(embedded, prefix=prefix) as far:
         gate = Gate()
         async with serving(far, ScriptedEngine(gate), described, heartbeat_s=10_000, lease_s=10_000):
-            await client.model("tiny", wait_for_engine=PATIENCE)
+            await client.models.get("tiny", timeout=PATIENCE)
             async with client.trace("tiny", "hello", acts, on_engine_loss="fail", max_tokens=20) as trace:
                 gate.step(2)
                 await some(trace, 2)
@@ -288,7 +288,7 @@ async def test_a_trace_that_was_taken_from_its_engine_can_be_cancelled(client: C
     """It waits, and its record still names the engine that had it, which lives."""
     gate, described = Gate(), info(capacity=1)
     async with serving(bus, ScriptedEngine(gate), described):
-        await client.model("tiny", wait_for_engine=PATIENCE)
+        await client.models.get("tiny", timeout=PATIENCE)
         async with client.trace("tiny", "other", acts, max_tokens=20, detach=True) as other:
             gate.step(2)
             await some(other, 2)
@@ -310,7 +310,7 @@ async def test_an_engine_that_is_shut_down_hands_over(client: Client, bus: Bus, 
     for turn in range(1 if how == "fail" else 4):
         gate = Gate()
         async with serving(bus, ScriptedEngine(gate)):
-            await client.model("tiny", wait_for_engine=PATIENCE)
+            await client.models.get("tiny", timeout=PATIENCE)
             if turn == 0:
                 await trace.start()
             gate.step(2)
@@ -336,7 +336,7 @@ async def test_what_kills_its_engines_is_given_up_and_the_others_are_not(client:
     """A poisonous trace among others: it is tried three times, the others end as if nothing had been."""
     traces = {}
     async with serving(bus, ScriptedEngine(Gate())):
-        await client.model("tiny", wait_for_engine=PATIENCE)
+        await client.models.get("tiny", timeout=PATIENCE)
     for number in range(12):
         prompt = "die of this" if number == 5 else f"prompt {number}"
         trace = client.trace("tiny", prompt, acts, max_tokens=8, detach=True, live={"alpha": 1.0})
@@ -371,7 +371,7 @@ async def test_two_engines_race_for_many(client: Client, bus: Bus, embedded: str
         serving(bus, one := free()),
         serving(far, two := free()),
     ):
-        await client.model("tiny", wait_for_engine=PATIENCE)
+        await client.models.get("tiny", timeout=PATIENCE)
         traces = [client.trace("tiny", f"prompt {number}", acts, max_tokens=3, detach=True) for number in range(100)]
         async with anyio.create_task_group() as group:
             for trace in traces:
@@ -538,7 +538,7 @@ async def test_an_engine_takes_nothing_while_its_lease_is_out(
 async def test_a_paused_trace_that_was_taken_from_its_engine_is_let_go_of(client: Client, bus: Bus) -> None:
     """It writes nothing that would be refused; whoever has it now is told to go on."""
     async with serving(bus, slow := ScriptedEngine(Gate()), info(capacity=1)) as first:
-        await client.model("tiny", wait_for_engine=PATIENCE)
+        await client.models.get("tiny", timeout=PATIENCE)
         async with client.trace("tiny", "hello", acts, max_tokens=3, detach=True) as trace:
             await trace.accepted()
             await trace.pause()
@@ -563,7 +563,7 @@ async def test_a_paused_trace_that_was_taken_from_its_engine_is_let_go_of(client
 
 async def test_a_paused_trace_that_others_ended_is_let_go_of(client: Client, bus: Bus) -> None:
     async with serving(bus, slow := ScriptedEngine(Gate())) as first:
-        await client.model("tiny", wait_for_engine=PATIENCE)
+        await client.models.get("tiny", timeout=PATIENCE)
         async with client.trace("tiny", "hello", acts, max_tokens=3, detach=True) as trace:
             await trace.accepted()
             await trace.pause()
@@ -576,7 +576,7 @@ async def test_a_paused_trace_that_others_ended_is_let_go_of(client: Client, bus
                     slow.step()
                     await anyio.sleep(0.01)
             assert not first.lost
-            state = await client.state(trace.id)
+            state = await client.get_state(trace.id)
             assert state.error is not None
             assert state.error.message == "it was taken for lost"
 
@@ -586,7 +586,7 @@ async def test_an_engine_that_gets_a_trace_back_finishes_it(client: Client, bus:
     gate = Gate()
     described = info()
     async with serving(bus, ScriptedEngine(gate), described):
-        await client.model("tiny", wait_for_engine=PATIENCE)
+        await client.models.get("tiny", timeout=PATIENCE)
         async with client.trace("tiny", "hello", acts, max_tokens=20, detach=True) as trace:
             gate.step(5)
             await some(trace, 5)

@@ -36,7 +36,7 @@ async def test_nothing_that_python_counts_is_left_of_traces_that_have_ended(
     monkeypatch.setattr(presence, "GUARD_S", 0.0)
 
     async with tracewire.connect(bus.url, prefix=bus.keys.prefix) as client, serving(bus, free(), info()) as adapter:
-        await client.model("tiny", wait_for_engine=10)
+        await client.models.get("tiny", timeout=10)
         room = anyio.Semaphore(20)
 
         async def one(number: int) -> None:

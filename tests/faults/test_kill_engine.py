@@ -68,7 +68,7 @@ async def test_a_killed_process_costs_an_attempt_and_nothing_else(
     environment = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if options else {}
     with running_engine(own_bus, tmp_path, "--drain", "0.1", *options, environment=environment) as engine:
         async with tracewire.connect(own_bus) as client, Bus.open(own_bus) as bus:
-            model = await client.model("demo", wait_for_engine=PATIENCE)
+            model = await client.models.get("demo", timeout=PATIENCE)
             vector = np.random.default_rng(5).standard_normal(model.info.hidden_size).astype(np.float32)
             (before,) = await bus.engines()
             sampled = {"max_tokens": LENGTH, "ignore_eos": True}
@@ -119,4 +119,4 @@ async def test_a_killed_process_costs_an_attempt_and_nothing_else(
             assert status == 0, engine.log.read_text()[-2000:]
             _, alive = psutil.wait_procs(below, timeout=30)
             assert not alive
-            assert await client.models() == []
+            assert await client.models.list() == []

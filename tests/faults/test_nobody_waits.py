@@ -152,9 +152,9 @@ async def test_a_trace_whose_takes_redis_has_forgotten_runs(client: Client, bus:
     await bus.records.open("t", "gone", 2)
     async with serving(bus, ScriptedEngine(partial(anyio.sleep, 0))):
         with anyio.fail_after(PATIENCE):
-            state = await client.state("t")
+            state = await client.get_state("t")
             while state.status is None:
                 await anyio.lowlevel.checkpoint()
-                state = await client.state("t")
+                state = await client.get_state("t")
     assert state.status == "finished"
     assert await bus.command("HLEN", bus.keys.queue("tiny", "entries")) == 0

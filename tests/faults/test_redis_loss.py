@@ -56,7 +56,7 @@ async def played(
         Bus.open(url) as bus,
         serving(bus, ScriptedEngine(gate), described, **settings) as adapter,
     ):
-        await client.model("tiny", wait_for_engine=PATIENCE)
+        await client.models.get("tiny", timeout=PATIENCE)
         yield gate, client, bus, adapter
 
 
@@ -137,7 +137,7 @@ async def test_what_a_killed_redis_lost_is_appended_again(redis: Server, what: s
                 return taken == name and record == [name, b"1", b"running", b"1"]
 
             await until(claimed)
-            assert (await client.live("t")).values == {"alpha": 2.0}
+            assert (await client.get_live("t")).values == {"alpha": 2.0}
             assert await trace.resume()
             assert await bus.queue.waiting("tiny") == 0
             assert await bus.command("ZCARD", keys.deadlines(keys.tag("t"))) == 1
@@ -146,7 +146,7 @@ async def test_what_a_killed_redis_lost_is_appended_again(redis: Server, what: s
         assert not any(isinstance(event, Restarted) for event in events)
         # Who read on meanwhile has the same.
         result = await trace.result()
-        assert result.token_ids == (await late.state("t")).token_ids
+        assert result.token_ids == (await late.get_state("t")).token_ids
         await until(lambda: _settled(bus))
         assert await bus.command("TTL", bus.keys.events("t")) <= 3600
         await trace.aclose()
@@ -174,7 +174,7 @@ async def test_a_redis_that_keeps_dying_among_many_traces(redis: Server) -> None
         for one, trace in enumerate(traces):
             events = await whole(client, trace.id, f"prompt {one}", tokens)
             assert not any(isinstance(event, Restarted) for event in events)
-            assert (await trace.result()).token_ids == (await client.state(trace.id)).token_ids
+            assert (await trace.result()).token_ids == (await client.get_state(trace.id)).token_ids
             await trace.aclose()
 
 
@@ -190,7 +190,7 @@ async def test_a_replica_that_lagged_gets_what_it_lacks(tmp_path: Path) -> None:
         Bus.open(way.url) as bus,
         serving(bus, ScriptedEngine(gate)),
     ):
-        await client.model("tiny", wait_for_engine=PATIENCE)
+        await client.models.get("tiny", timeout=PATIENCE)
         trace = client.trace("tiny", "hello", acts, max_tokens=30, detach=True)
         await trace.start()
         gate.step(5)
@@ -231,7 +231,7 @@ async def test_a_trace_of_which_too_much_is_lost_runs_again(redis: Server, monke
         gate.open()
         events = await whole(client, trace.id, "hello", 30)
         assert [event.attempt for event in events if isinstance(event, Restarted)] == [2]
-        assert (await trace.result()).token_ids == (await client.state(trace.id)).token_ids
+        assert (await trace.result()).token_ids == (await client.get_state(trace.id)).token_ids
 
 
 async def test_what_others_wrote_to_a_server_that_came_back_stays(redis: Server) -> None:
@@ -331,7 +331,7 @@ async def test_an_end_is_settled_again_and_its_large_values_are_there(redis: Ser
 async def test_what_redis_forgot_before_an_engine_took_it_is_submitted_again(redis: Server) -> None:
     async with tracewire.connect(redis.url) as client, Bus.open(redis.url) as bus:
         async with serving(bus, ScriptedEngine(Gate())):
-            await client.model("tiny", wait_for_engine=PATIENCE)
+            await client.models.get("tiny", timeout=PATIENCE)
         since = redis.written
         await bus.register(info(), 600)
         async with client.trace("tiny", "hello", acts, max_tokens=5, live={"alpha": 1.0}) as trace:
@@ -357,7 +357,7 @@ async def test_while_redis_is_away_the_engine_is_held_and_loses_nothing(redis: S
         Bus.open(way.url, patience_s=0.2) as bus,
         serving(bus, engine, buffer_bytes=20_000) as adapter,
     ):
-        await client.model("tiny", wait_for_engine=PATIENCE)
+        await client.models.get("tiny", timeout=PATIENCE)
         traces = [client.trace("tiny", f"prompt {one}", acts, max_tokens=3000, detach=True) for one in range(3)]
         for trace in traces:
             await trace.start()

@@ -55,7 +55,7 @@ async def test_what_could_not_be_answered_while_redis_was_away_is_later(
     monkeypatch.setattr(bus.records, "end", away)
     async with serving(bus, free()) as adapter:
         monkeypatch.setattr(adapter._intake, "_checked", defect)
-        await client.model("tiny", wait_for_engine=PATIENCE)
+        await client.models.get("tiny", timeout=PATIENCE)
         async with client.trace("tiny", "hello", acts, max_tokens=3) as trace:
             with anyio.fail_after(PATIENCE), pytest.raises(tracewire.TraceFailed, match="a defect"):
                 await trace.result()
@@ -85,7 +85,7 @@ async def test_what_redis_refuses_to_begin_is_not_asked_for_all_the_time(
 
     monkeypatch.setattr(bus.records, "open", refused)
     async with serving(bus, free()) as adapter:
-        await client.model("tiny", wait_for_engine=PATIENCE)
+        await client.models.get("tiny", timeout=PATIENCE)
         waiting = client.trace("tiny", "hello", acts, max_tokens=3, trace_id="refused", detach=True)
         await waiting.start()
         await until(lambda: asked > 0)
@@ -109,7 +109,7 @@ async def test_a_queue_that_cannot_be_taken_from_ends_no_adapter(
     monkeypatch.setattr(intake, "_REFUSED_S", 0.01)
     gate = Gate()
     async with serving(bus, ScriptedEngine(gate)) as adapter:
-        await client.model("tiny", wait_for_engine=PATIENCE)
+        await client.models.get("tiny", timeout=PATIENCE)
         async with client.trace("tiny", "hello", acts, max_tokens=10) as running:
             await running.accepted()
             bell = bus.keys.queue("tiny", "bell")
@@ -145,7 +145,7 @@ async def test_an_adapter_that_ends_by_a_defect_leaves_all_the_same(
     monkeypatch.setattr(broken._intake, "drain", defect)
     async with anyio.create_task_group() as group:
         group.start_soon(run)
-        await client.model("tiny", wait_for_engine=PATIENCE)
+        await client.models.get("tiny", timeout=PATIENCE)
         trace = client.trace("tiny", "hello", acts, max_tokens=3, detach=True)
         await trace.start()
         await trace.accepted()
@@ -176,7 +176,7 @@ async def test_an_engine_that_was_told_to_stop_by_itself_costs_an_attempt(client
     """vLLM ends what comes then with `abort`, though nobody has asked for that."""
     gate = Gate()
     async with serving(bus, stopping := ScriptedEngine(gate)) as first:
-        await client.model("tiny", wait_for_engine=PATIENCE)
+        await client.models.get("tiny", timeout=PATIENCE)
         trace = client.trace("tiny", "hello", acts, max_tokens=20, detach=True)
         await trace.start()
         await trace.accepted()
@@ -197,7 +197,7 @@ async def test_an_engine_that_was_told_to_stop_with_its_adapter_costs_no_try(cli
     """All processes were: what the adapter still runs goes on, and what vLLM gave back is handed over."""
     gate = Gate()
     async with serving(bus, stopping := ScriptedEngine(gate), drain_s=PATIENCE) as first:
-        await client.model("tiny", wait_for_engine=PATIENCE)
+        await client.models.get("tiny", timeout=PATIENCE)
         async with (
             client.trace("tiny", "aborted", acts, max_tokens=20, detach=True, max_attempts=2) as aborted,
             client.trace("tiny", "drains", acts, max_tokens=20, detach=True) as drains,
@@ -250,7 +250,7 @@ async def test_a_rejected_trace_that_others_had_ended_leaves_nothing_behind(
             monkeypatch.setattr(adapter._validator, "_check", check)
         else:
             monkeypatch.setattr(engine, "prepare", prepare)
-        await client.model("tiny", wait_for_engine=PATIENCE)
+        await client.models.get("tiny", timeout=PATIENCE)
         async with client.trace("tiny", "hello", acts, max_tokens=3) as trace:
             with anyio.fail_after(PATIENCE), pytest.raises(tracewire.TraceFailed, match="ended by others"):
                 await trace.result()
@@ -297,7 +297,7 @@ async def test_a_paused_suspect_and_its_engines_other_suspects(
     monkeypatch.setattr(recovery, "PATIENCE_S", 0.1)
     monkeypatch.setattr(queue, "SUSPECT_S", 0.3)
     async with serving(bus, dying := ScriptedEngine(Gate())) as first:
-        await client.model("tiny", wait_for_engine=PATIENCE)
+        await client.models.get("tiny", timeout=PATIENCE)
         async with (
             client.trace("tiny", "hang", acts, max_tokens=3, detach=True, max_attempts=2) as paused,
             client.trace("tiny", "two", acts, max_tokens=3, detach=True, max_attempts=2) as other,
@@ -386,7 +386,7 @@ async def test_readers_of_a_group_are_forgotten_when_they_leave_or_fall_silent(b
         leaves, killed, holds = watching("leaves"), watching("killed"), watching("holds")
         await holds.start()
         await bus.submit(_submission("t"))
-        assert (await anext(holds)).kind == "queued"
+        assert (await anext(holds)).type == "queued"
         for watch, name in ((leaves, b"leaves"), (killed, b"killed")):
             async with anyio.create_task_group() as reading:
                 reading.start_soon(read, watch)

@@ -31,7 +31,7 @@ async def client(embedded: str, prefix: str) -> AsyncIterator[Client]:
 
 async def holds(client: Client, trace: str, prompt: str, tokens: int) -> None:
     """Its state is what it should be, whatever is left of its stream."""
-    state = await client.state(trace)
+    state = await client.get_state(trace)
     ids, saved = expected(prompt, tokens)
     assert state.token_ids == ids
     assert [list(map(float, array)) for array in state.saves["acts"]] == saved
@@ -57,7 +57,7 @@ async def test_a_stream_stays_small_and_every_reader_has_everything(
     """One that reads as it comes, one that sleeps until the end, one that comes then, and the trace's own handle."""
     gate = Gate()
     async with serving(bus, ScriptedEngine(gate), **setting):
-        await client.model("tiny", wait_for_engine=PATIENCE)
+        await client.models.get("tiny", timeout=PATIENCE)
         asleep = client.subscribe("t")
         async with client.trace("tiny", "hello", acts, max_tokens=400, trace_id="t", detach=True) as trace:
             most = 0
@@ -87,7 +87,7 @@ async def test_a_stream_stays_small_and_every_reader_has_everything(
         assert isinstance(late[0], Gap)
         assert late[0].since == "start"
         assert late[0].state.saves == {}
-        assert (await client.state("t")).accepted is not None
+        assert (await client.get_state("t")).accepted is not None
         async with client.trace("tiny", "hello", acts, max_tokens=400, trace_id="t", detach=True) as again:
             assert isinstance(await anext(again), Gap)
             assert (await again.accepted()).model == "tiny"
@@ -101,7 +101,7 @@ async def _reached(bus: Bus, trace: str, seq: int) -> bool:
 async def test_a_consumer_that_sleeps_while_its_stream_is_trimmed_under_it(client: Client, bus: Bus) -> None:
     """Its buffer is full and let go; what it reads next is gone."""
     async with serving(bus, free(), retain_events=50):
-        await client.model("tiny", wait_for_engine=PATIENCE)
+        await client.models.get("tiny", timeout=PATIENCE)
         async with client.trace("tiny", "hello", acts, max_tokens=3000, trace_id="t", detach=True) as trace:
             asleep = client.subscribe("t")
             await anext(asleep)
@@ -126,7 +126,7 @@ async def test_a_trace_that_was_trimmed_and_loses_its_engine(
     monkeypatch.setattr(recovery, "PATIENCE_S", 0.1)
     gate = Gate()
     async with serving(bus, dying := ScriptedEngine(gate), retain_events=5) as first:
-        await client.model("tiny", wait_for_engine=PATIENCE)
+        await client.models.get("tiny", timeout=PATIENCE)
         trace = client.trace("tiny", "hello", acts, max_tokens=60, detach=True)
         await trace.start()
         for count in range(1, 31):
@@ -135,7 +135,7 @@ async def test_a_trace_that_was_trimmed_and_loses_its_engine(
         await until(lambda: _trimmed(bus, trace.id, 1))
         dying.die()
         await first.ended.wait()
-        last = (await client.state(trace.id)).position
+        last = (await client.get_state(trace.id)).position
         async with serving(bus, free(), retain_events=5):
             with anyio.fail_after(PATIENCE):
                 result = await trace.result()
@@ -152,7 +152,7 @@ async def _trimmed(bus: Bus, trace: str, seq: int) -> bool:
 
 async def test_without_a_limit_nothing_is_trimmed(client: Client, bus: Bus) -> None:
     async with serving(bus, free()):
-        await client.model("tiny", wait_for_engine=PATIENCE)
+        await client.models.get("tiny", timeout=PATIENCE)
         async with client.trace("tiny", "hello", acts, max_tokens=200) as trace:
             await trace.result()
         assert [type(event) for event in [event async for event in client.subscribe(trace.id)]].count(Gap) == 0
@@ -164,7 +164,7 @@ async def test_a_snapshot_that_redis_refuses_hurts_no_trace(
 ) -> None:
     gate = Gate()
     async with serving(bus, ScriptedEngine(gate), retain_events=5):
-        await client.model("tiny", wait_for_engine=PATIENCE)
+        await client.models.get("tiny", timeout=PATIENCE)
         await bus.command("SET", bus.keys.snapshot("t"), "no hash")
         async with client.trace("tiny", "hello", acts, max_tokens=100, trace_id="t") as trace:
             gate.open()
@@ -205,7 +205,7 @@ async def test_a_consumer_is_killed_and_another_process_goes_on_from_its_last_id
         )
 
     async with serving(bus, ScriptedEngine(gate), info(), retain_events=20):
-        await client.model("tiny", wait_for_engine=PATIENCE)
+        await client.models.get("tiny", timeout=PATIENCE)
         async with client.trace("tiny", "hello", acts, max_tokens=200, trace_id="t") as trace:
             first = await start("start")
             assert first.stdout is not None

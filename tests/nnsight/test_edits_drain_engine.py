@@ -26,10 +26,10 @@ async def test_a_leaving_engine_lets_plain_requests_end(told: str, tmp_path: Pat
     async with EmbeddedServer.start() as server, tracewire.connect(server.url) as client:
         # Edits that stand there when an engine starts.
         edits = client.edits("demo")
-        await edits.install("seen", blocks.watch, wait=None)
-        await edits.install("broken", blocks.mistaken, wait=None)
+        await edits.install("seen", blocks.watch, timeout=0)
+        await edits.install("broken", blocks.mistaken, timeout=0)
         with running_engine(server.url, tmp_path, "--openai", "127.0.0.1:0", "--drain", "60") as engine:
-            await client.model("demo", wait_for_engine=60)
+            await client.models.get("demo", timeout=60)
             (info,) = await client._session.open_bus().engines()
             assert set(info.edit_errors) == {"broken"}
             assert [edit.engines for edit in await edits.list()] == [(info.engine,), ()]
@@ -44,7 +44,7 @@ async def test_a_leaving_engine_lets_plain_requests_end(told: str, tmp_path: Pat
                 if told == "by a signal":
                     engine.process.send_signal(signal.SIGTERM)
                 else:
-                    await client.drain(info.engine)
+                    await client.engines.drain(info.engine)
                 while (await client._session.open_bus().engines())[0].state != "draining":
                     await anyio.lowlevel.checkpoint()
                 with pytest.raises(openai.APIConnectionError):

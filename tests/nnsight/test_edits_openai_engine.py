@@ -24,7 +24,7 @@ PATIENCE = 60
 @pytest.fixture
 async def url(client: Client) -> str:
     """Where the shared engine serves HTTP."""
-    await client.model(MODEL, wait_for_engine=PATIENCE)
+    await client.models.get(MODEL, timeout=PATIENCE)
     (engine,) = [one for one in await client._session.open_bus().engines() if one.model == MODEL]
     return engine.openai
 
@@ -189,7 +189,7 @@ async def idle(client: Client) -> None:
     """Wait until the engine says that it runs nothing."""
     with anyio.fail_after(PATIENCE):
         while True:
-            (info,) = [model for model in await client.models() if model.name == MODEL]
+            (info,) = [model for model in await client.models.list() if model.name == MODEL]
             if not info.running:
                 return
             await anyio.sleep(0.05)
@@ -200,7 +200,7 @@ async def test_requests_count_as_running(client: Client, edits: Edits, api: open
     stream = await complete(api, stream=True, max_tokens=1500)
     with anyio.fail_after(PATIENCE):
         while True:
-            (info,) = [model for model in await client.models() if model.name == MODEL]
+            (info,) = [model for model in await client.models.list() if model.name == MODEL]
             if info.running == 1:
                 break
             await anyio.sleep(0.02)

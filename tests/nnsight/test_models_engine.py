@@ -102,7 +102,7 @@ async def test_a_model_of_another_kind(kind: str, tmp_path: Path) -> None:
     streams, logits = reference(path)
     options = {"dtype": DTYPES.get(kind, "float32"), "max_model_len": 256, "max_num_seqs": 8}
     async with engine_inside(model=path, name=kind, **options) as (engine, url), tracewire.connect(url) as client:
-        model = await client.model(kind, wait_for_engine=30)
+        model = await client.models.get(kind, timeout=30)
         assert model.info.layer_count == LAYERS
         inner = INNER[kind]
 

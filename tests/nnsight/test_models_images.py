@@ -51,7 +51,7 @@ async def client(served: Any) -> AsyncIterator[Client]:
 @pytest.fixture
 async def model(client: Client) -> Model:
     """The model as the client sees it."""
-    return await client.model("idefics", wait_for_engine=30)
+    return await client.models.get("idefics", timeout=30)
 
 
 def prompt(*images: np.ndarray, text: str = TEXT) -> Any:

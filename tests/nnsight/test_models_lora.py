@@ -42,7 +42,7 @@ async def client(served: str) -> AsyncIterator[Client]:
 
 @pytest.fixture
 async def model(client: Client) -> Model:
-    return await client.model("demo", wait_for_engine=30)
+    return await client.models.get("demo", timeout=30)
 
 
 @tracewire.intervention

@@ -56,7 +56,7 @@ async def test_preempted_traces_are_what_they_are_alone(kind: str, kept: bool, t
         **({} if kept else {"kept_bytes": 0}),
     }
     async with engine_inside(model=path, name=kind, **options) as (engine, url), tracewire.connect(url) as client:
-        model = await client.model(kind, wait_for_engine=30)
+        model = await client.models.get(kind, timeout=30)
 
         def trace(number: int, edits: bool) -> Any:
             vector = np.zeros(model.info.hidden_size, np.float32)

@@ -38,7 +38,7 @@ async def client(engine: EngineProcess, engine_bus: str) -> AsyncIterator[Client
 @pytest.fixture
 async def model(client: Client) -> Model:
     """The demo model as the client sees it."""
-    return await client.model("demo", wait_for_engine=30)
+    return await client.models.get("demo", timeout=30)
 
 
 def float32(value):
@@ -652,7 +652,7 @@ async def test_who_follows_a_trace_sees_what_is_shared(client: Client, model: Mo
     assert [row for event in events if isinstance(event, Shared) for row in event.delta["rows"]] == result.shared[
         "rows"
     ]
-    assert (await client.state(tracer.id)).shared == result.shared
+    assert (await client.get_state(tracer.id)).shared == result.shared
     none = [event async for event in client.subscribe(tracer.id, names={"other"})]
     assert all(event.delta == {} for event in none if isinstance(event, Shared))
 

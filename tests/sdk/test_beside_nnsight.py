@@ -16,7 +16,7 @@ import asyncio
 
 async def main():
     async with tracewire.connect({url!r}) as client:
-        print(await client.models())
+        print(await client.models.list())
 
 asyncio.run(main())
 """

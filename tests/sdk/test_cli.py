@@ -148,7 +148,7 @@ async def test_redis_runs_until_it_is_told_to_end(number: signal.Signals) -> Non
         path = Path(url.removeprefix("unix://"))
         assert path.exists()
         async with tracewire.connect(url) as client:
-            assert await client.models() == []
+            assert await client.models.list() == []
         process.send_signal(number)
         assert await anyio.to_thread.run_sync(process.wait, 20) == 0
         assert not path.parent.exists()

@@ -96,7 +96,7 @@ async def test_connect_takes_the_url_of_the_environment(redis_url: str, monkeypa
     monkeypatch.setenv("TRACEWIRE_URL", redis_url)
     async with tracewire.connect() as client:
         assert client.url == redis_url
-        assert await client.models() == []
+        assert await client.models.list() == []
 
 
 @pytest.mark.parametrize("url", ["unix:///nowhere/redis.sock", "redis://127.0.0.1:1", "http://example.org", "nonsense"])
@@ -111,7 +111,7 @@ async def test_connections_that_nobody_answers_do_not_hold_up_connecting(embedde
         through.served = 1
         with anyio.fail_after(20):
             async with tracewire.connect(through.url) as client:
-                assert await client.models() == []
+                assert await client.models.list() == []
 
 
 async def test_connecting_can_be_given_up_at_any_moment(
@@ -148,7 +148,7 @@ async def test_embedded_is_shared_by_its_url_and_leaves_nothing() -> None:
         async with ScriptedEngine.running(client.url, "tw", tiny), tracewire.connect(client.url) as other:
             async with other.trace("tiny", "hello", max_tokens=3) as trace:
                 assert (await trace.result()).text == "one two three"
-            assert (await client.state(trace.id)).text == "one two three"
+            assert (await client.get_state(trace.id)).text == "one two three"
     assert not os.path.exists(path)
     assert not os.path.exists(os.path.dirname(path))
 
@@ -213,7 +213,7 @@ async def test_a_closed_client_says_so(redis_url: str) -> None:
         assert "closed" not in repr(client)
     assert "closed" in repr(client)
     with pytest.raises(ConnectError, match="the client is closed"):
-        await client.models()
+        await client.models.list()
     with pytest.raises(ConnectError, match="the client is closed"):
         client.trace("tiny", "hello")
     with pytest.raises(ConnectError, match="the client is closed"):
@@ -224,22 +224,22 @@ async def test_a_closed_client_says_so(redis_url: str) -> None:
 
 
 async def test_models_lists_what_live_engines_serve(client: Client, engine: Callable[..., Any]) -> None:
-    assert await client.models() == []
+    assert await client.models.list() == []
     async with engine(running=2), engine(running=3), engine(model="other", dtype="float32"):
-        found = {info.name: info for info in await client.models()}
+        found = {info.name: info for info in await client.models.list()}
         assert set(found) == {"tiny", "other"}
         assert len(found["tiny"].engines) == 2
         assert (found["tiny"].capacity, found["tiny"].running) == (32, 5)
         assert found["tiny"].layer_count == 4
         assert found["other"].dtype == "float32"
-    assert await client.models() == []
+    assert await client.models.list() == []
 
 
 async def test_a_models_queue_limit_is_the_most_that_an_engine_says(client: Client, engine: Callable[..., Any]) -> None:
     async with engine(queue_limit=5), engine(queue_limit=7):
-        assert (await client.models())[0].queue_limit == 7
+        assert (await client.models.list())[0].queue_limit == 7
         async with engine():
-            assert (await client.models())[0].queue_limit == 0
+            assert (await client.models.list())[0].queue_limit == 0
 
 
 async def test_an_overloaded_model_refuses_at_once_and_takes_more_later(
@@ -258,9 +258,9 @@ async def test_an_overloaded_model_refuses_at_once_and_takes_more_later(
         assert (caught.value.model, caught.value.waiting, caught.value.limit) == ("tiny", 2, 2)
         assert 0.1 <= caught.value.retry_after <= 60
         with pytest.raises(UnknownTrace):
-            await client.state(refused.id)
+            await client.get_state(refused.id)
         # Another service has not had its share.
-        async with tracewire.connect(redis_url, prefix=prefix, client="another") as other:
+        async with tracewire.connect(redis_url, prefix=prefix, name="another") as other:
             await other.trace("tiny", "hello").start()
         assert len(await bus.queue.take("tiny", info.engine, 3, 0)) == 3
         await refused.start()
@@ -273,10 +273,10 @@ async def test_an_unknown_model_is_refused_at_once_naming_those_that_exist(
     client: Client, engine: Callable[..., Any]
 ) -> None:
     with pytest.raises(UnknownModel, match="no engine is registered at all"):
-        await client.model("tiny")
+        await client.models.get("tiny")
     async with engine() as serving:
         with pytest.raises(UnknownModel, match="no engine serves the model 'tyni'; served now: 'tiny'") as caught:
-            await client.model("tyni")
+            await client.models.get("tyni")
         assert caught.value.available == ["tiny"]
         with pytest.raises(UnknownModel):
             async with client.trace("tyni", "hello"):
@@ -288,7 +288,7 @@ async def test_a_model_can_be_waited_for(client: Client, engine: Callable[..., A
     found: list[tracewire.Model] = []
 
     async def wait() -> None:
-        found.append(await client.model("tiny", wait_for_engine=PATIENCE))
+        found.append(await client.models.get("tiny", timeout=PATIENCE))
 
     async with anyio.create_task_group() as group:
         group.start_soon(wait)
@@ -301,12 +301,12 @@ async def test_a_model_can_be_waited_for(client: Client, engine: Callable[..., A
 
 async def test_waiting_for_a_model_ends(client: Client) -> None:
     with pytest.raises(UnknownModel, match=r"after 0\.01 s"):
-        await client.model("tiny", wait_for_engine=0.01)
+        await client.models.get("tiny", timeout=0.01)
 
 
 async def test_a_model_prints_its_tree_and_names_the_nearest_path(client: Client, engine: Callable[..., Any]) -> None:
     async with engine():
-        model = await client.model("tiny")
+        model = await client.models.get("tiny")
     assert model.name == "tiny"
     assert model.info.hidden_size == 8
     assert "(0-3): 4 x LlamaDecoderLayer" in repr(model)
@@ -322,7 +322,7 @@ async def test_a_model_prints_its_tree_and_names_the_nearest_path(client: Client
 
 async def test_outputs_come_one_by_one_and_the_result_is_folded(client: Client, engine: Callable[..., Any]) -> None:
     async with engine() as serving:
-        model = await client.model("tiny")
+        model = await client.models.get("tiny")
         async with client.trace(model, "hello", watch(direction=2.0), max_tokens=3, temperature=0.0) as trace:
             accepted = await trace.accepted()
             assert accepted.engine == serving.info.engine
@@ -657,7 +657,7 @@ async def test_of_many_traces_that_are_started_at_once_the_first_are_sent_while_
         await stage.final()
 
     async with engine(script), anyio.create_task_group() as group:
-        await client.model("tiny")
+        await client.models.get("tiny")
         await client._session.presence.lease()
         # What the first of them would ask for all.
         await client._session.open_bus()._memory.get(0)
@@ -995,7 +995,7 @@ async def test_events_of_a_newer_version(client: Client, engine: Callable[..., A
             assert (await trace.result()).saves == {"x": [1]}
         kinds = [type(event).__name__ for event in await collected(client.subscribe(trace.id))]
         assert kinds == ["Accepted", "Output", "Final"]
-        assert (await client.state(trace.id)).saves == {"x": [1]}
+        assert (await client.get_state(trace.id)).saves == {"x": [1]}
     async with engine(garbage), client.trace("tiny", "hello") as trace:
         with pytest.raises(BrokenStream, match="event 1-1 cannot be read"):
             await trace.result()
@@ -1035,7 +1035,7 @@ async def test_a_restart_is_an_item_and_the_fold_starts_over(client: Client, eng
         assert items[1].reason == "its engine died"
         assert [items[0].id, items[2].id] == ["1-1", "2-2"]
         assert (result.text, result.saves, result.attempt) == ("kept", {"x": ["kept"]}, 2)
-        assert (await client.state(trace.id)).saves == {"x": ["kept"]}
+        assert (await client.get_state(trace.id)).saves == {"x": ["kept"]}
 
 
 # --- what is refused before it is submitted ---------------------------------------------------------------------------
@@ -1145,7 +1145,7 @@ async def test_a_path_that_does_not_exist_is_refused_with_the_nearest(
         other = net.model.layers[1].mpl.output.save()
 
     async with engine() as serving:
-        model = await client.model("tiny")
+        model = await client.models.get("tiny")
         with pytest.raises(UnknownModulePath, match=r"model\.layers\.1\.mpl.*model\.layers\.1\.mlp") as caught:
             async with client.trace(model, "hello", wrong):
                 pass
@@ -1336,7 +1336,7 @@ async def test_a_subscription_goes_on_after_any_event(client: Client, engine: Ca
             output = await anext(subscription)
             assert subscription.position == output.id
         assert await collected(subscription) == []
-        state = await client.state(trace.id)
+        state = await client.get_state(trace.id)
         assert await collected(client.subscribe(trace.id, since=state.position)) == []
         assert await collected(client.subscribe(trace.id, since="now")) == []
 
@@ -1372,7 +1372,7 @@ async def test_a_trace_that_was_never_submitted(client: Client) -> None:
         async with client.subscribe("nowhere", since="now"):
             pass
     with pytest.raises(UnknownTrace):
-        await client.state("nowhere")
+        await client.get_state("nowhere")
     for since in ("yesterday", "1", "a-b", ""):
         with pytest.raises(ValueError, match="since"):
             client.subscribe("nowhere", since=since)
@@ -1390,7 +1390,7 @@ async def test_a_trace_can_be_followed_before_any_engine_took_it(client: Client,
             events.extend(await collected(subscription))
 
     async with client.trace("tiny", "hello") as trace:
-        state = await client.state(trace.id)
+        state = await client.get_state(trace.id)
         assert (state.seq, state.status, state.text, state.saves, state.position) == (-1, None, "", {}, "start")
         async with anyio.create_task_group() as group:
             started = anyio.Event()
@@ -1415,14 +1415,14 @@ async def test_the_state_now_while_a_trace_runs(client: Client, engine: Callable
     async with engine(script), client.trace("tiny", "hello") as trace:
         for _ in range(300):
             await anext(trace)
-        state = await client.state(trace.id)
+        state = await client.get_state(trace.id)
         assert state.status is None
         assert not state.finished
         assert state.saves["n"] == list(range(300))
         gate.set()
         rest = await collected(client.subscribe(trace.id, since=state.position))
         assert texts(rest) == ["y"]
-        final = await client.state(trace.id)
+        final = await client.get_state(trace.id)
         assert final.finished
         assert final.saves == (await trace.result()).saves
         assert final.digest() == (await trace.result()).digest()

@@ -57,27 +57,27 @@ async def test_a_dead_letter_is_submitted_again_as_a_new_trace(
     client: Client, bus: Bus, redis_url: str, prefix: str
 ) -> None:
     id_, trace = await dead(client, bus, redis_url, prefix, acts)
-    (letter,) = await client.dead_letters()
+    (letter,) = await client.dead_letters.list()
     assert (letter.id, letter.trace_id, letter.model, letter.reason) == (id_, trace, "tiny", "each engine was lost")
     assert letter.submission is not None
     assert letter.submission.invokes[0].prompt == "hello"
     assert letter.time > 1.7e9
     async with tracewire.connect(redis_url, prefix=prefix) as other:
         with pytest.raises(UnknownModel):
-            await other.resubmit(id_)
-    assert len(await client.dead_letters()) == 1
+            await other.dead_letters.resubmit(id_)
+    assert len(await client.dead_letters.list()) == 1
     async with ScriptedEngine.running(redis_url, prefix, tiny) as engine:
-        new = await client.resubmit(id_)
+        new = await client.dead_letters.resubmit(id_)
         assert new != trace
         with anyio.fail_after(PATIENCE):
             events = [event async for event in client.subscribe(new)]
         assert events[-1].status == "finished"  # type: ignore[union-attr]
-        assert (await client.state(trace)).status == "failed"
+        assert (await client.get_state(trace)).status == "failed"
         (taken,) = engine.taken
         assert (taken.detach, taken.lease, taken.deadline_s, taken.client) == (True, "", 1000, client._session.name)
         assert taken.block is not None
-    assert await client.dead_letters() == []
-    for call in (client.resubmit(id_), client.resubmit("1-1")):
+    assert await client.dead_letters.list() == []
+    for call in (client.dead_letters.resubmit(id_), client.dead_letters.resubmit("1-1")):
         with pytest.raises(UnknownDeadLetter):
             await call
 
@@ -94,8 +94,8 @@ async def test_resubmitting_twice_runs_it_once(
 
             patch.setattr("tracewire_bus.store.submission_queue.Queue.drop_dead_letter", fail)
             with pytest.raises(tracewire.ConnectError):
-                await client.resubmit(id_)
-        new = await client.resubmit(id_)
+                await client.dead_letters.resubmit(id_)
+        new = await client.dead_letters.resubmit(id_)
         with anyio.fail_after(PATIENCE):
             assert [event async for event in client.subscribe(new)]
         assert [one.trace for one in engine.taken] == [new]
@@ -117,9 +117,9 @@ async def test_large_variables_come_along(client: Client, bus: Bus, redis_url: s
         blobs = await bus.command("DUMP", bus.keys.blobs(trace))
         await bus.command("DEL", bus.keys.blobs(trace))
         with pytest.raises(ValueMissing, match="direction"):
-            await client.resubmit(id_)
+            await client.dead_letters.resubmit(id_)
         await bus.command("RESTORE", bus.keys.blobs(trace), 0, blobs)
-        new = await client.resubmit(id_)
+        new = await client.dead_letters.resubmit(id_)
         with anyio.fail_after(PATIENCE):
             assert [event async for event in client.subscribe(new)]
     assert np.array_equal(found[0], direction)
@@ -128,17 +128,17 @@ async def test_large_variables_come_along(client: Client, bus: Bus, redis_url: s
 async def test_what_cannot_be_read_is_shown_and_not_submitted(client: Client, bus: Bus) -> None:
     await bus.queue.dead_letter("tiny", Taken("t\udcff", {b"v": b"1.0", b"t": b"t\xff", b"d": b"garbage"}, 0.0), "bad")
     await bus.queue.dead_letter("tiny", Taken("u", {b"v": b"99.0", b"t": b"u", b"d": b""}, 0.0), "new")
-    one, two = await client.dead_letters()
+    one, two = await client.dead_letters.list()
     assert (one.trace_id, one.submission, two.submission) == ("t\udcff", None, None)
     assert "99.0" in (two.problem or "")
     for letter in (one, two):
         with pytest.raises(TraceRejected, match="cannot be read"):
-            await client.resubmit(letter.id)
-    assert [letter.id for letter in await client.dead_letters(one.id)] == [two.id]
-    assert [letter.id for letter in await client.dead_letters(count=1)] == [one.id]
-    assert await client.drop_dead_letter(one.id)
-    assert not await client.drop_dead_letter(one.id)
-    assert not await client.drop_dead_letter("nonsense")
+            await client.dead_letters.resubmit(letter.id)
+    assert [letter.id for letter in await client.dead_letters.list(after=one.id)] == [two.id]
+    assert [letter.id for letter in await client.dead_letters.list(limit=1)] == [one.id]
+    assert await client.dead_letters.drop(one.id)
+    assert not await client.dead_letters.drop(one.id)
+    assert not await client.dead_letters.drop("nonsense")
 
 
 async def test_the_command(
@@ -158,7 +158,7 @@ async def test_the_command(
     assert capsys.readouterr().out == ""
     assert await command("dead", "show", id_) == 0
     shown = json.loads(capsys.readouterr().out)
-    assert (shown["trace"], shown["submission"]["invokes"]) == (trace, [{"prompt": "hello"}])
+    assert (shown["trace_id"], shown["submission"]["invokes"]) == (trace, [{"prompt": "hello"}])
     async with ScriptedEngine.running(redis_url, prefix, tiny) as engine:
         assert await command("dead", "resubmit", id_) == 0
         said = capsys.readouterr().out.strip()
@@ -170,4 +170,4 @@ async def test_the_command(
     assert await command("dead", "drop", other) == 1
     assert "no dead letter" in capsys.readouterr().err
     assert await command("dead", "show", other) == 1
-    assert await client.dead_letters() == []
+    assert await client.dead_letters.list() == []

@@ -41,7 +41,7 @@ async def test_it_waits_until_every_engine_follows(edits: Edits, redis_url: str,
         Bus.open(redis_url, prefix=prefix) as bus,
     ):
         with pytest.raises(tracewire.EditPending, match=r"after 0.2 s, not yet followed by behind") as pending:
-            await edits.install("a", interventions=[PROBE], wait=0.2)
+            await edits.install("a", interventions=[PROBE], timeout=0.2)
         assert pending.value.engines == ["behind"]
         (standing,) = await edits.list()
         assert standing.engines == ("follows",)
@@ -49,7 +49,7 @@ async def test_it_waits_until_every_engine_follows(edits: Edits, redis_url: str,
         installed = []
 
         async def install() -> None:
-            installed.append(await edits.install("a", interventions=[PROBE], wait=60))
+            installed.append(await edits.install("a", interventions=[PROBE], timeout=60))
 
         async with anyio.create_task_group() as group:
             group.start_soon(install)
@@ -69,7 +69,7 @@ async def test_what_an_engine_refuses_is_taken_back(edits: Edits, redis_url: str
         assert (refused.value.name, refused.value.field) == ("a", "block")
         assert await edits.list() == []
         # Where nobody asks the engines, it stands.
-        first = await edits.install("a", interventions=[PROBE], wait=None)
+        first = await edits.install("a", interventions=[PROBE], timeout=0)
         assert first.problems == {"picky": "block: not with me"}
         with pytest.raises(tracewire.EditRejected):
             await edits.install("a", interventions=[Probe("other", "residual(1)")])
@@ -81,7 +81,7 @@ async def test_without_an_engine_one_installs_only_without_waiting(edits: Edits)
     with pytest.raises(tracewire.UnknownModel):
         await edits.install("a", interventions=[PROBE])
     assert await edits.list() == []
-    standing = await edits.install("a", blocks.watch, scope="asked", wait=None)
+    standing = await edits.install("a", blocks.watch, scope="asked", timeout=0)
     assert (standing.block, standing.scope, standing.engines) == ("watch", "asked", ())
     assert standing.filename == blocks.__file__
     await edits.clear()

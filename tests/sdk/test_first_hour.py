@@ -54,25 +54,25 @@ async def saving(stage: Stage) -> None:
 async def test_an_awaited_client_stays_open_until_it_is_closed(redis_url: str, prefix: str) -> None:
     client = await tracewire.connect(redis_url, prefix=prefix)
     gc.collect()
-    assert await client.models() == []
+    assert await client.models.list() == []
     await client.aclose()
     await client.aclose()
     with pytest.raises(ConnectError, match="the client is closed"):
-        await client.models()
+        await client.models.list()
 
 
 async def test_a_client_outlives_what_it_was_entered_by(redis_url: str, prefix: str) -> None:
     """As in a notebook: nothing holds what `__aenter__` was called on."""
     client = await tracewire.connect(redis_url, prefix=prefix).__aenter__()
     gc.collect()
-    assert await client.models() == []
+    assert await client.models.list() == []
     await client.aclose()
 
 
 async def test_a_client_that_is_not_connected_yet_says_how(redis_url: str) -> None:
     connecting = tracewire.connect(redis_url)
-    with pytest.raises(AttributeError, match=r"no 'model' before it is connected.*await tracewire\.connect"):
-        _ = connecting.model
+    with pytest.raises(AttributeError, match=r"no 'models' before it is connected.*await tracewire\.connect"):
+        _ = connecting.models
     with pytest.raises(AttributeError, match="no attribute 'modle'"):
         _ = connecting.modle
     async with connecting:
@@ -132,7 +132,7 @@ async def test_a_tracer_s_saves_are_compared_too(client: Client, engine: Callabl
         await stage.final(manifest=[wrong])
 
     async with engine(script), engine(saving, engine="e2", model="other"):
-        model = await client.model("tiny")
+        model = await client.models.get("tiny")
         with model.trace("hello") as tracer:
             x = model.logits.save()
         with anyio.fail_after(PATIENCE):
@@ -141,7 +141,7 @@ async def test_a_tracer_s_saves_are_compared_too(client: Client, engine: Callabl
         with pytest.raises(StateMismatch, match=r"0\.0\.x"):
             _ = tracer.saves
 
-        model = await client.model("other")
+        model = await client.models.get("other")
         with model.trace("hello") as tracer:
             z = model.logits.save()
         await tracer.result()
@@ -191,7 +191,7 @@ async def test_more_tokens_than_the_context_has_are_refused(client: Client, engi
 
 async def test_a_with_whose_saves_nobody_could_read_is_refused(client: Client, engine: Callable[..., Any]) -> None:
     async with engine():
-        model = await client.model("tiny")
+        model = await client.models.get("tiny")
         with pytest.raises(BlockError, match=r"write `with model\.trace\(\.\.\.\) as tracer:`") as caught:  # noqa: SIM117
             with model.trace("hello"):
                 model.logits.save()
@@ -214,7 +214,7 @@ async def test_a_with_whose_saves_nobody_could_read_is_refused(client: Client, e
 )
 async def test_what_only_a_block_can_read_says_so(client: Client, engine: Callable[..., Any], name: str) -> None:
     async with engine():
-        model = await client.model("tiny")
+        model = await client.models.get("tiny")
         with pytest.raises(AttributeError, match=f"'{name}' exists on the engine, inside a block"):
             getattr(model, name)
         assert not hasattr(model, name)
@@ -222,7 +222,7 @@ async def test_what_only_a_block_can_read_says_so(client: Client, engine: Callab
 
 async def test_a_module_s_words_slices_and_misspelt_children(client: Client, engine: Callable[..., Any]) -> None:
     async with engine():
-        model = await client.model("tiny")
+        model = await client.models.get("tiny")
         layers = model.model.layers
         assert [layer.path for layer in layers[1:3]] == ["model.layers.1", "model.layers.2"]
         assert [layer.path for layer in layers[-1:]] == [layers[-1].path]
@@ -238,7 +238,7 @@ async def test_a_module_s_words_slices_and_misspelt_children(client: Client, eng
 
 async def test_what_only_a_block_s_tracer_has_says_so(client: Client, engine: Callable[..., Any]) -> None:
     async with engine():
-        model = await client.model("tiny")
+        model = await client.models.get("tiny")
         tracer = model.trace("hello")
         for name in ("iter", "all", "stop", "cache", "live"):
             with pytest.raises(BlockOnly, match=f"tracer.{name} belongs into a block"):
@@ -260,7 +260,7 @@ async def test_the_typed_save_is_a_save(client: Client, engine: Callable[..., An
     block = typed.block()
     assert block.modules == {"tracewire": "tracewire"}
     async with engine():
-        model = await client.model("tiny")
+        model = await client.models.get("tiny")
         with model.trace() as tracer:
             rows: list[Any] = tracewire.save([])
             held = save({})

@@ -49,7 +49,7 @@ async def test_references_fold_verify_and_load(client: Client, engine: Any) -> N
         async with client.trace("tiny", "hello") as trace:
             seen = [output.delta["acts"][0] async for output in trace]
             result = await trace.result()
-        state = await client.state(trace.id)
+        state = await client.get_state(trace.id)
     refs = result.saves["acts"]
     assert refs == seen == state.saves["acts"]
     assert result.saves["small"] == [0, 1, 2]
@@ -126,7 +126,7 @@ async def test_who_does_not_load_pays_nothing(
             async with onlooker.subscribe(trace.id) as subscription:
                 events = [event async for event in subscription]
             assert isinstance(events[-1], Final)
-            state = await onlooker.state(trace.id)
+            state = await onlooker.get_state(trace.id)
             assert way.delivered < 10_000
             await state.saves["acts"][0].load()
             assert LARGE.nbytes < way.delivered < LARGE.nbytes + 20_000

@@ -6,6 +6,7 @@ import asyncio
 import functools
 import math
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import anyio
@@ -116,9 +117,13 @@ def test_what_is_expected_of_a_live_parameter_is_said_once(client: Client) -> No
 
 #: What is called, the error, and what it says.
 WRONG: dict[str, tuple[Callable[[Client], Any], type[Exception], str]] = {
-    "a model that is a number": (lambda c: c.model(3), TypeError, "name: expected text, got 3"),
-    "waiting for a text": (lambda c: c.model("x", "3"), TypeError, "wait_for_engine: expected a number of seconds"),
-    "waiting for NaN": (lambda c: c.model("x", NAN), ValueError, "wait_for_engine: expected 0 seconds or more"),
+    "a model that is a number": (lambda c: c.models.get(3), TypeError, "name: expected text, got 3"),
+    "waiting for a text": (
+        lambda c: c.models.get("x", timeout="3"),
+        TypeError,
+        "timeout: expected a number of seconds",
+    ),
+    "waiting for NaN": (lambda c: c.models.get("x", timeout=NAN), ValueError, "timeout: expected 0 seconds or more"),
     "since a number": (lambda c: c.subscribe("x", since=0), TypeError, "since: expected text, got 0"),
     "since nothing": (lambda c: c.subscribe("x", since=None), TypeError, "since: expected text, got None"),
     "names that is text": (lambda c: c.subscribe("x", names="scores"), TypeError, "not 'scores'"),
@@ -128,12 +133,24 @@ WRONG: dict[str, tuple[Callable[[Client], Any], type[Exception], str]] = {
     "a consumer without a group": (lambda c: c.watch(consumer="a"), ValueError, "consumer: expected a group"),
     "a group without a name": (lambda c: c.watch(group=""), ValueError, "group: expected a name"),
     "a group that is a number": (lambda c: c.watch(group=5), TypeError, "group: expected text"),
-    "idle for NaN": (lambda c: c.watch(group="g", idle=NAN), ValueError, "idle: expected"),
-    "idle for nothing": (lambda c: c.watch(group="g", idle=0), ValueError, "idle: expected more than 0"),
-    "draining within a text": (lambda c: c.drain("x", timeout="5"), TypeError, "timeout: expected a number of seconds"),
-    "dead letters after no id": (lambda c: c.dead_letters("x"), ValueError, "after: expected a dead letter's id"),
-    "no dead letters": (lambda c: c.dead_letters(count=0), ValueError, "count: expected a positive integer"),
-    "no dead letter": (lambda c: c.resubmit("x"), tracewire.UnknownDeadLetter, "no dead letter 'x'"),
+    "idle for NaN": (lambda c: c.watch(group="g", idle_timeout=NAN), ValueError, "idle_timeout: expected"),
+    "idle for nothing": (
+        lambda c: c.watch(group="g", idle_timeout=0),
+        ValueError,
+        "idle_timeout: expected more than 0",
+    ),
+    "draining within a text": (
+        lambda c: c.engines.drain("x", timeout="5"),
+        TypeError,
+        "timeout: expected a number of seconds",
+    ),
+    "dead letters after no id": (
+        lambda c: c.dead_letters.list(after="x"),
+        ValueError,
+        "after: expected a dead letter's id",
+    ),
+    "no dead letters": (lambda c: c.dead_letters.list(limit=0), ValueError, "limit: expected a positive integer"),
+    "no dead letter": (lambda c: c.dead_letters.resubmit("x"), tracewire.UnknownDeadLetter, "no dead letter 'x'"),
     "steering to a number": (lambda c: c.steer("x", 5), SteerRejected, "live: expected a dict of live parameters"),
     "an edit in place of a text": (
         lambda c: c.edits("tiny").install("x", block, replacing="1"),
@@ -141,9 +158,9 @@ WRONG: dict[str, tuple[Callable[[Client], Any], type[Exception], str]] = {
         "replacing: expected a version's number",
     ),
     "an edit within less than no time": (
-        lambda c: c.edits("tiny").install("x", block, wait=-1),
+        lambda c: c.edits("tiny").install("x", block, timeout=-1),
         ValueError,
-        "wait: expected 0 seconds or more",
+        "timeout: expected 0 seconds or more",
     ),
     "an edit's items since some word": (
         lambda c: c.edits("tiny").watch("x", since="then"),
@@ -159,7 +176,7 @@ async def test_a_wrong_argument_is_named(client: Client, case: str) -> None:
     call, kind, message = WRONG[case]
     with pytest.raises(kind) as caught, anyio.fail_after(20):
         made = call(client)
-        if isinstance(made, Awaitable):
+        if isinstance(made, Awaitable | tracewire.Listing):
             await made
     assert message in str(caught.value)
 
@@ -168,11 +185,11 @@ CONNECTING: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a url that is a number": ({"url": 6379}, TypeError, "url: expected text"),
     "a prefix that is a number": ({"prefix": 5}, TypeError, "prefix: expected text"),
     "a prefix with braces": ({"prefix": "a{b"}, tracewire.ConnectError, "a prefix has no braces"),
-    "a lease of text": ({"lease": "10"}, TypeError, "lease: expected a number of seconds"),
-    "a short lease": ({"lease": 0.5}, ValueError, "lease: expected 1 seconds or more"),
-    "an endless lease": ({"lease": math.inf}, ValueError, "lease: expected"),
-    "no patience": ({"patience": None}, TypeError, "patience: expected a number of seconds"),
-    "less than no patience": ({"patience": -1}, ValueError, "patience: expected 0 seconds or more"),
+    "a lease of text": ({"lease_ttl": "10"}, TypeError, "lease_ttl: expected a number of seconds"),
+    "a short lease": ({"lease_ttl": 0.5}, ValueError, "lease_ttl: expected 1 seconds or more"),
+    "an endless lease": ({"lease_ttl": math.inf}, ValueError, "lease_ttl: expected"),
+    "a retry_timeout of text": ({"retry_timeout": "20"}, TypeError, "retry_timeout: expected a number of seconds"),
+    "less than no time": ({"retry_timeout": -1}, ValueError, "retry_timeout: expected 0 seconds or more"),
 }
 
 
@@ -212,10 +229,10 @@ async def test_another_event_loop_is_refused_and_harms_nothing(client: Client, e
 
     async with engine:
         trace = client.trace("tiny", "a")
-        for call in (client.models, trace.start, client.subscribe(trace.id).start):
+        for call in (partial(client.models.get, "tiny"), trace.start, client.subscribe(trace.id).start):
             await anyio.to_thread.run_sync(asyncio.run, elsewhere(call))
         # A thread without a loop of its own asks this one.
-        (info,) = await anyio.to_thread.run_sync(anyio.from_thread.run, client.models)
-        assert info.name == "tiny"
+        model = await anyio.to_thread.run_sync(anyio.from_thread.run, client.models.get, "tiny")
+        assert model.name == "tiny"
         async with trace:
             assert (await trace.result()).text == "one two three"

@@ -33,9 +33,9 @@ async def far(bus: Bus, folder: Path) -> AsyncIterator[tuple[Proxy, Client]]:
     await bus.submit(Submission(trace="any", model="another", invokes=[Invoke(prompt="x")]))
     async with (
         proxy(bus.url, folder) as way,
-        tracewire.connect(way.url, prefix=bus.keys.prefix, client="one", patience=0.0, lease=600) as client,
+        tracewire.connect(way.url, prefix=bus.keys.prefix, name="one", retry_timeout=0.0, lease_ttl=600) as client,
     ):
-        await client.model("tiny")
+        await client.models.get("tiny")
         yield way, client
 
 
@@ -72,7 +72,7 @@ async def test_a_submission_whose_reply_was_lost_is_cancelled_when_redis_answers
             return await bus.queue.waiting("tiny") == 0
 
         await until(withdrawn)
-        final = (await client.state(trace.id)).error
+        final = (await client.get_state(trace.id)).error
         assert final is not None
         assert "not confirmed" in final.message
 
@@ -139,7 +139,7 @@ async def test_a_lease_is_renewed_whatever_else_a_client_fails_at(
 
     monkeypatch.setattr(Recovery, "look", look)
     await bus.register(engine_info(), ttl_s=600)
-    async with tracewire.connect(embedded, prefix=prefix, lease=1) as client:
+    async with tracewire.connect(embedded, prefix=prefix, lease_ttl=1) as client:
         records = client._session.open_bus().records
         usual, renewed = records.hold, []
 
@@ -205,7 +205,7 @@ async def test_leaving_a_client_waits_for_all_that_is_queued_as_long_as_for_one(
 ) -> None:
     tried = await _tries(monkeypatch)
     async with far(bus, tmp_path) as (way, client):
-        model = await client.model("tiny")
+        model = await client.models.get("tiny")
         await client._session.presence.lease()
         way.away = True
         await way.cut()
@@ -223,8 +223,8 @@ async def test_a_client_that_waits_for_what_is_queued_can_be_cancelled(
     await bus.register(engine_info(), ttl_s=600)
     async with proxy(bus.url, tmp_path) as way:
         with anyio.fail_after(PATIENCE), anyio.CancelScope() as scope:
-            async with tracewire.connect(way.url, prefix=bus.keys.prefix, patience=10_000) as client:
-                model = await client.model("tiny")
+            async with tracewire.connect(way.url, prefix=bus.keys.prefix, retry_timeout=10_000) as client:
+                model = await client.models.get("tiny")
                 way.away = True
                 await way.cut()
                 tracers = _queued(model, 50)
@@ -241,9 +241,9 @@ async def test_closing_a_trace_that_waits_to_be_submitted_waits_for_no_other(
     await bus.register(engine_info(), ttl_s=600)
     async with (
         proxy(bus.url, tmp_path) as way,
-        tracewire.connect(way.url, prefix=bus.keys.prefix, patience=10_000) as client,
+        tracewire.connect(way.url, prefix=bus.keys.prefix, retry_timeout=10_000) as client,
     ):
-        model = await client.model("tiny")
+        model = await client.models.get("tiny")
         way.away = True
         await way.cut()
         tracers = _queued(model, 3)

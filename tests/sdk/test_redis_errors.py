@@ -41,18 +41,18 @@ async def test_a_client_that_is_closed(redis_url: str, prefix: str) -> None:
     async with tracewire.connect(redis_url, prefix=prefix) as client:
         pass
     with pytest.raises(ClientClosed, match="the client is closed"):
-        await client.models()
+        await client.models.list()
 
 
 async def test_a_redis_that_is_away(bus: Bus, tmp_path: Path) -> None:
     async with (
         proxy(bus.url, tmp_path) as way,
-        tracewire.connect(way.url, prefix=bus.keys.prefix, patience=0) as client,
+        tracewire.connect(way.url, prefix=bus.keys.prefix, retry_timeout=0) as client,
     ):
         way.away = True
         await way.cut()
         with pytest.raises(BusUnavailable, match="is away"):
-            await client.models()
+            await client.models.list()
     with pytest.raises(BusUnavailable, match="cannot connect"):
         async with tracewire.connect("redis://127.0.0.1:1"):
             pass
@@ -63,7 +63,7 @@ async def test_a_redis_that_refuses(own: Bus) -> None:
     url = f"{own.url}?username=guest&password="
     async with tracewire.connect(url + "secret") as client:
         with pytest.raises(BusRefused, match="does not allow this user"):
-            await client.models()
+            await client.models.list()
     with pytest.raises(BusRefused, match="lets nobody in"):
         async with tracewire.connect(url + "wrong"):
             pass
@@ -80,7 +80,7 @@ async def test_what_is_no_url_is_neither(url: str | None, monkeypatch: pytest.Mo
 
 async def test_a_redis_that_is_full(own: Bus) -> None:
     letter = await dead(own)
-    async with tracewire.connect(own.url, patience=0) as client:
+    async with tracewire.connect(own.url, retry_timeout=0) as client:
         trace = client.trace("tiny", "hello", live={"alpha": 0.0}, detach=True)
         await trace.start()
         await own.command("CONFIG", "SET", "maxmemory", 1)
@@ -88,7 +88,7 @@ async def test_a_redis_that_is_full(own: Bus) -> None:
             await trace.steer(alpha=1.0)
         # It is looked at once a second.
         client._session.open_bus()._memory.forget()
-        for start in (client.trace("tiny", "hello", detach=True).start(), client.resubmit(letter)):
+        for start in (client.trace("tiny", "hello", detach=True).start(), client.dead_letters.resubmit(letter)):
             with pytest.raises(BusFull, match="start it again later"):
                 await start
         await own.command("CONFIG", "SET", "maxmemory", 0)
@@ -127,17 +127,22 @@ async def test_a_dead_letter_whose_new_trace_has_ended_and_is_forgotten(
 
     monkeypatch.setattr(Queue, "drop_dead_letter", kept)
     async with tracewire.connect(own.url) as client:
-        trace = await client.resubmit(letter)
+        trace = await client.dead_letters.resubmit(letter)
         await own.queue.withdraw("tiny", trace)
         await own.records.forget(trace, "tiny")
         with pytest.raises(tracewire.TraceRejected, match="has ended"):
-            await client.resubmit(letter)
+            await client.dead_letters.resubmit(letter)
 
 
-@pytest.mark.parametrize("ask", [Client.engines, Client.edits, lambda client, model: client.watch(model=model)])
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda client, model: client.engines.list(model=model),
+        Client.edits,
+        lambda client, model: client.watch(model=model),
+    ],
+)
 async def test_a_models_name_that_is_none(client: Client, ask: Callable[..., Any]) -> None:
     for model, error in (("", ValueError), (5, TypeError), ("\udc80", ValueError)):
         with pytest.raises(error, match="model: expected"):
-            found = ask(client, model)
-            if ask is Client.engines:
-                await found
+            ask(client, model)

@@ -33,18 +33,18 @@ async def test_a_watch_tells_what_becomes_of_every_trace(client: Client, redis_u
     async with ScriptedEngine.running(redis_url, prefix, script) as engine, client.watch() as watch:
         async with client.trace("tiny", "hello") as trace:
             await trace.result()
-        assert [event.kind for event in await some(watch, 3)] == ["queued", "accepted", "final"]
+        assert [event.type for event in await some(watch, 3)] == ["queued", "accepted", "final"]
         async with client.trace("tiny", "restart") as trace:
             await trace.result()
         events = await some(watch, 5)
-        assert [(event.kind, event.attempt) for event in events] == [
+        assert [(event.type, event.attempt) for event in events] == [
             ("queued", 0),
             ("accepted", 1),
             ("restarted", 2),
             ("accepted", 2),
             ("final", 2),
         ]
-        assert {event.trace for event in events} == {trace.id}
+        assert {event.trace_id for event in events} == {trace.id}
         assert (events[-1].status, events[-1].tokens, events[-1].engine) == ("finished", 3, engine.info.engine)
         assert events[-1].client == client._session.name
         # From where this one is, in another client.
@@ -52,9 +52,9 @@ async def test_a_watch_tells_what_becomes_of_every_trace(client: Client, redis_u
             async with client.trace("tiny", "hello") as third:
                 await third.result()
             async with other.watch(since=watch.position) as later:
-                assert [event.trace for event in await some(later, 3)] == [third.id] * 3
+                assert [event.trace_id for event in await some(later, 3)] == [third.id] * 3
             async with other.watch(since="start") as all_:
-                assert Counter(event.kind for event in await some(all_, 11))["final"] == 3
+                assert Counter(event.type for event in await some(all_, 11))["final"] == 3
 
 
 async def test_a_watch_of_one_model(client: Client, redis_url: str, prefix: str) -> None:
@@ -68,7 +68,7 @@ async def test_a_watch_of_one_model(client: Client, redis_url: str, prefix: str)
             async with client.trace(model, "hello") as trace:
                 await trace.result()
         for one in (watch, member):
-            assert [(event.model, event.kind) for event in await some(one, 3)] == [
+            assert [(event.model, event.type) for event in await some(one, 3)] == [
                 ("other", "queued"),
                 ("other", "accepted"),
                 ("other", "final"),
@@ -97,12 +97,12 @@ async def test_groups(client: Client, redis_url: str, prefix: str) -> None:
             await trace.result()
         async with client.watch(group="dashboards", consumer="a", since="start") as watch:
             assert watch.position == ""
-            assert [event.kind for event in await some(watch, 3)] == ["queued", "accepted", "final"]
-            assert await client.watch_groups() == ["dashboards"]
-            assert await client.remove_watch_group("dashboards")
+            assert [event.type for event in await some(watch, 3)] == ["queued", "accepted", "final"]
+            assert await client.watch_groups.list() == ["dashboards"]
+            assert await client.watch_groups.remove("dashboards")
             with pytest.raises(ConnectError, match="removed"), anyio.fail_after(PATIENCE):
                 await anext(watch)
-    assert await client.watch_groups() == []
+    assert await client.watch_groups.list() == []
 
 
 async def test_two_hundred_traces_need_few_connections(client: Client, bus: Bus, redis_url: str, prefix: str) -> None:
@@ -187,4 +187,4 @@ async def test_a_rejected_trace_is_told_with_its_error(client: Client, redis_url
             with pytest.raises(tracewire.TraceRejected):
                 await trace.result()
         events = await some(watch, 2)
-        assert (events[1].kind, events[1].status, events[1].error) == ("final", "rejected", "TraceRejected")
+        assert (events[1].type, events[1].status, events[1].error) == ("final", "rejected", "TraceRejected")

@@ -51,7 +51,7 @@ async def model(client: Client, redis_url: str, prefix: str) -> AsyncIterator[Mo
     before = sys.gettrace()
     async with Bus.open(redis_url, prefix=prefix) as bus:
         await bus.register(engine_info(engine="registered"), 60)
-        yield await client.model("tiny")
+        yield await client.models.get("tiny")
     assert sys.gettrace() is before
 
 
@@ -118,7 +118,7 @@ async def test_a_client_that_is_closed_right_after_has_queued_it(redis_url: str,
     async with ScriptedEngine.running(redis_url, prefix, tiny, engine_info()):
         tracers = []
         async with tracewire.connect(redis_url, prefix=prefix) as client:
-            model = await client.model("tiny")
+            model = await client.models.get("tiny")
             for _ in range(20):
                 with model.trace("hello", max_tokens=3, detach=True) as tracer:
                     logits = model.logits.save()
@@ -175,7 +175,7 @@ async def test_what_was_refused_is_raised_where_it_is_first_asked_for(
 
 async def test_a_full_queue_refuses_it_and_it_can_be_started_again(client: Client, bus: Bus) -> None:
     await bus.register(engine_info(queue_limit=1), 60)
-    model = await client.model("tiny")
+    model = await client.models.get("tiny")
     tracers = []
     for _ in range(2):
         with model.trace("hello", max_tokens=1) as tracer:
@@ -197,7 +197,7 @@ async def test_it_can_be_cancelled_and_steered_right_away(client: Client, model:
     with pytest.raises(tracewire.TraceFailed, match="enough"), anyio.fail_after(PATIENCE):
         await other.result()
     await tracer.aclose()
-    assert (await client.state(tracer.id)).status == "cancelled"
+    assert (await client.get_state(tracer.id)).status == "cancelled"
 
 
 async def test_a_prompt_for_each_of_several(model: Model) -> None:

@@ -66,9 +66,9 @@ class Lifecycle(msgspec.Struct, frozen=True, kw_only=True):
     """Something that became of a trace.
 
     Attributes:
-        kind: `queued` (submitted), `refused` (it was not queued after all: the queue was full), `accepted`,
+        type: `queued` (submitted), `refused` (it was not queued after all: the queue was full), `accepted`,
             `restarted`, `paused`, `resumed`, or `final`. Newer versions may tell of more.
-        trace: its id.
+        trace_id: its id.
         model: name of the model that it was submitted to.
         client: name of the client that submitted it.
         engine: the engine that runs it, or ran it last; `""` if none did.
@@ -80,8 +80,8 @@ class Lifecycle(msgspec.Struct, frozen=True, kw_only=True):
             wrote; None if nobody counted.
     """
 
-    kind: str
-    trace: str
+    type: str
+    trace_id: str
     model: str = ""
     client: str = ""
     engine: str = ""
@@ -125,8 +125,8 @@ def _lifecycle(guard: Guard, key: str, id_: _Id, flat: Sequence[bytes]) -> Lifec
         return guard.read(integer, fields[name], key=key, entry=_text(id_)) if name in fields else None
 
     return Lifecycle(
-        kind=fields.get(b"k", ""),
-        trace=fields.get(b"t", ""),
+        type=fields.get(b"k", ""),
+        trace_id=fields.get(b"t", ""),
         model=fields.get(b"m", ""),
         client=fields.get(b"c", ""),
         engine=fields.get(b"e", ""),

@@ -22,7 +22,16 @@ from tracewire_bus.wire.messages import Invoke
 
 from .engine_api import Rejection
 
-__all__ = ["CONSTRAINT_S", "FIELDS", "Constrained", "ConstraintChecks", "pinned_seed", "resolved", "sampling_params"]
+__all__ = [
+    "CONSTRAINT_S",
+    "FIELDS",
+    "RESERVED",
+    "Constrained",
+    "ConstraintChecks",
+    "pinned_seed",
+    "resolved",
+    "sampling_params",
+]
 
 #: The names of vLLM's sampling params.
 FIELDS = [name for name in SamplingParams.__struct_fields__ if not name.startswith("_")]
@@ -33,7 +42,7 @@ _CONSTRAINTS = [one.name for one in dataclasses.fields(StructuredOutputsParams) 
 #: How long vLLM may look at a constraint, in seconds, and how many constraints it looks at at once.
 CONSTRAINT_S, _CONSTRAINTS_AT_ONCE = 10.0, 4
 #: Sampling params that are the engine's own business.
-_RESERVED = frozenset(
+RESERVED = frozenset(
     {
         *("extra_args", "flat_logprobs", "output_kind", "output_text_buffer_length", "skip_clone"),
         *("skip_reading_prefix_cache", "stream_interval"),
@@ -88,7 +97,7 @@ def sampling_params(invoke: Invoke, where: str) -> SamplingParams:
     given = dict(invoke.sampling)
     for name, value in given.items():
         field = f"{where}sampling.{name}"
-        if name in _RESERVED:
+        if name in RESERVED:
             raise Rejection(field, f"{name} is the engine's own to set")
         if name not in FIELDS:
             raise Rejection(field, f"{name!r} is not one of vLLM's sampling params{_did_you_mean(name, FIELDS)}")
@@ -132,7 +141,7 @@ def resolved(params: SamplingParams) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in SamplingParams.__struct_fields__:
         value = getattr(params, name)
-        if not name.startswith("_") and name not in _RESERVED and isinstance(value, (bool, int, float, str, list)):
+        if not name.startswith("_") and name not in RESERVED and isinstance(value, (bool, int, float, str, list)):
             found[name] = value
     return found
 

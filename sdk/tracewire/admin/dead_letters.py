@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from tracewire.errors import TraceRejected, ValueMissing
+from tracewire.checks import check_count, check_text, is_entry_id, shown
+from tracewire.error_mapping import bus_errors, refusals
+from tracewire.errors import TraceRejected, UnknownDeadLetter, ValueMissing
 from tracewire.traces.large import offload_large_arrays
+from tracewire.traces.model import Model, model_name
 from tracewire_bus.store.blobs import BlobMissing
 from tracewire_bus.wire.codec import NewerSchema, check_schema, decode_submission
 from tracewire_bus.wire.messages import Block, Submission
 from tracewire_bus.wire.packing import pack, unpack
 from tracewire_bus.wire.refs import ArrayRef
 
+from .listing import Listing
+
 if TYPE_CHECKING:
+    from tracewire.traces.session import Session
     from tracewire_bus.bus import Bus
     from tracewire_bus.store.submission_queue import DeadLetter as Letter
 
-__all__ = ["DeadLetter", "resubmission_of"]
+__all__ = ["DeadLetter", "DeadLetters"]
+
+#: How many dead letters are read at a time.
+_PAGE = 100
 
 
 @dataclass(frozen=True)
@@ -57,7 +67,7 @@ class DeadLetter:
         return cls(letter.id, letter.time, letter.model, letter.trace, letter.reason, submission, problem)
 
 
-async def resubmission_of(letter: DeadLetter, bus: Bus, client: str) -> Submission:
+async def _resubmission_of(letter: DeadLetter, bus: Bus, client: str) -> Submission:
     """The submission by which a client submits a dead letter again. Its trace id is new, and the same at each call.
 
     Raises:
@@ -106,3 +116,102 @@ async def _loaded(trace_id: str, packed: bytes, bus: Bus) -> bytes:
         return value
 
     return pack({name: await loaded(value, name) for name, value in unpack(packed).items()})
+
+
+class DeadLetters:
+    """The dead-letter queue: submissions that no engine could read, or whose engines were lost each time.
+
+    Redis keeps about 10000. `Client.dead_letters` is one.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def list(
+        self, *, model: Model | str | None = None, after: str = "", limit: int | None = None
+    ) -> Listing[DeadLetter]:
+        """The dead letters, the oldest first: of `model`, if it is given; those after the dead letter of id `after`;
+        and up to `limit` of them.
+
+        Raises:
+            TypeError: `model` is neither a model nor its name, or `after` is no text.
+            ValueError: `after` is no dead letter's id, or `limit` is no positive integer.
+        """
+        if check_text("after", after) and not is_entry_id(after):
+            raise ValueError(f"after: expected a dead letter's id, got {shown(after)}")
+        wanted = None if model is None else model_name(model)
+        most = None if limit is None else check_count("limit", limit)
+        return Listing(lambda: self._pages(wanted, after, most))
+
+    async def _pages(self, model: str | None, after: str, most: int | None) -> AsyncIterator[Sequence[DeadLetter]]:
+        while most is None or most > 0:
+            # Letters of other models are read, too: how many there are among the next is not known.
+            count = _PAGE if most is None or model is not None else min(_PAGE, most)
+            with bus_errors():
+                found = await self._session.open_bus().queue.dead_letters(after, count)
+            page = [DeadLetter.of(one) for one in found if model in (None, one.model)][:most]
+            if page:
+                yield page
+            if len(found) < count:
+                return
+            after, most = found[-1].id, most if most is None else most - len(page)
+
+    async def get(self, id_: str, /) -> DeadLetter:
+        """One of them.
+
+        Raises:
+            UnknownDeadLetter: there is none of this id.
+        """
+        return DeadLetter.of(await self._found(id_))
+
+    async def _found(self, id_: str) -> Letter:
+        bus = self._session.open_bus()
+        with bus_errors():
+            found = await bus.queue.find_dead_letter(id_) if is_entry_id(id_) else None
+        if found is None:
+            raise UnknownDeadLetter(id_)
+        return found
+
+    async def resubmit(self, letter: DeadLetter | str, /) -> str:
+        """Submit a dead letter once more, and return the id of the trace that it is now: a new one, since the old trace
+        has ended and stays so. It is this client's and runs detached; its deadline counts anew, and its large variables
+        are sent again. The dead letter is removed; if that fails after it was queued, resubmitting it again queues
+        nothing more and returns the same id.
+
+        Raises:
+            UnknownDeadLetter: there is no such dead letter.
+            TraceRejected: what was submitted cannot be read.
+            ValueMissing: a large variable of it has expired.
+            UnknownModel: no live engine serves the model.
+            Overloaded: too many submissions wait for the model.
+            BusFull: Redis has too little memory left.
+            BusUnavailable: Redis does not answer.
+        """
+        id_ = _id_of(letter)
+        found = DeadLetter.of(await self._found(id_))
+        bus = self._session.open_bus()
+        with bus_errors():
+            submission = await _resubmission_of(found, bus, self._session.name)
+            model = await self._session.models.find(submission.model)
+            with refusals(submission.model):
+                await bus.submit(submission, model.info.queue_limit, model.info.retention_s or None)
+            await bus.queue.drop_dead_letter(id_)
+        return submission.trace
+
+    async def drop(self, letter: DeadLetter | str, /) -> bool:
+        """Remove a dead letter. Returns whether it was there.
+
+        Raises:
+            BusUnavailable: Redis does not answer.
+        """
+        id_ = _id_of(letter)
+        bus = self._session.open_bus()
+        with bus_errors():
+            return is_entry_id(id_) and await bus.queue.drop_dead_letter(id_)
+
+    def __repr__(self) -> str:
+        return "<DeadLetters>"
+
+
+def _id_of(letter: DeadLetter | str) -> str:
+    return letter.id if isinstance(letter, DeadLetter) else letter

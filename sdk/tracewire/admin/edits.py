@@ -14,16 +14,15 @@ from __future__ import annotations
 
 import ast
 import logging
-import math
 import re
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import anyio
 import msgspec
 
 from tracewire.capture.intervention import Intervention
-from tracewire.checks import check_seconds, check_text, shown
+from tracewire.checks import Duration, check_limit, check_text, shown
 from tracewire.error_mapping import bus_errors
 from tracewire.errors import (
     BrokenStream,
@@ -46,6 +45,8 @@ from tracewire_bus.wire.messages import Block, Declared, DeclaredIntervention, E
 from tracewire_bus.wire.messages import Edit as EditMessage
 from tracewire_bus.wire.packing import pack
 from tracewire_bus.wire.refs import loading_by
+
+from .listing import Listing
 
 if TYPE_CHECKING:
     from tracewire.traces.served_models import ServedModel
@@ -203,7 +204,7 @@ class Edits:
         on_error: Literal["continue", "fail"] = "continue",
         max_failures: int = 10,
         replacing: int | None = None,
-        wait: float | None = 10.0,
+        timeout: Duration | None = 10.0,
     ) -> Edit:
         """Install an edit, in place of one of its name: a block, declared interventions, or both. Requests that an
         engine takes from then on run it; those that run already keep what they began with.
@@ -219,8 +220,8 @@ class Edits:
         its `save_errors`.
 
         `replacing` is the version to replace, 0 for none: should another be installed, this raises `EditConflict`. It
-        returns when all live engines run it, and waits up to `wait` seconds for them; with None, not at all, and then
-        no engine need be live.
+        returns when all live engines run it, and waits up to `timeout` seconds for them, with `None` for as long as it
+        takes; with 0 it does not wait, and then no engine need be live.
 
         Raises:
             EditRejected: it cannot be installed; `field` says why. If an engine says so, what stood there before is put
@@ -229,13 +230,13 @@ class Edits:
             UnknownModel: no live engine serves the model.
             EditPending: it is installed, but some engines have not said yet that they run it.
             BusUnavailable: Redis does not answer; it may have been installed.
-            ValueError: `wait` is negative.
+            ValueError: `timeout` is negative.
         """
         edit = self._checked_message(name, block, interventions, scope, on_error, max_failures)
         if replacing is not None and (type(replacing) is not int or replacing < 0):
             raise EditRejected(name, "replacing", f"expected a version's number, or 0 for none, got {replacing!r}")
-        _check_wait(wait)
-        if wait is not None:
+        limit = check_limit("timeout", timeout)
+        if limit:
             self._check_against(edit, await self._session.models.find(self.model))
         bus = self._session.open_bus()
         with bus_errors():
@@ -246,7 +247,7 @@ class Edits:
                 raise EditConflict(name, str(error), error.version) from None
             except EditsFull as error:
                 raise EditRejected(name, "name", str(error)) from None
-            for engine in await self._wait_for_engines(name, version, wait):
+            for engine in await self._wait_for_engines(name, version, limit):
                 if (reason := engine.edit_errors.get(name)) is not None:
                     await self._restore(name, version, before)
                     field, _, message = reason.partition(": ")
@@ -266,17 +267,17 @@ class Edits:
         except (NoSuchEdit, VersionDiffers):
             return
 
-    async def list(self) -> list[Edit]:
-        """All that are installed, in the order in which they apply.
+    def list(self) -> Listing[Edit]:
+        """All that are installed, in the order in which they apply."""
 
-        Raises:
-            BusUnavailable: Redis does not answer.
-        """
-        bus = self._session.open_bus()
-        with bus_errors():
-            found = await bus.edits.load(self.model)
-            engines = [engine for engine in await bus.engines() if engine.model == self.model]
-        return [Edit.of(one, engines) for one in found.edits]
+        async def pages() -> AsyncIterator[Sequence[Edit]]:
+            bus = self._session.open_bus()
+            with bus_errors():
+                found = await bus.edits.load(self.model)
+                engines = [engine for engine in await bus.engines() if engine.model == self.model]
+            yield [Edit.of(one, engines) for one in found.edits]
+
+        return Listing(pages)
 
     async def get(self, name: str) -> Edit:
         """One of them.
@@ -290,7 +291,7 @@ class Edits:
                 return edit
         raise UnknownEdit(name, f"there is no edit {name!r} on {self.model!r}")
 
-    async def remove(self, name: str, *, version: int | None = None, wait: float | None = 10.0) -> None:
+    async def remove(self, name: str, *, version: int | None = None, timeout: Duration | None = 10.0) -> None:
         """Remove an edit, of this version if one is given. Requests that engines take from then on run without it.
 
         Returns when all live engines know, as `install` does.
@@ -299,22 +300,22 @@ class Edits:
             UnknownEdit: none such is installed.
             EditPending: it is removed, but some engines have not said yet that they know.
             BusUnavailable: Redis does not answer; it may have been removed.
-            ValueError: `wait` is negative.
+            ValueError: `timeout` is negative.
         """
-        _check_wait(wait)
+        limit = check_limit("timeout", timeout)
         bus = self._session.open_bus()
         with bus_errors():
             try:
                 generation = await bus.edits.remove(self.model, name, version=version)
             except NoSuchEdit as error:
                 raise UnknownEdit(name, str(error)) from None
-            await self._wait_for_engines(name, generation, wait)
+            await self._wait_for_engines(name, generation, limit)
 
-    async def clear(self, *, wait: float | None = 10.0) -> None:
+    async def clear(self, *, timeout: Duration | None = 10.0) -> None:
         """Remove all edits of the model."""
         for edit in await self.list():
             try:
-                await self.remove(edit.name, version=edit.version, wait=wait)
+                await self.remove(edit.name, version=edit.version, timeout=timeout)
             except UnknownEdit:
                 continue
 
@@ -412,31 +413,26 @@ class Edits:
             message = re.sub(r"was not declared at submission.*", "cannot be used: an edit has none", error.message)
             raise EditRejected(edit.name, error.field, message) from None
 
-    async def _wait_for_engines(self, name: str, generation: int, wait: float | None) -> Sequence[EngineInfo]:
-        """Wait up to `wait` seconds until all live engines of the model follow this change, and return them.
+    async def _wait_for_engines(self, name: str, generation: int, timeout: float) -> Sequence[EngineInfo]:
+        """Wait up to `timeout` seconds until all live engines of the model follow this change, and return them.
 
-        With `wait=None` the client does not wait, and returns none.
+        With 0 the client does not wait, and returns none.
 
         Raises:
             EditPending: some engines do not follow it yet.
         """
-        if wait is None:
+        if not timeout:
             return ()
         bus = self._session.open_bus()
         behind: list[str] = []
-        with anyio.move_on_after(wait):
+        with anyio.move_on_after(timeout):
             while True:
                 engines = [engine for engine in await bus.engines() if engine.model == self.model]
                 behind = [engine.engine for engine in engines if engine.edits < generation]
                 if not behind:
                     return engines
                 await anyio.sleep(_POLL_S)
-        raise EditPending(name, behind, wait)
-
-
-def _check_wait(wait: float | None) -> None:
-    if wait is not None:
-        check_seconds("wait", wait, most=math.inf)
+        raise EditPending(name, behind, timeout)
 
 
 class EditWatch(Watcher[tuple[str, EditRecord]]):

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import anyio
 
+from tracewire.checks import Duration, check_limit, check_seconds, check_text
 from tracewire.error_mapping import bus_errors
+from tracewire.errors import EngineTooOld, UnknownEngine
+from tracewire.traces.model import Model, model_name
+
+from .listing import Listing
 
 if TYPE_CHECKING:
+    from tracewire.traces.session import Session
     from tracewire_bus.bus import Bus
     from tracewire_bus.wire.messages import EngineInfo
 
-__all__ = ["Draining", "Engine"]
+__all__ = ["Draining", "Engine", "Engines"]
 
 #: How often `Draining.wait` checks whether the engine has left, in seconds.
 _LOOK_S = 0.2
@@ -98,13 +105,85 @@ class Draining:
         self.waiting = waiting
         self._bus = bus
 
-    async def wait(self) -> None:
-        """Wait until it has left the registry.
+    async def wait(self, *, timeout: Duration | None = None) -> None:
+        """Wait until it has left the registry, for up to `timeout` seconds; with `None` for as long as it takes.
 
         Raises:
+            TimeoutError: it has not left by then.
             BusUnavailable: Redis does not answer.
             ClientClosed: the client was closed.
+            ValueError: `timeout` is negative.
         """
-        with bus_errors():
+        limit = check_limit("timeout", timeout)
+        with bus_errors(), anyio.fail_after(limit):
             while await self._bus.alive(self.engine.name):  # noqa: ASYNC110  (Redis sends no event)
                 await anyio.sleep(_LOOK_S)
+
+    def __repr__(self) -> str:
+        return f"<Draining of {self.engine.name}>"
+
+
+class Engines:
+    """The engines that live now. `Client.engines` is one."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def list(self, *, model: Model | str | None = None) -> Listing[Engine]:
+        """All of them (of one model, if one is named), by model, then by when they started.
+
+        Raises:
+            TypeError: `model` is neither a model nor its name.
+        """
+        wanted = None if model is None else model_name(model)
+
+        async def pages() -> AsyncIterator[Sequence[Engine]]:
+            yield [Engine.of(engine) for engine in await self._session.models.engines(wanted)]
+
+        return Listing(pages)
+
+    async def get(self, name: str) -> Engine:
+        """One of them.
+
+        Raises:
+            UnknownEngine: no such engine lives. Names those that do.
+        """
+        return _found(check_text("name", name), await self.list())
+
+    async def drain(self, engine: Engine | str, *, timeout: Duration | None = None, by: str | None = None) -> Draining:
+        """Have an engine take nothing new, finish what it runs, and leave; its supervisor does not start it again.
+
+        The request is made on return. The registry says `draining` as soon as the engine takes nothing new, and
+        `Draining.wait` returns when the engine has left. After `timeout` seconds the engine puts the traces that still
+        run back, ahead of later submissions, and they run anew on another engine. Without a `timeout` it runs all of
+        its traces to their end, paused ones included. The call can be repeated; the earliest timeout counts.
+
+        Raises:
+            UnknownEngine: no such engine lives. Names those that do.
+            EngineTooOld: its version cannot be asked to drain. SIGTERM drains it.
+            BusUnavailable: Redis does not answer; the request may have been made.
+            ValueError: `timeout` is negative.
+        """
+        name = engine.name if isinstance(engine, Engine) else check_text("engine", engine)
+        seconds = None if timeout is None else check_seconds("timeout", timeout)
+        author = self._session.name if by is None else check_text("by", by)
+        engines = await self.list()
+        drained = _found(name, engines)
+        if not drained.can_drain:
+            raise EngineTooOld(name, drained.schema)
+        bus = self._session.open_bus()
+        with bus_errors():
+            await bus.drain(name, by=author, within_s=seconds)
+            waiting = await bus.queue.waiting(drained.model)
+        others = [one.name for one in engines if one.model == drained.model and one.ready and one.name != name]
+        return Draining(bus, drained, tuple(others), waiting)
+
+    def __repr__(self) -> str:
+        return "<Engines>"
+
+
+def _found(name: str, engines: Sequence[Engine]) -> Engine:
+    for engine in engines:
+        if engine.name == name:
+            return engine
+    raise UnknownEngine(name, [engine.name for engine in engines])

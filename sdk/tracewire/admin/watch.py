@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Sequence
+from typing import TYPE_CHECKING
+
+from tracewire.checks import check_text
+from tracewire.error_mapping import bus_errors
 from tracewire.traces.readers import Watcher
 from tracewire_bus.store.lifecycle import GroupWatch, Lifecycle
 from tracewire_bus.store.lifecycle import Watch as BusWatch
 
-__all__ = ["Watch"]
+from .listing import Listing
+
+if TYPE_CHECKING:
+    from tracewire.traces.session import Session
+
+__all__ = ["Watch", "WatchGroups"]
 
 
 class Watch(Watcher[Lifecycle]):
@@ -40,3 +50,28 @@ class Watch(Watcher[Lifecycle]):
             event = await self._next()
             if self._model is None or event.model == self._model:
                 return event
+
+
+class WatchGroups:
+    """The groups of watches that share events (`client.watch(group=...)`). `Client.watch_groups` is one."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def list(self) -> Listing[str]:
+        """Their names."""
+
+        async def pages() -> AsyncIterator[Sequence[str]]:
+            with bus_errors():
+                names = await self._session.open_bus().watch_groups.names()
+            yield names
+
+        return Listing(pages)
+
+    async def remove(self, group: str) -> bool:
+        """Remove a group, with the events that it had not acknowledged. Returns whether it existed."""
+        with bus_errors():
+            return await self._session.open_bus().watch_groups.remove(check_text("group", group))
+
+    def __repr__(self) -> str:
+        return "<WatchGroups>"

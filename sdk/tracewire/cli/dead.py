@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
 
-from tracewire.admin.dead_letters import DeadLetter
-from tracewire.client import Client, connect
+from tracewire.client import connect
 from tracewire.errors import UnknownDeadLetter
 
 from .format import timestamp
@@ -36,33 +34,21 @@ def add_dead(commands: Any, shared: argparse.ArgumentParser) -> None:
             action.add_argument("ids", metavar="ID", nargs=1 if name == "show" else "+", help="the dead letter's id")
 
 
-async def _all_letters(client: Client) -> AsyncIterator[DeadLetter]:
-    after = ""
-    while page := await client.dead_letters(after):
-        for letter in page:
-            yield letter
-        after = page[-1].id
-
-
 async def _list(options: argparse.Namespace) -> int:
     async with connect(options.url, prefix=options.prefix) as client:
-        async for letter in _all_letters(client):
-            if options.model is None or letter.model == options.model:
-                print("\t".join((letter.id, timestamp(letter.time), letter.model, letter.trace_id, letter.reason)))
+        async for letter in client.dead_letters.list(model=options.model):
+            print("\t".join((letter.id, timestamp(letter.time), letter.model, letter.trace_id, letter.reason)))
     return 0
 
 
 async def _show(options: argparse.Namespace) -> int:
     async with connect(options.url, prefix=options.prefix) as client:
-        async for letter in _all_letters(client):
-            if letter.id == options.ids[0]:
-                shown = {name: getattr(letter, name) for name in ("id", "model", "reason", "problem")}
-                shown["trace"] = letter.trace_id
-                shown["time"] = timestamp(letter.time)
-                shown["submission"] = msgspec.to_builtins(letter.submission, builtin_types=(bytes,))
-                print(json.dumps(shown, ensure_ascii=False, indent=2, default=_json_fallback))
-                return 0
-    raise UnknownDeadLetter(options.ids[0])
+        letter = await client.dead_letters.get(options.ids[0])
+    shown = {name: getattr(letter, name) for name in ("id", "model", "trace_id", "reason", "problem")}
+    shown["time"] = timestamp(letter.time)
+    shown["submission"] = msgspec.to_builtins(letter.submission, builtin_types=(bytes,))
+    print(json.dumps(shown, ensure_ascii=False, indent=2, default=_json_fallback))
+    return 0
 
 
 def _json_fallback(value: Any) -> str:
@@ -72,13 +58,13 @@ def _json_fallback(value: Any) -> str:
 async def _resubmit(options: argparse.Namespace) -> int:
     async with connect(options.url, prefix=options.prefix) as client:
         for id_ in options.ids:
-            print(f"{id_} is trace {await client.resubmit(id_)} now", flush=True)
+            print(f"{id_} is trace {await client.dead_letters.resubmit(id_)} now", flush=True)
     return 0
 
 
 async def _drop(options: argparse.Namespace) -> int:
     async with connect(options.url, prefix=options.prefix) as client:
         for id_ in options.ids:
-            if not await client.drop_dead_letter(id_):
+            if not await client.dead_letters.drop(id_):
                 raise UnknownDeadLetter(id_)
     return 0

@@ -67,7 +67,7 @@ def _add_host(parser: argparse.ArgumentParser, text: str) -> None:
 
 async def _engines(options: argparse.Namespace) -> int:
     async with connect(options.url, prefix=options.prefix) as client:
-        engines = await client.engines(options.model)
+        engines = await client.engines.list(model=options.model)
     if options.json:
         print(json.dumps([asdict(engine) for engine in engines], indent=2))
         return 0
@@ -97,7 +97,7 @@ async def _drain(options: argparse.Namespace) -> int:
             if not here:
                 print(f"tracewire: no engine of host {options.host!r} lives (tracewire engines)", file=sys.stderr)
                 return 1
-        drained = [await client.drain(name, timeout=options.timeout) for name in dict.fromkeys(names)]
+        drained = [await client.engines.drain(name, timeout=options.timeout) for name in dict.fromkeys(names)]
         asked = {one.engine.name for one in drained}
         for one in drained:
             print(f"{one.engine.name}: asked to drain; it runs {one.engine.running} traces", flush=True)
@@ -117,7 +117,7 @@ async def names_of_host(client: Client, host: str) -> list[str]:
     """The names of a host's engines. One that Redis has just kept waiting may be out of the registry for a moment."""
     with anyio.move_on_after(_RENEWED_S):
         while True:
-            if found := [engine.name for engine in await client.engines() if engine.host == host]:
+            if found := [engine.name for engine in await client.engines.list() if engine.host == host]:
                 return found
             await anyio.sleep(0.2)
     return []
@@ -126,8 +126,8 @@ async def names_of_host(client: Client, host: str) -> list[str]:
 async def _ready(options: argparse.Namespace) -> int:
     """Returns 0 if there is such an engine."""
     try:
-        async with connect(options.url, prefix=options.prefix, patience=_PROBE_S) as client:
-            engines = await client.engines(options.model)
+        async with connect(options.url, prefix=options.prefix, retry_timeout=_PROBE_S) as client:
+            engines = await client.engines.list(model=options.model)
     except ConnectError as error:
         if not options.alive:
             raise
@@ -153,7 +153,7 @@ async def _ready(options: argparse.Namespace) -> int:
 
 async def _models(options: argparse.Namespace) -> int:
     async with connect(options.url, prefix=options.prefix) as client:
-        for info in await client.models():
+        for info in await client.models.list():
             engines = f"{len(info.engines)} engine{'s' if len(info.engines) != 1 else ''}"
             print(
                 f"{info.name}\t{engines}\t{info.running} of {info.capacity} traces\t{info.dtype}\t"
@@ -161,5 +161,5 @@ async def _models(options: argparse.Namespace) -> int:
                 + (f"\tits engines differ in: {', '.join(info.differs)}" if info.differs else "")
             )
             if options.tree:
-                print((await client.model(info.name)).tree)
+                print((await client.models.get(info.name)).tree)
     return 0

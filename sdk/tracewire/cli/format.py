@@ -15,14 +15,14 @@ __all__ = ["event_line", "lifecycle_line", "short_value", "timestamp"]
 def lifecycle_line(event: Lifecycle) -> str:
     """One lifecycle event, with tabs between its columns."""
     more = [event.status or "", event.error or ""]
-    if event.kind in ("accepted", "restarted"):
+    if event.type in ("accepted", "restarted"):
         more.append(f"by {event.engine}, attempt {event.attempt}")
-    if event.kind == "queued" and event.client:
+    if event.type == "queued" and event.client:
         more.append(f"by {event.client}")
     if event.tokens is not None:
         more.append(f"{event.tokens} tokens")
     return "\t".join(
-        (timestamp(event.time), event.kind, event.trace, event.model, ", ".join(part for part in more if part))
+        (timestamp(event.time), event.type, event.trace_id, event.model, ", ".join(part for part in more if part))
     ).rstrip()
 
 

@@ -19,6 +19,8 @@ logger = logging.getLogger("tracewire")
 
 #: How long a client that is closed waits for submissions after its patience is over, in seconds.
 _LEAVE_S = 2.0
+#: The most that a client that is closed waits for submissions, however patient it is, in seconds.
+_DRAIN_S = 60.0
 
 
 class QueuedSubmission:
@@ -114,8 +116,8 @@ class BackgroundSubmissions:
         return queued
 
     async def drain(self) -> None:
-        """Wait until all are durable or refused, for as long as the client is patient."""
-        with anyio.move_on_after(self._patience_s):
+        """Wait until all are durable or refused, for as long as the client is patient, a minute at most."""
+        with anyio.move_on_after(min(self._patience_s, _DRAIN_S)):
             await self._drain()
 
     async def _drain(self) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from tracewire.capture.capture import ModelHandle
+from tracewire.checks import check_text
 from tracewire.errors import TracewireError
+from tracewire.options import WithOptions, check_names
 
 from .tracer import Tracer
 
@@ -18,7 +20,16 @@ if TYPE_CHECKING:
     from .served_models import ModelInfo
     from .session import Session
 
-__all__ = ["Model"]
+__all__ = ["Model", "model_name"]
+
+
+def model_name(model: ModelHandle | str) -> str:
+    """The name of a model that the caller asks about."""
+    if isinstance(model, ModelHandle):
+        return model.name
+    if not check_text("model", model):
+        raise ValueError("model: expected a model of client.models.get(), or its name, got an empty one")
+    return model
 
 
 class Model(ModelHandle):
@@ -37,7 +48,12 @@ class Model(ModelHandle):
         self._session = session
 
     def trace(
-        self, prompt: PromptInput | None = None, /, *, prompts: Sequence[PromptInput] | None = None, **options: Any
+        self,
+        prompt: PromptInput | None = None,
+        /,
+        *,
+        prompts: Sequence[PromptInput] | None = None,
+        **options: Unpack[WithOptions],
     ) -> Tracer:
         """A trace whose block is the body of a `with`, which is captured as source and runs on the engine only.
 
@@ -53,14 +69,17 @@ class Model(ModelHandle):
 
         Raises:
             BlockError: as the `with` is entered or left, for a body that cannot be captured.
+            UnknownOption: at once; a keyword is neither an option nor a sampling param.
             TraceRejected: as it is left; something in it cannot be submitted.
         """
         if self._session is None:
-            raise TracewireError("this handle has no client to submit by: take it from client.model()")
-        if "max_new_tokens" in options:
+            raise TracewireError("this handle has no client to submit by: take it from client.models.get()")
+        check_names(options, WithOptions)
+        given: dict[str, Any] = {**options}
+        if "max_new_tokens" in given:
             # nnsight's word.
-            options["max_tokens"] = options.pop("max_new_tokens")
-        return Tracer(self._session, self.name, prompt, prompts, options)
+            given["max_tokens"] = given.pop("max_new_tokens")
+        return Tracer(self._session, self.name, prompt, prompts, given)
 
     #: nnsight's other word for the same: there is no forward pass apart from generation.
     generate = trace

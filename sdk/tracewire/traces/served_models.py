@@ -113,7 +113,7 @@ class ServedModels:
         await self._look(0)
         return [ModelInfo.of(engines) for engines in self._engines.values()]
 
-    async def find(self, name: str, wait_for_engine: float | None = None, age: float = _REGISTRY_AGE_S) -> ServedModel:
+    async def find(self, name: str, timeout: float = 0.0, age: float = _REGISTRY_AGE_S) -> ServedModel:
         """A model by its name, from a registry that was read at most `age` seconds ago.
 
         Raises:
@@ -122,13 +122,13 @@ class ServedModels:
         await self._look(age)
         if name not in self._engines:
             await self._look(0)
-        if name not in self._engines and wait_for_engine:
-            with anyio.move_on_after(wait_for_engine):
+        if name not in self._engines and timeout:
+            with anyio.move_on_after(timeout):
                 while name not in self._engines:
                     await anyio.sleep(_POLL_S)
                     await self._look(0)
         if name not in self._engines:
-            raise UnknownModel(name, self._engines, wait_for_engine)
+            raise UnknownModel(name, self._engines, timeout or None)
         engines = self._engines[name]
         info = self._infos.get(name)
         if info is None:

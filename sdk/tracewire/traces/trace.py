@@ -19,6 +19,7 @@ from tracewire.error_mapping import bus_errors, refusals, rejection
 from tracewire.errors import StateMismatch, TracewireError
 from tracewire_bus.bus import BusUnavailable
 from tracewire_bus.domain.fold import DigestMismatch, Fold
+from tracewire_bus.store.trace_records import LiveState
 from tracewire_bus.wire.messages import Submission
 
 from . import control
@@ -202,6 +203,10 @@ class Trace(Reader):
         """Change its live parameters: `Client.steer`."""
         return await control.steer(self._session, self.id, values, more, if_version=if_version, by=by)
 
+    async def get_live(self) -> LiveState:
+        """Its live parameters as they are now: `Client.get_live`."""
+        return await control.live_state(self._session, self.id)
+
     async def cancel(self, reason: str = "", *, by: str | None = None) -> bool:
         """Have it end now, as `cancelled`: `Client.cancel`."""
         return await control.cancel(self._session, self.id, reason, by=by)
@@ -316,7 +321,7 @@ class Trace(Reader):
                     fate = "it goes on" if self._submission.detach else "it was cancelled then"
                     raise TracewireError(
                         f"trace {self.id} was closed before its end was read: {fate}, and "
-                        f"client.subscribe({self.id!r}) or client.state({self.id!r}) reads it"
+                        f"client.subscribe({self.id!r}) or client.get_state({self.id!r}) reads it"
                     )
                 self._handle(event)
             finally:

@@ -22,11 +22,12 @@ import ast
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import anyio
 
 from tracewire.errors import BlockOnly, TracewireError
+from tracewire.options import SamplingOptions, check_names
 from tracewire.submission import checked_trace_id, make_submission, split_options
 from tracewire_bus.wire.messages import Submission
 
@@ -146,10 +147,10 @@ class Tracer(Trace):
         elif not body.source.is_empty:
             block = capture_body(body.source, body.scope, self, {}, shared)
         self._session.open_bus()
-        chosen, sampling = split_options({**options, "prompts": prompts, "shared": shared})
+        chosen, sampling = split_options({**options, "shared": shared}, prompts)
         return make_submission(self._session.name, self.model, self._prompt, block, chosen, sampling)
 
-    def invoke(self, prompt: PromptInput | None = None, /, **sampling: Any) -> Invoker:
+    def invoke(self, prompt: PromptInput | None = None, /, **sampling: Unpack[SamplingOptions]) -> Invoker:
         """A prompt with a block of its own, in the body of a `with model.trace(...)` that has none.
 
             with model.trace(max_tokens=8) as tracer:
@@ -163,7 +164,8 @@ class Tracer(Trace):
         if self._scope is None:
             given = "" if self._prompt is None and self._prompts is None else ": it was given a prompt"
             raise TracewireError(f"tracer.invoke() belongs into the body of `with model.trace(...)`{given}")
-        return Invoker(self, self._scope, prompt, sampling)
+        check_names(sampling, SamplingOptions)
+        return Invoker(self, self._scope, prompt, {**sampling})
 
     # --- submission ---------------------------------------------------------------------------------------------------
 

@@ -295,7 +295,7 @@ async def _at_work(url: str) -> None:
     options = {"live": {"alpha": 0.0}, "detach": True, "max_tokens": TOKENS}
     async with (
         Bus.open(url, prefix=PREFIX, retention_s=10**8) as bus,
-        tracewire.connect(url, prefix=PREFIX, client="service") as client,
+        tracewire.connect(url, prefix=PREFIX, name="service") as client,
     ):
 
         async def until(trace: str, event_id: str) -> None:
@@ -324,7 +324,7 @@ async def _at_work(url: str) -> None:
             await on_stream("ended", tracewire.Paused)
             await client.resume("ended")
             await on_stream("ended", tracewire.Resumed)
-            while (await client.state("ended")).status is None:
+            while (await client.get_state("ended")).status is None:
                 steps.set()
                 await anyio.sleep(0.01)
             await ended.aclose()

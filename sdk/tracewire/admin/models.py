@@ -1,0 +1,49 @@
+"""The models that engines serve, as `client.models`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import TYPE_CHECKING
+
+from tracewire.checks import Duration, check_limit, check_text
+from tracewire.traces.model import Model
+
+from .listing import Listing
+
+if TYPE_CHECKING:
+    from tracewire.traces.served_models import ModelInfo
+    from tracewire.traces.session import Session
+
+__all__ = ["Models"]
+
+
+class Models:
+    """The models that live engines serve now. `Client.models` is one."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def list(self) -> Listing[ModelInfo]:
+        """All of them, by name."""
+
+        async def pages() -> AsyncIterator[Sequence[ModelInfo]]:
+            yield await self._session.models.infos()
+
+        return Listing(pages)
+
+    async def get(self, name: str, *, timeout: Duration | None = 0.0) -> Model:
+        """A model's handle, with its module tree.
+
+        `timeout` is how long to wait for an engine that serves it: by default not at all; with `None` for as long as
+        it takes.
+
+        Raises:
+            UnknownModel: no live engine serves a model of this name. Names those that are served.
+            ValueError: `timeout` is negative.
+        """
+        check_text("name", name)
+        served = await self._session.models.find(name, check_limit("timeout", timeout), age=0)
+        return Model(served.info, served.trees, self._session)
+
+    def __repr__(self) -> str:
+        return "<Models>"

@@ -1,0 +1,108 @@
+"""The keyword arguments of a trace, typed: its options, and vLLM's sampling params."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, TypedDict
+
+from tracewire_bus.wire.messages import DeclaredIntervention
+
+from .checks import Duration
+from .errors import UnknownOption
+
+__all__ = ["SamplingOptions", "TraceOptions", "WithOptions", "check_names"]
+
+
+class SamplingOptions(TypedDict, total=False):
+    """Sampling params by vLLM's names, and `lora`, of a trace or of one of its prompts.
+
+    What is left out has vLLM's default. The engine's vLLM checks the values, and may be too old for some params.
+    """
+
+    n: int
+    """How many sequences to sample of each prompt."""
+    max_tokens: int | None
+    """The most tokens to sample."""
+    min_tokens: int
+    """How many tokens to sample before an end is possible."""
+    temperature: float
+    """Randomness; 0 samples the likeliest token."""
+    top_p: float
+    """Samples among the likeliest tokens whose probabilities add up to this, from 0 to 1."""
+    top_k: int
+    """Samples among so many of the likeliest tokens; 0 or -1: among all."""
+    min_p: float
+    """Samples among tokens of at least this probability, relative to the likeliest token's."""
+    seed: int | None
+    """Seed of the sampling; the client makes one up where there is none."""
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    stop: str | Sequence[str] | None
+    """Texts that end the output."""
+    stop_token_ids: Sequence[int] | None
+    """Tokens that end the output."""
+    include_stop_str_in_output: bool
+    ignore_eos: bool
+    """Whether to go on after the model's end-of-sequence token."""
+    bad_words: Sequence[str] | None
+    allowed_token_ids: Sequence[int] | None
+    logit_bias: Mapping[int, float] | None
+    """What is added to the logits of tokens, by token id."""
+    logprobs: int | None
+    """Of how many likeliest tokens to report the log-probabilities, for each sampled token."""
+    prompt_logprobs: int | None
+    """The same for each token of the prompt."""
+    prompt_logprob_start: int | None
+    prompt_logprob_token_ids: Sequence[int] | None
+    logprob_token_ids: Sequence[int] | None
+    detokenize: bool
+    skip_special_tokens: bool
+    spaces_between_special_tokens: bool
+    structured_outputs: Mapping[str, Any] | None
+    """A constraint on the output: `{"json": schema}`, `{"regex": ...}`, `{"choice": [...]}`, `{"grammar": ...}`."""
+    thinking_token_budget: int | None
+    repetition_detection: Mapping[str, Any] | None
+    watermarking: bool | None
+    routed_experts_prompt_start: int
+    trace_decode_token_ids: Sequence[int] | None
+    lora: str | None
+    """Name of an adapter that the engine was started with, to run with."""
+    extra_sampling: Mapping[str, Any]
+    """Sampling params that a newer vLLM has and this list has not, by name. They are sent as they are."""
+
+
+class TraceOptions(SamplingOptions, total=False):
+    """The keyword arguments of `Client.trace`: sampling params, and these. `Client.trace` says what they mean."""
+
+    interventions: Sequence[DeclaredIntervention]
+    live: Mapping[str, Any] | None
+    deadline: Duration | None
+    priority: int
+    detach: bool
+    on_engine_loss: Literal["restart", "fail"]
+    max_attempts: int
+    edits: Sequence[str] | None
+    trace_id: str | None
+    shared: Mapping[str, Any] | None
+
+
+class WithOptions(TraceOptions, total=False):
+    """The keyword arguments of `Model.trace`: those of `Client.trace`, and nnsight's name for one of them."""
+
+    max_new_tokens: int | None
+    """The same as `max_tokens`."""
+
+
+def check_names(given: Iterable[str], kind: type[SamplingOptions], field: str = "") -> None:
+    """Refuse keyword arguments that are not of this kind, with the nearest name that is.
+
+    Raises:
+        UnknownOption: one of them is not; its field is its name after `field`.
+    """
+    known: frozenset[str] = getattr(kind, "__optional_keys__")  # noqa: B009  (mypy does not know it of a class)
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, sorted(known), 1)
+            raise UnknownOption(field + name, name, near[0] if near else None)
