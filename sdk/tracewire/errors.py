@@ -30,6 +30,7 @@ __all__ = [
     "SaveMissing",
     "StateMismatch",
     "SteerRejected",
+    "TextChanged",
     "TraceEnded",
     "TraceForgotten",
     "TraceRejected",
@@ -39,6 +40,7 @@ __all__ = [
     "UnknownEngine",
     "UnknownModel",
     "UnknownModulePath",
+    "UnknownOption",
     "UnknownPosition",
     "UnknownTrace",
     "UntransportableVariable",
@@ -468,6 +470,24 @@ class SaveMissing(TracewireError, KeyError):
     def __str__(self) -> str:
         # A KeyError shows its message as a key.
         return str(self.args[0])
+
+
+class TextChanged(TracewireError):
+    """A trace runs again after its engine was lost, and its text differs from what `text_stream` has yielded.
+
+    It does when its live parameters were changed before. Iterating over the trace yields a `Restarted` instead.
+
+    Attributes:
+        trace_id: the trace's id.
+        length: how many characters were yielded.
+    """
+
+    def __init__(self, trace_id: str, length: int) -> None:
+        self.trace_id = trace_id
+        self.length = length
+        super().__init__(
+            f"trace {trace_id} runs again, and its text differs from the {length} characters that were yielded"
+        )
 
 
 class AmbiguousResult(TracewireError, LookupError):

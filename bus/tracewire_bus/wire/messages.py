@@ -18,7 +18,7 @@ Invokes, choices and token indices count from 0. Times are seconds since the epo
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import msgspec
 
@@ -405,7 +405,10 @@ class Manifest(Message, array_like=True):
 
 
 class Event(Message, array_like=True):
-    """Base of what stands on a trace's stream, under the id `<attempt>-<seq>`; a final's is the greatest id."""
+    """Base of what stands on a trace's stream, under the id `<attempt>-<seq>`; a final's is the greatest id.
+
+    Each event that callers see has a `type`, a literal, by which type checkers tell the events apart.
+    """
 
     attempt: int
     seq: int
@@ -436,6 +439,7 @@ class Accepted(Event, tag="accepted"):
     versions.
     """
 
+    type: ClassVar[Literal["accepted"]] = "accepted"
     engine: str
     model: str
     queued_at: float = 0.0
@@ -548,7 +552,12 @@ class Steered(SteeredBase, tag="steered"):
     Several that came within one step share an event; only what the last of them left holds for any token.
     """
 
+    type: ClassVar[Literal["steered"]] = "steered"
     changes: list[Change] = []
+
+    def first_token(self, invoke: int = 0, choice: int = 0) -> int | None:
+        """Index of the first token of a choice that these values hold for; `None` if the choice had ended before."""
+        return next((one.index for one in self.first if (one.invoke, one.choice) == (invoke, choice)), None)
 
 
 class RawSteered(SteeredBase, tag="steered"):
@@ -563,6 +572,7 @@ class Paused(Event, tag="paused"):
     `by` is the client that asked for it; `time` when the engine did it, in seconds since the epoch.
     """
 
+    type: ClassVar[Literal["paused"]] = "paused"
     by: str = ""
     time: float = 0.0
 
@@ -570,6 +580,7 @@ class Paused(Event, tag="paused"):
 class Resumed(Event, tag="resumed"):
     """The trace goes on from where it was paused. `by` and `time` are as for `Paused`."""
 
+    type: ClassVar[Literal["resumed"]] = "resumed"
     by: str = ""
     time: float = 0.0
 
@@ -580,6 +591,7 @@ class Waiting(Event, tag="waiting"):
     What was folded stands until then. `reason` says why; `time` is when that was told, in seconds since the epoch.
     """
 
+    type: ClassVar[Literal["waiting"]] = "waiting"
     reason: str = ""
     time: float = 0.0
 
@@ -587,6 +599,7 @@ class Waiting(Event, tag="waiting"):
 class Restarted(Event, tag="restarted"):
     """The trace runs again from its beginning, as the next attempt: whoever folds starts over. `reason` says why."""
 
+    type: ClassVar[Literal["restarted"]] = "restarted"
     reason: str = ""
 
 
@@ -628,6 +641,7 @@ class Final(Event, tag="final"):
     what a block did that its author hardly meant, at the author's own line.
     """
 
+    type: ClassVar[Literal["final"]] = "final"
     status: Status
     error: Failure | None = None
     usage: Usage = msgspec.field(default_factory=Usage)

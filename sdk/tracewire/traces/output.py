@@ -6,7 +6,7 @@ consumer first asks for it: a consumer of the text alone does not pay for arrays
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias
 
 import msgspec
 
@@ -42,6 +42,7 @@ __all__ = [
     "Event",
     "Final",
     "Gap",
+    "Item",
     "Output",
     "Paused",
     "Restarted",
@@ -53,19 +54,8 @@ __all__ = [
 ]
 
 
-class Output(OutputBase, tag="o", dict=True):
-    """What one vLLM output adds to one choice: usually one token, its text, and what the block newly saved.
-
-    `token_ids[k]` has index `index + k` in its choice, and `deltas[k]` is what was saved in the step that sampled it.
-
-    Attributes:
-        id: where to go on, as `subscribe(trace, since=output.id)`: `<attempt>-<seq>`.
-        invoke, choice: which of the trace's prompts, and which of its `n` sampled sequences; both from 0.
-        text: what the tokens add to the choice's text.
-        time: when the step of the last of them ended, in seconds since the epoch by the engine's clock.
-        finish_reason, stop_reason: vLLM's words for why the choice ended, when this is its last output.
-        logprobs: if they were asked for, for each token a dict of token id to `(logprob, rank, text)`.
-    """
+class Saving(OutputBase, dict=True):
+    """What `Output` and `Shared` have in common: what was saved, decoded when it is first asked for."""
 
     #: `deltas` as they arrived, of all names.
     encoded_deltas: msgspec.Raw = msgspec.Raw(b"\x90")
@@ -96,20 +86,15 @@ class Output(OutputBase, tag="o", dict=True):
             return deltas
         return [[change for change in step if change.path[0] in names] for step in deltas]
 
-    def __repr__(self) -> str:
-        size = memoryview(self.encoded_deltas).nbytes
-        where = f"invoke {self.invoke}, choice {self.choice}, from token {self.index}"
-        return f"<Output {self.id} of {where}: {self.token_ids}, {self.text!r}, saves of {size} bytes>"
-
-    def only(self, names: frozenset[str]) -> Output:
-        """This output with only what concerns these saved names."""
+    def only(self, names: frozenset[str]) -> Self:
+        """This event with only what concerns these saved names."""
         copy = msgspec.structs.replace(self)
         copy.__dict__.update(_names=names, _loader=self.__dict__.get("_loader"))
         return copy
 
     @property
     def delta(self) -> dict[str, Any]:
-        """What this output adds to the saves, by saved name: the new items of a list, the new keys of a dict, a value.
+        """What this event adds to the saves, by saved name: the new items of a list, the new keys of a dict, a value.
 
         A list that grows by one item a step shows as a list of one item, a dict that gains a key as a dict of one,
         nested containers likewise. What is not new by name (a list's item replaced, a key deleted) stands in `deltas`
@@ -122,11 +107,35 @@ class Output(OutputBase, tag="o", dict=True):
         return merged
 
 
-class Shared(Output, tag="x", dict=True):
-    """What the trace's shared values gained, in one step or several: an output of no prompt, without tokens or text.
+class Output(Saving, tag="o", dict=True):
+    """What one vLLM output adds to one choice: usually one token, its text, and what the block newly saved.
+
+    `token_ids[k]` has index `index + k` in its choice, and `deltas[k]` is what was saved in the step that sampled it.
+
+    Attributes:
+        id: where to go on, as `subscribe(trace, since=output.id)`: `<attempt>-<seq>`.
+        invoke, choice: which of the trace's prompts, and which of its `n` sampled sequences; both from 0.
+        text: what the tokens add to the choice's text.
+        time: when the step of the last of them ended, in seconds since the epoch by the engine's clock.
+        finish_reason, stop_reason: vLLM's words for why the choice ended, when this is its last output.
+        logprobs: if they were asked for, for each token a dict of token id to `(logprob, rank, text)`.
+    """
+
+    type: ClassVar[Literal["output"]] = "output"
+
+    def __repr__(self) -> str:
+        size = memoryview(self.encoded_deltas).nbytes
+        where = f"invoke {self.invoke}, choice {self.choice}, from token {self.index}"
+        return f"<Output {self.id} of {where}: {self.token_ids}, {self.text!r}, saves of {size} bytes>"
+
+
+class Shared(Saving, tag="x", dict=True):
+    """What the trace's shared values gained, in one step or several: an event of no prompt, without tokens or text.
 
     `invoke` is -1. What was shared is one value for all its prompts, so it stands apart from what each of them saves.
     """
+
+    type: ClassVar[Literal["shared"]] = "shared"
 
     def __repr__(self) -> str:
         size = memoryview(self.encoded_deltas).nbytes
@@ -140,6 +149,8 @@ class Gap:
     them before they were read. Nothing is lost of what they came to: `state` has it, and the events that follow go on
     from there.
     """
+
+    type: ClassVar[Literal["gap"]] = "gap"
 
     __slots__ = ("_data", "_loader", "_names", "_schema", "since", "trace_id", "until")
 
@@ -192,10 +203,15 @@ class Gap:
         return f"<Gap in {self.trace_id}: what came after {self.since} up to {self.until} was trimmed>"
 
 
-AnyEvent: TypeAlias = Accepted | Output | Steered | Paused | Resumed | Waiting | Restarted | Final
+AnyEvent: TypeAlias = Accepted | Output | Shared | Steered | Paused | Resumed | Waiting | Restarted | Final
 """What stands on a trace's stream."""
-Event: TypeAlias = Accepted | Output | Steered | Paused | Resumed | Waiting | Restarted | Gap | Final
-"""What stands on a trace's stream, or in place of what was trimmed, as `subscribe` yields it."""
+Event: TypeAlias = Accepted | Output | Shared | Steered | Paused | Resumed | Waiting | Restarted | Gap | Final
+"""What stands on a trace's stream, or in place of what was trimmed, as `subscribe` yields it.
+
+`event.type` tells them apart: `"accepted"`, `"output"`, `"shared"`, `"steered"`, `"paused"`, `"resumed"`, `"waiting"`,
+`"restarted"`, `"gap"` and `"final"`."""
+Item: TypeAlias = Output | Shared | Steered | Paused | Resumed | Waiting | Restarted | Gap
+"""What iterating a trace yields: events but for its acceptance and its end."""
 
 
 def _merge(merged: dict[str, Any], change: Delta) -> None:
@@ -231,7 +247,7 @@ def _own(value: Any) -> Any:
 
 def only(event: Event, names: frozenset[str]) -> Event:
     """`event` with only what concerns these saved names."""
-    if isinstance(event, Output | Gap):
+    if isinstance(event, Output | Shared | Gap):
         return event.only(names)
     if isinstance(event, Final):
         return msgspec.structs.replace(

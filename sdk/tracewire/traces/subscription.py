@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import difflib
 import logging
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
 from typing import TYPE_CHECKING
 
 import anyio
 
 from tracewire.error_mapping import bus_errors
-from tracewire.errors import UnknownTrace
+from tracewire.errors import SaveMissing, UnknownTrace
+from tracewire_bus.domain.fold import Fold
+from tracewire_bus.store.keys import FINAL_ID
+from tracewire_bus.wire.messages import Status
 
+from .ending import Ending
 from .event_reader import EventReader
+from .event_stream import EventStream
 from .output import Event, Final, only
-from .readers import Reader
+from .state import Result
 
 if TYPE_CHECKING:
     from .session import Session
@@ -23,8 +28,11 @@ __all__ = ["Subscription"]
 
 logger = logging.getLogger("tracewire")
 
+#: A place in any trace that only its final is after.
+_BEFORE_FINAL = f"{FINAL_ID.partition('-')[0]}-0"
 
-class Subscription(Reader):
+
+class Subscription(EventStream[Event]):
     """A trace's events, in order, each once: first what is there, then what comes, up to and with the final.
 
     In place of events that were trimmed comes a `Gap` with the state after them.
@@ -41,7 +49,7 @@ class Subscription(Reader):
             for name in names:
                 if not isinstance(name, str):
                     raise TypeError(f"names is a collection of saved names, and {name!r} is none")
-        self.trace_id = trace_id
+        self.trace_id = self._trace_id = trace_id
         self._session = session
         self._reader = reader
         self._names = names
@@ -61,6 +69,62 @@ class Subscription(Reader):
         """
         if self._started:
             return
+        await self._find()
+        await self._reader.start()
+        self._started = True
+
+    async def check(self) -> None:
+        """Begin to read, as `start` does, and refuse names that the trace can be told to have not: before a service
+        answers with a stream, say. What a running trace will save is not known, and not refused.
+
+        Raises:
+            UnknownTrace: no such trace was submitted, or it has expired.
+            SaveMissing: the trace has ended well, and saved nothing under one of the names.
+        """
+        await self.start()
+        final = await self._final() if self._names else None
+        if final is not None and self._names is not None:
+            missing = sorted(_missing(final, self._names))
+            if missing:
+                raise SaveMissing(self.trace_id, missing[0], _saved(final), "", True)
+
+    async def result(self) -> Result:
+        """Wait for the trace's end; return what was generated and saved, compared with what the engine collected.
+
+        With `names`, the result has these saves alone. It reads the trace from its beginning, apart from what is
+        iterated over, and can be called at any time.
+
+        Raises:
+            UnknownTrace: no such trace was submitted, or it has expired.
+            TraceRejected: the trace never ran; `field` says why.
+            InterventionError: its block raised; `result` holds what there was until then.
+            TraceFailed: its engine could not go on, or it was cancelled or expired; `result` likewise.
+            StateMismatch: what arrived is not what the engine collected.
+        """
+        await self._find()
+        fold = Fold(self._names, verifying=True)
+        async for _ in self._read_apart("start", fold):
+            if fold.finished:
+                break
+        ending = Ending(self.trace_id, fold)
+        ending.raise_failure()
+        return ending.verified()
+
+    async def until_done(self) -> Status:
+        """Wait for the trace's end; return how it ended: `"finished"`, `"stopped"`, `"cancelled"`, `"expired"`,
+        `"rejected"` or `"failed"`. It reads apart from what is iterated over.
+
+        Raises:
+            UnknownTrace: no such trace was submitted, or it has expired.
+        """
+        await self._find()
+        while (final := await self._final()) is None:
+            async for event in self._read_apart("now"):
+                if isinstance(event, Final):
+                    return event.status
+        return final.status
+
+    async def _find(self) -> None:
         bus = self._session.open_bus()
         with bus_errors():
             known, left = await bus.records.left(self.trace_id)
@@ -68,8 +132,28 @@ class Subscription(Reader):
                 raise UnknownTrace(self.trace_id)
         if left is not None:
             self._session.presence.watch_deadline(self.trace_id, max(0.0, left))
-        await self._reader.start()
-        self._started = True
+
+    async def _final(self) -> Final | None:
+        """The trace's final, if it has ended."""
+        bus = self._session.open_bus()
+        with bus_errors():
+            if await bus.tail_id(self.trace_id) != FINAL_ID:
+                return None
+        async for event in self._read_apart(_BEFORE_FINAL):
+            if isinstance(event, Final):
+                return event
+        return None
+
+    async def _read_apart(self, since: str, fold: Fold | None = None) -> AsyncIterator[Event]:
+        """Events by a reader that ends with this iteration."""
+        reader = EventReader(self.trace_id, self._session.open_bus(), since)
+        try:
+            await reader.start()
+            while (event := await reader.next(fold)) is not None:
+                yield event
+        finally:
+            with anyio.CancelScope(shield=True):
+                await reader.aclose()
 
     async def aclose(self) -> None:
         """Stop reading. Idempotent, and finishes even when cancelled."""
@@ -94,16 +178,24 @@ class Subscription(Reader):
 
     def _missed(self, final: Final, names: frozenset[str]) -> None:
         """Say which of the names the trace has never saved anything as."""
-        if final.status not in ("finished", "stopped"):
-            return
-        saved = {entry.name for entry in final.manifest} | {where.split(".", 2)[-1] for where in final.save_errors}
-        for name in sorted(names - saved):
-            near = difflib.get_close_matches(name, sorted(saved), 1)
+        saved = _saved(final)
+        for name in sorted(_missing(final, names)):
+            near = difflib.get_close_matches(name, saved, 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             logger.warning(
                 "a subscription to trace %s asked for the save %r, which the trace never had (it has %s)%s",
-                *(self.trace_id, name, ", ".join(sorted(saved)) or "none", hint),
+                *(self.trace_id, name, ", ".join(saved) or "none", hint),
             )
 
     def __repr__(self) -> str:
         return f"<Subscription to {self.trace_id} at {self.position}>"
+
+
+def _saved(final: Final) -> list[str]:
+    """The names that a trace saved, or could not send."""
+    return sorted({entry.name for entry in final.manifest} | {where.split(".", 2)[-1] for where in final.save_errors})
+
+
+def _missing(final: Final, names: frozenset[str]) -> Iterable[str]:
+    """Those of the names that a trace which ended well never saved anything as."""
+    return names.difference(_saved(final)) if final.status in ("finished", "stopped") else ()

@@ -10,25 +10,25 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Self
 
 import anyio
 import msgspec
 
-from tracewire.error_mapping import bus_errors, refusals, rejection
-from tracewire.errors import StateMismatch, TracewireError
+from tracewire.error_mapping import bus_errors, refusals
+from tracewire.errors import TracewireError
 from tracewire_bus.bus import BusUnavailable
-from tracewire_bus.domain.fold import DigestMismatch, Fold
+from tracewire_bus.domain.fold import Fold
 from tracewire_bus.store.trace_records import LiveState
-from tracewire_bus.wire.messages import Submission
+from tracewire_bus.wire.messages import Status, Submission
 
 from . import control
+from .ending import Ending
 from .event_reader import EventReader
-from .failures import InterventionError, TraceFailed
+from .event_stream import EventStream
 from .large import offload_large_arrays
 from .model_checks import check_submission
-from .output import Accepted, Event, Final, Gap, Output, Paused, Restarted, Resumed, Steered, Waiting
-from .readers import Reader
+from .output import Accepted, Event, Final, Gap, Item, Waiting
 from .state import Result, State
 
 if TYPE_CHECKING:
@@ -38,24 +38,20 @@ __all__ = ["Trace"]
 
 logger = logging.getLogger("tracewire")
 
-Item: TypeAlias = Output | Steered | Paused | Resumed | Waiting | Restarted | Gap
-"""What iterating a trace yields."""
-
 #: How long leaving a trace waits for Redis to hear of it, in seconds.
 _LEAVE_S = 2.0
 
 
-class Trace(Reader):
+class Trace(EventStream[Item]):
     """One submission, and its outputs as they come.
 
     An async context manager: entering it returns once the submission is durable, and leaving it stops reading.
-    `start()` and `aclose()` do the same by hand. Leaving before the end was read cancels the trace, for all its
-    consumers, unless it was submitted with `detach=True`; then it goes on to its end.
+    `start()` and `aclose()` do the same by hand; reading a trace that was not started starts it. Leaving before the end
+    was read cancels the trace, for all its consumers, unless it was submitted with `detach=True`; then it goes on to
+    its end.
 
-    An async iterator of `Output` items, and of `Steered`,
-    `Paused`, `Resumed`, `Waiting` and
-    `Restarted` ones when that happens, and a `Gap` in place of what was trimmed
-    before it was read; over when the trace is. Each
+    An async iterator of `Output` items, and of `Shared`, `Steered`, `Paused`, `Resumed`, `Waiting` and `Restarted` ones
+    when that happens, and a `Gap` in place of what was trimmed before it was read; over when the trace is. Each
     item comes once: tasks that iterate at once share them, and who wants all of them again subscribes. A rejected trace
     raises `TraceRejected` in place of its first item; one whose block failed raises `InterventionError` after its last
     output.
@@ -64,11 +60,14 @@ class Trace(Reader):
     def __init__(self, session: Session, submission: Submission) -> None:
         self._session = session
         self._submission = submission
+        self._trace_id = submission.trace
         self._fold = Fold(verifying=True)
         self._reader: EventReader | None = None
         self._closed = False
         #: Whether Redis may have it although `start` failed.
         self._unconfirmed = False
+        #: While some task starts it.
+        self._starting: anyio.Event | None = None
         #: Whether some task reads the next event; the others wait for its progress.
         self._reading = False
         self._progress = anyio.Event()
@@ -78,8 +77,7 @@ class Trace(Reader):
         self._iterating = False
         self._items_dropped = False
         self._accepted: Accepted | None = None
-        self._result: Result | None = None
-        self._mismatch: DigestMismatch | None = None
+        self._ended: Ending | None = None
 
     @property
     def id(self) -> str:
@@ -97,11 +95,18 @@ class Trace(Reader):
         return self._fold.status
 
     def __repr__(self) -> str:
+        fold = self._fold
         if self._reader is None:
-            state = "not started"
-        else:
-            state = self._fold.status or ("closed" if self._closed else "running")
-        return f"<Trace {self.id} on {self.model!r}: {state}>"
+            return f"<Trace {self.id} of {self.model}: {'closed' if self._closed else 'not started'}>"
+        running = "closed" if self._closed else "paused" if fold.paused else "running" if self._accepted else "queued"
+        parts = [fold.status or running]
+        if tokens := sum(len(choice.token_ids) for choice in fold.choices.values()):
+            parts.append(f"{tokens} tokens")
+        if fold.live_version:
+            parts.append(f"steered to version {fold.live_version}")
+        if fold.attempt > 1:
+            parts.append(f"attempt {fold.attempt}")
+        return f"<Trace {self.id} of {self.model}: {', '.join(parts)}>"
 
     # --- life ---------------------------------------------------------------------------------------------------------
 
@@ -117,10 +122,13 @@ class Trace(Reader):
                 then. Unless it is, or was submitted with `detach=True`, the client cancels it when Redis answers.
             BusRefused: Redis does not allow it.
         """
+        while self._starting is not None:
+            await self._starting.wait()
         if self._reader is not None:
             return
         if self._closed:
             raise TracewireError(f"trace {self.id} is closed")
+        starting = self._starting = anyio.Event()
         self._session.presence.do_not_cancel(self.id)
         try:
             await self._start()
@@ -128,6 +136,9 @@ class Trace(Reader):
             if self._unconfirmed:
                 self._cancel_later("its submission was not confirmed in time")
             raise
+        finally:
+            self._starting = None
+            starting.set()
         self._unconfirmed = False
 
     async def _start(self) -> None:
@@ -230,7 +241,7 @@ class Trace(Reader):
         """
         await self._read_until(lambda: self._accepted is not None or self._fold.finished)
         if self._accepted is None or self._fold.status == "rejected":
-            self._raise_failure()
+            self._ending().raise_failure()
         assert self._accepted is not None
         return self._accepted
 
@@ -248,7 +259,7 @@ class Trace(Reader):
         await self._read_until(lambda: bool(self._items) or self._fold.finished)
         if self._items:
             return self._items.popleft()
-        self._raise_failure()
+        self._ending().raise_failure()
         raise StopAsyncIteration
 
     def state(self) -> State:
@@ -267,42 +278,30 @@ class Trace(Reader):
             TraceFailed: its engine could not go on, or it was cancelled or expired; `result` likewise.
             StateMismatch: what arrived is not what the engine collected.
         """
+        await self._read_to_end()
+        ending = self._ending()
+        ending.raise_failure()
+        return ending.verified()
+
+    async def until_done(self) -> Status:
+        """Read to the end; return how the trace ended: `"finished"`, `"stopped"`, `"cancelled"`, `"expired"`,
+        `"rejected"` or `"failed"`. It can be called whenever `result` can.
+        """
+        await self._read_to_end()
+        assert self._fold.status is not None
+        return self._fold.status
+
+    async def _read_to_end(self) -> None:
         if not self._iterating and not self._fold.finished:
             # Nobody is there to get them: keep the state only.
             self._keep_items = False
         await self._read_until(lambda: self._fold.finished)
-        self._built_result()
-        try:
-            self._raise_failure()
-        except TracewireError as failure:
-            # Why it ended comes first: that is the caller's to mend.
-            raise failure from self._state_mismatch()
-        return self._verified()
 
-    def _verified(self) -> Result:
-        """The result, if it is what the engine collected."""
-        result = self._built_result()
-        mismatch = self._state_mismatch()
-        if mismatch is not None:
-            raise mismatch
-        return result
-
-    def _state_mismatch(self) -> StateMismatch | None:
-        """How what arrived differs from what the engine collected, if it does."""
-        found = self._mismatch
-        return None if found is None else StateMismatch(f"trace {self.id}: {found}", found.names)
-
-    def _built_result(self) -> Result:
-        """The result, built and compared once."""
-        if self._result is None:
-            try:
-                self._fold.verify()
-            except DigestMismatch as error:
-                self._mismatch = error
-            self._result = Result(self.id, self._fold)
-            for warning in self._result.warnings:
-                logger.warning("trace %s: %s", self.id, warning)
-        return self._result
+    def _ending(self) -> Ending:
+        """Its end, which was read, built and compared once."""
+        if self._ended is None:
+            self._ended = Ending(self.id, self._fold)
+        return self._ended
 
     async def _read_until(self, done: Callable[[], bool]) -> None:
         """Read and fold events until `done`. Several tasks may wait: one of them reads, one event a turn, for all."""
@@ -310,12 +309,11 @@ class Trace(Reader):
             if self._reading:
                 await self._progress.wait()
                 continue
-            if self._reader is None:
-                raise TracewireError(
-                    f"trace {self.id} has not been started: enter it with `async with`, or await its start()"
-                )
             self._reading = True
             try:
+                if self._reader is None:
+                    await self.start()
+                    assert self._reader is not None
                 event = await self._reader.next(self._fold)
                 if event is None:
                     fate = "it goes on" if self._submission.detach else "it was cancelled then"
@@ -344,20 +342,3 @@ class Trace(Reader):
             else:
                 self._items.clear()
                 self._items_dropped = True
-
-    def _raise_failure(self) -> None:
-        """Raise what the trace ended with, if it did not end well."""
-        status, error = self._fold.status, self._fold.error
-        if status in ("finished", "stopped"):
-            return
-        if status == "rejected" and error is not None:
-            raise rejection(error, self.id)
-        if status == "failed" and error is not None and error.field == "block":
-            raise InterventionError.of(error, self.id, self._built_result())
-        raise TraceFailed(
-            error.message if error else "",
-            trace_id=self.id,
-            status=status or "failed",
-            type=error.type if error else None,
-            result=self._built_result(),
-        )

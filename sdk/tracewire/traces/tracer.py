@@ -248,7 +248,7 @@ class Tracer(Trace):
             raise TracewireError(
                 f"the saves of trace {self.id} are read at its end: iterate over it or await its result() first"
             )
-        return merged(self._verified())
+        return merged(self._ending().verified())
 
 
 def merged(result: Result) -> dict[str, Any]:

@@ -1,0 +1,120 @@
+"""What a trace and a subscription have in common: their outputs alone, and their text as it comes."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import AsyncIterator
+from typing import Generic, TypeVar
+
+from tracewire.errors import AmbiguousResult, TextChanged
+
+from .ending import failure_of
+from .output import Event, Output
+from .readers import Reader
+from .state import State
+
+__all__ = ["EventStream"]
+
+E = TypeVar("E", bound=Event)
+
+
+class EventStream(Reader, Generic[E]):
+    """An async iterator of a trace's events."""
+
+    _trace_id: str
+
+    @abstractmethod
+    async def __anext__(self) -> E:
+        """The next event."""
+
+    async def outputs(self) -> AsyncIterator[Output]:
+        """The outputs alone, as they come. Each item is read once: this and iterating share the items.
+
+        A trace that runs again after its engine was lost puts its outputs out again, from index 0 on. What was trimmed
+        before it was read is left out.
+        """
+        async for event in self:
+            if isinstance(event, Output):
+                yield event
+
+    async def text_stream(self, *, invoke: int | None = None, choice: int | None = None) -> AsyncIterator[str]:
+        """The text of one choice as it comes, in pieces that are not empty: of the only choice, or of the one that
+        `invoke` and `choice` name, both from 0.
+
+        The pieces together are the choice's text, each part of it once: also where the trace runs again after its
+        engine was lost, and where events were trimmed before they were read. Each item is read once: this and iterating
+        share the items.
+
+        Raises:
+            AmbiguousResult: the trace has several choices, and the arguments name none.
+            TextChanged: the trace runs again, and puts out another text than it did before.
+            TraceRejected: the trace never ran.
+            InterventionError: its block raised.
+            TraceFailed: its engine could not go on, or it was cancelled or expired.
+        """
+        text = _Text(self._trace_id, invoke, choice)
+        async for event in self:
+            if piece := text.piece(event):
+                yield piece
+
+
+class _Text:
+    """The text of one choice, and how much of it was handed out."""
+
+    def __init__(self, trace_id: str, invoke: int | None, choice: int | None) -> None:
+        self._trace_id = trace_id
+        self._named = invoke is not None or choice is not None
+        self._wanted = (invoke or 0, choice or 0)
+        #: What was handed out, in pieces.
+        self._handed: list[str] = []
+        #: How many characters an attempt that repeats the text has put out; None once it has caught up.
+        self._repeated: int | None = None
+
+    def piece(self, event: Event) -> str:
+        """What an event adds."""
+        match event.type:
+            case "output":
+                where = event.invoke, event.choice
+                if where != self._wanted:
+                    self._check(where)
+                    return ""
+                return self._add(event.text)
+            case "gap":
+                return self._whole(event.state)
+            case "restarted":
+                self._repeated = 0
+            case "final":
+                failure = failure_of(self._trace_id, event.status, event.error)
+                if failure is not None:
+                    raise failure
+        return ""
+
+    def _check(self, where: tuple[int, int]) -> None:
+        if not self._named:
+            raise AmbiguousResult(
+                f"trace {self._trace_id} has several choices: text_stream(invoke={where[0]}, choice={where[1]}) "
+                "reads one of them"
+            )
+
+    def _whole(self, state: State) -> str:
+        found = {(one.invoke, one.choice): one.text for invoke in state.invokes for one in invoke.choices}
+        for where in found:
+            if where != self._wanted:
+                self._check(where)
+        self._repeated = 0
+        return self._add(found.get(self._wanted, ""))
+
+    def _add(self, text: str) -> str:
+        if self._repeated is not None:
+            self._handed = ["".join(self._handed)]
+            handed = self._handed[0]
+            expected = handed[self._repeated : self._repeated + len(text)]
+            if not text.startswith(expected):
+                raise TextChanged(self._trace_id, len(handed))
+            self._repeated += len(text)
+            text = text[len(expected) :]
+            if self._repeated >= len(handed):
+                self._repeated = None
+        if text:
+            self._handed.append(text)
+        return text

@@ -1,0 +1,258 @@
+"""The easy ways of reading: text, outputs, results and ends, of traces and of subscriptions."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import anyio
+import pytest
+
+import tracewire
+from tests.scripted import ScriptedEngine, Stage, engine_info, tiny
+from tracewire import (
+    AmbiguousResult,
+    Client,
+    Output,
+    Prompt,
+    SaveMissing,
+    TextChanged,
+    TraceFailed,
+    UnknownTrace,
+)
+from tracewire.traces.event_stream import _Text
+from tracewire_bus.events.reader import Gap as EntryGap
+from tracewire_bus.store.snapshots import Stored
+from tracewire_bus.wire.codec import encode, schema_text
+from tracewire_bus.wire.messages import Failure, FirstToken, HeldChoice, Snapshot
+
+PATIENCE = 20
+
+
+@pytest.fixture
+async def client(embedded: str, prefix: str) -> AsyncIterator[Client]:
+    """A client on the session's Redis."""
+    async with tracewire.connect(embedded, prefix=prefix) as client:
+        yield client
+
+
+@pytest.fixture
+def engine(embedded: str, prefix: str) -> Any:
+    """Runs a scripted engine."""
+    return lambda script=tiny, **info: ScriptedEngine.running(embedded, prefix, script, engine_info(**info))
+
+
+async def all_of(items: AsyncIterator[Any]) -> list[Any]:
+    with anyio.fail_after(PATIENCE):
+        return [item async for item in items]
+
+
+# --- traces -----------------------------------------------------------------------------------------------------------
+
+
+async def test_reading_a_trace_starts_it(client: Client, engine: Any) -> None:
+    async with engine() as serving:
+        assert await all_of(client.trace("tiny", "hello").text_stream()) == ["one", " two", " three"]
+        assert (await client.trace("tiny", "hello").result()).text == "one two three"
+        outputs = await all_of(client.trace("tiny", "hello").outputs())
+        assert [type(one) for one in outputs] == [Output] * 3
+        trace = client.trace("tiny", "hello")
+        async with anyio.create_task_group() as group:
+            for _ in range(3):
+                group.start_soon(trace.result)
+        assert await trace.until_done() == "finished"
+        assert len(serving.taken) == 4
+
+
+async def test_how_it_ended_is_no_error(client: Client, engine: Any) -> None:
+    async def script(stage: Stage) -> None:
+        await stage.accept()
+        await stage.output("one")
+        await stage.final("failed", Failure(type="Test", message="no"))
+
+    async with engine(script):
+        trace = client.trace("tiny", "hello")
+        assert await trace.until_done() == "failed"
+        text = client.trace("tiny", "hello").text_stream()
+        assert await anext(text) == "one"
+        with pytest.raises(TraceFailed, match="no"):
+            await anext(text)
+        subscription = client.subscribe(trace.id)
+        assert await subscription.until_done() == "failed"
+        text = subscription.text_stream()
+        assert await anext(text) == "one"
+        with pytest.raises(TraceFailed, match="no"):
+            await anext(text)
+        with pytest.raises(TraceFailed) as caught:
+            await client.subscribe(trace.id).result()
+        assert caught.value.result is not None
+        assert caught.value.result.text == "one"
+
+
+async def test_the_text_of_one_of_several_choices(client: Client, engine: Any) -> None:
+    async def script(stage: Stage) -> None:
+        await stage.accept()
+        for text in ("a", "b"):
+            for invoke in (0, 1):
+                await stage.output(f"{text}{invoke}", invoke=invoke)
+        await stage.final()
+
+    async with engine(script):
+        prompts = ["x", Prompt("y")]
+        assert await all_of(client.trace("tiny", prompts=prompts).text_stream(invoke=1)) == ["a1", "b1"]
+        assert await all_of(client.trace("tiny", prompts=prompts).text_stream(choice=0)) == ["a0", "b0"]
+        with pytest.raises(AmbiguousResult, match=r"text_stream\(invoke=1, choice=0\)"):
+            await all_of(client.trace("tiny", prompts=prompts).text_stream())
+
+
+async def test_text_goes_on_where_a_trace_runs_again(client: Client, engine: Any) -> None:
+    async def script(stage: Stage) -> None:
+        await stage.accept()
+        await stage.output("one ")
+        await stage.output("two ")
+        await stage.restart("its engine died")
+        await stage.accept()
+        for text in ("o", "ne tw", "o three", " four"):
+            await stage.output(text)
+        await stage.final()
+
+    async with engine(script):
+        assert await all_of(client.trace("tiny", "x").text_stream()) == ["one ", "two ", "three", " four"]
+
+
+async def test_text_that_differs_when_a_trace_runs_again_is_an_error(client: Client, engine: Any) -> None:
+    async def script(stage: Stage) -> None:
+        await stage.accept()
+        await stage.output("one ")
+        await stage.restart("its engine died")
+        await stage.accept()
+        await stage.output("once")
+        await stage.final()
+
+    async with engine(script):
+        text = client.trace("tiny", "x").text_stream()
+        assert await anext(text) == "one "
+        with pytest.raises(TextChanged) as caught, anyio.fail_after(PATIENCE):
+            await anext(text)
+        assert caught.value.length == 4
+
+
+def test_text_that_was_trimmed_is_handed_out_from_the_state() -> None:
+    held = HeldChoice(0, 0, [1, 2, 3], "one two three", None, None, {})
+    stored = Stored(1, 3, schema_text(), encode(Snapshot(attempt=1, seq=3, choices=[held])))
+    gap = tracewire.Gap("t", EntryGap("1-1", "1-3", stored), None)
+    text = _Text("t", None, None)
+    assert text.piece(Output(attempt=1, seq=1, text="one")) == "one"
+    assert text.piece(gap) == " two three"
+    assert text.piece(Output(attempt=1, seq=4, text=" four")) == " four"
+
+
+async def test_a_handle_shows_what_its_trace_does(client: Client, engine: Any) -> None:
+    going = anyio.Event()
+
+    async def script(stage: Stage) -> None:
+        await stage.accept()
+        await stage.output("one")
+        await stage.steered()
+        await stage.output("two")
+        await going.wait()
+        await stage.final()
+
+    async with engine(script):
+        trace = client.trace("tiny", "x", trace_id="ab12", live={"alpha": 1.0})
+        assert repr(trace) == "<Trace ab12 of tiny: not started>"
+        await trace.start()
+        assert repr(trace) == "<Trace ab12 of tiny: queued>"
+        await trace.accepted()
+        assert repr(trace) == "<Trace ab12 of tiny: running>"
+        assert await trace.steer(alpha=2.0) == 1
+        assert (await trace.get_live()).values == {"alpha": 2.0}
+        items = trace.outputs()
+        await anext(items)
+        await anext(items)
+        assert repr(trace) == "<Trace ab12 of tiny: running, 2 tokens, steered to version 1>"
+        going.set()
+        await trace.result()
+        assert repr(trace) == "<Trace ab12 of tiny: finished, 2 tokens, steered to version 1>"
+
+
+def test_the_first_token_of_a_change() -> None:
+    steered = tracewire.Steered(attempt=1, seq=3, version=1, first=[FirstToken(0, 0, 5), FirstToken(1, 2, 7)])
+    assert (steered.first_token(), steered.first_token(1, 2), steered.first_token(invoke=1)) == (5, 7, None)
+
+
+# --- subscriptions ----------------------------------------------------------------------------------------------------
+
+
+async def saving(stage: Stage) -> None:
+    await stage.accept()
+    await stage.save("one", {"projection": 1.5})
+    await stage.save("two", {"projection": 2.5})
+    await stage.final()
+
+
+async def test_a_subscription_waits_for_the_result_beside_its_iteration(client: Client, engine: Any) -> None:
+    async with engine(saving), client.trace("tiny", "x") as trace, client.subscribe(trace.id) as subscription:
+        found: list[Any] = []
+
+        async def wait() -> None:
+            found.extend([await subscription.result(), await subscription.until_done()])
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(wait)
+            assert [one.text async for one in subscription.outputs()] == ["one", "two"]
+        assert (found[0].text, found[0].saves, found[1]) == ("onetwo", {"projection": [1.5, 2.5]}, "finished")
+        assert (await client.subscribe(trace.id, since="now").result()).saves == {"projection": [1.5, 2.5]}
+        assert (await client.subscribe(trace.id, names={"nothing"}).result()).saves == {}
+        assert await client.subscribe(trace.id, since="now").until_done() == "finished"
+
+
+async def test_until_done_waits_for_the_end(client: Client, engine: Any) -> None:
+    gate = anyio.Event()
+
+    async def script(stage: Stage) -> None:
+        await stage.accept()
+        await gate.wait()
+        await stage.final()
+
+    async with engine(script), client.trace("tiny", "x") as trace:
+        await trace.accepted()
+        status: list[str] = []
+
+        async def wait() -> None:
+            status.append(await client.subscribe(trace.id).until_done())
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(wait)
+            await anyio.wait_all_tasks_blocked()
+            assert status == []
+            gate.set()
+        assert status == ["finished"]
+
+
+async def test_a_subscription_is_checked_before_an_answer_begins(
+    client: Client, engine: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    for wait in ("start", "check", "result", "until_done"):
+        with pytest.raises(UnknownTrace):
+            await getattr(client.subscribe("nobody-s"), wait)()
+    async with engine(saving), client.trace("tiny", "x") as trace:
+        running = client.subscribe(trace.id, names={"projction"})
+        await trace.result()
+        await running.start()
+        await client.subscribe(trace.id, names={"projection"}).check()
+        await client.subscribe(trace.id).check()
+        with pytest.raises(SaveMissing, match=r"did you mean 'projection'\?"):
+            await running.check()
+
+
+# --- kinds of events --------------------------------------------------------------------------------------------------
+
+
+def test_each_event_has_a_type_of_its_own() -> None:
+    events = [
+        *(tracewire.Accepted, tracewire.Output, tracewire.Shared, tracewire.Steered, tracewire.Paused),
+        *(tracewire.Resumed, tracewire.Waiting, tracewire.Restarted, tracewire.Gap, tracewire.Final),
+    ]
+    assert [event.type for event in events] == [event.__name__.lower() for event in events]
+    assert not issubclass(tracewire.Shared, tracewire.Output)
