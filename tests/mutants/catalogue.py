@@ -466,10 +466,10 @@ MUTANTS = (
         _CLIENT + "::test_names_limit_what_is_saved_and_nothing_else",
     ),
     _of(
-        f"{_SDK}/traces/trace.py",
+        f"{_SDK}/traces/ending.py",
         "a-mismatch-is-not-told",
-        "                self._mismatch = error\n",
-        "                pass\n",
+        "        if self.mismatch is not None:\n",
+        "        if False:\n",
         _CLIENT + "::test_a_state_that_differs_from_the_engine_s_is_an_error",
     ),
     _of(
