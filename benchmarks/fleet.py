@@ -1,7 +1,7 @@
 """A fleet of engines on one bus: `python -m benchmarks.fleet [--json]`.
 
 Adapters, clients and Redis are real and processes of their own; behind each adapter stands a scripted engine
-(`tests/faults/scripted.py`), which puts out tokens at a fixed pace. Three phases, on one Redis:
+(`tests/support/scripted_engine.py`), which puts out tokens at a fixed pace. Three phases, on one Redis:
 
 - *burst*: as many traces as half of the fleet could run, submitted at once to idle engines.
 - *steady*: traces arrive at random, at 0.6 of what the fleet can serve, and nothing happens to it.
@@ -9,8 +9,8 @@ Adapters, clients and Redis are real and processes of their own; behind each ada
 
 Of each is printed how many traces each engine accepted, in all and for each second that it took any, and the time from
 before the submission to when the engine that took a trace first had accepted it. Every trace's stream is checked
-(`tests/faults/checker.py`): exactly one final, nothing lost, nothing twice, the tokens and values that its prompt asks
-for. The exit status is 1 if anything was found.
+(`tests/faults/harness/checker.py`): exactly one final, nothing lost, nothing twice, the tokens and values that its
+prompt asks for. The exit status is 1 if anything was found.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ import anyio
 
 import tracewire
 from benchmarks.quantiles import quantile
-from tests.faults.checker import Asked, Violation, check_trace
-from tests.faults.processes import Child, Nursery, RedisServer, nursery
-from tests.faults.scripted import acts
+from tests.faults.harness.checker import Asked, Violation, check_trace
+from tests.faults.harness.processes import Child, Nursery, RedisServer, nursery
+from tests.support.scripted_engine import acts
 from tracewire import Client
 from tracewire_bus.bus import Bus
 from tracewire_bus.wire.codec import decode_event

@@ -1,6 +1,7 @@
 """What engines, traces and readers cost the Redis between them: `python -m benchmarks.sizing [--json]`.
 
-Adapters, clients and Redis are real, engines scripted (`tests/faults/scripted.py`). Printed are, as Redis counts them:
+Adapters, clients and Redis are real, engines scripted (`tests/support/scripted_engine.py`). Printed are, as Redis
+counts them:
 
 - of an idle engine: connections, and CPU, commands and bytes a second;
 - of a trace: CPU and memory of one with a single token, and of each further output (one value of 16 bytes with each),
@@ -26,9 +27,9 @@ import anyio
 
 import tracewire
 from benchmarks.processes import at_least
-from tests.faults.processes import Nursery, RedisServer, nursery
-from tests.faults.scripted import acts
-from tests.scripted import engine_info
+from tests.faults.harness.processes import Nursery, RedisServer, nursery
+from tests.support.bus_engine import engine_info
+from tests.support.scripted_engine import acts
 from tracewire import Client
 from tracewire_bus.bus import Bus
 from tracewire_bus.wire.codec import encode

@@ -22,7 +22,7 @@ import tracewire
 from benchmarks.processes import at_least
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from tests.engine import blocks_for_tests as blocks
+from tests.support.blocks import tracing as blocks
 
 RAISES = blocks.raises_at(at=2)
 KINDS = [

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.adapter_command import import_ahead
-from tests.engine_process import (
+from tests.support.adapter_command import import_ahead
+from tests.support.engine_process import (
     BLOB_THRESHOLD,
     SECRET,
     EngineProcess,
@@ -22,6 +23,8 @@ from tracewire_bus.bus import Bus
 from tracewire_bus.transport.embedded import EmbeddedServer
 
 _numbers = count()
+
+_E2E = Path(__file__).parent / "e2e"
 
 
 @pytest.fixture(scope="session")
@@ -51,10 +54,14 @@ def starts_engine() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what starts an engine, so that `make test-engineless` can leave it out."""
+    """Mark what starts an engine, so that `make test-engineless` can leave it out, and run tests/e2e/ last.
+
+    The shared engine starts while other tests run.
+    """
     for item in items:
         if "starts_engine" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.engine)
+    items.sort(key=lambda item: _E2E in item.path.parents)
 
 
 @pytest.fixture(scope="session")

@@ -35,7 +35,7 @@ import msgspec
 import numpy as np
 
 import tracewire
-from tests.faults.scripted import ScriptedEngine, acts, expected, info
+from tests.support.scripted_engine import ScriptedEngine, acts, expected, info
 from tracewire.errors import TracewireError
 from tracewire_bus.bus import Bus
 from tracewire_bus.store.submission_queue import Queue

@@ -30,7 +30,7 @@ import anyio
 import numpy as np
 
 import tracewire
-from tests.engine_inside import engine_inside
+from tests.support.engine_inside import engine_inside
 from tracewire import Probe, Steer
 from tracewire_engine.launch.engine_builder import versions
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.adapter_command import module_command
-from tests.engine_process import EngineProcess
+from tests.support.adapter_command import module_command
+from tests.support.engine_process import EngineProcess
 
 ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"

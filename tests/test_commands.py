@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.engine_process import EngineProcess
+from tests.support.engine_process import EngineProcess
 
 ROOT = Path(__file__).parents[1]
 
@@ -27,7 +27,7 @@ def last_line(*command: str) -> Any:
 
 def test_soak() -> None:
     sizes = ("--traces", "30", "--at-once", "10", "--consumers", "2", "--tokens", "4", "--rate", "50")
-    said = last_line("-m", "tests.faults.soak", *sizes, "--retention", "1", "--every", "0.2")
+    said = last_line("-m", "tests.faults.harness.soak", *sizes, "--retention", "1", "--every", "0.2")
     assert (said["traces"], said["tokens"], said["lost"], said["wrong"]) == (30, 120, 0, [])
     assert said["left_on_the_queue"] == 0
     assert said["samples"] > 0

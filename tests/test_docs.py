@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 import tracewire
-from tests.documented import RUN_BY, RUN_BY_NONE
-from tests.documented import commands as documented
+from tests.support.documented import RUN_BY, RUN_BY_NONE
+from tests.support.documented import commands as documented
 from tracewire.cli.main import build_parser
 
 ROOT = Path(__file__).parents[1]
@@ -42,7 +42,7 @@ FOREIGN = {
     *("--factory", "--timeout-graceful-shutdown", "--workers"),
     *("--from-literal", "--scale", "--strict", "--target", "--wait"),
 }
-#: nnsight's own tests, which docs/nnsight.md and docs/edits.md compare with (tests/nnsight/test_page.py sees to ours).
+#: nnsight's own tests, which docs/nnsight.md and docs/edits.md compare with (tests/test_nnsight_page.py sees to ours).
 NNSIGHT_PAGES = ("nnsight.md", "edits.md")
 
 
@@ -186,7 +186,7 @@ def longest_start(command: str) -> str:
 def test_each_command_is_run_by_a_test_or_it_is_said_why_not(page: Path) -> None:
     for command in documented(page.read_text()):
         start = longest_start(command)
-        assert start, f"no test runs {command!r}: add it to tests/documented.py, with the test or the reason"
+        assert start, f"no test runs {command!r}: add it to tests/support/documented.py, with the test or the reason"
         if start in RUN_BY_NONE:
             print(f"no test runs {command!r}: {RUN_BY_NONE[start]}")
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import tracewire
-from tests.scripted import ScriptedEngine, Stage, engine_info
+from tests.support.bus_engine import ScriptedEngine, Stage, engine_info
 from tracewire_bus.transport.embedded import EmbeddedServer
 from tracewire_bus.wire import messages
 

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine_process import EngineProcess, check_expected, looked_at_inside
+from tests.support.engine_process import EngineProcess, check_expected, looked_at_inside
 
 ROOT = Path(__file__).parents[1]
 
-#: In a folder of tests most of which start an engine.
+#: Of each folder of tests some that start none.
 STARTS_NONE = [f"tests/engine/test_{name}.py" for name in ("answering", "halves", "hosting")]
 #: By a client of the shared engine, by what is found inside one, by a fixture of its own, and in the test itself.
-STARTS_ONE = ["engine/test_readme.py", "engine/test_nnsight_reference.py", "control/test_pause_engine.py"]
-STARTS_ONE = [f"tests/{name}" for name in (*STARTS_ONE, "engine/test_demo.py")]
+STARTS_ONE = ["tracing/test_readme", "tracing/test_nnsight_reference", "steering/test_pause", "serving/test_demo"]
+STARTS_ONE = [f"tests/e2e/{name}.py" for name in STARTS_ONE]
 
 
 def test_what_starts_an_engine_is_marked_and_nothing_else() -> None:
@@ -34,7 +34,7 @@ def test_nobody_sets_the_mark_by_hand() -> None:
 
 
 def test_who_starts_an_engine_unmarked_hears_of_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("tests.engine_process._expected", False)
+    monkeypatch.setattr("tests.support.engine_process._expected", False)
     for start in (check_expected, looked_at_inside, lambda: EngineProcess("redis://localhost", tmp_path)):
         with pytest.raises(RuntimeError, match="asks for the fixture starts_engine"):
             start()

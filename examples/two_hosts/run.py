@@ -3,8 +3,8 @@
     python examples/two_hosts/run.py          # with Docker; builds the image first
     python examples/two_hosts/run.py --keep   # and leave it running
 
-The steps are `walk`; tests/distributed/test_ray_hosts.py carries out compose.yaml's commands in network namespaces, and
-walks it there.
+The steps are `walk`; tests/e2e/parallel/test_ray_hosts.py carries out compose.yaml's commands in network namespaces,
+and walks it there.
 """
 
 # ruff: noqa: ASYNC110

@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from tests.support.redis.proxy import proxy
 from tracewire_bus.bus import Bus, BusUnavailable
 from tracewire_bus.events.writer import UNFINISHED_S
 from tracewire_bus.store.blobs import CHUNK_BYTES, UNACCEPTED_S, BlobMissing
@@ -17,8 +18,6 @@ from tracewire_bus.store.keys import TAGS, Keys
 from tracewire_bus.wire.digests import digest
 from tracewire_bus.wire.packing import pack, unpack
 from tracewire_bus.wire.refs import ArrayRef
-
-from .proxy import proxy
 
 
 def array(nbytes: int) -> np.ndarray[Any, Any]:

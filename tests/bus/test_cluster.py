@@ -14,7 +14,20 @@ import pytest
 from anyio.lowlevel import checkpoint
 from redis.exceptions import AskError, RedisError
 
-from tests.scripted import engine_info
+from tests.bus.test_snapshots import Author, read, same
+from tests.support.bus_engine import engine_info
+from tests.support.redis.servers import (
+    BINARIES,
+    HOST,
+    Cluster,
+    Running,
+    free_port,
+    running_servers,
+    slot_of,
+    until,
+    until_so,
+)
+from tests.support.redis.transports import end_to_end
 from tracewire_bus.bus import FINAL_ID, Bus, BusError, BusUnavailable, Entry, Fenced, NotAllowed
 from tracewire_bus.events.writer import Writer
 from tracewire_bus.store.lifecycle import telling
@@ -25,10 +38,6 @@ from tracewire_bus.transport.scripts import Script
 from tracewire_bus.wire.live_values import live_values
 from tracewire_bus.wire.messages import Invoke, Submission
 from tracewire_bus.wire.packing import pack
-
-from .servers import BINARIES, HOST, Cluster, Running, free_port, running_servers, slot_of, until, until_so
-from .test_snapshots import Author, read, same
-from .transports import end_to_end
 
 RULES = Path(__file__).parents[2] / "deploy" / "redis"
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.equality import equal
+from tests.support.equality import equal
 from tracewire_bus.wire.codec import (
     NewerSchema,
     UnknownKind,

@@ -11,7 +11,7 @@ import anyio
 import pytest
 from anyio.lowlevel import checkpoint
 
-from tests.bus.proxy import proxy
+from tests.support.redis.proxy import proxy
 from tracewire_bus.transport.errors import BusError, BusUnavailable
 from tracewire_bus.transport.link import Link
 from tracewire_bus.transport.pool import Connections

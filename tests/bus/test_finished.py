@@ -8,14 +8,13 @@ import anyio
 import pytest
 
 import tracewire
-from tests.faults.scripted import acts, info, serving
 from tests.faults.test_engine_loss import free
+from tests.support.redis.servers import BINARIES, running_servers, until
+from tests.support.scripted_engine import acts, info, serving
 from tracewire import Client, TraceForgotten
 from tracewire_bus.bus import Bus, BusError, StreamGone
 from tracewire_bus.events import reader
 from tracewire_bus.wire.messages import Failure
-
-from .servers import BINARIES, running_servers, until
 
 PATIENCE = 20
 FAILURE = Failure(type="Test", message="for a test")

@@ -8,14 +8,13 @@ from pathlib import Path
 import anyio
 import pytest
 
+from tests.support.redis.proxy import proxy
 from tracewire_bus.bus import Bus
 from tracewire_bus.store import lifecycle as firehose
 from tracewire_bus.store.lifecycle import GroupRemoved, GroupWatch, Lifecycle, Watch, telling
 from tracewire_bus.store.submission_queue import QueueFull
 from tracewire_bus.transport.errors import BusError
 from tracewire_bus.wire.messages import Failure, Invoke, Submission, Usage
-
-from .proxy import proxy
 
 
 def submission(trace: str, model: str = "m", **more: object) -> Submission:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.equality import equal
+from tests.support.equality import equal
 from tracewire_bus.domain.fold import DigestMismatch, Fold, FoldError
 from tracewire_bus.wire.codec import decode_event, decode_plain, decode_snapshot, encode
 from tracewire_bus.wire.digests import digest

@@ -1,6 +1,6 @@
 """Two versions on one bus: what an earlier schema wrote is read, and what a later minor one may add is passed over.
 
-`tests/bus/golden/` has what each schema put on the bus when it was current; `record.py` there writes it down.
+`tests/golden/` has what each schema put on the bus when it was current; `record.py` there writes it down.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 import tracewire
-from tests.bus.golden import record
-from tests.faults.scripted import ScriptedEngine, expected, serving
+from tests.golden import record
+from tests.support.scripted_engine import ScriptedEngine, expected, serving
 from tracewire import Accepted, Client, Final, Output, Restarted, Steered
 from tracewire_bus import recovery
 from tracewire_bus.bus import Bus
@@ -122,7 +122,7 @@ def test_a_message_that_is_not_written_down_is_noticed() -> None:
         own = set() if bare else {record.RECORDED.get(kind.__name__, kind.__name__)}
         return own.union(*below)
 
-    assert concrete(Message) - seen == set(), "add them to every_message() in tests/bus/golden/record.py"
+    assert concrete(Message) - seen == set(), "add them to every_message() in tests/golden/record.py"
 
 
 # --- processes of both versions on one bus ----------------------------------------------------------------------------
@@ -265,7 +265,7 @@ async def test_a_submission_of_a_later_version_runs_or_is_refused_with_the_reaso
 
 
 def test_the_schema_that_is_written_now_is_written_down_or_newer() -> None:
-    """A schema that was changed has a new minor number; `python -m tests.bus.golden.record` writes it down."""
+    """A schema that was changed has a new minor number; `python -m tests.golden.record` writes it down."""
     latest = max(tuple(map(int, name.split("."))) for name in SCHEMAS)
     assert latest <= SCHEMA
     assert latest[0] == SCHEMA[0]

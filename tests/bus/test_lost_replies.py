@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.bus.proxy import Proxy, proxy
+from tests.support.redis.proxy import Proxy, proxy
 from tracewire_bus.bus import Bus
 from tracewire_bus.store import edits
 from tracewire_bus.store import trace_records as records

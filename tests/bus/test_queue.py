@@ -12,15 +12,14 @@ from pathlib import Path
 import anyio
 import pytest
 
+from tests.bus.test_streams import clients, until
+from tests.support.redis.proxy import proxy
 from tracewire_bus.bus import Bus, BusFull, QueueFull
 from tracewire_bus.store import submission_queue as queue
 from tracewire_bus.store.submission_queue import _PUT, Taken
 from tracewire_bus.transport.embedded import EmbeddedServer
 from tracewire_bus.wire.codec import decode_submission, schema_text
 from tracewire_bus.wire.messages import Invoke, Submission
-
-from .proxy import proxy
-from .test_streams import clients, until
 
 HOSTILE = [
     "",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.bus.proxy import proxy
+from tests.support.redis.proxy import proxy
 from tracewire_bus.bus import Bus, BusError
 from tracewire_bus.store import submission_queue as queue
 from tracewire_bus.store import trace_records as records

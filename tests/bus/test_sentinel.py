@@ -8,12 +8,20 @@ from contextlib import asynccontextmanager
 import anyio
 import pytest
 
+from tests.support.redis.servers import (
+    BINARIES,
+    HOST,
+    Running,
+    Servers,
+    free_port,
+    running_servers,
+    see_that_it_is_dead,
+    until,
+)
+from tests.support.redis.transports import end_to_end
 from tracewire_bus.bus import FINAL_ID, Bus, BusError, BusUnavailable, Entry
 from tracewire_bus.transport.link import Link
 from tracewire_bus.transport.sentinel import Sentinels
-
-from .servers import BINARIES, HOST, Running, Servers, free_port, running_servers, see_that_it_is_dead, until
-from .transports import end_to_end
 
 pytestmark = pytest.mark.parametrize("version", BINARIES)
 

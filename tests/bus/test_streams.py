@@ -12,6 +12,7 @@ from typing import Any
 import anyio
 import pytest
 
+from tests.support.redis.proxy import proxy
 from tracewire_bus.bus import (
     FINAL_ID,
     Bus,
@@ -29,8 +30,6 @@ from tracewire_bus.store.keys import parse_id
 from tracewire_bus.transport.link import Link
 from tracewire_bus.wire.codec import decode_engine, encode, schema_text
 from tracewire_bus.wire.messages import EngineInfo, Invoke, ModuleInfo, Submission
-
-from .proxy import proxy
 
 
 async def until(condition: Callable[[], Awaitable[Any]]) -> None:

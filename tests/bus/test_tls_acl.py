@@ -21,16 +21,15 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 import tracewire
-from tests.scripted import engine_info
+from tests.support.bus_engine import engine_info
+from tests.support.redis.servers import BINARIES, HOST, Cluster, Running, Servers, free_port, running_servers
+from tests.support.redis.transports import end_to_end
 from tracewire import ConnectError
 from tracewire_bus.bus import Bus, BusError, NotAllowed
 from tracewire_bus.wire.codec import encode
 from tracewire_bus.wire.live_values import live_values
 from tracewire_bus.wire.messages import Block, Edit, EditRecord, Invoke, Submission
 from tracewire_bus.wire.packing import pack
-
-from .servers import BINARIES, HOST, Cluster, Running, Servers, free_port, running_servers
-from .transports import end_to_end
 
 RULES = Path(__file__).parents[2] / "deploy" / "redis"
 ROLES = ("consumer", "controller", "editor", "engine")

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from tests.equality import equal
+from tests.support.equality import equal
 from tracewire_bus.wire import packing
 from tracewire_bus.wire.arrays import array_of
 from tracewire_bus.wire.digests import digest

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 import tracewire
-from tests.bus.proxy import proxy
-from tests.control.adapted import PlayedEngine, adapted
-from tests.faults.scripted import acts
-from tests.scripted import engine_info
+from tests.support.bus_engine import engine_info
+from tests.support.played_engine import PlayedEngine, adapted
+from tests.support.redis.proxy import proxy
+from tests.support.scripted_engine import acts
 from tracewire import Accepted, Client, Final, FirstToken, Output, Paused, Resumed, Steered
 from tracewire_bus.bus import Bus
 from tracewire_bus.domain.intervention_checks import normalized

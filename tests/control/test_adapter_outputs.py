@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 import tracewire
-from tests.bus.servers import until
-from tests.control.adapted import PlayedEngine, adapted
-from tests.scripted import engine_info
+from tests.support.bus_engine import engine_info
+from tests.support.played_engine import PlayedEngine, adapted
+from tests.support.redis.servers import until
 from tracewire import Client, Output, Steered, intervention
 from tracewire_bus.bus import Bus
 from tracewire_bus.wire.codec import encode

@@ -29,9 +29,9 @@ from examples.chat_backend.app import create_app
 from examples.chat_backend.problems import of_bus
 from examples.chat_backend.settings import Bend, Settings
 from examples.chat_backend.stream import EventStream
-from tests.bus.proxy import proxy
-from tests.documented import commands as documented
-from tests.scripted import Script, ScriptedEngine, Stage, engine_info
+from tests.support.bus_engine import Script, ScriptedEngine, Stage, engine_info
+from tests.support.documented import commands as documented
+from tests.support.redis.proxy import proxy
 from tracewire_bus.bus import FINAL_ID, Bus
 from tracewire_bus.transport.embedded import EmbeddedServer
 from tracewire_bus.wire.messages import Failure

@@ -11,8 +11,8 @@ import anyio.lowlevel
 import pytest
 
 import tracewire
-from tests.bus.proxy import proxy
-from tests.scripted import ScriptedEngine, Stage, engine_info
+from tests.support.bus_engine import ScriptedEngine, Stage, engine_info
+from tests.support.redis.proxy import proxy
 from tracewire import Accepted, Client, Final, Output, Paused, Resumed
 from tracewire.traces.presence import Presence
 from tracewire_bus.bus import Bus, QueueFull

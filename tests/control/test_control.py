@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import tracewire
-from tests.bus.proxy import proxy
-from tests.scripted import ScriptedEngine, Stage, engine_info, tiny
+from tests.support.bus_engine import ScriptedEngine, Stage, engine_info, tiny
+from tests.support.redis.proxy import proxy
 from tracewire import Client, Final, FirstToken, Output, Steered
 from tracewire_bus.bus import Bus, Fenced
 from tracewire_bus.store.trace_records import SteerRefused

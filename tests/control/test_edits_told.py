@@ -10,7 +10,7 @@ import anyio
 import msgspec
 import pytest
 
-from tests.scripted import engine_info
+from tests.support.bus_engine import engine_info
 from tracewire_bus.bus import Bus
 from tracewire_bus.domain.tree import ModuleTree
 from tracewire_bus.store.edits import Edits

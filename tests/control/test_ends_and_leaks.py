@@ -16,10 +16,10 @@ import msgspec
 import pytest
 
 import tracewire
-from tests.bus.proxy import proxy
-from tests.bus.servers import until_so
-from tests.faults.scripted import ScriptedEngine, acts, info, serving
 from tests.faults.test_engine_loss import Gate
+from tests.support.redis.proxy import proxy
+from tests.support.redis.servers import until_so
+from tests.support.scripted_engine import ScriptedEngine, acts, info, serving
 from tracewire import Client, Final, Steered
 from tracewire_bus.bus import Bus, QueueFull
 from tracewire_bus.transport.errors import BusUnavailable

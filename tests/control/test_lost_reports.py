@@ -11,9 +11,9 @@ import msgspec
 import pytest
 
 import tracewire
-from tests.control.adapted import PlayedEngine, adapted
-from tests.faults.scripted import acts
-from tests.scripted import engine_info
+from tests.support.bus_engine import engine_info
+from tests.support.played_engine import PlayedEngine, adapted
+from tests.support.scripted_engine import acts
 from tracewire import Client
 from tracewire_bus.bus import Bus
 from tracewire_engine.adapter import pending

@@ -19,7 +19,7 @@ import pytest
 
 import tests.fuzz as fuzz
 import tracewire
-from tests.faults.scripted import ScriptedEngine, acts, expected, info, serving
+from tests.support.scripted_engine import ScriptedEngine, acts, expected, info, serving
 from tracewire import Client
 from tracewire_bus.bus import Bus
 from tracewire_bus.domain.limits import MAX_HELPERS, MAX_INVOKES, MAX_SOURCE, LimitExceeded

@@ -19,7 +19,7 @@ pytest.importorskip("vllm")
 
 from vllm.v1.request import RequestStatus
 
-from tests.control.schedulers import PLACES, Core, alone, configuration
+from tests.support.schedulers import PLACES, Core, alone, configuration
 
 
 @pytest.fixture(scope="module")

@@ -20,9 +20,8 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
+from tests.support.schedulers import configuration, following
 from tracewire_engine.core.scheduler import PausingAsyncScheduler, PausingScheduler
-
-from .schedulers import configuration, following
 
 BLOCK = 8
 

@@ -10,9 +10,9 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from tests.bus.proxy import proxy
-from tests.control.adapted import PlayedEngine
-from tests.scripted import engine_info
+from tests.support.bus_engine import engine_info
+from tests.support.played_engine import PlayedEngine
+from tests.support.redis.proxy import proxy
 from tracewire_bus.bus import Bus
 from tracewire_engine.adapter.service import Adapter, Settings
 from tracewire_engine.launch import cli

@@ -20,8 +20,8 @@ from typing import Any
 import anyio
 import anyio.to_thread
 
-from tests.distributed.layouts import served
-from tests.distributed.scenarios import SCENARIOS, same
+from tests.support.parallel.layouts import served
+from tests.support.parallel.scenarios import SCENARIOS, same
 
 LAYOUTS: dict[str, list[str]] = {
     "one": [],

@@ -20,10 +20,10 @@ import psutil
 import pytest
 
 import tracewire
-from tests.engine_process import running_engine
-from tests.faults.scripted import ScriptedEngine, acts, expected, info, serving
 from tests.faults.test_engine_loss import Gate, free
-from tests.scripted import engine_info
+from tests.support.bus_engine import engine_info
+from tests.support.engine_process import running_engine
+from tests.support.scripted_engine import ScriptedEngine, acts, expected, info, serving
 from tracewire import Client, Final, Output, Restarted
 from tracewire.cli import engines as engine_commands
 from tracewire.cli import main as cli
@@ -295,7 +295,7 @@ async def test_the_command_lists_probes_and_drains(
     assert capsys.readouterr().out == "[]\n"
 
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.faults.scripted", *where, "--engine", "scripted", "--rate", "1000"],
+        [sys.executable, "-m", "tests.support.scripted_engine", *where, "--engine", "scripted", "--rate", "1000"],
         stdout=subprocess.PIPE,
         text=True,
     )

@@ -26,8 +26,8 @@ import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
-from tests.equality import equal
-from tests.faults.network import wire
+from tests.support.equality import equal
+from tests.support.network import wire
 from tracewire_bus.bus import Bus
 from tracewire_bus.wire.messages import Block, Invoke, Submission
 from tracewire_bus.wire.packing import pack
@@ -69,7 +69,7 @@ def adapter(patience_s: float = 30.0) -> Iterator[Ends]:
 @contextmanager
 def worker(address: str, patience_s: float = 30.0) -> Iterator[subprocess.Popen[str]]:
     """A worker that has sent its first messages; each line that it is given makes it send a report."""
-    command = [sys.executable, "-m", "tests.distributed.far_worker", address, str(patience_s)]
+    command = [sys.executable, "-m", "tests.support.parallel.far_worker", address, str(patience_s)]
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

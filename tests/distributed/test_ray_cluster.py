@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.adapter_command import adapter_command
+from tests.support.adapter_command import adapter_command
 from tracewire_engine.launch import ray_cluster
 from tracewire_engine.launch.ray_cluster import ClusterError, ClusterUnavailable, joined, parse_address
 from tracewire_engine.protocol.cluster import Cluster, cores_of

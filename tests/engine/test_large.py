@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.equality import equal
+from tests.support.equality import equal
 from tracewire_bus.bus import Bus
 from tracewire_bus.domain.fold import Fold
 from tracewire_bus.store.blobs import CHUNK_BYTES

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import tracewire_engine  # noqa: F401 (before nnsight)
-from tests.equality import equal
+from tests.support.equality import equal
 from tracewire_bus.domain.fold import apply_delta
 from tracewire_bus.wire.digests import digest, encoded_digest
 from tracewire_bus.wire.messages import Append, Delete, Delta, Set

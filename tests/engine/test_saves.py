@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.equality import equal
+from tests.support.equality import equal
 from tracewire_bus.domain.fold import Fold
 from tracewire_bus.wire.codec import decode_event, encode
 from tracewire_bus.wire.digests import digest

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.faults.checker import KINDS, Asked, check_leftovers, check_trace
-from tests.faults.scripted import expected
+from tests.faults.harness.checker import KINDS, Asked, check_leftovers, check_trace
+from tests.support.scripted_engine import expected
 from tracewire_bus.domain.fold import Fold
 from tracewire_bus.store.keys import FINAL_ID
 from tracewire_bus.wire.arrays import array_head, array_payload, encoded_array

@@ -12,7 +12,7 @@ import anyio
 import pytest
 
 import tracewire
-from tests.faults.scripted import ScriptedEngine, acts, expected, info, serving
+from tests.support.scripted_engine import ScriptedEngine, acts, expected, info, serving
 from tracewire import Accepted, Client, Final, Output, Paused, Restarted, Waiting
 from tracewire.traces import presence
 from tracewire_bus import recovery

@@ -11,9 +11,9 @@ import anyio
 import pytest
 
 import tracewire
-from tests.faults.scripted import acts, info, serving
 from tests.faults.test_engine_loss import free
 from tests.faults.test_redis_loss import until
+from tests.support.scripted_engine import acts, info, serving
 from tracewire.traces import presence
 from tracewire_bus.bus import Bus
 from tracewire_bus.events import writer as writing

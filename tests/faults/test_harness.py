@@ -8,10 +8,10 @@ from random import Random
 import anyio
 import pytest
 
-from tests.faults.faults import FAULTS, Fault
-from tests.faults.harness import run, summary
-from tests.faults.network import Wire, wire
-from tests.faults.processes import RedisServer
+from tests.faults.harness.faults import FAULTS, Fault
+from tests.faults.harness.processes import RedisServer
+from tests.faults.harness.trials import run, summary
+from tests.support.network import Wire, wire
 from tracewire_bus.bus import Bus
 
 

@@ -10,7 +10,7 @@ import anyio
 import pytest
 
 import tracewire
-from tests.faults.scripted import ScriptedEngine, acts, info, serving
+from tests.support.scripted_engine import ScriptedEngine, acts, info, serving
 from tracewire import Client
 from tracewire_bus import recovery
 from tracewire_bus.bus import Bus

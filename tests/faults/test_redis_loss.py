@@ -12,10 +12,10 @@ import anyio.lowlevel
 import pytest
 
 import tracewire
-from tests.bus.proxy import proxy
-from tests.faults.scripted import ScriptedEngine, acts, info, serving
-from tests.faults.servers import Server, free_port, server
 from tests.faults.test_engine_loss import Gate, free, some, whole
+from tests.support.redis.durable import Server, free_port, server
+from tests.support.redis.proxy import proxy
+from tests.support.scripted_engine import ScriptedEngine, acts, info, serving
 from tracewire import Client, Final, Output, Restarted
 from tracewire.traces.presence import Presence
 from tracewire_bus import recovery

@@ -15,8 +15,8 @@ import anyio
 import pytest
 
 import tracewire
-from tests.faults.scripted import ScriptedEngine, acts, expected, info, serving
 from tests.faults.test_engine_loss import PATIENCE, Gate, free
+from tests.support.scripted_engine import ScriptedEngine, acts, expected, info, serving
 from tracewire import Accepted, Client, Final, Gap, Output, Restarted
 from tracewire_bus import recovery
 from tracewire_bus.bus import Bus

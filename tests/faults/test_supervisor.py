@@ -12,8 +12,8 @@ import anyio.to_thread
 import psutil
 import pytest
 
-from tests.adapter_command import Done, adapter_command
-from tests.faults.servers import server
+from tests.support.adapter_command import Done, adapter_command
+from tests.support.redis.durable import server
 from tracewire_bus.bus import Bus
 
 RUN = """

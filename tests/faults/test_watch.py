@@ -11,8 +11,8 @@ import sys
 import anyio
 
 import tracewire
-from tests.faults.scripted import ScriptedEngine, acts, serving
 from tests.faults.test_engine_loss import PATIENCE, Gate, free
+from tests.support.scripted_engine import ScriptedEngine, acts, serving
 from tracewire_bus.bus import Bus
 
 MEMBER = """

@@ -835,7 +835,7 @@ MUTANTS = (
         "an-edit-does-not-run-on-a-plain-request",
         "            extra[EDITS_ARG] = chosen.blocks\n",
         "            pass\n",
-        "tests/nnsight/test_edits_openai_engine.py::test_an_edit_changes_what_it_answers_until_it_is_removed",
+        "tests/e2e/edits/test_openai.py::test_an_edit_changes_what_it_answers_until_it_is_removed",
         engine=True,
     ),
     # --- verdicts -----------------------------------------------------------------------------------------------------
@@ -889,21 +889,21 @@ MUTANTS = (
         _EXAMPLES + "::test_the_demo_s_verdict_is_of_what_its_consumers_report",
     ),
     _of(
-        "tests/faults/checker.py",
+        "tests/faults/harness/checker.py",
         "the-checker-misses-what-a-consumer-never-got",
         '    if missing:\n        found.append(Violation("lost", trace, f"{name} never got',
         '    if False:\n        found.append(Violation("lost", trace, f"{name} never got',
         _CHECKER + "::test_what_a_consumer_never_got_at_its_end_is_lost",
     ),
     _of(
-        "tests/faults/checker.py",
+        "tests/faults/harness/checker.py",
         "the-checker-does-not-compare-digests",
         "        if folded(entries).digest() != fold.digest():\n",
         "        if False:\n",
         _CHECKER + "::test_what_a_gap_came_to_is_compared",
     ),
     _of(
-        "tests/faults/checker.py",
+        "tests/faults/harness/checker.py",
         "the-checker-misses-a-dropped-change",
         "asked.steered - set(told)",
         "set()",

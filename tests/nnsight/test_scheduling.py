@@ -1,6 +1,6 @@
 """Traced requests in vLLM's schedulers, without an engine: whole prompts, no shared KV, kept KV; plain ones as ever.
 
-The made-up worker (`tests/control/schedulers.py`) looks at each step whether the KV that a request's tokens read is
+The made-up worker (`tests/support/schedulers.py`) looks at each step whether the KV that a request's tokens read is
 what was computed of them, and by whom: what a traced request computed counts as edited, and may serve nobody else.
 """
 
@@ -18,7 +18,7 @@ pytest.importorskip("vllm")
 
 from vllm.v1.request import RequestStatus
 
-from tests.control.schedulers import PLACES, Core, alone, configuration
+from tests.support.schedulers import PLACES, Core, alone, configuration
 from tracewire_engine.protocol.keys import KEPT_BYTES, STEP_TOKENS
 
 #: How many tokens a step has, and how many the workers take.

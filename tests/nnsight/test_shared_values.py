@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import tracewire
-from tests.control.adapted import PlayedEngine, adapted
-from tests.scripted import engine_info
+from tests.support.bus_engine import engine_info
+from tests.support.played_engine import PlayedEngine, adapted
 from tracewire import Client, Shared, intervention
 from tracewire_bus.bus import Bus
 from tracewire_bus.wire.digests import digest

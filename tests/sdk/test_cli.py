@@ -16,7 +16,7 @@ import anyio.to_thread
 import pytest
 
 import tracewire
-from tests.scripted import ScriptedEngine, Stage, tiny
+from tests.support.bus_engine import ScriptedEngine, Stage, tiny
 from tracewire import Client
 from tracewire.cli import main as cli
 from tracewire_bus.wire.messages import Failure, Set

@@ -21,8 +21,8 @@ import torch
 from anyio.lowlevel import checkpoint
 
 import tracewire
-from tests.bus.proxy import proxy
-from tests.scripted import Script, ScriptedEngine, Stage, engine_info, tiny
+from tests.support.bus_engine import Script, ScriptedEngine, Stage, engine_info, tiny
+from tests.support.redis.proxy import proxy
 from tracewire import (
     AmbiguousResult,
     BrokenStream,

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import tracewire
-from tests.faults.scripted import acts
-from tests.scripted import ScriptedEngine, Stage, engine_info, tiny
+from tests.support.bus_engine import ScriptedEngine, Stage, engine_info, tiny
+from tests.support.scripted_engine import acts
 from tracewire import Client, TraceRejected, UnknownDeadLetter, UnknownModel, ValueMissing
 from tracewire.cli import main as cli
 from tracewire_bus.bus import Bus

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import tracewire
-from tests.nnsight import edit_blocks as blocks
-from tests.scripted import ScriptedEngine, engine_info, tiny
+from tests.support.blocks import edits as blocks
+from tests.support.bus_engine import ScriptedEngine, engine_info, tiny
 from tracewire import Client, Edits, Probe
 from tracewire.cli import main as cli
 from tracewire_bus.bus import Bus

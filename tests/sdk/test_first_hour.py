@@ -11,7 +11,7 @@ import anyio
 import pytest
 
 import tracewire
-from tests.scripted import Script, ScriptedEngine, Stage, engine_info, tiny
+from tests.support.bus_engine import Script, ScriptedEngine, Stage, engine_info, tiny
 from tracewire import (
     BlockError,
     BlockOnly,

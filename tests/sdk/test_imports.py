@@ -38,7 +38,7 @@ def test_import_loads_nothing_heavy(module: str) -> None:
 
 def test_decorating_a_block_loads_nothing_heavy() -> None:
     """A service that only defines its blocks at import pays nothing for them."""
-    statement = "import tracewire, tests.sdk.plain_block"
+    statement = "import tracewire, tests.support.blocks.plain"
     roots = {name.partition(".")[0] for name in imported(statement)}
     assert not roots & (HEAVY | ON_FIRST_USE)
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import tracewire
-from tests.bus.proxy import proxy
-from tests.scripted import Script, ScriptedEngine, Stage, engine_info, tiny
+from tests.support.bus_engine import Script, ScriptedEngine, Stage, engine_info, tiny
+from tests.support.redis.proxy import proxy
 from tracewire import ArrayRef, Client, ConnectError, UntransportableVariable, ValueMissing
 from tracewire_bus.bus import Bus
 from tracewire_bus.store.blobs import CHUNK_BYTES, THRESHOLD_BYTES

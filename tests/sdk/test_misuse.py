@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import tracewire
-from tests.scripted import ScriptedEngine, engine_info, tiny
+from tests.support.bus_engine import ScriptedEngine, engine_info, tiny
 from tracewire import (
     Client,
     LogitLens,

@@ -12,9 +12,9 @@ import anyio
 import pytest
 
 import tracewire
-from tests.bus.proxy import Proxy, proxy
-from tests.bus.servers import until, until_so
-from tests.scripted import ScriptedEngine, Stage, engine_info, tiny
+from tests.support.bus_engine import ScriptedEngine, Stage, engine_info, tiny
+from tests.support.redis.proxy import Proxy, proxy
+from tests.support.redis.servers import until, until_so
 from tracewire import Client, ConnectError
 from tracewire_bus.bus import Bus
 from tracewire_bus.recovery import Recovery

@@ -10,8 +10,8 @@ import anyio
 import pytest
 
 import tracewire
-from tests.bus.proxy import proxy
-from tests.scripted import engine_info
+from tests.support.bus_engine import engine_info
+from tests.support.redis.proxy import proxy
 from tracewire import BusFull, BusRefused, BusUnavailable, Client, ClientClosed, ConnectError
 from tracewire_bus.bus import Bus
 from tracewire_bus.store.submission_queue import Queue, Taken

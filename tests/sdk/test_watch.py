@@ -8,7 +8,7 @@ import anyio
 import pytest
 
 import tracewire
-from tests.scripted import ScriptedEngine, Stage, engine_info, tiny
+from tests.support.bus_engine import ScriptedEngine, Stage, engine_info, tiny
 from tracewire import Client, ConnectError, Final, Gap, Lifecycle, Watch
 from tracewire_bus.bus import Bus
 from tracewire_bus.domain.fold import Fold

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import tracewire
-from tests.scripted import ScriptedEngine, engine_info, tiny
+from tests.support.bus_engine import ScriptedEngine, engine_info, tiny
 from tracewire import Client, Prompt, SamplingOptions, UnknownOption
 from tracewire.submission import Settings, make_submission
 from tracewire_engine.adapter.sampling import FIELDS, RESERVED

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import tracewire
-from tests.scripted import ScriptedEngine, engine_info, tiny
+from tests.support.bus_engine import ScriptedEngine, engine_info, tiny
 from tracewire import UnknownDeadLetter, UnknownEngine
 from tracewire_bus.bus import Bus
 

@@ -11,8 +11,8 @@ import anyio
 import pytest
 
 import tracewire
-from tests.bus.proxy import proxy
-from tests.scripted import ScriptedEngine, Stage, engine_info, tiny
+from tests.support.bus_engine import ScriptedEngine, Stage, engine_info, tiny
+from tests.support.redis.proxy import proxy
 from tracewire import Client, ClientClosed, ConnectError, TracewireError
 
 PATIENCE = 20

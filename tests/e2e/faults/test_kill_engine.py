@@ -1,0 +1,122 @@
+"""A real engine whose processes are killed in the middle: its supervisor starts it again, and its traces go on.
+
+The new one is told to go, which it says on its way out.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import numpy as np
+import psutil
+import pytest
+
+import tracewire
+from tests.support.blocks.steering import steered
+from tests.support.engine_process import EngineProcess, left_running, running_engine
+from tracewire import Client, Output, Restarted
+from tracewire_bus.bus import Bus
+from tracewire_bus.transport.embedded import EmbeddedServer
+
+LENGTH = 200
+PATIENCE = 300
+
+
+@pytest.fixture
+async def own_bus() -> AsyncIterator[str]:
+    """A Redis of a test's own."""
+    async with EmbeddedServer.start() as server:
+        yield server.url
+
+
+def victim(engine: EngineProcess, kind: str) -> psutil.Process:
+    """The process of this kind: the adapter, vLLM's engine core, or one of its workers."""
+    if kind == "adapter":
+        (adapter,) = psutil.Process(engine.process.pid).children()
+        return adapter
+    (found, *_) = [one for one in engine.descendants() if kind in " ".join([one.name(), *one.cmdline()])]
+    return found
+
+
+async def tokens_of(client: Client, trace: str) -> tuple[dict[int, list[int]], list[Any]]:
+    """The tokens that each attempt of a trace put out, and all its events."""
+    tokens: dict[int, list[int]] = {}
+    events = [event async for event in client.subscribe(trace)]
+    for event in events:
+        if isinstance(event, Output):
+            tokens.setdefault(event.attempt, []).extend(event.token_ids)
+    return tokens, events
+
+
+@pytest.mark.usefixtures("starts_engine")
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        pytest.param("EngineCore", (), id="engine core"),
+        pytest.param("adapter", (), id="adapter", marks=pytest.mark.full),
+        pytest.param("Worker", ("--tensor-parallel-size", "2"), id="worker of two", marks=pytest.mark.full),
+    ],
+)
+async def test_a_killed_process_costs_an_attempt_and_nothing_else(
+    own_bus: str, tmp_path: Path, kind: str, options: tuple[str, ...]
+) -> None:
+    environment = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if options else {}
+    with running_engine(own_bus, tmp_path, "--drain", "0.1", *options, environment=environment) as engine:
+        async with tracewire.connect(own_bus) as client, Bus.open(own_bus) as bus:
+            model = await client.models.get("demo", timeout=PATIENCE)
+            vector = np.random.default_rng(5).standard_normal(model.info.hidden_size).astype(np.float32)
+            (before,) = await bus.engines()
+            sampled = {"max_tokens": LENGTH, "ignore_eos": True}
+            greedy = sampled | {"temperature": 0.0}
+            async with (
+                client.trace(
+                    model, "def add(a, b):", steered(direction=vector), live={"alpha": 0.0}, **greedy
+                ) as first,
+                client.trace(model, "import os\n", temperature=1.0, **sampled) as second,
+                client.trace(model, "import os\n", on_engine_loss="fail", temperature=1.0, **sampled) as third,
+            ):
+                for trace in (first, second, third):
+                    async for item in trace:
+                        if isinstance(item, Output) and item.index >= 10:
+                            break
+                assert await first.steer(alpha=3.0) == 1
+                left = engine.descendants()
+                victim(engine, kind).kill()
+                with anyio.fail_after(PATIENCE):
+                    results = [await first.result(), await second.result()]
+                with pytest.raises(tracewire.TraceFailed) as lost:
+                    await third.result()
+            assert lost.value.type == "EngineLost"
+            for trace, result in zip((first, second), results, strict=True):
+                tokens, events = await tokens_of(client, trace.id)
+                assert [event.attempt for event in events if isinstance(event, Restarted)] == [2]
+                assert result.token_ids == tokens[2]
+                assert len(tokens[2]) == LENGTH
+                if trace is second:
+                    # Sampled alike, though nobody named a seed.
+                    assert tokens[1] == tokens[2][: len(tokens[1])]
+                else:
+                    # It begins with what it was steered to.
+                    accepted = [event for event in events if isinstance(event, tracewire.Accepted)]
+                    assert [one.live for one in accepted] == [{"alpha": 0.0}, {"alpha": 3.0}]
+            (after,) = await bus.engines()
+            assert after.engine != before.engine
+            # Nothing of the one before holds memory.
+            _, alive = psutil.wait_procs(left, timeout=60)
+            assert not alive
+            trace = await left_running(client)
+            below = engine.descendants()
+            engine.process.send_signal(signal.SIGTERM)
+            with pytest.raises(tracewire.TraceFailed, match="shut down"):
+                await trace.result()
+            await trace.aclose()
+            status = await anyio.to_thread.run_sync(engine.process.wait)
+            assert status == 0, engine.log.read_text()[-2000:]
+            _, alive = psutil.wait_procs(below, timeout=30)
+            assert not alive
+            assert await client.models.list() == []

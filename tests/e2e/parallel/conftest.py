@@ -1,0 +1,23 @@
+"""One engine that starts while other tests run."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from tests.support.engine_process import is_asked_for
+from tests.support.parallel.layouts import Served, served
+
+
+@pytest.fixture(scope="package")
+async def stages_starting(starts_engine: None, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
+    """An engine of two pipeline stages, with a core each, on its way."""
+    async with served(tmp_path_factory.mktemp("stages"), "--pipeline-parallel-size", "2", wait=False) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="package", autouse=True)
+def _stages_ahead(request: pytest.FixtureRequest) -> None:
+    if is_asked_for("stages_starting", request.session):
+        request.getfixturevalue("stages_starting")

@@ -1,0 +1,402 @@
+"""What `deploy/` says is carried out: each command of the manifests as a process, on a Redis that their script starts.
+
+No container runs here. `redis-server` is the one that the tests have, `tracewire` this package's command, and a
+scripted engine stands where `tracewire engine` does, but in the test that starts a real one.
+"""
+
+# ruff: noqa: ASYNC110, ASYNC220
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import zipfile
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import pytest
+import yaml
+
+import tracewire
+from tests.faults.harness.processes import free_port
+from tests.support import ROOT
+from tests.support.scripted_engine import acts
+from tracewire_bus.bus import Bus
+from tracewire_bus.transport import embedded
+from tracewire_bus.transport.errors import BusError
+
+DEPLOY = ROOT / "deploy"
+USERS = ("engine", "controller", "editor", "consumer", "admin")
+PATIENCE = 60
+
+
+def load(path: Path) -> list[dict[str, Any]]:
+    """The documents of a YAML file."""
+    return list(yaml.safe_load_all(path.read_text()))
+
+
+COMPOSE = load(DEPLOY / "compose.yaml")[0]
+KUSTOMIZATION = load(DEPLOY / "kustomization.yaml")[0]
+RESOURCES = {
+    (one["kind"], one["metadata"]["name"]): one for path in KUSTOMIZATION["resources"] for one in load(DEPLOY / path)
+}
+
+
+def pod(kind: str, name: str) -> dict[str, Any]:
+    """A workload's pod, with its metadata."""
+    template: dict[str, Any] = RESOURCES[kind, name]["spec"]["template"]
+    return template
+
+
+def container(kind: str, name: str) -> dict[str, Any]:
+    """Its one container."""
+    (one,) = pod(kind, name)["spec"]["containers"]
+    return dict(one)
+
+
+ENGINE = container("Deployment", "tracewire-engine")
+REDIS = container("StatefulSet", "tracewire-redis")
+
+
+# --- what must agree --------------------------------------------------------------------------------------------------
+
+
+def test_everything_that_is_referred_to_is_there() -> None:
+    files = {path.relative_to(DEPLOY).as_posix() for path in (DEPLOY / "kubernetes").glob("*.yaml")}
+    assert set(KUSTOMIZATION["resources"]) == files
+    (made,) = KUSTOMIZATION["configMapGenerator"]
+    assert all((DEPLOY / file).is_file() for file in made["files"])
+    labels = {
+        kind: pod(kind, name)["metadata"]["labels"]
+        for kind, name in (("Deployment", "tracewire-engine"), ("StatefulSet", "tracewire-redis"))
+    }
+    for (kind, _), one in RESOURCES.items():
+        spec = one.get("spec", {})
+        if kind in labels:
+            assert spec["selector"]["matchLabels"] == labels[kind]
+        elif kind == "Service":
+            assert spec["selector"] == labels["StatefulSet"]
+        elif kind == "PodDisruptionBudget":
+            assert spec["selector"]["matchLabels"] == labels["Deployment"]
+        elif kind == "NetworkPolicy":
+            assert spec["podSelector"]["matchLabels"] == labels["StatefulSet"]
+            assert {"podSelector": {"matchLabels": labels["Deployment"]}} in spec["ingress"][0]["from"]
+    volumes = {one["name"]: one for one in pod("StatefulSet", "tracewire-redis")["spec"]["volumes"]}
+    assert volumes["setup"]["configMap"]["name"] == made["name"]
+    (password,) = (one for one in ENGINE["env"] if "valueFrom" in one)
+    assert password["valueFrom"]["secretKeyRef"] == {
+        "name": volumes["secrets"]["secret"]["secretName"],
+        "key": "engine",
+    }
+    stages = re.findall(r"^FROM \S+ AS (\S+)$", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE)
+    assert COMPOSE["services"]["engine"]["build"]["target"] in stages
+    for sources, _ in copied():
+        assert all((ROOT / name).exists() for name in sources), sources
+
+
+def copied() -> Iterator[tuple[list[str], str]]:
+    """What the Dockerfile copies from the repository, and where to."""
+    for line in re.findall(r"^COPY (?!--from)(.+)$", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE):
+        *sources, target = line.split()
+        yield sources, target
+
+
+def test_what_an_image_is_given_makes_a_whole_wheel(tmp_path: Path) -> None:
+    """The first stage's last command, on the files that it copies and no others."""
+    for sources, target in copied():
+        if target.startswith("/"):
+            continue
+        for source in sources:
+            where = tmp_path / target / Path(source).name if target == "./" else tmp_path / target
+            where.parent.mkdir(parents=True, exist_ok=True)
+            if (ROOT / source).is_dir():
+                shutil.copytree(ROOT / source, where, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy(ROOT / source, where)
+    build = ["pip", "wheel", "--no-cache-dir", "--no-deps", "--no-build-isolation", "-w", "dist", "."]
+    assert f"RUN {' '.join(build)}\n" in (DEPLOY / "Dockerfile").read_text()
+    subprocess.run([sys.executable, "-m", *build], cwd=tmp_path, check=True, capture_output=True, timeout=300)
+    (wheel,) = (tmp_path / "dist").glob("*.whl")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert names >= {
+        "tracewire/cli/main.py",
+        "tracewire_bus/bus.py",
+        "tracewire_engine/launch/cli.py",
+        "tracewire_engine/demo_model/config.json",
+    }
+
+
+def test_both_start_redis_alike_and_it_never_evicts() -> None:
+    compose = COMPOSE["services"]["redis"]["command"]
+    assert compose[2:] == REDIS["args"]
+    assert compose[:1] == REDIS["command"][:1]
+    assert REDIS["args"][REDIS["args"].index("--maxmemory-policy") :][:2] == ["--maxmemory-policy", "noeviction"]
+
+
+def test_an_engine_has_the_time_to_drain() -> None:
+    drain = ENGINE["lifecycle"]["preStop"]["exec"]["command"]
+    within = float(drain[drain.index("--timeout") + 1])
+    after = float(ENGINE["args"][ENGINE["args"].index("--drain") + 1])
+    assert within + after < pod("Deployment", "tracewire-engine")["spec"]["terminationGracePeriodSeconds"]
+    compose = COMPOSE["services"]["engine"]
+    assert float(compose["command"][compose["command"].index("--drain") + 1]) < float(compose["stop_grace_period"][:-1])
+
+
+# --- what is run ------------------------------------------------------------------------------------------------------
+
+
+class Place:
+    """A Redis as the manifests start it, with a password for each user, and where the commands are run."""
+
+    def __init__(self, folder: Path, arguments: list[str]) -> None:
+        self.folder = folder
+        self.port = free_port()
+        self.passwords = {user: f"{user}-secret" for user in USERS}
+        self.process: subprocess.Popen[bytes] | None = None
+        self._arguments = [str(folder / "data") if part == "/data" else part for part in arguments]
+        for name in ("secrets", "made", "data", "bin"):
+            (folder / name).mkdir()
+        for user, password in self.passwords.items():
+            (folder / "secrets" / user).write_text(f"{password}\n")
+        (folder / "bin" / "redis-server").symlink_to(embedded._binary())
+
+    def start(self) -> None:
+        """Start it."""
+        environment = {
+            "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}",
+            "TRACEWIRE_ACL": str(DEPLOY / "redis" / "users-6.2.acl"),
+            "TRACEWIRE_SECRETS": str(self.folder / "secrets"),
+            "TRACEWIRE_RUN": str(self.folder / "made"),
+        }
+        self.process = subprocess.Popen(
+            ["sh", str(DEPLOY / "redis" / "start.sh"), *self._arguments, "--port", str(self.port)],
+            stdout=subprocess.DEVNULL,
+            env=environment,
+            preexec_fn=embedded._die_with_parent(),
+        )
+
+    def stop(self) -> None:
+        """End it."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+
+    def url(self, user: str) -> str:
+        """Its URL for a user."""
+        name = "default" if user == "admin" else f"tracewire-{user}"
+        return f"redis://{name}:{self.passwords.get(user, '')}@127.0.0.1:{self.port}"
+
+    def engines_url(self) -> str:
+        """The URL that an engine is given, with its variables filled in."""
+        (url,) = (one["value"] for one in ENGINE["env"] if one["name"] == "TRACEWIRE_URL")
+        compose = COMPOSE["services"]["engine"]["environment"]["TRACEWIRE_URL"]
+        assert re.sub(r"\$\{[^}]*\}", "X", compose).replace("@redis", "@R") == (
+            url.replace("$(TRACEWIRE_PASSWORD)", "X").replace("@tracewire-redis", "@R")
+        )
+        filled = url.replace("$(TRACEWIRE_PASSWORD)", self.passwords["engine"])
+        return str(filled).replace("tracewire-redis:6379", f"127.0.0.1:{self.port}")
+
+    async def run(self, command: list[str], user_url: str = "") -> subprocess.CompletedProcess[str]:
+        """A command of the manifests, in the environment of an engine's container."""
+        assert command[0] == "tracewire"
+        environment = {**os.environ, "TRACEWIRE_URL": user_url or self.engines_url()}
+        whole = [sys.executable, "-m", "tracewire.cli", *command[1:]]
+        return await anyio.to_thread.run_sync(
+            partial(subprocess.run, whole, env=environment, capture_output=True, text=True, timeout=PATIENCE)
+        )
+
+
+@asynccontextmanager
+async def place(folder: Path) -> AsyncIterator[Place]:
+    """A Redis that answers."""
+    one = Place(folder, REDIS["args"])
+    one.start()
+    try:
+        await answers(one)
+        yield one
+    finally:
+        one.stop()
+
+
+async def answers(place: Place) -> None:
+    """Wait until it does."""
+    with anyio.fail_after(PATIENCE):
+        while True:
+            try:
+                async with Bus.open(place.url("engine")):
+                    return
+            except BusError:
+                await anyio.sleep(0.05)
+
+
+def probes() -> Iterator[tuple[str, list[str]]]:
+    """The commands by which an engine is probed."""
+    for name in ("startupProbe", "readinessProbe", "livenessProbe"):
+        yield name, ENGINE[name]["exec"]["command"]
+    kind, *command = COMPOSE["services"]["engine"]["healthcheck"]["test"]
+    assert kind == "CMD"
+    yield "healthcheck", command
+
+
+async def test_redis_starts_with_the_users_and_only_they_get_in(tmp_path: Path) -> None:
+    async with place(tmp_path) as one:
+        for user in USERS:
+            async with Bus.open(one.url(user)):
+                pass
+        for user in (*USERS, "nobody"):
+            for password in ("", "wrong"):
+                one.passwords[user] = password
+                with pytest.raises(BusError):
+                    async with Bus.open(one.url(user)):
+                        pass
+        # A probe by somebody without a password.
+        check = REDIS["readinessProbe"]["exec"]["command"]
+        assert check == REDIS["startupProbe"]["exec"]["command"]
+        assert COMPOSE["services"]["redis"]["healthcheck"]["test"] == ["CMD-SHELL", check[-1]]
+        with socket.create_connection(("127.0.0.1", one.port)) as connection:
+            connection.sendall(b"PING\r\n")
+            assert b"NOAUTH" in connection.recv(100)
+        made = (tmp_path / "made" / "users.acl").read_text()
+        assert "secret" not in made.replace("secrets", "")
+        assert (tmp_path / "made" / "users.acl").stat().st_mode & 0o77 == 0
+
+
+async def test_a_user_without_a_password_cannot_log_in(tmp_path: Path) -> None:
+    one = Place(tmp_path, REDIS["args"])
+    (tmp_path / "secrets" / "consumer").unlink()
+    (tmp_path / "secrets" / "controller").write_text("\n")
+    (tmp_path / "secrets" / "admin").unlink()
+    one.start()
+    try:
+        await answers(one)
+        for user in ("consumer", "controller", "admin"):
+            for password in ("", f"{user}-secret"):
+                one.passwords[user] = password
+                with pytest.raises(BusError):
+                    async with Bus.open(one.url(user)):
+                        pass
+    finally:
+        one.stop()
+
+
+def test_a_password_that_cannot_be_read_starts_no_redis(tmp_path: Path) -> None:
+    one = Place(tmp_path, REDIS["args"])
+    (tmp_path / "secrets" / "engine").unlink()
+    (tmp_path / "secrets" / "engine").mkdir()
+    one.start()
+    assert one.process is not None
+    assert one.process.wait(PATIENCE) != 0
+
+
+async def test_probes_and_the_hook_do_what_they_are_there_for(tmp_path: Path) -> None:
+    async with place(tmp_path) as one:
+        for name, command in probes():
+            said = await one.run(command)
+            assert said.returncode == 1, (name, said)
+            assert socket.gethostname() in said.stderr
+        engine = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "tests.support.scripted_engine",
+                "--url",
+                one.engines_url(),
+                "--rate",
+                "50",
+                "--lease",
+                "5",
+            ],
+            cwd=ROOT,
+        )
+        try:
+            async with tracewire.connect(one.url("controller")) as client:
+                await client.models.get("tiny", timeout=PATIENCE)
+                trace = client.trace("tiny", "last", acts, max_tokens=100, detach=True)
+                await trace.start()
+                for name, command in probes():
+                    said = await one.run(command)
+                    assert said.returncode == 0, (name, said)
+                    assert said.stdout.endswith("\tserving\n")
+                # Nobody restarts an engine because Redis is away.
+                one.stop()
+                readiness, liveness = [command for _, command in probes()][1:3]
+                assert (await one.run(readiness)).returncode == 1
+                assert (await one.run(liveness)).returncode == 0
+                one.start()
+                await answers(one)
+                assert (await one.run(readiness)).returncode == 0
+                # As a pod ends; the SIGTERM that follows finds nobody.
+                said = await one.run(ENGINE["lifecycle"]["preStop"]["exec"]["command"])
+                assert said.returncode == 0, said
+                assert said.stdout.endswith("has left\n")
+                assert await anyio.to_thread.run_sync(engine.wait, PATIENCE) == 0
+                result = await trace.result()
+                assert len(result.token_ids) == 100
+                await trace.aclose()
+                assert (await one.run(readiness)).returncode == 1
+        finally:
+            engine.kill()
+            engine.wait()
+
+
+async def test_what_the_documentation_tells_operators_to_type(tmp_path: Path) -> None:
+    """Each `tracewire` command of the page, as the user that it names, on this Redis."""
+    text = (ROOT / "docs" / "deployment.md").read_text()
+    commands = [
+        shlex.split(line.strip(), comments=True)
+        for block in re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
+        for line in block.splitlines()
+        if line.strip().startswith("tracewire ") and "engine " not in line.split("#")[0]
+    ]
+    assert {command[1] for command in commands} >= {"engines", "ready", "drain", "models"}
+    async with place(tmp_path) as one:
+        engine = subprocess.Popen(
+            [sys.executable, "-m", "tests.support.scripted_engine", "--url", one.engines_url(), "--engine", "ENGINE"],
+            cwd=ROOT,
+        )
+        try:
+            async with tracewire.connect(one.url("controller")) as client:
+                await client.models.get("tiny", timeout=PATIENCE)
+                for command in sorted(commands, key=lambda command: command[1] == "drain"):
+                    if command[1] == "drain" and not await client.engines.list():
+                        continue
+                    said = await one.run(command, one.url("controller"))
+                    assert said.returncode == 0, (command, said)
+        finally:
+            engine.kill()
+            engine.wait()
+
+
+@pytest.mark.usefixtures("starts_engine")
+@pytest.mark.full
+async def test_a_real_engine_is_started_probed_and_drained_as_the_manifests_say(tmp_path: Path) -> None:
+    async with place(tmp_path) as one:
+        environment = {**os.environ, "TRACEWIRE_URL": one.engines_url()}
+        engine = subprocess.Popen([sys.executable, "-m", "tracewire.cli", *ENGINE["args"]], env=environment)
+        try:
+            startup = ENGINE["startupProbe"]["exec"]["command"]
+            with anyio.fail_after(4 * PATIENCE):
+                while (await one.run(startup)).returncode != 0:
+                    await anyio.sleep(1)
+            for name, command in probes():
+                assert (await one.run(command)).returncode == 0, name
+            async with (
+                tracewire.connect(one.url("controller")) as client,
+                client.trace("demo", "def f(", max_tokens=20, ignore_eos=True) as trace,
+            ):
+                assert len((await trace.result()).token_ids) == 20
+            said = await one.run(ENGINE["lifecycle"]["preStop"]["exec"]["command"])
+            assert said.returncode == 0, said
+            assert await anyio.to_thread.run_sync(engine.wait, PATIENCE) == 0
+        finally:
+            engine.kill()
+            engine.wait()

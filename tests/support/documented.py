@@ -1,0 +1,112 @@
+"""The commands that the pages tell people to type: which test runs each, or why none does."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+__all__ = ["RUN_BY", "RUN_BY_NONE", "commands"]
+
+#: What an indented line starts with if it is a command.
+_PROGRAMS = ("curl", "docker", "kubectl", "make", "pip", "python", "tracewire", "uvicorn")
+#: The languages of fenced blocks that hold commands.
+_SHELL = ("", "bash", "console", "sh")
+
+_BENCHMARKS = "tests/test_benchmarks.py::test_"
+_CHAT = "tests/control/test_chat_backend.py::test_the_requests_of_its_page"
+_CLI = "tests/sdk/test_cli.py::test_"
+_OPERATORS = "tests/e2e/parallel/test_deployment.py::test_what_the_documentation_tells_operators_to_type"
+
+#: The start of a command, and the test that runs it: with these options, or in small. The longest start counts.
+RUN_BY = {
+    "make demo": (
+        "tests/e2e/serving/test_demo.py::test_the_demo_s_three_consumers_agree_with_each_other_and_with_nnsight"
+    ),
+    "make faults": "tests/faults/test_harness.py::test_nothing_is_lost_whatever_breaks",
+    "python -m benchmarks.blobs": _BENCHMARKS + "blobs",
+    "python -m benchmarks.blocks": _BENCHMARKS + "blocks",
+    "python -m benchmarks.bursts": _BENCHMARKS + "bursts",
+    "python -m benchmarks.bus": _BENCHMARKS + "bus",
+    "python -m benchmarks.bus --rate 300 --sweep": _BENCHMARKS + "bus_sweep",
+    "python -m benchmarks.fleet": _BENCHMARKS + "fleet",
+    "python -m benchmarks.overhead": _BENCHMARKS + "overhead",
+    "python -m benchmarks.scheduling": _BENCHMARKS + "scheduling",
+    "python -m benchmarks.sizing": _BENCHMARKS + "sizing",
+    "python -m benchmarks.soak": _BENCHMARKS + "soak",
+    "python -m benchmarks.steering": _BENCHMARKS + "steering",
+    "python -m examples.chat_backend": "tests/e2e/serving/test_chat_backend.py::test_the_try_out",
+    "uvicorn --factory examples.chat_backend.app:create_app": (
+        "tests/control/test_chat_backend.py::test_the_service_as_uvicorn_starts_it"
+    ),
+    "curl": _CHAT,
+    "python -m tests.faults.harness.soak": "tests/test_commands.py::test_soak",
+    "python examples/demo_model/train.py": "tests/test_commands.py::test_a_model_is_trained",
+    "python examples/demo_model/direction.py": "tests/test_commands.py::test_the_direction_is_found_again",
+    "pip install tracewire": "tests/test_packaging.py::test_base_install_runs_without_the_engine",
+    "tracewire redis": _CLI + "redis_runs_until_it_is_told_to_end",
+    "tracewire engine demo": "tests/e2e/tracing/test_traces.py::*",
+    "tracewire engine MODEL": "tests/e2e/tracing/test_traces.py::*",
+    "tracewire engine MODEL --distributed-executor-backend ray": "tests/e2e/parallel/test_ray.py::*",
+    "tracewire models": _CLI + "models_lists_what_is_served",
+    "tracewire watch": _CLI + "watch_prints_a_trace_to_its_end",
+    "tracewire engines": _OPERATORS,
+    "tracewire ready": _OPERATORS,
+    "tracewire drain": _OPERATORS,
+    "tracewire drain ENGINE --url": "tests/distributed/test_drain.py::test_the_command_lists_probes_and_drains",
+    "python -m pytest tests/": "",  # tests, each by itself
+}
+
+_GPU = "needs a GPU"
+_CONTAINERS = "needs container images; tests/e2e/parallel/test_deployment.py runs the manifests' own commands"
+_CLUSTER = "needs a Kubernetes cluster; tests/e2e/parallel/test_deployment.py checks the manifests"
+
+#: The start of a command that no test runs, and the reason. The longest start counts, of these and of those above.
+RUN_BY_NONE = {
+    "make test": "is what runs the tests",
+    "make setup": "makes the environment that the tests run in",
+    "make lint": "runs beside the tests",
+    'pip install "tracewire[engine-gpu]"': _GPU,
+    "pip install 'tracewire[engine-gpu,ray]'": _GPU,
+    "python -m benchmarks.overhead $O": _GPU,
+    "python -m tests.gpu_taps": _GPU,
+    "python -m benchmarks.steering --model LLAMA_1B": _GPU,
+    "python -m tests.distributed.compare": "needs several GPUs; tests/distributed runs the same scenarios on a CPU",
+    "python -m tests.faults.harness --recovery": (
+        "measures for minutes, with leases as by default; tests/faults/test_harness.py runs the same faults"
+    ),
+    "mkdir -p deploy/secrets": _CONTAINERS,
+    "for user in engine controller": _CONTAINERS,
+    "docker": _CONTAINERS,
+    "kubectl": _CLUSTER,
+    'echo "--from-literal=': _CLUSTER,
+    "cd deploy && kustomize": _CLUSTER,
+    "pip install kubernetes-validate": "asks a package registry",
+    "kubernetes-validate": "needs a program that no lock holds; tests/e2e/parallel/test_deployment.py reads them",
+    "python examples/two_hosts/run.py": (
+        "needs Docker; tests/e2e/parallel/test_ray_hosts.py walks it in network namespaces"
+    ),
+}
+
+
+def commands(text: str) -> Iterator[str]:
+    """Each command of a page: lines of its fenced shell blocks, and indented lines that start with a program's name.
+
+    Continued lines are one, comments and variables that are set are left out.
+    """
+    text = re.sub(r"\\\n\s*", "", text)
+    fenced = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+    for kind, block in fenced.findall(text):
+        if kind in _SHELL:
+            yield from (command for line in block.splitlines() if (command := _command(line)))
+    for line in re.findall(r"^    (\S.*)$", fenced.sub("", text), re.MULTILINE):
+        if re.match(rf"({'|'.join(_PROGRAMS)}) [\w./'\"-]", command := _command(line)):
+            yield command
+
+
+def _command(line: str) -> str:
+    line = re.sub(r"(\s+&)?(\s+#.*)?$", "", line).strip()
+    line = re.sub(r"^export \w+=.*$", "", line)
+    # A variable that is set for one command, or takes what a command prints.
+    line = re.sub(r"^\w+=\$\((.*)\)$", r"\1", line)
+    line = re.sub(r"^[A-Z_]+=(\"[^\"]*\"|'[^']*'|\S*)( |$)", "", line)
+    return re.sub(r"\s+", " ", line)
