@@ -188,7 +188,8 @@ async def nursery(folder: Path) -> AsyncIterator[Nursery]:
 
 def _child(order: dict[str, object]) -> None:
     """What a forked process does until it ends."""
-    from tests.faults import consumer, scripted
+    from tests.faults.harness import consumer
+    from tests.support import scripted_engine
 
     kind, arguments, log = order["kind"], order["arguments"], order["log"]
     assert isinstance(arguments, list)
@@ -204,7 +205,7 @@ def _child(order: dict[str, object]) -> None:
     os.closerange(3, 256)
     status = 70
     try:
-        status = (scripted.main if kind == "engine" else consumer.main)(_texts(arguments))
+        status = (scripted_engine.main if kind == "engine" else consumer.main)(_texts(arguments))
     except BaseException:
         traceback.print_exc()
     finally:
@@ -218,7 +219,8 @@ def _texts(arguments: Sequence[object]) -> list[str]:
 
 def main() -> None:
     """Fork what standard input asks for, until it ends."""
-    from tests.faults import consumer, scripted  # noqa: F401
+    from tests.faults.harness import consumer  # noqa: F401
+    from tests.support import scripted_engine  # noqa: F401
 
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
