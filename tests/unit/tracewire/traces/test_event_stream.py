@@ -9,7 +9,7 @@ import anyio
 import pytest
 
 import tracewire
-from tests.scripted import ScriptedEngine, Stage, engine_info, tiny
+from tests.support.bus_engine import ScriptedEngine, Stage, engine_info, tiny
 from tracewire import (
     AmbiguousResult,
     Client,
