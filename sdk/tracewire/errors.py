@@ -50,8 +50,8 @@ __all__ = [
 
 #: What the value of a variable, or a live parameter, can be.
 TRANSPORTABLE = (
-    "numbers, strings, bytes, None, NumPy arrays, torch tensors, and lists, tuples, dicts and sets of them; "
-    "functions travel as source, modules by name"
+    "numbers, strings, bytes, None, NumPy arrays, torch tensors, and lists, tuples, dicts and sets of them; functions, "
+    "classes and networks travel as source, with what they hold, and installed packages by name"
 )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import __future__
 
 import collections
+import enum
 import functools
 import importlib
 import inspect
@@ -14,6 +15,7 @@ import linecache
 import math
 import sys
 import textwrap
+import threading
 import types
 import xml.dom.minidom
 from collections.abc import Callable
@@ -964,22 +966,39 @@ def test_a_closure_that_has_no_value_yet() -> None:
     assert run(watch.block())["out"] == 1
 
 
-class Own:
+class Color(enum.Enum):
+    RED = 1
+
+
+class Holding:
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
     def method(self) -> int:
         return 1
 
 
+def hooked() -> torch.nn.Module:
+    network = torch.nn.Linear(1, 1)
+    network.register_forward_hook(lambda *_: None)
+    return network
+
+
 UNTRANSPORTABLE = {
-    "a class of one's own": (Own, "is a class of your own"),
-    "an instance": (Own(), "of type .*Own"),
-    "a method": (Own().method, "a method bound to .*Own: write a function"),
-    "a partial": (functools.partial(print, 1), "write a function around it"),
-    "a device": (torch.device("cpu"), "of type torch.device"),
-    "a network": (torch.nn.Linear(1, 1), "of type torch.nn.modules.linear.Linear"),
-    "something deep": ({"a": [1, {"b": Own()}]}, "Own"),
+    "a class without source": (type("Made", (), {}), "is a class of your own, .*Made: the source of the class"),
+    "an instance": (Holding(), "'thing.lock' is of type _thread.lock: bind what the block uses .* `layer = config.l"),
+    "a method": (Holding().method, "'thing.__self__.lock' is of type _thread.lock"),
+    "a partial": (functools.partial(print, threading.Lock()), r"'thing\[1\]' is of type _thread.lock"),
+    "a network with hooks": (hooked(), "of type torch.nn.modules.linear.Linear: it has hooks"),
+    "a network of another's": (torch.nn.Sequential(hooked()), "'thing.0' is of type .*Linear: it has hooks"),
+    "a lazy network": (torch.nn.LazyLinear(1), "of type .*LazyLinear: its weights have no shape yet: call it once"),
+    "a generator of numbers": (torch.Generator(), "of type torch._C.Generator: bind what the block uses"),
+    "something deep": ({"a": [1, {"b": Holding()}]}, r"thing\['a'\]\[1\]\['b'\].lock. is of type _thread.lock"),
     "a file": (sys.stdout, "of type"),
     "an object array": (np.array([object()]), "of type numpy.ndarray"),
+    "an object array in a list": ([Color.RED, np.array([object()])], r"an array of dtype object cannot travel"),
     "an intervention": (plain, "cannot call another"),
+    "an intervention in a list": ([plain], r"'thing\[0\]' is an intervention, and a block cannot call another"),
 }
 
 
@@ -999,6 +1018,7 @@ def test_values_that_cannot_travel_are_named(case: str) -> None:
     assert error.line == line_of("untransportable")
     assert error.filename == str(HERE)
     assert "What can travel: numbers, strings" in str(error)
+    assert str(error).count("What can travel") == 1
 
     @intervention
     def bound(model, tracer, live, thing=None):

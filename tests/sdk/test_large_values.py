@@ -17,7 +17,7 @@ from tests.support.bus_engine import Script, ScriptedEngine, Stage, engine_info,
 from tests.support.redis.proxy import proxy
 from tracewire import ArrayRef, Client, ConnectError, UntransportableVariable, ValueMissing
 from tracewire_bus.bus import Bus
-from tracewire_bus.store.blobs import CHUNK_BYTES, THRESHOLD_BYTES
+from tracewire_bus.store.blobs import CHUNK_BYTES, THRESHOLD_BYTES, chunk_count
 from tracewire_bus.wire.digests import digest
 from tracewire_bus.wire.messages import Final
 from tracewire_bus.wire.packing import unpack
@@ -171,6 +171,18 @@ async def test_large_variables_go_ahead_of_the_submission(client: Client, bus: B
     assert np.array_equal(await bus.blobs.load(trace.id, table), LARGE)
     loaded = await bus.blobs.load(trace.id, nested[0])
     assert digest(loaded) == digest(tensor)
+
+
+async def test_what_several_prompts_use_is_sent_once(client: Client, bus: Bus, engine: Any) -> None:
+    async with engine(tiny) as serving:
+        block = uses(table=LARGE, nested={"a": [LARGE.copy()]}, few=1)
+        async with client.trace("tiny", prompts=[tracewire.Prompt("one", block=block), "two"], block=block) as trace:
+            await trace.result()
+    (submission,) = serving.taken
+    refs = [unpack(one.variables)["table"] for one in (submission.block, submission.invokes[0].block)]
+    refs.append(unpack(submission.block.variables)["nested"]["a"][0])
+    assert len({ref.blob for ref in refs}) == 1
+    assert await bus.command("HLEN", bus.keys.blobs(trace.id)) == chunk_count(LARGE.nbytes)
 
 
 async def test_blobs_of_a_trace_that_nobody_takes_expire(client: Client, bus: Bus) -> None:

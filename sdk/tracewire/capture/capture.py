@@ -1,8 +1,9 @@
 """What the names of a block stand for, each as it travels.
 
-A plain value or an array travels by value; a function of the caller's own as source, with what it uses in turn; a
-module, or a class or function of an installed package, by its name; a module of the served model by its path. Of a
-module of the caller's own, only the names that the block uses travel.
+A plain value or an array travels by value; a function or class of the caller's own as source, with what it uses in
+turn; a module, or a class or function of an installed package, by its name; a module of the served model by its path.
+Other values are built on the engine from all of these (`objects.py`). Of a module of the caller's own, and of an object
+whose attributes alone are read, only what the block uses travels.
 """
 
 from __future__ import annotations
@@ -10,19 +11,25 @@ from __future__ import annotations
 import ast
 import builtins
 import difflib
+import enum
 import inspect
 import struct
 import sys
 import types
-from collections.abc import Mapping
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 from tracewire.checks import type_name
-from tracewire.errors import UntransportableVariable
+from tracewire.errors import BlockError, TraceRejected, UntransportableVariable
 from tracewire_bus.wire.messages import Block, Helper
 
-from .source import FunctionSource, find
+from .class_source import ClassSource, class_names, find_class
+from .dead_code import is_dead
+from .source import FunctionSource, Use, find
+
+if TYPE_CHECKING:
+    from .objects import Objects
 
 __all__ = [
     "ENGINE_MODULES",
@@ -42,6 +49,7 @@ ENGINE_MODULES = ("nnsight", "torch", "tracewire")
 #: Names that the engine binds in every block.
 ENGINE_NAMES = frozenset({"__name__", "__builtins__", "__doc__", "__debug__"})
 MISSING = object()
+_SCALARS = frozenset({type(None), bool, int, float, complex, str, bytes})
 
 
 class BlockFunction:
@@ -67,7 +75,10 @@ class Capture:
         #: Shared values of the trace that a name without another meaning may stand for.
         self.shareable: frozenset[str] = frozenset()
         self._values: dict[str, bytes] = {}
-        #: The caller's own modules by the block's name for them, each with a hidden name for every attribute it uses.
+        #: What the names around a block mean, where that is known: a class that a function defines may use them.
+        self.around: Mapping[str, Any] = {}
+        #: The caller's own modules, and objects whose attributes alone are read, by the block's name for them, each
+        #: with a hidden name for every attribute that the block uses.
         self._own_modules: dict[str, dict[str, Any]] = {}
         #: How the source writes a hidden name.
         self._written_as: dict[str, str] = {}
@@ -108,32 +119,47 @@ class Capture:
     def names_of(self, function: types.FunctionType, source: FunctionSource, *, block: bool = False) -> None:
         """Bind every free name of `function` to what it stands for."""
         closure = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-        for name, line in source.free_names.items():
-            if name in ENGINE_NAMES:
-                continue
-            if block and name in self._bound:
+
+        def meaning(name: str) -> Any:
+            return closure[name].cell_contents if name in closure else function.__globals__.get(name, MISSING)
+
+        self._bind_names(source.free_names, meaning, source, self._bound if block else ())
+
+    def _names_of_class(self, cls: type, source: ClassSource, names: Mapping[str, int]) -> None:
+        around = self.around if "<locals>" in cls.__qualname__ else {}
+        self._bind_names(names, class_names(cls, source, around, MISSING), source, ())
+
+    def _bind_names(
+        self, names: Mapping[str, int], meaning: Callable[[str], Any], source: FunctionSource, bound: Iterable[str]
+    ) -> None:
+        for name, line in names.items():
+            if name in ENGINE_NAMES or name in bound:
                 continue
             if name in self.shareable:
                 self.shared[name] = name
                 continue
-            value: Any = MISSING
-            if name in closure:
+            try:
                 try:
-                    value = closure[name].cell_contents
+                    value = meaning(name)
                 except ValueError:
                     raise source.error(f"the name {name!r} has no value yet", line) from None
-            elif name in function.__globals__:
-                value = function.__globals__[name]
-            if value is not MISSING:
-                if name in self._parameters:
-                    raise source.error(
-                        f"{name!r} is what the block calls a parameter that the engine binds, and something else in "
-                        f"{source.name}(): pass it to {source.name}() as an argument",
-                        line,
-                    )
-                self.bind(name, value, source, line)
-            elif not self._is_known(name):
-                self.bind_absent(name, source, line)
+                if value is not MISSING:
+                    if name in self._parameters:
+                        raise source.error(
+                            f"{name!r} is what the block calls a parameter that the engine binds, and something else "
+                            f"in {source.name}(): pass it to {source.name}() as an argument",
+                            line,
+                        )
+                    self.bind(name, value, source, line)
+                elif not self._is_known(name):
+                    self.bind_absent(name, source, line)
+            except TraceRejected:
+                if not self.is_dead(name, source, meaning):
+                    raise
+
+    def is_dead(self, name: str, source: FunctionSource, meaning: Callable[[str], Any]) -> bool:
+        """Whether `source` uses `name` only where a condition, which is known by now, keeps it from running."""
+        return is_dead(name, source, lambda one: self._meanings[one][0] if one in self._meanings else meaning(one))
 
     def _is_known(self, name: str) -> bool:
         """Whether the engine has a meaning for a name that has none here."""
@@ -175,23 +201,93 @@ class Capture:
                     line,
                 )
             if name in self._own_modules:
-                self._bind_own_module(name, value, source)
+                if isinstance(value, types.ModuleType) or _is_only_read(name, value, source):
+                    self._bind_used(name, value, source)
+                else:
+                    del self._own_modules[name]
+                    self._bind_value(name, value, source, line)
             return
         self._meanings[name] = (value, source)
+        if type(value) in _SCALARS:
+            self._bind_value(name, value, source, line)
+            return
+        marks = self._marks()
+        try:
+            self._bind_thing(name, value, source, line)
+        except TraceRejected:
+            self._forget(marks)
+            del self._meanings[name]
+            raise
+
+    def _bind_thing(self, name: str, value: Any, source: FunctionSource, line: int) -> None:
         if (path := module_path(value)) is not None:
             self.paths[name] = path
         elif isinstance(value, types.ModuleType):
             self._bind_module(name, value, source, line)
         elif isinstance(value, BlockFunction):
-            spelled = self._written_as.get(name, name)
+            spelled = self.spelled(name)
             reason = f"{spelled!r} is an intervention, and a block cannot call another"
-            raise self._untransportable(spelled, reason, source, line)
+            raise self.untransportable(spelled, reason, source, line)
         elif (importable := _importable(name, value, source)) is not None:
             self.imports[name] = importable
         elif isinstance(value, types.FunctionType):
             self._bind_function(name, value, source, line)
+        elif isinstance(value, type):
+            self._bind_class(name, value, source, line)
+        elif self.is_own_class(type(value)) and _is_only_read(name, value, source):
+            self._bind_used(name, value, source)
         else:
             self._bind_value(name, value, source, line)
+
+    def bind_hidden(self, hidden: str, value: Any, spelled: str, source: FunctionSource, line: int) -> None:
+        """Bind a part of a value, which the source writes as `spelled`, to a name of our own."""
+        self._written_as[hidden] = spelled
+        self.bind(hidden, value, source, line)
+
+    def travels_by_name(self, value: Any, source: FunctionSource) -> bool:
+        """Whether the engine has the value by a name, or by its source: a module, a class, a function."""
+        kinds = type | types.FunctionType | types.ModuleType | BlockFunction
+        return isinstance(value, kinds) or module_path(value) is not None or _importable("", value, source) is not None
+
+    def is_own_class(self, cls: type) -> bool:
+        """Whether a class is of no installed package, so that an engine cannot import it."""
+        return not _is_installed(str(cls.__module__))
+
+    def spelled(self, name: str) -> str:
+        """How the source writes what is bound to `name`."""
+        return self._written_as.get(name, name)
+
+    def parts_of(self, name: str) -> str:
+        """The name of the plain data that an object called `name` is built from."""
+        return f"{name}_parts" if name.startswith("_tw_") else f"_tw_{name}_parts"
+
+    def add_parts(self, name: str, parts: list[bytes]) -> None:
+        """Send plain data, packed, that an object called `name` is built from."""
+        if parts:
+            self._values[self.parts_of(name)] = struct.pack(">BI", 0xDD, len(parts)) + b"".join(parts)
+
+    @cached_property
+    def objects(self) -> Objects:
+        """What builds values that are more than plain data."""
+        from .objects import Objects
+
+        return Objects(self)
+
+    def _growing(self) -> tuple[dict[str, Any], ...]:
+        return (self.modules, self.imports, self.paths, self.shared, self._values, self._own_modules, self._meanings)
+
+    def _marks(self) -> tuple[int, ...]:
+        objects = self.__dict__.get("objects")
+        return (*map(len, self._growing()), len(self.helpers), 0 if objects is None else len(objects))
+
+    def _forget(self, marks: tuple[int, ...]) -> None:
+        """Forget what was bound since: all of it was for something that cannot travel."""
+        for held, count in zip(self._growing(), marks, strict=False):
+            while len(held) > count:
+                held.popitem()
+        del self.helpers[marks[-2] :]
+        if "objects" in self.__dict__:
+            self.objects.forget(marks[-1])
 
     def _same(self, name: str, before: Any, value: Any) -> bool:
         if before is value:
@@ -209,9 +305,9 @@ class Capture:
     def _bind_module(self, name: str, module: types.ModuleType, source: FunctionSource, line: int) -> None:
         path = module.__name__
         if path == "__main__":
-            raise self._untransportable(name, f"{name!r} is the program's own module __main__", source, line)
+            raise self.untransportable(name, f"{name!r} is the program's own module __main__", source, line)
         if not _is_installed(path):
-            self._bind_own_module(name, module, source)
+            self._bind_used(name, module, source)
             return
         self.modules[name] = path
         for use in source.uses(name):
@@ -225,13 +321,15 @@ class Capture:
                 break
             self.modules["_tw_" + path.replace(".", "_")] = path
 
-    def _bind_own_module(self, name: str, module: types.ModuleType, source: FunctionSource) -> None:
-        """Bind what `source` uses of a module that no engine has."""
+    def _bind_used(self, name: str, owner: Any, source: FunctionSource) -> None:
+        """Bind what `source` uses of a module that no engine has, or of an object."""
         known = self._own_modules.setdefault(name, {})
         for use in source.uses(name):
-            value, taken = module, known
+            value, taken = owner, known
             for depth, step in enumerate(use.chain, 1):
                 spelled = ".".join((name, *use.chain[:depth]))
+                if use.changed and depth == len(use.chain):
+                    raise self._changed(spelled, owner, use, source)
                 try:
                     value = getattr(value, step)
                 except AttributeError as error:
@@ -240,12 +338,7 @@ class Capture:
                     taken = taken.setdefault(step, {})
                     continue
                 hidden = f"_tw_{spelled.replace('.', '__')}"
-                if use.changed and depth == len(use.chain):
-                    raise source.error(
-                        f"a block cannot change {spelled!r}: what it uses of your module is a copy", use.line
-                    )
-                self._written_as[hidden] = spelled
-                self.bind(hidden, value, source, use.line)
+                self.bind_hidden(hidden, value, spelled, source, use.line)
                 if isinstance(value, types.ModuleType):
                     self._import_below(value.__name__, use.chain[depth:])
                 taken[step] = hidden
@@ -256,7 +349,17 @@ class Capture:
                     f"{spelled!r} is a module of your own, of which only what is used by name can travel: "
                     f"write {spelled}.NAME, or import NAME from it"
                 )
-                raise self._untransportable(spelled, reason, source, use.line)
+                raise self.untransportable(spelled, reason, source, use.line)
+
+    def _changed(self, spelled: str, owner: Any, use: Use, source: FunctionSource) -> BlockError:
+        if isinstance(owner, types.ModuleType):
+            return source.error(f"a block cannot change {spelled!r}: what it uses of your module is a copy", use.line)
+        own = spelled.rpartition(".")[2]
+        return source.error(
+            f"a block cannot change {spelled!r}: what it uses of {spelled.partition('.')[0]!r} is a copy. Bind a name "
+            f"of the block's own, as in `{own} = ...save()`, and read it from the trace's saves",
+            use.line,
+        )
 
     def _bind_function(self, name: str, function: types.FunctionType, source: FunctionSource, line: int) -> None:
         if hasattr(function, "__wrapped__"):
@@ -286,21 +389,68 @@ class Capture:
         )
         self.names_of(function, definition)
 
+    def _bind_class(self, name: str, cls: type, source: FunctionSource, line: int) -> None:
+        known = self.objects.name_of(cls)
+        if known not in (None, name):
+            helper = Helper(name=name, source=f"{name} = {known}\n", filename=f"<{self.spelled(name)}>", first_line=1)
+            self.helpers.append(helper)
+            return
+        self.objects.know(cls, name)
+        try:
+            definition = find_class(cls)
+        except BlockError as problem:
+            if self.objects.bind_made(name, cls, source, line):
+                return
+            spelled = self.spelled(name)
+            reason = f"{spelled!r} is a class of your own, {type_name(cls)}: {problem.message}"
+            raise self.untransportable(spelled, reason, source, line) from None
+        definition.check_class()
+        self._names_of_class(cls, definition, definition.eager_names)
+        self.helpers.append(
+            Helper(
+                name=name,
+                source=definition.text(name),
+                filename=definition.filename,
+                first_line=definition.first_line,
+            )
+        )
+        self._names_of_class(cls, definition, definition.late_names)
+
     def _bind_value(self, name: str, value: Any, source: FunctionSource, line: int) -> None:
         from tracewire_bus.wire.kinds import Unsavable
         from tracewire_bus.wire.packing import pack
         from tracewire_bus.wire.refs import ArrayRef
 
-        spelled = self._written_as.get(name, name)
+        spelled = self.spelled(name)
         if isinstance(value, ArrayRef):
             reason = f"{spelled!r} is {value!r} of another trace: pass what its load() returns"
-            raise self._untransportable(spelled, reason, source, line)
+            raise self.untransportable(spelled, reason, source, line)
+        if type(value) not in _SCALARS and not self._is_plain(value):
+            self._bind_object(name, value, source, line)
+            return
         try:
             self._values[name] = pack(value)
         except Unsavable as error:
-            raise self._untransportable(spelled, _untransportable_reason(spelled, value, error), source, line) from None
+            # What can travel is said by whoever raises this.
+            reason = f"{spelled!r} is of type {type_name(type(value))}: {str(error).partition('; what can: None')[0]}"
+            raise self.untransportable(spelled, reason, source, line) from None
 
-    def _untransportable(self, name: str, reason: str, source: FunctionSource, line: int) -> UntransportableVariable:
+    def _is_plain(self, value: Any) -> bool:
+        from .objects import is_plain
+
+        return is_plain(value)
+
+    def _bind_object(self, name: str, value: Any, source: FunctionSource, line: int) -> None:
+        marks = self._marks()
+        try:
+            self.objects.bind(name, value, source, line)
+        except UntransportableVariable:
+            if not _is_only_read(name, value, source):
+                raise
+            self._forget(marks)
+            self._bind_used(name, value, source)
+
+    def untransportable(self, name: str, reason: str, source: FunctionSource, line: int) -> UntransportableVariable:
         return UntransportableVariable(name, reason, filename=source.filename, line=line)
 
 
@@ -375,17 +525,27 @@ def _is_installed(module: str) -> bool:
     )
 
 
-def _untransportable_reason(name: str, value: Any, error: Exception) -> str:
-    """Why `value` cannot travel, with what to write instead where that is known."""
-    if isinstance(value, type):
-        return f"{name!r} is a class of your own, {type_name(value)}; classes travel only from installed packages"
-    if isinstance(value, types.MethodType):
-        return f"{name!r} is a method bound to {type_name(type(value.__self__))}: write a function"
-    if isinstance(value, partial):
-        return f"{name!r} is a functools.partial: write a function around it"
-    # What can travel is said by whoever raises this.
-    reason = str(error).partition("; what can: None")[0]
-    return f"{name!r} is of type {type_name(type(value))}: {reason}"
+def _is_only_read(name: str, value: Any, source: FunctionSource) -> bool:
+    """Whether `source` does nothing with an object but read attributes of it that are no methods."""
+    if not _is_open(value):
+        return False
+    uses = source.uses(name)
+    own = not _is_installed(str(type(value).__module__))
+    return bool(uses) and all(use.chain and _is_attribute(value, use.chain[0], own) for use in uses)
+
+
+def _is_open(value: Any) -> bool:
+    """Whether a value is an object of attributes, and no data that is more than these."""
+    return not isinstance(value, enum.Enum | tuple | list | dict | set | frozenset | str | int | float | bytes)
+
+
+def _is_attribute(value: Any, name: str, unknown: bool) -> bool:
+    """Whether `name` is an attribute of an object, and no method. `unknown` is the answer where the object has none."""
+    methods = types.FunctionType, classmethod, types.MethodDescriptorType, types.WrapperDescriptorType
+    if isinstance(inspect.getattr_static(value, name, None), methods):
+        return False
+    # nnsight gives every object a `save`, which a block calls.
+    return hasattr(value, name) or (unknown and name != "save")
 
 
 def brief(value: Any) -> str:

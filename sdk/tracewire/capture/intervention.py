@@ -3,9 +3,10 @@
 A block travels as *source text* plus what it uses. So two things decide what a block can be. Its body must mean the
 same without a function around it: it cannot `return`, `yield` or `await`, and nothing that it rebinds comes back
 (`.save()` is the way out). And every name that it uses must stand for something that can travel: a plain value or an
-array (by value), a function of one's own (as source, with what it uses in turn), a module, or a class or function of an
-installed package (by name), or a module of the served model (by path). Of a module of one's own, what is used of it
-travels, each thing as if it had been imported by its name.
+array (by value), a function or class of one's own (as source, with what it uses in turn), a module, or a class or
+function of an installed package (by name), or a module of the served model (by path). Objects are taken apart into
+these (`objects.py`). Of a module of one's own, what is used of it travels, each thing as if it had been imported by its
+name.
 
 The names are looked up when the block is submitted, as a call of the function would look them up then: variables bound
 by `watch(direction=d)` first, then the function's closure, its module's globals, and Python's builtins. A name in a
@@ -240,16 +241,23 @@ class Intervention(BlockFunction):
                     filename=self.filename,
                     line=line,
                 )
-            capture.bind(name, value, self._source, line)
+            self._bind_variable(capture, name, value)
         for name, value in self._bound.items():
             if name not in self._variables:
-                capture.bind(name, value, self._source, line)
+                self._bind_variable(capture, name, value)
         if self._rest and any(isinstance(n, ast.Name) and n.id == self._rest for n in ast.walk(self._source.node)):
             extra = {name: value for name, value in self._bound.items() if name not in self._variables}
             capture.bind(self._rest, extra, self._source, line)
         capture.shareable = frozenset(shared) - self._bound.keys()
         capture.names_of(self._function, self._source, block=True)
         return capture.block(self.name, self._source)
+
+    def _bind_variable(self, capture: Capture, name: str, value: Any) -> None:
+        try:
+            capture.bind(name, value, self._source, self._source.node.lineno)
+        except TraceRejected:
+            if not capture.is_dead(name, self._source, lambda one: self._bound.get(one, MISSING)):
+                raise
 
 
 @lru_cache(maxsize=512)

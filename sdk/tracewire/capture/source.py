@@ -16,13 +16,13 @@ import symtable
 import tokenize
 import types
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from tracewire.errors import BlockError
 
-__all__ = ["SOURCES_KEPT", "FunctionSource", "end_of", "find", "parse_file"]
+__all__ = ["SOURCES_KEPT", "FunctionSource", "dedent", "end_of", "find", "parse_file"]
 
 _ANNOTATIONS = __future__.annotations.compiler_flag
 
@@ -182,7 +182,7 @@ class FunctionSource:
 
     name: str
     filename: str
-    node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.With
+    node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.With | ast.ClassDef
     file: _File
 
     def error(self, message: str, line: int | None = None) -> BlockError:
@@ -203,7 +203,7 @@ class FunctionSource:
         if lines[0][:column].strip():  # on the line of the def itself
             lines[0] = lines[0][column:]
             column = 0
-        return _dedent(lines, column), line
+        return dedent(lines, column), line
 
     def definition(self, name: str, replaced: dict[ast.expr, str]) -> str:
         """The whole definition, dedented, under another name, with some expressions of its head replaced.
@@ -230,7 +230,7 @@ class FunctionSource:
         if isinstance(node, ast.Lambda):
             lines[0] = lines[0][node.col_offset :]
             return f"{name} = ({b''.join(lines).decode()})"
-        source = _dedent(lines, node.col_offset)
+        source = dedent(lines, node.col_offset)
         if name != node.name:
             source = re.sub(rf"(def[\s\\]+){node.name}\b", lambda match: match[1] + name, source, count=1)
         return source
@@ -261,10 +261,16 @@ class FunctionSource:
                 lines[node.id] = min(node.lineno, lines.get(node.id, node.lineno))
         return {name: lines.get(name, self.node.lineno) for name in sorted(names)}
 
+    @property
+    def travelling(self) -> Sequence[ast.AST]:
+        """What of the node runs on the engine: the body, without decorators and default values."""
+        body = self.node.body
+        return body if isinstance(body, list) else [body]
+
     def uses(self, name: str) -> list[Use]:
         """Where `name` is used in this function, each with the attributes that are reached through it there."""
         found: list[Use] = []
-        waiting: list[ast.AST] = [self.node]
+        waiting: list[ast.AST] = list(self.travelling)
         while waiting:
             node = waiting.pop()
             chain: list[str] = []
@@ -290,7 +296,7 @@ class FunctionSource:
 
     def default_names(self) -> dict[str, ast.expr]:
         """Expressions of the default values, by parameter."""
-        assert not isinstance(self.node, ast.With)
+        assert not isinstance(self.node, ast.With | ast.ClassDef)
         arguments = self.node.args
         positional = [*arguments.posonlyargs, *arguments.args]
         found: dict[str, ast.expr] = {}
@@ -399,7 +405,7 @@ def _collect(table: symtable.SymbolTable, names: set[str]) -> None:
         _collect(child, names)
 
 
-def _dedent(lines: list[bytes], column: int) -> str:
+def dedent(lines: list[bytes], column: int) -> str:
     """`lines` less their first `column` bytes of white space, except where a line starts inside a string."""
     text = b"".join(lines).decode()
     inside: set[int] = set()

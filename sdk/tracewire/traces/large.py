@@ -14,6 +14,7 @@ from tracewire.error_mapping import bus_errors
 from tracewire.errors import ValueMissing
 from tracewire_bus.store.blobs import THRESHOLD_BYTES, BlobMissing
 from tracewire_bus.wire.arrays import array_of
+from tracewire_bus.wire.digests import digest
 from tracewire_bus.wire.kinds import is_array
 from tracewire_bus.wire.messages import NO_MEDIA
 from tracewire_bus.wire.packing import pack, unpack
@@ -85,17 +86,20 @@ class LargeValues:
 async def offload_large_arrays(submission: Submission, bus: Bus) -> Submission:
     """`submission` with the large arrays among its variables in blobs, and referred to.
 
-    Blobs of a trace that no engine accepts expire by themselves.
+    What several of its prompts use is sent once. Blobs of a trace that no engine accepts expire by themselves.
     """
+    blocks = [submission.block, *(invoke.block for invoke in submission.invokes)]
+    # Taking a digest takes time, and one block alone hardly has an array twice.
+    sent: dict[bytes, ArrayRef] | None = {} if len([one for one in blocks if one is not None]) > 1 else None
 
     async def moved(block: Block | None) -> Block | None:
         if block is None or len(block.variables) <= THRESHOLD_BYTES:
             return block
-        variables = await _referring(submission.trace, block.variables, bus)
+        variables = await _referring(submission.trace, block.variables, bus, sent)
         return msgspec.structs.replace(block, variables=variables)
 
     async def media(packed: bytes) -> bytes:
-        return packed if len(packed) <= THRESHOLD_BYTES else await _referring(submission.trace, packed, bus)
+        return packed if len(packed) <= THRESHOLD_BYTES else await _referring(submission.trace, packed, bus, sent)
 
     invokes = [
         invoke
@@ -106,8 +110,11 @@ async def offload_large_arrays(submission: Submission, bus: Bus) -> Submission:
     return msgspec.structs.replace(submission, block=await moved(submission.block), invokes=invokes)
 
 
-async def _referring(trace_id: str, packed: bytes, bus: Bus) -> bytes:
-    """A packed dict of values by name, with references for its large arrays."""
+async def _referring(trace_id: str, packed: bytes, bus: Bus, sent: dict[bytes, ArrayRef] | None) -> bytes:
+    """A packed dict of values by name, with references for its large arrays.
+
+    `sent` has those that were sent before, by digest.
+    """
 
     async def moved(value: Any, name: str) -> Any:
         if isinstance(value, list | tuple):
@@ -115,7 +122,12 @@ async def _referring(trace_id: str, packed: bytes, bus: Bus) -> bytes:
         if isinstance(value, dict):
             return {key: await moved(item, name) for key, item in value.items()}
         if getattr(value, "nbytes", 0) > THRESHOLD_BYTES and not isinstance(value, ArrayRef):
-            return await bus.blobs.store(trace_id, value, name)
+            if sent is None:
+                return await bus.blobs.store(trace_id, value, name)
+            key = digest(value)
+            if key not in sent:
+                sent[key] = await bus.blobs.store(trace_id, value, name)
+            return sent[key]
         return value
 
     return pack({name: await moved(value, name) for name, value in unpack(packed).items()})

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
-from tracewire.capture.capture import ENGINE_NAMES, Capture, ModelHandle
+from tracewire.capture.capture import ENGINE_NAMES, MISSING, Capture, ModelHandle
 from tracewire.capture.with_source import WithSource, find_with
 from tracewire.checks import type_name
 from tracewire.errors import BlockError, TraceRejected, UntransportableVariable
@@ -270,7 +270,7 @@ class _WithCapture(Capture):
             )
         if isinstance(value, Trace | Invoker):
             other = " of another trace" if value is not self._tracer else f", called {self._parameters[1]!r} before"
-            raise self._untransportable(name, f"{name!r} is the tracer{other}", source, line)
+            raise self.untransportable(name, f"{name!r} is the tracer{other}", source, line)
         if id(value) in self._shared_by:
             self.shared[name] = self._shared_by[id(value)]
         else:
@@ -302,13 +302,22 @@ def capture_body(
     parameters = (models[0] if models else "_tw_model", tracers[0] if tracers else "_tw_tracer", "_tw_live")
     capturing = _WithCapture(parameters, tracer, shared)
     capturing.shareable = frozenset(offered)
+    capturing.around = scope
+
+    def meaning(name: str) -> Any:
+        return scope.get(name, MISSING)
+
     for name, line in names.required.items():
         if name in ENGINE_NAMES or name in parameters:
             continue
-        if name in scope and name not in offered:
-            capturing.bind(name, scope[name], source, line)
-        elif name in offered or not hasattr(builtins, name):
-            capturing.bind_absent(name, source, line)
+        try:
+            if name in scope and name not in offered:
+                capturing.bind(name, scope[name], source, line)
+            elif name in offered or not hasattr(builtins, name):
+                capturing.bind_absent(name, source, line)
+        except (BlockError, UntransportableVariable):
+            if not capturing.is_dead(name, source, meaning):
+                raise
     for name, line in names.possible.items():
         if name in offered:
             capturing.bind_absent(name, source, line)

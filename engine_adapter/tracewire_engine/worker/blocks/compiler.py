@@ -26,6 +26,7 @@ from tracewire_bus.wire.packing import unpack
 from tracewire_engine.worker.remote_inputs import RemoteInputs
 from tracewire_engine.worker.tensors import to_tensors
 
+from . import block_names
 from . import time_limit as watchdog
 from .compiled_source import CompiledSource
 from .live_params import LiveRun, LiveValues
@@ -83,7 +84,7 @@ class BlockCache:
         self, message: Block, compiled: CompiledSource, live: LiveRun, shared: Mapping[str, Any]
     ) -> BlockMediator:
         """A mediator over the compiled code, with this request's own values."""
-        scope: dict[str, Any] = {"__builtins__": __builtins__, "__name__": f"tracewire.block.{message.name}"}
+        scope: dict[str, Any] = {"__builtins__": __builtins__, "__name__": block_names.__name__}
         for name, module in message.modules.items():
             scope[name] = importlib.import_module(module)
         for name, (module, attribute) in message.imports.items():

@@ -1,0 +1,255 @@
+"""A class's own source text: found by its name and its methods, cut out with its decorators, and the names it uses.
+
+Python keeps no line for a class, only for its functions. So the class is looked for by its qualified name in the file
+that its functions, or its module, come from. A class of a notebook without a function of its own is looked for in the
+notebook's cells, the latest first.
+"""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import re
+import symtable
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from tracewire.errors import BlockError
+
+from .source import FunctionSource, dedent, end_of, parse_file
+
+__all__ = ["ClassSource", "class_names", "find_class"]
+
+#: Comprehensions run where they stand, although Python compiles them as functions.
+_COMPREHENSIONS = frozenset({"listcomp", "setcomp", "dictcomp", "genexpr"})
+
+
+@dataclass(frozen=True, eq=False)
+class ClassSource(FunctionSource):
+    """A class's syntax tree and the file that it stands in."""
+
+    node: ast.ClassDef
+
+    @property
+    def first_line(self) -> int:
+        """The line of the first decorator, or of the `class` itself."""
+        return min([self.node.lineno, *(decorator.lineno for decorator in self.node.decorator_list)])
+
+    @property
+    def travelling(self) -> Sequence[ast.AST]:
+        return [self.node]
+
+    def text(self, name: str) -> str:
+        """The whole definition, dedented, under another name."""
+        end_line, _ = end_of(self.node)
+        lines = [text.encode() for text in self.file.lines[self.first_line - 1 : end_line]]
+        source = dedent(lines, self.node.col_offset)
+        if name == self.node.name:
+            return source
+        renamed = re.sub(rf"^(class[\s\\]+){self.node.name}\b", rf"\g<1>{name}", source, count=1, flags=re.MULTILINE)
+        return f"{renamed.rstrip()}\n{name}.__name__ = {name}.__qualname__ = {self.node.name!r}\n"
+
+    def _names(self, *, eager: bool) -> dict[str, int]:
+        try:
+            text = "from __future__ import annotations\n" + self.text(self.node.name)
+            table = symtable.symtable(text, self.filename, "exec")
+        except SyntaxError as error:
+            raise self._syntax_error(error, self.first_line - 1) from None
+        names: set[str] = set()
+        _collect(table, names, running=True, eager=eager)
+        names.discard(self.node.name)
+        lines: dict[str, int] = {}
+        for node in ast.walk(self.node):
+            if isinstance(node, ast.Name) and node.id in names:
+                lines[node.id] = min(node.lineno, lines.get(node.id, node.lineno))
+        return {name: lines.get(name, self.node.lineno) for name in sorted(names)}
+
+    @cached_property
+    def eager_names(self) -> dict[str, int]:
+        """Names that Python reads when it defines the class, each with its line: bases, decorators, default values."""
+        return self._names(eager=True)
+
+    @cached_property
+    def late_names(self) -> dict[str, int]:
+        """Names that the functions of the class read when they are called, each with its line."""
+        return self._names(eager=False)
+
+    def base(self, name: str, cls: type) -> Any:
+        """The base class that the head of the class calls `name`; None if it calls no base so."""
+        bases = getattr(cls, "__orig_bases__", cls.__bases__)
+        for expression, base in zip(self.node.bases, bases, strict=False):
+            if isinstance(expression, ast.Name) and expression.id == name:
+                return base
+        return None
+
+    def check_class(self) -> None:
+        """Refuse what does not compile by itself.
+
+        Raises:
+            BlockError: at the first such line.
+        """
+        self._check_globals()
+        self._compile(self.text(self.node.name), self.first_line)
+
+
+def _collect(table: symtable.SymbolTable, names: set[str], *, running: bool, eager: bool) -> None:
+    """Add the global names that are read while the class is defined (`eager`), or later."""
+    if "annotation" in str(table.get_type()):
+        return
+    if table.get_type() == "function" and table.get_name() not in _COMPREHENSIONS:
+        running = False
+    if running == eager:
+        for symbol in table.get_symbols():
+            known = symbol.is_global() if table.get_type() != "module" else not symbol.is_assigned()
+            if symbol.is_referenced() and known:
+                names.add(symbol.get_name())
+    for child in table.get_children():
+        _collect(child, names, running=running, eager=eager)
+
+
+_found: WeakKeyDictionary[type, ClassSource] = WeakKeyDictionary()
+
+
+def find_class(cls: type) -> ClassSource:
+    """The source of a class of the user's own.
+
+    Raises:
+        BlockError: there is none, or several classes may be it.
+    """
+    known = _found.get(cls)
+    if known is None:
+        known = _found[cls] = _read(cls)
+    return known
+
+
+def functions_of(cls: type) -> Iterator[types.FunctionType]:
+    """The functions that stand in a class's body, however they are wrapped there."""
+    for value in vars(cls).values():
+        inner = getattr(value, "__func__", None) or getattr(value, "func", None) or value
+        for one in (inner, *(getattr(value, part, None) for part in ("fget", "fset", "fdel"))):
+            if isinstance(one, types.FunctionType):
+                yield one
+
+
+def globals_of(cls: type) -> Mapping[str, Any]:
+    """The names of the module that a class was defined in."""
+    module = sys.modules.get(cls.__module__)
+    for function in functions_of(cls):
+        if function.__module__ == cls.__module__:
+            return function.__globals__
+    return vars(module) if module is not None else {}
+
+
+def class_names(cls: type, source: ClassSource, around: Mapping[str, Any], missing: object) -> Callable[[str], Any]:
+    """What the names in a class's source mean: a function that gives `missing` where nothing is known.
+
+    Its functions know what they take from around the class. A class that a function defines may use other names of
+    that function, which `around` has.
+    """
+    cells: dict[str, types.CellType] = {}
+    for function in functions_of(cls):
+        cells.update(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    scope = globals_of(cls)
+
+    def meaning(name: str) -> Any:
+        if name in cells:
+            return cells[name].cell_contents
+        if (base := source.base(name, cls)) is not None:
+            return base
+        return around[name] if name in around else scope.get(name, missing)
+
+    return meaning
+
+
+def _read(cls: type) -> ClassSource:
+    lines = [
+        (function.__code__.co_filename, function.__code__.co_firstlineno)
+        for function in functions_of(cls)
+        if function.__qualname__ == f"{cls.__qualname__}.{function.__name__}"
+    ]
+    for filename in _files(cls, [name for name, _ in lines]):
+        found = _candidates(cls, filename, [line for name, line in lines if name == filename])
+        if len(found) == 1:
+            return found[0]
+        if found:
+            raise BlockError(
+                f"the class {cls.__name__} is defined more than once in this file, and nothing tells which one is "
+                "meant: give each a name of its own",
+                filename=filename,
+                line=found[0].node.lineno,
+            )
+    raise BlockError(
+        f"the source of the class {cls.__name__} cannot be read, and a class of your own travels as source: "
+        "define it with a class statement, in a file or in a notebook's cell",
+        filename=_file_of(cls),
+    )
+
+
+def _file_of(cls: type) -> str | None:
+    file = globals_of(cls).get("__file__")
+    return file if isinstance(file, str) else None
+
+
+def _files(cls: type, named: Iterable[str]) -> Iterator[str]:
+    """Where the class may stand, the most likely file first."""
+    files = [*named, *filter(None, [_file_of(cls)])]
+    if cls.__module__ == "__main__":
+        # The cells of a notebook, by the names that IPython gives them.
+        files += [
+            name for name in reversed(list(linecache.cache)) if "ipykernel" in name or name.startswith("<ipython")
+        ]
+    yield from dict.fromkeys(files)
+
+
+def _candidates(cls: type, filename: str, lines: list[int]) -> list[ClassSource]:
+    linecache.checkcache(filename)
+    text = linecache.getlines(filename, dict(globals_of(cls)))
+    if not text:
+        return []
+    try:
+        file = parse_file(filename, "".join(text))
+    except SyntaxError:
+        return []
+    path = cls.__qualname__.replace(".<locals>", "").split(".")
+    make = partial(ClassSource, cls.__name__, filename, file=file)
+    found = [node for node in _at(file.tree.body, path) if _fits(node, cls, lines)]
+    return [make(node=node) for node in found]
+
+
+def _at(statements: Iterable[ast.AST], path: list[str]) -> Iterator[ast.ClassDef]:
+    """The classes at a qualified name below some statements."""
+    for node in statements:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            if node.name != path[0]:
+                continue
+            if len(path) > 1:
+                yield from _at(node.body, path[1:])
+            elif isinstance(node, ast.ClassDef):
+                yield node
+        else:
+            yield from _at(ast.iter_child_nodes(node), path)
+
+
+def _fits(node: ast.ClassDef, cls: type, lines: list[int]) -> bool:
+    """Whether a class statement may have made `cls`: it has the functions at their lines, and binds the same names."""
+    end, _ = end_of(node)
+    if not all(node.lineno <= line <= end for line in lines):
+        return False
+    bound: set[str] = set()
+    for statement in node.body:
+        match statement:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                bound.add(name)
+            case ast.AnnAssign(target=ast.Name(id=name)):
+                bound.add(name)
+            case ast.Assign(targets=targets):
+                bound |= {target.id for target in targets if isinstance(target, ast.Name)}
+    private = re.compile(rf"_{cls.__name__.lstrip('_')}__")
+    known = {private.sub("__", name, count=1) for name in [*vars(cls), *vars(cls).get("__annotations__", ())]}
+    known |= set(getattr(cls, "__members__", ()))
+    return bound - {"_", "_ignore_"} <= known or bool(lines)
