@@ -11,15 +11,11 @@ import dataclasses
 import enum
 import functools
 import http
-import linecache
 import math
 import operator
 import pathlib
 import re
-import sys
-import textwrap
 import types
-from collections.abc import Callable
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -28,8 +24,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.scripted import engine_info
 from tests.support.block_runs import run
+from tests.support.bus_engine import engine_info
 from tracewire import BlockError, UntransportableVariable, intervention
 from tracewire_bus.domain.tree import ModuleTree
 from tracewire_bus.wire.packing import unpack
@@ -406,67 +402,6 @@ def test_classes_of_one_s_own_by_name_by_another_and_below_others() -> None:
     assert scope["checked"] is True
 
 
-def test_a_class_s_own_lines_are_named_in_errors() -> None:
-    class Wrong:
-        def go(self):
-            return nowhere_at_all  # noqa: F821
-
-    with pytest.raises(BlockError, match="'nowhere_at_all' stands for nothing") as caught:
-        arriving(Wrong())
-    assert caught.value.filename == __file__
-    assert linecache.getline(__file__, caught.value.line).strip().startswith("return nowhere_at_all")
-
-
-def test_classes_of_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "/tmp/ipykernel_1/classes.py"
-    text = textwrap.dedent(
-        """
-        @dataclass
-        class Cell:
-            layer: int = 3
-
-        class Kind(enum.Enum):
-            A = 1
-
-        @intervention
-        def watch(model, tracer, live):
-            out = (cell.layer, cell, Kind.A, kind)
-        """
-    )
-    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
-    # The cell before it, which defined another one of the name.
-    linecache.cache["/tmp/ipykernel_1/before.py"] = (3, None, ["class Cell:\n", "    other = 1\n"], "before")
-    main = types.ModuleType("__main__")
-    monkeypatch.setitem(sys.modules, "__main__", main)
-    names = vars(main)
-    names.update(dataclass=dataclass, enum=enum, intervention=intervention)
-    try:
-        exec(compile(text, name, "exec"), names)
-        names.update(cell=names["Cell"](), kind=names["Kind"].A)
-        layer, cell, member, kind = run(names["watch"].block())["out"]
-    finally:
-        del linecache.cache[name], linecache.cache["/tmp/ipykernel_1/before.py"]
-    assert (layer, cell.layer) == (3, 3)
-    assert member is kind
-
-
-def test_two_classes_of_one_name_are_told_apart_by_what_is_in_them() -> None:
-    def first() -> Any:
-        class Twin:
-            a = 1
-
-            def which(self):
-                return 1
-
-        return Twin()
-
-    one, two = first(), Config(2)
-    assert arriving(one).which() == 1
-    made = [type("Config", (), {})(), two]
-    with pytest.raises(UntransportableVariable, match=r"is a class of your own, .*Config"):
-        arriving(made)
-
-
 # --- attributes of an object that stays here --------------------------------------------------------------------------
 
 
@@ -572,73 +507,3 @@ def test_attributes_of_an_installed_object_that_cannot_travel() -> None:
         out = generator.device
 
     assert run(watch.block())["out"] == torch.device("cpu")
-
-
-# --- code that does not run -------------------------------------------------------------------------------------------
-
-DEBUG = False
-VERBOSE = 2
-LOCK = __import__("threading").Lock()
-SETTINGS = types.SimpleNamespace(debug=False)
-
-
-def logging_helper(x):
-    if DEBUG:
-        undefined_logger.info(x)  # noqa: F821
-        LOCK.acquire()
-    return x
-
-
-DEAD = [
-    "if DEBUG:\n    undefined_name(LOCK)",
-    "if not VERBOSE == 2:\n    undefined_name",
-    "if VERBOSE > 1 and DEBUG is True:\n    LOCK",
-    "y = undefined_name if DEBUG else 2",
-    "DEBUG and undefined_name.info('x')",
-    "VERBOSE or LOCK.acquire()",
-    "while DEBUG:\n    LOCK.acquire()",
-    "if TYPE_CHECKING:\n    from x import undefined_name\n    undefined_name",
-    "if SETTINGS.debug:\n    undefined_name",
-    "if VERBOSE:\n    y = 1\nelse:\n    undefined_name",
-    "y = logging_helper(1)",
-]
-ALIVE = [
-    "if VERBOSE:\n    undefined_name",
-    "if DEBUG:\n    pass\nelse:\n    LOCK",
-    "DEBUG = True\nif DEBUG:\n    undefined_name",
-    "if len('a') > 2:\n    undefined_name",
-    "if DEBUG:\n    LOCK\nLOCK",
-]
-
-
-def block_of(folder: pathlib.Path, body: str) -> Callable[[], Any]:
-    path = folder / "dead.py"
-    path.write_text("def watch(model, tracer, live):\n" + textwrap.indent(body, "    ") + "\n    out = 1\n")
-    names = {"__name__": "dead", "__file__": str(path)}
-    names |= {name: globals()[name] for name in ("DEBUG", "VERBOSE", "LOCK", "SETTINGS", "logging_helper")}
-    names["TYPE_CHECKING"] = False
-    exec(compile(path.read_text(), str(path), "exec"), names)
-    return intervention(names["watch"]).block
-
-
-@pytest.mark.parametrize("body", DEAD)
-def test_names_in_code_that_does_not_run_need_no_value(body: str, tmp_path: pathlib.Path) -> None:
-    assert run(block_of(tmp_path, body)())["out"] == 1
-
-
-@pytest.mark.parametrize("body", ALIVE)
-def test_names_in_code_that_may_run_do(body: str, tmp_path: pathlib.Path) -> None:
-    with pytest.raises((BlockError, UntransportableVariable), match=r"undefined_name|LOCK"):
-        block_of(tmp_path, body)()
-
-
-def test_a_variable_that_only_dead_code_uses() -> None:
-    @intervention
-    def watch(model, tracer, live, debug, sink):
-        out = 1
-        if debug:
-            sink.write("x")
-
-    assert run(watch(debug=False, sink=LOCK).block())["out"] == 1
-    with pytest.raises(UntransportableVariable, match="'sink'"):
-        watch(debug=True, sink=LOCK).block()
