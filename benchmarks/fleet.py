@@ -127,7 +127,7 @@ class _Fleet:
             *("--patience", str(shape.patience), "--certain", str(shape.certain)),
         )
         with anyio.fail_after(60):
-            while name not in await self._bus.alive(name):  # noqa: ASYNC110
+            while name not in await self._bus.registry.alive(name):  # noqa: ASYNC110
                 await anyio.sleep(0.01)
         self.engines[name] = _Engine(name, model, child, time.monotonic())
         self.say(f"{name} has joined")

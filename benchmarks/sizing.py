@@ -59,7 +59,7 @@ async def idle(server: RedisServer, started: Nursery, engines: int, seconds: flo
     before = await info(server)
     children = [await started.start("engine", "--url", server.url, "--lease", "5") for _ in range(engines)]
     async with Bus.open(server.url) as bus:
-        while len(await bus.engines()) < engines:  # noqa: ASYNC110
+        while len(await bus.registry.list()) < engines:  # noqa: ASYNC110
             await anyio.sleep(0.1)
     await anyio.sleep(1)
     begun, since = await info(server), time.monotonic()
@@ -140,16 +140,16 @@ async def registry(server: RedisServer, engines: int) -> dict[str, float]:
     async with Bus.open(server.url) as bus, Bus.open(server.url) as reader:
         before = await info(server)
         for one in infos:
-            await bus.register(one, ttl_s=600)
+            await bus.registry.register(one, ttl_s=600)
         stored = await info(server)
         for one in infos:
             one.running += 1
-            await bus.register(one, ttl_s=600)
+            await bus.registry.register(one, ttl_s=600)
         beaten = await info(server)
         looks = []
         for _ in range(5):
             begun, since = await info(server), time.perf_counter()
-            assert len(await reader.engines()) == engines
+            assert len(await reader.registry.list()) == engines
             took, ended = time.perf_counter() - since, await info(server)
             looks.append((took, ended["written"] - begun["written"], ended["cpu"] - begun["cpu"]))
     again = looks[1:]
@@ -179,7 +179,7 @@ async def looking(server: RedisServer, engines: int, running: int) -> dict[str, 
         holders = await bus.queue.holders("large")
         found: dict[str, float] = {"engines": engines, "running": running}
         for name, look in (
-            ("each_ms", lambda: bus.alive(*holders)),
+            ("each_ms", lambda: bus.registry.alive(*holders)),
             ("given_up_ms", lambda: bus.queue.given_up("large")),
             ("leases_ms", lambda: bus.queue.leases("large")),
         ):

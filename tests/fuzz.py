@@ -621,7 +621,7 @@ async def run(count: int, seed: int, *, control: bool = False, prefix: str = "fu
         Bus.open(url, prefix=prefix) as bus,
         tracewire.connect(url, prefix=prefix) as client,
     ):
-        while not await bus.alive(engine):  # noqa: ASYNC110
+        while not await bus.registry.alive(engine):  # noqa: ASYNC110
             await anyio.sleep(0.05)
         writer, valid = Writer(bus, engine, seed), Valid(client)
         process.send_signal(signal.SIGUSR1)

@@ -12,37 +12,42 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
 import anyio
-import msgspec
 
 from tracewire_bus.domain.limits import check_size, check_submission
-from tracewire_bus.events.reader import Entry, EventsLost, Gap, Reader, SlotReaders, StreamGone, Subscription, tail_id
+from tracewire_bus.events.reader import Reader, SlotReaders
+from tracewire_bus.events.subscription import Entry, EventsLost, Gap, StreamGone, Subscription, tail_id
 from tracewire_bus.events.writer import EntryTooLarge, Fenced, Writer
 from tracewire_bus.store.blobs import Blobs
-from tracewire_bus.store.control import ControlReader, SlotControlReaders, draining
+from tracewire_bus.store.control import ControlReader, SlotControlReaders
+from tracewire_bus.store.dead_letters import DeadLetters
 from tracewire_bus.store.edits import EditRecords, Edits
+from tracewire_bus.store.engine_registry import EngineRegistry
 from tracewire_bus.store.finished import Finished
 from tracewire_bus.store.keys import FINAL_ID, Keys
-from tracewire_bus.store.lifecycle import Groups, GroupWatch, Watch
+from tracewire_bus.store.leases import Leases
+from tracewire_bus.store.lifecycle import Watch
+from tracewire_bus.store.memory import Memory
+from tracewire_bus.store.queue_entries import QueueFull, Taken
 from tracewire_bus.store.snapshots import Snapshots
-from tracewire_bus.store.submission_queue import Queue, QueueFull, Taken
-from tracewire_bus.store.trace_records import CONTROL_S, RENEW, Records, TraceElsewhere, TraceEnded, TraceMissing
+from tracewire_bus.store.submission_queue import Queue
+from tracewire_bus.store.trace_records import Records, TraceElsewhere, TraceEnded, TraceMissing
+from tracewire_bus.store.watch_groups import Groups, GroupWatch
 from tracewire_bus.transport.errors import BusError, BusFull, BusUnavailable, NotAllowed, as_bus_error, is_transient
 from tracewire_bus.transport.guard import Guard
-from tracewire_bus.transport.link import AfterOthers, Link
+from tracewire_bus.transport.link import Link
 from tracewire_bus.transport.pool import Connections
 from tracewire_bus.transport.server import SCHEMES
-from tracewire_bus.transport.tasks import Refreshed
 from tracewire_bus.transport.urls import parsed, redacted
-from tracewire_bus.wire.codec import decode_engine, digest_bytes, encode
+from tracewire_bus.wire.codec import encode
 from tracewire_bus.wire.live_values import parted
-from tracewire_bus.wire.messages import EngineInfo, ModuleInfo, Submission
+from tracewire_bus.wire.messages import Submission
 
 from .recovery import Recovery
 
@@ -72,11 +77,8 @@ __all__ = [
 
 logger = logging.getLogger("tracewire")
 
-#: Which part of its memory a Redis must have left for new submissions: what runs needs it more.
-RESERVE: float = 0.05
+T = TypeVar("T")
 
-#: How old what is known of Redis's memory may be when a trace is submitted, in seconds.
-_MEMORY_AGE_S: Final = 1.0
 _SCHEMES = (*SCHEMES, "embedded")
 #: How long opening connections ahead may take, in seconds.
 _WARM_S: Final = 1.0
@@ -108,14 +110,12 @@ class Bus:
         self._edit_records: weakref.WeakSet[EditRecords] = weakref.WeakSet()
         self._records: Records | None = None
         self._queue: Queue | None = None
-        #: Which part of its memory Redis has left; None if it has no limit or says none.
-        self._memory = Refreshed(self._memory_left)
-        #: What engines of this process last registered in whole, but for how much they run, by its digest.
-        self._registered: dict[str, bytes] = {}
+        self._dead_letters: DeadLetters | None = None
+        self._leases: Leases | None = None
+        self._registry: EngineRegistry | None = None
+        self._memory: Memory | None = None
         #: Parses whatever is read from Redis, and counts what is malformed.
         self.guard = Guard()
-        #: Modules and attributes of the trees that engines serve, by digest.
-        self._trees: dict[bytes, tuple[list[ModuleInfo], dict[str, list[str]]]] = {}
 
     @classmethod
     def open(cls, url: str, *, prefix: str = "tw", retention_s: float = 3600.0, patience_s: float = 20.0) -> Self:
@@ -155,6 +155,10 @@ class Bus:
             self._snapshots = Snapshots(connections.apart(), self.keys)
             self._records = Records(connections, self.keys, self._retention_s)
             self._queue = Queue(connections, self.keys)
+            self._dead_letters = DeadLetters(connections, self.keys)
+            self._leases = Leases(connections, self.keys)
+            self._registry = EngineRegistry(connections, self.keys)
+            self._memory = Memory(connections)
         except BaseException:
             await self.aclose()
             raise
@@ -171,27 +175,14 @@ class Bus:
         Idempotent; writers close by themselves.
         """
         reader, self._reader = self._reader, None
-        connections, self._connections_ = self._connections_, None
-        blobs, self._blobs = self._blobs, None
-        snapshots, self._snapshots = self._snapshots, None
-        self._records = None
-        server, self._server = self._server, None
-        queue, self._queue = self._queue, None
+        parts = reader, *self._watches, *self._edit_records, self._queue, self._blobs, self._snapshots
+        closing = *parts, self._connections_, self._server
+        self._queue = self._blobs = self._snapshots = self._connections_ = self._server = None
+        self._records = self._dead_letters = self._leases = self._registry = self._memory = None
         with anyio.CancelScope(shield=True):
-            if reader is not None:
-                await reader.aclose()
-            for watch in [*self._watches, *self._edit_records]:
-                await watch.aclose()
-            if queue is not None:
-                await queue.aclose()
-            if blobs is not None:
-                await blobs.aclose()
-            if snapshots is not None:
-                await snapshots.aclose()
-            if connections is not None:
-                await connections.aclose()
-            if server is not None:
-                await server.aclose()
+            for part in closing:
+                if part is not None:
+                    await part.aclose()
 
     async def warm(self) -> None:
         """Open what a burst of traces would have to open in its midst: further connections for commands, and the
@@ -208,13 +199,11 @@ class Bus:
 
     async def _ask_ahead(self) -> None:
         with suppress(BusError):
-            await self._memory.get(_MEMORY_AGE_S)
+            await self.memory.prefetch()
 
     @property
     def _connections(self) -> Connections:
-        if self._connections_ is None:
-            raise anyio.ClosedResourceError
-        return self._connections_
+        return _open(self._connections_)
 
     # --- submissions --------------------------------------------------------------------------------------------------
 
@@ -238,10 +227,8 @@ class Bus:
         data = encode(submission)
         check_size(len(data))
         model, trace = submission.model, submission.trace
-        creation = self.records.creation(submission, parted(submission.live), retention_s)
-        memory = await self._memory.get(_MEMORY_AGE_S)
-        if memory is not None and memory < RESERVE:
-            raise BusFull(f"Redis has {100 * memory:.2g} % of its memory left, and keeps that for traces that run")
+        creation = self.records.create_command(submission, parted(submission.live), retention_s)
+        await self.memory.check_reserve()
         try:
             created, before = await self.queue.put(
                 model,
@@ -282,68 +269,40 @@ class Bus:
         replies = await self._connections.commands(*marks)
         return {trace for (_, trace), reply in zip(traces, replies, strict=True) if reply}
 
-    async def _memory_left(self) -> float | None:
-        try:
-            limit, used, _ = await self.memory()
-        except BusUnavailable:
-            raise
-        except BusError as error:
-            logger.debug("Redis does not say how much memory it has: %s", error)
-            return None
-        return max(0.0, 1 - used / limit) if limit else None
+    @property
+    def registry(self) -> EngineRegistry:
+        """The engines that serve, and what each of them serves."""
+        return _open(self._registry)
 
-    async def memory(self) -> tuple[int, int, str]:
-        """Redis's limit of memory in bytes (0: none), how much it uses, and what it does when there is none left.
+    @property
+    def dead_letters(self) -> DeadLetters:
+        """Entries of all queues that no engine could answer."""
+        return _open(self._dead_letters)
 
-        Raises:
-            BusError: it does not say.
-            BusUnavailable: it stayed away.
-        """
-        raw = await self._connections.command("INFO", "memory")
-        lines = (line.partition(":") for line in bytes(raw).decode("utf-8", "replace").splitlines())
-        said = {name: value for name, _, value in lines}
-        return int(said.get("maxmemory", 0)), int(said.get("used_memory", 0)), said.get("maxmemory_policy", "")
+    @property
+    def leases(self) -> Leases:
+        """The leases of all clients."""
+        return _open(self._leases)
 
-    async def refuse_eviction(self) -> None:
-        """Make sure that Redis never evicts what it holds.
-
-        Raises:
-            BusError: it would, when it has no memory left.
-            BusUnavailable: it stayed away.
-        """
-        try:
-            limit, _, policy = await self.memory()
-        except BusUnavailable:
-            raise
-        except BusError as error:
-            logger.warning("Redis does not say what it does when its memory is full: %s", error)
-            return
-        if limit and policy != "noeviction":
-            raise BusError(
-                f"this Redis evicts keys when its memory of {limit} bytes is full (maxmemory-policy {policy}), and so "
-                "would lose events and submissions: set maxmemory-policy to noeviction"
-            )
+    @property
+    def memory(self) -> Memory:
+        """How much memory Redis has left."""
+        return _open(self._memory)
 
     @property
     def queue(self) -> Queue:
         """The models' queues."""
-        if self._queue is None:
-            raise anyio.ClosedResourceError
-        return self._queue
+        return _open(self._queue)
 
     @property
     def blobs(self) -> Blobs:
         """The large arrays of traces, over connections of their own."""
-        if self._blobs is None:
-            raise anyio.ClosedResourceError
-        return self._blobs
+        return _open(self._blobs)
 
     @property
     def snapshots(self) -> Snapshots:
         """Traces' states at an event, and the trimming of their streams, over connections of their own."""
-        if self._snapshots is None:
-            raise anyio.ClosedResourceError
-        return self._snapshots
+        return _open(self._snapshots)
 
     # --- standing interventions ---------------------------------------------------------------------------------------
 
@@ -367,9 +326,7 @@ class Bus:
     @property
     def records(self) -> Records:
         """What the bus knows of each trace, and what can be asked of one: steering, cancelling, deadlines, leases."""
-        if self._records is None:
-            raise anyio.ClosedResourceError
-        return self._records
+        return _open(self._records)
 
     @property
     def retention_s(self) -> float:
@@ -399,7 +356,7 @@ class Bus:
             BusUnavailable: Redis stayed away.
         """
         engine, model = await self.records.cancel(trace, by=by, reason=reason)
-        if engine and not await self.alive(engine):
+        if engine and not await self.registry.alive(engine):
             _, model = await self.records.cancel(trace, by=by, reason=reason, force=True)
         if model:
             await self.queue.withdraw(model, trace)
@@ -413,7 +370,7 @@ class Bus:
         for trace, model in await self.records.sweep(tags):
             await self.queue.withdraw(model, trace)
 
-    async def bury(self, model: str, lease: str, *, by: str) -> None:
+    async def cancel_orphans(self, model: str, lease: str, *, by: str) -> None:
         """End what waits for `model` on a lease that is gone.
 
         Raises:
@@ -500,13 +457,6 @@ class Bus:
         """Id of a trace's last entry, `"0-0"` if there is none."""
         return await tail_id(self._connections, self.keys.events(trace))
 
-    async def alive(self, *engines: str) -> set[str]:
-        """Which of these engines have renewed their entries in the registry of late."""
-        if not engines:
-            return set()
-        found = await self._connections.commands(*(("EXISTS", self.keys.engine(engine)) for engine in engines))
-        return {engine for engine, there in zip(engines, found, strict=True) if there}
-
     @property
     def broken_at(self) -> float:
         """When Redis last failed to answer this bus, by the event loop's clock; `-inf` if never."""
@@ -532,121 +482,12 @@ class Bus:
         """
         return await self._connections.command(*command, alone=True)
 
-    # --- registry -----------------------------------------------------------------------------------------------------
 
-    async def register(self, info: EngineInfo, ttl_s: float = 5.0) -> None:
-        """Say that an engine serves, for `ttl_s` seconds from now. Call it again before they are over.
-
-        A heartbeat carries everything but the model's tree, which is most of it and does not change.
-
-        Raises:
-            BusUnavailable: Redis stayed away.
-        """
-        key, milliseconds = self.keys.engine(info.engine), max(1, round(ttl_s * 1000))
-        brief = msgspec.structs.replace(info, modules=[], attributes={}, tree=_tree_digest(info))
-        lasting = digest_bytes(encode(msgspec.structs.replace(brief, running=0, malformed=0)))
-        heartbeat = [
-            RENEW((self.keys.heartbeat(info.engine),), encode(brief), milliseconds),
-            # Whoever finds it there and nothing behind it removes it.
-            AfterOthers(("SADD", self.keys.engines(), info.engine)),
-        ]
-        if self._registered.get(info.engine) == lasting:
-            # Earlier versions read the whole, of which they miss no change but the number of traces.
-            with suppress(NotAllowed):
-                there, *_ = await self._connections.commands(("PEXPIRE", key, milliseconds), *heartbeat)
-                if there:
-                    return
-        await self._connections.commands(RENEW((key,), encode(info), milliseconds), *heartbeat)
-        self._registered[info.engine] = lasting
-
-    async def unregister(self, engine: str) -> None:
-        """Say that an engine serves no more.
-
-        Raises:
-            BusUnavailable: Redis stayed away.
-        """
-        self._registered.pop(engine, None)
-        await self._connections.commands(
-            ("DEL", self.keys.engine(engine)),
-            ("DEL", self.keys.heartbeat(engine)),
-            ("SREM", self.keys.engines(), engine),
-        )
-
-    async def drain(self, engine: str, *, by: str, within_s: float | None = None) -> None:
-        """Ask an engine to take nothing new, to finish what it runs, and to leave for good.
-
-        What has not ended after `within_s` seconds, if that is given, waits for other engines. It may be asked again;
-        of several times the earliest counts. Nothing comes of it where no such engine serves.
-
-        Raises:
-            BusUnavailable: Redis stayed away; it may have been asked.
-        """
-        await self._connections.command(*draining(self.keys, engine, by, within_s, CONTROL_S))
-
-    async def engines(self) -> list[EngineInfo]:
-        """The engines that serve now, by model, then by when they started.
-
-        Raises:
-            BusUnavailable: Redis stayed away.
-        """
-        key = self.keys.engines()
-        members = await self._connections.command("SMEMBERS", key)
-        names = [name for one in members if (name := self.guard.read(bytes.decode, one, key=key, entry=one))]
-        briefs = await self._infos(names, self.keys.heartbeat)
-        # Those of earlier versions have no heartbeat of their own.
-        others = [name for name in names if name not in briefs]
-        found = await self._infos(others, self.keys.engine)
-        for name in others:
-            if name not in found:
-                # Expired. Should it be back this very moment, its next heartbeat enters it again.
-                with suppress(NotAllowed):
-                    await self._connections.command("SREM", self.keys.engines(), name)
-        infos = [info for info in found.values() if info is not None]
-        infos += await self._with_trees([info for info in briefs.values() if info is not None])
-        return sorted(infos, key=lambda info: (info.model, info.started_at, info.engine))
-
-    async def _infos(self, names: Sequence[str], key: Callable[[str], str]) -> dict[str, EngineInfo | None]:
-        """What stands under these engines' keys, where something does; None where it cannot be read."""
-        if not names:
-            return {}
-        infos: dict[str, EngineInfo | None] = {}
-        replies = await self._connections.commands(*(("GET", key(name)) for name in names), alone=True)
-        for name, data in zip(names, replies, strict=True):
-            if data is not None:
-                infos[name] = self.guard.read(_info, name, data, key=key(name))
-        return infos
-
-    async def _with_trees(self, briefs: list[EngineInfo]) -> list[EngineInfo]:
-        """Heartbeats with what they leave out, which is fetched once for each tree, from one of its engines."""
-        self._trees = {info.tree: self._trees[info.tree] for info in briefs if info.tree in self._trees}
-        lacking: dict[bytes, list[str]] = {}
-        for info in briefs:
-            if info.tree not in self._trees:
-                lacking.setdefault(info.tree, []).append(info.engine)
-        while lacking:
-            # Should one have gone this very moment, the next of them has it.
-            asked = {names.pop(): tree for tree, names in lacking.items()}
-            for found in (await self._infos(list(asked), self.keys.engine)).values():
-                if found is not None:
-                    self._trees[_tree_digest(found)] = found.modules, found.attributes
-            lacking = {tree: names for tree, names in lacking.items() if names and tree not in self._trees}
-        whole = []
-        for info in briefs:
-            if info.tree in self._trees:
-                modules, attributes = self._trees[info.tree]
-                whole.append(msgspec.structs.replace(info, modules=modules, attributes=attributes, tree=b""))
-        return whole
-
-
-def _info(name: str, data: bytes) -> EngineInfo:
-    info = decode_engine(data)
-    if info.engine != name:
-        raise ValueError(f"it is said of engine {info.engine[:80]!r}")
-    return info
-
-
-def _tree_digest(info: EngineInfo) -> bytes:
-    return digest_bytes(encode(EngineInfo(engine="", model="", modules=info.modules, attributes=info.attributes)))
+def _open(part: T | None) -> T:
+    """A part of a bus that is open."""
+    if part is None:
+        raise anyio.ClosedResourceError
+    return part
 
 
 async def _check(connections: Connections) -> None:

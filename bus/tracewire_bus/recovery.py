@@ -17,7 +17,9 @@ from typing import Final, Protocol
 
 import anyio
 
-from tracewire_bus.store.submission_queue import Queue, Taken
+from tracewire_bus.store.engine_registry import EngineRegistry
+from tracewire_bus.store.queue_entries import Taken
+from tracewire_bus.store.submission_queue import Queue
 from tracewire_bus.store.trace_records import Records
 from tracewire_bus.wire.messages import Failure
 
@@ -53,8 +55,9 @@ class RecoverableBus(Protocol):
     def broken_at(self) -> float:
         """When Redis last failed to answer, by the event loop's clock; `-inf` if never."""
 
-    async def alive(self, *engines: str) -> set[str]:
-        """Which of these engines have renewed their entries in the registry of late."""
+    @property
+    def registry(self) -> EngineRegistry:
+        """The engines that serve."""
 
 
 class Recovery:
@@ -70,7 +73,7 @@ class Recovery:
         self._again: dict[str, tuple[float, int, str]] = {}
         self._who = uuid.uuid4().hex
         #: Whether, as of the last look, this one of all that look sees to what is taken by nobody that lives.
-        self.cares = False
+        self.has_role = False
 
     async def look(self, but: str = "") -> list[str]:
         """Find the engines that are gone, except `but`, and let what they had wait again. Returns their names.
@@ -82,7 +85,7 @@ class Recovery:
             BusUnavailable: Redis stayed away.
         """
         names = [name for name in await self._bus.queue.holders(self._model) if name != but]
-        alive = await self._bus.alive(*names)
+        alive = await self._bus.registry.alive(*names)
         now = anyio.current_time()
         if self._since is None or self._bus.broken_at >= self._since:
             self._since = now
@@ -100,9 +103,9 @@ class Recovery:
             del self._missing[name]
             if back:
                 logger.warning("engine %s has gone: %d traces of %s wait again", name, back, self._model)
-        self.cares = await self._bus.queue.cares(self._model, "engines" if but else "clients", self._who)
-        if gone or self.cares:
-            await self.bury()
+        self.has_role = await self._bus.queue.acquire_role(self._model, "engines" if but else "clients", self._who)
+        if gone or self.has_role:
+            await self.finish_given_up()
         await self._tell(now)
         return gone
 
@@ -121,7 +124,7 @@ class Recovery:
         for why, attempts in by_reason.items():
             await self._bus.records.wait(attempts, why)
 
-    async def bury(self) -> None:
+    async def finish_given_up(self) -> None:
         """End what was given up.
 
         Each step may be repeated, so that whoever does it may die anywhere: the end, then the dead letter, then the

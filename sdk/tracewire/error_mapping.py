@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import anyio
 
 from tracewire_bus.domain.limits import LimitExceeded
-from tracewire_bus.store.submission_queue import QueueFull
+from tracewire_bus.store.queue_entries import QueueFull
 from tracewire_bus.store.trace_records import TraceElsewhere, TraceEnded
 from tracewire_bus.transport.errors import BusError, is_full
 from tracewire_bus.transport.errors import BusFull as NoMemory

@@ -30,7 +30,7 @@ from tests.support.redis.servers import (
 from tests.support.redis.transports import end_to_end
 from tracewire_bus.bus import FINAL_ID, Bus, BusError, BusUnavailable, Entry, Fenced, NotAllowed
 from tracewire_bus.events.writer import Writer
-from tracewire_bus.store.lifecycle import telling
+from tracewire_bus.store.lifecycle import lifecycle_fields
 from tracewire_bus.transport.cluster import Cluster as Slots
 from tracewire_bus.transport.cluster import ClusterLink
 from tracewire_bus.transport.link import AfterOthers
@@ -130,7 +130,7 @@ async def test_what_nodes_lack_is_appended_again_to_each(cluster: Cluster, prefi
         traces = [f"trace{number}" for number in range(12)]
         for trace in traces:
             for seq in range(3):
-                life = telling("accepted", trace, model="m", engine="e", attempt=1) if seq == 0 else None
+                life = lifecycle_fields("accepted", trace, model="m", engine="e", attempt=1) if seq == 0 else None
                 await writer.append(trace, 1, seq, b"%d" % seq, life=life)
         lost = traces[::2]
         for trace in lost:
@@ -220,16 +220,18 @@ async def test_everything_on_a_cluster(cluster: Cluster, prefix: str) -> None:
         await bus.cancel("qtrace39", by="me")
         assert await bus.queue.waiting("m") == 29
         await bus.sweep(bus.keys.tags)
-        await bus.records.hold("one", 5)
-        assert await bus.records.held(["one", "two", "three"]) == {"one"}
+        await bus.leases.renew("one", 5)
+        assert await bus.leases.held(["one", "two", "three"]) == {"one"}
         for running in (0, 1):
             for name in ("a", "b", "c"):
-                await bus.register(engine_info(engine=name, running=running))
-            assert [(info.engine, info.running) for info in await bus.engines()] == [(one, running) for one in "abc"]
-        await bus.drain("a", by="me")
+                await bus.registry.register(engine_info(engine=name, running=running))
+            assert [(info.engine, info.running) for info in await bus.registry.list()] == [
+                (one, running) for one in "abc"
+            ]
+        await bus.registry.drain("a", by="me")
         assert await bus.recovery("m").look() == []
-        await bus.unregister("b")
-        assert sorted(info.engine for info in await bus.engines()) == ["a", "c"]
+        await bus.registry.unregister("b")
+        assert sorted(info.engine for info in await bus.registry.list()) == ["a", "c"]
         array = np.arange(700_000, dtype=np.float32)
         ref = await bus.blobs.store("t", array)
         assert np.array_equal(await bus.blobs.load("t", ref), array)
@@ -424,7 +426,7 @@ async def test_who_connects_anew_waits_for_no_move(
     monkeypatch.setattr("tracewire_bus.events.writer.KEEP_S", 0.2)
     async with Bus.open(cluster.url, prefix=prefix) as bus, bus.writer() as writer:
         slot = slot_of(bus.keys, "t")
-        await writer.append("t", 1, 0, b"0", life=telling("accepted", "t", model="m", engine="e", attempt=1))
+        await writer.append("t", 1, 0, b"0", life=lifecycle_fields("accepted", "t", model="m", engine="e", attempt=1))
         await writer.append("t", 1, 1, b"1")
         source, target = await cluster.begin_move(slot)
         await writer._link.drop()

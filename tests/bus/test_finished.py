@@ -13,7 +13,7 @@ from tests.support.redis.servers import BINARIES, running_servers, until
 from tests.support.scripted_engine import acts, info, serving
 from tracewire import Client, TraceForgotten
 from tracewire_bus.bus import Bus, BusError, StreamGone
-from tracewire_bus.events import reader
+from tracewire_bus.events import reader, subscription
 from tracewire_bus.wire.messages import Failure
 
 PATIENCE = 20
@@ -24,7 +24,7 @@ FAILURE = Failure(type="Test", message="for a test")
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is gone is looked for often, and taken for gone soon."""
     monkeypatch.setattr(reader, "LOOK_S", 0.05)
-    monkeypatch.setattr(reader, "GONE_S", 0.2)
+    monkeypatch.setattr(subscription, "GONE_S", 0.2)
 
 
 @pytest.fixture
@@ -192,7 +192,7 @@ async def test_one_that_has_not_begun_is_still_waited_for(bus: Bus) -> None:
             found.append((await anext(waiting)).id)
 
         group.start_soon(wait)
-        await anyio.sleep(3 * reader.GONE_S)
+        await anyio.sleep(3 * subscription.GONE_S)
         await writer.append("t", 1, 0, b"begun")
     assert found == ["1-0"]
 

@@ -11,8 +11,9 @@ import pytest
 from tests.support.redis.proxy import proxy
 from tracewire_bus.bus import Bus
 from tracewire_bus.store import lifecycle as firehose
-from tracewire_bus.store.lifecycle import GroupRemoved, GroupWatch, Lifecycle, Watch, telling
-from tracewire_bus.store.submission_queue import QueueFull
+from tracewire_bus.store.lifecycle import Lifecycle, Watch, lifecycle_fields
+from tracewire_bus.store.queue_entries import QueueFull
+from tracewire_bus.store.watch_groups import GroupRemoved, GroupWatch
 from tracewire_bus.transport.errors import BusError
 from tracewire_bus.wire.messages import Failure, Invoke, Submission, Usage
 
@@ -33,10 +34,10 @@ async def test_a_trace_from_its_submission_to_its_end(bus: Bus) -> None:
         await bus.submit(submission("t"))
         await bus.records.open("t", "e", 1)
         for seq, kind in enumerate(("accepted", "paused", "resumed")):
-            life = telling(kind, "t", model="m", engine="e", attempt=1)
+            life = lifecycle_fields(kind, "t", model="m", engine="e", attempt=1)
             await out.append("t", 1, seq, kind.encode(), life=life)
         await out.append("t", 1, 3, b"output")
-        life = telling("final", "t", model="m", engine="e", attempt=1, status="finished", usage=Usage(3, 5))
+        life = lifecycle_fields("final", "t", model="m", engine="e", attempt=1, status="finished", usage=Usage(3, 5))
         await out.append("t", 1, 4, b"end", final=True, life=life)
         events = await some(watch, 5)
         assert [event.type for event in events] == ["queued", "accepted", "paused", "resumed", "final"]
@@ -140,7 +141,7 @@ async def test_a_large_final_is_told_once(bus: Bus, prefix: str, tmp_path: Path,
         await bus.submit(submission("t"))
         async with Bus.open(through.url, prefix=prefix) as far, far.writer() as out:
             through.swallow = b"EVAL"
-            life = telling("final", "t", model="m", status="finished")
+            life = lifecycle_fields("final", "t", model="m", status="finished")
             await out.append("t", 1, 0, large, final=True, life=life)
             assert through.swallowed.is_set()
         await bus.submit(submission("t2"))

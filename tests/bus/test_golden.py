@@ -166,7 +166,7 @@ async def test_a_bus_that_an_earlier_version_was_at_work_on_is_taken_over(
         assert sorted(kind for kind, trace in told if trace == "ended") == sorted(
             ["queued", "accepted", "paused", "resumed", "final"]
         )
-        await bus.unregister("engine-old")
+        await bus.registry.unregister("engine-old")
         async with serving(bus, ScriptedEngine(partial(anyio.sleep, 0))):
             with anyio.fail_after(PATIENCE):
                 for trace, attempts in (("middle", [1, 2]), ("waiting", [1])):
@@ -250,7 +250,7 @@ async def test_a_submission_of_a_later_version_runs_or_is_refused_with_the_reaso
     client: Client, bus: Bus, schema: str, body: dict[str, Any], status: str, says: str | None
 ) -> None:
     submission = Submission(trace="t", model="tiny", invokes=[Invoke(prompt="later", sampling={"max_tokens": 3})])
-    await bus.records._connections.commands(bus.records.creation(submission, {}))
+    await bus.records._connections.commands(bus.records.create_command(submission, {}))
     data = msgspec.msgpack.encode({**widened(submission), **body})
     await bus.queue.put("tiny", "t", data, schema=schema)
     async with serving(bus, ScriptedEngine(partial(anyio.sleep, 0))):

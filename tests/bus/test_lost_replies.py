@@ -119,8 +119,8 @@ async def test_who_has_cancelled_a_trace_is_told_so(bus: Bus, tmp_path: Path, tr
 async def test_a_dead_letter_that_was_dropped_was_there(bus: Bus, tmp_path: Path) -> None:
     id_ = await bus.command("XADD", bus.keys.dead(), "*", "d", "")
     async with losing(bus, tmp_path, "XDEL") as (far, _):
-        assert await far.queue.drop_dead_letter(id_.decode())
-        assert not await far.queue.drop_dead_letter(id_.decode())
+        assert await far.dead_letters.drop(id_.decode())
+        assert not await far.dead_letters.drop(id_.decode())
 
 
 async def test_a_watch_group_that_was_removed_was_there(bus: Bus, tmp_path: Path) -> None:

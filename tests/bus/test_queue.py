@@ -15,8 +15,10 @@ import pytest
 from tests.bus.test_streams import clients, until
 from tests.support.redis.proxy import proxy
 from tracewire_bus.bus import Bus, BusFull, QueueFull
+from tracewire_bus.store import intake as intake_module
 from tracewire_bus.store import submission_queue as queue
-from tracewire_bus.store.submission_queue import _PUT, Taken
+from tracewire_bus.store.queue_entries import Taken, queue_names
+from tracewire_bus.store.submission_queue import _PUT
 from tracewire_bus.transport.embedded import EmbeddedServer
 from tracewire_bus.wire.codec import decode_submission, schema_text
 from tracewire_bus.wire.messages import Invoke, Submission
@@ -125,9 +127,9 @@ async def test_an_entry_may_be_settled_with_its_final(bus: Bus) -> None:
 async def test_what_cannot_be_answered_is_kept_as_it_was(bus: Bus) -> None:
     await bus.queue.put("demo", "\x00", b"\x00garbage", schema="?")
     (taken,) = await bus.queue.take("demo", "e", 1, 0)
-    assert len(await bus.queue.dead_letters()) == 0
+    assert len(await bus.dead_letters.list()) == 0
     await bus.queue.dead_letter("demo", taken, "it names no trace")
-    assert len(await bus.queue.dead_letters()) == 1
+    assert len(await bus.dead_letters.list()) == 1
     assert await left_behind(bus) == {"state", "engine:e", "holders"}
     ((_, flat),) = await bus.command("XRANGE", bus.keys.dead(), "-", "+")
     assert dict(zip(flat[::2], flat[1::2], strict=True)) == {
@@ -161,7 +163,7 @@ async def test_names_may_be_anything(bus: Bus) -> None:
 
 async def test_names_that_are_no_text_are_taken_and_settled(bus: Bus) -> None:
     # Of a client that is not ours.
-    names = queue._names(bus.keys, "demo")
+    names = queue_names(bus.keys, "demo")
     await bus.command(
         *_PUT([*names, bus.keys.submitted("demo", "?")], b"\xff\xc3", "1.0", b"\xfe", 0, b"\xfd", 0, 60, 1, b"d")
     )
@@ -362,7 +364,7 @@ async def test_one_submission_wakes_one_engine(bus: Bus) -> None:
 
 
 async def test_one_token_wakes_as_many_engines_as_there_are_entries(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(queue, "_POLL_S", 60)
+    monkeypatch.setattr(intake_module, "_POLL_S", 60)
     found: list[str] = []
 
     async def serve(engine: str) -> None:
@@ -379,7 +381,7 @@ async def test_one_token_wakes_as_many_engines_as_there_are_entries(bus: Bus, mo
 
 async def put_silently(bus: Bus, *some: str) -> None:
     """Entries whose tokens get lost."""
-    names = [name + ":elsewhere" if name.endswith(":bell") else name for name in queue._names(bus.keys, "demo")]
+    names = [name + ":elsewhere" if name.endswith(":bell") else name for name in queue_names(bus.keys, "demo")]
     for trace in some:
         await bus.command(*_PUT([*names, bus.keys.submitted("demo", trace)], trace, "1.0", "A", 0, "", 0, 60, 1, b"d"))
 
@@ -408,7 +410,7 @@ async def test_the_bell_is_bounded_and_silent_when_nothing_waits(bus: Bus) -> No
 
 
 async def test_no_more_is_taken_than_fits(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(queue, "_TAKE_BYTES", 1_000_000)
+    monkeypatch.setattr(intake_module, "TAKE_BYTES", 1_000_000)
     bodies = {f"t{number}": bytes([number]) * 300_000 for number in range(7)}
     bodies["t2"] = b"x" * 3_000_000
     for trace, body in bodies.items():
@@ -501,7 +503,7 @@ async def test_what_was_settled_before_it_was_taken_is_passed_over(bus: Bus) -> 
 async def test_a_take_that_comes_too_late_takes_nothing(bus: Bus) -> None:
     assert await take(bus) == []
     intake = bus.queue._intakes["demo", "e"]
-    late = intake._call(queue._TAKE, 5)
+    late = intake._call(intake_module._TAKE, 5)
     # Its connection broke, and the next one looked for what it had taken.
     intake._lost = True
     assert await take(bus) == []
@@ -665,7 +667,7 @@ async def test_a_withdrawal_whose_answer_was_lost_is_told(bus: Bus, prefix: str,
 
 
 async def test_large_entries_of_a_lease_are_not_returned(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(queue, "_TAKE_BYTES", 100)
+    monkeypatch.setattr(queue, "TAKE_BYTES", 100)
     for number, size in enumerate((60, 30, 20, 100_000, 10)):
         await bus.queue.put("demo", f"t{number}", b"x" * size, lease="l")
     found = await bus.queue.withdraw_lease("demo", "l")

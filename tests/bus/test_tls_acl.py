@@ -272,9 +272,9 @@ async def test_each_role_can_do_its_part(version: str) -> None:
             Bus.open(url("consumer")) as consumer,
         ):
             # What a client and an engine do besides.
-            await controller.records.hold("lease", 5)
-            assert await engine.records.held(["lease", "none"]) == {"lease"}
-            await controller.records.release("lease")
+            await controller.leases.renew("lease", 5)
+            assert await engine.leases.held(["lease", "none"]) == {"lease"}
+            await controller.leases.release("lease")
             array = np.arange(300_000, dtype=np.float32)
             ref = await controller.blobs.store("large", array)
             assert np.array_equal(await consumer.blobs.load("large", ref), array)
@@ -287,7 +287,7 @@ async def test_each_role_can_do_its_part(version: str) -> None:
             assert await controller.queue.waiting("tiny") == 1
             await controller.cancel("one", by="me")
             await controller.sweep(controller.keys.tags)
-            await controller.drain("e", by="me", within_s=1.5)
+            await controller.registry.drain("e", by="me", within_s=1.5)
             orders = engine.control("e")
             assert [order.kind for order in await orders.read(1000)] == ["drain"]
             await orders.aclose()
@@ -296,21 +296,21 @@ async def test_each_role_can_do_its_part(version: str) -> None:
             await engine.records.open("two", "e")
             await engine.records.close("two", 1)
             await engine.queue.dead_letter("tiny", taken, "a test")
-            assert len(await engine.queue.dead_letters()) == 1
+            assert len(await engine.dead_letters.list()) == 1
             assert await engine.queue.leases("tiny") == []
-            await engine.refuse_eviction()
-            assert (await controller.memory())[0] == 0
+            await engine.memory.refuse_eviction()
+            assert (await controller.memory.usage())[0] == 0
             # What a new connection may lack is compared, and would be appended again.
             async with engine.writer() as out:
                 await out.append("three", 1, 0, b"x")
                 await out._link.drop()
                 await out.append("three", 1, 1, b"y")
-            await engine.bury("tiny", "lease", by="e")
+            await engine.cancel_orphans("tiny", "lease", by="e")
             await engine.sweep(engine.keys.tags)
             await engine.command("SADD", "tw:engines", "gone")
             # Who may not tidy the registry up reads it all the same.
-            assert [info.engine for info in await consumer.engines()] == []
-            await engine.unregister("gone")
+            assert [info.engine for info in await consumer.registry.list()] == []
+            await engine.registry.unregister("gone")
 
 
 @pytest.mark.parametrize("version", BINARIES)
@@ -323,7 +323,7 @@ async def test_standing_interventions_are_an_editors(version: str) -> None:
         Bus.open(url("consumer")) as consumer,
         Bus.open(url("controller")) as controller,
     ):
-        await engine.register(engine_info(), ttl_s=600)
+        await engine.registry.register(engine_info(), ttl_s=600)
         first = await editor.edits.install("tiny", edit)
         await editor.edits.install("tiny", edit, replacing=first)
         (one,) = (await engine.edits.load("tiny")).edits
@@ -338,7 +338,7 @@ async def test_standing_interventions_are_an_editors(version: str) -> None:
                 assert (await anext(records))[1].request == "r"
         async with consumer.edit_records("tiny", "a") as records:
             assert records.position != "0-0"
-        assert [info.model for info in await editor.engines()] == ["tiny"]
+        assert [info.model for info in await editor.registry.list()] == ["tiny"]
         await editor.edits.remove("tiny", "a")
         for other in (consumer, controller):
             with anyio.fail_after(10), pytest.raises(NotAllowed, match=r"a script on tw:\{tiny\}:edits:"):
@@ -351,7 +351,7 @@ async def test_standing_interventions_are_an_editors(version: str) -> None:
 async def test_each_role_is_refused_the_rest_and_told_what(version: str) -> None:
     async with with_users(version) as url:
         async with Bus.open(url("engine")) as bus:
-            await bus.register(engine_info(), ttl_s=600)
+            await bus.registry.register(engine_info(), ttl_s=600)
 
         async def refused(of_what: str, action: Awaitable[Any]) -> None:
             with anyio.fail_after(10), pytest.raises(NotAllowed, match=f"does not allow this user {of_what}"):
@@ -362,10 +362,10 @@ async def test_each_role_is_refused_the_rest_and_told_what(version: str) -> None
             await refused(r"a script on tw:\{t\d+\}:trace:t", bus.submit(of("t")))
             await refused(r"a script on tw:\{t\d+\}:trace:t", bus.records.steer("t", live_values({"a": 1}), by="me"))
             await refused(r"a script on tw:\{t\d+\}:trace:t", bus.cancel("t", by="me"))
-            await refused(r"a script on tw:\{t0\}:control:e", bus.drain("e", by="me"))
+            await refused(r"a script on tw:\{t0\}:control:e", bus.registry.drain("e", by="me"))
             await refused(r"a script on tw:\{t\d+\}:trace:t", bus.records.pause("t", by="me"))
             await refused(f"XADD {events}", writer.append("t", 1, 1, b"x"))
-            await refused("a script on tw:engine:", bus.register(engine_info()))
+            await refused("a script on tw:engine:", bus.registry.register(engine_info()))
             await refused("a script on tw:{tiny}:queue:", bus.queue.take("tiny", "e", 1, 10))
             await refused("GET on other:key", bus.command("GET", "other:key"))
             await refused("GET on tw:{tiny}:queue:x", bus.command("GET", "tw:{tiny}:queue:x"))
@@ -373,7 +373,7 @@ async def test_each_role_is_refused_the_rest_and_told_what(version: str) -> None
         async with Bus.open(url("controller")) as bus:
             if int(version[0]) >= 7:
                 # The registry is to be read, which Redis 6.2 cannot say.
-                await refused("a script on tw:engine:", bus.register(engine_info()))
+                await refused("a script on tw:engine:", bus.registry.register(engine_info()))
             await refused("XADD on tw:dead", bus.command("XADD", "tw:dead", "*", "a", "b"))
             await refused("XTRIM on tw", bus.command("XTRIM", bus.keys.events("t"), "MAXLEN", 0))
             await refused("BLPOP on tw", bus.command("BLPOP", bus.keys.queue("tiny", "bell"), 0.01))

@@ -36,7 +36,7 @@ PATIENCE = 15
 @pytest.fixture
 async def client(embedded: str, prefix: str, bus: Bus) -> AsyncIterator[Client]:
     """A client, of a bus on which a model is known."""
-    await bus.register(engine_info(), ttl_s=600)
+    await bus.registry.register(engine_info(), ttl_s=600)
     async with tracewire.connect(embedded, prefix=prefix, name="one") as client:
         yield client
 
@@ -385,7 +385,7 @@ async def test_an_outage_is_no_absence_of_a_client(client: Client, bus: Bus, emb
             await trace.accepted()
             run = adapter._claims.runs[trace.id]
             assert isinstance(run, TraceRun)
-            await bus.records.release(run.lease)
+            await bus.leases.release(run.lease)
             await adapter._leases.end_abandoned()
             # A minute ago.
             adapter._leases._missing[run.lease] -= 60

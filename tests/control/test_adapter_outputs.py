@@ -36,7 +36,7 @@ def rows(model, tracer, live):
 @pytest.fixture
 async def client(embedded: str, prefix: str, bus: Bus) -> AsyncIterator[Client]:
     """A client, of a bus on which a model is known."""
-    await bus.register(engine_info(), ttl_s=600)
+    await bus.registry.register(engine_info(), ttl_s=600)
     async with tracewire.connect(embedded, prefix=prefix, name="one") as client:
         yield client
 
@@ -225,5 +225,5 @@ async def test_what_names_no_trace_becomes_a_dead_letter(client: Client, bus: Bu
 
             await until(cleared)
     assert (final.status, final.error.field) == ("rejected", "submission")
-    assert [letter.data for letter in await bus.queue.dead_letters()] == [b"\x00garbage", b"else"]
+    assert [letter.data for letter in await bus.dead_letters.list()] == [b"\x00garbage", b"else"]
     assert await bus.queue.waiting("tiny") == 0

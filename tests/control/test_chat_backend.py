@@ -689,7 +689,7 @@ async def test_an_answer_is_bent_before_an_engine_has_taken_it(
         await stage.final()
 
     # One that is there, and takes nothing.
-    await bus.register(engine_info(engine="busy", max_model_len=1024), ttl_s=600)
+    await bus.registry.register(engine_info(engine="busy", max_model_len=1024), ttl_s=600)
     conversation = await opened(http)
     told = await said(http, conversation, "This module", alpha=1)
     assert (await steered(http, conversation, alpha=2)).json()["version"] == 1

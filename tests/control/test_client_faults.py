@@ -24,8 +24,8 @@ PATIENCE = 15
 @pytest.fixture
 async def client(embedded: str, prefix: str, bus: Bus) -> AsyncIterator[Client]:
     """A client, of a bus on which two models are known and nobody takes anything."""
-    await bus.register(engine_info(), ttl_s=600)
-    await bus.register(engine_info("other"), ttl_s=600)
+    await bus.registry.register(engine_info(), ttl_s=600)
+    await bus.registry.register(engine_info("other"), ttl_s=600)
     async with tracewire.connect(embedded, prefix=prefix, name="one") as client:
         yield client
 
@@ -126,7 +126,7 @@ async def test_a_trace_is_paused_and_resumed_on_the_bus(embedded: str, prefix: s
             Bus.open(embedded, prefix=prefix) as bus,
             tracewire.connect(embedded, prefix=prefix, name="one") as client,
         ):
-            await bus.register(engine_info(), ttl_s=600)
+            await bus.registry.register(engine_info(), ttl_s=600)
             async with client.trace("tiny", "hello", detach=True) as trace:
                 assert await trace.pause(by="me")
                 assert not await client.pause(trace.id)

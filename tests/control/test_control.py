@@ -33,7 +33,7 @@ async def client(embedded: str, prefix: str) -> AsyncIterator[Client]:
 async def registered(bus: Bus) -> str:
     """An engine that is in the registry and takes nothing."""
     info = engine_info()
-    await bus.register(info, ttl_s=600)
+    await bus.registry.register(info, ttl_s=600)
     return info.engine
 
 
@@ -198,7 +198,7 @@ async def test_a_trace_of_a_dead_engine_can_be_cancelled(client: Client, bus: Bu
             stage = Stage(decode_submission(entry.fields[b"d"]), writer, engine_info(), 0.0, bus, opened)
             await stage.accept()
             await stage.save("one", {"x": 1})
-            await bus.unregister(registered)
+            await bus.registry.unregister(registered)
             assert await trace.cancel()
             with pytest.raises(tracewire.TraceFailed) as caught:
                 await trace.result()
@@ -216,9 +216,9 @@ async def test_a_trace_of_a_dead_engine_can_be_cancelled(client: Client, bus: Bu
 async def test_what_waits_on_a_lease_that_is_gone_is_buried(client: Client, bus: Bus, registered: str) -> None:
     async with client.trace("tiny", "hello") as left, client.trace("tiny", "hello", detach=True) as kept:
         (lease,) = [lease for lease in await bus.queue.leases("tiny") if lease]
-        assert await bus.records.held([lease]) == {lease}
+        assert await bus.leases.held([lease]) == {lease}
         assert await bus.queue.waiting("tiny") == 2
-        await bus.bury("tiny", lease, by="the bus")
+        await bus.cancel_orphans("tiny", lease, by="the bus")
         assert [lease for lease in await bus.queue.leases("tiny") if lease] == []
         assert await bus.queue.waiting("tiny") == 1
         (final,) = await events_of(client, left.id)
@@ -231,7 +231,7 @@ async def test_a_closed_client_holds_no_lease(bus: Bus, embedded: str, prefix: s
     async with tracewire.connect(embedded, prefix=prefix) as client, client.trace("tiny", "hello") as trace:
         (lease,) = [lease for lease in await bus.queue.leases("tiny") if lease]
         await trace.cancel()
-    assert await bus.records.held([lease]) == set()
+    assert await bus.leases.held([lease]) == set()
     with pytest.raises(ValueError, match="lease"):
         async with tracewire.connect(embedded, lease_ttl=0.5):
             pass

@@ -35,7 +35,7 @@ PATIENCE = 10
 @pytest.fixture
 async def client(embedded: str, prefix: str, bus: Bus) -> AsyncIterator[Client]:
     """A client, of a bus on which a model is known."""
-    await bus.register(info(), ttl_s=600)
+    await bus.registry.register(info(), ttl_s=600)
     async with tracewire.connect(embedded, prefix=prefix, name="one") as client:
         yield client
 
@@ -249,10 +249,10 @@ async def test_an_engine_outlives_odd_names_on_its_queue(
 
 async def test_a_lease_is_renewed_past_a_connection_that_says_nothing(embedded: str, prefix: str, bus: Bus) -> None:
     """And past a look at deadlines that takes its time."""
-    await bus.register(info(), ttl_s=600)
+    await bus.registry.register(info(), ttl_s=600)
     async with tracewire.connect(embedded, prefix=prefix, lease_ttl=1) as client:
         own = client._session.open_bus()
-        hold, calls, renewed, swept = own.records.hold, 0, anyio.Event(), anyio.Event()
+        hold, calls, renewed, swept = own.leases.renew, 0, anyio.Event(), anyio.Event()
 
         async def holding(lease: str, seconds: float, *more: Any) -> None:
             nonlocal calls
@@ -267,7 +267,7 @@ async def test_a_lease_is_renewed_past_a_connection_that_says_nothing(embedded: 
             swept.set()
             await anyio.sleep_forever()
 
-        own.records.hold = holding  # type: ignore[method-assign]
+        own.leases.renew = holding  # type: ignore[method-assign]
         own.sweep = sweeping  # type: ignore[method-assign]
         with anyio.fail_after(PATIENCE):
             async with client.trace("tiny", "hello", deadline=0.01):
@@ -276,15 +276,15 @@ async def test_a_lease_is_renewed_past_a_connection_that_says_nothing(embedded: 
 
 async def test_a_lease_is_renewed_beside_calls_that_hang(embedded: str, prefix: str, bus: Bus) -> None:
     """As many as a client has connections for."""
-    await bus.register(info(), ttl_s=600)
+    await bus.registry.register(info(), ttl_s=600)
     async with tracewire.connect(embedded, prefix=prefix, lease_ttl=1) as client, AsyncExitStack() as stack:
         with anyio.fail_after(PATIENCE):
             async with client.trace("tiny", "hello", detach=False):
                 lease = await client._session.presence.lease()
                 for _ in range(CONCURRENT):
                     await stack.enter_async_context(client._session.open_bus()._connections._turn)
-                await bus.records.release(lease)
-                while not await bus.records.held([lease]):
+                await bus.leases.release(lease)
+                while not await bus.leases.held([lease]):
                     pass
                 await stack.aclose()
 

@@ -31,7 +31,7 @@ _NEVER_S = 10_000.0
 @pytest.fixture
 async def client(embedded: str, prefix: str, bus: Bus) -> AsyncIterator[Client]:
     """A client, of a bus on which a model is known."""
-    await bus.register(engine_info(), ttl_s=600)
+    await bus.registry.register(engine_info(), ttl_s=600)
     async with tracewire.connect(embedded, prefix=prefix, name="one") as client:
         yield client
 
@@ -217,7 +217,7 @@ async def test_an_engine_that_hangs_loses_its_lease_and_its_traces(
             await adapter.ended.wait()
             assert adapter.lost
             assert await bus.queue.waiting("tiny") == 1
-            assert not await bus.alive(adapter._info.engine)
+            assert not await bus.registry.alive(adapter._info.engine)
 
 
 async def test_an_engine_that_reports_is_not_given_up_whether_or_not_it_answers(embedded: str, prefix: str) -> None:

@@ -48,7 +48,7 @@ async def served(bus: Bus, embedded: str, prefix: str) -> AsyncIterator[tuple[Ad
             serving(bus, engine, info("tiny", engine=ENGINE)) as adapter,
             tracewire.connect(embedded, prefix=prefix) as client,
         ):
-            while not await bus.alive(ENGINE):  # noqa: ASYNC110
+            while not await bus.registry.alive(ENGINE):  # noqa: ASYNC110
                 await anyio.sleep(0.01)
             yield adapter, client
 

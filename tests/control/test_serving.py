@@ -53,7 +53,7 @@ async def test_a_redis_that_goes_before_the_engine_is_registered_ends_no_adapter
         with anyio.fail_after(PATIENCE):
             await adapter.serving.wait()
         assert asked >= 3
-        assert await bus.alive(adapter._info.engine)
+        assert await bus.registry.alive(adapter._info.engine)
         adapter.stop()
 
 
@@ -130,6 +130,6 @@ async def test_it_says_ready_when_the_registry_has_it_and_not_before(
                 printed = capsys.readouterr().out
         assert printed == f"ready {info.engine}\n"
         assert said[:3] == ["opened", "", "registered"]
-        assert await bus.alive(info.engine)
+        assert await bus.registry.alive(info.engine)
         adapters[0].stop()
     assert ended == [0]

@@ -28,7 +28,7 @@ from tracewire import Client, Final, Output, Restarted
 from tracewire.cli import engines as engine_commands
 from tracewire.cli import main as cli
 from tracewire_bus.bus import Bus
-from tracewire_bus.store.control import draining
+from tracewire_bus.store.control import drain_command
 from tracewire_bus.transport.embedded import EmbeddedServer
 from tracewire_bus.wire.messages import ModuleInfo, Versions
 from tracewire_engine.launch.cli import _stranger
@@ -184,11 +184,11 @@ async def test_a_signal_ends_a_drain_that_has_no_end(client: Client, bus: Bus) -
 
 async def test_an_order_without_a_time_has_none_and_one_with_a_malformed_time_is_passed_over(bus: Bus) -> None:
     key = bus.keys.control(bus.keys.tags[0], "e")
-    await bus.command(*draining(bus.keys, "e", "nobody", None, 60))
+    await bus.command(*drain_command(bus.keys, "e", "nobody", None, 60))
     for malformed in ("soon", "-1", "nan"):
         await bus.command("XADD", key, "*", "k", "drain", "t", "", "b", "", "w", malformed)
     await bus.command("XADD", key, "*", "k", "drain", "t", "", "b", "")
-    await bus.command(*draining(bus.keys, "e", "somebody", 2.5, 60))
+    await bus.command(*drain_command(bus.keys, "e", "somebody", 2.5, 60))
     reader = bus.control("e")
     orders = await reader.read(1000)
     await reader.aclose()
@@ -200,7 +200,7 @@ async def test_an_order_without_a_time_has_none_and_one_with_a_malformed_time_is
 async def test_what_cannot_be_drained_is_refused_with_the_reason(client: Client, bus: Bus) -> None:
     with pytest.raises(tracewire.UnknownEngine, match="no engine is registered at all"):
         await client.engines.drain("nobody")
-    await bus.register(engine_info("tiny", "early", schema="1.0"))
+    await bus.registry.register(engine_info("tiny", "early", schema="1.0"))
     with pytest.raises(tracewire.UnknownEngine, match="live now: early"):
         await client.engines.drain("nobody")
     with pytest.raises(tracewire.EngineTooOld, match="SIGTERM"):
@@ -214,9 +214,9 @@ async def test_what_cannot_be_drained_is_refused_with_the_reason(client: Client,
 
 
 async def test_one_client_sees_the_engines_of_all_models(client: Client, bus: Bus) -> None:
-    await bus.register(engine_info("left", "l1", capacity=4, running=1, started_at=1.0, host="a"))
-    await bus.register(engine_info("left", "l2", capacity=6, started_at=2.0, state="draining"))
-    await bus.register(engine_info("right", "r1", versions=Versions(vllm="0.32.0")))
+    await bus.registry.register(engine_info("left", "l1", capacity=4, running=1, started_at=1.0, host="a"))
+    await bus.registry.register(engine_info("left", "l2", capacity=6, started_at=2.0, state="draining"))
+    await bus.registry.register(engine_info("right", "r1", versions=Versions(vllm="0.32.0")))
     assert [(one.name, one.capacity, one.running) for one in await client.models.list()] == [
         ("left", 10, 1),
         ("right", 16, 0),
@@ -242,17 +242,17 @@ async def test_a_block_must_fit_every_engine_that_may_take_it(client: Client, bu
     one = engine_info("tiny", "one", started_at=1.0)
     fewer = [module for module in one.modules if module.path != "model.norm"]
     other = engine_info("tiny", "other", started_at=2.0, modules=fewer, revision="next")
-    await bus.register(one)
+    await bus.registry.register(one)
     async with client.trace("tiny", "a", reads_norm, detach=True) as trace:
         pass
     await client.cancel(trace.id)
-    await bus.register(other)
+    await bus.registry.register(other)
     (model,) = await client.models.list()
     assert model.differs == ("revision", "module tree")
     with pytest.raises(tracewire.UnknownModulePath, match=r"model\.norm"):
         async with client.trace(await client.models.get("tiny"), "a", reads_norm, detach=True):
             pass
-    await bus.unregister("other")
+    await bus.registry.unregister("other")
     async with client.trace(await client.models.get("tiny"), "a", reads_norm, detach=True) as trace:
         pass
     await client.cancel(trace.id)
@@ -264,7 +264,7 @@ async def test_an_engine_of_another_model_under_the_same_name_is_refused(
     ours = engine_info("tiny", "ours", hidden_size=16)
     assert await _stranger(bus, ours) == ""
     there = engine_info("tiny", "there")
-    await bus.register(there)
+    await bus.registry.register(there)
     said = await _stranger(bus, ours)
     assert "engine there serves another model as 'tiny'" in said
     assert "hidden_size 16, not 8" in said
@@ -273,7 +273,7 @@ async def test_an_engine_of_another_model_under_the_same_name_is_refused(
     assert await _stranger(bus, engine_info("tiny", "ours", dtype="float32", modules=[ModuleInfo("", "M")])) == ""
     assert "differs in: dtype, module tree" in caplog.text
     # One that leaves does not count.
-    await bus.register(msgspec.structs.replace(there, state="draining"))
+    await bus.registry.register(msgspec.structs.replace(there, state="draining"))
     assert await _stranger(bus, ours) == ""
 
 
@@ -347,8 +347,8 @@ async def test_a_host_is_given_a_moment_to_be_in_the_registry_again(client: Clie
     async with anyio.create_task_group() as group:
         group.start_soon(look)
         await anyio.lowlevel.checkpoint()
-        await bus.register(engine_info("tiny", "elsewhere", host="there"))
-        await bus.register(engine_info("tiny", "e", host="here"))
+        await bus.registry.register(engine_info("tiny", "elsewhere", host="there"))
+        await bus.registry.register(engine_info("tiny", "e", host="here"))
     assert found == ["e"]
     with anyio.fail_after(PATIENCE):
         assert await engine_commands.names_of_host(client, "nowhere") == []

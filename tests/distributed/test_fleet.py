@@ -55,11 +55,11 @@ async def test_one_engine_of_many_looks_at_all_that_is_taken(
         for one, name in ((first, "a"), (second, "b"), (first, "a")):
             await one.look(but=name)
         await client.look()
-        assert (first.cares, second.cares, client.cares) == (True, False, True)
+        assert (first.has_role, second.has_role, client.has_role) == (True, False, True)
         # It has gone, and its time with it.
         care = bus.keys.queue("tiny", "caretaker:engines")
         assert 0 < int(await bus.command("PTTL", care)) <= 60_000
         await bus.command("DEL", care)
         await second.look(but="b")
         await first.look(but="a")
-        assert (first.cares, second.cares) == (False, True)
+        assert (first.has_role, second.has_role) == (False, True)

@@ -102,7 +102,7 @@ async def test_an_engine_that_dies_under_its_adapter_is_replaced(client: Client,
         dying.die()
         await first.ended.wait()
         assert first.lost
-        assert await bus.engines() == []
+        assert await bus.registry.list() == []
         async with serving(bus, free()):
             events = await whole(client, trace.id, "hello", 20)
     restarts = [event for event in events if isinstance(event, Restarted)]
@@ -176,7 +176,7 @@ async def test_what_an_engine_that_lives_has_taken_stays_its(bus: Bus, monkeypat
     """Beside one that is gone, at a look that waits for nobody."""
     monkeypatch.setattr(recovery, "PATIENCE_S", 0.0)
     lives = info(engine="lives")
-    await bus.register(lives, ttl_s=600)
+    await bus.registry.register(lives, ttl_s=600)
     for engine in ("lives", "gone"):
         await bus.queue.put("tiny", f"of {engine}", b"x", tries=3)
         (taken,) = await bus.queue.take("tiny", engine, 1, 100)
@@ -204,7 +204,7 @@ async def test_an_engine_that_is_only_slow_can_write_nothing_any_more(
         async with client.trace("tiny", "hello", acts, max_tokens=20, detach=True) as trace:
             gate.step(5)
             await some(trace, 5)
-            await bus.unregister(described.engine)
+            await bus.registry.unregister(described.engine)
             async with serving(bus, free()):
                 events = await whole(client, trace.id, "hello", 20)
                 last = await bus.tail_id(trace.id)
@@ -231,7 +231,7 @@ async def test_both_write_and_one_is_heard(client: Client, bus: Bus, embedded: s
         async with client.trace("tiny", "hello", acts, max_tokens=20, detach=True) as trace:
             gate.step(5)
             await some(trace, 5)
-            await bus.unregister(described.engine)
+            await bus.registry.unregister(described.engine)
             async with serving(bus, ScriptedEngine(other)):
                 other.step(3)
                 with anyio.fail_after(PATIENCE):
@@ -261,7 +261,7 @@ async def test_a_trace_that_is_not_to_be_restarted_fails(client: Client, bus: Bu
             with pytest.raises(tracewire.TraceFailed) as caught:
                 await trace.result()
     assert caught.value.type == "EngineLost"
-    assert len(await bus.queue.dead_letters()) == 0
+    assert len(await bus.dead_letters.list()) == 0
     assert await bus.command("HLEN", bus.keys.queue("tiny", "entries")) == 0
 
 
@@ -278,7 +278,7 @@ async def test_a_trace_fails_with_its_last_engine(
             async with client.trace("tiny", "hello", acts, on_engine_loss="fail", max_tokens=20) as trace:
                 gate.step(2)
                 await some(trace, 2)
-                await bus.unregister(described.engine)
+                await bus.registry.unregister(described.engine)
                 with anyio.fail_after(PATIENCE), pytest.raises(tracewire.TraceFailed) as caught:
                     await trace.result()
     assert caught.value.type == "EngineLost"
@@ -358,7 +358,7 @@ async def test_what_kills_its_engines_is_given_up_and_the_others_are_not(client:
     assert final.status == "failed"
     assert final.error.type == "EngineLost"
     assert "tried 3 times" in final.error.message
-    assert len(await bus.queue.dead_letters()) == 1
+    assert len(await bus.dead_letters.list()) == 1
     ((_, flat),) = await bus.command("XRANGE", bus.keys.dead(), "-", "+")
     fields = dict(zip(flat[::2], flat[1::2], strict=True))
     assert decode_submission(fields[b"d"]).trace == poison.id
@@ -526,7 +526,7 @@ async def test_an_engine_takes_nothing_while_its_lease_is_out(
             # Its entry may be over before a client has seen it.
             while adapter._lifecycle.valid_until < 0:
                 await anyio.lowlevel.checkpoint()
-            while await bus.engines():
+            while await bus.registry.list():
                 await anyio.lowlevel.checkpoint()
         await bus.submit(client.trace("tiny", "hello", acts, max_tokens=3, detach=True, trace_id="t")._submission)
         async with serving(bus, free()):

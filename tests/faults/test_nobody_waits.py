@@ -33,7 +33,7 @@ async def test_a_client_that_goes_while_its_trace_waits_for_a_second_attempt(bus
     await bus.queue.take("tiny", "gone", 1, 100)
     await bus.records.open("a", "gone", 1)
     assert await bus.queue.put_back("tiny", "gone", "it was lost", lost=True) == 1
-    await bus.bury("tiny", "client.6", by="the bus")
+    await bus.cancel_orphans("tiny", "client.6", by="the bus")
     assert await bus.records.ended("a")
     assert await bus.command("HLEN", bus.keys.queue("tiny", "entries")) == 0
 
@@ -109,7 +109,7 @@ async def test_a_redis_that_kept_all_waiting_takes_nobodys_traces(bus: Bus, monk
     monkeypatch.setattr(recovery, "CERTAIN_S", 0.001)
     monkeypatch.setattr(recovery, "STALL_S", 0.1)
     described = info()
-    await bus.register(described, 60)
+    await bus.registry.register(described, 60)
     await bus.queue.put("tiny", "a", b"d")
     await bus.queue.take("tiny", described.engine, 1, 100)
     look = bus.recovery("tiny")
@@ -130,7 +130,7 @@ async def test_a_redis_that_kept_all_waiting_takes_nobodys_traces(bus: Bus, monk
     assert await bus.queue.waiting("tiny") == 0
     # One that is gone is missed as ever.
     monkeypatch.setattr(recovery, "PATIENCE_S", 0.0)
-    await bus.unregister(described.engine)
+    await bus.registry.unregister(described.engine)
     assert await look.look() == [described.engine]
 
 

@@ -22,7 +22,7 @@ from tracewire_bus import recovery
 from tracewire_bus.bus import Bus, BusError, Fenced
 from tracewire_bus.events import writer as writing
 from tracewire_bus.store.keys import FINAL_ID
-from tracewire_bus.store.lifecycle import telling
+from tracewire_bus.store.lifecycle import lifecycle_fields
 from tracewire_bus.transport.errors import BusFull
 from tracewire_bus.wire.messages import EngineInfo, Invoke, Submission
 from tracewire_engine.adapter.service import Adapter
@@ -292,9 +292,11 @@ async def test_what_is_appended_again_is_told_once(redis: Server) -> None:
 
         await bus.submit(Submission(trace="t", model="m", invokes=[Invoke(prompt="x")], client="me"))
         await bus.records.open("t", "e", 1)
-        await writer.append("t", 1, 0, b"begun", life=telling("accepted", "t", model="m", engine="e", attempt=1))
+        await writer.append(
+            "t", 1, 0, b"begun", life=lifecycle_fields("accepted", "t", model="m", engine="e", attempt=1)
+        )
         since = redis.written
-        await writer.append("t", 1, 1, b"held", life=telling("paused", "t", model="m", engine="e", attempt=1))
+        await writer.append("t", 1, 1, b"held", life=lifecycle_fields("paused", "t", model="m", engine="e", attempt=1))
         await writer.append("t", 1, 2, b"output")
         # Nothing, some of it, and the end.
         everything = [(b"queued", b"me"), (b"accepted", b"me"), (b"paused", b"me")]
@@ -302,7 +304,7 @@ async def test_what_is_appended_again_is_told_once(redis: Server) -> None:
             await appended_again(lost, "1-2")
             assert await told() == everything
         since = redis.written
-        life = telling("final", "t", model="m", engine="e", attempt=1, status="finished")
+        life = lifecycle_fields("final", "t", model="m", engine="e", attempt=1, status="finished")
         await writer.append("t", 1, 3, b"end", final=True, life=life)
         for _ in range(2):
             await appended_again(since, FINAL_ID)
@@ -333,7 +335,7 @@ async def test_what_redis_forgot_before_an_engine_took_it_is_submitted_again(red
         async with serving(bus, ScriptedEngine(Gate())):
             await client.models.get("tiny", timeout=PATIENCE)
         since = redis.written
-        await bus.register(info(), 600)
+        await bus.registry.register(info(), 600)
         async with client.trace("tiny", "hello", acts, max_tokens=5, live={"alpha": 1.0}) as trace:
             await redis.lose(since)
             async with serving(bus, free()):
@@ -397,7 +399,7 @@ async def test_the_registry_says_that_an_engine_is_held(redis: Server) -> None:
         gate.open()
 
         async def held() -> bool:
-            return [one.state for one in await bus.engines()] == ["holding"]
+            return [one.state for one in await bus.registry.list()] == ["holding"]
 
         await until(held)
         assert adapter.engine_paused
@@ -413,15 +415,15 @@ async def test_a_redis_that_evicts_is_refused(redis: Server) -> None:
 
     async with Bus.open(redis.url) as bus:
         await bus.command("CONFIG", "SET", "maxmemory-policy", "allkeys-lru")
-        await bus.refuse_eviction()
+        await bus.memory.refuse_eviction()
         await limit(bus, "100mb")
         for _ in range(2):
             with pytest.raises(BusError, match="noeviction"):
-                await bus.refuse_eviction()
+                await bus.memory.refuse_eviction()
         with pytest.raises(BusError, match="allkeys-lru"):
             await _check_redis(redis.url, "tw", False)
         await bus.command("CONFIG", "SET", "maxmemory-policy", "noeviction")
-        await bus.refuse_eviction()
+        await bus.memory.refuse_eviction()
 
 
 async def test_a_full_redis_takes_no_submission_and_says_so(redis: Server) -> None:
@@ -431,14 +433,14 @@ async def test_a_full_redis_takes_no_submission_and_says_so(redis: Server) -> No
         await limit(bus, 1)
         with pytest.raises(tracewire.BusFull, match="--retention"):
             await trace.start()
-        used = (await bus.memory())[1]
+        used = (await bus.memory.usage())[1]
         await limit(bus, int(used / 0.99))
-        client._session.open_bus()._memory.forget()
+        client._session.open_bus().memory._left.forget()
         with pytest.raises(tracewire.BusFull, match="left"):
             await trace.start()
         assert await bus.queue.waiting("tiny") == 0
         await limit(bus, 0)
-        client._session.open_bus()._memory.forget()
+        client._session.open_bus().memory._left.forget()
         await trace.start()
         assert len((await trace.result()).token_ids) == 3
         await trace.aclose()

@@ -18,7 +18,7 @@ from tests.support.scripted_engine import ScriptedEngine, acts, info, serving
 from tracewire import Client, Restarted
 from tracewire_bus import recovery
 from tracewire_bus.bus import Bus, BusError, BusUnavailable, NotAllowed
-from tracewire_bus.store import submission_queue as queue
+from tracewire_bus.store import intake as queue_intake
 from tracewire_bus.wire.messages import Failure, Invoke, Submission
 from tracewire_engine.adapter import intake
 from tracewire_engine.adapter.engine_api import Choice, Rejection
@@ -151,7 +151,7 @@ async def test_an_adapter_that_ends_by_a_defect_leaves_all_the_same(
         await trace.accepted()
         broken.stop()
         await broken.ended.wait()
-        assert await bus.alive(described.engine) == set()
+        assert await bus.registry.alive(described.engine) == set()
         assert await bus.queue.waiting("tiny") == 1
     async with serving(bus, free()):
         await whole(client, trace.id, "hello", 3)
@@ -165,7 +165,7 @@ async def test_leaving_takes_no_longer_than_last_words_while_redis_is_away(tmp_p
         Bus.open(redis.url) as bus,
         serving(bus, free(), last_words_s=0.2) as adapter,
     ):
-        await until(lambda: bus.alive(adapter._info.engine))
+        await until(lambda: bus.registry.alive(adapter._info.engine))
         redis.kill()
         with anyio.fail_after(PATIENCE):
             adapter.stop()
@@ -257,7 +257,7 @@ async def test_a_rejected_trace_that_others_had_ended_leaves_nothing_behind(
         await ended.wait()
         await until(lambda: not adapter._claims.runs and not adapter._intake.scopes)
         await until(lambda: _empty(bus))
-        assert [intake.claimed for intake in bus.queue._intakes.values()] == [set()]
+        assert [one.claimed for one in bus.queue._intakes.values()] == [set()]
 
 
 # --- suspects and dead letters ----------------------------------------------------------------------------------------
@@ -278,9 +278,9 @@ async def test_a_suspect_that_takes_its_time_does_not_keep_the_others_waiting_fo
     await suspects(bus, "a", "b", "c")
     assert [one.trace for one in await bus.queue.take("tiny", "e", 10, 1)] == ["a"]
     assert await bus.queue.take("tiny", "e", 10, 1) == []
-    monkeypatch.setattr(queue, "SUSPECT_S", 0.0)
+    monkeypatch.setattr(queue_intake, "SUSPECT_S", 0.0)
     assert [one.trace for one in await bus.queue.take("tiny", "e", 10, 1)] == ["b"]
-    monkeypatch.setattr(queue, "SUSPECT_S", 60.0)
+    monkeypatch.setattr(queue_intake, "SUSPECT_S", 60.0)
     # It is `b` now that is waited for.
     await bus.queue.done("tiny", "a", "e")
     assert await bus.queue.take("tiny", "e", 10, 1) == []
@@ -295,7 +295,7 @@ async def test_a_paused_suspect_and_its_engines_other_suspects(
     client: Client, bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recovery, "PATIENCE_S", 0.1)
-    monkeypatch.setattr(queue, "SUSPECT_S", 0.3)
+    monkeypatch.setattr(queue_intake, "SUSPECT_S", 0.3)
     async with serving(bus, dying := ScriptedEngine(Gate())) as first:
         await client.models.get("tiny", timeout=PATIENCE)
         async with (
@@ -330,17 +330,17 @@ async def test_a_crash_on_the_way_to_a_dead_letter_leaves_one(
         patched.setattr(bus.queue, "dead_letter" if crash == "before the letter" else "done", crashes)
         for _ in range(2):
             with pytest.raises(Crash):
-                await bus.recovery("tiny").bury()
+                await bus.recovery("tiny").finish_given_up()
     assert await bus.records.ended("a")
-    await bus.recovery("tiny").bury()
-    (letter,) = await bus.queue.dead_letters()
+    await bus.recovery("tiny").finish_given_up()
+    (letter,) = await bus.dead_letters.list()
     assert (letter.trace, letter.data) == ("a", b"d")
     assert "it was lost again" in letter.reason
     assert await bus.queue.given_up("tiny") == []
     # An operator who has seen to it does not find it again.
-    await bus.queue.drop_dead_letter(letter.id)
-    await bus.recovery("tiny").bury()
-    assert len(await bus.queue.dead_letters()) == 0
+    await bus.dead_letters.drop(letter.id)
+    await bus.recovery("tiny").finish_given_up()
+    assert len(await bus.dead_letters.list()) == 0
 
 
 async def test_what_had_ended_otherwise_is_no_dead_letter(bus: Bus) -> None:
@@ -349,8 +349,8 @@ async def test_what_had_ended_otherwise_is_no_dead_letter(bus: Bus) -> None:
     await bus.queue.take("tiny", "e", 1, 1)
     await bus.records.end("a", "failed", Failure(type="BlockError", message="its block failed"))
     await bus.queue.put_back("tiny", "e", "it was lost again", lost=True)
-    await bus.recovery("tiny").bury()
-    assert len(await bus.queue.dead_letters()) == 0
+    await bus.recovery("tiny").finish_given_up()
+    assert len(await bus.dead_letters.list()) == 0
     assert await bus.queue.given_up("tiny") == []
 
 
@@ -362,8 +362,8 @@ async def test_a_dead_letter_fits_into_a_redis_that_is_full(tmp_path: Path) -> N
         await bus.command("CONFIG", "SET", "maxmemory", 1)
         with pytest.raises(BusError):
             await bus.queue.put("tiny", "b", b"d")
-        await bus.recovery("tiny").bury()
-        assert len(await bus.queue.dead_letters()) == 1
+        await bus.recovery("tiny").finish_given_up()
+        assert len(await bus.dead_letters.list()) == 1
 
 
 async def test_readers_of_a_group_are_forgotten_when_they_leave_or_fall_silent(bus: Bus) -> None:

@@ -29,7 +29,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 
 from tracewire_bus.bus import Bus, Fenced, Writer
 from tracewire_bus.store.keys import FINAL_ID, parse_id
-from tracewire_bus.store.submission_queue import Taken
+from tracewire_bus.store.queue_entries import Taken
 from tracewire_bus.store.trace_records import Overtaken, TraceEnded
 from tracewire_bus.transport.embedded import EmbeddedServer
 from tracewire_bus.transport.link import Link
@@ -338,7 +338,7 @@ class Claims(RuleBasedStateMachine):
     @rule()
     def bury(self) -> None:
         """What was given up is ended."""
-        self._do(self.bus.recovery(MODEL).bury)
+        self._do(self.bus.recovery(MODEL).finish_given_up)
         for trace in self.traces.values():
             if trace.holder == "given up":
                 trace.there, trace.holder, trace.ended = False, None, True

@@ -25,7 +25,7 @@ import tracewire
 from tests.support.scripted_engine import ScriptedEngine, acts, info
 from tracewire import Probe, Steer, StopWhen
 from tracewire_bus.bus import Bus
-from tracewire_bus.store.submission_queue import Taken
+from tracewire_bus.store.queue_entries import Taken
 from tracewire_bus.transport.embedded import EmbeddedServer
 from tracewire_bus.wire import codec, messages
 from tracewire_bus.wire.codec import encode, schema_text
@@ -336,7 +336,7 @@ async def _at_work(url: str) -> None:
             await until("middle", "1-6")
             # The engine goes without a word: nothing is settled, nothing leaves.
             group.cancel_scope.cancel()
-        await bus.register(described, ttl_s=10**6)
+        await bus.registry.register(described, ttl_s=10**6)
         await client.steer("middle", alpha=2.5)
         await client.pause("middle")
         await client.resume("middle")

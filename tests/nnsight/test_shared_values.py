@@ -140,7 +140,7 @@ class SharingEngine(PlayedEngine):
 @pytest.fixture
 async def client(embedded: str, prefix: str, bus: Bus) -> AsyncIterator[Client]:
     """A client, of a bus on which a model is known."""
-    await bus.register(engine_info(), ttl_s=600)
+    await bus.registry.register(engine_info(), ttl_s=600)
     async with tracewire.connect(embedded, prefix=prefix, name="one") as client:
         yield client
 

@@ -248,7 +248,7 @@ async def test_an_overloaded_model_refuses_at_once_and_takes_more_later(
     info = engine_info(queue_limit=2)
     async with Bus.open(redis_url, prefix=prefix) as bus:
         # Serves, but has its hands full.
-        await bus.register(info, ttl_s=600)
+        await bus.registry.register(info, ttl_s=600)
         for _ in range(2):
             await client.trace("tiny", "hello").start()
         refused = client.trace("tiny", "hello")
@@ -566,16 +566,16 @@ async def test_the_first_traces_of_a_client_share_its_lease(client: Client, engi
         await stage.final()
 
     bus = client._session.open_bus()
-    usual = bus.records.hold
+    usual = bus.leases.renew
     asked: list[str] = []
 
     async def hold(lease: str, seconds: float) -> None:
         asked.append(lease)
         await usual(lease, seconds)
         # Whatever else renews it.
-        bus.records.hold = usual  # type: ignore[method-assign]
+        bus.leases.renew = usual  # type: ignore[method-assign]
 
-    bus.records.hold = hold  # type: ignore[method-assign]
+    bus.leases.renew = hold  # type: ignore[method-assign]
     async with engine(script), anyio.create_task_group() as group:
         traces = [client.trace("tiny", "p") for _ in range(8)]
         for trace in traces:
@@ -590,7 +590,7 @@ async def test_the_first_traces_of_a_client_share_its_lease(client: Client, engi
 async def test_a_lease_that_is_asked_for_in_vain_is_asked_for_again(client: Client) -> None:
     presence, bus = client._session.presence, client._session.open_bus()
     asked: list[str] = []
-    usual = bus.records.hold
+    usual = bus.leases.renew
 
     async def hold(lease: str, _: float) -> None:
         asked.append(lease)
@@ -601,7 +601,7 @@ async def test_a_lease_that_is_asked_for_in_vain_is_asked_for_again(client: Clie
         with pytest.raises(BusUnavailable, match="away"):
             await presence.lease()
 
-    bus.records.hold = hold  # type: ignore[method-assign]
+    bus.leases.renew = hold  # type: ignore[method-assign]
     async with anyio.create_task_group() as group:
         for _ in range(4):
             group.start_soon(fail)
@@ -612,11 +612,11 @@ async def test_a_lease_that_is_asked_for_in_vain_is_asked_for_again(client: Clie
             await presence.lease()
 
     async def held(lease: str, seconds: float) -> None:
-        bus.records.hold = usual  # type: ignore[method-assign]
+        bus.leases.renew = usual  # type: ignore[method-assign]
         scope.cancel()
         await anyio.sleep_forever()
 
-    bus.records.hold = held  # type: ignore[method-assign]
+    bus.leases.renew = held  # type: ignore[method-assign]
     found: list[str] = []
 
     async def get() -> None:
@@ -656,7 +656,7 @@ async def test_of_many_traces_that_are_started_at_once_the_first_are_sent_while_
         await client.models.get("tiny")
         await client._session.presence.lease()
         # What the first of them would ask for all.
-        await client._session.open_bus()._memory.get(0)
+        await client._session.open_bus().memory.prefetch()
         monkeypatch.setattr(connections, "_travel", travel)
         monkeypatch.setattr(client._session.models, "find", finding)
         cancelled = anyio.CancelScope()
@@ -678,7 +678,7 @@ async def test_of_many_traces_that_are_started_at_once_the_first_are_sent_while_
 async def test_a_burst_reads_what_is_old_once(client: Client, engine: Callable[..., Any]) -> None:
     bus = client._session.open_bus()
     asked: list[str] = []
-    engines, memory = bus.engines, bus.memory
+    engines, memory = bus.registry.list, bus.memory.usage
 
     async def counted_engines() -> Any:
         asked.append("engines")
@@ -688,7 +688,7 @@ async def test_a_burst_reads_what_is_old_once(client: Client, engine: Callable[.
         asked.append("memory")
         return await memory()
 
-    bus.engines, bus.memory = counted_engines, counted_memory  # type: ignore[method-assign]
+    bus.registry.list, bus.memory.usage = counted_engines, counted_memory  # type: ignore[method-assign]
 
     async def start(model: str) -> None:
         try:
@@ -699,7 +699,7 @@ async def test_a_burst_reads_what_is_old_once(client: Client, engine: Callable[.
     async with engine():
         for model in ("tiny", "nobody's"):
             client._session.models.forget()
-            bus._memory.forget()
+            bus.memory._left.forget()
             asked.clear()
             async with anyio.create_task_group() as group:
                 for _ in range(50):
@@ -1182,7 +1182,7 @@ async def fixture_trace(client: Client, redis_url: str, prefix: str) -> AsyncIte
 async def registered(redis_url: str, prefix: str) -> AsyncIterator[None]:
     """An entry of the registry, without an engine behind it yet."""
     async with Bus.open(redis_url, prefix=prefix) as bus:
-        await bus.register(engine_info(engine="registered"), ttl_s=600)
+        await bus.registry.register(engine_info(engine="registered"), ttl_s=600)
         yield
 
 

@@ -17,7 +17,7 @@ from tracewire import Client, TraceRejected, UnknownDeadLetter, UnknownModel, Va
 from tracewire.cli import main as cli
 from tracewire_bus.bus import Bus
 from tracewire_bus.store.blobs import THRESHOLD_BYTES
-from tracewire_bus.store.submission_queue import Taken
+from tracewire_bus.store.queue_entries import Taken
 from tracewire_bus.wire.messages import Failure
 from tracewire_bus.wire.packing import unpack
 from tracewire_bus.wire.refs import ArrayRef
@@ -38,17 +38,17 @@ async def given_up(bus: Bus, trace: str) -> str:
     await bus.records.open(trace, "doomed", 1)
     await bus.records.end(trace, "failed", Failure(type="EngineLost", message="each engine was lost"))
     await bus.queue.dead_letter("tiny", taken, "each engine was lost")
-    return (await bus.queue.dead_letters())[-1].id
+    return (await bus.dead_letters.list())[-1].id
 
 
 async def dead(client: Client, bus: Bus, redis_url: str, prefix: str, block: object = None) -> tuple[str, str]:
     """A dead letter of a trace that was submitted while no engine took it: its id, and its trace's."""
     info = engine_info()
-    await bus.register(info, 600)
+    await bus.registry.register(info, 600)
     trace = client.trace("tiny", "hello", block, deadline=1000)  # type: ignore[arg-type]
     await trace.start()
     id_ = await given_up(bus, trace.id)
-    await bus.unregister(info.engine)
+    await bus.registry.unregister(info.engine)
     await trace.aclose()
     return id_, trace.id
 
@@ -92,7 +92,7 @@ async def test_resubmitting_twice_runs_it_once(
             async def fail(self: object, id_: str) -> bool:
                 raise tracewire.ConnectError("away")
 
-            patch.setattr("tracewire_bus.store.submission_queue.Queue.drop_dead_letter", fail)
+            patch.setattr("tracewire_bus.store.dead_letters.DeadLetters.drop", fail)
             with pytest.raises(tracewire.ConnectError):
                 await client.dead_letters.resubmit(id_)
         new = await client.dead_letters.resubmit(id_)

@@ -57,7 +57,7 @@ async def test_it_waits_until_every_engine_follows(edits: Edits, redis_url: str,
                 await anyio.lowlevel.checkpoint()
             assert installed == []
             late.info.edits = 10**9
-            await bus.register(late.info, 600)
+            await bus.registry.register(late.info, 600)
         assert sorted(installed[0].engines) == ["behind", "follows"]
 
 

@@ -186,7 +186,7 @@ async def test_what_several_prompts_use_is_sent_once(client: Client, bus: Bus, e
 
 
 async def test_blobs_of_a_trace_that_nobody_takes_expire(client: Client, bus: Bus) -> None:
-    await bus.register(engine_info(), ttl_s=600)
+    await bus.registry.register(engine_info(), ttl_s=600)
     async with client.trace("tiny", "hello", uses(table=LARGE, nested=1, few=2)) as trace:
         assert 0 < await bus.command("TTL", bus.keys.blobs(trace.id)) <= 24 * 3600
 

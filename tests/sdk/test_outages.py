@@ -28,7 +28,7 @@ PATIENCE = 30
 @asynccontextmanager
 async def far(bus: Bus, folder: Path) -> AsyncIterator[tuple[Proxy, Client]]:
     """A client without patience, by a way to the bus's Redis that can be cut; a model is known that nobody serves."""
-    await bus.register(engine_info(), ttl_s=600)
+    await bus.registry.register(engine_info(), ttl_s=600)
     # The scripts are known.
     await bus.submit(Submission(trace="any", model="another", invokes=[Invoke(prompt="x")]))
     async with (
@@ -138,10 +138,10 @@ async def test_a_lease_is_renewed_whatever_else_a_client_fails_at(
         raise ValueError("what no Redis says")
 
     monkeypatch.setattr(Recovery, "look", look)
-    await bus.register(engine_info(), ttl_s=600)
+    await bus.registry.register(engine_info(), ttl_s=600)
     async with tracewire.connect(embedded, prefix=prefix, lease_ttl=1) as client:
-        records = client._session.open_bus().records
-        usual, renewed = records.hold, []
+        leases = client._session.open_bus().leases
+        usual, renewed = leases.renew, []
 
         async def hold(lease: str, seconds: float, link: Link | None = None) -> None:
             renewed.append(link)
@@ -149,17 +149,17 @@ async def test_a_lease_is_renewed_whatever_else_a_client_fails_at(
                 raise TypeError("what no lease does")
             await usual(lease, seconds, link)
 
-        monkeypatch.setattr(records, "hold", hold)
+        monkeypatch.setattr(leases, "renew", hold)
         async with client.trace("tiny", "hello") as trace:
             await until_so(lambda: len(renewed) > 5)
-            assert await bus.records.held([trace._submission.lease])
+            assert await bus.leases.held([trace._submission.lease])
     said = [one.getMessage() for one in caplog.records if one.levelname == "ERROR"]
     assert any("that looks for lost engines failed" in one and "what no Redis says" in one for one in said)
     assert any("that renews a client's lease failed" in one and "what no lease does" in one for one in said)
 
 
 async def test_what_is_left_after_its_client_leaves_no_task(bus: Bus, embedded: str, prefix: str) -> None:
-    await bus.register(engine_info(), ttl_s=600)
+    await bus.registry.register(engine_info(), ttl_s=600)
     before = asyncio.all_tasks()
     async with tracewire.connect(embedded, prefix=prefix) as client:
         trace = client.trace("tiny", "hello")
@@ -220,7 +220,7 @@ async def test_a_client_that_waits_for_what_is_queued_can_be_cancelled(
 ) -> None:
     monkeypatch.setattr("tracewire.traces.trace._LEAVE_S", 0.05)
     monkeypatch.setattr("tracewire.traces.background._LEAVE_S", 0.05)
-    await bus.register(engine_info(), ttl_s=600)
+    await bus.registry.register(engine_info(), ttl_s=600)
     async with proxy(bus.url, tmp_path) as way:
         with anyio.fail_after(PATIENCE), anyio.CancelScope() as scope:
             async with tracewire.connect(way.url, prefix=bus.keys.prefix, retry_timeout=10_000) as client:
@@ -238,7 +238,7 @@ async def test_closing_a_trace_that_waits_to_be_submitted_waits_for_no_other(
 ) -> None:
     monkeypatch.setattr("tracewire.traces.trace._LEAVE_S", 0.05)
     tried = await _tries(monkeypatch)
-    await bus.register(engine_info(), ttl_s=600)
+    await bus.registry.register(engine_info(), ttl_s=600)
     async with (
         proxy(bus.url, tmp_path) as way,
         tracewire.connect(way.url, prefix=bus.keys.prefix, retry_timeout=10_000) as client,

@@ -14,7 +14,8 @@ from tests.support.bus_engine import engine_info
 from tests.support.redis.proxy import proxy
 from tracewire import BusFull, BusRefused, BusUnavailable, Client, ClientClosed, ConnectError
 from tracewire_bus.bus import Bus
-from tracewire_bus.store.submission_queue import Queue, Taken
+from tracewire_bus.store.dead_letters import DeadLetters
+from tracewire_bus.store.queue_entries import Taken
 from tracewire_bus.transport.embedded import EmbeddedServer
 from tracewire_bus.wire.messages import Invoke, Submission
 
@@ -23,7 +24,7 @@ from tracewire_bus.wire.messages import Invoke, Submission
 async def own() -> AsyncIterator[Bus]:
     """A bus on a Redis of this test's own, on which a model is known."""
     async with EmbeddedServer.start() as server, Bus.open(server.url) as bus:
-        await bus.register(engine_info(), ttl_s=600)
+        await bus.registry.register(engine_info(), ttl_s=600)
         yield bus
 
 
@@ -33,7 +34,7 @@ async def dead(bus: Bus) -> str:
     (taken,) = await bus.queue.take("tiny", "e", 1, 0)
     assert isinstance(taken, Taken)
     await bus.queue.dead_letter("tiny", taken, "why")
-    (letter,) = await bus.queue.dead_letters()
+    (letter,) = await bus.dead_letters.list()
     return letter.id
 
 
@@ -87,7 +88,7 @@ async def test_a_redis_that_is_full(own: Bus) -> None:
         with pytest.raises(BusFull, match="no memory left"):
             await trace.steer(alpha=1.0)
         # It is looked at once a second.
-        client._session.open_bus()._memory.forget()
+        client._session.open_bus().memory._left.forget()
         for start in (client.trace("tiny", "hello", detach=True).start(), client.dead_letters.resubmit(letter)):
             with pytest.raises(BusFull, match="start it again later"):
                 await start
@@ -97,7 +98,7 @@ async def test_a_redis_that_is_full(own: Bus) -> None:
 
 async def test_a_first_burst_keeps_the_reserve_of_memory(own: Bus) -> None:
     await own.command("SET", "large", b"x" * 50_000_000)
-    _, used, _ = await own.memory()
+    _, used, _ = await own.memory.usage()
     # Less is left than what is kept for traces that run, and enough for all of these.
     await own.command("CONFIG", "SET", "maxmemory", round(used * 1.04))
     refused: list[Exception] = []
@@ -122,10 +123,10 @@ async def test_a_dead_letter_whose_new_trace_has_ended_and_is_forgotten(
 ) -> None:
     letter = await dead(own)
 
-    async def kept(self: Queue, id_: str) -> bool:
+    async def kept(self: DeadLetters, id_: str) -> bool:
         return False
 
-    monkeypatch.setattr(Queue, "drop_dead_letter", kept)
+    monkeypatch.setattr(DeadLetters, "drop", kept)
     async with tracewire.connect(own.url) as client:
         trace = await client.dead_letters.resubmit(letter)
         await own.queue.withdraw("tiny", trace)

@@ -50,7 +50,7 @@ async def model(client: Client, redis_url: str, prefix: str) -> AsyncIterator[Mo
     """The model of an engine that is registered only; whoever traces this thread is left alone."""
     before = sys.gettrace()
     async with Bus.open(redis_url, prefix=prefix) as bus:
-        await bus.register(engine_info(engine="registered"), 60)
+        await bus.registry.register(engine_info(engine="registered"), 60)
         yield await client.models.get("tiny")
     assert sys.gettrace() is before
 
@@ -174,7 +174,7 @@ async def test_what_was_refused_is_raised_where_it_is_first_asked_for(
 
 
 async def test_a_full_queue_refuses_it_and_it_can_be_started_again(client: Client, bus: Bus) -> None:
-    await bus.register(engine_info(queue_limit=1), 60)
+    await bus.registry.register(engine_info(queue_limit=1), 60)
     model = await client.models.get("tiny")
     tracers = []
     for _ in range(2):

@@ -18,7 +18,7 @@ import msgspec
 
 from tracewire_bus.bus import Bus, Writer
 from tracewire_bus.domain.fold import Fold
-from tracewire_bus.store.lifecycle import telling
+from tracewire_bus.store.lifecycle import lifecycle_fields
 from tracewire_bus.store.trace_records import Opened, Overtaken, TraceEnded, cancellation
 from tracewire_bus.wire.codec import decode_change, decode_event, decode_submission, encode
 from tracewire_bus.wire.digests import digest
@@ -179,7 +179,7 @@ class Stage:
         life = None
         if kind is not None:
             end = event if isinstance(event, Final) else None
-            life = telling(
+            life = lifecycle_fields(
                 kind,
                 self.trace,
                 model=self._info.model,
@@ -314,7 +314,7 @@ class ScriptedEngine:
         """An engine that serves for as long as the context lasts. What its scripts raise comes out of the context."""
         async with Bus.open(url, prefix=prefix) as bus:
             engine = cls(bus, script, info or engine_info())
-            await bus.register(engine.info, ttl_s=600)
+            await bus.registry.register(engine.info, ttl_s=600)
             async with bus.writer() as writer, anyio.create_task_group() as group:
                 group.start_soon(engine._serve, writer, group)
                 group.start_soon(engine._obey)
@@ -323,7 +323,7 @@ class ScriptedEngine:
                 finally:
                     group.cancel_scope.cancel()
             with anyio.CancelScope(shield=True):
-                await bus.unregister(engine.info.engine)
+                await bus.registry.unregister(engine.info.engine)
 
     async def _serve(self, writer: Writer, group: anyio.abc.TaskGroup) -> None:
         while True:

@@ -36,7 +36,7 @@ import anyio
 import msgspec
 
 from tracewire_bus.store.keys import Keys, event_id, parse_id
-from tracewire_bus.store.submission_queue import settling
+from tracewire_bus.store.submission_queue import settle_command
 from tracewire_bus.transport.backoff import Backoff
 from tracewire_bus.transport.errors import BusError, BusFull, as_bus_error, is_full, is_transient
 from tracewire_bus.transport.pool import Connections
@@ -304,7 +304,7 @@ class Writer:
         of a queue entry, who holds it and from which take (its number), settles that entry in the same round trip, if
         it is held so; also where the event is refused, unless Redis has lost what was before it. `told` says that the
         event tells of all changes of live parameters up to that version. `life` is what the firehose is told of it, as
-        `telling` makes it.
+        `lifecycle_fields` makes it.
 
         Raises:
             Fenced: the stream holds this event or a later one, or lacks one before it that cannot be appended again.
@@ -334,13 +334,13 @@ class Writer:
 
             def more(schema: str, data: bytes, behind: str) -> tuple[Any, ...]:
                 # The firehose is told with the event, and not again with a repeat of the rest.
-                telling = (life or ()) if schema else ()
+                published = (life or ()) if schema else ()
                 append = _APPEND_FINAL if final else _APPEND
-                script = append(names, id_, schema, data, keep, end, version, attempt, trace, behind, *telling)
+                script = append(names, id_, schema, data, keep, end, version, attempt, trace, behind, *published)
                 # With its text: what comes behind it in a pipeline must not overtake it.
                 return _texted(script)
 
-        settle = None if done is None else settling(keys, *done)
+        settle = None if done is None else settle_command(keys, *done)
         stream = self._streams.get(key)
         if stream is None:
             stream = self._streams[key] = _Stream(keys.record(trace), keys.firehose(keys.tag(trace)))

@@ -26,7 +26,7 @@ from tracewire_bus.transport.tasks import OwnedTask, Signal
 
 from .keys import Keys
 
-__all__ = ["ControlReader", "Order", "SlotControlReaders", "draining"]
+__all__ = ["ControlReader", "Order", "SlotControlReaders", "drain_command"]
 
 logger = logging.getLogger("tracewire")
 
@@ -57,7 +57,7 @@ class Order:
     number: int = 0
 
 
-def draining(keys: Keys, engine: str, by: str, within_s: float | None, keep_s: int) -> tuple[Any, ...]:
+def drain_command(keys: Keys, engine: str, by: str, within_s: float | None, keep_s: int) -> tuple[Any, ...]:
     """The command that asks an engine to drain. May be repeated. `keep_s`: how long to keep the stream."""
     key = keys.control(keys.tags[0], engine)
     return _DRAIN((key,), by, "" if within_s is None else within_s, keep_s)

@@ -17,8 +17,6 @@ from __future__ import annotations
 import base64
 import binascii
 import logging
-import secrets
-import time
 import zlib
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -29,37 +27,40 @@ import anyio
 import msgspec
 
 from tracewire_bus.transport.backoff import Backoff
-from tracewire_bus.transport.errors import BusError, NotAllowed, as_bus_error, is_transient
+from tracewire_bus.transport.errors import as_bus_error, is_transient
 from tracewire_bus.transport.guard import Guard, integer
 from tracewire_bus.transport.pool import Connections
-from tracewire_bus.transport.scripts import Script
 from tracewire_bus.wire.messages import Status, Usage
 
 from .keys import TAGS, Keys, parse_id
 
-__all__ = ["KEEP_S", "GroupRemoved", "GroupWatch", "Groups", "Lifecycle", "Watch", "telling"]
+__all__ = [
+    "BLOCK_S",
+    "KEEP_S",
+    "PAGE",
+    "Id",
+    "Lifecycle",
+    "LifecycleReader",
+    "Watch",
+    "entry_id",
+    "lifecycle_fields",
+    "parse_places",
+]
 
 logger = logging.getLogger("tracewire")
 
 #: How long a stream is kept after its last entry, in seconds.
 KEEP_S: Final = 24 * 3600
+
 #: How many entries of a stream are read at once.
-_PAGE: Final = 64
-_BLOCK_S: Final = 5.0
+PAGE: Final = 64
+
+BLOCK_S: Final = 5.0
+
 #: How often a watch looks on a cluster, in seconds.
 _POLL_S: Final = 0.2
-#: How many of each stream's entries one look takes over from readers that are gone.
-_CLAIM: Final = 8
-#: By how much what a leaving reader held is made to look older, in milliseconds.
-_AGED_MS: Final = 3_600_000
 
-_FORGET: Final = Script("watch_group_forget")
-#: After how many of its `idle` times a silent reader that has nothing is forgotten; how many takeovers lie between two
-#: looks for such.
-_SILENT: Final = 10
-_SWEEP: Final = 10
-
-_Id = tuple[int, int]
+Id = tuple[int, int]
 
 
 class Lifecycle(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,11 +94,7 @@ class Lifecycle(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int | None = None
 
 
-class GroupRemoved(BusError):
-    """The group was removed while this reader was one of it."""
-
-
-def telling(
+def lifecycle_fields(
     kind: str,
     trace: str,
     *,
@@ -117,12 +114,12 @@ def telling(
     return fields
 
 
-def _lifecycle(guard: Guard, key: str, id_: _Id, flat: Sequence[bytes]) -> Lifecycle:
+def _lifecycle(guard: Guard, key: str, id_: Id, flat: Sequence[bytes]) -> Lifecycle:
     fields = {name: value.decode("utf-8", "replace") for name, value in zip(flat[::2], flat[1::2], strict=True)}
 
     def number(name: bytes) -> int | None:
         # An entry stays in its place among those of its trace without its numbers.
-        return guard.read(integer, fields[name], key=key, entry=_text(id_)) if name in fields else None
+        return guard.read(integer, fields[name], key=key, entry=entry_id(id_)) if name in fields else None
 
     return Lifecycle(
         type=fields.get(b"k", ""),
@@ -139,13 +136,13 @@ def _lifecycle(guard: Guard, key: str, id_: _Id, flat: Sequence[bytes]) -> Lifec
     )
 
 
-def _written(places: Iterable[_Id]) -> str:
+def _written(places: Iterable[Id]) -> str:
     """Places in all streams as one text."""
     packed = zlib.compress(msgspec.msgpack.encode(list(places)))
     return "w1." + base64.urlsafe_b64encode(packed).decode()
 
 
-def _places(text: str) -> list[_Id]:
+def parse_places(text: str) -> list[Id]:
     """Places in all streams.
 
     Raises:
@@ -168,11 +165,11 @@ def _places(text: str) -> list[_Id]:
     return places
 
 
-def _text(id_: _Id) -> str:
+def entry_id(id_: Id) -> str:
     return f"{id_[0]}-{id_[1]}"
 
 
-class _Reader:
+class LifecycleReader:
     """What both kinds of watch share: one connection that waits, and is opened anew when it breaks."""
 
     def __init__(self, connections: Connections, keys: Keys) -> None:
@@ -182,7 +179,7 @@ class _Reader:
         self._polls = connections.clustered
         self._keys = keys
         self._names = [keys.firehose(tag) for tag in keys.tags]
-        self._buffer: deque[tuple[str, _Id, Lifecycle]] = deque()
+        self._buffer: deque[tuple[str, Id, Lifecycle]] = deque()
         self._backoff = Backoff()
         self._guard = anyio.ResourceGuard("watching by")
         self._wait: anyio.CancelScope | None = None
@@ -268,7 +265,7 @@ class _Reader:
             self._wait = None
         return found
 
-    def _take(self, reply: Any) -> list[tuple[str, _Id]]:
+    def _take(self, reply: Any) -> list[tuple[str, Id]]:
         """Buffer what Redis replied, in the order of time. Returns what is only known by its id."""
         found, gone = [], []
         for key, entries in reply or ():
@@ -284,7 +281,7 @@ class _Reader:
         return gone
 
 
-class Watch(_Reader):
+class Watch(LifecycleReader):
     """An async iterator over everything that becomes of traces from `since` on. It never ends by itself.
 
     `since` is `"start"` (what is there), `"now"` (what comes after `start`), or a `position`.
@@ -292,7 +289,7 @@ class Watch(_Reader):
 
     def __init__(self, connections: Connections, keys: Keys, since: str) -> None:
         super().__init__(connections, keys)
-        places = None if since == "now" else [(0, 0)] * TAGS if since == "start" else _places(since)
+        places = None if since == "now" else [(0, 0)] * TAGS if since == "start" else parse_places(since)
         #: How far each stream was read, and handed out.
         self._read = None if places is None else dict(zip(self._names, places, strict=True))
         self._told = dict(self._read or {})
@@ -332,8 +329,8 @@ class Watch(_Reader):
             await self.start()
             assert self._read is not None
             while not self._buffer:
-                places = map(_text, self._read.values())
-                reply = await self._from_all(("XREAD", "COUNT", _PAGE), places, _BLOCK_S)
+                places = map(entry_id, self._read.values())
+                reply = await self._from_all(("XREAD", "COUNT", PAGE), places, BLOCK_S)
                 if reply is not None:
                     self._take(reply)
                     for name, id_, _ in self._buffer:
@@ -343,221 +340,3 @@ class Watch(_Reader):
             name, id_, event = self._buffer.popleft()
             self._told[name] = id_
             return event
-
-
-class Groups:
-    """The groups that readers share entries in. A group is kept until it is removed; its streams may expire."""
-
-    def __init__(self, connections: Connections, keys: Keys) -> None:
-        self._connections = connections
-        self._keys = keys
-
-    async def names(self) -> list[str]:
-        """All groups.
-
-        Raises:
-            BusUnavailable: Redis stayed away.
-        """
-        found = await self._connections.command("HKEYS", self._keys.watch_groups())
-        return sorted(name.decode("utf-8", "replace") for name in found)
-
-    async def remove(self, group: str) -> bool:
-        """Forget a group, with what its readers have not acknowledged. Returns whether there was one.
-
-        Raises:
-            BusUnavailable: Redis stayed away.
-        """
-        # Asked on its own: a removal whose reply was lost is sent again and finds nothing.
-        there = await self._connections.command("HEXISTS", self._keys.watch_groups(), group)
-        await self._connections.command("HDEL", self._keys.watch_groups(), group)
-        names = [self._keys.firehose(tag) for tag in self._keys.tags]
-        found = await self._connections.commands(*(("EXISTS", name) for name in names))
-        for name, exists in zip(names, found, strict=True):
-            if exists:
-                try:
-                    await self._connections.command("XGROUP", "DESTROY", name, group)
-                except BusError as error:
-                    # It has expired just now.
-                    logger.debug("group %s of %s was gone already: %s", group, name, error)
-        return bool(there)
-
-
-class GroupWatch(_Reader):
-    """An async iterator over the entries that fall to `consumer`, one of the readers of `group`.
-
-    The first reader of a group makes it, from `since` on; for all others `since` says nothing. What `consumer` had not
-    acknowledged when it was last here comes first. `idle_s` is how long a reader may be busy with an entry, in seconds:
-    after that another takes it over.
-    """
-
-    def __init__(
-        self, connections: Connections, keys: Keys, group: str, consumer: str, since: str, idle_s: float
-    ) -> None:
-        super().__init__(connections, keys)
-        self._group = group
-        self._consumer = consumer
-        self._idle_s = idle_s
-        self._first = ["$"] * TAGS if since == "now" else ["0-0"] * TAGS
-        if since not in ("now", "start"):
-            self._first = [_text(place) for place in _places(since)]
-        self._token = f"{int(time.time())}.{secrets.token_hex(8)}"
-        self._joined = False
-        #: What is ours is to be read again: perhaps we have some that we do not know of.
-        self._again = True
-        self._current: tuple[str, _Id] | None = None
-        self._read_at = 0.0
-        self._claim_at = 0.0
-        self._cursors = dict.fromkeys(self._names, b"0-0")
-        #: Takeovers until others that are gone are looked for.
-        self._sweep_in = 1
-
-    async def start(self) -> None:
-        """Join the group, which is made if there is none. Idempotent. While Redis is away it waits.
-
-        Raises:
-            anyio.ClosedResourceError: it is closed.
-            BusError: Redis refuses.
-        """
-        if not self._joined:
-            # Who was first says so: an answer may be lost.
-            named = (self._keys.watch_groups(), self._group)
-            _, maker = await self._insist(("HSETNX", *named, self._token), ("HGET", *named))
-            await self._make(self._first if maker == self._token.encode() else ["0-0"] * TAGS)
-            self._joined = True
-
-    async def _make(self, first: Sequence[str]) -> None:
-        """Make the group on every stream that does not know it."""
-        for name, id_ in zip(self._names, first, strict=True):
-            while True:
-                try:
-                    made = await self._ask(
-                        ("XGROUP", "CREATE", name, self._group, id_, "MKSTREAM"), ("EXPIRE", name, KEEP_S)
-                    )
-                except BusError as error:
-                    if "BUSYGROUP" not in str(error):
-                        raise
-                    break
-                if made is not None:
-                    break
-
-    async def __anext__(self) -> Lifecycle:
-        """Acknowledge the last entry, and return the next, when there is one. While Redis is away it waits.
-
-        Raises:
-            GroupRemoved: somebody removed the group.
-            anyio.ClosedResourceError: the watch or its bus is closed.
-            anyio.BusyResourceError: another task waits for the next entry.
-            BusError: Redis refuses.
-        """
-        with self._guard:
-            await self.start()
-            if self._current is not None:
-                name, id_ = self._current
-                await self._insist(("XACK", name, self._group, _text(id_)))
-                self._current = None
-            while True:
-                if self._buffer and anyio.current_time() - self._read_at > self._idle_s / 2:
-                    # Somebody else may think that we are gone.
-                    self._buffer.clear()
-                    self._again = True
-                if self._buffer:
-                    name, id_, event = self._buffer.popleft()
-                    self._current = name, id_
-                    return event
-                await self._fetch()
-
-    async def _fetch(self) -> None:
-        now = anyio.current_time()
-        if not self._link.connected:
-            # An answer may have been lost.
-            self._again = True
-        reading = ("XREADGROUP", "GROUP", self._group, self._consumer, "COUNT")
-        try:
-            if self._again:
-                own = await self._from_all((*reading, _PAGE), ["0"] * TAGS)
-                if own is not None:
-                    gone = self._take(own)
-                    if gone:
-                        # Trimmed before anybody came to it.
-                        await self._ask(*(("XACK", name, self._group, _text(id_)) for name, id_ in gone))
-                    self._again = bool(self._buffer or gone)
-            elif now >= self._claim_at:
-                await self._take_over()
-            else:
-                # Taken for granted only once its reply is here.
-                self._again = True
-                reply = await self._from_all((*reading, 1), [">"] * TAGS, min(_BLOCK_S, self._idle_s / 2))
-                if reply is not None:
-                    self._again = False
-                    self._take(reply)
-        except BusError as error:
-            if "NOGROUP" not in str(error) and "UNBLOCKED" not in str(error):
-                raise
-            await self._rejoin()
-        self._read_at = now
-
-    async def _take_over(self) -> None:
-        """Take over what others have held for too long."""
-        idle_ms = max(1, round(self._idle_s * 1000))
-        replies = await self._ask(
-            *(
-                ("XAUTOCLAIM", name, self._group, self._consumer, idle_ms, cursor, "COUNT", _CLAIM)
-                for name, cursor in self._cursors.items()
-            )
-        )
-        if replies is None:
-            return
-        self._claim_at = anyio.current_time() + self._idle_s / 2
-        for name, reply in zip(self._names, replies, strict=True):
-            self._cursors[name] = reply[0]
-            if reply[1]:
-                # They are ours now, whole or not.
-                self._again = True
-        self._sweep_in -= 1
-        if self._sweep_in <= 0:
-            self._sweep_in = _SWEEP
-            await self._forget_silent()
-
-    async def _forget_silent(self) -> None:
-        """Forget readers that have said nothing for long, and hold nothing. One that lives is made anew as it reads."""
-        try:
-            replies = await self._ask(*(("XINFO", "CONSUMERS", name, self._group) for name in self._names))
-            calls = []
-            for name, consumers in zip(self._names, replies or [], strict=bool(replies)):
-                for flat in consumers:
-                    said = dict(zip(flat[::2], flat[1::2], strict=True))
-                    silent = said[b"idle"] >= _SILENT * self._idle_s * 1000 and not said[b"pending"]
-                    if silent and said[b"name"] != self._consumer.encode("utf-8", "surrogatepass"):
-                        calls.append(_FORGET((name,), self._group, said[b"name"]))
-            if calls:
-                await self._ask(*calls)
-        except NotAllowed as error:
-            logger.debug("readers of %s that are gone are not this one's to forget: %s", self._group, error)
-
-    async def _rejoin(self) -> None:
-        """A stream of the group has expired: what comes into it anew is all new to the group."""
-        (there,) = await self._insist(("HEXISTS", self._keys.watch_groups(), self._group))
-        if not there:
-            raise GroupRemoved(f"the group {self._group!r} was removed")
-        await self._make(["0-0"] * TAGS)
-
-    async def aclose(self) -> None:
-        """Stop reading. What was not acknowledged goes to the others soon. Idempotent."""
-        closed, self._closed = self._closed, True
-        if self._wait is not None:
-            self._wait.cancel()
-        held = [(name, id_) for name, id_, _ in self._buffer]
-        if self._current is not None:
-            held.append(self._current)
-        if not closed and self._joined and self._wait is None:
-            age = ("IDLE", round(self._idle_s * 1000) + _AGED_MS, "JUSTID")
-            with anyio.move_on_after(1, shield=True):
-                try:
-                    await self._link.ask(
-                        *(("XCLAIM", name, self._group, self._consumer, 0, _text(id_), *age) for name, id_ in held),
-                        *(_FORGET((name,), self._group, self._consumer) for name in self._names),
-                    )
-                except Exception as error:
-                    logger.debug("what a watch held goes to others in a while only: %r", error)
-        self._buffer.clear()
-        await super().aclose()

@@ -27,159 +27,84 @@ because only Redis knows whose turn it is.
 from __future__ import annotations
 
 import logging
-import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, Final
 
-import anyio
-
-from tracewire_bus.transport.backoff import Backoff
-from tracewire_bus.transport.errors import BusError, as_bus_error, is_transient
-from tracewire_bus.transport.guard import GREATEST, Guard, integer
-from tracewire_bus.transport.link import AfterOthers, Link
+from tracewire_bus.transport.guard import GREATEST, integer
+from tracewire_bus.transport.link import AfterOthers
 from tracewire_bus.transport.pool import Connections
 from tracewire_bus.transport.scripts import Script
 from tracewire_bus.wire.codec import schema_text
 
+from .dead_letters import DeadLetters
+from .intake import Intake
 from .keys import Keys
+from .queue_entries import (
+    INLINE_BYTES,
+    REMEMBER_S,
+    TAKE_BYTES,
+    QueueFull,
+    Taken,
+    queue_names,
+    taken_entry,
+    to_bytes,
+    to_text,
+)
 
-__all__ = ["DeadLetter", "Queue", "QueueFull", "Taken", "claiming", "settling"]
+__all__ = ["Queue", "claim_command", "settle_command"]
 
 logger = logging.getLogger("tracewire")
 
-#: How long a trace that was submitted is remembered, in seconds, so that it is not queued again and is known to exist.
-REMEMBER_S: Final = 7 * 24 * 3600
-#: How many dead letters are kept, about.
-_DEAD_LETTERS: Final = 10_000
-#: What a take returns at most, in bytes of data, once it has an entry.
-_TAKE_BYTES: Final = 8 * 1024 * 1024
-#: Larger data does not pass through Lua, which would copy it twice.
-_INLINE_BYTES: Final = 64 * 1024
-#: An engine without work looks at least this often, in seconds, should a token of the bell be lost.
-_POLL_S: Final = 1.0
-#: How long an engine leaves what waits to others who have less, in seconds, before it takes it all the same.
-_YIELD_S: Final = 0.03
-#: How long a token of an engine's takes is valid, in seconds. A new one costs a round trip.
-_TOKEN_S: Final = 24 * 3600
 #: Who holds what was given up: no engine is called so, nor is a lease held by such a name.
 _GIVEN_UP: Final = b"\1given up"
+
 #: How long one of many looks after a queue for all of them without saying so again, in seconds.
 CARE_S: Final = 2.5
+
 #: How many entries one call of a script puts back.
 _PUT_BACK_AT_ONCE: Final = 100
-#: How long the other suspects wait for the one that an engine has, in seconds.
-SUSPECT_S: float = 60.0
+
 #: Greatest priority, either way, that a sorted set tells from its neighbour.
 _MOST_PRIORITY: Final = 2**53
 
-_PARTS: Final = ("entries", "data", "taken", "state", "turns", "bell", "leases", "client:", "lease:", "suspects")
-
 _PUT: Final = Script("queue_put")
-_TAKE: Final = Script("queue_take")
-_RECOVER: Final = Script("queue_recover")
+
 _PUT_BACK: Final = Script("queue_put_back")
+
 _CARE: Final = Script("queue_acquire_role")
+
 _HELD: Final = Script("queue_held")
+
 _SETTLE: Final = Script("queue_settle")
+
 _WITHDRAW: Final = Script("queue_withdraw")
+
 _WITHDRAW_LEASE: Final = Script("queue_withdraw_lease")
+
 _CLAIM: Final = Script("queue_claim")
-_DEAD_LETTER: Final = Script("dead_letter_add")
 
 
-class QueueFull(BusError):
-    """The queue takes no more of this client's submissions now.
-
-    Attributes:
-        waiting: how many wait.
-        limit: how many may.
-        retry_after_s: seconds until there is room again, if entries go on being taken as they were of late.
-    """
-
-    def __init__(self, model: str, waiting: int, limit: int, retry_after_s: float) -> None:
-        self.waiting = waiting
-        self.limit = limit
-        self.retry_after_s = retry_after_s
-        super().__init__(f"{waiting} submissions wait for {model!r}, the limit is {limit}")
-
-
-@dataclass(frozen=True, slots=True)
-class Taken:
-    """An entry as it was queued. It may be anything: whoever took it decodes it.
-
-    Its fields are `v` (the submission's schema), `t` (its trace's id) and `d` (the encoded submission). `trace` is the
-    id as text, in which bytes that are not UTF-8 are surrogates. `queued_at` is when it was queued, in seconds since
-    the epoch by Redis's clock. `attempt` counts how often it was taken, this time included; `tries` is how many engines
-    may be lost over it, `lost` how many were, `why` what became of the last one that had it.
-    """
-
-    trace: str
-    fields: dict[bytes, bytes]
-    queued_at: float
-    attempt: int = 1
-    tries: int = 1
-    lost: int = 0
-    why: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class DeadLetter:
-    """A queue entry that nobody could answer, or whose engines were lost as often as it may be tried.
-
-    `id` names it among the dead letters; `time` is when it came there, in seconds since the epoch by Redis's clock.
-    `schema` and `data` are the submission as it was queued, and may be anything.
-    """
-
-    id: str
-    time: float
-    model: str
-    trace: str
-    reason: str
-    schema: str
-    data: bytes
-
-
-def _dead_letter(id_: bytes, flat: Sequence[bytes]) -> DeadLetter:
-    fields = dict(zip(flat[::2], flat[1::2], strict=True))
-
-    def shown(name: bytes) -> str:
-        return fields.get(name, b"").decode("utf-8", "replace")
-
-    milliseconds = int(id_.partition(b"-")[0])
-    return DeadLetter(
-        id=id_.decode(),
-        time=milliseconds / 1000,
-        model=shown(b"model"),
-        trace=_text(fields.get(b"entry", b"")),
-        reason=shown(b"reason"),
-        schema=shown(b"v"),
-        data=fields.get(b"d", b""),
-    )
-
-
-def settling(keys: Keys, model: str, trace: str, holder: str = "", attempt: int = 0) -> tuple[Any, ...]:
+def settle_command(keys: Keys, model: str, trace: str, holder: str = "", attempt: int = 0) -> tuple[Any, ...]:
     """The command by which an entry that was taken leaves the queue, if `holder` has it (anybody, without), from the
     take of this number (any, without).
 
     It may be carried out again.
     """
     names = [keys.queue(model, part) for part in ("data", "entries", "taken")]
-    return AfterOthers(_SETTLE(names, _bytes(trace), holder, attempt))
+    return AfterOthers(_SETTLE(names, to_bytes(trace), holder, attempt))
 
 
-def claiming(
+def claim_command(
     keys: Keys, model: str, engine: str, taken: Taken, *, client: str, priority: int, lease: str
 ) -> tuple[Any, ...]:
     """The command by which an engine says again that it runs what it has taken; nothing where it is another's by now.
 
     `client`, `priority` and `lease` are the submission's, should the whole entry be lost. It may be carried out again.
     """
-    names = [*_names(keys, model), keys.submitted(model, taken.trace), keys.queue(model, "holders")]
+    names = [*queue_names(keys, model), keys.submitted(model, taken.trace), keys.queue(model, "holders")]
     return _CLAIM(
         [name.encode("utf-8", "surrogateescape") for name in names],
-        *(_bytes(taken.trace), engine, taken.attempt, taken.fields.get(b"v", b""), round(taken.queued_at * 1e6)),
+        *(to_bytes(taken.trace), engine, taken.attempt, taken.fields.get(b"v", b""), round(taken.queued_at * 1e6)),
         *(client, max(-_MOST_PRIORITY, min(priority, _MOST_PRIORITY)), lease, taken.tries, taken.lost, taken.why),
         *(REMEMBER_S, taken.fields.get(b"d", b"")),
     )
@@ -191,7 +116,8 @@ class Queue:
     def __init__(self, connections: Connections, keys: Keys) -> None:
         self._connections = connections
         self._keys = keys
-        self._intakes: dict[tuple[str, str], _Intake] = {}
+        self._dead_letters = DeadLetters(connections, keys)
+        self._intakes: dict[tuple[str, str], Intake] = {}
 
     async def aclose(self) -> None:
         """Close the engines' connections. What is taken stays so."""
@@ -200,6 +126,7 @@ class Queue:
         for intake in intakes:
             await intake.link.drop()
 
+    # whole: what an entry may say, by keywords with their defaults
     async def put(
         self,
         model: str,
@@ -230,7 +157,7 @@ class Queue:
             BusUnavailable: Redis stayed away; it may have been queued, and can be put again.
         """
         call = _PUT(
-            [*_names(self._keys, model), self._keys.submitted(model, trace)],
+            [*queue_names(self._keys, model), self._keys.submitted(model, trace)],
             *(trace, schema or schema_text(), client, max(-_MOST_PRIORITY, min(priority, _MOST_PRIORITY)), lease),
             *(limit or 0, REMEMBER_S, max(1, tries), data),
         )
@@ -253,10 +180,10 @@ class Queue:
         """
         intake = self._intakes.get((model, engine))
         if intake is None:
-            names = [*_names(self._keys, model), self._keys.queue(model, f"engine:{engine}")]
+            names = [*queue_names(self._keys, model), self._keys.queue(model, f"engine:{engine}")]
             names.append(self._keys.queue(model, "holders"))
             guard = self._connections.guard
-            intake = self._intakes[model, engine] = _Intake(self._connections.link(), names, engine, guard)
+            intake = self._intakes[model, engine] = Intake(self._connections.link(), names, engine, guard)
         return await intake.take(count, block_ms, count if room is None else room)
 
     async def done(self, model: str, trace: str, holder: str = "", attempt: int = 0) -> None:
@@ -266,7 +193,7 @@ class Queue:
         Raises:
             BusUnavailable: Redis stayed away.
         """
-        await self._connections.command(*settling(self._keys, model, trace, holder, attempt))
+        await self._connections.command(*settle_command(self._keys, model, trace, holder, attempt))
         self.settled(model, trace)
 
     async def holders(self, model: str) -> list[str]:
@@ -279,7 +206,7 @@ class Queue:
         found = await self._connections.command("SMEMBERS", key)
         return [name for one in found if (name := self._connections.guard.read(bytes.decode, one, key=key, entry=one))]
 
-    async def cares(self, model: str, role: str, who: str) -> bool:
+    async def acquire_role(self, model: str, role: str, who: str) -> bool:
         """Whether `who`, of all in this role, is to look at whatever is taken. One at a time is enough: it takes the
         longer, the more there is. It stays so for who asks again within `CARE_S` seconds.
 
@@ -310,16 +237,16 @@ class Queue:
         Raises:
             BusUnavailable: Redis stayed away; it may have been done.
         """
-        names = [*_names(self._keys, model), self._keys.queue(model, "holders")]
+        names = [*queue_names(self._keys, model), self._keys.queue(model, "holders")]
         back = 0
         while True:
             call = _PUT_BACK(
-                names, holder, why[:1000], "1" if lost else "", _GIVEN_UP, _bytes(trace), _PUT_BACK_AT_ONCE, attempt
+                names, holder, why[:1000], "1" if lost else "", _GIVEN_UP, to_bytes(trace), _PUT_BACK_AT_ONCE, attempt
             )
             some, more = await self._connections.command(*call)
             back += len(some)
             if which is not None:
-                which += [(_text(one), int(number)) for one, number in some]
+                which += [(to_text(one), int(number)) for one, number in some]
             if not more:
                 return back
 
@@ -332,7 +259,7 @@ class Queue:
         if not traces:
             return set()
         entries, taken = (self._keys.queue(model, part) for part in ("entries", "taken"))
-        names = list(map(_bytes, traces))
+        names = list(map(to_bytes, traces))
         there, holders = await self._connections.commands(("HMGET", entries, *names), ("HMGET", taken, *names))
         return {
             trace
@@ -346,18 +273,18 @@ class Queue:
         Raises:
             BusUnavailable: Redis stayed away.
         """
-        call = _HELD(_names(self._keys, model), _GIVEN_UP, _TAKE_BYTES, _INLINE_BYTES)
+        call = _HELD(queue_names(self._keys, model), _GIVEN_UP, TAKE_BYTES, INLINE_BYTES)
         return self._all_taken(model, await self._connections.command(*call, alone=True))
 
     def _all_taken(self, model: str, replies: Sequence[Sequence[Any]]) -> list[Taken]:
         key = self._keys.queue(model, "entries")
-        return [_taken(self._connections.guard, key, *one) for one in replies]
+        return [taken_entry(self._connections.guard, key, one) for one in replies]
 
-    def forgo(self, model: str, engine: str, trace: str) -> None:
+    def redeliver(self, model: str, engine: str, trace: str) -> None:
         """Have an entry that `engine` took come again with a later `take`, under the same attempt."""
         intake = self._intakes.get((model, engine))
         if intake is not None:
-            intake.forgo(trace)
+            intake.redeliver(trace)
 
     def settled(self, model: str, trace: str) -> None:
         """An entry has left the queue by the command of `settling`, or is somebody else's."""
@@ -366,59 +293,19 @@ class Queue:
                 intake.claimed.discard(trace)
 
     async def dead_letter(self, model: str, taken: Taken, reason: str) -> None:
-        """Move an entry that cannot be answered to the dead letters, with its fields, its model, its id and the reason.
+        """Move an entry that cannot be answered to the dead letters.
 
-        It may be asked again after a crash or a lost answer: an entry becomes one letter.
+        The call may be repeated after a crash or a lost reply: an entry becomes one letter.
 
         Raises:
-            BusUnavailable: Redis stayed away.
+            BusUnavailable: Redis does not answer.
         """
-        fields = [part for field in taken.fields.items() for part in field]
+        data = None
         if b"d" not in taken.fields:
-            data = await self._connections.command(
-                "HGET", self._keys.queue(model, "data"), _bytes(taken.trace), alone=True
-            )
-            fields += [b"d", data or b""]
-        call = _DEAD_LETTER(
-            (self._keys.dead(), _bytes(self._keys.dead_mark(model, taken.trace))),
-            *(REMEMBER_S, _DEAD_LETTERS),
-            *("model", model, "entry", _bytes(taken.trace), "reason", reason[:1000], *fields),
-        )
-        await self._connections.command(*call)
+            name = self._keys.queue(model, "data")
+            data = await self._connections.command("HGET", name, to_bytes(taken.trace), alone=True) or b""
+        await self._dead_letters.add(model, taken, reason, data)
         await self.done(model, taken.trace)
-
-    async def dead_letters(self, after: str = "", count: int = 100) -> list[DeadLetter]:
-        """Dead letters, the oldest first: up to `count` of those after the one of id `after` (`""`: from the first on).
-
-        Raises:
-            BusError: `after` is no id.
-            BusUnavailable: Redis stayed away.
-        """
-        start = f"({after}" if after else "-"
-        found = await self._connections.command("XRANGE", self._keys.dead(), start, "+", "COUNT", count, alone=True)
-        return [_dead_letter(*one) for one in found]
-
-    async def find_dead_letter(self, id_: str) -> DeadLetter | None:
-        """The dead letter of this id, if it is there.
-
-        Raises:
-            BusError: `id_` is no id.
-            BusUnavailable: Redis stayed away.
-        """
-        found = await self._connections.command("XRANGE", self._keys.dead(), id_, id_, alone=True)
-        return _dead_letter(*found[0]) if found else None
-
-    async def drop_dead_letter(self, id_: str) -> bool:
-        """Remove a dead letter. Returns whether it was there.
-
-        Raises:
-            BusError: `id_` is no id.
-            BusUnavailable: Redis stayed away; it may have been removed.
-        """
-        # Asked on its own: a removal whose reply was lost is sent again and finds nothing.
-        there = await self._connections.command("XRANGE", self._keys.dead(), id_, id_)
-        await self._connections.command("XDEL", self._keys.dead(), id_)
-        return bool(there)
 
     async def withdraw(self, model: str, trace: str) -> bool:
         """Remove an entry that waits. False where it is taken, or was never put.
@@ -428,8 +315,8 @@ class Queue:
         Raises:
             BusUnavailable: Redis stayed away; it may have been removed.
         """
-        submitted = _bytes(self._keys.submitted(model, trace))
-        call = _WITHDRAW([*_names(self._keys, model), submitted], _bytes(trace), REMEMBER_S)
+        submitted = to_bytes(self._keys.submitted(model, trace))
+        call = _WITHDRAW([*queue_names(self._keys, model), submitted], to_bytes(trace), REMEMBER_S)
         return bool(await self._connections.command(*call))
 
     async def leases(self, model: str) -> list[str]:
@@ -443,7 +330,7 @@ class Queue:
         )
         mark = _holder("")
         withdrawn = {holder.removeprefix(mark) for holder in holders if holder.startswith(mark)}
-        return [_text(lease) for lease in {*waiting, *withdrawn}]
+        return [to_text(lease) for lease in {*waiting, *withdrawn}]
 
     async def withdraw_lease(self, model: str, lease: str) -> list[Taken]:
         """Withdraw all entries that wait under a lease, and return them in the order they came.
@@ -455,7 +342,9 @@ class Queue:
         Raises:
             BusUnavailable: Redis stayed away; they may have been withdrawn.
         """
-        call = _WITHDRAW_LEASE(_names(self._keys, model), _bytes(lease), _holder(lease), _TAKE_BYTES, _INLINE_BYTES)
+        call = _WITHDRAW_LEASE(
+            queue_names(self._keys, model), to_bytes(lease), _holder(lease), TAKE_BYTES, INLINE_BYTES
+        )
         return self._all_taken(model, await self._connections.command(*call, alone=True))
 
     async def waiting(self, model: str) -> int:
@@ -477,139 +366,9 @@ class Queue:
         clients = await self._connections.command("ZRANGE", self._keys.queue(model, "turns"), 0, -1)
         own = self._keys.queue(model, "client:").encode()
         counts = await self._connections.commands(*(("ZCARD", own + client) for client in clients)) if clients else []
-        return {_text(client): count for client, count in zip(clients, counts, strict=True) if count}
-
-
-@lru_cache(maxsize=256)
-def _names(keys: Keys, model: str) -> tuple[str, ...]:
-    """What every script is given first."""
-    return tuple(keys.queue(model, part) for part in _PARTS)
-
-
-#: Stands for nothing taken, because others are to take it.
-_LATER: Final[list[Taken]] = []
-
-
-class _Intake:
-    """One engine's claims on one queue."""
-
-    def __init__(self, link: Link, names: Sequence[str], engine: str, guard: Guard) -> None:
-        self.link = link
-        self._guard = guard
-        self._names = names
-        self._data, self._bell = (names[_PARTS.index(part)] for part in ("data", "bell"))
-        self._engine = engine
-        #: Traces handed out and not settled yet.
-        self.claimed: set[str] = set()
-        #: Redis may hold entries of ours that were never handed out.
-        self._lost = True
-        #: Something that was handed out is to be so again.
-        self._again = False
-        self._token = ""
-        self._backoff = Backoff()
-
-    def forgo(self, trace: str) -> None:
-        """What was handed out is to be handed out again."""
-        self.claimed.discard(trace)
-        self._again = True
-
-    async def take(self, count: int, block_ms: int, room: int) -> list[Taken]:
-        deadline = anyio.current_time() + block_ms / 1000
-        wait_s, patient = 0.0, 1
-        while True:
-            try:
-                if self._lost or self._again:
-                    self._lost, self._again = True, False
-                    self._token = uuid.uuid4().hex
-                    found = await self._ask(self._recovery(count))
-                    # Lost still if there is any: there may be more.
-                    if found:
-                        return found
-                # Settled only once its reply is here: a call that is cancelled leaves claims behind.
-                self._lost = True
-                more = round(SUSPECT_S * 1e6), len(self.claimed), patient, room
-                found = await self._ask(self._call(_TAKE, count, *more), wait_s)
-                if found is None:
-                    continue
-                self._lost = False
-                if found is _LATER:
-                    await anyio.sleep(_YIELD_S)
-                    wait_s, patient = 0.0, 0
-                    continue
-                patient = 1
-                self._backoff.reset()
-                # What is left of the last millisecond is no time to wait, and 0 would be for ever.
-                wait_s = min(deadline - anyio.current_time(), _POLL_S)
-                if found or wait_s < 0.001:
-                    return found
-            except Exception as error:
-                if not is_transient(error):
-                    raise as_bus_error(error) from error
-                pause = self._backoff.next()
-                logger.log(self._backoff.level, "the intake of %s waits for Redis: %s", self._bell, error)
-                await anyio.sleep(min(pause, max(0.05, deadline - anyio.current_time())))
-                if anyio.current_time() >= deadline:
-                    return []
-                wait_s = 0.0
-
-    def _call(self, script: Script, count: int, *more: Any) -> tuple[Any, ...]:
-        return script(self._names, self._token, self._engine, count, _TAKE_BYTES, _INLINE_BYTES, *more)
-
-    def _recovery(self, count: int) -> tuple[Any, ...]:
-        return self._call(_RECOVER, count, _TOKEN_S, *map(_bytes, self.claimed))
-
-    async def _ask(self, call: Sequence[Any], wait_s: float = 0.0) -> list[Taken] | None:
-        """Ask, after waiting for the bell; None where our token is not valid any more. What came is ours."""
-        # In one go, so that whoever hears the bell takes what it rang for.
-        wait = [("BLPOP", self._bell, wait_s)] if wait_s else []
-        *_, reply = await self._replies(*wait, call, timeout_s=wait_s + 30)
-        if reply is None:
-            return None
-        if reply == 1:
-            return _LATER
-        large = [one for one in reply if one[3] is None]
-        if large:
-            (bodies,) = await self._replies(("HMGET", self._data, *(one[0] for one in large)), timeout_s=30)
-            for one, body in zip(large, bodies, strict=True):
-                one[3] = body
-        taken = [_taken(self._guard, self._names[0], *one) for one in reply]
-        self.claimed.update(one.trace for one in taken)
-        return taken
-
-    async def _replies(self, *commands: Sequence[Any], timeout_s: float) -> list[Any]:
-        replies = await self.link.ask(*commands, timeout_s=timeout_s)
-        for reply in replies:
-            if isinstance(reply, Exception):
-                raise reply
-        return replies
-
-
-def _taken(
-    guard: Guard,
-    key: str,
-    trace: bytes,
-    schema: bytes,
-    micros: bytes,
-    data: bytes | None,
-    attempt: int,
-    tries: int,
-    lost: int,
-    why: bytes,
-) -> Taken:
-    fields = {b"v": schema, b"t": trace} | ({} if data is None else {b"d": data})
-    # An entry that does not say when it was queued is one all the same.
-    queued = guard.read(integer, micros, key=key, entry=trace) or 0
-    return Taken(_text(trace), fields, queued / 1e6, attempt, tries, lost, why.decode("utf-8", "replace"))
+        return {to_text(client): count for client, count in zip(clients, counts, strict=True) if count}
 
 
 def _holder(lease: str) -> bytes:
     """Who holds what was withdrawn under a lease: no engine is called so."""
-    return b"\0" + _bytes(lease)
-
-
-def _text(raw: bytes) -> str:
-    return raw.decode("utf-8", "surrogateescape")
-
-
-def _bytes(text: str) -> bytes:
-    return text.encode("utf-8", "surrogateescape")
+    return b"\0" + to_bytes(lease)

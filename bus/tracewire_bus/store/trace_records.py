@@ -28,9 +28,8 @@ from typing import Any, Final
 
 import msgspec
 
-from tracewire_bus.transport.errors import BusError, BusUnavailable, as_bus_error, is_transient
+from tracewire_bus.transport.errors import BusError
 from tracewire_bus.transport.guard import GREATEST, Guard, integer
-from tracewire_bus.transport.link import Link
 from tracewire_bus.transport.pool import Connections
 from tracewire_bus.transport.scripts import Script
 from tracewire_bus.wire.codec import decode_event, encode, schema_text
@@ -40,7 +39,7 @@ from tracewire_bus.wire.messages import Final as FinalEvent
 from tracewire_bus.wire.packing import unpack
 
 from .keys import FINAL_ID, Keys, is_text
-from .submission_queue import REMEMBER_S
+from .queue_entries import REMEMBER_S
 
 __all__ = [
     "LiveState",
@@ -80,7 +79,6 @@ _WAIT: Final = Script("record_wait")
 _STEER: Final = Script("record_steer")
 _CANCEL: Final = Script("record_cancel")
 _PAUSE: Final = Script("record_pause")
-RENEW: Final = Script("renew")
 _SWEEP: Final = Script("record_sweep")
 
 
@@ -157,7 +155,7 @@ class Records:
 
     # --- a trace's life -----------------------------------------------------------------------------------------------
 
-    def creation(
+    def create_command(
         self, submission: Submission, live: Mapping[str, LiveValue], retention_s: float | None = None
     ) -> tuple[Any, ...]:
         """The command that makes the record of a trace about to be queued, with its live parameters; once.
@@ -205,7 +203,7 @@ class Records:
             raise Overtaken(f"attempt {attempt} of trace {trace} is not the last one, or another engine's")
         return self._guard.demand(_opened, *reply, key=keys.record(trace))
 
-    def claiming(
+    def claim_command(
         self,
         trace: str,
         engine: str,
@@ -480,40 +478,6 @@ class Records:
             for reply in replies
             for trace, model in zip(reply[::2], reply[1::2], strict=True)
         ]
-
-    # --- leases -------------------------------------------------------------------------------------------------------
-
-    async def hold(self, lease: str, seconds: float, link: Link | None = None) -> None:
-        """Say that the client of this lease lives, for `seconds` from now; over `link`, with a single try.
-
-        Raises:
-            BusUnavailable: Redis stayed away, or did not answer at once.
-        """
-        command = RENEW((self._keys.lease(lease),), "", max(1, round(seconds * 1000)))
-        if link is None:
-            await self._connections.command(*command)
-            return
-        try:
-            (reply,) = await link.ask(command)
-            if isinstance(reply, Exception):
-                raise reply
-        except Exception as error:
-            if is_transient(error):
-                raise BusUnavailable(f"Redis is away: {error}") from error
-            raise as_bus_error(error) from error
-
-    async def release(self, lease: str) -> None:
-        """Say that the client of this lease has gone."""
-        await self._connections.command("DEL", self._keys.lease(lease))
-
-    async def held(self, leases: Sequence[str]) -> set[str]:
-        """Which of these leases are held."""
-        if not leases:
-            return set()
-        replies = await self._connections.commands(
-            *(("EXISTS", self._keys.lease(lease).encode("utf-8", "surrogateescape")) for lease in leases)
-        )
-        return {lease for lease, reply in zip(leases, replies, strict=True) if reply}
 
 
 def _operation() -> str:

@@ -9,7 +9,7 @@ Most messages are maps by field name. What travels with every token (events, and
 instead: its tag, then its fields in the order below. A field that is added there goes to the end, where older readers
 ignore it; none is ever moved or removed, and nothing is added to a base of several.
 
-Values (variables of a block, saved values) are not structs but trees: see [`tracewire_bus.wire.values`][]. Wherever a
+Values (variables of a block, saved values) are not structs but trees: see [`tracewire_bus.wire.packing`][]. Wherever a
 field below is typed `bytes` and said to be *packed*, it holds such a tree as
 `pack` made it. Nothing here is ever unpickled.
 
@@ -388,7 +388,7 @@ Delta: TypeAlias = Append | Set | Delete
 class Manifest(Message, array_like=True):
     """What one saved name holds in the end, for a consumer to check its fold against.
 
-    `kind` is one of the kinds of [`tracewire_bus.wire.values`][]; `length` counts a container's items, an array's
+    `kind` is one of the kinds of [`tracewire_bus.wire.packing`][]; `length` counts a container's items, an array's
     elements or a text's characters (bytes: its bytes), and is 1 for other scalars. `digest` is
     `digest` of the value. `invoke` is `SHARED_INVOKE` for what the trace shares.
     """

@@ -10,7 +10,7 @@ import msgspec
 
 from tracewire_bus.bus import Bus, Taken
 from tracewire_bus.store.control import Order
-from tracewire_bus.store.submission_queue import claiming
+from tracewire_bus.store.submission_queue import claim_command
 from tracewire_bus.wire.live_values import parted
 from tracewire_bus.wire.messages import EngineInfo, Submission
 
@@ -50,8 +50,8 @@ class Claims:
                 submission = msgspec.structs.replace(submission, deadline_s=max(0.0, due - anyio.current_time()))
             live = run.live
             commands += [
-                records.creation(submission, parted(submission.live), self._bus.retention_s),
-                records.claiming(
+                records.create_command(submission, parted(submission.live), self._bus.retention_s),
+                records.claim_command(
                     *(trace, engine, run.attempt),
                     closed=run.closed,
                     version=0 if live is None else live.version,
@@ -59,7 +59,7 @@ class Claims:
                     paused=run.pause.wanted_by,
                     pauses=run.pause.number,
                 ),
-                claiming(
+                claim_command(
                     *(self._bus.keys, model, engine, entry),
                     client=submission.client,
                     priority=submission.priority,

@@ -14,7 +14,7 @@ import msgspec
 from tracewire_bus.bus import Bus, BusError, Fenced, Taken
 from tracewire_bus.domain.limits import MAX_TRACE_ID, LimitExceeded
 from tracewire_bus.store.control import Order
-from tracewire_bus.store.lifecycle import telling
+from tracewire_bus.store.lifecycle import lifecycle_fields
 from tracewire_bus.store.trace_records import Opened, Overtaken, TraceEnded, cancellation
 from tracewire_bus.transport.backoff import Backoff
 from tracewire_bus.transport.guard import Malformed
@@ -122,7 +122,7 @@ class Intake:
             # It is ours still, and comes again, but not at once: the next answer may be the same.
             logger.warning("queue entry %s could not be served: %s", entry.trace, error)
             await self._back_off()
-            self._bus.queue.forgo(self._info.model, self._info.engine, entry.trace)
+            self._bus.queue.redeliver(self._info.model, self._info.engine, entry.trace)
         except Exception as error:  # a defect of ours: one entry's misfortune
             logger.exception("queue entry %s could not be served", entry.trace)
             await self._fail(entry, Failure(type=type(error).__name__, message=f"the adapter failed: {error}"))
@@ -139,7 +139,7 @@ class Intake:
             # It comes again, and is answered then.
             logger.warning("nor could queue entry %s be answered: %s", entry.trace, error)
             await self._back_off()
-            self._bus.queue.forgo(self._info.model, self._info.engine, entry.trace)
+            self._bus.queue.redeliver(self._info.model, self._info.engine, entry.trace)
 
     async def _checked(self, entry: Taken) -> tuple[Validated, list[RequestEdits]] | None:
         """Decode and check an entry, and choose the standing interventions of each invoke, if there are any.
@@ -167,7 +167,7 @@ class Intake:
         final = Final(attempt=entry.attempt, seq=0, status="rejected", error=failure, time=time.time())
         settled = (self._info.model, entry.trace, self._info.engine, entry.attempt)
         try:
-            life = telling(
+            life = lifecycle_fields(
                 "final",
                 trace,
                 model=self._info.model,

@@ -71,10 +71,10 @@ class LeaseWatch:
             if run.lease:
                 running.setdefault(run.lease, []).append(run)
         # All that waits is looked at by one of the engines.
-        cares = self._recovery.cares
+        cares = self._recovery.has_role
         waiting = {lease for lease in await self._bus.queue.leases(self._info.model) if lease} if cares else set()
         leases = [*running, *(waiting - running.keys())]
-        held = await self._bus.records.held(leases)
+        held = await self._bus.leases.held(leases)
         now = anyio.current_time()
         if now - self._looked > self._every_s + _STALL_S:
             # Redis was away, or this loop stood still: so it may have been for the clients.
@@ -86,7 +86,7 @@ class LeaseWatch:
                 for run in running.get(lease, ()):
                     self._control.end(run, "cancelled", cancellation("the bus", "its submitter has gone"))
                 if lease in waiting:
-                    await self._bus.bury(self._info.model, lease, by="the bus")
+                    await self._bus.cancel_orphans(self._info.model, lease, by="the bus")
 
     async def run(self) -> None:
         """See to what nobody else may: clients and engines that are gone, and deadlines.

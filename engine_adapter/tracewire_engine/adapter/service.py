@@ -205,12 +205,12 @@ class Adapter:
                 why = f"vLLM's engine died under {engine}"
                 if back := await self._bus.queue.put_back(model, engine, why, lost=True, which=which):
                     logger.warning("%d traces wait for another engine", back)
-                await self._recovery.bury()
+                await self._recovery.finish_given_up()
             else:
                 why = f"engine {engine} was shut down"
                 await self._bus.queue.put_back(model, engine, why, lost=False, which=which)
             await self._bus.records.wait(which, why)
-            await self._bus.unregister(self._info.engine)
+            await self._bus.registry.unregister(self._info.engine)
         except BusError as error:
             logger.warning("could not leave the registry, which forgets this engine by itself: %s", error)
 
@@ -270,7 +270,7 @@ class Adapter:
     async def _renew(self) -> None:
         """Renew the engine's lease, without which it takes nothing: others would take it back at once."""
         asked = anyio.current_time()
-        await self._bus.register(self._info, self._settings.lease_s)
+        await self._bus.registry.register(self._info, self._settings.lease_s)
         was, self._lifecycle.valid_until = self._lifecycle.valid_until, asked + self._settings.lease_s
         if was <= anyio.current_time():
             # Also where it ran out while it was being renewed: the intake waits for this.

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from tracewire_bus.bus import Writer
-from tracewire_bus.store.lifecycle import telling
+from tracewire_bus.store.lifecycle import lifecycle_fields
 from tracewire_bus.wire.codec import encode
 from tracewire_bus.wire.messages import Accepted, EngineInfo, Event, Final, Paused, RawSteered, Restarted, Resumed
 
@@ -109,7 +109,7 @@ class TraceStream:
     def _lifecycle(self, event: Event) -> list[Any]:
         """What lifecycle watchers are told of an event."""
         end = event if isinstance(event, Final) else None
-        return telling(
+        return lifecycle_fields(
             _LIFECYCLE[type(event)],
             self._trace,
             model=self._info.model,

@@ -210,7 +210,7 @@ async def _check_redis(url: str, prefix: str, counts_bytes: bool) -> None:
 
     try:
         async with Bus.open(url, prefix=prefix) as bus:
-            await bus.refuse_eviction()
+            await bus.memory.refuse_eviction()
             if counts_bytes:
                 await bus.finished.check()
     except BusUnavailable as error:
@@ -392,7 +392,7 @@ async def _open(bus: Bus, held: AsyncExitStack) -> bool:
         await anyio.sleep(_REDIS_S)
         return False
     try:
-        await bus.refuse_eviction()
+        await bus.memory.refuse_eviction()
     except BusUnavailable as error:
         logger.warning("%s", error)
     return True
@@ -456,7 +456,7 @@ async def _log_leftovers(engine: VllmEngine) -> None:
 async def _stranger(bus: Bus, info: EngineInfo) -> str:
     """Why it must not serve beside the engines that serve this model's name now: one message, or none."""
     try:
-        engines = await bus.engines()
+        engines = await bus.registry.list()
     except BusError as error:
         logger.warning("which other engines serve %s is not known: %s", info.model, error)
         return ""

@@ -25,7 +25,7 @@ from .listing import Listing
 if TYPE_CHECKING:
     from tracewire.traces.session import Session
     from tracewire_bus.bus import Bus
-    from tracewire_bus.store.submission_queue import DeadLetter as Letter
+    from tracewire_bus.store.dead_letters import DeadLetter as Letter
 
 __all__ = ["DeadLetter", "DeadLetters"]
 
@@ -148,7 +148,7 @@ class DeadLetters:
             # Letters of other models are read, too: how many there are among the next is not known.
             count = _PAGE if most is None or model is not None else min(_PAGE, most)
             with bus_errors():
-                found = await self._session.open_bus().queue.dead_letters(after, count)
+                found = await self._session.open_bus().dead_letters.list(after, count)
             page = [DeadLetter.of(one) for one in found if model in (None, one.model)][:most]
             if page:
                 yield page
@@ -167,7 +167,7 @@ class DeadLetters:
     async def _found(self, id_: str) -> Letter:
         bus = self._session.open_bus()
         with bus_errors():
-            found = await bus.queue.find_dead_letter(id_) if is_entry_id(id_) else None
+            found = await bus.dead_letters.find(id_) if is_entry_id(id_) else None
         if found is None:
             raise UnknownDeadLetter(id_)
         return found
@@ -195,7 +195,7 @@ class DeadLetters:
             model = await self._session.models.find(submission.model)
             with refusals(submission.model):
                 await bus.submit(submission, model.info.queue_limit, model.info.retention_s or None)
-            await bus.queue.drop_dead_letter(id_)
+            await bus.dead_letters.drop(id_)
         return submission.trace
 
     async def drop(self, letter: DeadLetter | str, /) -> bool:
@@ -207,7 +207,7 @@ class DeadLetters:
         id_ = _id_of(letter)
         bus = self._session.open_bus()
         with bus_errors():
-            return is_entry_id(id_) and await bus.queue.drop_dead_letter(id_)
+            return is_entry_id(id_) and await bus.dead_letters.drop(id_)
 
     def __repr__(self) -> str:
         return "<DeadLetters>"

@@ -274,7 +274,7 @@ class Edits:
             bus = self._session.open_bus()
             with bus_errors():
                 found = await bus.edits.load(self.model)
-                engines = [engine for engine in await bus.engines() if engine.model == self.model]
+                engines = [engine for engine in await bus.registry.list() if engine.model == self.model]
             yield [Edit.of(one, engines) for one in found.edits]
 
         return Listing(pages)
@@ -427,7 +427,7 @@ class Edits:
         behind: list[str] = []
         with anyio.move_on_after(timeout):
             while True:
-                engines = [engine for engine in await bus.engines() if engine.model == self.model]
+                engines = [engine for engine in await bus.registry.list() if engine.model == self.model]
                 behind = [engine.engine for engine in engines if engine.edits < generation]
                 if not behind:
                     return engines

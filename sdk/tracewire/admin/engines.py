@@ -116,7 +116,7 @@ class Draining:
         """
         limit = check_limit("timeout", timeout)
         with bus_errors(), anyio.fail_after(limit):
-            while await self._bus.alive(self.engine.name):  # noqa: ASYNC110  (Redis sends no event)
+            while await self._bus.registry.alive(self.engine.name):  # noqa: ASYNC110  (Redis sends no event)
                 await anyio.sleep(_LOOK_S)
 
     def __repr__(self) -> str:
@@ -173,7 +173,7 @@ class Engines:
             raise EngineTooOld(name, drained.schema)
         bus = self._session.open_bus()
         with bus_errors():
-            await bus.drain(name, by=author, within_s=seconds)
+            await bus.registry.drain(name, by=author, within_s=seconds)
             waiting = await bus.queue.waiting(drained.model)
         others = [one.name for one in engines if one.model == drained.model and one.ready and one.name != name]
         return Draining(bus, drained, tuple(others), waiting)

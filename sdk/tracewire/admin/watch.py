@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 from tracewire.checks import check_text
 from tracewire.error_mapping import bus_errors
 from tracewire.traces.readers import Watcher
-from tracewire_bus.store.lifecycle import GroupWatch, Lifecycle
+from tracewire_bus.store.lifecycle import Lifecycle
 from tracewire_bus.store.lifecycle import Watch as BusWatch
+from tracewire_bus.store.watch_groups import GroupWatch
 
 from .listing import Listing
 

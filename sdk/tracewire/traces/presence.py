@@ -110,7 +110,7 @@ class Presence:
         asked = self._lease_request = anyio.Event()
         try:
             self._renewed_at = anyio.current_time()
-            await self._bus.records.hold(self._lease, self._lease_s * 2 / 3)
+            await self._bus.leases.renew(self._lease, self._lease_s * 2 / 3)
         finally:
             asked.set()
             if self._lease_request is asked:
@@ -135,7 +135,7 @@ class Presence:
         if self._has_lease:
             with anyio.move_on_after(2, shield=True):
                 try:
-                    await self._bus.records.release(self._lease)
+                    await self._bus.leases.release(self._lease)
                 except BusError as error:
                     logger.debug("the lease could not be given up, and ends by itself: %s", error)
 
@@ -161,7 +161,7 @@ class Presence:
                 try:
                     # A connection that does not answer for so long is replaced by the next attempt.
                     with anyio.move_on_after(every * 2):
-                        await self._bus.records.hold(self._lease, self._lease_s * 2 / 3, link)
+                        await self._bus.leases.renew(self._lease, self._lease_s * 2 / 3, link)
                 except BusError as error:
                     logger.warning("a client's lease could not be renewed: %s", error)
         finally:

@@ -161,7 +161,7 @@ class ServedModels:
 
     async def _read(self) -> None:
         with bus_errors():
-            found = await self._open_bus().engines()
+            found = await self._open_bus().registry.list()
         engines: dict[str, list[EngineInfo]] = {}
         for engine in found:
             engines.setdefault(engine.model, []).append(engine)

@@ -30,7 +30,7 @@ async def test_a_leaving_engine_lets_plain_requests_end(told: str, tmp_path: Pat
         await edits.install("broken", blocks.mistaken, timeout=0)
         with running_engine(server.url, tmp_path, "--openai", "127.0.0.1:0", "--drain", "60") as engine:
             await client.models.get("demo", timeout=60)
-            (info,) = await client._session.open_bus().engines()
+            (info,) = await client._session.open_bus().registry.list()
             assert set(info.edit_errors) == {"broken"}
             assert [edit.engines for edit in await edits.list()] == [(info.engine,), ()]
             async with (
@@ -45,7 +45,7 @@ async def test_a_leaving_engine_lets_plain_requests_end(told: str, tmp_path: Pat
                     engine.process.send_signal(signal.SIGTERM)
                 else:
                     await client.engines.drain(info.engine)
-                while (await client._session.open_bus().engines())[0].state != "draining":
+                while (await client._session.open_bus().registry.list())[0].state != "draining":
                     await anyio.lowlevel.checkpoint()
                 with pytest.raises(openai.APIConnectionError):
                     async with openai.AsyncOpenAI(base_url=info.openai, api_key="none", max_retries=0) as late:

@@ -380,5 +380,5 @@ async def test_nothing_is_left_of_all_this(client: Client, edits: Edits) -> None
         for _ in range(8):
             group.start_soon(one)
     assert {tuple(result.token_ids) for result in results} == {tuple(results[0].token_ids)}
-    (engine,) = [one for one in await client._session.open_bus().engines() if one.model == MODEL]
+    (engine,) = [one for one in await client._session.open_bus().registry.list() if one.model == MODEL]
     assert engine.edit_errors == {}

@@ -25,7 +25,7 @@ PATIENCE = 60
 async def url(client: Client) -> str:
     """Where the shared engine serves HTTP."""
     await client.models.get(MODEL, timeout=PATIENCE)
-    (engine,) = [one for one in await client._session.open_bus().engines() if one.model == MODEL]
+    (engine,) = [one for one in await client._session.open_bus().registry.list() if one.model == MODEL]
     return engine.openai
 
 

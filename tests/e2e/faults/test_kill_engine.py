@@ -70,7 +70,7 @@ async def test_a_killed_process_costs_an_attempt_and_nothing_else(
         async with tracewire.connect(own_bus) as client, Bus.open(own_bus) as bus:
             model = await client.models.get("demo", timeout=PATIENCE)
             vector = np.random.default_rng(5).standard_normal(model.info.hidden_size).astype(np.float32)
-            (before,) = await bus.engines()
+            (before,) = await bus.registry.list()
             sampled = {"max_tokens": LENGTH, "ignore_eos": True}
             greedy = sampled | {"temperature": 0.0}
             async with (
@@ -104,7 +104,7 @@ async def test_a_killed_process_costs_an_attempt_and_nothing_else(
                     # It begins with what it was steered to.
                     accepted = [event for event in events if isinstance(event, tracewire.Accepted)]
                     assert [one.live for one in accepted] == [{"alpha": 0.0}, {"alpha": 3.0}]
-            (after,) = await bus.engines()
+            (after,) = await bus.registry.list()
             assert after.engine != before.engine
             # Nothing of the one before holds memory.
             _, alive = psutil.wait_procs(left, timeout=60)

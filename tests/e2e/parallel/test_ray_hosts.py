@@ -111,7 +111,7 @@ async def cut_off(cluster: EngineCluster, client: Client, model: Model, host: Ho
         Bus.open(cluster.switch.url) as bus,
         client.trace(model, PROMPT, **GREEDY, max_tokens=400) as trace,
     ):
-        (described,) = await bus.engines()
+        (described,) = await bus.registry.list()
         other = msgspec.structs.replace(described, engine="someone-else", capacity=64)
         async for item in trace:
             if isinstance(item, Output) and item.index >= 4:

@@ -308,11 +308,11 @@ async def test_variables_that_are_garbage(bus: Bus) -> None:
 
 
 async def test_garbage_on_the_queue_is_dead_lettered(bus: Bus) -> None:
-    before = len(await bus.queue.dead_letters())
+    before = len(await bus.dead_letters.list())
     await bus.queue.put("demo", "", b"\x00garbage")
     await bus.queue.put("demo", "x" * 1000, b"else")
     await final_of(bus, submission("after-the-garbage"))
-    assert len(await bus.queue.dead_letters()) == before + 2
+    assert len(await bus.dead_letters.list()) == before + 2
 
 
 async def test_garbage_that_names_a_trace_is_answered_there(bus: Bus) -> None:

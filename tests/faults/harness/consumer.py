@@ -18,7 +18,7 @@ import anyio
 import msgspec
 
 from tracewire_bus.bus import Bus, BusUnavailable
-from tracewire_bus.events.reader import Entry, Gap
+from tracewire_bus.events.subscription import Entry, Gap
 
 __all__ = ["journal_of", "main", "noted", "position"]
 

@@ -99,7 +99,7 @@ def slope(done: list[int], values: list[float]) -> float:
 
 async def _used(bus: Bus) -> float:
     """What Redis says that it uses, in KiB."""
-    return (await bus.memory())[1] / 1024
+    return (await bus.memory.usage())[1] / 1024
 
 
 async def _kept(bus: Bus) -> dict[str, float]:

@@ -111,7 +111,7 @@ class Stage:
         )
         engine = self.engines[name] = Engine(name, child, line)
         with anyio.fail_after(60):
-            while not await self.bus.alive(name):
+            while not await self.bus.registry.alive(name):
                 if child.ended.is_set():
                     del self.engines[name]
                     raise RuntimeError(f"{name} ended with {child.status} as it started:\n{engine.log()[-2000:]}")

@@ -21,7 +21,7 @@ from tracewire import (
     UnknownTrace,
 )
 from tracewire.traces.event_stream import _Text
-from tracewire_bus.events.reader import Gap as EntryGap
+from tracewire_bus.events.subscription import Gap as EntryGap
 from tracewire_bus.store.snapshots import Stored
 from tracewire_bus.wire.codec import encode, schema_text
 from tracewire_bus.wire.messages import Failure, FirstToken, HeldChoice, Snapshot

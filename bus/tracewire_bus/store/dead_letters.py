@@ -1,0 +1,114 @@
+"""The dead-letter queue: entries that no engine could answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from tracewire_bus.transport.pool import Connections
+from tracewire_bus.transport.scripts import Script
+
+from .keys import Keys
+from .queue_entries import REMEMBER_S, Taken, to_bytes, to_text
+
+__all__ = ["DeadLetter", "DeadLetters"]
+
+#: How many dead letters are kept, about.
+_MOST: Final = 10_000
+
+_ADD: Final = Script("dead_letter_add")
+
+
+@dataclass(frozen=True, slots=True)
+class DeadLetter:
+    """A queue entry that nobody could answer, or whose engines were lost as often as it may be tried.
+
+    `id` names it among the dead letters; `time` is when it came there, in seconds since the epoch by Redis's clock.
+    `schema` and `data` are the submission as it was queued, and may be anything.
+    """
+
+    id: str
+    time: float
+    model: str
+    trace: str
+    reason: str
+    schema: str
+    data: bytes
+
+
+def _dead_letter(id_: bytes, flat: Sequence[bytes]) -> DeadLetter:
+    fields = dict(zip(flat[::2], flat[1::2], strict=True))
+
+    def shown(name: bytes) -> str:
+        return fields.get(name, b"").decode("utf-8", "replace")
+
+    milliseconds = int(id_.partition(b"-")[0])
+    return DeadLetter(
+        id=id_.decode(),
+        time=milliseconds / 1000,
+        model=shown(b"model"),
+        trace=to_text(fields.get(b"entry", b"")),
+        reason=shown(b"reason"),
+        schema=shown(b"v"),
+        data=fields.get(b"d", b""),
+    )
+
+
+class DeadLetters:
+    """The dead-letter queue of a bus, of all models."""
+
+    def __init__(self, connections: Connections, keys: Keys) -> None:
+        self._connections = connections
+        self._keys = keys
+
+    async def add(self, model: str, taken: Taken, reason: str, data: bytes | None = None) -> None:
+        """Keep an entry of a model's queue as a dead letter, with the reason and its `data` if its fields lack them.
+
+        The call may be repeated: an entry becomes one letter.
+
+        Raises:
+            BusUnavailable: Redis does not answer.
+        """
+        fields = [part for field in taken.fields.items() for part in field]
+        if data is not None:
+            fields += [b"d", data]
+        call = _ADD(
+            (self._keys.dead(), to_bytes(self._keys.dead_mark(model, taken.trace))),
+            *(REMEMBER_S, _MOST),
+            *("model", model, "entry", to_bytes(taken.trace), "reason", reason[:1000], *fields),
+        )
+        await self._connections.command(*call)
+
+    async def list(self, after: str = "", count: int = 100) -> list[DeadLetter]:
+        """Up to `count` dead letters after the one of id `after`, the oldest first. `""` begins with the first.
+
+        Raises:
+            BusError: `after` is no id.
+            BusUnavailable: Redis does not answer.
+        """
+        start = f"({after}" if after else "-"
+        found = await self._connections.command("XRANGE", self._keys.dead(), start, "+", "COUNT", count, alone=True)
+        return [_dead_letter(*one) for one in found]
+
+    async def find(self, id_: str) -> DeadLetter | None:
+        """The dead letter of this id; None if there is none.
+
+        Raises:
+            BusError: `id_` is no id.
+            BusUnavailable: Redis does not answer.
+        """
+        found = await self._connections.command("XRANGE", self._keys.dead(), id_, id_, alone=True)
+        return _dead_letter(*found[0]) if found else None
+
+    async def drop(self, id_: str) -> bool:
+        """Remove a dead letter. Returns whether it was there.
+
+        Raises:
+            BusError: `id_` is no id.
+            BusUnavailable: Redis does not answer; the letter may have been removed.
+        """
+        # A removal whose reply was lost is sent again and finds nothing, so its own reply does not tell.
+        there = await self._connections.command("XRANGE", self._keys.dead(), id_, id_)
+        await self._connections.command("XDEL", self._keys.dead(), id_)
+        return bool(there)

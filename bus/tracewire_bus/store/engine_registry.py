@@ -1,0 +1,160 @@
+"""The registry of engines: what each serves, under keys that expire unless the engine renews them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import msgspec
+
+from tracewire_bus.transport.errors import NotAllowed
+from tracewire_bus.transport.link import AfterOthers
+from tracewire_bus.transport.pool import Connections
+from tracewire_bus.wire.codec import decode_engine, digest_bytes, encode
+from tracewire_bus.wire.messages import EngineInfo, ModuleInfo
+
+from .control import drain_command
+from .keys import Keys
+from .leases import RENEW
+from .trace_records import CONTROL_S
+
+__all__ = ["EngineRegistry"]
+
+
+class EngineRegistry:
+    """The engines of a bus."""
+
+    def __init__(self, connections: Connections, keys: Keys) -> None:
+        self._connections = connections
+        self._keys = keys
+        #: What engines of this process last registered in whole, but for how much they run, by its digest.
+        self._registered: dict[str, bytes] = {}
+        #: Modules and attributes of the trees that engines serve, by digest.
+        self._trees: dict[bytes, tuple[list[ModuleInfo], dict[str, list[str]]]] = {}
+
+    async def register(self, info: EngineInfo, ttl_s: float = 5.0) -> None:
+        """Say that an engine serves, for `ttl_s` seconds from now. Call it again before they are over.
+
+        A heartbeat carries everything but the model's tree, which is most of it and does not change.
+
+        Raises:
+            BusUnavailable: Redis stayed away.
+        """
+        key, milliseconds = self._keys.engine(info.engine), max(1, round(ttl_s * 1000))
+        brief = msgspec.structs.replace(info, modules=[], attributes={}, tree=_tree_digest(info))
+        lasting = digest_bytes(encode(msgspec.structs.replace(brief, running=0, malformed=0)))
+        heartbeat = [
+            RENEW((self._keys.heartbeat(info.engine),), encode(brief), milliseconds),
+            # Whoever finds it there and nothing behind it removes it.
+            AfterOthers(("SADD", self._keys.engines(), info.engine)),
+        ]
+        if self._registered.get(info.engine) == lasting:
+            # Earlier versions read the whole, of which they miss no change but the number of traces.
+            with suppress(NotAllowed):
+                there, *_ = await self._connections.commands(("PEXPIRE", key, milliseconds), *heartbeat)
+                if there:
+                    return
+        await self._connections.commands(RENEW((key,), encode(info), milliseconds), *heartbeat)
+        self._registered[info.engine] = lasting
+
+    async def unregister(self, engine: str) -> None:
+        """Say that an engine serves no more.
+
+        Raises:
+            BusUnavailable: Redis stayed away.
+        """
+        self._registered.pop(engine, None)
+        await self._connections.commands(
+            ("DEL", self._keys.engine(engine)),
+            ("DEL", self._keys.heartbeat(engine)),
+            ("SREM", self._keys.engines(), engine),
+        )
+
+    async def drain(self, engine: str, *, by: str, within_s: float | None = None) -> None:
+        """Ask an engine to take nothing new, to finish what it runs, and to leave for good.
+
+        What has not ended after `within_s` seconds, if that is given, waits for other engines. It may be asked again;
+        of several times the earliest counts. Nothing comes of it where no such engine serves.
+
+        Raises:
+            BusUnavailable: Redis stayed away; it may have been asked.
+        """
+        await self._connections.command(*drain_command(self._keys, engine, by, within_s, CONTROL_S))
+
+    async def list(self) -> list[EngineInfo]:
+        """The engines that serve now, by model, then by when they started.
+
+        Raises:
+            BusUnavailable: Redis stayed away.
+        """
+        key = self._keys.engines()
+        members = await self._connections.command("SMEMBERS", key)
+        names = [
+            name for one in members if (name := self._connections.guard.read(bytes.decode, one, key=key, entry=one))
+        ]
+        briefs = await self._infos(names, self._keys.heartbeat)
+        # Those of earlier versions have no heartbeat of their own.
+        others = [name for name in names if name not in briefs]
+        found = await self._infos(others, self._keys.engine)
+        for name in others:
+            if name not in found:
+                # Expired. Should it be back this very moment, its next heartbeat enters it again.
+                with suppress(NotAllowed):
+                    await self._connections.command("SREM", self._keys.engines(), name)
+        infos = [info for info in found.values() if info is not None]
+        infos += await self._with_trees([info for info in briefs.values() if info is not None])
+        return sorted(infos, key=lambda info: (info.model, info.started_at, info.engine))
+
+    async def alive(self, *engines: str) -> set[str]:
+        """Which of these engines have renewed their entries of late.
+
+        Raises:
+            BusUnavailable: Redis does not answer.
+        """
+        if not engines:
+            return set()
+        found = await self._connections.commands(*(("EXISTS", self._keys.engine(engine)) for engine in engines))
+        return {engine for engine, there in zip(engines, found, strict=True) if there}
+
+    async def _infos(self, names: Sequence[str], key: Callable[[str], str]) -> dict[str, EngineInfo | None]:
+        """What stands under these engines' keys, where something does; None where it cannot be read."""
+        if not names:
+            return {}
+        infos: dict[str, EngineInfo | None] = {}
+        replies = await self._connections.commands(*(("GET", key(name)) for name in names), alone=True)
+        for name, data in zip(names, replies, strict=True):
+            if data is not None:
+                infos[name] = self._connections.guard.read(_info, name, data, key=key(name))
+        return infos
+
+    async def _with_trees(self, briefs: Sequence[EngineInfo]) -> Sequence[EngineInfo]:
+        """Heartbeats with what they leave out, which is fetched once for each tree, from one of its engines."""
+        self._trees = {info.tree: self._trees[info.tree] for info in briefs if info.tree in self._trees}
+        lacking: dict[bytes, list[str]] = {}
+        for info in briefs:
+            if info.tree not in self._trees:
+                lacking.setdefault(info.tree, []).append(info.engine)
+        while lacking:
+            # Should one have gone this very moment, the next of them has it.
+            asked = {names.pop(): tree for tree, names in lacking.items()}
+            for found in (await self._infos(list(asked), self._keys.engine)).values():
+                if found is not None:
+                    self._trees[_tree_digest(found)] = found.modules, found.attributes
+            lacking = {tree: names for tree, names in lacking.items() if names and tree not in self._trees}
+        whole = []
+        for info in briefs:
+            if info.tree in self._trees:
+                modules, attributes = self._trees[info.tree]
+                whole.append(msgspec.structs.replace(info, modules=modules, attributes=attributes, tree=b""))
+        return whole
+
+
+def _info(name: str, data: bytes) -> EngineInfo:
+    info = decode_engine(data)
+    if info.engine != name:
+        raise ValueError(f"it is said of engine {info.engine[:80]!r}")
+    return info
+
+
+def _tree_digest(info: EngineInfo) -> bytes:
+    return digest_bytes(encode(EngineInfo(engine="", model="", modules=info.modules, attributes=info.attributes)))

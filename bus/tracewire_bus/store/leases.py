@@ -1,0 +1,58 @@
+"""Leases, by which clients say that they live: their traces are cancelled once their lease has expired."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from tracewire_bus.transport.errors import BusUnavailable, as_bus_error, is_transient
+from tracewire_bus.transport.link import Link
+from tracewire_bus.transport.pool import Connections
+from tracewire_bus.transport.scripts import Script
+
+from .keys import Keys
+
+__all__ = ["RENEW", "Leases"]
+
+#: Sets a key that expires, also in a Redis that is full: `RENEW((key,), value, milliseconds)`.
+RENEW: Final = Script("renew")
+
+
+class Leases:
+    """The leases of all clients of a bus."""
+
+    def __init__(self, connections: Connections, keys: Keys) -> None:
+        self._connections = connections
+        self._keys = keys
+
+    async def renew(self, lease: str, seconds: float, link: Link | None = None) -> None:
+        """Have a lease last for `seconds` from now. A call over a `link` is tried once.
+
+        Raises:
+            BusUnavailable: Redis does not answer, or not at once.
+        """
+        command = RENEW((self._keys.lease(lease),), "", max(1, round(seconds * 1000)))
+        if link is None:
+            await self._connections.command(*command)
+            return
+        try:
+            (reply,) = await link.ask(command)
+            if isinstance(reply, Exception):
+                raise reply
+        except Exception as error:
+            if is_transient(error):
+                raise BusUnavailable(f"Redis is away: {error}") from error
+            raise as_bus_error(error) from error
+
+    async def release(self, lease: str) -> None:
+        """End a lease."""
+        await self._connections.command("DEL", self._keys.lease(lease))
+
+    async def held(self, leases: Sequence[str]) -> set[str]:
+        """Which of these leases last."""
+        if not leases:
+            return set()
+        replies = await self._connections.commands(
+            *(("EXISTS", self._keys.lease(lease).encode("utf-8", "surrogateescape")) for lease in leases)
+        )
+        return {lease for lease, reply in zip(leases, replies, strict=True) if reply}
