@@ -14,6 +14,7 @@ from tests.support.bus_engine import engine_info
 from tests.support.played_engine import PlayedEngine
 from tests.support.redis.proxy import proxy
 from tracewire_bus.bus import Bus
+from tracewire_bus.store.engine_registry import EngineRegistry
 from tracewire_engine.adapter.service import Adapter, Settings
 from tracewire_engine.launch import cli
 
@@ -70,7 +71,7 @@ async def test_it_says_ready_when_the_registry_has_it_and_not_before(
     entered = Bus.__aenter__
     said: list[str] = []
     adapters: list[Adapter] = []
-    register = Bus.register
+    register = EngineRegistry.register
 
     async def opened(self: Bus) -> Bus:
         if not said:
@@ -85,7 +86,7 @@ async def test_it_says_ready_when_the_registry_has_it_and_not_before(
         self._patience_s = 20.0
         return await entered(self)
 
-    async def registered(self: Bus, *arguments: Any) -> None:
+    async def registered(self: EngineRegistry, *arguments: Any) -> None:
         said.append(capsys.readouterr().out)
         await register(self, *arguments)
         said.append("registered")
@@ -97,7 +98,7 @@ async def test_it_says_ready_when_the_registry_has_it_and_not_before(
 
     monkeypatch.setattr(cli, "_REDIS_S", 0.0)
     monkeypatch.setattr(Bus, "__aenter__", opened)
-    monkeypatch.setattr(Bus, "register", registered)
+    monkeypatch.setattr(EngineRegistry, "register", registered)
     monkeypatch.setattr("tracewire_engine.adapter.service.Adapter", Kept)
     monkeypatch.setattr("tracewire_engine.adapter.vllm_engine.VllmEngine", lambda *arguments: Whole())
     async with proxy(embedded, tmp_path) as way, anyio.create_task_group() as group:

@@ -48,7 +48,7 @@ async def test_an_engine_whose_entry_ran_out_while_it_was_renewed_takes_again(
             with anyio.fail_after(PATIENCE):
                 while adapter._lifecycle.valid_until < 0:
                     await anyio.lowlevel.checkpoint()
-            register = own.register
+            register = own.registry.register
             ran_out = adapter._lifecycle.valid_until
 
             async def late(*arguments: Any) -> None:
@@ -58,9 +58,9 @@ async def test_an_engine_whose_entry_ran_out_while_it_was_renewed_takes_again(
                 await register(*arguments)
 
             await anyio.sleep(ran_out - 0.5 - anyio.current_time())
-            monkeypatch.setattr(own, "register", late)
+            monkeypatch.setattr(own.registry, "register", late)
             await adapter._renew()
-            monkeypatch.setattr(own, "register", register)
+            monkeypatch.setattr(own.registry, "register", register)
 
             async def renewing() -> None:
                 while True:
@@ -79,7 +79,7 @@ async def test_an_engine_renews_its_entry_however_much_there_is_to_look_after(
     client: Client, bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     renewed = 0
-    register = bus.register
+    register = bus.registry.register
 
     async def counted(*arguments: Any) -> None:
         nonlocal renewed
@@ -93,7 +93,7 @@ async def test_an_engine_renews_its_entry_however_much_there_is_to_look_after(
         await anyio.sleep_forever()
         return []
 
-    monkeypatch.setattr(bus, "register", counted)
+    monkeypatch.setattr(bus.registry, "register", counted)
     async with serving(bus, ScriptedEngine(partial(anyio.sleep, 0))) as adapter:
         monkeypatch.setattr(bus.queue, "leases", for_ever)
         with anyio.fail_after(PATIENCE):
@@ -114,7 +114,7 @@ async def test_a_redis_that_kept_all_waiting_takes_nobodys_traces(bus: Bus, monk
     await bus.queue.take("tiny", described.engine, 1, 100)
     look = bus.recovery("tiny")
     assert await look.look() == []
-    alive = bus.alive
+    alive = bus.registry.alive
 
     async def stalled(*engines: str) -> set[str]:
         begun = anyio.current_time()
@@ -123,9 +123,9 @@ async def test_a_redis_that_kept_all_waiting_takes_nobodys_traces(bus: Bus, monk
         # Its entry ran out, and Redis came to this question before it came to the entry's renewal.
         return set()
 
-    monkeypatch.setattr(bus, "alive", stalled)
+    monkeypatch.setattr(bus.registry, "alive", stalled)
     assert await look.look() == []
-    monkeypatch.setattr(bus, "alive", alive)
+    monkeypatch.setattr(bus.registry, "alive", alive)
     assert await look.look() == []
     assert await bus.queue.waiting("tiny") == 0
     # One that is gone is missed as ever.
