@@ -14,7 +14,8 @@ from tests.support.engine_process import EngineProcess, check_expected, looked_a
 ROOT = Path(__file__).parents[1]
 
 #: Of each folder of tests some that start none.
-STARTS_NONE = [f"tests/engine/test_{name}.py" for name in ("answering", "halves", "hosting")]
+STARTS_NONE = ["tests/e2e/parallel/test_ray_nodes.py"]
+STARTS_NONE += [f"tests/unit/tracewire_engine/worker/test_{name}.py" for name in ("deferred_report", "host_copy")]
 #: By a client of the shared engine, by what is found inside one, by a fixture of its own, and in the test itself.
 STARTS_ONE = ["tracing/test_readme", "tracing/test_nnsight_reference", "steering/test_pause", "serving/test_demo"]
 STARTS_ONE = [f"tests/e2e/{name}.py" for name in STARTS_ONE]

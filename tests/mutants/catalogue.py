@@ -11,26 +11,29 @@ __all__ = ["MUTANTS"]
 
 _BUS, _ENGINE, _SDK = "bus/tracewire_bus", "engine_adapter/tracewire_engine", "sdk/tracewire"
 
-_FOLD = "tests/bus/test_fold.py"
-_STREAMS = "tests/bus/test_streams.py"
-_QUEUE = "tests/bus/test_queue.py"
-_SNAPSHOTS = "tests/bus/test_snapshots.py"
 _BLOBS = "tests/bus/test_blobs.py"
 _FIREHOSE = "tests/bus/test_firehose.py"
-_CONTROL = "tests/control/test_control.py"
+_FOLD = "tests/bus/test_fold.py"
+_QUEUE = "tests/bus/test_queue.py"
+_SNAPSHOTS = "tests/bus/test_snapshots.py"
+_STREAMS = "tests/bus/test_streams.py"
 _FAULTS = "tests/control/test_adapter_faults.py"
 _OUTPUTS = "tests/control/test_adapter_outputs.py"
-_ENDS = "tests/control/test_ends_and_leaks.py"
-_CLIENT = "tests/sdk/test_client.py"
 _CHAT = "tests/control/test_chat_backend.py"
+_CONTROL = "tests/control/test_control.py"
+_ENDS = "tests/control/test_ends_and_leaks.py"
+_CHECKER = "tests/faults/test_checker.py"
 _LOSS = "tests/faults/test_engine_loss.py"
 _REDIS = "tests/faults/test_redis_loss.py"
 _REFUSALS = "tests/faults/test_refusals.py"
-_SAVES = "tests/engine/test_saves.py"
-_PLAN = "tests/engine/test_declared_plan.py"
-_PASSING = "tests/engine/test_passing.py"
+_CLIENT = "tests/sdk/test_client.py"
 _EXAMPLES = "tests/test_examples.py"
-_CHECKER = "tests/faults/test_checker.py"
+_READ_DECODER = "tests/unit/tracewire_engine/adapter/test_read_decoder.py"
+_BATCHED_SERVING = "tests/unit/tracewire_engine/worker/blocks/test_batched_serving.py"
+_DECLARED_PLAN = "tests/unit/tracewire_engine/worker/declared/test_plan.py"
+_FINISHING = "tests/unit/tracewire_engine/worker/test_finishing.py"
+_RUNNER = "tests/unit/tracewire_engine/worker/test_runner.py"
+_SAVES = "tests/unit/tracewire_engine/worker/test_save_tracker.py"
 
 
 def _of(path: str, name: str, old: str, new: str, *tests: str, engine: bool = False, hangs: bool = False) -> Mutant:
@@ -441,7 +444,7 @@ MUTANTS = (
         "a-good-request-does-not-end-a-row-of-failures",
         "                self._streaks.pop(key, None)\n",
         "",
-        "tests/control/test_edits_told.py::test_one_that_raised_too_often_in_a_row_is_disabled",
+        "tests/unit/tracewire_engine/adapter/test_standing_edits.py::test_one_that_raised_too_often_in_a_row_is_disabled",
     ),
     # --- the SDK ------------------------------------------------------------------------------------------------------
     _of(
@@ -456,7 +459,7 @@ MUTANTS = (
         "a-gaps-state-is-not-folded",
         "                    fold.resume(gap.snapshot())\n",
         "                    pass\n",
-        "tests/faults/test_retention.py::test_a_consumer_that_sleeps_while_its_stream_is_trimmed_under_it",
+        "tests/unit/tracewire_engine/adapter/test_retention.py::test_a_consumer_that_sleeps_while_its_stream_is_trimmed_under_it",
     ),
     _of(
         f"{_SDK}/traces/output.py",
@@ -651,7 +654,7 @@ MUTANTS = (
         "streams-are-never-trimmed",
         "        beyond = 0 < self._events < tally.events or 0 < self._nbytes < tally.nbytes\n",
         "        beyond = False\n",
-        "tests/faults/test_retention.py::test_a_consumer_is_killed_and_another_process_goes_on_from_its_last_id",
+        "tests/unit/tracewire_engine/adapter/test_retention.py::test_a_consumer_is_killed_and_another_process_goes_on_from_its_last_id",
     ),
     # --- the worker ---------------------------------------------------------------------------------------------------
     _of(
@@ -694,140 +697,140 @@ MUTANTS = (
         "a-stop-condition-is-a-step-late",
         "self._streaks[place] >= stop.steps",
         "self._streaks[place] > stop.steps",
-        _PLAN + "::test_a_stop_condition_counts_steps_in_a_row",
+        _READ_DECODER + "::test_a_stop_condition_counts_steps_in_a_row",
     ),
     _of(
         f"{_ENGINE}/adapter/read_decoder.py",
         "a-read-goes-to-another-step",
         "return [(entry, entry.index + batch.step, items) for",
         "return [(entry, entry.index, items) for",
-        _PLAN + "::test_plans_are_what_a_loop_over_requests_gives[0]",
+        _DECLARED_PLAN + "::test_plans_are_what_a_loop_over_requests_gives[0]",
     ),
     _of(
         f"{_ENGINE}/adapter/read_decoder.py",
         "a-declared-read-is-dropped",
         "        for item in items:\n            encoded, found, values",
         "        for item in items[1:]:\n            encoded, found, values",
-        _PLAN + "::test_plans_are_what_a_loop_over_requests_gives[0]",
+        _DECLARED_PLAN + "::test_plans_are_what_a_loop_over_requests_gives[0]",
     ),
     _of(
         f"{_ENGINE}/worker/declared/groups.py",
         "two-requests-rows-change-places",
         "rows = [row for start, count in spans for row",
         "rows = [row for start, count in reversed(spans) for row",
-        _PLAN + "::test_plans_are_what_a_loop_over_requests_gives[16]",
+        _DECLARED_PLAN + "::test_plans_are_what_a_loop_over_requests_gives[16]",
     ),
     _of(
         f"{_ENGINE}/worker/declared/plan.py",
         "the-last-position-is-the-first",
         "return (start + count - 1, 1) if end >= prompt",
         "return (start, 1) if end >= prompt",
-        _PLAN + "::test_plans_are_what_a_loop_over_requests_gives[0]",
+        _DECLARED_PLAN + "::test_plans_are_what_a_loop_over_requests_gives[0]",
     ),
     _of(
         f"{_ENGINE}/worker/declared/plan.py",
         "a-plan-outlives-its-batch",
         "            or plan.req_ids != req_ids\n",
         "",
-        _PLAN + "::test_plans_are_what_a_loop_over_requests_gives[1]",
+        _DECLARED_PLAN + "::test_plans_are_what_a_loop_over_requests_gives[1]",
     ),
     _of(
         f"{_ENGINE}/link/shared_ring.py",
         "the-ring-buffer-overwrites-what-nobody-took",
         "        if end - (taken + skipped if taken == self._put else taken) > self._size:\n            return None\n",
         "",
-        "tests/engine/test_ring.py::test_bytes_come_out_as_they_went_in_and_a_reader_that_is_behind_loses_none",
+        "tests/unit/tracewire_engine/link/test_shared_ring.py::test_bytes_come_out_as_they_went_in_and_a_reader_that_is_behind_loses_none",
     ),
     _of(
         f"{_ENGINE}/worker/kv_offload.py",
         "kept-blocks-change-places",
         "values = copy[list(pairs.values())].to(cache.device)",
         "values = copy[list(pairs.values())[::-1]].to(cache.device)",
-        "tests/nnsight/test_kept.py::test_what_is_kept_is_put_back_into_other_blocks",
+        "tests/unit/tracewire_engine/worker/test_kv_offload.py::test_what_is_kept_is_put_back_into_other_blocks",
     ),
     _of(
         f"{_ENGINE}/core/scheduler.py",
         "a-preempted-trace-is-computed-anew-over-what-was-kept",
         "            request.num_computed_tokens = computed\n            self.tracewire_kept",
         "            self.tracewire_kept",
-        "tests/nnsight/test_scheduling.py::test_a_preempted_trace_goes_on_where_it_was",
+        "tests/unit/tracewire_engine/core/test_scheduler_traced.py::test_a_preempted_trace_goes_on_where_it_was",
     ),
     _of(
         f"{_ENGINE}/core/scheduler.py",
         "a-traced-request-is-cached-for-others",
         "        if _is_plain(request):\n            self._cache(",
         "        if True:\n            self._cache(",
-        "tests/nnsight/test_scheduling.py::test_plain_requests_share_prefixes_and_traced_ones_neither_read_nor_write",
+        "tests/unit/tracewire_engine/core/test_scheduler_traced.py::test_plain_requests_share_prefixes_and_traced_ones_neither_read_nor_write",
     ),
     _of(
         f"{_ENGINE}/core/scheduler.py",
         "a-paused-request-runs-on",
         "        self.tracewire_paused |= alive\n",
         "",
-        "tests/control/test_pause_scheduler.py::test_an_engine_of_paused_requests_idles_after_one_step_without_tokens",
+        "tests/unit/tracewire_engine/core/test_scheduler.py::test_an_engine_of_paused_requests_idles_after_one_step_without_tokens",
     ),
     _of(
         f"{_ENGINE}/worker/blocks/shared_values.py",
         "shared-values-go-with-the-first-request",
         "        return not self._left\n",
         "        return True\n",
-        "tests/nnsight/test_shared_values.py::test_a_value_lives_from_the_first_request_to_the_last_in_whatever_order",
+        "tests/unit/tracewire_engine/worker/blocks/test_shared_values.py::test_a_value_lives_from_the_first_request_to_the_last_in_whatever_order",
     ),
     _of(
         f"{_ENGINE}/worker/blocks/batched_serving.py",
         "blocks-are-handed-each-others-rows",
         "            return self._pieces[mediator.row]\n",
         "            return self._pieces[-1 - mediator.row]\n",
-        _PASSING + "::test_blocks_are_handed_the_rows_that_nnsight_would_narrow",
+        _BATCHED_SERVING + "::test_blocks_are_handed_the_rows_that_nnsight_would_narrow",
     ),
     _of(
         f"{_ENGINE}/worker/finishing.py",
         "nothing-is-compared-with-nnsight",
         "entry.digest = digest(HostCopy()(plain(collected[entry.name], made)))",
         "pass",
-        _PASSING + "::test_where_it_is_checked_the_final_names_the_digests_of_what_nnsight_collected",
+        _FINISHING + "::test_where_it_is_checked_the_final_names_the_digests_of_what_nnsight_collected",
     ),
     _of(
         f"{_ENGINE}/worker/blocks/save_marks.py",
         "an-ended-blocks-marks-stay",
         "        nnsight_tracer._saves().difference_update(marked)\n",
         "        pass\n",
-        "tests/engine/test_marks.py::test_release_forgets_all",
+        "tests/unit/tracewire_engine/worker/blocks/test_save_marks.py::test_release_forgets_all",
     ),
     _of(
         f"{_ENGINE}/worker/parallel/merged_columns.py",
         "ranks-columns-change-places",
         "tensor.chunk(ranks, dim=-1)]",
         "tensor.chunk(ranks, dim=-1)[::-1]]",
-        "tests/distributed/test_columns.py::test_what_is_split_is_gathered_in_its_order",
+        "tests/unit/tracewire_engine/worker/parallel/test_merged_columns.py::test_what_is_split_is_gathered_in_its_order",
     ),
     _of(
         f"{_ENGINE}/launch/supervisor.py",
         "an-adapter-that-died-is-not-started-again",
         "            if left == 0 or vain == _VAIN:\n",
         "            if True:\n",
-        "tests/faults/test_supervisor.py::test_no_more_often_than_it_was_told",
+        "tests/unit/tracewire_engine/launch/test_supervisor.py::test_no_more_often_than_it_was_told",
     ),
     _of(
         f"{_ENGINE}/worker/runner.py",
         "a-change-is-told-of-a-token-too-late",
         "first.append((request, choice, max(0, index)))",
         "first.append((request, choice, max(0, index) + 1))",
-        _PASSING + "::test_a_change_is_told_of_with_the_token_that_its_step_samples",
+        _RUNNER + "::test_a_change_is_told_of_with_the_token_that_its_step_samples",
     ),
     _of(
         f"{_ENGINE}/worker/blocks/live_params.py",
         "a-change-never-reaches-a-block",
         "run.values = {**run.values, **values}",
         "run.values = {**values, **run.values}",
-        _PLAN + "::test_plans_are_what_a_loop_over_requests_gives[1]",
+        _DECLARED_PLAN + "::test_plans_are_what_a_loop_over_requests_gives[1]",
     ),
     _of(
         f"{_ENGINE}/worker/declared/plan.py",
         "a-declared-intervention-keeps-its-first-scale",
         "                self.stale |= declaration.update_live(self.decoded.vectors)\n",
         "                declaration.update_live(self.decoded.vectors)\n",
-        _PLAN + "::test_plans_are_what_a_loop_over_requests_gives[1]",
+        _DECLARED_PLAN + "::test_plans_are_what_a_loop_over_requests_gives[1]",
     ),
     # --- with an engine -----------------------------------------------------------------------------------------------
     _of(

@@ -1,0 +1,63 @@
+"""Requests of plain clients of the HTTP API: which edits they ask for, and what they may not bring."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.support.standing_edits import PlayedClient, standing
+from tracewire_bus.bus import Bus
+from tracewire_engine.adapter.http_requests import EditedClient, PlainRequests, _asked
+from tracewire_engine.adapter.report_router import ReportRouter
+
+
+async def test_a_plain_client_ends_its_own_requests_only(bus: Bus) -> None:
+    """vLLM's server aborts whatever it is given the name of, and an engine's own names are short."""
+    edits = await standing(bus, scope="asked")
+    ended: list[int] = []
+    plain = PlainRequests(bus, edits, ReportRouter(None, {}, 0), {}, "e", lambda: ended.append(plain.running))
+    played = PlayedClient()
+    client: Any = EditedClient(played, plain)
+    params = SimpleNamespace(extra_args=None)
+    outputs = [client.generate("hello", params, "t0"), client.generate("hello", params, "t0")]
+    assert [(await anext(one)).request_id for one in outputs] == ["t0", "t0"]
+    assert [name for kind, name in played.asked if kind == "generate"] == ["o0", "o1"]
+    assert plain.running == 2
+    await client.abort(["t1", "o0"])
+    await client.abort("t0")
+    for one in outputs:
+        await one.aclose()
+    await client.abort("t0")
+    assert played.asked[2:] == [("abort", ["o0", "o1"]), ("over", "o0"), ("over", "o1")]
+    assert ended == [1, 0]
+    assert not plain.busy
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"nnsight_mediator": "gA=="}, "nnsight_mediator: this name is the engine's own"),
+        ({"tracewire_block": "gA=="}, "tracewire_block: this name is the engine's own"),
+        ({"tracewire_edits": 3}, "expected a list of names"),
+        ({"tracewire_edits": ["b"]}, "no edit 'b' is installed"),
+    ],
+)
+async def test_what_a_plain_client_may_not_bring(bus: Bus, extra: dict[str, Any], message: str) -> None:
+    edits = await standing(bus)
+    plain = PlainRequests(bus, edits, ReportRouter(None, {}, 0), {}, "e", lambda: None)
+    params = SimpleNamespace(extra_args=extra)
+    params.clone = lambda: SimpleNamespace(extra_args=extra)
+    with pytest.raises(ValueError, match=message):
+        EditedClient(PlayedClient(), plain).generate("hello", params, "cmpl-1")
+    assert not plain.busy
+
+
+@pytest.mark.parametrize("asked", [["calm", "b"], "calm,b", " calm , b,"])
+def test_edits_are_asked_for_by_a_list_or_by_one_string(asked: Any) -> None:
+    params = SimpleNamespace(extra_args={"tracewire_edits": asked, "other": 1})
+    params.clone = lambda: SimpleNamespace(extra_args=params.extra_args)
+    names, left = _asked(params)
+    assert names == ["calm", "b"]
+    assert left.extra_args == {"other": 1}

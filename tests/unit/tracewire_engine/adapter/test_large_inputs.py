@@ -1,0 +1,69 @@
+"""Large variables of a submission are files for as long as its trace runs."""
+
+# ruff: noqa: ASYNC240
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.equality import equal
+from tracewire_bus.bus import Bus
+from tracewire_bus.wire.messages import Block, Invoke, Submission
+from tracewire_bus.wire.packing import pack
+from tracewire_bus.wire.refs import ArrayRef
+from tracewire_engine.adapter.engine_api import Rejection
+from tracewire_engine.adapter.large_inputs import Inputs
+from tracewire_engine.protocol.input_files import input_path
+from tracewire_engine.worker.tensors import to_tensors
+
+
+def submission(trace: str, variables: Any = None, live: Any = None) -> Submission:
+    return Submission(
+        trace=trace,
+        model="demo",
+        invokes=[Invoke(prompt="x")],
+        block=Block(name="b", source="pass", variables=pack(variables or {})),
+        live=pack(live or {}),
+    )
+
+
+async def test_variables_are_files_for_as_long_as_a_trace_uses_them(bus: Bus, tmp_path: Path) -> None:
+    value = np.random.default_rng(0).random((1000, 300), dtype=np.float32)
+    refs = {trace: await bus.blobs.store(trace, value, "w") for trace in "ab"}
+    inputs = Inputs(bus.blobs, tmp_path)
+    path = input_path(tmp_path, refs["a"])
+    async with inputs.of(submission("a", {"w": [refs["a"], 1]})):
+        async with inputs.of(submission("b", {}, {"w": refs["b"]})):
+            assert [file.name for file in tmp_path.iterdir()] == [path.name]
+            assert path.stat().st_mode & 0o077 == 0
+            first = to_tensors([refs["a"]], torch.device("cpu"), tmp_path)[0]
+            second = to_tensors(refs["b"], torch.device("cpu"), tmp_path)
+            first.add_(1)
+            assert equal(second, value)
+        assert path.exists()
+    assert not list(tmp_path.iterdir())
+    # What is mapped stays.
+    assert equal(first, value + 1)
+
+
+async def test_a_missing_variable_is_a_rejection_that_names_it(bus: Bus, tmp_path: Path) -> None:
+    kept = await bus.blobs.store("t", np.ones(10), "kept")
+    lost = ArrayRef("float32", (100_000,), bytes(16), "lost", "lost")
+    inputs = Inputs(bus.blobs, tmp_path)
+    with pytest.raises(Rejection) as caught:
+        async with inputs.of(submission("t", variables={"kept": kept, "lost": [lost]})):
+            pytest.fail("it ran")
+    assert caught.value.failure.field == "variables.lost"
+    assert "cannot be fetched" in caught.value.failure.message
+    assert not list(tmp_path.iterdir())
+
+
+async def test_a_submission_that_cannot_be_decoded_is_left_to_the_workers(bus: Bus, tmp_path: Path) -> None:
+    async with Inputs(bus.blobs, tmp_path).of(Submission(trace="t", model="m", invokes=[], live=b"\xc1")):
+        pass
+    async with Inputs(bus.blobs, tmp_path).of(Submission(trace="t", model="m", invokes=[], live=pack([1]))):
+        pass

@@ -1,0 +1,108 @@
+"""What edits leave waits for a Redis that is away, up to a bound; nobody waits for that."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anyio
+import pytest
+
+from tests.support.standing_edits import raised, standing, told, went_well
+from tracewire_bus.bus import Bus
+from tracewire_bus.store.edits import Edits
+from tracewire_bus.transport.errors import BusError, BusUnavailable
+from tracewire_engine.adapter import standing_edits as module
+from tracewire_engine.adapter.engine_api import Rejection
+
+
+async def test_what_is_told_waits_for_redis_and_is_told_in_order(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_LOOK_MS", 1)
+    edits = await standing(bus)
+    chosen = edits.choose(None)
+    whole, away = Edits.tell, 3
+
+    async def tell(self: Edits, model: str, edit: str, record: bytes) -> None:
+        nonlocal away
+        if away:
+            away -= 1
+            raise BusUnavailable("away")
+        if b"no 1" in record:
+            raise BusError("refused")
+        await whole(self, model, edit, record)
+
+    monkeypatch.setattr(Edits, "tell", tell)
+    async with anyio.create_task_group() as group:
+        group.start_soon(edits.publish)
+        for number in range(4):
+            edits.count_end(chosen, raised(number), trace=f"t{number}")
+        with anyio.fail_after(30):
+            await edits.flushed()
+        group.cancel_scope.cancel()
+    # What Redis refuses is lost, alone.
+    assert await told(bus, 3) == ["r0", "r2", "r3"]
+
+
+async def test_what_redis_refuses_to_disable_holds_up_no_record(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is it given up: as many failures more ask again."""
+    monkeypatch.setattr(module, "_LOOK_MS", 1)
+    edits = await standing(bus, max_failures=1)
+    chosen = edits.choose(None)
+    whole, refusals = Edits.disable, 1
+
+    async def disable(self: Edits, *arguments: Any) -> bool:
+        nonlocal refusals
+        if refusals:
+            refusals -= 1
+            raise BusError("refused")
+        return await whole(self, *arguments)
+
+    monkeypatch.setattr(Edits, "disable", disable)
+    async with anyio.create_task_group() as group:
+        group.start_soon(edits.publish)
+        with anyio.fail_after(30):
+            edits.count_end(chosen, raised(0), trace="t0")
+            await edits.flushed()
+            assert await told(bus, 1) == ["r0"]
+            assert not (await bus.edits.load("tiny")).edits[0].disabled
+            edits.count_end(chosen, raised(1), trace="t1")
+            await edits.flushed()
+            assert (await bus.edits.load("tiny")).edits[0].disabled
+        group.cancel_scope.cancel()
+
+
+async def test_of_too_many_the_oldest_are_dropped(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_WAITING_BYTES", 1000)
+    edits = await standing(bus, max_failures=0)
+    chosen = edits.choose(None)
+    for number in range(100):
+        edits.count_end(chosen, raised(number), trace="t")
+    assert edits._waiting <= 1000
+    async with anyio.create_task_group() as group:
+        group.start_soon(edits.publish)
+        with anyio.fail_after(30):
+            await edits.flushed()
+        group.cancel_scope.cancel()
+    kept = await bus.command("XLEN", bus.keys.edit_saves("tiny", "a"))
+    assert 2 <= kept < 100
+    assert await told(bus, kept) == [f"r{number}" for number in range(100 - kept, 100)]
+
+
+async def test_one_that_raised_too_often_in_a_row_is_disabled(bus: Bus) -> None:
+    edits = await standing(bus, max_failures=3)
+    chosen = edits.choose(None)
+    async with anyio.create_task_group() as group:
+        group.start_soon(edits.publish)
+        for number, record in enumerate([raised, raised, went_well, raised, raised]):
+            edits.count_end(chosen, record(number), trace="t")
+        with anyio.fail_after(30):
+            await edits.flushed()
+        await edits.refresh()
+        assert edits.choose(None).versions == chosen.versions
+        edits.count_end(chosen, raised(5), trace="t")
+        with anyio.fail_after(30):
+            await edits.flushed()
+        group.cancel_scope.cancel()
+    await edits.refresh()
+    assert not edits.choose(None)
+    with pytest.raises(Rejection, match="it is disabled: it raised on 3 requests of engine e in a row"):
+        edits.choose(["a"])

@@ -1,0 +1,70 @@
+"""What vLLM's queue of a request's outputs hands over in place of outputs."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import anyio
+import pytest
+from vllm.exceptions import VLLMValidationError
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from tracewire_engine.adapter.engine_api import EngineLost, Rejection
+from tracewire_engine.adapter.vllm_engine import VllmEngine, _VllmOutputs
+from tracewire_engine.launch.cli import _untapped
+
+
+class Queue:
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def get_nowait(self) -> None:
+        return None
+
+    async def get(self) -> None:
+        raise self.error
+
+
+def test_what_engine_core_refuses_is_the_request_s_own_error() -> None:
+    refused = VLLMValidationError("no grammar", parameter="structured_outputs", value="(")
+    with pytest.raises(Rejection) as raised:
+        anyio.run(_VllmOutputs(Queue(refused)).get)
+    assert raised.value.failure.field == "sampling.structured_outputs"
+    assert "no grammar" in raised.value.failure.message
+
+
+def test_a_dead_engine_is_lost() -> None:
+    with pytest.raises(EngineLost):
+        anyio.run(_VllmOutputs(Queue(EngineDeadError())).get)
+
+
+TAP = "model.model.layers.2.output"
+
+
+def test_an_engine_with_graphs_without_taps_is_refused() -> None:
+    async def call(method: str, args: tuple[Any, ...]) -> list[list[str]]:
+        assert method == "tracewire_untapped"
+        return [[], ["CUDAGraphWrapper: 4 requests"]]
+
+    engine = object.__new__(VllmEngine)
+    engine._patience_s = 60.0
+    engine.llm = SimpleNamespace(collective_rpc=call)
+    engine.model = SimpleNamespace(taps=(TAP,))
+    assert re.match(r"--tap: .* 1 CUDA graphs without a place for taps", anyio.run(_untapped, engine))
+    # One without taps is eager: there is nothing to ask.
+    engine.model = SimpleNamespace(taps=())
+    assert anyio.run(_untapped, engine) == ""
+
+
+def test_workers_that_do_not_say_whether_they_have_taps_are_not_waited_for() -> None:
+    async def call(method: str, args: tuple[Any, ...]) -> None:
+        await anyio.sleep_forever()
+
+    engine = object.__new__(VllmEngine)
+    engine._patience_s = 0.01
+    engine.llm = SimpleNamespace(collective_rpc=call)
+    engine.model = SimpleNamespace(taps=(TAP,))
+    with pytest.raises(EngineLost, match="did not answer tracewire_untapped"):
+        anyio.run(engine.untapped_graphs)

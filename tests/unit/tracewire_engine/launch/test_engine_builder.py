@@ -1,0 +1,45 @@
+"""Which settings an engine is built with, and which are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import tracewire_engine  # noqa: F401 (before nnsight)
+from tracewire_engine.launch import engine_builder as engine_model
+from tracewire_engine.launch.engine_builder import UnsupportedSetting
+
+pytest.importorskip("vllm")
+
+
+def arguments(**options: Any) -> Any:
+    config = SimpleNamespace(is_hybrid=options.pop("hybrid", False), is_attention_free=False, max_model_len=8192)
+    plain = {"enable_prefix_caching": None, "enable_chunked_prefill": None, "max_num_batched_tokens": None}
+    return SimpleNamespace(create_model_config=lambda: config, **{**plain, **options})
+
+
+def test_steps_are_long_enough_for_any_prompt_unless_the_operator_says_otherwise() -> None:
+    assert engine_model._scheduling(arguments())["max_num_batched_tokens"] == 8192
+    assert "max_num_batched_tokens" not in engine_model._scheduling(arguments(max_num_batched_tokens=512))
+    assert engine_model._scheduling(arguments(enable_prefix_caching=False))["enable_prefix_caching"] is False
+
+
+def test_recurrent_layers_are_served_without_a_prefix_cache() -> None:
+    assert engine_model._scheduling(arguments(hybrid=True))["enable_prefix_caching"] is False
+    with pytest.raises(UnsupportedSetting, match="recurrent layers"):
+        engine_model._scheduling(arguments(hybrid=True, enable_prefix_caching=True))
+
+
+def test_adapters_that_are_none_are_refused(tmp_path: Path) -> None:
+    options = SimpleNamespace(max_lora_rank=16, max_loras=1)
+    with pytest.raises(UnsupportedSetting, match="no LoRA adapter"):
+        engine_model._adapters(options, {"a": str(tmp_path)})
+    (tmp_path / "adapter_config.json").write_text('{"r": 24}')
+    chosen = engine_model._adapters(options, {"a": str(tmp_path)})
+    assert (chosen["enable_lora"], chosen["max_lora_rank"]) == (True, 32)
+    (tmp_path / "adapter_config.json").write_text('{"r": 4096}')
+    with pytest.raises(UnsupportedSetting, match="rank 4096"):
+        engine_model._adapters(options, {"a": str(tmp_path)})

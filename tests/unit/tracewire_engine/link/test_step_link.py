@@ -1,0 +1,89 @@
+"""The link of steps: bytes come in order, by shared memory or in messages."""
+
+from __future__ import annotations
+
+import anyio
+import numpy as np
+import pytest
+
+from tests.support.far_link import adapter, reports, worker
+from tests.support.ring import filled, send
+from tracewire_engine.link.blob_receiver import BlobChunk, BlobReceiver
+from tracewire_engine.link.liveness import HeartbeatReceiver
+from tracewire_engine.link.shared_ring import Place
+from tracewire_engine.link.step_link import LinkReceiver, LinkSender
+from tracewire_engine.protocol.messages import Batch, Report
+from tracewire_engine.worker.remote_inputs import inputs_at
+
+
+async def test_over_the_link_bytes_come_in_order_whichever_way_they_take() -> None:
+    with LinkReceiver() as receiver:
+        sender = LinkSender(receiver.address)
+        found: list[Report] = []
+        shared = 0
+        for step in range(300):
+            # More than the ring holds in all, and a receiver that looks seldom.
+            shared += send(sender, step, filled(200_000, step))
+            if step % 100 in (0, 99):
+                while len(found) <= step:
+                    await receiver.arrived()
+                    found += receiver.ready()
+        assert [report.batch.step for report in found if report.batch] == list(range(300))
+        for step, report in enumerate(found):
+            assert report.batch is not None
+            assert bytes(report.batch.data) == filled(200_000, step).numpy().tobytes()
+        # The first goes before the receiver has it open; of a hundred that nobody takes, not all have room.
+        assert 150 < shared < 290
+
+
+async def test_a_receiver_that_cannot_open_it_gets_all_in_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(name: str) -> None:
+        raise PermissionError(name)
+
+    monkeypatch.setattr("tracewire_engine.link.step_link.RingReader", refused)
+    with LinkReceiver() as receiver:
+        sender = LinkSender(receiver.address)
+        found: list[Report] = []
+        for step in range(5):
+            assert not send(sender, step, filled(50_000, step))
+            while len(found) <= step:
+                await receiver.arrived()
+                found += receiver.ready()
+        assert all(report.batch and len(report.batch.data) == 50_000 for report in found)
+
+
+async def test_a_step_that_cannot_be_found_takes_no_other_with_it() -> None:
+    with LinkReceiver() as receiver:
+        sender = LinkSender(receiver.address)
+        lost = Report(1.0, batch=Batch(1, 1, place=Place(0, 100_000, 100_096)))
+        sender.send(Report(1.0, batch=Batch(1, 0, memoryview(b"first"))), lost, Report(1.0, batch=Batch(1, 2)))
+        await receiver.arrived()
+        first, second, third = receiver.ready()
+        assert first.batch is not None
+        assert bytes(first.batch.data) == b"first"
+        assert second.batch is None
+        assert third.batch is not None
+
+
+async def test_it_carries_reports_and_large_arrays() -> None:
+    with adapter() as ends, worker(ends.address) as process:
+        assert [report.time for report in await reports(ends.link, 1)] == [0.0]
+        items = ends.blobs.items()
+        with anyio.fail_after(60):
+            chunk, record = [await anext(items) for _ in range(2)]
+        assert isinstance(chunk, BlobChunk)
+        assert np.frombuffer(chunk.data, np.float32).tolist() == list(range(1000))
+        assert isinstance(record, Report)
+        assert [step.request for step in record.steps] == ["large"]
+        assert process.stdin is not None
+        process.stdin.write("\n\n")
+        process.stdin.flush()
+        assert [report.time for report in await reports(ends.link, 2)] == [1.0, 2.0]
+
+
+def test_on_one_machine_nothing_listens() -> None:
+    with LinkReceiver() as link, BlobReceiver(link.address) as blobs, HeartbeatReceiver(blobs.address) as pulse:
+        assert pulse.address == blobs.address == link.address
+        assert link.address.startswith("ipc://")
+        assert link.guard is None
+        assert inputs_at(link.address) == link.folder

@@ -1,0 +1,92 @@
+"""Taps in CUDA graphs: a graph that serves requests without them is found. (The graphs themselves need a GPU.)"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from tracewire_engine.worker.declared.cuda_graphs import breakable_throughout, without_taps
+from tracewire_engine.worker.declared.hooks import DeclaredInterleaver
+from tracewire_engine.worker.declared.plan import DeclaredRequests
+
+TAP = "model.model.layers.2.output"
+
+
+class Graph:
+    """In place of `torch.cuda.CUDAGraph`: captures and replays nothing."""
+
+    def capture_begin(self, *_: Any, **__: Any) -> None: ...
+
+    def capture_end(self) -> None: ...
+
+    def replay(self) -> None: ...
+
+
+class Served:
+    """A model that hands its tap's value to the interleaver, wrapped as vLLM wraps models from 0.30 on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from vllm.compilation import breakable_cudagraph, cuda_graph
+        from vllm.config import CUDAGraphMode
+
+        self.mode = CUDAGraphMode
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+        platform = mock.Mock()
+        for module in (breakable_cudagraph, cuda_graph):
+            monkeypatch.setattr(module, "current_platform", platform)
+            monkeypatch.setattr(module, "validate_cudagraph_capturing_enabled", lambda: None)
+            monkeypatch.setattr(module, "is_forward_context_available", lambda: True)
+            monkeypatch.setattr(module, "get_forward_context", lambda: self.context)
+            monkeypatch.setattr(module, "get_offloader", mock.Mock())
+            monkeypatch.setattr(module, "capture_pool", lambda *_: nullcontext())
+        monkeypatch.setattr(torch.cuda, "graph", mock.MagicMock())
+        monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
+        monkeypatch.setattr(breakable_cudagraph, "weak_ref_tensors", lambda value: value)
+        monkeypatch.setattr(cuda_graph, "weak_ref_tensors", lambda value: value)
+        self.config = mock.Mock()
+        interleaver = object.__new__(DeclaredInterleaver)
+        DeclaredInterleaver.__init__(interleaver, taps=[TAP])
+        declared = DeclaredRequests(torch.device("cpu"))
+        DeclaredInterleaver.install(interleaver, declared, torch.nn.Module())
+        interleaver.interleaving = True
+        monkeypatch.setattr(interleaver, "replay", lambda location, live: self.replayed.append(location))
+        self.replayed: list[str] = []
+
+        def forward(value: torch.Tensor) -> torch.Tensor:
+            return interleaver.handle(TAP, value)
+
+        piecewise = breakable_cudagraph.BreakableCUDAGraphWrapper(
+            forward, self.config, runtime_mode=CUDAGraphMode.PIECEWISE
+        )
+        self.model: Any = cuda_graph.CUDAGraphWrapper(piecewise, self.config, runtime_mode=CUDAGraphMode.FULL)
+
+    def run(self, mode: Any) -> None:
+        self.context = SimpleNamespace(
+            batch_descriptor="4 requests", cudagraph_runtime_mode=mode, remove_padding=False, all_moe_layers=None
+        )
+        self.model(torch.zeros(4, 8))
+
+
+def test_requests_that_generate_come_by_the_taps(monkeypatch: pytest.MonkeyPatch) -> None:
+    served = Served(monkeypatch)
+    served.model = breakable_throughout(served.model, served.config)
+    for mode in (served.mode.FULL, served.mode.PIECEWISE):
+        served.run(mode)
+        # Entered while it was captured; then once in each replay.
+        entered = len(served.replayed)
+        served.run(mode)
+        assert len(served.replayed) == entered + 1
+    assert without_taps(served.model) == []
+
+
+def test_a_graph_without_a_tap_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    served = Served(monkeypatch)
+    served.run(served.mode.PIECEWISE)
+    assert without_taps(served.model) == []
+    served.run(served.mode.FULL)
+    assert without_taps(served.model) == ["CUDAGraphWrapper: 4 requests"]

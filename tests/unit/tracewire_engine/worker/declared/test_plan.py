@@ -1,0 +1,46 @@
+"""The vectorised plans of declared interventions against the same thing done request by request."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from tests.support.declared_plans import (
+    HEAD,
+    HIDDEN,
+    Request,
+    play,
+)
+from tracewire_bus.wire.packing import pack
+from tracewire_engine.worker.blocks.live_params import LiveRuns
+from tracewire_engine.worker.declared.ops import Declaration
+from tracewire_engine.worker.declared.plan import DeclaredRequests
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_plans_are_what_a_loop_over_requests_gives(seed: int) -> None:
+    play(seed, DeclaredRequests(torch.device("cpu")))
+
+
+def test_the_same_batch_again_costs_no_new_plan() -> None:
+    rng = random.Random(5)
+    declared = DeclaredRequests(torch.device("cpu"))
+    requests = [Request(f"r{index}", rng) for index in range(4)]
+    for request in requests:
+        request.state.num_computed_tokens = request.prompt
+        run = LiveRuns().join("run", pack(request.live), request.name, request.name, 0)
+        declared.add(request.name, Declaration(request.name, 0, request.encoded, run, declared.decoded))
+    plans = set()
+    for _ in range(5):
+        states = {request.name: request.state for request in requests}
+        declared.begin(list(states), dict.fromkeys(states, 1), 4, states)
+        plans.add(id(declared.plan))
+        for stage in declared.hooks.values():
+            stage.run((torch.randn(4, HIDDEN), torch.randn(4, HIDDEN)))
+        collected = declared.collect(lambda values: values @ HEAD.T)
+        assert collected is None or (collected[0] is None) == (len(plans) == 1 and declared.plan.steps > 0)
+        for request in requests:
+            request.state.num_computed_tokens += 1
+    assert len(plans) == 1
