@@ -20,6 +20,8 @@ This package needs neither torch, vLLM nor nnsight; the engine, which does, is `
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from tracewire.admin.dead_letters import DeadLetter, DeadLetters
 from tracewire.admin.edits import Edit, EditOutput, Edits, EditWatch
 from tracewire.admin.engines import Draining, Engine, Engines
@@ -62,11 +64,13 @@ from tracewire_bus.wire.messages import (
     Live,
     LogitLens,
     Probe,
+    Status,
     Steer,
     StopWhen,
 )
 from tracewire_bus.wire.refs import ArrayRef
 
+from .checks import Duration
 from .client import Client, connect
 from .errors import (
     AmbiguousResult,
@@ -105,7 +109,13 @@ from .errors import (
     VersionConflict,
 )
 from .options import SamplingOptions, TraceOptions, WithOptions
+from .public import publish
 from .submission import Prompt, PromptInput
+
+if TYPE_CHECKING:
+    from tracewire import blocking
+
+    __version__: str
 
 __all__ = [
     "Ablate",
@@ -128,6 +138,7 @@ __all__ = [
     "DeadLetters",
     "DeclaredIntervention",
     "Draining",
+    "Duration",
     "Edit",
     "EditConflict",
     "EditOutput",
@@ -170,6 +181,7 @@ __all__ = [
     "Shared",
     "State",
     "StateMismatch",
+    "Status",
     "Steer",
     "SteerRejected",
     "Steered",
@@ -199,9 +211,26 @@ __all__ = [
     "Watch",
     "WatchGroups",
     "WithOptions",
+    "__version__",
+    "blocking",
     "connect",
     "digest",
     "intervention",
     "load",
     "save",
 ]
+
+publish(value for name, value in list(globals().items()) if name in __all__)
+
+
+def __getattr__(name: str) -> Any:
+    # Loaded on first use, which is seldom.
+    if name == "blocking":
+        from importlib import import_module
+
+        return import_module("tracewire.blocking")
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("tracewire")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import inspect
 import os
 import re
 import subprocess
 import sys
+import typing
 
 import pytest
 
@@ -60,5 +63,20 @@ def test_import_takes_a_few_times_what_its_machine_takes_for_asyncio() -> None:
 def test_everything_public_is_named_and_documented() -> None:
     for name in tracewire.__all__:
         value = getattr(tracewire, name)
-        if isinstance(value, type) or callable(value):
+        if inspect.isclass(value) or inspect.isfunction(value):
             assert value.__doc__, name
+            assert value.__module__ == "tracewire", name
+
+
+def test_annotations_of_public_classes_can_be_read() -> None:
+    for name in tracewire.__all__:
+        value = getattr(tracewire, name)
+        if inspect.isclass(value):
+            held = [one for one in typing.get_type_hints(value).values() if isinstance(one, str | typing.ForwardRef)]
+            assert held == [], name
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    assert tracewire.__version__ == importlib.metadata.version("tracewire")
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = tracewire.nothing

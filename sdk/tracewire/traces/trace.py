@@ -51,8 +51,8 @@ class Trace(EventStream[Item]):
     its end.
 
     An async iterator of `Output` items, and of `Shared`, `Steered`, `Paused`, `Resumed`, `Waiting` and `Restarted` ones
-    when that happens, and a `Gap` in place of what was trimmed before it was read; over when the trace is. Each
-    item comes once: tasks that iterate at once share them, and who wants all of them again subscribes. A rejected trace
+    when that happens, and a `Gap` in place of what was trimmed before it was read; over when the trace is. Each item
+    comes once: several tasks that iterate at once share them, and a subscription has them all again. A rejected trace
     raises `TraceRejected` in place of its first item; one whose block failed raises `InterventionError` after its last
     output.
     """
@@ -107,6 +107,11 @@ class Trace(EventStream[Item]):
         if fold.attempt > 1:
             parts.append(f"attempt {fold.attempt}")
         return f"<Trace {self.id} of {self.model}: {', '.join(parts)}>"
+
+    @property
+    def _known_as(self) -> object:
+        """What stands for it in the caller's code."""
+        return self
 
     # --- life ---------------------------------------------------------------------------------------------------------
 

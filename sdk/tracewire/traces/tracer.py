@@ -21,7 +21,7 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import anyio
@@ -84,6 +84,8 @@ class Tracer(Trace):
         super().__init__(session, Submission(trace=options["trace_id"], model=model, invokes=[]))
         self._prompt, self._prompts, self._options = prompt, prompts, options
         self._body: WithBody | None = None
+        #: While its `with` is open: the object that this stands for there, if it is another.
+        self._stand_in: object | None = None
         self._scope: TraceScope | None = None
         self._queued: QueuedSubmission | None = None
 
@@ -103,9 +105,14 @@ class Tracer(Trace):
     # --- the with -----------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
+        self._enter(sys._getframe(1))
+        return self
+
+    def _enter(self, frame: FrameType, handle: object | None = None) -> None:
+        """Enter the `with` of this frame, in which `handle` stands for this tracer, or the tracer for itself."""
         if self._body is not None or self._queued is not None:
             raise TracewireError(f"trace {self.id} was entered before: make another one for each with")
-        body = WithBody(sys._getframe(1), "model.trace(...)")
+        body = WithBody(frame, "model.trace(...)")
         context = body.source.node.items[-1]
         if context.optional_vars is None and isinstance(context.context_expr, ast.Call) and not self._has_given_id:
             body.disarm()
@@ -113,12 +120,18 @@ class Tracer(Trace):
                 "nothing could read what this trace saves: write `with model.trace(...) as tracer:`, and iterate over "
                 "tracer or await tracer.result() below it (or pass a trace_id, by which it can be followed)"
             )
-        self._body = body
-        return self
+        self._body, self._stand_in = body, handle
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool:
+        if not self._leave(kind, error):
+            return False
+        self._queue()
+        return True
+
+    def _leave(self, kind: type[BaseException] | None, error: BaseException | None) -> bool:
+        """Capture the body. Returns whether it was skipped, and is to be queued."""
         body, self._body = self._body, None
         assert body is not None
         if not body.was_skipped(kind):
@@ -131,9 +144,17 @@ class Tracer(Trace):
                 problem.__context__ = None
             raise
         finally:
-            self._scope = None
-        self._queued = self._session.queue(self.id, super().start)
+            self._scope = self._stand_in = None
         return True
+
+    def _queue(self) -> None:
+        """Have the submission queued. On the client's event loop."""
+        self._queued = self._session.queue(self.id, super().start)
+
+    @property
+    def _known_as(self) -> object:
+        """What stands for this tracer in its `with`."""
+        return self if self._stand_in is None else self._stand_in
 
     def _captured(self, body: WithBody) -> Submission:
         """The submission that a body says."""
@@ -146,7 +167,6 @@ class Tracer(Trace):
             shared = self._scope.shared
         elif not body.source.is_empty:
             block = capture_body(body.source, body.scope, self, {}, shared)
-        self._session.open_bus()
         chosen, sampling = split_options({**options, "shared": shared}, prompts)
         return make_submission(self._session.name, self.model, self._prompt, block, chosen, sampling)
 

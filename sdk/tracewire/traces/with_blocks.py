@@ -154,7 +154,7 @@ class TraceScope:
         """Run it, and return the prompts of its invokes."""
         source = self._body.source
         namespace = self._namespace = {**self._body.frame.f_globals, **self._body.frame.f_locals, _SHARE: self._share}
-        own = {name for name, value in namespace.items() if value is self._tracer}
+        own = {name for name, value in namespace.items() if value is self._tracer._known_as}
         statements = [_Saves(own, namespace).visit(one) for one in copy.deepcopy(source.node.body)]
         module = ast.fix_missing_locations(ast.Module(body=statements, type_ignores=[]))
         with warnings.catch_warnings():
@@ -269,7 +269,8 @@ class _WithCapture(Capture):
                 f"{name!r} is the model {value.name!r}, and the trace is one of {self._tracer.model!r}", line
             )
         if isinstance(value, Trace | Invoker):
-            other = " of another trace" if value is not self._tracer else f", called {self._parameters[1]!r} before"
+            own = value is self._tracer._known_as
+            other = f", called {self._parameters[1]!r} before" if own else " of another trace"
             raise self.untransportable(name, f"{name!r} is the tracer{other}", source, line)
         if id(value) in self._shared_by:
             self.shared[name] = self._shared_by[id(value)]
@@ -298,7 +299,7 @@ def capture_body(
     models = [
         name for name in first if isinstance(value := scope.get(name), ModelHandle) and value.name == tracer.model
     ]
-    tracers = [name for name in first if scope.get(name) is tracer]
+    tracers = [name for name in first if scope.get(name) is tracer._known_as]
     parameters = (models[0] if models else "_tw_model", tracers[0] if tracers else "_tw_tracer", "_tw_live")
     capturing = _WithCapture(parameters, tracer, shared)
     capturing.shareable = frozenset(offered)

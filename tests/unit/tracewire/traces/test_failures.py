@@ -38,7 +38,7 @@ def test_an_error_is_of_the_builtin_class_that_the_block_raised(name: str) -> No
         assert one.args == (text,)
         assert (one.type, one.message, one.filename, one.line, one.source) == (name, "no", "mine.py", 3, "x()")
         assert (one.trace_id, one.status, one.result) == ("t", "failed", None)
-        assert "".join(traceback.format_exception(one)).startswith("tracewire.traces.failures.InterventionError: ")
+        assert "".join(traceback.format_exception(one)).startswith("tracewire.InterventionError: ")
         assert text in "".join(traceback.format_exception(one))
 
 

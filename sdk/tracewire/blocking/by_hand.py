@@ -1,0 +1,107 @@
+"""Those parts of the blocking client that are more than a call: its life, and traces that are written inline."""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+from typing import Any, Self, Unpack
+
+from tracewire.checks import Duration
+from tracewire.client import Client as AsyncClient
+from tracewire.errors import TracewireError
+from tracewire.options import SamplingOptions
+from tracewire.submission import PromptInput
+from tracewire.traces.large import load as load_arrays
+from tracewire.traces.with_blocks import Invoker
+
+from .portal import Bridge, Portal
+
+__all__ = ["BlockingClient", "InlineTracer"]
+
+
+class BlockingClient(Bridge[AsyncClient]):
+    """How a blocking client is made, connected and closed."""
+
+    def __init__(
+        self,
+        url: str | None = None,
+        *,
+        prefix: str = "tw",
+        name: str | None = None,
+        lease_ttl: Duration = 10.0,
+        retry_timeout: Duration | None = 20.0,
+    ) -> None:
+        made = AsyncClient(url, prefix=prefix, name=name, lease_ttl=lease_ttl, retry_timeout=retry_timeout)
+        super().__init__(Portal(), made)
+        self._entered = False
+        self._add_resources()
+
+    def _add_resources(self) -> None:
+        raise NotImplementedError
+
+    def connect(self) -> Self:
+        """Connect it, and return it. A second call does nothing. Raises what `tracewire.Client.connect` does."""
+        self._portal.start(self._async.aclose)
+        self._portal.call(self._async.connect)
+        return self
+
+    def close(self) -> None:
+        """Close it, as `tracewire.Client.aclose` does, and end its thread. Any thread may call it, several at once."""
+        self._portal.stop()
+
+    def __enter__(self) -> Self:
+        if self._entered:
+            raise TracewireError("this client was entered before: make another one for each with")
+        self._entered = True
+        try:
+            return self.connect()
+        except BaseException:
+            self.close()
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def url(self) -> str:
+        """URL of the Redis, for other processes to connect to."""
+        return self._async.url
+
+    def load(self, value: Any, *, exact: bool = False) -> Any:
+        """`tracewire.load`: `value` with the arrays that it refers to."""
+
+        async def load() -> Any:
+            return await load_arrays(value, exact=exact)
+
+        return self._portal.call(load)
+
+
+class InlineTracer:
+    """How a trace that is written as a `with` is captured, in the caller's thread."""
+
+    _portal: Portal
+    _async: Any
+
+    def __enter__(self) -> Self:
+        self._async._enter(sys._getframe(1), self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        if not self._async._leave(kind, error):
+            return False
+        self._portal.run(self._async._queue)
+        return True
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._async, name)
+
+    def invoke(self, prompt: PromptInput | None = None, /, **sampling: Unpack[SamplingOptions]) -> Invoker:
+        """A prompt with a block of its own: `tracewire.Tracer.invoke`."""
+        invoker: Invoker = self._async.invoke(prompt, **sampling)
+        return invoker

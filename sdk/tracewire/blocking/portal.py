@@ -1,0 +1,179 @@
+"""An event loop on a thread of its own, and how other threads call what runs on it."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from concurrent.futures import CancelledError, Future
+from typing import Any, Generic, TypeVar
+
+import anyio
+from anyio.from_thread import BlockingPortal
+
+from tracewire.errors import ClientClosed, ConnectError, TracewireError
+
+__all__ = ["Bridge", "Portal"]
+
+T = TypeVar("T")
+
+#: What an iterator yields at its end.
+_END: Any = object()
+
+
+class Portal:
+    """The event loop of one client. Any thread may call it, several at once.
+
+    Its thread starts with `start`, and ends with `stop`, or when nothing refers to the client or its handles any more,
+    or as the interpreter ends: it keeps no program alive.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._portal: BlockingPortal | None = None
+        self._thread: threading.Thread | None = None
+        self._finalizer: weakref.finalize[..., Any] | None = None
+        self._stopped = False
+
+    def start(self, close: Callable[[], Awaitable[None]]) -> None:
+        """Start the thread. `close` is awaited on it before it ends. A second call does nothing."""
+        with self._lock:
+            if self._stopped:
+                raise ClientClosed("the client is closed: make another one")
+            if self._portal is not None:
+                return
+            ready: Future[BlockingPortal] = Future()
+            self._thread = threading.Thread(target=_serve, args=(ready,), name="tracewire.blocking", daemon=True)
+            self._thread.start()
+            self._portal = ready.result()
+            self._finalizer = weakref.finalize(self, _shut, self._portal, self._thread, close)
+
+    def stop(self) -> None:
+        """Await `close`, and end the thread. Each caller returns when it has ended."""
+        with self._lock:
+            self._stopped = True
+            if self._finalizer is not None:
+                self._finalizer()
+            self._portal = None
+
+    def _running(self) -> BlockingPortal:
+        portal = self._portal
+        if portal is None or self._stopped:
+            if self._stopped:
+                raise ClientClosed("the client is closed")
+            raise ConnectError(
+                "the client is not connected yet: enter it with `with client:`, or call client.connect()"
+            )
+        if threading.current_thread() is self._thread:
+            raise TracewireError("a blocking client cannot be called on its own event loop")
+        return portal
+
+    def call(self, function: Callable[[], Awaitable[T]]) -> T:
+        """Run a coroutine function there, and return what it returns. An interrupt here cancels it."""
+        future: Future[T] = self._running().start_task_soon(function)
+        try:
+            return future.result()
+        except CancelledError:
+            raise ClientClosed("the client was closed") from None
+        except BaseException:
+            # Raised here and not there, it is a KeyboardInterrupt, or its like.
+            future.cancel()
+            raise
+
+    def leave(self, close: Callable[[], Awaitable[None]]) -> None:
+        """Close a handle there, unless its client is closed, which has closed it."""
+        if not self._stopped:
+            try:
+                self.call(close)
+            except ClientClosed:
+                pass
+
+    def run(self, function: Callable[[], T]) -> T:
+        """Run a function there, and return what it returns."""
+
+        async def running() -> T:
+            return function()
+
+        return self.call(running)
+
+    def iterate(self, make: Callable[[], AsyncIterator[T]]) -> Iterator[T]:
+        """What an async iterator that is made there yields."""
+        iterator = self.run(make)
+        try:
+            while (item := self.next(iterator)) is not _END:
+                yield item
+        finally:
+            self._close(iterator)
+
+    def next(self, iterator: AsyncIterator[T]) -> T:
+        """The next item of an async iterator, `_END` at its end."""
+
+        async def advance() -> T:
+            return await anext(iterator, _END)
+
+        return self.call(advance)
+
+    def take(self, iterator: AsyncIterator[T]) -> T:
+        """The next item of an async iterator.
+
+        Raises:
+            StopIteration: there is none.
+        """
+        item = self.next(iterator)
+        if item is _END:
+            raise StopIteration
+        return item
+
+    def _close(self, iterator: AsyncIterator[Any]) -> None:
+        close: Callable[[], Awaitable[None]] | None = getattr(iterator, "aclose", None)
+        portal = self._portal
+        if close is None or portal is None or self._stopped:
+            return
+        if threading.current_thread() is self._thread:
+            # The garbage collector came by here.
+            portal.start_task_soon(close)
+        else:
+            self.leave(close)
+
+
+def _serve(ready: Future[BlockingPortal]) -> None:
+    async def main() -> None:
+        async with BlockingPortal() as portal:
+            ready.set_result(portal)
+            await portal.sleep_until_stopped()
+
+    anyio.run(main)
+
+
+def _shut(portal: BlockingPortal, thread: threading.Thread, close: Callable[[], Awaitable[None]]) -> None:
+    async def shut() -> None:
+        try:
+            await close()
+        finally:
+            await portal.stop(cancel_remaining=True)
+
+    future = portal.start_task_soon(shut)
+    if threading.current_thread() is not thread:
+        try:
+            future.result()
+        except CancelledError:
+            # `stop` cancels what is left, this task among it.
+            pass
+        thread.join()
+
+
+class Bridge(Generic[T]):
+    """An object of the blocking client, in front of the one of the async client that it calls."""
+
+    def __init__(self, portal: Portal, target: T) -> None:
+        self._portal = portal
+        self._async = target
+
+    def __repr__(self) -> str:
+        return repr(self._async)
+
+    @classmethod
+    def _of(cls, bridge: Bridge[Any], target: T) -> Any:
+        made = cls.__new__(cls)
+        Bridge.__init__(made, bridge._portal, target)
+        return made
