@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 import tracewire
-from tests.scripted import Script, ScriptedEngine, Stage, engine_info, tiny
 from tests.support import blocking as generator
+from tests.support.bus_engine import Script, ScriptedEngine, Stage, engine_info, tiny
 from tracewire import ClientClosed, ConnectError, Steered, TraceRejected, UnknownEngine, UnknownTrace
 
 PATIENCE = 30

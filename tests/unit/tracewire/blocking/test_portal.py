@@ -9,7 +9,7 @@ import textwrap
 import anyio.to_thread
 import pytest
 
-from tests.scripted import ScriptedEngine, Stage, engine_info
+from tests.support.bus_engine import ScriptedEngine, Stage, engine_info
 
 ENDS = {
     "a client that nobody closes": "client = tracewire.blocking.connect(url, prefix=prefix); client.models.get('tiny')",
