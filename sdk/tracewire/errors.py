@@ -31,6 +31,7 @@ __all__ = [
     "StateMismatch",
     "SteerRejected",
     "TextChanged",
+    "TokenizerUnavailable",
     "TraceEnded",
     "TraceForgotten",
     "TraceRejected",
@@ -428,6 +429,10 @@ class ValueMissing(TracewireError, LookupError):
         self.trace_id = trace_id
         self.name = name
         super().__init__(f"the value saved as {name!r} by trace {trace_id} cannot be loaded: {reason}")
+
+
+class TokenizerUnavailable(TracewireError):
+    """`model.tokenizer` cannot be had here: transformers is not installed, or the tokenizer's files are not here."""
 
 
 class BlockOnly(TracewireError, AttributeError):

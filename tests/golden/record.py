@@ -204,6 +204,7 @@ def every_message() -> dict[str, tuple[str, messages.Message]]:
         openai="http://127.0.0.1:8000/v1",
         host="a",
         tree=b"\2" * 16,
+        config={"hidden_size": 8, "rope_scaling": {"factor": 2.0}, "architectures": ["Llama"]},
     )
     return {
         "accepted": ("event", accepted),
@@ -315,6 +316,7 @@ async def _at_work(url: str) -> None:
         async with anyio.create_task_group() as group:
             group.start_soon(engine.run)
             group.start_soon(Adapter(engine, described, bus, Settings(heartbeat_s=0.05)).run)
+            await client.models.get("tiny", timeout=30)
             ended = client.trace("tiny", "ended", acts(), trace_id="ended", **options)
             await ended.start()
             await until("ended", "1-3")

@@ -315,6 +315,9 @@ def _in_a_block(path: str, name: str, parent: str) -> str:
     hint = ""
     if not parent and name in ("tokenizer", "config"):
         hint = f"; transformers' Auto{name.capitalize()}.from_pretrained() gives it here"
+    if name == "source":
+        written = re.sub(r"\.(\d+)", r"[\1]", path)
+        hint = f". To read it, save it in a block: text = tracewire.save(str(model.{written}))"
     return f"{path!r} exists on the engine, inside a block, and not in this process{hint}"
 
 

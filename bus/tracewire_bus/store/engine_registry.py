@@ -11,7 +11,7 @@ from tracewire_bus.transport.errors import NotAllowed
 from tracewire_bus.transport.link import AfterOthers
 from tracewire_bus.transport.pool import Connections
 from tracewire_bus.wire.codec import decode_engine, digest_bytes, encode
-from tracewire_bus.wire.messages import EngineInfo, ModuleInfo
+from tracewire_bus.wire.messages import EngineInfo
 
 from .control import drain_command
 from .keys import Keys
@@ -29,19 +29,19 @@ class EngineRegistry:
         self._keys = keys
         #: What engines of this process last registered in whole, but for how much they run, by its digest.
         self._registered: dict[str, bytes] = {}
-        #: Modules and attributes of the trees that engines serve, by digest.
-        self._trees: dict[bytes, tuple[list[ModuleInfo], dict[str, list[str]]]] = {}
+        #: For each tree that engines serve, by its digest, one engine with what heartbeats leave out.
+        self._trees: dict[bytes, EngineInfo] = {}
 
     async def register(self, info: EngineInfo, ttl_s: float = 5.0) -> None:
         """Say that an engine serves, for `ttl_s` seconds from now. Call it again before they are over.
 
-        A heartbeat carries everything but the model's tree, which is most of it and does not change.
+        A heartbeat carries everything but the model's tree and configuration, which are most of it and do not change.
 
         Raises:
             BusUnavailable: Redis stayed away.
         """
         key, milliseconds = self._keys.engine(info.engine), max(1, round(ttl_s * 1000))
-        brief = msgspec.structs.replace(info, modules=[], attributes={}, tree=_tree_digest(info))
+        brief = msgspec.structs.replace(info, modules=[], attributes={}, config={}, tree=_tree_digest(info))
         lasting = digest_bytes(encode(msgspec.structs.replace(brief, running=0, malformed=0)))
         heartbeat = [
             RENEW((self._keys.heartbeat(info.engine),), encode(brief), milliseconds),
@@ -139,13 +139,17 @@ class EngineRegistry:
             asked = {names.pop(): tree for tree, names in lacking.items()}
             for found in (await self._infos(list(asked), self._keys.engine)).values():
                 if found is not None:
-                    self._trees[_tree_digest(found)] = found.modules, found.attributes
+                    self._trees[_tree_digest(found)] = found
             lacking = {tree: names for tree, names in lacking.items() if names and tree not in self._trees}
         whole = []
         for info in briefs:
             if info.tree in self._trees:
-                modules, attributes = self._trees[info.tree]
-                whole.append(msgspec.structs.replace(info, modules=modules, attributes=attributes, tree=b""))
+                known = self._trees[info.tree]
+                whole.append(
+                    msgspec.structs.replace(
+                        info, modules=known.modules, attributes=known.attributes, config=known.config, tree=b""
+                    )
+                )
         return whole
 
 

@@ -738,7 +738,8 @@ class EngineInfo(Message):
     `retention_s` is how long it keeps a trace after its end, in seconds; 0 where it does not say.
     `tree`, where `modules` and `attributes` are left out of a heartbeat, identifies them.
     `loras` names the LoRA adapters that a prompt can ask for, and `modalities` what it can have beside text (`image`).
-    `malformed` counts what the engine has found in Redis that was malformed, and passed over.
+    `malformed` counts what the engine has found in Redis that was malformed, and passed over. `config` is the model's
+    configuration, as in its `config.json`; a heartbeat leaves it out with the tree.
     """
 
     engine: str
@@ -770,3 +771,4 @@ class EngineInfo(Message):
     loras: list[str] = []
     modalities: list[str] = []
     malformed: int = 0
+    config: dict[str, Any] = {}

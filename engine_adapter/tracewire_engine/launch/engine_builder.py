@@ -301,6 +301,16 @@ def versions() -> Versions:
     )
 
 
+#: How many characters one value of a model's configuration may have, as JSON, to be published.
+_LONGEST_SETTING = 64 * 1024
+
+
+def published_config(config: Any) -> dict[str, Any]:
+    """A model's configuration, as its `config.json` would have it, without values that are very long."""
+    settings: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    return {name: value for name, value in settings.items() if len(json.dumps(value)) <= _LONGEST_SETTING}
+
+
 def describe(model: EngineModel, name: str, capacity: int, queue_limit: int = 0) -> EngineInfo:
     """What the registry says of this engine: its model's tree, sizes and versions."""
     config = model.vllm_entrypoint.model_config
@@ -336,4 +346,5 @@ def describe(model: EngineModel, name: str, capacity: int, queue_limit: int = 0)
         taps=[tap.removeprefix("model.") for tap in model.taps],
         loras=[one.lora_name for one in model.loras],
         modalities=modalities(model.vllm_entrypoint),
+        config=published_config(config.hf_config),
     )

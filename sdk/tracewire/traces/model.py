@@ -9,6 +9,7 @@ from tracewire.checks import check_text
 from tracewire.errors import TracewireError
 from tracewire.options import WithOptions, check_names
 
+from .tokenizer import ModelConfig, load_tokenizer
 from .tracer import Tracer
 
 if TYPE_CHECKING:
@@ -83,6 +84,31 @@ class Model(ModelHandle):
 
     #: nnsight's other word for the same: there is no forward pass apart from generation.
     generate = trace
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model's configuration, as its engine has it: `model.config.hidden_size`.
+
+        Raises:
+            AttributeError: the engine is of a version that does not publish it.
+        """
+        if not self.info.config:
+            raise AttributeError("config")  # Python asks the tree then, which says where it is.
+        return ModelConfig(self.info.config)
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer, of transformers (the extra `tracewire[tokenizer]`). It is loaded when first asked for.
+
+        The files must be on this machine: where the engine has its model, if that is here, or in the cache of Hugging
+        Face. Nothing is downloaded.
+
+        Raises:
+            TokenizerUnavailable: transformers is not installed, or the files are not here.
+        """
+        if not self.info.path:
+            raise AttributeError("tokenizer")
+        return load_tokenizer(self.info.path, self.info.revision)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name in ("tree", "trees"):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import anyio
 
@@ -36,7 +36,8 @@ class ModelInfo:
     `queue_limit` is how many submissions may wait before more are refused, the most that any engine says; 0 for any
     number. `differs` names what its engines do not have in common (`"revision"`, `"module tree"`, ...): any of them may
     run a trace, and each other field is what the one that started first says. `retention_s` is how long a trace is kept
-    after its end, in seconds, the most that any engine says.
+    after its end, in seconds, the most that any engine says. `path` is the folder or name that the engine loaded the
+    model from, and `config` what its `config.json` says.
     """
 
     name: str
@@ -55,6 +56,8 @@ class ModelInfo:
     loras: tuple[str, ...] = ()
     #: What a prompt can have beside text, on all of them: `"image"`, or nothing.
     modalities: tuple[str, ...] = ()
+    path: str = ""
+    config: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def of(cls, engines: list[EngineInfo]) -> ModelInfo:
@@ -79,6 +82,8 @@ class ModelInfo:
             retention_s=max(engine.retention_s for engine in engines),
             loras=tuple(name for name in first.loras if all(name in engine.loras for engine in engines)),
             modalities=tuple(name for name in first.modalities if all(name in one.modalities for one in engines)),
+            path=first.path,
+            config=first.config,
         )
 
 

@@ -99,13 +99,32 @@ async def test_saves_of_several_choices_are_a_list(model: Model) -> None:
     assert len(tracer.saves["sampled"]) == 3
 
 
-async def test_generate_takes_one_prompt_and_the_tokenizer_is_the_engine_s(model: Model) -> None:
+async def test_generate_takes_one_prompt(model: Model) -> None:
     with pytest.raises(TraceRejected, match=r"prompt\[0\]: expected token ids or chat messages"):  # noqa: SIM117
         with model.generate(["one", "two"]) as tracer:
             logits = model.logits.save()
-    for name in ("tokenizer", "config"):
-        with pytest.raises(AttributeError, match=f"'{name}' exists on the engine, inside a block"):
-            getattr(model, name)
+
+
+async def test_the_tokenizer_and_the_configuration_are_the_engine_s(model: Model) -> None:
+    """Here and in a block; the demo model's files are on this machine."""
+    with model.trace(PROMPT, max_tokens=1, **GREEDY) as tracer:
+        width = tracewire.save(model.config.hidden_size)
+        ids = tracewire.save([int(token) for token in model.tokenizer.encode("def parse(text):")])
+    saves = (await tracer.result()).saves
+    assert model.config.hidden_size == model.config["hidden_size"] == saves["width"] == model.info.hidden_size
+    assert model.tokenizer.encode(PROMPT) == saves["ids"]
+    assert model.tokenizer is model.tokenizer
+    assert model.tokenizer.decode(saves["ids"]) == PROMPT
+
+
+async def test_the_source_of_a_module_is_read_as_its_error_says(model: Model) -> None:
+    with pytest.raises(AttributeError, match=r"tracewire\.save\(str\(model\.model\.layers\[0\]\.mlp\.source\)\)"):
+        print(model.model.layers[0].mlp.source)
+    with model.trace(PROMPT, max_tokens=1, **GREEDY) as tracer:
+        text = tracewire.save(str(model.model.layers[0].mlp.source))
+    text = (await tracer.result()).saves["text"]
+    assert "def forward(self, x):" in text
+    assert "self_gate_up_proj_0" in text
 
 
 def written(folder: Path, source: str):
