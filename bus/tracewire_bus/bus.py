@@ -490,13 +490,22 @@ def _open(part: T | None) -> T:
     return part
 
 
+def _port(url: str) -> str:
+    """The option of `tracewire redis` that starts a Redis at `url`, if it can start one there."""
+    parts = parsed(url)
+    if parts.scheme != "redis" or parts.hostname not in ("localhost", "127.0.0.1"):
+        return ""
+    return f" --port {parts.port or 6379}"
+
+
 async def _check(connections: Connections) -> None:
     """Whether Redis is there and lets us in. Asked once: whoever opens a bus wants to know."""
     try:
         (reply,) = await connections.once(("PING",))
     except Exception as error:
         if is_transient(error):
-            raise BusUnavailable(f"no Redis answers at {redacted(connections.url)}: {error}") from error
+            hint = f"start one with `tracewire redis{_port(connections.url)}`, or pass the URL of one that runs"
+            raise BusUnavailable(f"no Redis answers at {redacted(connections.url)}: {hint} ({error})") from error
         raise as_bus_error(error) from error
     if isinstance(reply, Exception):
         raise as_bus_error(reply)

@@ -12,9 +12,8 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 
 from tracewire import (
-    BusFull,
     ConnectError,
-    Overloaded,
+    RetryableError,
     SteerRejected,
     TraceEnded,
     TraceRejected,
@@ -70,8 +69,8 @@ def within(seconds: float) -> Iterator[None]:
 def of_bus(error: TracewireError) -> Problem:
     """What an error of the SDK is to a caller of this service."""
     match error:
-        case Overloaded():
-            return Problem(503, str(error), retry_after=error.retry_after)
+        case RetryableError():
+            return Problem(503, str(error), retry_after=error.retry_after or RETRY_AFTER_S)
         case VersionConflict():
             return Problem(409, error.message, field="if_version", version=error.version)
         case SteerRejected():
@@ -82,7 +81,7 @@ def of_bus(error: TracewireError) -> Problem:
             return Problem(409, "the answer has ended: it cannot be bent any more")
         case UnknownTrace():
             return Problem(404, "there is no such answer, or it has been forgotten")
-        case ConnectError() | BusFull() | UnknownModel():
+        case ConnectError() | UnknownModel():
             return Problem(503, str(error), retry_after=RETRY_AFTER_S)
         case _:
             # What this service submits is its own: a fault there is not the caller's.

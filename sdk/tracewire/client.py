@@ -31,7 +31,7 @@ from tracewire_bus.wire.messages import Block
 
 from .checks import Duration, check_limit, check_seconds, check_text, shown
 from .error_mapping import bus_errors
-from .errors import ConnectError, TracewireError, UnknownPosition, UnknownTrace
+from .errors import AlreadyEntered, InvalidUrl, UnknownPosition, UnknownTrace
 from .options import TraceOptions
 from .submission import PromptInput, make_submission, split_options
 
@@ -136,7 +136,7 @@ class Client:
             check_text("name", name)
         address = os.environ.get("TRACEWIRE_URL") if not url else check_text("url", url)
         if not address:
-            raise ConnectError(
+            raise InvalidUrl(
                 "no URL: pass one, or set TRACEWIRE_URL "
                 "(redis://host:port, or embedded:// for a private Redis that ends with this client)"
             )
@@ -178,7 +178,7 @@ class Client:
 
     async def __aenter__(self) -> Self:
         if self._entered:
-            raise TracewireError("this client was entered before: make another one for each async with")
+            raise AlreadyEntered("this client was entered before: make another one for each async with")
         self._entered = True
         return await self.connect()
 

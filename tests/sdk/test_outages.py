@@ -230,7 +230,7 @@ async def test_a_client_that_waits_for_what_is_queued_can_be_cancelled(
                 tracers = _queued(model, 50)
                 scope.cancel()
         assert scope.cancelled_caught
-        assert await _refusals(tracers) == ["the client is closed"] * 50
+        assert await _refusals(tracers) == ["the client is closed: make another one"] * 50
 
 
 async def test_closing_a_trace_that_waits_to_be_submitted_waits_for_no_other(

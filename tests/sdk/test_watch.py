@@ -100,7 +100,7 @@ async def test_groups(client: Client, redis_url: str, prefix: str) -> None:
             assert [event.type for event in await some(watch, 3)] == ["queued", "accepted", "final"]
             assert await client.watch_groups.list() == ["dashboards"]
             assert await client.watch_groups.remove("dashboards")
-            with pytest.raises(ConnectError, match="removed"), anyio.fail_after(PATIENCE):
+            with pytest.raises(tracewire.UnknownWatchGroup, match="removed"), anyio.fail_after(PATIENCE):
                 await anext(watch)
     assert await client.watch_groups.list() == []
 

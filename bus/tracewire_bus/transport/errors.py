@@ -12,6 +12,8 @@ __all__ = [
     "BusFull",
     "BusUnavailable",
     "NotAllowed",
+    "NotAuthenticated",
+    "WrongTopology",
     "as_bus_error",
     "copy_of",
     "is_demoted",
@@ -27,6 +29,14 @@ class BusError(Exception):
 
 class NotAllowed(BusError):
     """Redis does not allow our user that. Says which command on which key."""
+
+
+class NotAuthenticated(BusError):
+    """Redis accepts neither these credentials nor these certificates."""
+
+
+class WrongTopology(BusError):
+    """The URL's scheme is for another kind of server than the one that answers: a cluster, a sentinel's service."""
 
 
 class BusUnavailable(BusError, ConnectionError):
@@ -143,11 +153,11 @@ def as_bus_error(error: Exception) -> Exception:
     from redis.exceptions import MovedError, NoPermissionError, RedisError
 
     if _is_unwelcome(error):
-        return BusError(f"Redis lets nobody in by these credentials or certificates: {error}")
+        return NotAuthenticated(f"Redis lets nobody in by these credentials or certificates: {error}")
     if isinstance(error, NoPermissionError):
         return NotAllowed(f"Redis does not allow this user {error}")
     if isinstance(error, MovedError):
-        return BusError(f"this Redis is a node of a cluster: its URL begins with redis+cluster:// ({error})")
+        return WrongTopology(f"this Redis is a node of a cluster: its URL begins with redis+cluster:// ({error})")
     if isinstance(error, RedisError):
         return BusError(f"Redis refused: {error}")
     return error

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import anyio
 
-from .errors import BusError
+from .errors import WrongTopology
 from .link import Link
 from .server import CONNECT_S, Server, discard
 from .urls import Addresses
@@ -91,7 +91,7 @@ class Sentinels:
             self._known, self._asked = master, anyio.current_time()
             return connection
         if unknown == len(self._sentinels):
-            raise BusError(f"no sentinel knows a service {self.service!r}: the URL names it as .../SERVICE")
+            raise WrongTopology(f"no sentinel knows a service {self.service!r}: the URL names it as .../SERVICE")
         raise ConnectionError(f"no master of {self.service!r}: {'; '.join(problems)}")
 
     async def holds(self, connection: Any) -> bool:

@@ -609,6 +609,7 @@ class Failure(Message):
     `field` names the part of the submission at fault (`"block"`, `"prompt"`, `"sampling.temperature"`, `"model"`, ...).
     `line`, `source` and `filename` say where in the user's own code; `type` is an exception's class name,
     and `builtin` the name of the nearest class among Python's builtin exceptions that the exception is an instance of.
+    `by` and `reason` say who cancelled a trace, and why.
     """
 
     type: str
@@ -619,6 +620,8 @@ class Failure(Message):
     source: str | None = None
     traceback: str | None = None
     builtin: str | None = None
+    by: str | None = None
+    reason: str | None = None
 
 
 class Usage(Message):

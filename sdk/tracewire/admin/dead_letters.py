@@ -193,7 +193,7 @@ class DeadLetters:
         with bus_errors():
             submission = await _resubmission_of(found, bus, self._session.name)
             model = await self._session.models.find(submission.model)
-            with refusals(submission.model):
+            with refusals(submission.model, submission.trace):
                 await bus.submit(submission, model.info.queue_limit, model.info.retention_s or None)
             await bus.dead_letters.drop(id_)
         return submission.trace

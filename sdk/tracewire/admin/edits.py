@@ -25,10 +25,12 @@ from tracewire.capture.intervention import Intervention
 from tracewire.checks import Duration, check_limit, check_text, shown
 from tracewire.error_mapping import bus_errors
 from tracewire.errors import (
-    BrokenStream,
     EditConflict,
     EditPending,
-    EditRejected,
+    InvalidEdit,
+    MalformedEvent,
+    StateMismatch,
+    TooManyEdits,
     TraceRejected,
     UnknownEdit,
 )
@@ -163,7 +165,8 @@ class EditOutput(msgspec.Struct, frozen=True):
         """A record of the bus, folded and compared with its manifest.
 
         Raises:
-            BrokenStream: it cannot be read.
+            MalformedEvent: it cannot be read.
+            StateMismatch: it differs from what the engine collected.
         """
         saves: dict[str, Any] = {}
         try:
@@ -172,13 +175,13 @@ class EditOutput(msgspec.Struct, frozen=True):
             for delta in (delta for step in steps for delta in step):
                 apply_delta(saves, delta)
         except (msgspec.MsgspecError, FoldError) as error:
-            raise BrokenStream(f"entry {id_} of edit {record.edit!r} cannot be read: {error}") from error
+            raise MalformedEvent(f"entry {id_} of edit {record.edit!r} cannot be read: {error}") from error
         wanted = {entry.name: entry.digest for entry in record.manifest}
         held = {name: digest(value) for name, value in saves.items()}
         wrong = sorted(name for name in wanted.keys() | held.keys() if wanted.get(name) != held.get(name))
         if wrong:
-            raise BrokenStream(
-                f"entry {id_} of edit {record.edit!r} differs from what the engine collected: {', '.join(wrong)}"
+            raise StateMismatch(
+                f"entry {id_} of edit {record.edit!r} differs from what the engine collected: {', '.join(wrong)}", wrong
             )
         names = set(cls.__struct_fields__) - {"id", "saves", "trace_id"}
         return cls(id=id_, saves=saves, trace_id=record.trace, **{name: getattr(record, name) for name in names})
@@ -234,7 +237,7 @@ class Edits:
         """
         edit = self._checked_message(name, block, interventions, scope, on_error, max_failures)
         if replacing is not None and (type(replacing) is not int or replacing < 0):
-            raise EditRejected(name, "replacing", f"expected a version's number, or 0 for none, got {replacing!r}")
+            raise InvalidEdit(name, "replacing", f"expected a version's number, or 0 for none, got {replacing!r}")
         limit = check_limit("timeout", timeout)
         if limit:
             self._check_against(edit, await self._session.models.find(self.model))
@@ -246,12 +249,12 @@ class Edits:
             except VersionDiffers as error:
                 raise EditConflict(name, str(error), error.version) from None
             except EditsFull as error:
-                raise EditRejected(name, "name", str(error)) from None
+                raise TooManyEdits(name, str(error)) from None
             for engine in await self._wait_for_engines(name, version, limit):
                 if (reason := engine.edit_errors.get(name)) is not None:
                     await self._restore(name, version, before)
                     field, _, message = reason.partition(": ")
-                    raise EditRejected(name, field, f"{message} (says engine {engine.engine})")
+                    raise InvalidEdit(name, field, f"{message} (says engine {engine.engine})")
         return await self.get(name)
 
     async def _restore(self, name: str, version: int, before: Installed | None) -> None:
@@ -344,27 +347,27 @@ class Edits:
     ) -> EditMessage:
         if not isinstance(name, str) or not is_edit_name(name):
             expected = "expected 1 to 64 letters, digits, '.', '_' or '-', a letter or digit first"
-            raise EditRejected(str(name)[:80], "name", f"{expected}, got {name!r}"[:200])
+            raise InvalidEdit(str(name)[:80], "name", f"{expected}, got {name!r}"[:200])
         for where, value, words in (
             ("scope", scope, ("all", "default", "asked")),
             ("on_error", on_error, ("continue", "fail")),
         ):
             if value not in words:
-                raise EditRejected(name, where, f"expected one of {', '.join(map(repr, words))}, got {value!r}")
+                raise InvalidEdit(name, where, f"expected one of {', '.join(map(repr, words))}, got {value!r}")
         if type(max_failures) is not int or not 0 <= max_failures < 2**31:
-            raise EditRejected(name, "max_failures", f"expected a number, or 0, got {max_failures!r}")
+            raise InvalidEdit(name, "max_failures", f"expected a number, or 0, got {max_failures!r}")
         try:
             plain, declared = checked_block(block), checked_interventions(interventions)
         except TraceRejected as error:
             if type(error) is not TraceRejected:
                 raise
-            raise EditRejected(name, error.field, error.message) from None
+            raise InvalidEdit(name, error.field, error.message) from None
         if plain is None and not declared:
-            raise EditRejected(name, "block", "expected an intervention, declared interventions, or both; got neither")
+            raise InvalidEdit(name, "block", "expected an intervention, declared interventions, or both; got neither")
         for index, one in enumerate(declared):
             if isinstance(one, StopWhen):
                 where = f"interventions[{index}]"
-                raise EditRejected(name, where, "StopWhen belongs to a trace: an edit ends no request")
+                raise InvalidEdit(name, where, "StopWhen belongs to a trace: an edit ends no request")
         if plain is not None:
             self._check_live(name, plain)
         edit = EditMessage(
@@ -378,7 +381,7 @@ class Edits:
         )
         size = len(msgspec.msgpack.encode(edit))
         if size > EDIT_BYTES:
-            raise EditRejected(
+            raise InvalidEdit(
                 name,
                 "block",
                 f"it takes {size} bytes with its variables, and every request brings it: {EDIT_BYTES} at most",
@@ -391,11 +394,11 @@ class Edits:
             tree = ast.parse(block.source)
         except SyntaxError as error:
             line = (error.lineno or 1) + block.first_line - 1
-            raise EditRejected(name, "block", f"it does not compile at line {line}: {error.msg}") from None
+            raise InvalidEdit(name, "block", f"it does not compile at line {line}: {error.msg}") from None
         for node in ast.walk(tree):
             if isinstance(node, ast.Name) and node.id == block.parameters[2]:
                 line = node.lineno + block.first_line - 1
-                raise EditRejected(
+                raise InvalidEdit(
                     name,
                     "block",
                     f"an edit has no live parameters (line {line} of {block.filename}): bind a variable, "
@@ -411,7 +414,7 @@ class Edits:
             check_encoded(edit.interventions, pack({}), model.trees, hidden_size=model.info.hidden_size)
         except DeclarationError as error:
             message = re.sub(r"was not declared at submission.*", "cannot be used: an edit has none", error.message)
-            raise EditRejected(edit.name, error.field, message) from None
+            raise InvalidEdit(edit.name, error.field, message) from None
 
     async def _wait_for_engines(self, name: str, generation: int, timeout: float) -> Sequence[EngineInfo]:
         """Wait up to `timeout` seconds until all live engines of the model follow this change, and return them.
@@ -451,7 +454,8 @@ class EditWatch(Watcher[tuple[str, EditRecord]]):
 
         Raises:
             StopAsyncIteration: it was closed.
-            BrokenStream: an item cannot be read, or differs from what the engine collected; the next one may be read.
+            MalformedEvent: an item cannot be read; the next one may be.
+            StateMismatch: an item differs from what the engine collected.
             BusRefused: Redis refuses.
             ClientClosed: the client was closed.
         """

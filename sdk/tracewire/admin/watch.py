@@ -44,7 +44,8 @@ class Watch(Watcher[Lifecycle]):
 
         Raises:
             StopAsyncIteration: it was closed.
-            BusRefused: Redis refuses, or the group was removed.
+            BusRefused: Redis refuses.
+            UnknownWatchGroup: the group was removed.
             ClientClosed: the client was closed.
         """
         while True:

@@ -251,7 +251,7 @@ class Tracer(InlineTracer, Trace):
         A name that nothing is saved as raises a `SaveMissing`, with the reason if it is known.
 
         Raises:
-            TracewireError: the end was not read.
+            NotEnded: the end was not read.
             StateMismatch: what arrived is not what the engine collected.
         """
         found: dict[str, Any] = self._async.saves

@@ -8,7 +8,7 @@ from typing import Any, Self, Unpack
 
 from tracewire.checks import Duration
 from tracewire.client import Client as AsyncClient
-from tracewire.errors import TracewireError
+from tracewire.errors import AlreadyEntered
 from tracewire.options import SamplingOptions
 from tracewire.submission import PromptInput
 from tracewire.traces.large import load as load_arrays
@@ -51,7 +51,7 @@ class BlockingClient(Bridge[AsyncClient]):
 
     def __enter__(self) -> Self:
         if self._entered:
-            raise TracewireError("this client was entered before: make another one for each with")
+            raise AlreadyEntered("this client was entered before: make another one for each with")
         self._entered = True
         try:
             return self.connect()

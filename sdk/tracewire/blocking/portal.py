@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 import anyio
 from anyio.from_thread import BlockingPortal
 
-from tracewire.errors import ClientClosed, ConnectError, TracewireError
+from tracewire.errors import ClientClosed, ConnectError, WrongEventLoop
 
 __all__ = ["Bridge", "Portal"]
 
@@ -65,7 +65,7 @@ class Portal:
                 "the client is not connected yet: enter it with `with client:`, or call client.connect()"
             )
         if threading.current_thread() is self._thread:
-            raise TracewireError("a blocking client cannot be called on its own event loop")
+            raise WrongEventLoop("a blocking client cannot be called on its own event loop")
         return portal
 
     def call(self, function: Callable[[], Awaitable[T]]) -> T:

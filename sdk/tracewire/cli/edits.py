@@ -12,7 +12,7 @@ from typing import Any
 from tracewire.admin.edits import Edit, EditOutput
 from tracewire.capture.intervention import Intervention
 from tracewire.client import connect
-from tracewire.errors import EditRejected
+from tracewire.errors import InvalidEdit
 
 from .format import short_value
 
@@ -77,11 +77,11 @@ async def _install(options: argparse.Namespace) -> int:
             variables[name] = json.loads(value)
         except ValueError:
             example = "--set layer=3, --set 'word=\"text\"'"
-            raise EditRejected(options.name, "--set", f"expected NAME=JSON, as in {example}; got {one!r}") from None
+            raise InvalidEdit(options.name, "--set", f"expected NAME=JSON, as in {example}; got {one!r}") from None
     try:
         bound = block(**variables) if variables else block
     except TypeError as error:
-        raise EditRejected(options.name, "--set", str(error)) from None
+        raise InvalidEdit(options.name, "--set", str(error)) from None
     async with connect(options.url, prefix=options.prefix) as client:
         edit = await client.edits(options.model).install(
             options.name,
@@ -100,7 +100,7 @@ def _load_intervention(edit: str, where: str) -> Intervention:
     path = Path(file if colon else where)
     spec = importlib.util.spec_from_file_location(f"tracewire_edit_{path.stem}", path)
     if not path.is_file() or spec is None or spec.loader is None:
-        raise EditRejected(edit, "FILE", f"expected a Python file, got {str(path)!r}")
+        raise InvalidEdit(edit, "FILE", f"expected a Python file, got {str(path)!r}")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     sys.path.insert(0, str(path.resolve().parent))
@@ -115,7 +115,7 @@ def _load_intervention(edit: str, where: str) -> Intervention:
         return found[name]
     there = ", ".join(sorted(found)) or "none"
     asked = f"no intervention {name!r}" if colon else "several interventions, or none: name one, as FILE:FUNCTION"
-    raise EditRejected(edit, "FILE", f"{path} has {asked} (it has: {there})")
+    raise InvalidEdit(edit, "FILE", f"{path} has {asked} (it has: {there})")
 
 
 async def _remove(options: argparse.Namespace) -> int:

@@ -83,8 +83,17 @@ def build_parser() -> argparse.ArgumentParser:
     add_edits(commands, shared)
     add_dead(commands, shared)
     redis = commands.add_parser("redis", help="run a private Redis; prints its URL, and ends on SIGTERM or SIGINT")
+    what = "listen on this port of 127.0.0.1 (default: a unix socket)"
+    redis.add_argument("--port", type=_port, default=0, metavar="PORT", help=what)
     redis.set_defaults(run=_redis)
     return parser
+
+
+def _port(text: str) -> int:
+    port = int(text)
+    if not 0 < port < 1 << 16:
+        raise argparse.ArgumentTypeError(f"expected a port from 1 to 65535, got {text}")
+    return port
 
 
 async def _redis(options: argparse.Namespace) -> int:
@@ -92,7 +101,7 @@ async def _redis(options: argparse.Namespace) -> int:
 
     try:
         with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
-            async with EmbeddedServer.start() as server:
+            async with EmbeddedServer.start(port=options.port) as server:
                 print(server.url, flush=True)
                 async for _ in signals:
                     break

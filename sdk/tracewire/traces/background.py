@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 
 import anyio
 
-from tracewire.errors import BusUnavailable, ClientClosed, TracewireError
+from tracewire.errors import BusUnavailable, ClientClosed, TraceClosed, WrongEventLoop
 from tracewire_bus.transport.tasks import OwnedTask
 
 __all__ = ["BackgroundSubmissions", "QueuedSubmission"]
@@ -68,7 +68,7 @@ class QueuedSubmission:
                 if not self._withdrawn:
                     await submit()
             if self._withdrawn:
-                raise TracewireError(f"trace {self.trace_id} was closed before it was submitted")
+                raise TraceClosed(f"trace {self.trace_id} was closed before it was submitted")
         except Exception as error:
             if not self._withdrawn:
                 logger.warning("trace %s was not submitted: %s", self.trace_id, error)
@@ -80,7 +80,7 @@ class QueuedSubmission:
         """End it with an error, because the client is closed."""
         if not self.ended.is_set():
             logger.warning("trace %s was not submitted: its client was closed before", self.trace_id)
-            self.refused = ClientClosed("the client is closed")
+            self.refused = ClientClosed("the client is closed: make another one")
             self.ended.set()
 
 
@@ -111,7 +111,7 @@ class BackgroundSubmissions:
 
             self._tasks[queued] = OwnedTask(run, f"that submits trace {trace_id}")
         except RuntimeError:
-            raise TracewireError("a trace is queued in the background: write its with in a coroutine") from None
+            raise WrongEventLoop("a trace is queued in the background: write its with in a coroutine") from None
         self._last = queued.ended
         return queued
 

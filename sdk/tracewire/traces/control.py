@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from tracewire.checks import check_text, is_sendable_text, shown
 from tracewire.error_mapping import bus_errors
-from tracewire.errors import SteerRejected, TraceEnded, UnknownTrace, VersionConflict
+from tracewire.errors import InvalidChange, SteerRejected, TooManyChanges, TraceEnded, UnknownTrace, VersionConflict
 from tracewire_bus.store.keys import is_text
 from tracewire_bus.store.trace_records import LiveState, SteerRefused, TraceMissing
 from tracewire_bus.store.trace_records import TraceEnded as RecordEnded
@@ -55,18 +55,18 @@ async def steer(
 
     check_trace_id(trace_id)
     if values is not None and not isinstance(values, Mapping):
-        raise SteerRejected(trace_id, "live", f"expected a dict of live parameters, got {shown(values)}")
+        raise InvalidChange(trace_id, "live", f"expected a dict of live parameters, got {shown(values)}")
     given = {**(values or {}), **more}
     if not given:
-        raise SteerRejected(trace_id, "live", "expected at least one live parameter to change, got none")
+        raise InvalidChange(trace_id, "live", "expected at least one live parameter to change, got none")
     if if_version is not None and (isinstance(if_version, bool) or not isinstance(if_version, int)):
-        raise SteerRejected(trace_id, "if_version", f"expected a version's number, got {shown(if_version)}")
+        raise InvalidChange(trace_id, "if_version", f"expected a version's number, got {shown(if_version)}")
     if by is not None and not is_sendable_text(by):
-        raise SteerRejected(trace_id, "by", f"expected who makes the change, as text, got {shown(by)}")
+        raise InvalidChange(trace_id, "by", f"expected who makes the change, as text, got {shown(by)}")
     try:
         prepared = live_values(given)
     except LiveError as error:
-        raise SteerRejected(trace_id, f"live.{error.name}" if error.name else "live", error.message) from None
+        raise InvalidChange(trace_id, f"live.{error.name}" if error.name else "live", error.message) from None
     author = session.name if by is None else by
     with bus_errors():
         while True:
@@ -87,8 +87,10 @@ async def steer(
 def _rejection(trace_id: str, error: SteerRefused) -> SteerRejected:
     if error.reason == "version":
         return VersionConflict(trace_id, str(error), error.version)
+    if error.reason == "busy":
+        return TooManyChanges(trace_id, f"{error}: change them again later")
     field = f"live.{error.name}" if error.name else "live"
-    return SteerRejected(trace_id, field, str(error), reason=error.reason)
+    return InvalidChange(trace_id, field, str(error), reason=error.reason)
 
 
 async def cancel(session: Session, trace_id: str, reason: str = "", *, by: str | None = None) -> bool:

@@ -9,7 +9,7 @@ from tracewire.errors import StateMismatch, TracewireError
 from tracewire_bus.domain.fold import DigestMismatch, Fold
 from tracewire_bus.wire.messages import Failure, Status
 
-from .failures import InterventionError, TraceFailed
+from .failures import trace_failure
 from .state import Result
 
 __all__ = ["Ending", "failure_of"]
@@ -25,15 +25,7 @@ def failure_of(
         return None
     if status == "rejected" and error is not None:
         return rejection(error, trace_id)
-    if status == "failed" and error is not None and error.field == "block":
-        return InterventionError.of(error, trace_id, result)
-    return TraceFailed(
-        error.message if error else "",
-        trace_id=trace_id,
-        status=status or "failed",
-        type=error.type if error else None,
-        result=result,
-    )
+    return trace_failure(trace_id, status or "failed", error, result)
 
 
 class Ending:
@@ -61,7 +53,9 @@ class Ending:
         Raises:
             TraceRejected: the trace never ran.
             InterventionError: its block raised.
-            TraceFailed: its engine could not go on, or it was cancelled or expired.
+            TraceCancelled: somebody cancelled it.
+            TraceExpired: its deadline passed.
+            TraceFailed: its engine could not go on; the subclass says why.
         """
         failure = failure_of(self._trace_id, self._fold.status, self._fold.error, self.result)
         if failure is not None:

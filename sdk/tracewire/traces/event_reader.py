@@ -13,7 +13,7 @@ import anyio
 import msgspec
 
 from tracewire.error_mapping import bus_errors, connect_error
-from tracewire.errors import BrokenStream, EventsLost, TraceForgotten
+from tracewire.errors import ClientTooOld, EventsLost, MalformedEvent, TraceForgotten
 from tracewire_bus.bus import BusError, StreamGone
 from tracewire_bus.bus import EventsLost as EntriesLost
 from tracewire_bus.bus import Gap as EntryGap
@@ -62,7 +62,8 @@ class EventReader:
         A gap puts its state in place of what was folded.
 
         Raises:
-            BrokenStream: it cannot be read, or does not follow what was folded.
+            MalformedEvent: it cannot be read, or does not follow what was folded.
+            ClientTooOld: it is of a newer schema than this client reads.
             EventsLost: events are gone, and nothing says what they came to.
             TraceForgotten: all of the trace is gone.
             ClientClosed: the client was closed meanwhile.
@@ -97,7 +98,7 @@ class EventReader:
                 try:
                     fold.apply(event)
                 except ValueError as error:
-                    raise BrokenStream(f"trace {self.trace_id}: {error}") from error
+                    raise MalformedEvent(f"trace {self.trace_id}: {error}") from error
             return event
 
     def _decode(self, entry: Entry) -> AnyEvent | None:
@@ -106,12 +107,12 @@ class EventReader:
             with loading_by(self._large.load):
                 event = decode_event(entry.data, Output, Shared)
         except NewerSchema as error:
-            raise BrokenStream(f"trace {self.trace_id}, event {entry.id}: {error}") from error
+            raise ClientTooOld(f"trace {self.trace_id}, event {entry.id}: {error}") from error
         except UnknownKind as error:
             logger.warning("trace %s: skipping event %s: %s", self.trace_id, entry.id, error)
             return None
         except msgspec.MsgspecError as error:
-            raise BrokenStream(f"trace {self.trace_id}: event {entry.id} cannot be read: {error}") from error
+            raise MalformedEvent(f"trace {self.trace_id}: event {entry.id} cannot be read: {error}") from error
         if isinstance(event, Output):
             # What was saved is decoded later.
             event.__dict__["_loader"] = self._large.load

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import builtins
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar, Final
 
-from tracewire.errors import TracewireError
+from tracewire.errors import RetryableError, TracewireError
 from tracewire_bus.wire.messages import Failure
 
 from .state import Result
 
-__all__ = ["InterventionError", "TraceFailed"]
+__all__ = [
+    "BusFilled",
+    "EditFailed",
+    "EngineFailed",
+    "EngineLost",
+    "InterventionError",
+    "TraceCancelled",
+    "TraceExpired",
+    "TraceFailed",
+    "trace_failure",
+]
 
 #: Builtin exceptions that no error is mixed with. The first two end an iteration, and Python replaces them where a
 #: coroutine raises them. A group consists of other exceptions, which the engine does not send.
@@ -19,7 +29,7 @@ _NEVER_MIXED = (StopIteration, StopAsyncIteration, BaseExceptionGroup)
 
 
 class TraceFailed(TracewireError):
-    """A trace ran and did not come to its end: its engine could not go on, or it was cancelled or expired.
+    """A trace did not come to its end. Each subclass has one cause.
 
     Attributes:
         trace_id: its id.
@@ -27,6 +37,9 @@ class TraceFailed(TracewireError):
         type, message: the error behind it.
         result: what had been generated and saved until then.
     """
+
+    #: What the caller can do, at the end of the error's text.
+    _advice: ClassVar[str] = ""
 
     def __init__(
         self,
@@ -43,23 +56,67 @@ class TraceFailed(TracewireError):
         self.message = message
         self.result = result
         cause = f"{type}: {message}" if type else message
+        text = f"trace {trace_id} {status}" + (f": {cause}" if cause else "") + self._advice
         # Not `super()`: a builtin class among the bases may expect other arguments.
-        Exception.__init__(self, f"trace {trace_id} {status}: {cause}" if cause else f"trace {trace_id} {status}")
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        arguments = (self.message, self.trace_id, self.status, self.type, self.result)
-        state = {name: value for name, value in vars(self).items() if name == "__notes__"}
-        return _failed_again, (type(self), *arguments), state
+        Exception.__init__(self, text)
 
 
-def _failed_again(
-    cls: type[TraceFailed], message: str, trace_id: str, status: str, kind: str | None, result: Result | None
-) -> TraceFailed:
-    return cls(message, trace_id=trace_id, status=status, type=kind, result=result)
+class TraceCancelled(TraceFailed):
+    """Somebody cancelled the trace: a client, or the bus because the trace's submitter has gone.
+
+    Attributes:
+        by: who did, as `cancel(by=...)` said it: by default the client's name. `""` where an old engine does not say.
+        reason: why, or `""`.
+    """
+
+    by: str = ""
+    reason: str = ""
+
+
+class TraceExpired(TraceFailed, TimeoutError):
+    """The trace's `deadline` passed before it had ended."""
+
+    _advice = " (a longer deadline= gives it more time, and `error.result` has what there was)"
+
+
+class EngineLost(TraceFailed, RetryableError):
+    """The engine that ran the trace died or was shut down, as often as `max_attempts` allows. Another can run it."""
+
+    _advice = " (submit it again: another engine can run it)"
+
+
+class BusFilled(TraceFailed, RetryableError):
+    """Redis had no memory left for the trace's events."""
+
+    _advice = " (submit it again once Redis has room)"
+
+
+class EngineFailed(TraceFailed):
+    """The engine could not go on with the trace, because of a defect: `type` and `message` say what the engine found.
+    The engine's log has more.
+    """
+
+    _advice = " (the engine's log has more)"
+
+
+class EditFailed(TraceFailed):
+    """A standing intervention with `on_error="fail"` raised on the trace. `edit` names it.
+
+    Attributes:
+        edit: the edit's name.
+        filename, line: where in the edit's own source, where that is known.
+    """
+
+    _advice = " (`tracewire edits remove MODEL EDIT` removes the edit)"
+
+    edit: str = ""
+    filename: str | None = None
+    line: int | None = None
 
 
 class InterventionError(TraceFailed):
-    """A block raised. `type` and `message` are its exception's; the rest says where in the user's own code.
+    """A block or a declared intervention raised. `type` and `message` are its exception's; the rest says where in the
+    user's own code.
 
     The error is an instance of the builtin exception class that the block's exception is of, too, so that `except
     ValueError` catches it where the block raised a `ValueError`. An exception of the user's own class counts as its
@@ -116,3 +173,27 @@ def _mixed(builtin: Any) -> type[InterventionError]:
     base = InterventionError
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
     return type(base.__name__, (base, builtin), names)
+
+
+#: The classes by a trace's status, and those by the type of the failure where the status is `failed`.
+_BY_STATUS: Final[dict[str, type[TraceFailed]]] = {"cancelled": TraceCancelled, "expired": TraceExpired}
+_BY_TYPE: Final[dict[str, type[TraceFailed]]] = {
+    "EngineLost": EngineLost,
+    "EngineShutdown": EngineLost,
+    "BusFull": BusFilled,
+}
+
+
+def trace_failure(trace_id: str, status: str, failure: Failure | None, result: Result | None) -> TraceFailed:
+    """The error for a trace that ended as `status`, which is no good end, because of `failure`."""
+    error = failure or Failure(type="", message="")
+    field = (error.field or "").partition(".")[0]
+    if status == "failed" and error.type != "RanksDiffer" and field in ("block", "interventions", "live"):
+        return InterventionError.of(error, trace_id, result)
+    kind = EditFailed if field == "edits" else _BY_STATUS.get(status) or _BY_TYPE.get(error.type, EngineFailed)
+    made = kind(error.message, trace_id=trace_id, status=status, type=error.type or None, result=result)
+    if isinstance(made, TraceCancelled):
+        made.by, made.reason = error.by or "", error.reason or ""
+    if isinstance(made, EditFailed):
+        made.edit, made.filename, made.line = (error.field or "").removeprefix("edits."), error.filename, error.line
+    return made

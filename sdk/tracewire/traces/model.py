@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from tracewire.capture.capture import ModelHandle
 from tracewire.checks import check_text
-from tracewire.errors import TracewireError
+from tracewire.errors import NotConnected
 from tracewire.options import WithOptions, check_names
 
 from .tokenizer import ModelConfig, load_tokenizer
@@ -74,7 +74,7 @@ class Model(ModelHandle):
             TraceRejected: as it is left; something in it cannot be submitted.
         """
         if self._session is None:
-            raise TracewireError("this handle has no client to submit by: take it from client.models.get()")
+            raise NotConnected("this handle has no client to submit by: take it from client.models.get()")
         check_names(options, WithOptions)
         given: dict[str, Any] = {**options}
         if "max_new_tokens" in given:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias
 
 import msgspec
 
-from tracewire.errors import BrokenStream
+from tracewire.errors import ClientTooOld, MalformedEvent
 from tracewire_bus.bus import Gap as EntryGap
 from tracewire_bus.domain.fold import Fold
 from tracewire_bus.wire.codec import NewerSchema, check_schema, decode_deltas, decode_snapshot
@@ -65,7 +65,7 @@ class Saving(OutputBase, dict=True):
         """What was saved, by step.
 
         Raises:
-            BrokenStream: it cannot be read.
+            MalformedEvent: it cannot be read.
         """
         held: list[list[Delta]] | None = self.__dict__.get("_deltas")
         if held is None:
@@ -81,7 +81,7 @@ class Saving(OutputBase, dict=True):
             with loading_by(loader):
                 deltas = decode_deltas(self.encoded_deltas)
         except msgspec.MsgspecError as error:
-            raise BrokenStream(f"what event {self.id} saved cannot be read: {error}") from error
+            raise MalformedEvent(f"what event {self.id} saved cannot be read: {error}") from error
         if names is None:
             return deltas
         return [[change for change in step if change.path[0] in names] for step in deltas]
@@ -172,7 +172,7 @@ class Gap:
         """All that was put out and saved up to `until`, folded. Made anew each time.
 
         Raises:
-            BrokenStream: it cannot be read.
+            MalformedEvent: it cannot be read.
         """
         fold = Fold(self._names)
         fold.resume(self.snapshot())
@@ -182,14 +182,17 @@ class Gap:
         """What a fold goes on from.
 
         Raises:
-            BrokenStream: it cannot be read.
+            MalformedEvent: it cannot be read.
+            ClientTooOld: it is of a newer schema than this client reads.
         """
         try:
             check_schema(self._schema)
             with loading_by(self._loader):
                 return decode_snapshot(self._data)
-        except (NewerSchema, msgspec.MsgspecError) as error:
-            raise BrokenStream(f"trace {self.trace_id}, the snapshot at {self.until}: {error}") from error
+        except NewerSchema as error:
+            raise ClientTooOld(f"trace {self.trace_id}, the snapshot at {self.until}: {error}") from error
+        except msgspec.MsgspecError as error:
+            raise MalformedEvent(f"trace {self.trace_id}, the snapshot at {self.until}: {error}") from error
 
     def only(self, names: frozenset[str]) -> Gap:
         """This gap with only these saved names in its state."""

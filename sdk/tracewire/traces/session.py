@@ -12,7 +12,7 @@ from functools import partial
 import anyio
 
 from tracewire.error_mapping import connect_error
-from tracewire.errors import ClientClosed, ConnectError, TracewireError
+from tracewire.errors import ClientClosed, InvalidUrl, NotConnected, PrivateRedisError, WrongEventLoop
 from tracewire_bus.bus import Bus, BusError
 from tracewire_bus.transport.tasks import PerTickLimiter
 
@@ -64,7 +64,7 @@ class Session:
         try:
             self._make_bus()
         except ValueError as error:
-            raise ConnectError(f"cannot connect: {error}") from error
+            raise InvalidUrl(f"cannot connect: {error}") from error
         self._bus: Bus | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         #: While one task connects: set when it has, or has failed.
@@ -89,18 +89,18 @@ class Session:
 
         Raises:
             ClientClosed: the client is closed.
-            ConnectError: the client is not connected yet.
-            TracewireError: another event loop runs here than the client's.
+            NotConnected: the client is not connected yet.
+            WrongEventLoop: another event loop runs here than the client's.
         """
         if self._bus is None:
             if self._closing is not None:
-                raise ClientClosed("the client is closed")
-            raise ConnectError(
+                raise ClientClosed("the client is closed: make another one")
+            raise NotConnected(
                 "the client is not connected yet: enter it with `async with client:`, or `await client.connect()`"
             )
         if running_loop() not in (None, self._loop):
             # The client's connections break if another loop uses them.
-            raise TracewireError(_OTHER_LOOP)
+            raise WrongEventLoop(_OTHER_LOOP)
         return self._bus
 
     # --- life ---------------------------------------------------------------------------------------------------------
@@ -121,7 +121,7 @@ class Session:
             return
         loop = running_loop()
         if loop is None:
-            raise TracewireError("tracewire runs on asyncio, and no event loop of asyncio runs here")
+            raise WrongEventLoop("tracewire runs on asyncio, and no event loop of asyncio runs here")
         opening = self._opening = anyio.Event()
         try:
             with anyio.CancelScope() as self._opening_scope:
@@ -139,9 +139,11 @@ class Session:
         try:
             await bus.__aenter__()
         except BusError as error:
-            raise type(connect_error(error))(f"cannot connect: {error}") from error
-        except (EmbeddedServerError, ValueError) as error:
-            raise ConnectError(f"cannot connect: {error}") from error
+            raise connect_error(error, "cannot connect: ") from error
+        except EmbeddedServerError as error:
+            raise PrivateRedisError(f"cannot connect: {error}") from error
+        except ValueError as error:
+            raise InvalidUrl(f"cannot connect: {error}") from error
         try:
             await bus.warm()
         except BaseException:
@@ -157,12 +159,12 @@ class Session:
         to answer, at most `retry_timeout` for queued traces (a minute, if that is longer) and ten seconds for the rest.
 
         Raises:
-            TracewireError: another event loop runs here than the client's, which still runs.
+            WrongEventLoop: another event loop runs here than the client's, which still runs.
         """
         if self._bus is not None and running_loop() is not self._loop:
             assert self._loop is not None
             if not self._loop.is_closed():
-                raise TracewireError(_OTHER_LOOP)
+                raise WrongEventLoop(_OTHER_LOOP)
             # Its tasks and connections ended with their loop.
             self._bus, self._closing = None, anyio.Event()
             self._closing.set()

@@ -16,7 +16,7 @@ import anyio
 import msgspec
 
 from tracewire.error_mapping import bus_errors, refusals
-from tracewire.errors import TracewireError
+from tracewire.errors import OutputsRead, TraceClosed, TracewireError
 from tracewire_bus.bus import BusUnavailable
 from tracewire_bus.domain.fold import Fold
 from tracewire_bus.store.trace_records import LiveState
@@ -132,7 +132,7 @@ class Trace(EventStream[Item]):
         if self._reader is not None:
             return
         if self._closed:
-            raise TracewireError(f"trace {self.id} is closed")
+            raise TraceClosed(f"trace {self.id} is closed: make another one")
         starting = self._starting = anyio.Event()
         self._session.presence.do_not_cancel(self.id)
         try:
@@ -154,7 +154,7 @@ class Trace(EventStream[Item]):
         await self._session.turns.wait()
         model = await self._session.models.find(self.model)
         check_submission(submission, model)
-        with refusals(self.model):
+        with refusals(self.model, self.id):
             whole = submission
             submission = self._submission = await offload_large_arrays(submission, bus)
             try:
@@ -252,7 +252,7 @@ class Trace(EventStream[Item]):
 
     def __aiter__(self) -> Self:
         if self._items_dropped:
-            raise TracewireError(
+            raise OutputsRead(
                 f"result() has read the outputs of trace {self.id}: iterate before or beside it, "
                 f"or read them again with client.subscribe({self.id!r})"
             )
@@ -322,7 +322,7 @@ class Trace(EventStream[Item]):
                 event = await self._reader.next(self._fold)
                 if event is None:
                     fate = "it goes on" if self._submission.detach else "it was cancelled then"
-                    raise TracewireError(
+                    raise TraceClosed(
                         f"trace {self.id} was closed before its end was read: {fate}, and "
                         f"client.subscribe({self.id!r}) or client.get_state({self.id!r}) reads it"
                     )

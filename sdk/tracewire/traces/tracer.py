@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import anyio
 
-from tracewire.errors import BlockOnly, TracewireError
+from tracewire.errors import AlreadyEntered, BlockOnly, NotEnded
 from tracewire.options import SamplingOptions, check_names
 from tracewire.submission import checked_trace_id, make_submission, split_options
 from tracewire_bus.wire.messages import Submission
@@ -111,7 +111,7 @@ class Tracer(Trace):
     def _enter(self, frame: FrameType, handle: object | None = None) -> None:
         """Enter the `with` of this frame, in which `handle` stands for this tracer, or the tracer for itself."""
         if self._body is not None or self._queued is not None:
-            raise TracewireError(f"trace {self.id} was entered before: make another one for each with")
+            raise AlreadyEntered(f"trace {self.id} was entered before: make another one for each with")
         body = WithBody(frame, "model.trace(...)")
         context = body.source.node.items[-1]
         if context.optional_vars is None and isinstance(context.context_expr, ast.Call) and not self._has_given_id:
@@ -183,7 +183,7 @@ class Tracer(Trace):
         """
         if self._scope is None:
             given = "" if self._prompt is None and self._prompts is None else ": it was given a prompt"
-            raise TracewireError(f"tracer.invoke() belongs into the body of `with model.trace(...)`{given}")
+            raise BlockOnly(f"tracer.invoke() belongs into the body of `with model.trace(...)`{given}")
         check_names(sampling, SamplingOptions)
         return Invoker(self, self._scope, prompt, {**sampling})
 
@@ -201,7 +201,7 @@ class Tracer(Trace):
 
     async def _submitted(self) -> None:
         if self._queued is None:
-            raise TracewireError(f"trace {self.id} has no block yet: write it below `with model.trace(...) as tracer:`")
+            raise BlockOnly(f"trace {self.id} has no block yet: write it below `with model.trace(...) as tracer:`")
         await self._queued.wait()
 
     async def steer(
@@ -261,11 +261,11 @@ class Tracer(Trace):
         A name that nothing is saved as raises a `SaveMissing`, with the reason if it is known.
 
         Raises:
-            TracewireError: the end was not read.
+            NotEnded: the end was not read.
             StateMismatch: what arrived is not what the engine collected.
         """
         if not self._fold.finished:
-            raise TracewireError(
+            raise NotEnded(
                 f"the saves of trace {self.id} are read at its end: iterate over it or await its result() first"
             )
         return merged(self._ending().verified())
