@@ -53,7 +53,7 @@ async def _told(url: str) -> str:
         parsed(url)
     except ValueError as error:
         told += traceback.format_exception(error)
-    for use in (partial(Bus.open, url, patience_s=0), partial(tracewire.connect, url, patience=0)):
+    for use in (partial(Bus.open, url, patience_s=0), partial(tracewire.connect, url, retry_timeout=0)):
         try:
             async with use():  # type: ignore[operator]
                 told.append("connected")
