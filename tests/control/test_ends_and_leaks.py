@@ -325,10 +325,10 @@ async def test_odd_words_are_named(client: Client, odd: Any) -> None:
                     await call(trace.id, by=odd)
         assert (await client.get_live(trace.id)).version == 0
     if odd is not None:
-        with pytest.raises((TypeError, ValueError), match=r"^client: expected text"):
+        with pytest.raises((TypeError, ValueError), match=r"^name: expected text"):
             async with tracewire.connect("embedded://", name=odd):
                 pass
-    calls: list[Any] = [client.live, client.cancel, client.pause, client.resume, client.state]
+    calls: list[Any] = [client.get_live, client.cancel, client.pause, client.resume, client.get_state]
     for call in [*calls, lambda name: client.steer(name, alpha=1.0)]:
         with pytest.raises(tracewire.UnknownTrace if isinstance(odd, str) else TypeError, match=r"trace"):
             await call(odd)
