@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 import anyio
 
 from tracewire_bus.domain.limits import check_size, check_submission
+from tracewire_bus.events.appends import EntryTooLarge, Fenced
 from tracewire_bus.events.reader import Reader, SlotReaders
 from tracewire_bus.events.subscription import Entry, EventsLost, Gap, StreamGone, Subscription, tail_id
-from tracewire_bus.events.writer import EntryTooLarge, Fenced, Writer
+from tracewire_bus.events.writer import Writer
 from tracewire_bus.store.blobs import Blobs
 from tracewire_bus.store.control import ControlReader, SlotControlReaders
 from tracewire_bus.store.dead_letters import DeadLetters

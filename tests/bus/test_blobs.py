@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.redis.proxy import proxy
 from tracewire_bus.bus import Bus, BusUnavailable
-from tracewire_bus.events.writer import UNFINISHED_S
+from tracewire_bus.events.appends import UNFINISHED_S
 from tracewire_bus.store.blobs import CHUNK_BYTES, UNACCEPTED_S, BlobMissing
 from tracewire_bus.store.keys import TAGS, Keys
 from tracewire_bus.wire.digests import digest

@@ -94,7 +94,7 @@ class Writing:
                 await until(self._may(first))
                 for seq in range(first, min(first + 10, self._count)):
                     # Queued in order; each waits by itself.
-                    group.start_soon(self._one, writer.queue(self._trace, 1, seq, b"%d" % seq))
+                    group.start_soon(self._one, writer.submit(self._trace, 1, seq, b"%d" % seq))
                 # A flush begins before there is more.
                 await checkpoint()
                 await until(self._near(first))
@@ -131,12 +131,12 @@ async def test_what_nodes_lack_is_appended_again_to_each(cluster: Cluster, prefi
         for trace in traces:
             for seq in range(3):
                 life = lifecycle_fields("accepted", trace, model="m", engine="e", attempt=1) if seq == 0 else None
-                await writer.append(trace, 1, seq, b"%d" % seq, life=life)
+                await writer.append(trace, 1, seq, b"%d" % seq, lifecycle=life)
         lost = traces[::2]
         for trace in lost:
             await bus.command("DEL", bus.keys.events(trace))
             await bus.command("DEL", bus.keys.firehose(bus.keys.tag(trace)))
-        await writer._link.drop()
+        await writer.restorer.link.drop()
         # It goes behind what comes back on any node.
         for trace in traces:
             await writer.append(trace, 1, 3, b"3", final=True)
@@ -162,8 +162,8 @@ async def test_a_node_that_was_replaced_under_living_connections_gets_what_it_la
         source = await cluster.owner(slot)
         target = next(node for node in cluster.nodes if node is not source)
         # It has never heard of the new one.
-        assert writer._link._nodes.keys() <= {(HOST, node.port) for node in cluster.nodes}  # type: ignore[attr-defined]
-        opened = writer._link.opened
+        assert writer.restorer.link._nodes.keys() <= {(HOST, node.port) for node in cluster.nodes}  # type: ignore[attr-defined]
+        opened = writer.restorer.link.opened
         for key in await source.ask("CLUSTER", "GETKEYSINSLOT", slot, 1000):
             await source.ask("DEL", key)
         await cluster.end_move(slot, source, target)
@@ -179,7 +179,7 @@ async def test_a_node_that_was_replaced_under_living_connections_gets_what_it_la
             await writer.append(other, 1, 1, b"1", final=True)
             assert_whole(await rest(bus, other), 1)
         assert_whole(await rest(bus, "t"), 8)
-        assert writer._link.opened > opened
+        assert writer.restorer.link.opened > opened
 
 
 async def test_everything_on_a_cluster(cluster: Cluster, prefix: str) -> None:
@@ -265,7 +265,7 @@ async def test_a_slot_moves_in_the_middle_of_appends_under_a_subscription(
                     # One of the streams stays behind, for as long as it takes the others to go on.
                     await cluster.move_keys(slot, source, target, but=[bus.keys.events(same).encode()])
                     if "new" in how:
-                        await writer._link.drop()
+                        await writer.restorer.link.drop()
                     await writings["t"].past(step + 60)
                     await writings[same].past(step + 60)
                     await cluster.finish_move(slot, source, target)
@@ -283,7 +283,7 @@ async def test_a_slot_whose_move_stands_still_holds_up_no_other(
 ) -> None:
     """Nor what takes one key of it. What takes several waits, and with it what must not be done before."""
     # What waits is tried again with all that follows.
-    monkeypatch.setattr("tracewire_bus.events.writer.RETRY_S", 0.0)
+    monkeypatch.setattr("tracewire_bus.events.deferred.RETRY_S", 0.0)
     async with Bus.open(cluster.url, prefix=prefix) as bus, bus.writer() as writer:
         slot = slot_of(bus.keys, "t")
         names = [f"s{n}" for n in range(10_000) if slot_of(bus.keys, f"s{n}") == slot][:2]
@@ -299,12 +299,12 @@ async def test_a_slot_whose_move_stands_still_holds_up_no_other(
         with anyio.fail_after(30):
             async with anyio.create_task_group() as group:
                 done = ("m", ending, "e")
-                group.start_soon(partial(writer.append, ending, 1, 1, b"1", final=True, done=done))
+                group.start_soon(partial(writer.append, ending, 1, 1, b"1", final=True, settles=done))
                 group.start_soon(writer.append, beginning, 1, 0, b"0")
                 for seq in range(1, 20):
                     await writer.append("t", 1, seq, b"%d" % seq)
                     await writer.append(f"o{seq}", 1, 0, b"0")
-                    await writer.append(f"o{seq}", 1, 1, b"1", final=True, done=("m", f"o{seq}", "e"))
+                    await writer.append(f"o{seq}", 1, 1, b"1", final=True, settles=("m", f"o{seq}", "e"))
                 # Whoever looks for it would find it: it is lost with this engine else.
                 assert await bus.command("HGET", bus.keys.queue("m", "taken"), ending) == b"e"
                 assert await bus.command("XLEN", bus.keys.events(ending)) == 1
@@ -331,7 +331,7 @@ async def test_what_a_node_lost_of_a_slot_that_moves_comes_back_when_it_has_move
         # Its end is gone, as with a replica that lagged.
         await bus.command("XDEL", bus.keys.events("t"), "1-4", "1-5")
         await bus.command("XSETID", bus.keys.events("t"), "1-3")
-        await writer._link.drop()
+        await writer.restorer.link.drop()
         with anyio.fail_after(30):
             async with anyio.create_task_group() as group:
                 group.start_soon(writer.append, "t", 1, 6, b"6")
@@ -355,7 +355,7 @@ async def test_a_queue_whose_move_stands_still_holds_up_no_trace(cluster: Cluste
         ended = anyio.Event()
 
         async def end() -> None:
-            await writer.append("t", 1, 0, b"0", final=True, done=("m", "t", "e"))
+            await writer.append("t", 1, 0, b"0", final=True, settles=("m", "t", "e"))
             ended.set()
 
         with anyio.fail_after(30):
@@ -365,7 +365,7 @@ async def test_a_queue_whose_move_stands_still_holds_up_no_trace(cluster: Cluste
                     await writer.append("o", 1, seq, b"%d" % seq)
                 assert await bus.command("XLEN", bus.keys.events("t")) == 1
                 # Also where it has to connect anew.
-                await writer._link.drop()
+                await writer.restorer.link.drop()
                 await writer.append("o", 1, 20, b"20")
                 assert not ended.is_set()
                 assert await bus.command("HGET", taken, "t") == b"e"
@@ -390,13 +390,13 @@ async def test_what_fails_while_something_waits_behind_ends_it_and_nothing_else(
 
                 async def end() -> None:
                     with pytest.raises(RuntimeError, match="broken"):
-                        await writer.append("t", 1, 0, b"0", final=True, done=("m", "t", "e"))
-                    writer.claims = tuple
+                        await writer.append("t", 1, 0, b"0", final=True, settles=("m", "t", "e"))
+                    writer.restorer.claims = tuple
 
                 group.start_soon(end)
-                await until_so(lambda: writer._behind)
-                writer.claims = broken
-                await writer._link.drop()
+                await until_so(lambda: writer._deferred)
+                writer.restorer.claims = broken
+                await writer.restorer.link.drop()
             await writer.append("o", 1, 0, b"0")
         await cluster.finish_move(queued, source, target)
 
@@ -407,7 +407,7 @@ async def test_a_later_attempt_goes_behind_what_waits_of_an_earlier_one(cluster:
         source, target = await cluster.begin_move(slot)
         with anyio.fail_after(30):
             async with anyio.create_task_group() as group:
-                first = writer.queue("t", 1, 0, b"0")
+                first = writer.submit("t", 1, 0, b"0")
                 # Its attempt is taken from us, and comes back.
                 writer.forget("t")
                 group.start_soon(lambda: first)
@@ -422,27 +422,28 @@ async def test_who_connects_anew_waits_for_no_move(
     cluster: Cluster, prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All that a stream's repair takes is on one node still, but not all that goes with its events."""
-    monkeypatch.setattr("tracewire_bus.events.writer.LOOK_S", 0.1)
-    monkeypatch.setattr("tracewire_bus.events.writer.KEEP_S", 0.2)
+    monkeypatch.setattr("tracewire_bus.events.restore.LOOK_S", 0.1)
+    monkeypatch.setattr("tracewire_bus.events.restore.KEEP_S", 0.2)
     async with Bus.open(cluster.url, prefix=prefix) as bus, bus.writer() as writer:
         slot = slot_of(bus.keys, "t")
-        await writer.append("t", 1, 0, b"0", life=lifecycle_fields("accepted", "t", model="m", engine="e", attempt=1))
+        accepted = lifecycle_fields("accepted", "t", model="m", engine="e", attempt=1)
+        await writer.append("t", 1, 0, b"0", lifecycle=accepted)
         await writer.append("t", 1, 1, b"1")
         source, target = await cluster.begin_move(slot)
-        await writer._link.drop()
+        await writer.restorer.link.drop()
         with anyio.fail_after(30):
             await writer.append("t", 1, 2, b"2")
             await writer.append("o", 1, 0, b"0")
             # Nor is it forgotten with what it goes with.
-            await until_so(lambda: not writer._kept)
-            await writer._link.drop()
+            await until_so(lambda: not writer.restorer._kept)
+            await writer.restorer.link.drop()
             await writer.append("t", 1, 3, b"3")
-            assert writer._behind
+            assert writer._deferred
             await cluster.finish_move(slot, source, target)
             await writer.append("t", 1, 4, b"4", final=True)
         assert_whole(await rest(bus, "t"), 4)
         # It is done at last, and does not outlive the end.
-        await until_so(lambda: not writer._behind)
+        await until_so(lambda: not writer._deferred)
         assert await bus.command("TTL", bus.keys.events("t")) < 7 * 24 * 3600 - 60
 
 
@@ -460,16 +461,16 @@ async def test_what_waits_apart_is_tried_in_turns_and_not_with_all_that_others_w
             await cluster.move_keys(slot_of(bus.keys, trace), source, target, but=[bus.keys.events(trace).encode()])
             halves.append((slot_of(bus.keys, trace), source, target))
         sent: list[str] = []
-        ask = writer._link.ask
+        ask = writer.restorer.link.ask
 
         async def watched(*commands: Any, **more: Any) -> list[Any]:
             sent.extend(command[3] for command in commands if command[0] == "EVAL")
             return await ask(*commands, **more)
 
-        monkeypatch.setattr(writer._link, "ask", watched)
+        monkeypatch.setattr(writer.restorer.link, "ask", watched)
         # One of them fills a flush.
-        monkeypatch.setattr("tracewire_bus.events.writer._FLUSH_BYTES", 1000)
-        monkeypatch.setattr("tracewire_bus.events.writer.RETRY_S", 3600.0)
+        monkeypatch.setattr("tracewire_bus.events.batches.ROUND_BYTES", 1000)
+        monkeypatch.setattr("tracewire_bus.events.deferred.RETRY_S", 3600.0)
         with anyio.fail_after(30):
             async with anyio.create_task_group() as group:
                 group.start_soon(partial(writer.append, "t", 1, 1, b"1" * 1000, final=True))
@@ -482,8 +483,8 @@ async def test_what_waits_apart_is_tried_in_turns_and_not_with_all_that_others_w
                 for seq in range(1, 50):
                     await writer.append("o", 1, seq, b"x")
                 assert bus.keys.events("t") not in sent
-                monkeypatch.setattr("tracewire_bus.events.writer.RETRY_S", 0.0)
-                writer._retry_at = 0.0
+                monkeypatch.setattr("tracewire_bus.events.deferred.RETRY_S", 0.0)
+                writer._stuck.retry_at = 0.0
                 await cluster.finish_move(*halves[1])
                 assert len(await rest(bus, moves)) == 2
                 assert bus.keys.events("t") in writer._stuck
@@ -495,7 +496,7 @@ async def test_a_node_that_lost_an_end_is_found_while_something_waits_apart(
     cluster: Cluster, prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing else is written to it."""
-    monkeypatch.setattr("tracewire_bus.events.writer.LOOK_S", 0.1)
+    monkeypatch.setattr("tracewire_bus.events.restore.LOOK_S", 0.1)
     async with Bus.open(cluster.url, prefix=prefix) as bus, bus.writer() as writer:
         slot = slot_of(bus.keys, "t")
         await writer.append("t", 1, 0, b"0")
@@ -531,7 +532,7 @@ async def test_a_final_that_is_refused_for_now_stays_in_the_queue(
         await node.ask("CONFIG", "SET", "min-replicas-to-write", 1)
         with anyio.fail_after(30):
             async with anyio.create_task_group() as group:
-                group.start_soon(partial(writer.append, trace, 1, 0, b"0", final=True, done=("m", trace, "e")))
+                group.start_soon(partial(writer.append, trace, 1, 0, b"0", final=True, settles=("m", trace, "e")))
                 try:
                     await until_so(lambda: "NOREPLICAS" in caplog.text)
                     assert await bus.command("HGET", taken, trace) == b"e"
@@ -746,7 +747,7 @@ async def test_watching_and_trimming_on_a_cluster(cluster: Cluster, prefix: str)
             await bus.submit(Submission(trace=trace, model="m", invokes=[Invoke(prompt="x")]))
         with anyio.fail_after(30):
             for one in (watch, member):
-                assert sorted([(await anext(one)).trace for _ in traces]) == sorted(traces)
+                assert sorted([(await anext(one)).trace_id for _ in traces]) == sorted(traces)
         author = Author(bus, writer, "t1")
         await author.begin()
         await author.outputs(5)

@@ -35,10 +35,10 @@ async def test_a_trace_from_its_submission_to_its_end(bus: Bus) -> None:
         await bus.records.open("t", "e", 1)
         for seq, kind in enumerate(("accepted", "paused", "resumed")):
             life = lifecycle_fields(kind, "t", model="m", engine="e", attempt=1)
-            await out.append("t", 1, seq, kind.encode(), life=life)
+            await out.append("t", 1, seq, kind.encode(), lifecycle=life)
         await out.append("t", 1, 3, b"output")
         life = lifecycle_fields("final", "t", model="m", engine="e", attempt=1, status="finished", usage=Usage(3, 5))
-        await out.append("t", 1, 4, b"end", final=True, life=life)
+        await out.append("t", 1, 4, b"end", final=True, lifecycle=life)
         events = await some(watch, 5)
         assert [event.type for event in events] == ["queued", "accepted", "paused", "resumed", "final"]
         assert {(event.trace_id, event.model, event.client) for event in events} == {("t", "m", "me")}
@@ -142,7 +142,7 @@ async def test_a_large_final_is_told_once(bus: Bus, prefix: str, tmp_path: Path,
         async with Bus.open(through.url, prefix=prefix) as far, far.writer() as out:
             through.swallow = b"EVAL"
             life = lifecycle_fields("final", "t", model="m", status="finished")
-            await out.append("t", 1, 0, large, final=True, life=life)
+            await out.append("t", 1, 0, large, final=True, lifecycle=life)
             assert through.swallowed.is_set()
         await bus.submit(submission("t2"))
         seen = []

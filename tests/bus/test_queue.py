@@ -118,7 +118,7 @@ async def test_an_entry_may_be_settled_with_its_final(bus: Bus) -> None:
     await bus.submit(submission())
     await take(bus)
     async with bus.writer() as writer:
-        await writer.append("t", 1, 0, b"", final=True, done=("demo", "t"))
+        await writer.append("t", 1, 0, b"", final=True, settles=("demo", "t"))
     assert await left_behind(bus) == {"state", "engine:e", "holders"}
     # Nor does this process remember it.
     assert not bus.queue._intakes["demo", "e"].claimed

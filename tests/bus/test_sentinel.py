@@ -105,7 +105,7 @@ async def test_everything_by_sentinels_and_a_failover_in_the_middle_of_appends(v
                 nonlocal appended
                 async with bus.writer() as writer, anyio.create_task_group() as appends:
                     for seq in range(count):
-                        appends.start_soon(writer.queue, "t", 1, seq, b"%d" % seq)
+                        appends.start_soon(writer.submit, "t", 1, seq, b"%d" % seq)
                         if seq % 20 == 0:
                             await writer.append("other", 1, seq // 20, b"x")
                         appended = seq

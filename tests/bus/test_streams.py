@@ -24,8 +24,8 @@ from tracewire_bus.bus import (
     Keys,
     Subscription,
 )
-from tracewire_bus.events import writer as writing
-from tracewire_bus.events.writer import ENTRY_BYTES, Writer
+from tracewire_bus.events.appends import _AFTER, ENTRY_BYTES
+from tracewire_bus.events.writer import Writer
 from tracewire_bus.store.keys import parse_id
 from tracewire_bus.transport.link import Link
 from tracewire_bus.wire.codec import decode_engine, encode, schema_text
@@ -459,7 +459,7 @@ async def test_what_follows_an_event_that_is_not_there_is_refused(bus: Bus) -> N
     key = bus.keys.events("t")
 
     async def after(behind: str, id_: str) -> None:
-        await bus.command(*writing._AFTER((key,), id_, schema_text(), b"x", behind))
+        await bus.command(*_AFTER((key,), id_, schema_text(), b"x", behind))
 
     async with bus.writer() as writer:
         await writer.append("t", 1, 0, b"begun")

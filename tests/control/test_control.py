@@ -310,7 +310,7 @@ async def test_ten_thousand_changes_and_no_more(client: Client, bus: Bus, regist
         with pytest.raises(tracewire.TraceEnded):
             await trace.steer(alpha=1.0)
         async with bus.writer() as writer:
-            await writer.append(trace.id, opened.attempt, 0, b"", told=9_999)
+            await writer.append(trace.id, opened.attempt, 0, b"", live_version=9_999)
         assert len(await bus.records.close(trace.id, 1)) == 1
 
 

@@ -420,14 +420,14 @@ async def test_a_refused_end_leaves_everything_as_it_is(bus: Bus) -> None:
             with pytest.raises(Fenced):
                 await writer.append("t", 1, 9, data, True)
             with pytest.raises(Fenced):
-                await writer.append("t", 1, 9, data, told=1)
+                await writer.append("t", 1, 9, data, live_version=1)
             before = await bus.command("TTL", keys.events("t"))
             assert before > 24 * 3600
             with pytest.raises(Fenced):
-                await writer.append("t", 1, 5, data, told=1)
+                await writer.append("t", 1, 5, data, live_version=1)
             assert await bus.command("ZCARD", keys.changes("t")) == 1
         assert await bus.command("HLEN", keys.queue("demo", "taken")) == 1
-        await writer.append("t", 2, 7, b"x" * 100_000, True, done=("demo", "t", "one"))
+        await writer.append("t", 2, 7, b"x" * 100_000, True, settles=("demo", "t", "one"))
         assert await bus.command("HLEN", keys.queue("demo", "taken")) == 1
         assert 0 < await bus.command("TTL", keys.events("t")) < 24 * 3600
         assert await bus.command("EXISTS", keys.changes("t")) == 0
@@ -443,7 +443,7 @@ async def test_what_follows_a_refused_event_is_refused_too(bus: Bus) -> None:
         await bus.records.open("t", "two", 2)
         # What goes with no other key is not refused for the record alone.
         await writer.append("t", 1, 1, b"output")
-        both = writer.queue("t", 1, 2, b"steered", told=1), writer.queue("t", 1, 3, b"output")
+        both = writer.submit("t", 1, 2, b"steered", live_version=1), writer.submit("t", 1, 3, b"output")
         for outcome in await asyncio.gather(*both, return_exceptions=True):
             assert isinstance(outcome, Fenced)
         await writer.append("t", 2, 0, b"restarted")
@@ -465,14 +465,14 @@ async def test_the_end_of_an_old_attempt_settles_nothing_of_its_engines_new_one(
     assert again.attempt == 3
     async with bus.writer() as writer:
         with pytest.raises(Fenced):
-            await writer.append("t", 1, 5, b"final", True, done=("demo", "t", "one", 1))
+            await writer.append("t", 1, 5, b"final", True, settles=("demo", "t", "one", 1))
         assert await bus.command("HKEYS", keys.queue("demo", "entries")) == [b"t"]
         assert await bus.command("HGET", keys.queue("demo", "taken"), "t") == b"one"
         # What its adapter does then.
         assert await bus.queue.put_back("demo", "one", "", lost=True, trace="t", attempt=1) == 0
         assert await bus.command("HGET", keys.queue("demo", "taken"), "t") == b"one"
         await bus.records.open("t", "one", 3)
-        await writer.append("t", 3, 0, b"final", True, done=("demo", "t", "one", 3))
+        await writer.append("t", 3, 0, b"final", True, settles=("demo", "t", "one", 3))
     assert await bus.command("HLEN", keys.queue("demo", "entries")) == 0
 
 

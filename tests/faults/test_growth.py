@@ -16,7 +16,7 @@ from tests.faults.test_redis_loss import until
 from tests.support.scripted_engine import acts, info, serving
 from tracewire.traces import presence
 from tracewire_bus.bus import Bus
-from tracewire_bus.events import writer as writing
+from tracewire_bus.events import restore
 
 
 def remembers_class(thing: object) -> bool:
@@ -31,8 +31,8 @@ async def test_nothing_that_python_counts_is_left_of_traces_that_have_ended(
     bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # What Redis has acknowledged is kept for a while, should it come back with less.
-    monkeypatch.setattr(writing, "KEEP_S", 0.0)
-    monkeypatch.setattr(writing, "LOOK_S", 0.05)
+    monkeypatch.setattr(restore, "KEEP_S", 0.0)
+    monkeypatch.setattr(restore, "LOOK_S", 0.05)
     monkeypatch.setattr(presence, "GUARD_S", 0.0)
 
     async with tracewire.connect(bus.url, prefix=bus.keys.prefix) as client, serving(bus, free(), info()) as adapter:

@@ -20,7 +20,7 @@ from tracewire import Client, Final, Output, Restarted
 from tracewire.traces.presence import Presence
 from tracewire_bus import recovery
 from tracewire_bus.bus import Bus, BusError, Fenced
-from tracewire_bus.events import writer as writing
+from tracewire_bus.events import restore
 from tracewire_bus.store.keys import FINAL_ID
 from tracewire_bus.store.lifecycle import lifecycle_fields
 from tracewire_bus.transport.errors import BusFull
@@ -34,7 +34,7 @@ PATIENCE = 20
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """What waits for a while waits less."""
     monkeypatch.setattr(recovery, "PATIENCE_S", 0.1)
-    monkeypatch.setattr(writing, "LOOK_S", 0.05)
+    monkeypatch.setattr(restore, "LOOK_S", 0.05)
     monkeypatch.setattr("tracewire.traces.presence.GUARD_POLL_S", 0.05)
 
 
@@ -216,7 +216,7 @@ async def test_a_replica_that_lagged_gets_what_it_lacks(tmp_path: Path) -> None:
 
 
 async def test_a_trace_of_which_too_much_is_lost_runs_again(redis: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writing, "KEEP_BYTES", 1500)
+    monkeypatch.setattr(restore, "KEEP_BYTES", 1500)
     async with (
         played(redis.url) as (gate, client, _, _),
         client.trace("tiny", "hello", acts, max_tokens=30, detach=True) as trace,
@@ -285,18 +285,20 @@ async def test_what_is_appended_again_is_told_once(redis: Server) -> None:
             return [(entry[b"k"], entry[b"c"]) for entry in entries]
 
         async def appended_again(lost: int, last: str) -> None:
-            opened = writer._link.opened
+            opened = writer.restorer.link.opened
             await redis.lose(lost)
-            await until(lambda: writer._whole == writer._link.opened > opened)
+            await until(lambda: writer.restorer.whole == writer.restorer.link.opened > opened)
             assert await bus.tail_id("t") == last
 
         await bus.submit(Submission(trace="t", model="m", invokes=[Invoke(prompt="x")], client="me"))
         await bus.records.open("t", "e", 1)
         await writer.append(
-            "t", 1, 0, b"begun", life=lifecycle_fields("accepted", "t", model="m", engine="e", attempt=1)
+            "t", 1, 0, b"begun", lifecycle=lifecycle_fields("accepted", "t", model="m", engine="e", attempt=1)
         )
         since = redis.written
-        await writer.append("t", 1, 1, b"held", life=lifecycle_fields("paused", "t", model="m", engine="e", attempt=1))
+        await writer.append(
+            "t", 1, 1, b"held", lifecycle=lifecycle_fields("paused", "t", model="m", engine="e", attempt=1)
+        )
         await writer.append("t", 1, 2, b"output")
         # Nothing, some of it, and the end.
         everything = [(b"queued", b"me"), (b"accepted", b"me"), (b"paused", b"me")]
@@ -305,7 +307,7 @@ async def test_what_is_appended_again_is_told_once(redis: Server) -> None:
             assert await told() == everything
         since = redis.written
         life = lifecycle_fields("final", "t", model="m", engine="e", attempt=1, status="finished")
-        await writer.append("t", 1, 3, b"end", final=True, life=life)
+        await writer.append("t", 1, 3, b"end", final=True, lifecycle=life)
         for _ in range(2):
             await appended_again(since, FINAL_ID)
             assert await told() == [*everything, (b"final", b"me")]
@@ -321,7 +323,7 @@ async def test_an_end_is_settled_again_and_its_large_values_are_there(redis: Ser
         since = redis.written
         ref = await bus.blobs.store("t", np.arange(300_000, dtype="float64"))
         await writer.append("t", 1, 0, b"begun")
-        await writer.append("t", 1, 1, b"x" * 100_000, final=True, done=("tiny", "t", "e"))
+        await writer.append("t", 1, 1, b"x" * 100_000, final=True, settles=("tiny", "t", "e"))
         assert await _settled(bus)
         await redis.lose(since)
         await until(lambda: _settled(bus))
@@ -509,7 +511,7 @@ async def test_what_was_refused_together_comes_in_order(redis: Server) -> None:
         async with anyio.create_task_group() as group:
             for seq in range(1, 6):
                 group.start_soon(writer.append, "t", 1, seq, b"more")
-            await until(lambda: [len(stream.stuck) for stream in writer._stuck.values()] == [5])
+            await until(lambda: [len(stream.stuck) for stream in writer._stuck.streams.values()] == [5])
             await limit(bus, 0)
             with anyio.fail_after(PATIENCE):
                 await writer.append("t", 1, 6, b"the end", final=True)
@@ -556,7 +558,7 @@ async def test_what_was_given_up_is_numbered_anew(redis: Server) -> None:
         await writer.append("t", 1, 0, b"begun")
         await writer.append("t", 1, 1, b"one")
         await limit(bus, 1)
-        refused = [writer.queue("t", 1, seq, b"more") for seq in (2, 3)]
+        refused = [writer.submit("t", 1, seq, b"more") for seq in (2, 3)]
         for one in refused:
             with pytest.raises(BusFull):
                 await one

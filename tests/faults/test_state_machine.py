@@ -265,7 +265,7 @@ class Claims(RuleBasedStateMachine):
         may = not trace.ended and place > trace.last and not (asks and trace.attempt > run.attempt)
         data = encode(Restarted(attempt=run.attempt, seq=run.seq, reason=run.engine))
         try:
-            self._do(self.writer.append, trace.id, run.attempt, run.seq, data, told=0 if tells else None)
+            self._do(self.writer.append, trace.id, run.attempt, run.seq, data, live_version=0 if tells else None)
         except Fenced:
             assert not may
             run.over = True
@@ -289,7 +289,7 @@ class Claims(RuleBasedStateMachine):
         # As an adapter does it.
         done = (MODEL, trace.id, run.engine, run.attempt)
         try:
-            self._do(self.writer.append, trace.id, run.attempt, run.seq, data, True, done=done)
+            self._do(self.writer.append, trace.id, run.attempt, run.seq, data, True, settles=done)
         except Fenced:
             assert not may
             self._nothing_behind(run)

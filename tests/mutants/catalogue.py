@@ -114,17 +114,17 @@ MUTANTS = (
         _REDIS + "::test_what_a_killed_redis_lost_is_appended_again",
     ),
     _of(
-        f"{_BUS}/events/writer.py",
+        f"{_BUS}/events/batches.py",
         "what-waited-for-memory-comes-in-reverse",
         "stream.stuck.extendleft(reversed(items))",
         "stream.stuck.extendleft(items)",
         _REDIS + "::test_what_was_refused_together_comes_in_order",
     ),
     _of(
-        f"{_BUS}/events/writer.py",
+        f"{_BUS}/events/appends.py",
         "an-ended-trace-keeps-its-queue-entry",
-        "                    commands.append(item.done)",
-        "                    pass",
+        "                commands.append(item.settle)",
+        "                pass",
         _QUEUE + "::test_an_entry_may_be_settled_with_its_final",
     ),
     _of(
@@ -264,7 +264,7 @@ MUTANTS = (
         _LOSS + "::test_what_an_engine_that_lives_has_taken_stays_its",
     ),
     _of(
-        f"{_BUS}/events/writer.py",
+        f"{_BUS}/events/restore.py",
         "claims-are-not-said-again",
         "        if claims := list(self.claims()):",
         "        if claims := []:",

@@ -164,7 +164,7 @@ class Stage:
         data = encode(event)
         self.fold.apply(decode_event(data))
         seq, self.seq = self.seq, self.seq + 1
-        await self._writer.append(self.trace, self.attempt, seq, data, told=version)
+        await self._writer.append(self.trace, self.attempt, seq, data, live_version=version)
 
     async def publish(self, event: Event, *, fold: bool = True) -> None:
         """Append an event as it is."""
@@ -189,13 +189,13 @@ class Stage:
                 error=end.error.type if end and end.error else "",
                 usage=end.usage if end else None,
             )
-        await self.append(data, final=isinstance(event, Final), life=life)
+        await self.append(data, final=isinstance(event, Final), lifecycle=life)
 
     async def append(self, data: bytes, *, final: bool = False, life: list[Any] | None = None) -> None:
         """Append bytes as the next event, whatever they are."""
         seq, self.seq = self.seq, self.seq + 1
         self.ended = self.ended or final
-        await self._writer.append(self.trace, self.attempt, seq, data, final=final, life=life)
+        await self._writer.append(self.trace, self.attempt, seq, data, final=final, lifecycle=life)
 
     async def accept(self, **fields: Any) -> None:
         """Say that the trace runs."""

@@ -1,4 +1,4 @@
--- #include stream
+-- #include entry_ids
 -- #include lifecycle
 -- Appends again the events that a server which came back lacks, of those that it had acknowledged last, and their
 -- lifecycle entries.
@@ -17,8 +17,8 @@ local function less(one, other)
 end
 
 local function before(one, other)
-  local one_attempt, one_number = stream.parts(one)
-  local other_attempt, other_number = stream.parts(other)
+  local one_attempt, one_number = entry_ids.parts(one)
+  local other_attempt, other_number = entry_ids.parts(other)
   if one_attempt ~= other_attempt then return less(one_attempt, other_attempt) end
   return less(one_number, other_number)
 end
@@ -33,7 +33,7 @@ end
 redis.call('HDEL', key, '')
 local last_attempt, client = unpack(redis.call('HMGET', key, 'a', 'c'))
 if whole == '1' and (tonumber(last_attempt) or 0) > tonumber(attempt) then return 'fenced' end
-local last = stream.last_id(events)
+local last = entry_ids.last(events)
 local from, greatest = nil, base
 for index = FIRST, #ARGV, STEP do
   greatest = ARGV[index]

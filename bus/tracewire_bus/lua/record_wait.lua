@@ -1,3 +1,4 @@
+-- #include entry_ids
 -- #include record
 -- #include stream
 -- Ends an attempt whose trace waits for another engine, and appends the event that says so. Nothing is done where a
@@ -8,7 +9,7 @@ local key, events = unpack(KEYS)
 local attempt, schema, head, tail = unpack(ARGV)
 if redis.call('EXISTS', events) == 0 then return 0 end
 if record.count(redis.call('HGET', key, 'a')) > tonumber(attempt) then return 0 end
-local last_attempt, last_number = stream.parts(stream.last_id(events))
+local last_attempt, last_number = entry_ids.parts(entry_ids.last(events))
 -- Nothing fits after the trace's final event, nor after an attempt that was closed.
 if last_attempt ~= attempt or #last_number > 9 then return 0 end
 local number = last_number + 1

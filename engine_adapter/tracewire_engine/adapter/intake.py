@@ -178,7 +178,7 @@ class Intake:
                 usage=final.usage,
             )
             await self._services.writer.append(
-                trace, entry.attempt, 0, encode(final), final=True, done=settled, life=life
+                trace, entry.attempt, 0, encode(final), final=True, settles=settled, lifecycle=life
             )
         except Fenced:
             logger.warning("trace %s has ended already; its rejection was dropped", trace)

@@ -86,8 +86,8 @@ class Adapter:
         )
         self._writer = bus.writer(memory_patience_s=settings.memory_patience_s)
         self._claims = Claims(bus, info)
-        self._writer.claims = self._claims.commands
-        self._writer.claimed = self._claims.acknowledged
+        self._writer.restorer.claims = self._claims.commands
+        self._writer.restorer.claimed = self._claims.acknowledged
         self._control = Control(bus, info, self._claims, self._steering, self._lifecycle)
         self._recovery = bus.recovery(info.model)
         self._leases = LeaseWatch(bus, info, self._claims, self._control, self._recovery, settings.heartbeat_s)

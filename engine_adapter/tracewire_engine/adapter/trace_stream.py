@@ -88,16 +88,16 @@ class TraceStream:
     def _queue(self, event: Event, *, final: bool = False) -> Coroutine[Any, Any, str]:
         event.attempt, event.seq = self._attempt, self.seq + 1
         data = encode(event)
-        queued = self._writer.queue(
+        queued = self._writer.submit(
             self._trace,
             event.attempt,
             event.seq,
             data,
             final=final,
             # With its final a trace leaves the queue, in one go.
-            done=(self._info.model, self._trace, self._info.engine, self._attempt) if final else None,
-            told=event.version if isinstance(event, RawSteered) else None,
-            life=self._lifecycle(event) if type(event) in _LIFECYCLE else None,
+            settles=(self._info.model, self._trace, self._info.engine, self._attempt) if final else None,
+            live_version=event.version if isinstance(event, RawSteered) else None,
+            lifecycle=self._lifecycle(event) if type(event) in _LIFECYCLE else None,
         )
         self.seq += 1
         if self._tally is not None:
