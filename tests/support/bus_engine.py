@@ -176,10 +176,10 @@ class Stage:
             # As a consumer will, from the bytes.
             self.fold.apply(decode_event(data))
         kind = {Accepted: "accepted", Restarted: "restarted", Final: "final"}.get(type(event))
-        life = None
+        lifecycle = None
         if kind is not None:
             end = event if isinstance(event, Final) else None
-            life = lifecycle_fields(
+            lifecycle = lifecycle_fields(
                 kind,
                 self.trace,
                 model=self._info.model,
@@ -189,13 +189,13 @@ class Stage:
                 error=end.error.type if end and end.error else "",
                 usage=end.usage if end else None,
             )
-        await self.append(data, final=isinstance(event, Final), lifecycle=life)
+        await self.append(data, final=isinstance(event, Final), lifecycle=lifecycle)
 
-    async def append(self, data: bytes, *, final: bool = False, life: list[Any] | None = None) -> None:
+    async def append(self, data: bytes, *, final: bool = False, lifecycle: list[Any] | None = None) -> None:
         """Append bytes as the next event, whatever they are."""
         seq, self.seq = self.seq, self.seq + 1
         self.ended = self.ended or final
-        await self._writer.append(self.trace, self.attempt, seq, data, final=final, lifecycle=life)
+        await self._writer.append(self.trace, self.attempt, seq, data, final=final, lifecycle=lifecycle)
 
     async def accept(self, **fields: Any) -> None:
         """Say that the trace runs."""
