@@ -56,12 +56,13 @@ test-full: $(READY)  ## all tests
 test-engineless: $(READY)  ## the tests that start no engine
 	@$(BIN)/python -m pytest -q -m "not full and not engine" $(ARGS)
 
-lint: $(READY)  ## ruff, mypy --strict on the three packages, the import contracts, luacheck
+lint: $(READY)  ## ruff, mypy --strict on the three packages, the import contracts, the examples' types, luacheck
 	@echo "lint: ruff check"; $(BIN)/ruff check -q .
 	@echo "lint: ruff format"; $(BIN)/ruff format -q --check .
 	@echo "lint: mypy"; $(BIN)/mypy --strict --no-error-summary
 	@echo "lint: imports"; said=$$($(BIN)/lint-imports --no-logo 2>&1) || { echo "$$said"; exit 1; }
 	@echo "lint: luacheck"; $(BIN)/python -m tests.support.luacheck
+	@echo "lint: types of the examples"; $(BIN)/python -m tests.support.typecheck
 	@echo "lint: clean"
 
 format: $(READY)  ## let ruff format and mend what it can

@@ -48,8 +48,12 @@ def _is_event(value: Any) -> bool:
 
 def loaded(example: str) -> ModuleType:
     """An example's `run.py`, which does not run when it is imported."""
-    path = ROOT / "examples" / example / "run.py"
-    spec = importlib.util.spec_from_file_location(f"{example}_run", path)
+    return module_of(ROOT / "examples" / example / "run.py")
+
+
+def module_of(path: Path) -> ModuleType:
+    """The module of a file."""
+    spec = importlib.util.spec_from_file_location(f"{path.parent.name}_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
