@@ -118,6 +118,8 @@ class Capture:
 
     def names_of(self, function: types.FunctionType, source: FunctionSource, *, block: bool = False) -> None:
         """Bind every free name of `function` to what it stands for."""
+        if not source.free_names:
+            return
         closure = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
 
         def meaning(name: str) -> Any:
@@ -369,7 +371,7 @@ class Capture:
                 line,
             )
         definition = find(function)
-        definition.check_helper()
+        _ = definition.checked_helper
         replaced: dict[ast.expr, str] = {}
         values = defaults_of(function)
         for parameter, expression in definition.default_names().items():
@@ -404,7 +406,7 @@ class Capture:
             spelled = self.spelled(name)
             reason = f"{spelled!r} is a class of your own, {type_name(cls)}: {problem.message}"
             raise self.untransportable(spelled, reason, source, line) from None
-        definition.check_class()
+        _ = definition.checked_class
         self._names_of_class(cls, definition, definition.eager_names)
         self.helpers.append(
             Helper(

@@ -46,6 +46,11 @@ class ClassSource(FunctionSource):
 
     def text(self, name: str) -> str:
         """The whole definition, dedented, under another name."""
+        if (known := self._definitions.get((name, ()))) is None:
+            known = self._definitions[name, ()] = self._text(name)
+        return known
+
+    def _text(self, name: str) -> str:
         end_line, _ = end_of(self.node)
         lines = [text.encode() for text in self.file.lines[self.first_line - 1 : end_line]]
         source = dedent(lines, self.node.col_offset)
@@ -87,14 +92,16 @@ class ClassSource(FunctionSource):
                 return base
         return None
 
-    def check_class(self) -> None:
-        """Refuse what does not compile by itself.
+    @cached_property
+    def checked_class(self) -> bool:
+        """Refuses what does not compile by itself, once.
 
         Raises:
             BlockError: at the first such line.
         """
         self._check_globals()
         self._compile(self.text(self.node.name), self.first_line)
+        return True
 
 
 def _collect(table: symtable.SymbolTable, names: set[str], *, running: bool, eager: bool) -> None:

@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Any
 
 from tracewire.errors import BlockError
 
@@ -210,6 +211,17 @@ class FunctionSource:
 
         A lambda becomes an assignment of it. Decorators are left out.
         """
+        key = name, tuple((*end_of(expression), text) for expression, text in replaced.items())
+        if (known := self._definitions.get(key)) is None:
+            known = self._definitions[key] = self._cut(name, replaced)
+        return known
+
+    @cached_property
+    def _definitions(self) -> dict[tuple[str, Any], str]:
+        """What `definition` returned: a service submits the same functions again and again."""
+        return {}
+
+    def _cut(self, name: str, replaced: dict[ast.expr, str]) -> str:
         node = self.node
         assert not isinstance(node, ast.With)
         end_line, end_column = end_of(node)
@@ -328,8 +340,9 @@ class FunctionSource:
         source, line = self.body
         self._compile(source, line)
 
-    def check_helper(self) -> None:
-        """Refuse what a function that a block calls cannot do.
+    @cached_property
+    def checked_helper(self) -> bool:
+        """Refuses what a function that a block calls cannot do, once.
 
         Raises:
             BlockError: at the first such line.
@@ -338,6 +351,7 @@ class FunctionSource:
             raise self.error(f"a block cannot call the coroutine function {self.name}(): nothing can be awaited there")
         self._check_globals()
         self._compile(self.definition(getattr(self.node, "name", "_"), {}), self.node.lineno)
+        return True
 
     def _check_globals(self) -> None:
         for node in ast.walk(self.node):
