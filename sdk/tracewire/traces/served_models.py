@@ -122,7 +122,7 @@ class ServedModels:
         """A model by its name, from a registry that was read at most `age` seconds ago.
 
         Raises:
-            UnknownModel: no engine serves it, nor did one begin to within `wait_for_engine` seconds.
+            UnknownModel: no engine serves it, nor did one begin to within `timeout` seconds.
         """
         await self._look(age)
         if name not in self._engines:

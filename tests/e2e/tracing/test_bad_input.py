@@ -230,9 +230,9 @@ async def test_a_read_out_of_order_is_the_block_s_error(client: Client, model: M
         ({"temperature": -1.0}, "sampling.temperature"),
         ({"max_tokens": -3}, "sampling.max_tokens"),
         ({"top_p": 7}, "sampling.top_p"),
-        ({"temprature": 1.0}, "sampling.temprature"),
+        ({"extra_sampling": {"temprature": 1.0}}, "sampling.temprature"),
         ({"n": 0}, "sampling.n"),
-        ({"extra_args": {"a": 1}}, "sampling.extra_args"),
+        ({"extra_sampling": {"extra_args": {"a": 1}}}, "sampling.extra_args"),
         ({"logit_bias": {5: "x"}}, "sampling.logit_bias"),
     ],
 )

@@ -287,11 +287,11 @@ async def test_saved_logits_are_not_what_the_sampler_made_of_them(client: Client
 @pytest.mark.parametrize(
     ("options", "field", "message"),
     [
-        ({"temperatur": 0.5}, "sampling.temperatur", "did you mean 'temperature'"),
+        ({"extra_sampling": {"temperatur": 0.5}}, "sampling.temperatur", "did you mean 'temperature'"),
         ({"top_p": 2.0}, "sampling.top_p", "top_p"),
-        ({"output_kind": 1}, "sampling.output_kind", "engine's own"),
-        ({"stream_interval": 4}, "sampling.stream_interval", "engine's own"),
-        ({"flat_logprobs": True}, "sampling.flat_logprobs", "engine's own"),
+        ({"extra_sampling": {"output_kind": 1}}, "sampling.output_kind", "engine's own"),
+        ({"extra_sampling": {"stream_interval": 4}}, "sampling.stream_interval", "engine's own"),
+        ({"extra_sampling": {"flat_logprobs": True}}, "sampling.flat_logprobs", "engine's own"),
         ({"logprobs": 10_000}, "sampling.logprobs", "logprobs"),
         ({"allowed_token_ids": [10**6]}, "sampling.allowed_token_ids", "allowed_token_ids"),
         ({"logit_bias": {10**6: 1.0}}, "sampling.logit_bias", "logit_bias"),

@@ -487,9 +487,9 @@ async def test_gradients_are_an_error(client: Client, model: Model) -> None:
 
 
 async def test_remote_is_refused(client: Client, model: Model) -> None:
-    with pytest.raises(TraceRejected) as caught:
+    with pytest.raises(tracewire.UnknownOption) as caught:
         await run(client, model, logits_once, remote=True)
-    assert caught.value.field == "sampling.remote"
+    assert caught.value.field == "remote"
 
 
 async def test_prompts_without_any_are_refused(client: Client, model: Model) -> None:
