@@ -17,18 +17,25 @@ _FOLD = "tests/bus/test_fold.py"
 _QUEUE = "tests/bus/test_queue.py"
 _SNAPSHOTS = "tests/bus/test_snapshots.py"
 _STREAMS = "tests/bus/test_streams.py"
-_FAULTS = "tests/control/test_adapter_faults.py"
-_OUTPUTS = "tests/control/test_adapter_outputs.py"
-_CHAT = "tests/control/test_chat_backend.py"
-_CONTROL = "tests/control/test_control.py"
-_ENDS = "tests/control/test_ends_and_leaks.py"
+_CHAT = "tests/examples/test_chat_backend.py"
+_EXAMPLES = "tests/examples/test_examples.py"
 _CHECKER = "tests/faults/test_checker.py"
 _LOSS = "tests/faults/test_engine_loss.py"
 _REDIS = "tests/faults/test_redis_loss.py"
 _REFUSALS = "tests/faults/test_refusals.py"
-_CLIENT = "tests/sdk/test_client.py"
-_EXAMPLES = "tests/test_examples.py"
+_TRACES_CONTROL = "tests/unit/tracewire/traces/test_control.py"
+_ENDING = "tests/unit/tracewire/traces/test_ending.py"
+_MODEL_CHECKS = "tests/unit/tracewire/traces/test_model_checks.py"
+_PRESENCE = "tests/unit/tracewire/traces/test_presence.py"
+_SUBSCRIPTION = "tests/unit/tracewire/traces/test_subscription.py"
+_TRACE = "tests/unit/tracewire/traces/test_trace.py"
+_BLOCK_SOURCES = "tests/unit/tracewire_engine/adapter/test_block_sources.py"
+_INTAKE = "tests/unit/tracewire_engine/adapter/test_intake.py"
+_LEASES = "tests/unit/tracewire_engine/adapter/test_leases.py"
+_LIVE_CHANGES = "tests/unit/tracewire_engine/adapter/test_live_changes.py"
 _READ_DECODER = "tests/unit/tracewire_engine/adapter/test_read_decoder.py"
+_TRACE_END = "tests/unit/tracewire_engine/adapter/test_trace_end.py"
+_TRACE_RUN = "tests/unit/tracewire_engine/adapter/test_trace_run.py"
 _BATCHED_SERVING = "tests/unit/tracewire_engine/worker/blocks/test_batched_serving.py"
 _DECLARED_PLAN = "tests/unit/tracewire_engine/worker/declared/test_plan.py"
 _FINISHING = "tests/unit/tracewire_engine/worker/test_finishing.py"
@@ -290,28 +297,28 @@ MUTANTS = (
         "a-change-of-another-form-is-accepted",
         "  if declared ~= form then return {'form', name, declared} end\n",
         "",
-        _CONTROL + "::test_a_change_that_does_not_fit_what_was_declared_is_refused_by_name",
+        _TRACES_CONTROL + "::test_a_change_that_does_not_fit_what_was_declared_is_refused_by_name",
     ),
     _of(
         f"{_BUS}/lua/record_steer.lua",
         "a-change-of-a-queued-trace-is-dropped",
         "redis.call('ZADD', changes, version, change)",
         "",
-        _CONTROL + "::test_a_queued_trace_starts_with_what_it_was_steered_to",
+        _TRACES_CONTROL + "::test_a_queued_trace_starts_with_what_it_was_steered_to",
     ),
     _of(
         f"{_BUS}/lua/record_steer.lua",
         "a-change-is-made-twice",
         "if accepted then return {'accepted', tonumber(accepted)} end",
         "",
-        _CONTROL + "::test_a_change_whose_answer_was_lost_is_accepted_though_its_trace_has_ended_since",
+        _TRACES_CONTROL + "::test_a_change_whose_answer_was_lost_is_accepted_though_its_trace_has_ended_since",
     ),
     _of(
         f"{_BUS}/lua/record_create.lua",
         "a-deadline-is-not-kept",
         "  redis.call('ZADD', deadlines, at, trace)\n",
         "",
-        _CONTROL + "::test_a_deadline_passes_with_no_engine",
+        _PRESENCE + "::test_a_deadline_passes_with_no_engine",
         hangs=True,
     ),
     _of(
@@ -319,7 +326,7 @@ MUTANTS = (
         "a-cancelled-trace-is-told-as-running",
         "finish(base, trace, schema, head, tail, retention, 'cancelled', 'Cancelled')",
         "",
-        _CONTROL + "::test_a_queued_trace_is_cancelled_at_once",
+        _TRACES_CONTROL + "::test_a_queued_trace_is_cancelled_at_once",
         hangs=True,
     ),
     _of(
@@ -327,7 +334,7 @@ MUTANTS = (
         "an-order-is-lost",
         "            for id_, flat in entries:\n",
         "            for id_, flat in entries[:1]:\n",
-        _CONTROL + "::test_orders_come_once_and_in_order_over_a_broken_way",
+        _TRACES_CONTROL + "::test_orders_come_once_and_in_order_over_a_broken_way",
         hangs=True,
     ),
     # --- large values and snapshots -----------------------------------------------------------------------------------
@@ -452,7 +459,7 @@ MUTANTS = (
         "a-subscription-resumes-where-it-began",
         "            self.position = entry.id\n",
         "",
-        _CLIENT + "::test_a_subscription_goes_on_after_any_event",
+        _SUBSCRIPTION + "::test_a_subscription_goes_on_after_any_event",
     ),
     _of(
         f"{_SDK}/traces/event_reader.py",
@@ -466,28 +473,28 @@ MUTANTS = (
         "names-that-nobody-asked-for-come-along",
         "return [[change for change in step if change.path[0] in names] for step in deltas]",
         "return deltas",
-        _CLIENT + "::test_names_limit_what_is_saved_and_nothing_else",
+        _SUBSCRIPTION + "::test_names_limit_what_is_saved_and_nothing_else",
     ),
     _of(
         f"{_SDK}/traces/ending.py",
         "a-mismatch-is-not-told",
         "        if self.mismatch is not None:\n",
         "        if False:\n",
-        _CLIENT + "::test_a_state_that_differs_from_the_engine_s_is_an_error",
+        _ENDING + "::test_a_state_that_differs_from_the_engine_s_is_an_error",
     ),
     _of(
         f"{_SDK}/traces/trace.py",
         "an-output-is-lost-beside-a-result",
         "            if self._iterating or self._keep_items:",
         "            if self._keep_items:",
-        _CLIENT + "::test_an_iteration_that_begins_while_a_result_is_waited_for_gets_all",
+        _TRACE + "::test_an_iteration_that_begins_while_a_result_is_waited_for_gets_all",
     ),
     _of(
         f"{_SDK}/traces/trace.py",
         "a-submission-in-doubt-is-forgotten",
         "                self._unconfirmed = not submission.detach\n",
         "                self._unconfirmed = False\n",
-        "tests/sdk/test_outages.py::test_a_submission_whose_reply_was_lost_is_cancelled_when_redis_answers",
+        "tests/unit/tracewire/traces/test_presence.py::test_a_submission_whose_reply_was_lost_is_cancelled_when_redis_answers",
         hangs=True,
     ),
     _of(
@@ -495,35 +502,35 @@ MUTANTS = (
         "leaving-a-trace-does-not-cancel-it",
         "if leaving and not self._submission.detach and not self._fold.finished:",
         "if False:",
-        _CONTROL + "::test_leaving_a_trace_cancels_it_unless_it_is_detached",
+        _TRACES_CONTROL + "::test_leaving_a_trace_cancels_it_unless_it_is_detached",
     ),
     _of(
         f"{_SDK}/traces/model_checks.py",
         "a-path-is-not-checked",
         "    for problem in problems:\n",
         "    for problem in ():\n",
-        _CLIENT + "::test_a_path_that_does_not_exist_is_refused_with_the_nearest",
+        _MODEL_CHECKS + "::test_a_path_that_does_not_exist_is_refused_with_the_nearest",
     ),
     _of(
         f"{_SDK}/traces/tracer.py",
         "a-tracer-holds-its-callers-frame",
         "            self._submission = self._captured(body)\n",
         "            self._submission, self._body = self._captured(body), body\n",
-        "tests/sdk/test_with.py::test_it_holds_no_frame",
+        "tests/unit/tracewire/traces/test_with_blocks.py::test_it_holds_no_frame",
     ),
     _of(
         f"{_SDK}/traces/presence.py",
         "a-closed-client-keeps-its-lease",
         "                    await self._bus.leases.release(self._lease)\n",
         "                    pass\n",
-        _CONTROL + "::test_a_closed_client_holds_no_lease",
+        _PRESENCE + "::test_a_closed_client_holds_no_lease",
     ),
     _of(
         f"{_SDK}/traces/presence.py",
         "a-lease-is-not-renewed",
         "await self._bus.leases.renew(self._lease, self._lease_s * 2 / 3, link)",
         "pass",
-        _ENDS + "::test_a_lease_is_renewed_beside_calls_that_hang",
+        _PRESENCE + "::test_a_lease_is_renewed_beside_calls_that_hang",
     ),
     _of(
         f"{_SDK}/traces/presence.py",
@@ -538,7 +545,7 @@ MUTANTS = (
         "two-deltas-change-places",
         "found = [one.take(index) for index in wanted]",
         "found = [one.take(index) for index in reversed(wanted)]",
-        _OUTPUTS + "::test_each_token_has_what_was_saved_in_its_step",
+        _TRACE_RUN + "::test_each_token_has_what_was_saved_in_its_step",
     ),
     _of(
         f"{_ENGINE}/adapter/trace_stream.py",
@@ -552,42 +559,42 @@ MUTANTS = (
         "an-output-is-dropped",
         "        if not token_ids and not choice.text and finish_reason is None:\n            return\n",
         "        if first == 3:\n            return\n",
-        _OUTPUTS + "::test_each_token_has_what_was_saved_in_its_step",
+        _TRACE_RUN + "::test_each_token_has_what_was_saved_in_its_step",
     ),
     _of(
         f"{_ENGINE}/adapter/running_request.py",
         "the-end-of-a-block-comes-a-token-late",
         "keep = pending.ended_at + 1 - len(published)",
         "keep = pending.ended_at + 2 - len(published)",
-        _OUTPUTS + "::test_a_trace_ends_at_the_token_at_which_its_block_ended",
+        _TRACE_END + "::test_a_trace_ends_at_the_token_at_which_its_block_ended",
     ),
     _of(
         f"{_ENGINE}/adapter/digests.py",
         "what-came-with-the-end-has-no-digest",
         "entry.digest = entry.digest or self.of(entry.name)",
         "pass",
-        _OUTPUTS + "::test_each_token_has_what_was_saved_in_its_step",
+        _TRACE_RUN + "::test_each_token_has_what_was_saved_in_its_step",
     ),
     _of(
         f"{_ENGINE}/adapter/trace_run.py",
         "an-accepted-change-is-told-by-no-event",
         "return [*told, *live.last_events()] if final else told",
         "return told",
-        _ENDS + "::test_what_is_accepted_in_an_outage_at_the_end_is_told",
+        _LIVE_CHANGES + "::test_what_is_accepted_in_an_outage_at_the_end_is_told",
     ),
     _of(
         f"{_ENGINE}/adapter/trace_run.py",
         "a-change-is-told-a-step-late",
         "known = {(request, choice): index for request, choice, index in first}",
         "known = {(request, choice): index + 1 for request, choice, index in first}",
-        _FAULTS + "::test_a_change_is_not_told_as_applied_before_it_was_sent",
+        _LIVE_CHANGES + "::test_a_change_is_not_told_as_applied_before_it_was_sent",
     ),
     _of(
         f"{_ENGINE}/adapter/pending.py",
         "a-lost-report-is-waited-for-for-ever",
         "            self.given_up = True\n",
         "            pass\n",
-        "tests/control/test_lost_reports.py"
+        "tests/unit/tracewire_engine/adapter/test_report_router.py"
         "::test_a_trace_whose_report_was_lost_ends_with_an_error_and_the_others_go_on",
         hangs=True,
     ),
@@ -596,14 +603,14 @@ MUTANTS = (
         "a-known-change-is-taken-again",
         "        if change.version <= self.version:\n",
         "        if change.version < self.version:\n",
-        _OUTPUTS + "::test_a_change_that_reached_no_step_is_told_once",
+        _LIVE_CHANGES + "::test_a_change_that_reached_no_step_is_told_once",
     ),
     _of(
         f"{_ENGINE}/adapter/control.py",
         "an-adapter-ignores-a-cancel",
         """        elif order.kind == "cancel":\n""",
         """        elif order.kind == "never":\n""",
-        _FAULTS + "::test_the_reaper_outlives_a_call_that_fails",
+        _LEASES + "::test_the_reaper_outlives_a_call_that_fails",
         hangs=True,
     ),
     _of(
@@ -611,21 +618,21 @@ MUTANTS = (
         "an-adapter-ignores-a-deadline",
         "call_later(opened.left_s, self._control.end,",
         "call_later(opened.left_s + 1e6, self._control.end,",
-        _OUTPUTS + "::test_a_trace_past_its_deadline_is_ended_by_its_engine",
+        _TRACE_RUN + "::test_a_trace_past_its_deadline_is_ended_by_its_engine",
     ),
     _of(
         f"{_ENGINE}/adapter/leases.py",
         "an-adapter-forgets-leases",
         "            if now - since >= _patience_of(lease):\n",
         "            if False:\n",
-        _FAULTS + "::test_an_outage_is_no_absence_of_a_client",
+        _LEASES + "::test_an_outage_is_no_absence_of_a_client",
     ),
     _of(
         f"{_ENGINE}/adapter/intake.py",
         "garbage-is-not-dead-lettered",
         "            await self._bus.queue.dead_letter(self._info.model, entry, failure.message)\n",
         "            await self._bus.queue.done(self._info.model, entry.trace)\n",
-        _OUTPUTS + "::test_what_names_no_trace_becomes_a_dead_letter",
+        _INTAKE + "::test_what_names_no_trace_becomes_a_dead_letter",
     ),
     _of(
         f"{_ENGINE}/adapter/service.py",
@@ -647,7 +654,7 @@ MUTANTS = (
         "an-adapter-does-not-check-paths",
         "problems = [problem for name in names for problem in check_block(tree, source, name)]",
         "problems = []",
-        _OUTPUTS + "::test_a_block_with_a_path_that_there_is_not_is_refused_whoever_sent_it",
+        _BLOCK_SOURCES + "::test_a_block_with_a_path_that_there_is_not_is_refused_whoever_sent_it",
     ),
     _of(
         f"{_ENGINE}/adapter/retention.py",

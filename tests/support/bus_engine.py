@@ -46,7 +46,7 @@ from tracewire_bus.wire.messages import (
 from tracewire_bus.wire.packing import unpack, wire
 from tracewire_bus.wire.refs import ArrayRef
 
-__all__ = ["Script", "ScriptedEngine", "Stage", "engine_info", "tiny"]
+__all__ = ["BusEngine", "Script", "Stage", "engine_info", "tiny"]
 
 #: How long one wait for submissions lasts, in milliseconds; leaving the engine cancels it.
 BLOCK_MS = 1000
@@ -293,7 +293,7 @@ class Stage:
 Script = Callable[[Stage], Awaitable[None]]
 
 
-class ScriptedEngine:
+class BusEngine:
     """An engine on the bus that runs `script` for every submission that it takes, all at once.
 
     `taken` holds what it was sent, in order.
@@ -310,7 +310,7 @@ class ScriptedEngine:
     @asynccontextmanager
     async def running(
         cls, url: str, prefix: str, script: Script, info: EngineInfo | None = None
-    ) -> AsyncIterator[ScriptedEngine]:
+    ) -> AsyncIterator[BusEngine]:
         """An engine that serves for as long as the context lasts. What its scripts raise comes out of the context."""
         async with Bus.open(url, prefix=prefix) as bus:
             engine = cls(bus, script, info or engine_info())

@@ -13,8 +13,8 @@ _PROGRAMS = ("curl", "docker", "kubectl", "make", "pip", "python", "tracewire", 
 _SHELL = ("", "bash", "console", "sh")
 
 _BENCHMARKS = "tests/test_benchmarks.py::test_"
-_CHAT = "tests/control/test_chat_backend.py::test_the_requests_of_its_page"
-_CLI = "tests/sdk/test_cli.py::test_"
+_CHAT = "tests/examples/test_chat_backend.py::test_the_requests_of_its_page"
+_CLI = "tests/unit/tracewire/cli/test_"
 _OPERATORS = "tests/e2e/parallel/test_deployment.py::test_what_the_documentation_tells_operators_to_type"
 
 #: The start of a command, and the test that runs it: with these options, or in small. The longest start counts.
@@ -36,23 +36,25 @@ RUN_BY = {
     "python -m benchmarks.steering": _BENCHMARKS + "steering",
     "python -m examples.chat_backend": "tests/e2e/serving/test_chat_backend.py::test_the_try_out",
     "uvicorn --factory examples.chat_backend.app:create_app": (
-        "tests/control/test_chat_backend.py::test_the_service_as_uvicorn_starts_it"
+        "tests/examples/test_chat_backend.py::test_the_service_as_uvicorn_starts_it"
     ),
     "curl": _CHAT,
     "python -m tests.faults.harness.soak": "tests/test_commands.py::test_soak",
     "python examples/demo_model/train.py": "tests/test_commands.py::test_a_model_is_trained",
     "python examples/demo_model/direction.py": "tests/test_commands.py::test_the_direction_is_found_again",
     "pip install tracewire": "tests/test_packaging.py::test_base_install_runs_without_the_engine",
-    "tracewire redis": _CLI + "redis_runs_until_it_is_told_to_end",
+    "tracewire redis": _CLI + "main.py::test_redis_runs_until_it_is_told_to_end",
     "tracewire engine demo": "tests/e2e/tracing/test_traces.py::*",
     "tracewire engine MODEL": "tests/e2e/tracing/test_traces.py::*",
     "tracewire engine MODEL --distributed-executor-backend ray": "tests/e2e/parallel/test_ray.py::*",
-    "tracewire models": _CLI + "models_lists_what_is_served",
-    "tracewire watch": _CLI + "watch_prints_a_trace_to_its_end",
+    "tracewire models": _CLI + "engines.py::test_models_lists_what_is_served",
+    "tracewire watch": _CLI + "traces.py::test_watch_prints_a_trace_to_its_end",
     "tracewire engines": _OPERATORS,
     "tracewire ready": _OPERATORS,
     "tracewire drain": _OPERATORS,
-    "tracewire drain ENGINE --url": "tests/distributed/test_drain.py::test_the_command_lists_probes_and_drains",
+    "tracewire drain ENGINE --url": (
+        "tests/unit/tracewire/cli/test_engines.py::test_the_command_lists_probes_and_drains"
+    ),
     "python -m pytest tests/": "",  # tests, each by itself
 }
 

@@ -19,7 +19,7 @@ import pytest
 import tracewire
 from examples.chat_backend.settings import Settings
 from examples.demo_model.score import CodeScore
-from tests.control.test_chat_backend import Seen, following, opened, said, serving, steered, text
+from tests.examples.test_chat_backend import Seen, following, opened, said, serving, steered, text
 from tests.support import ROOT
 
 #: Prose, which greedy decoding never leaves by itself.

@@ -7,7 +7,7 @@ import uuid
 import anyio
 
 import tracewire
-from tests.support.bus_engine import ScriptedEngine, Stage, engine_info
+from tests.support.bus_engine import BusEngine, Stage, engine_info
 from tracewire import Final, Output, Steered
 from tracewire_bus.bus import Bus
 from tracewire_bus.wire.messages import Invoke, Submission
@@ -30,7 +30,7 @@ async def end_to_end(url: str, prefix: str, *, follower: str = "", engine: str =
     """Submit, follow from two clients, steer and end; then cancel one that waits, and one that runs."""
     with anyio.fail_after(PATIENCE):
         async with (
-            ScriptedEngine.running(engine or url, prefix, steered, engine_info()) as running,
+            BusEngine.running(engine or url, prefix, steered, engine_info()) as running,
             tracewire.connect(url, prefix=prefix, name="one") as client,
             tracewire.connect(follower or url, prefix=prefix, name="two") as other,
         ):

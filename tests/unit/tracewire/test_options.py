@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import tracewire
-from tests.support.bus_engine import ScriptedEngine, engine_info, tiny
+from tests.support.bus_engine import BusEngine, engine_info, tiny
 from tracewire import Client, Prompt, SamplingOptions, UnknownOption
 from tracewire.submission import Settings, make_submission
 from tracewire_engine.adapter.sampling import FIELDS, RESERVED
@@ -27,7 +27,7 @@ TYPOS: dict[str, tuple[Callable[[Client, tracewire.Model], Any], str, str | None
 async def test_a_keyword_that_there_is_not(embedded: str, prefix: str, case: str) -> None:
     call, name, nearest = TYPOS[case]
     async with (
-        ScriptedEngine.running(embedded, prefix, tiny, engine_info()) as serving,
+        BusEngine.running(embedded, prefix, tiny, engine_info()) as serving,
         tracewire.connect(embedded, prefix=prefix) as client,
     ):
         model = await client.models.get("tiny")
@@ -43,7 +43,7 @@ async def test_a_keyword_that_there_is_not(embedded: str, prefix: str, case: str
 
 async def test_what_is_given_arrives(embedded: str, prefix: str) -> None:
     async with (
-        ScriptedEngine.running(embedded, prefix, tiny, engine_info(loras=["l"])) as serving,
+        BusEngine.running(embedded, prefix, tiny, engine_info(loras=["l"])) as serving,
         tracewire.connect(embedded, prefix=prefix) as client,
     ):
         prompts = ["a", Prompt("b", temperature=0.5, extra_sampling={"newer": [1]})]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import tracewire
-from tests.support.bus_engine import ScriptedEngine, engine_info, tiny
+from tests.support.bus_engine import BusEngine, engine_info, tiny
 from tracewire import UnknownDeadLetter, UnknownEngine
 from tracewire_bus.bus import Bus
 
@@ -59,8 +59,8 @@ async def test_dead_letters_are_listed_page_after_page(
 async def test_engines_and_models_are_listed_and_got(embedded: str, prefix: str) -> None:
     async with (
         tracewire.connect(embedded, prefix=prefix) as client,
-        ScriptedEngine.running(embedded, prefix, tiny, engine_info(engine="e1")),
-        ScriptedEngine.running(embedded, prefix, tiny, engine_info("other", engine="e2")),
+        BusEngine.running(embedded, prefix, tiny, engine_info(engine="e1")),
+        BusEngine.running(embedded, prefix, tiny, engine_info("other", engine="e2")),
     ):
         assert [engine.name async for engine in client.engines.list()] == ["e2", "e1"]
         assert [engine.name for engine in await client.engines.list(model="tiny")] == ["e1"]
@@ -74,7 +74,7 @@ async def test_engines_and_models_are_listed_and_got(embedded: str, prefix: str)
 async def test_waiting_for_a_drained_engine_can_be_limited(embedded: str, prefix: str) -> None:
     async with (
         tracewire.connect(embedded, prefix=prefix) as client,
-        ScriptedEngine.running(embedded, prefix, tiny, engine_info(engine="e1")),
+        BusEngine.running(embedded, prefix, tiny, engine_info(engine="e1")),
     ):
         draining = await client.engines.drain("e1")
         with pytest.raises(TimeoutError):

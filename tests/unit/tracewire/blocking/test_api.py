@@ -16,7 +16,7 @@ import pytest
 
 import tracewire
 from tests.support import blocking as generator
-from tests.support.bus_engine import Script, ScriptedEngine, Stage, engine_info, tiny
+from tests.support.bus_engine import BusEngine, Script, Stage, engine_info, tiny
 from tracewire import ClientClosed, ConnectError, Steered, TraceRejected, UnknownEngine, UnknownTrace
 
 PATIENCE = 30
@@ -54,7 +54,7 @@ async def serving(embedded: str, prefix: str) -> AsyncIterator[Any]:
     """Runs an engine, and a function on a thread with a blocking client's class, its URL and its prefix."""
 
     async def run(function: Any, script: Script = tiny, **info: Any) -> Any:
-        async with ScriptedEngine.running(embedded, prefix, script, engine_info(**info)):
+        async with BusEngine.running(embedded, prefix, script, engine_info(**info)):
             with anyio.fail_after(PATIENCE):
                 made = partial(tracewire.blocking.Client, embedded, prefix=prefix)
                 return await anyio.to_thread.run_sync(function, made, abandon_on_cancel=True)

@@ -9,7 +9,7 @@ import textwrap
 import anyio.to_thread
 import pytest
 
-from tests.support.bus_engine import ScriptedEngine, Stage, engine_info
+from tests.support.bus_engine import BusEngine, Stage, engine_info
 
 ENDS = {
     "a client that nobody closes": "client = tracewire.blocking.connect(url, prefix=prefix); client.models.get('tiny')",
@@ -43,7 +43,7 @@ async def test_a_program_ends(embedded: str, prefix: str, case: str) -> None:
         await anyio.sleep_forever()
 
     program = f"import tracewire\nurl, prefix = {embedded!r}, {prefix!r}\n{textwrap.dedent(ENDS[case])}\nprint('end')"
-    async with ScriptedEngine.running(embedded, prefix, script, engine_info()):
+    async with BusEngine.running(embedded, prefix, script, engine_info()):
         done = await anyio.to_thread.run_sync(
             lambda: subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
         )

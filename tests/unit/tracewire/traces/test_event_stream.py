@@ -9,7 +9,7 @@ import anyio
 import pytest
 
 import tracewire
-from tests.support.bus_engine import ScriptedEngine, Stage, engine_info, tiny
+from tests.support.bus_engine import BusEngine, Stage, engine_info, tiny
 from tracewire import (
     AmbiguousResult,
     Client,
@@ -39,7 +39,7 @@ async def client(embedded: str, prefix: str) -> AsyncIterator[Client]:
 @pytest.fixture
 def engine(embedded: str, prefix: str) -> Any:
     """Runs a scripted engine."""
-    return lambda script=tiny, **info: ScriptedEngine.running(embedded, prefix, script, engine_info(**info))
+    return lambda script=tiny, **info: BusEngine.running(embedded, prefix, script, engine_info(**info))
 
 
 async def all_of(items: AsyncIterator[Any]) -> list[Any]:

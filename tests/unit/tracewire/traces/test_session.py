@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import anyio
+import anyio.from_thread
+import anyio.to_thread
 import pytest
 
 import tracewire
-from tests.support.bus_engine import ScriptedEngine, Stage, engine_info, tiny
+from tests.support.bus_engine import BusEngine, Stage, engine_info, tiny
 from tests.support.redis.proxy import proxy
 from tracewire import Client, ClientClosed, ConnectError, TracewireError
 
@@ -98,7 +102,7 @@ async def test_closing_after_the_connection_broke_ends(
         await stage.accept()
         await anyio.sleep_forever()
 
-    async with ScriptedEngine.running(embedded, prefix, script, engine_info()), proxy(embedded, tmp_path) as through:
+    async with BusEngine.running(embedded, prefix, script, engine_info()), proxy(embedded, tmp_path) as through:
         client = await tracewire.connect(through.url, prefix=prefix, retry_timeout=retry_timeout)
         trace = client.trace("tiny", "hello")
         await trace.start()
@@ -143,7 +147,30 @@ async def entered_elsewhere(embedded: str, prefix: str) -> AsyncIterator[Client]
 async def test_a_client_is_entered_in_one_task_and_left_in_another(entered_elsewhere: Client, prefix: str) -> None:
     client = entered_elsewhere
     async with (
-        ScriptedEngine.running(client.url, prefix, tiny, engine_info()),
+        BusEngine.running(client.url, prefix, tiny, engine_info()),
         client.trace("tiny", "hello") as trace,
     ):
         assert (await trace.result()).text == "one two three"
+
+
+def test_there_is_no_client_on_what_is_not_asyncio() -> None:
+    """As trio would ask, on which no event loop of asyncio runs."""
+    entering = tracewire.connect("redis://127.0.0.1:1").__aenter__()
+    with pytest.raises(TracewireError, match="no event loop of asyncio"):
+        entering.send(None)  # type: ignore[attr-defined]
+
+
+async def test_another_event_loop_is_refused_and_harms_nothing(client: Client, engine: Any) -> None:
+    async def elsewhere(call: Callable[[], Awaitable[Any]]) -> None:
+        with pytest.raises(TracewireError, match="belongs to another event loop"):
+            await call()
+
+    async with engine():
+        trace = client.trace("tiny", "a")
+        for call in (partial(client.models.get, "tiny"), trace.start, client.subscribe(trace.id).start):
+            await anyio.to_thread.run_sync(asyncio.run, elsewhere(call))
+        # A thread without a loop of its own asks this one.
+        model = await anyio.to_thread.run_sync(anyio.from_thread.run, client.models.get, "tiny")
+        assert model.name == "tiny"
+        async with trace:
+            assert (await trace.result()).text == "one two three"

@@ -7,6 +7,7 @@ from typing import Any
 import anyio
 import pytest
 
+from tests.support.served import counted, runs, served
 from tests.support.standing_edits import raised, standing, told, went_well
 from tracewire_bus.bus import Bus
 from tracewire_bus.store.edits import Edits
@@ -106,3 +107,13 @@ async def test_one_that_raised_too_often_in_a_row_is_disabled(bus: Bus) -> None:
     assert not edits.choose(None)
     with pytest.raises(Rejection, match="it is disabled: it raised on 3 requests of engine e in a row"):
         edits.choose(["a"])
+
+
+@pytest.mark.parametrize("part", ["about", "entries", "disabled", "state"])
+async def test_garbage_among_the_edits_ends_no_engine(part: str, bus: Bus, embedded: str, prefix: str) -> None:
+    key = bus.keys.edits("tiny", part)
+    await bus.command("HSET", key, "generation", b"\xff garbage", b"\xfe", b"1", "name", "x y z", "more", "1 2 3")
+    async with served(bus, embedded, prefix) as (_, client):
+        await runs(client)
+        if part in ("about", "state"):
+            await counted(client)

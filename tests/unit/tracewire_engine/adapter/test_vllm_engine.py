@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import pytest
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -68,3 +69,41 @@ def test_workers_that_do_not_say_whether_they_have_taps_are_not_waited_for() -> 
     engine.model = SimpleNamespace(taps=(TAP,))
     with pytest.raises(EngineLost, match="did not answer tracewire_untapped"):
         anyio.run(engine.untapped_graphs)
+
+
+PATIENCE = 30
+
+
+async def test_no_call_of_vllm_is_waited_for_without_a_limit() -> None:
+    """vLLM fails no call that is under way when its EngineCore dies."""
+    from tracewire_engine.adapter.vllm_engine import VllmEngine
+
+    class Silent:
+        """An `AsyncLLM` whose EngineCore is gone."""
+
+        def __init__(self) -> None:
+            self.engine_core = self
+            self.output_processor = self
+            self.external_req_ids = {"r": ["r-1"]}
+
+        async def collective_rpc(self, method: str, args: Any) -> None:
+            await anyio.sleep_forever()
+
+        async def call_utility_async(self, method: str, *args: Any) -> None:
+            await anyio.sleep_forever()
+
+    engine = VllmEngine.__new__(VllmEngine)
+    engine.llm, engine._patience_s = Silent(), 0.01
+    calls = [
+        engine.pause("r"),
+        engine.resume("r"),
+        engine.pause_all(),
+        engine.resume_all(),
+        engine.give_result(b""),
+        engine.steer({}, [], 0.0),
+        engine._call_workers("tracewire_drop_input", "x"),
+    ]
+    with anyio.fail_after(PATIENCE):
+        for call in calls:
+            with pytest.raises(EngineLost, match="did not answer"):
+                await call

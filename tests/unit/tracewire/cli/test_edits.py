@@ -1,0 +1,91 @@
+"""`tracewire edits` installs, lists and removes standing interventions."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+import pytest
+
+import tracewire
+from tests.support.bus_engine import BusEngine, engine_info, tiny
+from tracewire import Client, Edits
+from tracewire.cli import main as cli
+
+#: An engine that follows whatever comes.
+FOLLOWS = {"edits": 10**9}
+
+
+@pytest.fixture
+def edits(client: Client) -> Edits:
+    """Those of the scripted engine's model."""
+    return client.edits("tiny")
+
+
+async def command(*arguments: str) -> int:
+    """Run the command as a program would, with an event loop of its own."""
+    return await anyio.to_thread.run_sync(partial(cli.main, list(arguments)))
+
+
+async def test_the_command_installs_lists_and_removes(
+    edits: Edits, redis_url: str, prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = ("--url", redis_url, "--prefix", prefix)
+    file = tmp_path / "service.py"
+    file.write_text(
+        "import tracewire\n\n\n@tracewire.intervention\ndef watch(model, tracer, live, layer=2):\n"
+        "    norm = model.residual(layer).output[-1].norm().save()\n"
+    )
+    async with BusEngine.running(redis_url, prefix, tiny, engine_info("tiny", "e1", **FOLLOWS)):
+        options = ("--set", "layer=3", "--scope", "asked")
+        assert await command("edits", "install", "tiny", "norms", str(file), *options, *where) == 0
+        line = capsys.readouterr().out
+        assert line == "norms\t1\tasked\twatch\ton 1 engines\n"
+        assert await command("edits", "list", "tiny", *where) == 0
+        assert capsys.readouterr().out == line
+        assert (await edits.get("norms")).filename == str(file)
+        for arguments, message in (
+            ((f"{file}:other",), "no intervention 'other' (it has: watch)"),
+            (("nothing.py",), "expected a Python file"),
+            ((str(file), "--set", "layer=x"), "--set: expected NAME=JSON, as in --set layer=3"),
+            ((str(file), "--set", "depth=1"), "takes no variable 'depth'"),
+        ):
+            assert await command("edits", "install", "tiny", "norms", *arguments, *where) == 1
+            assert message in capsys.readouterr().err
+        assert await command("edits", "remove", "tiny", "norms", *where) == 0
+        assert await command("edits", "remove", "tiny", "norms", *where) == 1
+        assert "there is no edit 'norms'" in capsys.readouterr().err
+    assert await edits.list() == []
+
+
+@tracewire.intervention
+def reads_layer(model, tracer, live, layer=2, module=0):
+    norms = [].save()
+    for step in tracer.iter[:]:
+        norms.append(model.residual(layer).output[-1].norm().item())
+        norms.append(model.model.layers[-module].output[0])
+
+
+async def test_a_layer_that_a_variable_names_is_looked_at(
+    client: Client, edits: Edits, redis_url: str, prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By `--set layer=99`, too: before it is installed, and not as saves that stay empty."""
+    async with BusEngine.running(redis_url, prefix, tiny, engine_info("tiny", "e", **FOLLOWS)):
+        with pytest.raises(tracewire.UnknownModulePath, match=r"'residual\(99\)'; the nearest .* 'residual\(3\)'"):
+            await edits.install("a", reads_layer(layer=99))
+        with pytest.raises(tracewire.UnknownModulePath, match=r"model\.layers\.-77") as caught:
+            await client.trace("tiny", "hello", reads_layer(module=77)).start()
+        assert caught.value.filename == __file__
+        await edits.install("a", reads_layer(layer=-1))
+        assert await edits.list()
+        file = tmp_path / "edit.py"
+        file.write_text(
+            "import tracewire\n@tracewire.intervention\ndef watch(model, tracer, live, layer=2):\n"
+            "    x = model.residual(layer).output.save()\n"
+        )
+        arguments = ["edits", "install", "tiny", "b", str(file), "--url", redis_url, "--prefix", prefix]
+        assert await anyio.to_thread.run_sync(cli.main, [*arguments, "--set", "layer=99"]) != 0
+        assert "residual(99)" in capsys.readouterr().err
+        assert [edit.name for edit in await edits.list()] == ["a"]

@@ -1,0 +1,124 @@
+"""`tracewire watch` prints a trace to its end, or what becomes of all."""
+
+# ruff: noqa: ASYNC220
+
+# ruff: noqa: ASYNC220
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from functools import partial
+
+import anyio
+import anyio.to_thread
+import pytest
+
+import tracewire
+from tests.support.bus_engine import BusEngine, Stage, tiny
+from tracewire import Client
+from tracewire.cli import main as cli
+from tracewire_bus.wire.messages import Failure, Set
+
+
+async def command(*arguments: str) -> int:
+    """Run the command as a program would, with an event loop of its own."""
+    return await anyio.to_thread.run_sync(partial(cli.main, list(arguments)))
+
+
+async def test_watch_prints_a_trace_to_its_end(
+    client: Client, redis_url: str, prefix: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with BusEngine.running(redis_url, prefix, tiny) as engine:
+        async with client.trace("tiny", "hello") as trace:
+            await trace.result()
+        assert await command("watch", trace.id, "--url", redis_url, "--prefix", prefix) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert lines == [
+            f"accepted by {engine.info.engine}",
+            '0.0     0 "one"  scores=[0]',
+            '0.0     1 " two"  scores=[0.5]',
+            '0.0     2 " three"  scores=[1]',
+            "finished, 3 tokens",
+        ]
+        options = ("--names", "other", "--since", "1-2")
+        assert await command("watch", trace.id, "--url", redis_url, "--prefix", prefix, *options) == 0
+        assert capsys.readouterr().out.splitlines() == ['0.0     2 " three"', "finished, 3 tokens"]
+
+
+async def test_watch_tells_how_a_trace_failed(
+    client: Client, redis_url: str, prefix: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def script(stage: Stage) -> None:
+        await stage.accept()
+        await stage.restart("moved")
+        await stage.output("a", [Set(path=("t",), value={"k": "v" * 100})])
+        await stage.final("failed", Failure(type="ValueError", message="no", field="block"))
+
+    async with BusEngine.running(redis_url, prefix, script):
+        async with client.trace("tiny", "hello") as trace:
+            with pytest.raises(tracewire.InterventionError):
+                await trace.result()
+        assert await command("watch", trace.id, "--url", redis_url, "--prefix", prefix) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == "restarted: moved"
+    assert lines[2].endswith("...}")
+    assert lines[3] == "failed, 1 tokens: ValueError: no"
+
+
+@pytest.mark.parametrize(
+    "arguments", [["watch", "TRACE"], ["watch", "--since", "start"], ["models"], ["engines", "--json"]]
+)
+async def test_a_reader_that_has_had_enough_ends_it_without_a_word(
+    client: Client, redis_url: str, prefix: str, arguments: list[str]
+) -> None:
+    """As `head` does: whether what is printed is flushed line by line or at the end."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    async with BusEngine.running(redis_url, prefix, tiny), client.trace("tiny", "hello") as trace:
+        await trace.result()
+        words = [trace.id if word == "TRACE" else word for word in arguments]
+        reading, writing = os.pipe()
+        os.close(reading)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tracewire.cli", *words, "--url", redis_url, "--prefix", prefix],
+            stdout=writing,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        os.close(writing)
+        _, said = await anyio.to_thread.run_sync(process.communicate)
+    # What a shell reports of a program that SIGPIPE ended.
+    assert process.returncode == 128 + signal.SIGPIPE
+    assert [line for line in said.splitlines() if not line.startswith("tracewire: go on with --since ")] == []
+
+
+async def test_watch_without_a_trace_prints_what_becomes_of_all(client: Client, redis_url: str, prefix: str) -> None:
+    async with BusEngine.running(redis_url, prefix, tiny) as engine, client.trace("tiny", "hello") as trace:
+        await trace.result()
+    arguments = ("watch", "--model", "tiny", "--since", "start", "--url", redis_url, "--prefix", prefix)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    watching = subprocess.Popen(
+        [sys.executable, "-m", "tracewire.cli", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        # Whoever runs the tests in the background has it ignored, and that is inherited.
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+    )
+    assert watching.stdout is not None
+    lines = [await anyio.to_thread.run_sync(watching.stdout.readline) for _ in range(3)]
+    watching.send_signal(signal.SIGINT)
+    _, said = await anyio.to_thread.run_sync(watching.communicate)
+    assert watching.returncode == 130
+    assert [line.rstrip("\n").split("\t")[1:] for line in lines] == [
+        ["queued", trace.id, "tiny", f"by {client._session.name}"],
+        ["accepted", trace.id, "tiny", f"by {engine.info.engine}, attempt 1"],
+        ["final", trace.id, "tiny", "finished, 3 tokens"],
+    ]
+    async with client.watch(since=said.split("--since ")[1].strip()) as later:
+        with anyio.move_on_after(0):
+            await anext(later)
+    assert await command("watch", "--since", "nonsense", "--url", redis_url, "--prefix", prefix) == 2

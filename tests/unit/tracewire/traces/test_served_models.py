@@ -1,0 +1,107 @@
+"""The models that engines serve, as a client reads them from the registry."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import anyio
+import pytest
+from anyio.lowlevel import checkpoint
+
+import tracewire
+from tracewire import Client, UnknownModel
+
+#: Nothing here takes longer; a test that would hang fails instead.
+PATIENCE = 20
+
+
+async def test_models_lists_what_live_engines_serve(client: Client, engine: Callable[..., Any]) -> None:
+    assert await client.models.list() == []
+    async with engine(running=2), engine(running=3), engine(model="other", dtype="float32"):
+        found = {info.name: info for info in await client.models.list()}
+        assert set(found) == {"tiny", "other"}
+        assert len(found["tiny"].engines) == 2
+        assert (found["tiny"].capacity, found["tiny"].running) == (32, 5)
+        assert found["tiny"].layer_count == 4
+        assert found["other"].dtype == "float32"
+    assert await client.models.list() == []
+
+
+async def test_a_models_queue_limit_is_the_most_that_an_engine_says(client: Client, engine: Callable[..., Any]) -> None:
+    async with engine(queue_limit=5), engine(queue_limit=7):
+        assert (await client.models.list())[0].queue_limit == 7
+        async with engine():
+            assert (await client.models.list())[0].queue_limit == 0
+
+
+async def test_an_unknown_model_is_refused_at_once_naming_those_that_exist(
+    client: Client, engine: Callable[..., Any]
+) -> None:
+    with pytest.raises(UnknownModel, match="no engine is registered at all"):
+        await client.models.get("tiny")
+    async with engine() as serving:
+        with pytest.raises(UnknownModel, match="no engine serves the model 'tyni'; served now: 'tiny'") as caught:
+            await client.models.get("tyni")
+        assert caught.value.available == ["tiny"]
+        with pytest.raises(UnknownModel):
+            async with client.trace("tyni", "hello"):
+                pass
+        assert serving.taken == []
+
+
+async def test_a_model_can_be_waited_for(client: Client, engine: Callable[..., Any]) -> None:
+    found: list[tracewire.Model] = []
+
+    async def wait() -> None:
+        found.append(await client.models.get("tiny", timeout=PATIENCE))
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(wait)
+        async with engine():
+            with anyio.fail_after(PATIENCE):
+                while not found:
+                    await checkpoint()
+    assert found[0].name == "tiny"
+
+
+async def test_waiting_for_a_model_ends(client: Client) -> None:
+    with pytest.raises(UnknownModel, match=r"after 0\.01 s"):
+        await client.models.get("tiny", timeout=0.01)
+
+
+async def test_a_burst_reads_what_is_old_once(client: Client, engine: Callable[..., Any]) -> None:
+    bus = client._session.open_bus()
+    asked: list[str] = []
+    engines, memory = bus.registry.list, bus.memory.usage
+
+    async def counted_engines() -> Any:
+        asked.append("engines")
+        return await engines()
+
+    async def counted_memory() -> Any:
+        asked.append("memory")
+        return await memory()
+
+    bus.registry.list, bus.memory.usage = counted_engines, counted_memory  # type: ignore[method-assign]
+
+    async def start(model: str) -> None:
+        try:
+            await client.trace(model, "p", detach=True).start()
+        except UnknownModel:
+            asked.append("unknown")
+
+    async with engine():
+        for model in ("tiny", "nobody's"):
+            client._session.models.forget()
+            bus.memory._left.forget()
+            asked.clear()
+            async with anyio.create_task_group() as group:
+                for _ in range(50):
+                    group.start_soon(start, model)
+            if model == "tiny":
+                assert asked == ["engines", "memory"]
+            else:
+                # Those that do not find it look once more, together as they come.
+                assert asked.count("unknown") == 50
+                assert asked.count("engines") < 10

@@ -1,0 +1,194 @@
+"""Changes of live parameters: published once, and never before the workers have them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import msgspec
+import pytest
+
+import tracewire
+from tests.faults.test_engine_loss import Gate
+from tests.support.played_engine import PlayedEngine, adapted
+from tests.support.redis.proxy import proxy
+from tests.support.scripted_engine import ScriptedEngine, acts, serving
+from tests.support.served import ENGINE, counted, served
+from tracewire import Client, Final, FirstToken, Output, Steered
+from tracewire_bus.bus import Bus
+from tracewire_bus.transport.errors import BusUnavailable
+from tracewire_bus.wire.live_values import live_values
+from tracewire_bus.wire.packing import unpack
+from tracewire_engine.adapter.trace_run import TraceRun
+from tracewire_engine.protocol.messages import Applied, Changes, Report
+
+PATIENCE = 15
+
+
+@pytest.mark.usefixtures("registered")
+async def test_a_change_that_names_nobody_readable_ends_no_trace(
+    client: Client, bus: Bus, embedded: str, prefix: str
+) -> None:
+    """Whoever wrote it (another client, say): the trace gets its final."""
+    engine = PlayedEngine()
+    with anyio.fail_after(PATIENCE):
+        async with (
+            adapted(embedded, prefix, engine),
+            client.trace("tiny", "hello", live={"alpha": 0.0}, detach=True) as trace,
+        ):
+            await trace.accepted()
+            await bus.records.steer(trace.id, live_values({"alpha": 1.0}), by=5)  # type: ignore[arg-type]
+            assert await trace.steer(alpha=2.0) == 2
+            (request,) = engine.requests
+            engine.finish(request)
+            assert (await trace.result()).text == "x"
+        with pytest.raises(tracewire.SteerRejected) as caught:
+            await client.steer(trace.id, alpha=1.0, by=5)  # type: ignore[arg-type]
+        assert caught.value.field == "by"
+
+
+@pytest.mark.usefixtures("registered")
+async def test_a_change_is_not_told_as_applied_before_it_was_sent(client: Client, embedded: str, prefix: str) -> None:
+    """A call fails while a later change waits for the next one: that one's own report counts."""
+    failing, fail, calls = anyio.Event(), anyio.Event(), anyio.Event()
+
+    class Failing(PlayedEngine):
+        async def steer(self, changes: Changes, over: list[str], since: float) -> None:
+            if not changes:
+                return
+            if not failing.is_set():
+                failing.set()
+                await fail.wait()
+                raise RuntimeError("it was not taken")
+            await super().steer(changes, over, since)
+            calls.set()
+
+    engine = Failing()
+    with anyio.fail_after(PATIENCE):
+        async with (
+            adapted(embedded, prefix, engine) as adapter,
+            client.trace("tiny", "hello", live={"alpha": 0.0, "beta": 0.0}, detach=True) as trace,
+        ):
+            await trace.accepted()
+            (request,) = engine.requests
+            engine.requests[request].put("a")
+            assert isinstance(await anext(trace), Output)
+            await trace.steer(alpha=1.0)
+            await failing.wait()
+            await trace.steer(beta=2.0)
+            run = adapter._claims.runs[trace.id]
+            assert isinstance(run, TraceRun)
+            assert run.live is not None
+            while run.live.sent < 2:
+                await anyio.lowlevel.checkpoint()
+            fail.set()
+            await calls.wait()
+            ((_, changes),) = [asked for asked in engine.asked if asked[0] == "steer"]
+            ((name, (version, values)),) = changes.items()
+            assert version == 2
+            # What had not reached the workers goes along.
+            assert {key: unpack(bytes(value)) for key, value in values.items()} == {"alpha": 1.0, "beta": 2.0}
+            engine.report(Report(applied=[Applied(name, 2, [(request, 0, 1)])]))
+            engine.finish(request)
+            events = [event async for event in client.subscribe(trace.id)]
+    told = [event for event in events if isinstance(event, Steered)]
+    assert [(event.version, event.first) for event in told] == [(2, [FirstToken(invoke=0, choice=0, index=1)])]
+    assert events.index(told[0]) < len(events) - 2
+
+
+async def begun(engine: PlayedEngine) -> tuple[str, Any]:
+    """The one request that was started."""
+    await engine.started.wait()
+    ((request, outputs),) = engine.requests.items()
+    return request, outputs
+
+
+@pytest.mark.usefixtures("registered")
+async def test_a_change_that_reached_no_step_is_told_once(client: Client, embedded: str, prefix: str) -> None:
+    """Its engine has it by the control stream, and finds it once more as it ends the trace."""
+
+    class Told(PlayedEngine):
+        def __init__(self) -> None:
+            super().__init__()
+            self.steered = anyio.Event()
+
+        async def steer(self, *args: Any) -> None:
+            self.steered.set()
+
+    engine = Told()
+    with anyio.fail_after(PATIENCE):
+        async with (
+            adapted(embedded, prefix, engine),
+            client.trace("tiny", "hello", live={"alpha": 0.0}, detach=True) as trace,
+        ):
+            await trace.accepted()
+            request, _ = await begun(engine)
+            assert await trace.steer(alpha=1.0) == 1
+            await engine.steered.wait()
+            engine.finish(request)
+            events = [event async for event in client.subscribe(trace.id)]
+    told = [change.version for event in events if isinstance(event, Steered) for change in event.changes]
+    assert told == [1]
+
+
+async def events_of(client: Client, trace: str) -> list[Any]:
+    """All events of a trace, which ends."""
+    return [event async for event in client.subscribe(trace)]
+
+
+@pytest.mark.usefixtures("roomy")
+async def test_what_is_accepted_in_an_outage_at_the_end_is_told(
+    client: Client, embedded: str, prefix: str, tmp_path: Path
+) -> None:
+    """The adapter alone does not reach Redis when it closes a trace, for longer than its bus is patient."""
+    gate = Gate()
+    gate.open()
+    with anyio.fail_after(PATIENCE):
+        async with (
+            proxy(embedded, tmp_path) as way,
+            Bus.open(way.url, prefix=prefix, patience_s=0.1) as bus,
+        ):
+            close, calls = bus.records.close, 0
+
+            async def closing(trace: str, attempt: int) -> list[bytes]:
+                nonlocal calls
+                calls += 1
+                if calls > 1:
+                    return await close(trace, attempt)
+                way.away = True
+                await way.cut()
+                assert await client.steer(trace, alpha=1.0) == 1
+                try:
+                    return await close(trace, attempt)
+                except BusUnavailable:
+                    way.away = False
+                    raise
+
+            bus.records.close = closing  # type: ignore[method-assign]
+            async with (
+                serving(bus, ScriptedEngine(gate)),
+                client.trace("tiny", "hello", acts, live={"alpha": 0.0}, detach=True) as trace,
+            ):
+                events = await events_of(client, trace.id)
+    assert [change.version for event in events if isinstance(event, Steered) for change in event.changes] == [1]
+    assert isinstance(events[-1], Final)
+    assert events[-1].status == "finished"
+
+
+async def test_a_change_that_does_not_fit_reaches_no_worker(bus: Bus, embedded: str, prefix: str) -> None:
+    """In the workers it would fail for all traces that are steered with it."""
+    changes = [{"alpha": "text"}, {"beta": 1.0}, {"alpha": msgspec.Raw(b"\xd4\x7f\x00")}]
+    async with (
+        served(bus, embedded, prefix) as (adapter, client),
+        client.trace("tiny", "hang", acts(), live={"alpha": 0.0}) as trace,
+    ):
+        await trace.accepted()
+        key = bus.keys.control(bus.keys.tag(trace.id), ENGINE)
+        for number, values in enumerate(changes, 1):
+            change = msgspec.msgpack.encode([number, "me", 1, values])
+            await bus.command("XADD", key, "*", "k", "steer", "t", trace.id, "d", change)
+        await counted(client, len(changes))
+        run: Any = adapter._claims.runs[trace.id]
+        assert run.live.version == 0

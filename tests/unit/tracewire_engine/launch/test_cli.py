@@ -1,0 +1,128 @@
+"""The command says that it serves when the registry has it, and refuses another model under the same name."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import msgspec
+import pytest
+
+from tests.support.bus_engine import engine_info
+from tests.support.played_engine import PlayedEngine
+from tests.support.redis.proxy import proxy
+from tracewire_bus.bus import Bus
+from tracewire_bus.store.engine_registry import EngineRegistry
+from tracewire_bus.wire.messages import ModuleInfo
+from tracewire_engine.adapter.service import Adapter
+from tracewire_engine.launch import cli
+from tracewire_engine.launch.cli import _stranger
+
+PATIENCE = 60
+
+
+class Whole(PlayedEngine):
+    """With what the command asks of vLLM's engine besides."""
+
+    async def untapped_graphs(self) -> list[str]:
+        return []
+
+
+async def test_it_says_ready_when_the_registry_has_it_and_not_before(
+    bus: Bus,
+    embedded: str,
+    prefix: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Redis was away at the moment at which the model had loaded, besides."""
+    info = engine_info()
+    entered = Bus.__aenter__
+    said: list[str] = []
+    adapters: list[Adapter] = []
+    register = EngineRegistry.register
+
+    async def opened(self: Bus) -> Bus:
+        if not said:
+            said.append("opened")
+            # As after a patience that is over: nothing answers there.
+            way.away = True
+            self._patience_s = 0.1
+            try:
+                return await entered(self)
+            finally:
+                way.away = False
+        self._patience_s = 20.0
+        return await entered(self)
+
+    async def registered(self: EngineRegistry, *arguments: Any) -> None:
+        said.append(capsys.readouterr().out)
+        await register(self, *arguments)
+        said.append("registered")
+
+    class Kept(Adapter):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            adapters.append(self)
+
+    monkeypatch.setattr(cli, "_REDIS_S", 0.0)
+    monkeypatch.setattr(Bus, "__aenter__", opened)
+    monkeypatch.setattr(EngineRegistry, "register", registered)
+    monkeypatch.setattr("tracewire_engine.adapter.service.Adapter", Kept)
+    monkeypatch.setattr("tracewire_engine.adapter.vllm_engine.VllmEngine", lambda *arguments: Whole())
+    async with proxy(embedded, tmp_path) as way, anyio.create_task_group() as group:
+        options = argparse.Namespace(
+            url=way.url,
+            prefix=prefix,
+            first_answer=0,
+            engine_patience=120,
+            drain=0,
+            blob_threshold=0,
+            buffer_bytes=1 << 20,
+            memory_patience=1,
+            retain_events=0,
+            retain_bytes=0,
+            retain_traces=0,
+            retain_total_bytes=0,
+            retention=60,
+            listener=None,
+        )
+        ended: list[int] = []
+
+        async def run() -> None:
+            ended.append(await cli._run(None, None, None, info, options))
+
+        group.start_soon(run)
+        printed = ""
+        with anyio.fail_after(PATIENCE):
+            while "ready" not in printed:
+                await anyio.lowlevel.checkpoint()
+                printed = capsys.readouterr().out
+        assert printed == f"ready {info.engine}\n"
+        assert said[:3] == ["opened", "", "registered"]
+        assert await bus.registry.alive(info.engine)
+        adapters[0].stop()
+    assert ended == [0]
+
+
+async def test_an_engine_of_another_model_under_the_same_name_is_refused(
+    bus: Bus, caplog: pytest.LogCaptureFixture
+) -> None:
+    ours = engine_info("tiny", "ours", hidden_size=16)
+    assert await _stranger(bus, ours) == ""
+    there = engine_info("tiny", "there")
+    await bus.registry.register(there)
+    said = await _stranger(bus, ours)
+    assert "engine there serves another model as 'tiny'" in said
+    assert "hidden_size 16, not 8" in said
+    assert await _stranger(bus, engine_info("other", "ours", hidden_size=16)) == ""
+    # One that differs in less is told of.
+    assert await _stranger(bus, engine_info("tiny", "ours", dtype="float32", modules=[ModuleInfo("", "M")])) == ""
+    assert "differs in: dtype, module tree" in caplog.text
+    # One that leaves does not count.
+    await bus.registry.register(msgspec.structs.replace(there, state="draining"))
+    assert await _stranger(bus, ours) == ""
