@@ -445,7 +445,7 @@ async def test_an_id_belongs_to_one_model(client: Client, bus: Bus) -> None:
     async with client.trace("tiny", "hello", live={"alpha": 0.0}, trace_id="mine", detach=True) as trace:
         with pytest.raises(tracewire.TraceIdTaken, match="tiny") as caught:
             await client.trace("other", "hello", trace_id="mine").start()
-        assert caught.value.field == "trace_id"
+        assert caught.value.trace_id == "mine"
         assert await bus.queue.waiting("other") == 0
         assert await bus.queue.waiting("tiny") == 1
         assert await trace.steer(alpha=1.0) == 1
