@@ -20,10 +20,10 @@ import httpx
 import pytest
 
 import tracewire
+from tests.examples.test_examples import module_of
 from tests.support import typecheck
-from tests.support.bus_engine import Script, ScriptedEngine, Stage, engine_info, tiny
+from tests.support.bus_engine import BusEngine, Script, Stage, engine_info, tiny
 from tests.support.redis.proxy import proxy
-from tests.test_examples import module_of
 from tracewire_bus.transport.embedded import EmbeddedServer
 from tracewire_bus.wire.messages import Failure
 
@@ -42,7 +42,7 @@ async def url(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[str]:
 
 def serving(url: str, script: Script = tiny) -> Any:
     """An engine of the model that programs ask for."""
-    return ScriptedEngine.running(url, "tw", script, engine_info("demo"))
+    return BusEngine.running(url, "tw", script, engine_info("demo"))
 
 
 async def ran(program: str, *arguments: str) -> str:
