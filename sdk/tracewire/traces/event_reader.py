@@ -113,7 +113,7 @@ class EventReader:
             return None
         except msgspec.MsgspecError as error:
             raise MalformedEvent(f"trace {self.trace_id}: event {entry.id} cannot be read: {error}") from error
-        if isinstance(event, Output):
+        if isinstance(event, Output | Shared):
             # What was saved is decoded later.
             event.__dict__["_loader"] = self._large.load
         return event

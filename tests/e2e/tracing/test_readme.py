@@ -16,9 +16,13 @@ from tests.support import ROOT
 from tracewire import Client, Model
 
 
+def python_blocks() -> list[str]:
+    """The README's code."""
+    return re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+
+
 async def test_the_trace_in_the_readme_runs(client: Client, model: Model, engine_bus: str, tmp_path: Path) -> None:
-    text = (ROOT / "README.md").read_text()
-    first, second = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[:2]
+    first, second = python_blocks()[:2]
     block, _, body = first.partition("async with tracewire.connect")
     body = "async with tracewire.connect" + body
     body += "        assert len(result.saves['projection']) == 64\n        trace_id = trace.id\n"
@@ -40,7 +44,7 @@ async def test_the_trace_in_the_readme_runs(client: Client, model: Model, engine
 
 
 async def test_the_declared_interventions_in_the_readme_run(client: Client, model: Model) -> None:
-    third = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[2]
+    (third,) = [code for code in python_blocks() if "LogitLens(" in code]
     body = third.replace("    ...", "    return await trace.result()")
     scope: dict[str, Any] = {}
     exec("async def main(client, model, direction):\n" + textwrap.indent(body, "    "), scope)
@@ -52,7 +56,7 @@ async def test_the_declared_interventions_in_the_readme_run(client: Client, mode
 async def test_the_steering_in_the_readme_runs(
     client: Client, model: Model, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fourth = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[3]
+    (fourth,) = [code for code in python_blocks() if "trace.steer(" in code]
     scope: dict[str, Any] = {"tracewire": tracewire, "Steer": tracewire.Steer, "Live": tracewire.Live}
     # So many tokens that there is time to steer on any machine.
     assert fourth.count("max_tokens=64") == 1

@@ -22,7 +22,17 @@ import torch
 import tracewire
 from tests.support import ROOT
 from tests.support.engine_process import EngineProcess
-from tracewire import Client, InterventionError, Model, Output, Probe, Shared, TraceRejected, intervention
+from tracewire import (
+    Client,
+    InterventionError,
+    Model,
+    Output,
+    Probe,
+    Shared,
+    TraceRejected,
+    UnknownOption,
+    intervention,
+)
 
 PROMPT = "The Eiffel Tower is in"
 GREEDY = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 4}
@@ -381,7 +391,9 @@ async def test_errors_are_at_the_caller_s_own_line(model: Model) -> None:
 
 
 async def test_sampling_params_that_are_none_are_refused(model: Model) -> None:
-    with model.trace(PROMPT, temperatur=0.0) as tracer:
+    with pytest.raises(UnknownOption, match="did you mean 'temperature'"):
+        model.trace(PROMPT, temperatur=0.0)
+    with model.trace(PROMPT, extra_sampling={"temperatur": 0.0}) as tracer:
         logits = model.logits.save()
     with pytest.raises(TraceRejected, match="temperature") as caught:
         await tracer.result()

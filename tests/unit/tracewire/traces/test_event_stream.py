@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import anyio
+import numpy as np
 import pytest
 
 import tracewire
@@ -24,7 +25,8 @@ from tracewire.traces.event_stream import _Text
 from tracewire_bus.events.subscription import Gap as EntryGap
 from tracewire_bus.store.snapshots import Stored
 from tracewire_bus.wire.codec import encode, schema_text
-from tracewire_bus.wire.messages import Failure, FirstToken, HeldChoice, Snapshot
+from tracewire_bus.wire.messages import SHARED_INVOKE, DecodedShared, Failure, FirstToken, HeldChoice, Set, Snapshot
+from tracewire_bus.wire.packing import wire
 
 PATIENCE = 20
 
@@ -244,6 +246,22 @@ async def test_a_subscription_is_checked_before_an_answer_begins(
         await client.subscribe(trace.id).check()
         with pytest.raises(SaveMissing, match=r"did you mean 'projection'\?"):
             await running.check()
+
+
+async def test_a_large_array_of_what_is_shared_is_loaded(client: Client, engine: Any) -> None:
+    array = np.arange(6, dtype=np.float32)
+
+    async def script(stage: Stage) -> None:
+        await stage.accept()
+        delta = Set(path=("rows",), value=wire([await stage.store(array, "rows")]))
+        await stage.publish(DecodedShared(attempt=stage.attempt, seq=stage.seq, invoke=SHARED_INVOKE, deltas=[[delta]]))
+        await stage.final()
+
+    async with engine(script), client.trace("tiny", "x") as trace:
+        (item,) = [item async for item in trace]
+        assert isinstance(item, tracewire.Shared)
+        (found,) = item.delta["rows"]
+        assert (await found.load()).tolist() == array.tolist()
 
 
 # --- kinds of events --------------------------------------------------------------------------------------------------
