@@ -31,7 +31,7 @@ from tracewire_bus.store.dead_letters import DeadLetters
 from tracewire_bus.store.edits import EditRecords, Edits
 from tracewire_bus.store.engine_registry import EngineRegistry
 from tracewire_bus.store.finished import Finished
-from tracewire_bus.store.keys import FINAL_ID, Keys
+from tracewire_bus.store.keys import Keys
 from tracewire_bus.store.leases import Leases
 from tracewire_bus.store.lifecycle import Watch
 from tracewire_bus.store.memory import Memory
@@ -47,6 +47,7 @@ from tracewire_bus.transport.pool import Connections
 from tracewire_bus.transport.server import SCHEMES
 from tracewire_bus.transport.urls import parsed, redacted
 from tracewire_bus.wire.codec import encode
+from tracewire_bus.wire.ids import FINAL_ID
 from tracewire_bus.wire.live_values import parted
 from tracewire_bus.wire.messages import Submission
 

@@ -6,7 +6,7 @@ import math
 from datetime import timedelta
 from typing import Any, TypeAlias
 
-from tracewire_bus.store.keys import is_text, parse_id
+from tracewire_bus.wire.ids import is_text, parse_id
 
 __all__ = [
     "Duration",

@@ -24,9 +24,9 @@ from tracewire.traces.state import State
 from tracewire.traces.subscription import Subscription
 from tracewire.traces.trace import Trace
 from tracewire_bus.domain.fold import Fold
-from tracewire_bus.store.keys import parse_id
 from tracewire_bus.store.trace_records import LiveState
 from tracewire_bus.transport.urls import redacted
+from tracewire_bus.wire.ids import parse_id
 from tracewire_bus.wire.messages import Block
 
 from .checks import Duration, check_limit, check_seconds, check_text, shown

@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeAlias, Unpack
 
 from tracewire.capture.capture import ModelHandle
 from tracewire.capture.intervention import Intervention, live_reads
-from tracewire_bus.store.keys import is_text
+from tracewire_bus.wire.ids import is_text
 from tracewire_bus.wire.messages import Block, Declared, DeclaredIntervention, Submission
 from tracewire_bus.wire.messages import Invoke as InvokeMessage
 

@@ -12,12 +12,12 @@ from tests.support.redis.proxy import proxy
 from tracewire_bus.bus import Bus, BusError
 from tracewire_bus.store import submission_queue as queue
 from tracewire_bus.store import trace_records as records
-from tracewire_bus.store.keys import FINAL_ID
 from tracewire_bus.store.lifecycle import KEEP_S
 from tracewire_bus.transport.embedded import EmbeddedServer
 from tracewire_bus.transport.errors import BusUnavailable
 from tracewire_bus.transport.link import AfterOthers
 from tracewire_bus.transport.scripts import FOLDER, Script, assemble, with_text
+from tracewire_bus.wire.ids import FINAL_ID
 from tracewire_bus.wire.messages import Invoke, Submission
 
 

@@ -26,9 +26,9 @@ from tracewire_bus.bus import (
 )
 from tracewire_bus.events.appends import _AFTER, ENTRY_BYTES
 from tracewire_bus.events.writer import Writer
-from tracewire_bus.store.keys import parse_id
 from tracewire_bus.transport.link import Link
 from tracewire_bus.wire.codec import decode_engine, encode, schema_text
+from tracewire_bus.wire.ids import parse_id
 from tracewire_bus.wire.messages import EngineInfo, Invoke, ModuleInfo, Submission
 
 

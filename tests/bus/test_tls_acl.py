@@ -303,7 +303,7 @@ async def test_each_role_can_do_its_part(version: str) -> None:
             # What a new connection may lack is compared, and would be appended again.
             async with engine.writer() as out:
                 await out.append("three", 1, 0, b"x")
-                await out._link.drop()
+                await out.restorer.link.drop()
                 await out.append("three", 1, 1, b"y")
             await engine.cancel_orphans("tiny", "lease", by="e")
             await engine.sweep(engine.keys.tags)

@@ -11,10 +11,10 @@ import pytest
 from tests.faults.harness.checker import KINDS, Asked, check_leftovers, check_trace
 from tests.support.scripted_engine import expected
 from tracewire_bus.domain.fold import Fold
-from tracewire_bus.store.keys import FINAL_ID
 from tracewire_bus.wire.arrays import array_head, array_payload, encoded_array
 from tracewire_bus.wire.codec import decode_plain, encode
 from tracewire_bus.wire.digests import array_digest, list_digest
+from tracewire_bus.wire.ids import FINAL_ID
 from tracewire_bus.wire.messages import (
     Accepted,
     Append,

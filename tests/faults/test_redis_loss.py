@@ -21,9 +21,9 @@ from tracewire.traces.presence import Presence
 from tracewire_bus import recovery
 from tracewire_bus.bus import Bus, BusError, Fenced
 from tracewire_bus.events import restore
-from tracewire_bus.store.keys import FINAL_ID
 from tracewire_bus.store.lifecycle import lifecycle_fields
 from tracewire_bus.transport.errors import BusFull
+from tracewire_bus.wire.ids import FINAL_ID
 from tracewire_bus.wire.messages import EngineInfo, Invoke, Submission
 from tracewire_engine.adapter.service import Adapter
 

@@ -28,12 +28,12 @@ from hypothesis.stateful import (
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from tracewire_bus.bus import Bus, Fenced, Writer
-from tracewire_bus.store.keys import FINAL_ID, parse_id
 from tracewire_bus.store.queue_entries import Taken
 from tracewire_bus.store.trace_records import Overtaken, TraceEnded
 from tracewire_bus.transport.embedded import EmbeddedServer
 from tracewire_bus.transport.link import Link
 from tracewire_bus.wire.codec import encode
+from tracewire_bus.wire.ids import FINAL_ID, parse_id
 from tracewire_bus.wire.messages import Failure, Final, Invoke, Restarted, Submission
 
 MODEL = "demo"

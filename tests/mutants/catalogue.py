@@ -86,7 +86,7 @@ MUTANTS = (
     ),
     # --- a trace's stream ---------------------------------------------------------------------------------------------
     _of(
-        f"{_BUS}/store/keys.py",
+        f"{_BUS}/wire/ids.py",
         "a-final-has-an-ordinary-id",
         "return FINAL_ID if final else f",
         "return f",
@@ -178,10 +178,10 @@ MUTANTS = (
         _QUEUE + "::test_clients_take_turns",
     ),
     _of(
-        f"{_BUS}/lua/shared/queue.lua",
+        f"{_BUS}/lua/shared/queue_join.lua",
         "a-priority-is-ignored",
-        "queue.client_key(entry.client), entry.priority, member(",
-        "queue.client_key(entry.client), 0, member(",
+        "queue.client_key(entry.client), entry.priority, queue.member(",
+        "queue.client_key(entry.client), 0, queue.member(",
         _QUEUE + "::test_priorities_order_a_clients_own",
     ),
     _of(
@@ -194,8 +194,8 @@ MUTANTS = (
     _of(
         f"{_BUS}/lua/queue_put.lua",
         "a-full-queue-takes-more",
-        "if limit > 0 and waiting >= limit and waiting >= room() then",
-        "if false then",
+        "  if waiting >= room then",
+        "  if false then",
         _QUEUE + "::test_a_full_queue_refuses_but_not_who_has_less_than_its_share",
     ),
     _of(
@@ -208,14 +208,14 @@ MUTANTS = (
     _of(
         f"{_BUS}/lua/queue_take.lua",
         "one-engine-takes-the-whole-burst",
-        "count = math.max(0, math.min(count, fair_level() - load))",
+        "count = math.max(0, math.min(count, level - load))",
         "count = math.max(0, count)",
         _QUEUE + "::test_a_take_is_an_engines_share_of_what_waits",
     ),
     _of(
         f"{_BUS}/lua/queue_withdraw_lease.lua",
         "a-withdrawn-lease-leaves-its-entries-waiting",
-        "    queue.leave(trace, entry)\n",
+        "    queue_leave.order(trace, entry)\n",
         "",
         _QUEUE + "::test_a_lease_takes_what_waits_under_it_along",
     ),

@@ -10,12 +10,12 @@ from typing import Any, Final
 
 import anyio
 
-from tracewire_bus.store.keys import parse_id
 from tracewire_bus.transport.backoff import Backoff
 from tracewire_bus.transport.errors import as_bus_error, is_full, is_transient
 from tracewire_bus.transport.pool import Connections
 from tracewire_bus.transport.scripts import Script, with_text
 from tracewire_bus.wire.codec import schema_text
+from tracewire_bus.wire.ids import parse_id
 
 from .appends import Append, Stream, field_of, is_away, is_moving, texted
 from .deferred import DeferredCommands

@@ -11,12 +11,12 @@ from typing import Any, Final, Protocol, Self
 import anyio
 import msgspec
 
-from tracewire_bus.store.keys import FINAL_ID, parse_id
 from tracewire_bus.store.snapshots import Stored
 from tracewire_bus.transport.backoff import Backoff
 from tracewire_bus.transport.errors import BusError, BusUnavailable
 from tracewire_bus.transport.pool import Connections
 from tracewire_bus.transport.tasks import Signal
+from tracewire_bus.wire.ids import FINAL_ID, parse_id
 from tracewire_bus.wire.packing import decoder
 
 __all__ = [

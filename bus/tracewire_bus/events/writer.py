@@ -33,13 +33,14 @@ from typing import Any, Self
 import anyio
 import msgspec
 
-from tracewire_bus.store.keys import Keys, event_id, parse_id
+from tracewire_bus.store.keys import Keys
 from tracewire_bus.store.submission_queue import settle_command
 from tracewire_bus.transport.backoff import Backoff
 from tracewire_bus.transport.errors import BusFull, as_bus_error, is_full, is_transient
 from tracewire_bus.transport.pool import Connections
 from tracewire_bus.transport.tasks import OwnedTask, Signal
 from tracewire_bus.wire.codec import schema_text
+from tracewire_bus.wire.ids import event_id, parse_id
 
 from .appends import (
     ENTRY_BYTES,

@@ -1,3 +1,4 @@
+-- #include lifecycle
 -- #include stream
 -- #include append
 -- Appends an event and does what goes with it, which must not happen where the event is refused: for its id, because
@@ -13,16 +14,19 @@ local id, schema, data, keep_seconds, _, version, attempt, _, previous = unpack(
 -- A full Redis refuses a script at its first write. HDEL is never refused.
 redis.call('HDEL', key, '')
 if schema ~= '' then
-  local refusal = append.event(events, key, id, schema, data, attempt, previous)
+  local refusal = append(events, key, id, schema, data, attempt, previous)
   if refusal then return refusal end
 elseif stream.ended(events) then
   -- The trace has ended since the event was appended: its keys must not be kept for longer.
   return id
 end
-append.drop_changes(changes, version)
+-- These changes of live parameters have been reported by now.
+if version ~= '' then redis.call('ZREMRANGEBYSCORE', changes, '-inf', version) end
 if keep_seconds ~= '' then
   redis.call('EXPIRE', events, keep_seconds)
   redis.call('EXPIRE', blobs, keep_seconds)
 end
-append.publish(key, lifecycle_stream, 10)
+if ARGV[10] then
+  lifecycle.publish(lifecycle_stream, 'c', redis.call('HGET', key, 'c') or '', unpack(ARGV, 10))
+end
 return id

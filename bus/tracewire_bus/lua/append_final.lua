@@ -1,3 +1,4 @@
+-- #include lifecycle
 -- #include append
 -- #include finished
 -- Appends a trace's final event and ends the trace. Keys, arguments and reply are those of append_event.
@@ -6,15 +7,18 @@ local id, schema, data, retention, _, version, attempt, trace, previous = unpack
 -- A full Redis refuses a script at its first write. HDEL is never refused, so the end is written.
 redis.call('HDEL', key, '')
 if schema ~= '' then
-  local refusal = append.event(events, key, id, schema, data, attempt, previous)
+  local refusal = append(events, key, id, schema, data, attempt, previous)
   if refusal then return refusal end
 end
-append.drop_changes(changes, version)
+-- These changes of live parameters have been reported by now.
+if version ~= '' then redis.call('ZREMRANGEBYSCORE', changes, '-inf', version) end
 for _, name in ipairs({events, blobs, key, snapshot}) do redis.call('EXPIRE', name, retention) end
 redis.call('DEL', changes)
 -- A controller that asks again after a lost reply finds its operation for a minute more.
 redis.call('EXPIRE', operations, 60)
 redis.call('ZREM', deadlines, trace)
 finished.add(trace, retention, list, sizes, events, blobs, key, snapshot)
-append.publish(key, lifecycle_stream, 10)
+if ARGV[10] then
+  lifecycle.publish(lifecycle_stream, 'c', redis.call('HGET', key, 'c') or '', unpack(ARGV, 10))
+end
 return id

@@ -1,4 +1,6 @@
 -- #include queue
+-- #include queue_entry
+-- #include queue_leave
 -- Writes again that an engine runs an entry, to a server that may have lost it in part or whole.
 -- KEYS: the queue's, the trace's mark, the holders. ARGV: trace, engine, attempt, schema, when it was queued in
 -- microseconds, client, priority, lease, tries, engines lost, reason of the last loss, for how many seconds to
@@ -10,7 +12,7 @@ local trace, engine, attempt, schema, queued_us, client, priority, lease, tries,
 attempt = tonumber(attempt)
 -- A full Redis refuses a script at its first write. HDEL is never refused.
 call('HDEL', queue.taken, '')
-local holder, entry = call('HGET', queue.taken, trace), queue.entry(trace)
+local holder, entry = call('HGET', queue.taken, trace), queue_entry.read(trace)
 if holder and holder ~= engine then return 0 end
 if entry and entry.attempt > attempt then return 0 end
 if not entry then
@@ -23,7 +25,7 @@ if not entry then
   }
   call('HSET', queue.data, trace, data)
 elseif not holder then
-  queue.leave(trace, entry)
+  queue_leave.order(trace, entry)
 end
 entry.attempt = attempt
 call('SET', submitted, 1, 'EX', remember)

@@ -1,4 +1,5 @@
 -- #include queue
+-- #include queue_join
 -- Queues a submission, once for each trace.
 -- KEYS: the queue's, the trace's mark. ARGV: trace, schema, client, priority, lease, the limit of the queue or 0, for
 -- how many seconds to remember the trace, how many engines may be lost over it, the encoded submission. Returns
@@ -14,18 +15,17 @@ local waiting, number, turn = unpack(call('HMGET', queue.state, 'waiting', 'numb
 waiting, number, turn = whole(waiting, 0), whole(number, 0) + 1, whole(turn, 0)
 limit = tonumber(limit)
 
--- A client below its share of the limit is refused at twice the limit only.
-local function room()
+if limit > 0 and waiting >= limit then
+  -- A client below its share of the limit is refused at twice the limit only.
   local clients = call('ZCARD', queue.turns) + (client_waits == 0 and 1 or 0)
-  return client_waits * clients < limit and 2 * limit or limit
-end
-
-if limit > 0 and waiting >= limit and waiting >= room() then
-  call('DEL', submitted)
-  local span, count = unpack(call('HMGET', queue.state, 'span', 'count'))
-  span, count = tonumber(span), tonumber(count)
-  local retry_us = span and count and span / count * (waiting - room() + 1) or 1e6
-  return {waiting, math.floor(math.min(math.max(retry_us / 1000, 100), 60000))}
+  local room = client_waits * clients < limit and 2 * limit or limit
+  if waiting >= room then
+    call('DEL', submitted)
+    local span, count = unpack(call('HMGET', queue.state, 'span', 'count'))
+    span, count = tonumber(span), tonumber(count)
+    local retry_us = span and count and span / count * (waiting - room + 1) or 1e6
+    return {waiting, math.floor(math.min(math.max(retry_us / 1000, 100), 60000))}
+  end
 end
 
 local seconds, micros = unpack(call('TIME'))
@@ -35,7 +35,7 @@ local entry = {
 }
 queue.write(trace, entry)
 call('HSET', queue.data, trace, data)
-turn = queue.join(trace, entry, client_waits, turn)
+turn = queue_join(trace, entry, client_waits, turn)
 call('HSET', queue.state, 'waiting', waiting + 1, 'number', number, 'turn', turn)
 queue.ring()
 return false

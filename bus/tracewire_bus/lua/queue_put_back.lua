@@ -1,4 +1,7 @@
 -- #include queue
+-- #include queue_entry
+-- #include queue_join
+-- #include queue_holders
 -- Has entries of a holder wait again where they did, ahead of what their clients queued later. With a loss, those
 -- that have no try left are given up instead.
 -- KEYS: the queue's, the holders. ARGV: holder, reason, '1' if the holder was lost, the holder of what is given up,
@@ -12,10 +15,10 @@ most = tonumber(most)
 call('HDEL', queue.taken, '')
 local held = {}
 if only ~= '' then
-  local entry = call('HGET', queue.taken, only) == holder and queue.entry(only)
+  local entry = call('HGET', queue.taken, only) == holder and queue_entry.read(only)
   if entry and (attempt == '0' or attempt == tostring(entry.attempt)) then held[1] = {trace = only, entry = entry} end
 else
-  held = queue.held_by(holder, {})
+  held = queue_holders.held_by(holder, {})
 end
 local waiting, turn = unpack(call('HMGET', queue.state, 'waiting', 'turn'))
 waiting, turn = whole(waiting, 0), whole(turn, 0)
@@ -28,7 +31,7 @@ for index = 1, math.min(#held, most) do
   if lost == '1' and entry.lost >= entry.tries then
     call('HSET', queue.taken, trace, given_up)
   else
-    turn = queue.join(trace, entry, call('ZCARD', queue.client_key(entry.client)), turn)
+    turn = queue_join(trace, entry, call('ZCARD', queue.client_key(entry.client)), turn)
     call('HDEL', queue.taken, trace)
     back[#back + 1] = {trace, entry.attempt}
     queue.ring()

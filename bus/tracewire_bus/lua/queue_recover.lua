@@ -1,4 +1,4 @@
--- #include queue
+-- #include queue_holders
 -- Makes a token for an engine's takes, and replies the entries that it has taken and does not know of.
 -- KEYS: the queue's, the token of the engine's takes. ARGV: token, engine, most entries, most bytes, most bytes of
 -- data that is replied with its entry, for how many seconds the token is valid, then the traces that the engine knows
@@ -12,10 +12,10 @@ local known = {}
 for index = 7, #ARGV do known[ARGV[index]] = true end
 
 local reply, size = {}, 0
-for _, one in ipairs(queue.held_by(engine, known)) do
+for _, one in ipairs(queue_holders.held_by(engine, known)) do
   local bytes = one.entry.bytes
   size = size + bytes
   if #reply == count or #reply > 0 and size > most then break end
-  reply[#reply + 1] = queue.reply(one.trace, one.entry, bytes <= inline)
+  reply[#reply + 1] = queue_reply.entry(one.trace, one.entry, bytes <= inline)
 end
 return reply

@@ -1,4 +1,7 @@
 -- #include queue
+-- #include queue_reply
+-- #include queue_entry
+-- #include queue_leave
 -- Gives waiting entries to an engine, clients in turns.
 -- KEYS: the queue's, the token of the engine's takes, the holders. ARGV: token, engine, most entries, most bytes,
 -- most bytes of data that is replied with its entry, for how many microseconds a suspect has its engine to itself,
@@ -26,40 +29,34 @@ local waited_before = waiting
 local seconds, micros = unpack(call('TIME'))
 local now = seconds * 1e6 + micros
 
--- How many entries each engine that takes has, this one first. An engine that has not asked of late is forgotten.
-local function loads_of_takers()
-  local loads, all = {load}, call('HGETALL', state)
-  for index = 1, #all, 2 do
-    local field = all[index]
-    local taker = string.match(field, '^taker:(.*)$')
-    local at, had = string.match(all[index + 1], '^(%d+) (%d+)$')
-    if at and taker and taker ~= engine then
-      if math.abs(now - at) > TAKER_SEEN_US then call('HDEL', state, field) else loads[#loads + 1] = tonumber(had) end
-    end
-  end
-  return loads
-end
-
--- How many entries this engine may have so that all that take have equally many at most: a burst does not all go to
--- the engine that woke first.
-local function fair_level()
-  local loads = loads_of_takers()
-  if #loads == 1 then return load + count end
-  table.sort(loads)
-  local level, sum = 0, waiting
-  for index = 1, #loads do
-    -- An engine that has more than the level already gets no part of what waits.
-    if index > 1 and loads[index] >= level then break end
-    sum = sum + loads[index]
-    level = math.ceil(sum / index)
-  end
-  return level
-end
-
+-- All engines that take get equally many at most, so that a burst does not all go to the engine that woke first. An
+-- engine may take more when the others have not come for it.
 local left_to_others = false
 if patient == '1' and waiting > 0 then
-  count = math.max(0, math.min(count, fair_level() - load))
-  left_to_others = count == 0
+  local loads, fields = {load}, call('HGETALL', state)
+  for index = 1, #fields, 2 do
+    local taker = string.match(fields[index], '^taker:(.*)$')
+    local at, had = string.match(fields[index + 1], '^(%d+) (%d+)$')
+    if at and taker and taker ~= engine then
+      if math.abs(now - at) > TAKER_SEEN_US then
+        call('HDEL', state, fields[index])
+      else
+        loads[#loads + 1] = tonumber(had)
+      end
+    end
+  end
+  if #loads > 1 then
+    table.sort(loads)
+    local level, sum = 0, waiting
+    for index = 1, #loads do
+      -- An engine that has more than the level already gets no part of what waits.
+      if index > 1 and loads[index] >= level then break end
+      sum = sum + loads[index]
+      level = math.ceil(sum / index)
+    end
+    count = math.max(0, math.min(count, level - load))
+    left_to_others = count == 0
+  end
 end
 
 local reply, size = {}, 0
@@ -73,13 +70,13 @@ if suspect and
 end
 if not suspect then
   local trace = call('ZPOPMIN', suspects)[1]
-  local entry = trace and queue.entry(trace)
+  local entry = trace and queue_entry.read(trace)
   if trace then waiting = waiting - 1 end
   if entry then
     size = entry.bytes
-    queue.claim(trace, entry, engine)
+    queue_reply.claim(trace, entry, engine)
     call('HSET', state, 'suspect:' .. engine, trace, 'suspected:' .. engine, string.format('%.0f', now))
-    reply[1] = queue.reply(trace, entry, size <= inline)
+    reply[1] = queue_reply.entry(trace, entry, size <= inline)
   end
 end
 
@@ -89,7 +86,7 @@ while #reply < count do
   local key = queue.client_key(client)
   local member, priority = unpack(call('ZPOPMIN', key))
   local trace = member and queue.trace_of(member)
-  local entry = member and queue.entry(trace)
+  local entry = member and queue_entry.read(trace)
   if entry then
     size = size + entry.bytes
     if #reply > 0 and size > most then
@@ -98,8 +95,8 @@ while #reply < count do
       break
     end
     waiting = waiting - 1
-    queue.claim(trace, entry, engine)
-    reply[#reply + 1] = queue.reply(trace, entry, entry.bytes <= inline)
+    queue_reply.claim(trace, entry, engine)
+    reply[#reply + 1] = queue_reply.entry(trace, entry, entry.bytes <= inline)
     turn = turn + 1
     own_turn = turn
   elseif member then
@@ -125,7 +122,7 @@ if waiting ~= waited_before then
     call('HSET', state, 'span', span * 0.9 + now - since, 'count', taken_before * 0.9 + #reply)
   end
   if waiting <= 0 then
-    queue.empty()
+    queue_leave.nothing()
   elseif call('EXISTS', queue.bell) == 0 then
     -- The next engine is woken, should a token have been lost.
     queue.ring()

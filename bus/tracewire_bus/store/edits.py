@@ -29,9 +29,10 @@ from tracewire_bus.transport.guard import integer
 from tracewire_bus.transport.pool import Connections
 from tracewire_bus.transport.scripts import Script
 from tracewire_bus.wire.codec import NewerSchema, check_schema, decode_edit, decode_edit_record, encode, schema_text
+from tracewire_bus.wire.ids import parse_id
 from tracewire_bus.wire.messages import Edit, EditRecord
 
-from .keys import Keys, parse_id
+from .keys import Keys
 
 __all__ = [
     "EDIT_BYTES",

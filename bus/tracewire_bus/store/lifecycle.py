@@ -30,9 +30,10 @@ from tracewire_bus.transport.backoff import Backoff
 from tracewire_bus.transport.errors import as_bus_error, is_transient
 from tracewire_bus.transport.guard import Guard, integer
 from tracewire_bus.transport.pool import Connections
+from tracewire_bus.wire.ids import parse_id
 from tracewire_bus.wire.messages import Status, Usage
 
-from .keys import TAGS, Keys, parse_id
+from .keys import TAGS, Keys
 
 __all__ = [
     "BLOCK_S",

@@ -27,9 +27,10 @@ from tracewire_bus.transport.guard import integer
 from tracewire_bus.transport.pool import Connections
 from tracewire_bus.transport.scripts import Script
 from tracewire_bus.wire.codec import UnknownKind, check_schema, decode_plain, decode_snapshot, encode, schema_text
+from tracewire_bus.wire.ids import FINAL_ID
 from tracewire_bus.wire.messages import Event
 
-from .keys import FINAL_ID, Keys
+from .keys import Keys
 
 __all__ = ["CHUNK_BYTES", "Snapshots", "Stored", "Trimmed"]
 

@@ -33,12 +33,13 @@ from tracewire_bus.transport.guard import GREATEST, Guard, integer
 from tracewire_bus.transport.pool import Connections
 from tracewire_bus.transport.scripts import Script
 from tracewire_bus.wire.codec import decode_event, encode, schema_text
+from tracewire_bus.wire.ids import FINAL_ID, is_text
 from tracewire_bus.wire.live_values import LiveValue, joined, parted
 from tracewire_bus.wire.messages import Failure, Status, Submission, Waiting
 from tracewire_bus.wire.messages import Final as FinalEvent
 from tracewire_bus.wire.packing import unpack
 
-from .keys import FINAL_ID, Keys, is_text
+from .keys import Keys
 from .queue_entries import REMEMBER_S
 
 __all__ = [

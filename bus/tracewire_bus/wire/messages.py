@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Literal, TypeAlias
 
 import msgspec
 
-from tracewire_bus.store.keys import FINAL_ID
+from .ids import FINAL_ID
 
 __all__ = [
     "MAX_MEDIA_BYTES",

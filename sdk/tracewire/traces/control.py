@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from tracewire.checks import check_text, is_sendable_text, shown
 from tracewire.error_mapping import bus_errors
 from tracewire.errors import InvalidChange, SteerRejected, TooManyChanges, TraceEnded, UnknownTrace, VersionConflict
-from tracewire_bus.store.keys import is_text
 from tracewire_bus.store.trace_records import LiveState, SteerRefused, TraceMissing
 from tracewire_bus.store.trace_records import TraceEnded as RecordEnded
+from tracewire_bus.wire.ids import is_text
 
 if TYPE_CHECKING:
     from .session import Session

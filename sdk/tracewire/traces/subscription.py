@@ -12,7 +12,7 @@ import anyio
 from tracewire.error_mapping import bus_errors
 from tracewire.errors import SaveMissing, UnknownTrace
 from tracewire_bus.domain.fold import Fold
-from tracewire_bus.store.keys import FINAL_ID
+from tracewire_bus.wire.ids import FINAL_ID
 from tracewire_bus.wire.messages import Status
 
 from .ending import Ending

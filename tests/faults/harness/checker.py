@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 from tests.support.scripted_engine import expected
 from tracewire_bus.domain.fold import DigestMismatch, Fold, FoldError
-from tracewire_bus.store.keys import FINAL_ID, parse_id
 from tracewire_bus.wire.codec import decode_event, decode_snapshot
+from tracewire_bus.wire.ids import FINAL_ID, parse_id
 from tracewire_bus.wire.messages import Final, Paused, Restarted, Resumed, SteeredBase
 
 __all__ = ["KINDS", "Asked", "Entries", "Violation", "check_leftovers", "check_trace", "folded"]

@@ -1,0 +1,21 @@
+-- #include queue
+-- #include queue_leave
+-- What an engine is given of the queue.
+local queue_reply = {}
+local call = redis.call
+
+-- Gives an entry to an engine.
+function queue_reply.claim(trace, entry, engine)
+  queue_leave.lease(trace, entry.lease)
+  entry.attempt = entry.attempt + 1
+  queue.write(trace, entry)
+  call('HSET', queue.taken, trace, engine)
+end
+
+-- An entry as it is replied; with its data if with_data.
+function queue_reply.entry(trace, entry, with_data)
+  return {
+    trace, entry.schema, entry.queued_us, with_data and call('HGET', queue.data, trace),
+    entry.attempt, entry.tries, entry.lost, entry.reason
+  }
+end
