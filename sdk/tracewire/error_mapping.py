@@ -62,13 +62,13 @@ def rejection(failure: Failure, trace_id: str) -> TraceRejected:
     return error
 
 
-#: What the bus raises, and what the SDK calls it.
-_CAUSES: tuple[tuple[type[BusError], type[TracewireError]], ...] = (
-    (Away, BusUnavailable),
-    (NotAllowed, BusRefused),
-    (NotAuthenticated, BusRefused),
-    (WrongTopology, InvalidUrl),
-    (Malformed, MalformedRecord),
+#: What the bus raises, what the SDK calls it, and what it says besides.
+_CAUSES: tuple[tuple[type[BusError], type[TracewireError], str], ...] = (
+    (Away, BusUnavailable, ""),
+    (NotAllowed, BusRefused, " (docs/redis.md shows what users need)"),
+    (NotAuthenticated, BusRefused, ""),
+    (WrongTopology, InvalidUrl, ""),
+    (Malformed, MalformedRecord, ""),
 )
 
 
@@ -90,9 +90,9 @@ def connect_error(error: anyio.ClosedResourceError | BusError, before: str = "")
         return BusFull(f"{message}: give Redis more memory, or keep fewer finished traces")
     if isinstance(error, GroupRemoved):
         return UnknownWatchGroup(f"{message}: a watch with the same name makes it anew")
-    for cause, kind in _CAUSES:
+    for cause, kind, advice in _CAUSES:
         if isinstance(error, cause):
-            return kind(message)
+            return kind(message + advice)
     return UnexpectedReply(f"{message} (docs/redis.md says which servers are supported)")
 
 

@@ -184,6 +184,9 @@ class UnexpectedReply(ConnectError, IntegrityError):
 class MalformedRecord(ConnectError, IntegrityError):
     """A record in Redis cannot be read. The message names its key."""
 
+    def __init__(self, message: str) -> None:
+        super().__init__(f"{message} (find out who else writes there; what the record is about cannot be saved)")
+
 
 class ClientClosed(ConnectError, ClosedError):
     """The client was closed."""
@@ -465,7 +468,7 @@ class VersionConflict(SteerRejected, ConflictError):
     """The live parameters have another version than the change was meant for. `version` is the one they have."""
 
     def __init__(self, trace_id: str, message: str, version: int) -> None:
-        super().__init__(trace_id, "if_version", message, reason="version")
+        super().__init__(trace_id, "if_version", f"{message} (get_live() reads them)", reason="version")
         self.version = version
 
 
@@ -501,7 +504,7 @@ class EditConflict(EditRejected, ConflictError):
     """Another version of the edit is installed than the one to replace. `version` is that one, 0 if there is none."""
 
     def __init__(self, name: str, message: str, version: int) -> None:
-        super().__init__(name, "replacing", message)
+        super().__init__(name, "replacing", f"{message} (edits.get() reads it)")
         self.version = version
 
 
@@ -528,7 +531,7 @@ class UnknownEdit(NotFoundError):
 
     def __init__(self, name: str, message: str) -> None:
         self.name = name
-        super().__init__(message)
+        super().__init__(f"{message} (`tracewire edits list MODEL` shows those there are)")
 
 
 class StateMismatch(IntegrityError):
@@ -536,7 +539,7 @@ class StateMismatch(IntegrityError):
 
     def __init__(self, message: str, names: Iterable[str] = ()) -> None:
         self.names = list(names)
-        super().__init__(message)
+        super().__init__(f"{message} (a client or an engine has a defect: run the trace again, and report it)")
 
 
 class BrokenStream(TracewireError):
@@ -545,6 +548,9 @@ class BrokenStream(TracewireError):
 
 class MalformedEvent(BrokenStream, IntegrityError):
     """An event cannot be decoded, or does not follow from those before it."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(f"{message} (somebody else wrote to the stream, or an engine has a defect: its log has more)")
 
 
 class ClientTooOld(BrokenStream, ConflictError):
@@ -688,7 +694,8 @@ class TextChanged(ConflictError):
         self.trace_id = trace_id
         self.length = length
         super().__init__(
-            f"trace {trace_id} runs again, and its text differs from the {length} characters that were yielded"
+            f"trace {trace_id} runs again, and its text differs from the {length} characters that were yielded "
+            "(iterate over it to read both attempts)"
         )
 
 

@@ -312,7 +312,8 @@ class Connections:
                 pause = backoff.next()
                 if anyio.current_time() + pause > deadline:
                     state = "has no memory left" if is_full(error) else "is away"
-                    raise BusUnavailable(f"Redis at {redacted(self.url)} {state}: {error}") from error
+                    hint = "the client connects again by itself, and the call can be repeated"
+                    raise BusUnavailable(f"Redis at {redacted(self.url)} {state}: {error} ({hint})") from error
                 await anyio.sleep(pause)
 
     async def aclose(self) -> None:
