@@ -57,10 +57,11 @@ from tracewire.traces.output import (
     Waiting,
 )
 from tracewire.traces.served_models import ModelInfo
-from tracewire.traces.state import Choice, Invoke, Result, State
+from tracewire.traces.state import Choice, Invoke, Result, Saves, State
 from tracewire.traces.subscription import Subscription
 from tracewire.traces.trace import Trace
 from tracewire.traces.tracer import Tracer
+from tracewire.traces.values import Values
 from tracewire_bus.domain.fold import Fold
 from tracewire_bus.store.lifecycle import Lifecycle
 from tracewire_bus.store.trace_records import LiveState
@@ -108,9 +109,11 @@ from .errors import (
     LibraryMissing,
     MalformedEvent,
     MalformedRecord,
+    NotAnArray,
     NotConnected,
     NotEnded,
     NotFoundError,
+    NotLoaded,
     OutputsRead,
     Overloaded,
     PermissionDeniedError,
@@ -219,9 +222,11 @@ __all__ = [
     "Model",
     "ModelInfo",
     "Models",
+    "NotAnArray",
     "NotConnected",
     "NotEnded",
     "NotFoundError",
+    "NotLoaded",
     "Output",
     "OutputsRead",
     "Overloaded",
@@ -237,6 +242,7 @@ __all__ = [
     "RetryableError",
     "SamplingOptions",
     "SaveMissing",
+    "Saves",
     "Shared",
     "State",
     "StateMismatch",
@@ -274,6 +280,7 @@ __all__ = [
     "UnknownWatchGroup",
     "UntransportableVariable",
     "ValueMissing",
+    "Values",
     "VersionConflict",
     "Waiting",
     "Watch",

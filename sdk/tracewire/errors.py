@@ -43,9 +43,11 @@ __all__ = [
     "LibraryMissing",
     "MalformedEvent",
     "MalformedRecord",
+    "NotAnArray",
     "NotConnected",
     "NotEnded",
     "NotFoundError",
+    "NotLoaded",
     "OutputsRead",
     "Overloaded",
     "PermissionDeniedError",
@@ -671,6 +673,28 @@ class OutputsRead(InvalidRequestError, RuntimeError):
 
 class NotEnded(InvalidRequestError, RuntimeError):
     """The saves of a `with model.trace(...)` were asked for before its end was read."""
+
+
+class NotLoaded(InvalidRequestError, RuntimeError):
+    """A value was to be converted that refers to a large array, which was not downloaded. `name` is the value's."""
+
+    def __init__(self, name: str, what: str, nbytes: int) -> None:
+        self.name = name
+        super().__init__(
+            f"{name!r} refers to an array of {nbytes} bytes that is not here: await load() of the same object before "
+            f"its {what}()"
+        )
+
+
+class NotAnArray(InvalidRequestError, TypeError):
+    """A value cannot be one array: it is text, or a list whose items differ in shape. `name` is the value's."""
+
+    def __init__(self, name: str, value: Any) -> None:
+        self.name = name
+        super().__init__(
+            f"{name!r} cannot be one array: it is a {type(value).__name__}, or holds one, without one shape and dtype "
+            f"(to_numpy({name!r}) converts its parts)"
+        )
 
 
 class LibraryMissing(NotFoundError, ImportError):

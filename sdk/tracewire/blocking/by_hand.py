@@ -12,6 +12,8 @@ from tracewire.errors import AlreadyEntered
 from tracewire.options import SamplingOptions
 from tracewire.submission import PromptInput
 from tracewire.traces.large import load as load_arrays
+from tracewire.traces.state import State
+from tracewire.traces.values import Values
 from tracewire.traces.with_blocks import Invoker
 
 from .portal import Bridge, Portal
@@ -69,11 +71,15 @@ class BlockingClient(Bridge[AsyncClient]):
         """URL of the Redis, for other processes to connect to."""
         return self._async.url
 
-    def load(self, value: Any, *, exact: bool = False) -> Any:
-        """`tracewire.load`: `value` with the arrays that it refers to."""
+    def load(self, value: Any, *, dtype: str | None = None, exact: bool = False) -> Any:
+        """`tracewire.load`: `value` with the arrays that it refers to. A result, or its saves, keep what was
+        downloaded, as `result.load` does, and can be converted then.
+        """
 
         async def load() -> Any:
-            return await load_arrays(value, exact=exact)
+            if isinstance(value, State | Values):
+                return await value.load(dtype=dtype, exact=exact)
+            return await load_arrays(value, dtype=dtype, exact=exact)
 
         return self._portal.call(load)
 

@@ -6,19 +6,21 @@ connection of its own. An `ArrayRef` stands in its place.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from tracewire.checks import shown
 from tracewire.error_mapping import bus_errors
 from tracewire.errors import ValueMissing
 from tracewire_bus.store.blobs import THRESHOLD_BYTES, BlobMissing
-from tracewire_bus.wire.arrays import array_of
+from tracewire_bus.wire.arrays import array_of, extra_dtypes
 from tracewire_bus.wire.digests import digest
 from tracewire_bus.wire.kinds import is_array
 from tracewire_bus.wire.messages import NO_MEDIA
 from tracewire_bus.wire.packing import pack, unpack
-from tracewire_bus.wire.refs import ArrayRef
+from tracewire_bus.wire.refs import DTYPES, ArrayRef
 
 if TYPE_CHECKING:
     import numpy as np
@@ -26,39 +28,86 @@ if TYPE_CHECKING:
     from tracewire_bus.bus import Bus
     from tracewire_bus.wire.messages import Block, Submission
 
-__all__ = ["LargeValues", "load", "offload_large_arrays"]
+__all__ = ["LargeValues", "as_dtype", "fetched", "holds_references", "load", "offload_large_arrays"]
 
 
-async def load(value: Any, *, exact: bool = False) -> Any:
+async def load(value: Any, *, dtype: str | None = None, exact: bool = False) -> Any:
     """`value`, such as `result.saves` or `output.delta`, with arrays that NumPy computes with as one expects.
 
         saves = await tracewire.load(result.saves)
         saves["acts"][0].mean()
 
-    Every `ArrayRef` in it is downloaded, one after the other, and checked against its digest;
-    whether an array came as a reference is the engine's choice, by its size. Arrays of bfloat16 and of the 8-bit floats
-    become float32 arrays of the same values: NumPy sums those types in their own precision, and saves them without
-    their dtype. With `exact`, arrays keep the dtype that the engine saved, by which digests are compared.
+    Every `ArrayRef` in it is downloaded, one after the other, and checked against its digest; whether an array came as
+    a reference is the engine's choice, by its size. With a `dtype`, such as `"float32"`, all arrays are of that dtype.
+    Otherwise arrays of bfloat16 and of the 8-bit floats become float32 arrays of the same values: NumPy sums those
+    types in their own precision, and saves them without their dtype. With `exact`, arrays keep the dtype that the
+    engine saved, by which digests are compared.
 
     Lists, tuples and dicts are new; `value` is left as it was. A tuple subclass becomes a tuple.
 
     Raises:
         ValueMissing: a reference's array has expired, or is not whole any more.
+        ValueError: `dtype` is the name of none.
         BusRefused: Redis refuses.
         ClientClosed: the client that read the reference is closed.
     """
+    convert = as_dtype(dtype, exact=exact)
+    return convert(await fetched(value))
+
+
+async def fetched(value: Any) -> Any:
+    """`value` with new containers, and with the arrays that it refers to, which are the caller's to change."""
     if isinstance(value, ArrayRef):
-        value = await value.load()
-    elif isinstance(value, dict):
-        return {key: await load(item, exact=exact) for key, item in value.items()}
-    elif isinstance(value, list):
-        return [await load(item, exact=exact) for item in value]
-    elif isinstance(value, tuple):
-        return tuple([await load(item, exact=exact) for item in value])
-    if exact or not is_array(value):
-        return value
-    array = array_of(value)
-    return array.astype("float32") if array.dtype.name.startswith(("bfloat16", "float8")) else value
+        array = await value.load()
+        # Nobody else has it: its memory was made for this call.
+        array.flags.writeable = True
+        return array
+    if isinstance(value, dict):
+        return {key: await fetched(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [await fetched(item) for item in value]
+    if isinstance(value, tuple):
+        return tuple([await fetched(item) for item in value])
+    return value
+
+
+def holds_references(value: Any) -> bool:
+    """Whether `fetched` would download anything."""
+    if isinstance(value, dict):
+        return any(map(holds_references, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(holds_references, value))
+    return isinstance(value, ArrayRef)
+
+
+def as_dtype(dtype: str | None, *, exact: bool = False) -> Callable[[Any], Any]:
+    """A function that makes arrays of a value arrays of `dtype`, or, without one, such as NumPy computes with.
+
+    Raises:
+        ValueError: no array can be of this dtype, or it is asked for beside `exact`.
+    """
+    import numpy as np
+
+    if dtype is not None and (exact or dtype not in DTYPES):
+        wanted = "expected either dtype or exact" if exact else f"expected one of {', '.join(sorted(DTYPES))}"
+        raise ValueError(f"dtype: {wanted}, got {shown(dtype)}")
+    target = None if dtype is None else extra_dtypes().get(dtype) or np.dtype(dtype)
+
+    def convert(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: convert(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [convert(item) for item in value]
+        if isinstance(value, tuple):
+            return tuple(map(convert, value))
+        if exact or not is_array(value) or isinstance(value, ArrayRef):
+            return value
+        array = array_of(value)
+        if target is not None:
+            return array.astype(target, copy=False)
+        return array.astype("float32") if array.dtype.name.startswith(("bfloat16", "float8")) else value
+
+    return convert
 
 
 class LargeValues:

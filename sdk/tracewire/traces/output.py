@@ -31,6 +31,7 @@ from tracewire_bus.wire.messages import (
 from tracewire_bus.wire.refs import loading_by
 
 from .state import State
+from .values import Values
 
 if TYPE_CHECKING:
     from tracewire_bus.wire.messages import Snapshot
@@ -93,14 +94,14 @@ class Saving(OutputBase, dict=True):
         return copy
 
     @property
-    def delta(self) -> dict[str, Any]:
+    def delta(self) -> Values:
         """What this event adds to the saves, by saved name: the new items of a list, the new keys of a dict, a value.
 
         A list that grows by one item a step shows as a list of one item, a dict that gains a key as a dict of one,
         nested containers likewise. What is not new by name (a list's item replaced, a key deleted) stands in `deltas`
-        only.
+        only. The dict has the conversions that `result.saves` has.
         """
-        merged: dict[str, Any] = {}
+        merged = Values()
         for step in self.deltas:
             for change in step:
                 _merge(merged, change)

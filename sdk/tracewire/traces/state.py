@@ -13,14 +13,19 @@ from typing import TYPE_CHECKING, Any
 from tracewire.errors import AmbiguousResult, SaveMissing
 from tracewire_bus.wire.messages import SHARED_INVOKE, Accepted, Failure, Manifest, Status, Usage
 
+from .values import Values, library
+
 if TYPE_CHECKING:
     from tracewire_bus.domain.fold import Fold
 
-__all__ = ["Choice", "Invoke", "Result", "State"]
+__all__ = ["Choice", "Invoke", "Result", "Saves", "State"]
 
 
-class Saves(dict[str, Any]):
-    """Saved values by name. Asking for a name that is not there raises a `SaveMissing`, which is a `KeyError`."""
+class Saves(Values):
+    """Saved values by name, with conversions (`to_numpy()`, `to_torch()`, `to_pandas()`, `to_xarray()`).
+
+    Asking for a name that is not there raises a `SaveMissing`, which is a `KeyError`.
+    """
 
     def __init__(
         self, values: Mapping[str, Any] = MappingProxyType({}), trace_id: str = "", *, ended: bool = False
@@ -43,7 +48,7 @@ class Choice:
     choice: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    saves: dict[str, Any] = field(default_factory=Saves)
+    saves: Saves = field(default_factory=lambda: Saves())
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -96,7 +101,7 @@ class State:
         self.warnings: list[str] = list(copy.warnings)
         self.position = FINAL_ID if copy.finished else "start" if copy.seq < 0 else f"{copy.attempt}-{copy.seq}"
         self.invokes = _invokes(copy, trace_id)
-        self.shared: dict[str, Any] = _saves(copy, trace_id, SHARED_INVOKE, 0)
+        self.shared: Saves = _saves(copy, trace_id, SHARED_INVOKE, 0)
         self._digest = copy.digest
 
     @property
@@ -115,9 +120,36 @@ class State:
         return self._only("token_ids").token_ids
 
     @property
-    def saves(self) -> dict[str, Any]:
+    def saves(self) -> Saves:
         """Saved values of the only choice, by name."""
         return self._only("saves").saves
+
+    async def load(self, name: str | None = None, *, dtype: str | None = None, exact: bool = False) -> Any:
+        """Download what the saves of the only choice refer to: `saves.load`."""
+        return await self._only("saves").saves.load(name, dtype=dtype, exact=exact)
+
+    def to_numpy(self, name: str | None = None, *, dtype: str | None = None) -> Any:
+        """Saves of the only choice as NumPy arrays: `saves.to_numpy`."""
+        return self._only("saves").saves.to_numpy(name, dtype=dtype)
+
+    def to_torch(self, name: str | None = None, *, dtype: Any = None, device: Any = None) -> Any:
+        """Saves of the only choice as torch tensors: `saves.to_torch`."""
+        return self._only("saves").saves.to_torch(name, dtype=dtype, device=device)
+
+    def to_pandas(self, name: str | None = None) -> Any:
+        """Saves of the only choice as a table: `saves.to_pandas`. Without a name, `token_id` is a column, too: row `i`
+        has the token of index `i`, and the item of index `i` of each saved list.
+        """
+        saves = self._only("saves").saves
+        table = saves.to_pandas(name)
+        if name is not None:
+            return table
+        tokens = library("pandas", "to_pandas()").DataFrame({"token_id": self.token_ids})
+        return tokens.join(table, how="outer").rename_axis(index="step")
+
+    def to_xarray(self, name: str | None = None) -> Any:
+        """Saves of the only choice as labelled arrays: `saves.to_xarray`."""
+        return self._only("saves").saves.to_xarray(name)
 
     @property
     def finish_reason(self) -> str | None:

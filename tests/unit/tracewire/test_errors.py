@@ -157,14 +157,16 @@ async def SaveMissing(world: World) -> None:
     _ = (await world.result()).saves["score"]
 
 
+async def large(stage: Stage) -> None:
+    """A script that saves a reference."""
+    await stage.accept()
+    await stage.save("one", {"acts": await stage.store(np.ones(1000), "acts")})
+    await stage.final()
+
+
 @raises
 async def ValueMissing(world: World) -> None:
-    async def script(stage: Stage) -> None:
-        await stage.accept()
-        await stage.save("one", {"acts": await stage.store(np.ones(1000), "acts")})
-        await stage.final()
-
-    result = await world.result(script)
+    result = await world.result(large)
     await world.bus.command("DEL", world.bus.keys.blobs(result.trace_id))
     await result.saves["acts"][0].load()
 
@@ -194,6 +196,12 @@ async def TraceForgotten(world: World) -> None:
 async def TokenizerUnavailable(world: World) -> None:
     async with world.engine(path="/models/tiny"):
         _ = (await world.client.models.get("tiny")).tokenizer
+
+
+@raises
+async def LibraryMissing(world: World) -> None:
+    world.monkeypatch.setitem(sys.modules, "torch", None)
+    (await world.result()).to_torch()
 
 
 @raises
@@ -295,6 +303,22 @@ async def OutputsRead(world: World) -> None:
         await trace.result()
         async for _ in trace:
             pass
+
+
+@raises
+async def NotLoaded(world: World) -> None:
+    (await world.result(large)).to_numpy()
+
+
+@raises
+async def NotAnArray(world: World) -> None:
+    async def script(stage: Stage) -> None:
+        await stage.accept()
+        for number in (1, 2):
+            await stage.save("one", {"rows": np.ones(number)})
+        await stage.final()
+
+    (await world.result(script)).to_xarray()
 
 
 @raises
