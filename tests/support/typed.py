@@ -65,7 +65,7 @@ def of_events(event: tracewire.Event) -> Any:
 
 def of_an_item(item: tracewire.Item) -> None:
     if item.type == "output":
-        assert_type(item.delta, dict[str, Any])
+        assert_type(item.delta, tracewire.Values)
     elif item.type == "steered":
         assert_type(item.version, int)
 

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 import tracewire
-from tests.support.bus_engine import ScriptedEngine, Stage, engine_info, tiny
+from tests.support.bus_engine import BusEngine, Stage, engine_info, tiny
 from tracewire import Client, Steer
 from tracewire_bus.bus import Bus
 from tracewire_bus.store.trace_records import cancellation
@@ -71,7 +71,7 @@ class World:
         self.folder = folder
 
     def engine(self, script: Any = tiny, **info: Any) -> Any:
-        return ScriptedEngine.running(self.bus.url, self.bus.keys.prefix, script, engine_info(**info))
+        return BusEngine.running(self.bus.url, self.bus.keys.prefix, script, engine_info(**info))
 
     @asynccontextmanager
     async def own_redis(self) -> AsyncIterator[Bus]:
@@ -629,7 +629,7 @@ async def test_an_overloaded_model_says_when_to_come_back(embedded: str, prefix:
 
 async def test_a_cancelled_trace_says_by_whom_and_why(embedded: str, prefix: str) -> None:
     async with (
-        ScriptedEngine.running(embedded, prefix, waits),
+        BusEngine.running(embedded, prefix, waits),
         tracewire.connect(embedded, prefix=prefix, name="me") as client,
     ):
         for by, reason, expected in (("alice", "enough", "alice"), (None, "", "me")):
@@ -644,7 +644,7 @@ async def test_a_cancelled_trace_says_by_whom_and_why(embedded: str, prefix: str
 async def test_what_an_older_engine_says_of_a_cancelled_trace(embedded: str, prefix: str) -> None:
     old = Failure(type="Cancelled", message=cancellation("me", "").message)
     async with (
-        ScriptedEngine.running(embedded, prefix, ends("cancelled", old)),
+        BusEngine.running(embedded, prefix, ends("cancelled", old)),
         tracewire.connect(embedded, prefix=prefix) as client,
     ):
         with pytest.raises(tracewire.TraceCancelled, match="cancelled by me") as caught:
@@ -667,7 +667,7 @@ async def test_the_class_of_a_failure(
 ) -> None:
     failure = Failure(type=type_, message="no", field=field)
     async with (
-        ScriptedEngine.running(embedded, prefix, ends("failed", failure)),
+        BusEngine.running(embedded, prefix, ends("failed", failure)),
         tracewire.connect(embedded, prefix=prefix) as client,
     ):
         with pytest.raises(kind) as caught:

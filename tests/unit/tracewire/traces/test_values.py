@@ -15,7 +15,7 @@ import torch
 import xarray as xr
 
 import tracewire
-from tests.support.bus_engine import ScriptedEngine, Stage
+from tests.support.bus_engine import BusEngine, Stage
 from tracewire import ArrayRef, Client, LibraryMissing, NotAnArray, NotLoaded, Result, SaveMissing, Values
 from tracewire_bus.wire.arrays import extra_dtypes
 from tracewire_bus.wire.messages import Set
@@ -58,7 +58,7 @@ async def stores(stage: Stage) -> None:
 
 async def result_of(client: Client, script: Any) -> Result:
     bus = client._session.open_bus()
-    async with ScriptedEngine.running(bus.url, bus.keys.prefix, script), client.trace("tiny", "hello") as trace:
+    async with BusEngine.running(bus.url, bus.keys.prefix, script), client.trace("tiny", "hello") as trace:
         return await trace.result()
 
 
@@ -164,7 +164,7 @@ async def test_what_was_loaded_is_here_and_can_be_written(client: Client) -> Non
 
 async def test_an_output_s_values_load_and_convert(client: Client) -> None:
     bus = client._session.open_bus()
-    async with ScriptedEngine.running(bus.url, bus.keys.prefix, stores):
+    async with BusEngine.running(bus.url, bus.keys.prefix, stores):
         async for output in client.trace("tiny", "hello").outputs():
             delta = output.delta
             assert isinstance(delta["hs"][0], ArrayRef)
