@@ -19,6 +19,7 @@ from nnsight.tracing.tracer import inc
 import tracewire
 from tests.support.ranks import Pair
 from tracewire_engine.worker.blocks import save_marks as marks
+from tracewire_engine.worker.blocks import time_limit as watchdog
 from tracewire_engine.worker.blocks.batched_serving import RowBatcher
 from tracewire_engine.worker.blocks.compiler import BlockCache
 from tracewire_engine.worker.blocks.live_params import LIVE, LiveRun
@@ -176,6 +177,23 @@ def run(tmp_path: Any, *blocks: Any, steps: int = 6) -> list[Rank]:
         assert torch.equal(*outputs)
     assert meeting.entered[0] == meeting.entered[1]
     return found
+
+
+@pytest.fixture(autouse=True)
+def _calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modules that blocks call go by the ranks of the thread's own block."""
+
+    class ByBlock:
+        def call(self, envoy: Any, forward: Any) -> Any:
+            from greenlet import getcurrent
+
+            mediator = getattr(getcurrent(), "mediator", None)
+            return forward() if mediator is None else mediator().ranks.call(envoy, forward)
+
+    monkeypatch.setattr(Envoy, "__call__", ranks._called(Envoy.__call__, ByBlock()))
+    # A worker has one thread, and its limits are of one block at a time. What two threads leave there is put back.
+    monkeypatch.setattr(watchdog, "_running", None)
+
 
 
 @tracewire.intervention
