@@ -16,18 +16,9 @@ from redis.exceptions import AskError, RedisError
 
 from tests.bus.test_snapshots import Author, read, same
 from tests.support.bus_engine import engine_info
-from tests.support.redis.servers import (
-    BINARIES,
-    HOST,
-    Cluster,
-    Running,
-    free_port,
-    running_servers,
-    slot_of,
-    until,
-    until_so,
-)
+from tests.support.redis.servers import BINARIES, HOST, Cluster, Running, free_port, running_servers, slot_of
 from tests.support.redis.transports import end_to_end
+from tests.support.until import until
 from tracewire_bus.bus import FINAL_ID, Bus, BusError, BusUnavailable, Entry, Fenced, NotAllowed
 from tracewire_bus.events.writer import Writer
 from tracewire_bus.store.lifecycle import lifecycle_fields
@@ -335,7 +326,7 @@ async def test_what_a_node_lost_of_a_slot_that_moves_comes_back_when_it_has_move
         with anyio.fail_after(30):
             async with anyio.create_task_group() as group:
                 group.start_soon(writer.append, "t", 1, 6, b"6")
-                await until_so(lambda: "entries wait for Redis" in caplog.text)
+                await until(lambda: "entries wait for Redis" in caplog.text)
                 assert await bus.command("XLEN", bus.keys.events("t")) == 4
                 await cluster.finish_move(slot, source, target)
             await writer.append("t", 1, 7, b"7", final=True)
@@ -394,7 +385,7 @@ async def test_what_fails_while_something_waits_behind_ends_it_and_nothing_else(
                     writer.restorer.claims = tuple
 
                 group.start_soon(end)
-                await until_so(lambda: writer._deferred)
+                await until(lambda: writer._deferred)
                 writer.restorer.claims = broken
                 await writer.restorer.link.drop()
             await writer.append("o", 1, 0, b"0")
@@ -411,7 +402,7 @@ async def test_a_later_attempt_goes_behind_what_waits_of_an_earlier_one(cluster:
                 # Its attempt is taken from us, and comes back.
                 writer.forget("t")
                 group.start_soon(lambda: first)
-                await until_so(lambda: bus.keys.events("t") in writer._stuck)
+                await until(lambda: bus.keys.events("t") in writer._stuck)
                 group.start_soon(writer.append, "t", 2, 0, b"0")
                 await cluster.finish_move(slot, source, target)
             await writer.append("t", 2, 1, b"1", final=True)
@@ -435,7 +426,7 @@ async def test_who_connects_anew_waits_for_no_move(
             await writer.append("t", 1, 2, b"2")
             await writer.append("o", 1, 0, b"0")
             # Nor is it forgotten with what it goes with.
-            await until_so(lambda: not writer.restorer._kept)
+            await until(lambda: not writer.restorer._kept)
             await writer.restorer.link.drop()
             await writer.append("t", 1, 3, b"3")
             assert writer._deferred
@@ -443,7 +434,7 @@ async def test_who_connects_anew_waits_for_no_move(
             await writer.append("t", 1, 4, b"4", final=True)
         assert_whole(await rest(bus, "t"), 4)
         # It is done at last, and does not outlive the end.
-        await until_so(lambda: not writer._deferred)
+        await until(lambda: not writer._deferred)
         assert await bus.command("TTL", bus.keys.events("t")) < 7 * 24 * 3600 - 60
 
 
@@ -474,9 +465,9 @@ async def test_what_waits_apart_is_tried_in_turns_and_not_with_all_that_others_w
         with anyio.fail_after(30):
             async with anyio.create_task_group() as group:
                 group.start_soon(partial(writer.append, "t", 1, 1, b"1" * 1000, final=True))
-                await until_so(lambda: bus.keys.events("t") in writer._stuck)
+                await until(lambda: bus.keys.events("t") in writer._stuck)
                 group.start_soon(partial(writer.append, moves, 1, 1, b"1" * 1000, final=True))
-                await until_so(lambda: bus.keys.events(moves) in writer._stuck)
+                await until(lambda: bus.keys.events(moves) in writer._stuck)
                 # By then it has connected wherever it does.
                 await writer.append("o", 1, 0, b"x")
                 sent.clear()
@@ -506,7 +497,7 @@ async def test_a_node_that_lost_an_end_is_found_while_something_waits_apart(
         with anyio.fail_after(30):
             async with anyio.create_task_group() as group:
                 group.start_soon(partial(writer.append, "t", 1, 1, b"1", final=True))
-                await until_so(lambda: bus.keys.events("t") in writer._stuck)
+                await until(lambda: bus.keys.events("t") in writer._stuck)
                 await writer.append(other, 1, 0, b"0")
                 await writer.append(other, 1, 1, b"1", final=True)
                 home = await cluster.owner(slot_of(bus.keys, other))
@@ -534,7 +525,7 @@ async def test_a_final_that_is_refused_for_now_stays_in_the_queue(
             async with anyio.create_task_group() as group:
                 group.start_soon(partial(writer.append, trace, 1, 0, b"0", final=True, settles=("m", trace, "e")))
                 try:
-                    await until_so(lambda: "NOREPLICAS" in caplog.text)
+                    await until(lambda: "NOREPLICAS" in caplog.text)
                     assert await bus.command("HGET", taken, trace) == b"e"
                 finally:
                     await node.ask("CONFIG", "SET", "min-replicas-to-write", 0)

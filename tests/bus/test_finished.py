@@ -9,8 +9,9 @@ import pytest
 
 import tracewire
 from tests.faults.test_engine_loss import free
-from tests.support.redis.servers import BINARIES, running_servers, until
+from tests.support.redis.servers import BINARIES, running_servers
 from tests.support.scripted_engine import acts, info, serving
+from tests.support.until import until
 from tracewire import Client, TraceForgotten
 from tracewire_bus.bus import Bus, BusError, StreamGone
 from tracewire_bus.events import reader, subscription

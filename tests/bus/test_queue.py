@@ -12,8 +12,9 @@ from pathlib import Path
 import anyio
 import pytest
 
-from tests.bus.test_streams import clients, until
+from tests.bus.test_streams import clients
 from tests.support.redis.proxy import proxy
+from tests.support.until import until
 from tracewire_bus.bus import Bus, BusFull, QueueFull
 from tracewire_bus.store import intake as intake_module
 from tracewire_bus.store import submission_queue as queue

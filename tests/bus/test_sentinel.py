@@ -16,9 +16,9 @@ from tests.support.redis.servers import (
     free_port,
     running_servers,
     see_that_it_is_dead,
-    until,
 )
 from tests.support.redis.transports import end_to_end
+from tests.support.until import until
 from tracewire_bus.bus import FINAL_ID, Bus, BusError, BusUnavailable, Entry
 from tracewire_bus.transport.link import Link
 from tracewire_bus.transport.sentinel import Sentinels

@@ -13,6 +13,7 @@ import anyio
 import pytest
 
 from tests.support.redis.proxy import proxy
+from tests.support.until import until
 from tracewire_bus.bus import (
     FINAL_ID,
     Bus,
@@ -30,13 +31,6 @@ from tracewire_bus.transport.link import Link
 from tracewire_bus.wire.codec import decode_engine, encode, schema_text
 from tracewire_bus.wire.ids import parse_id
 from tracewire_bus.wire.messages import EngineInfo, Invoke, ModuleInfo, Submission
-
-
-async def until(condition: Callable[[], Awaitable[Any]]) -> None:
-    """Ask again and again until it is so."""
-    with anyio.fail_after(20):
-        while not await condition():  # noqa: ASYNC110
-            await anyio.sleep(0.005)
 
 
 async def rest(subscription: Subscription) -> list[Entry]:

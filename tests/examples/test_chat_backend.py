@@ -33,6 +33,7 @@ from tests.support import ROOT
 from tests.support.bus_engine import BusEngine, Script, Stage, engine_info
 from tests.support.documented import commands as documented
 from tests.support.redis.proxy import proxy
+from tests.support.until import until
 from tracewire_bus.bus import FINAL_ID, Bus
 from tracewire_bus.transport.embedded import EmbeddedServer
 from tracewire_bus.wire.messages import Failure
@@ -42,13 +43,6 @@ PATIENCE = 20
 
 
 BEND = Bend(np.eye(8, dtype=np.float32)[0], layer=2, distance=2.0)
-
-
-async def until(condition: Callable[[], Any]) -> None:
-    """Ask again and again until it is so."""
-    with anyio.fail_after(PATIENCE):
-        while not condition():  # noqa: ASYNC110
-            await anyio.sleep(0.005)
 
 
 class Server(run.Server):

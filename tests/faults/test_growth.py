@@ -12,8 +12,8 @@ import pytest
 
 import tracewire
 from tests.faults.test_engine_loss import free
-from tests.faults.test_redis_loss import until
 from tests.support.scripted_engine import acts, info, serving
+from tests.support.until import until
 from tracewire.traces import presence
 from tracewire_bus.bus import Bus
 from tracewire_bus.events import restore

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from tests.faults.test_engine_loss import Gate, free, some, whole
 from tests.support.redis.durable import Server, free_port, server
 from tests.support.redis.proxy import proxy
 from tests.support.scripted_engine import ScriptedEngine, acts, info, serving
+from tests.support.until import until
 from tracewire import Client, Final, Output, Restarted
 from tracewire.traces.presence import Presence
 from tracewire_bus import recovery
@@ -63,16 +64,6 @@ async def played(
 async def limit(bus: Bus, size: int | str) -> None:
     """Set how much memory Redis may take; 0 for any amount."""
     await bus.command("CONFIG", "SET", "maxmemory", size)
-
-
-async def until(there: Callable[[], Awaitable[Any]] | Callable[[], bool]) -> None:
-    """Wait until something is so."""
-    with anyio.fail_after(PATIENCE):
-        while True:
-            found = there()
-            if found if isinstance(found, bool) else await found:
-                return
-            await anyio.sleep(0.005)
 
 
 def ids(events: list[Any]) -> list[tuple[int, int]]:

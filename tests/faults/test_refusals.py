@@ -12,9 +12,9 @@ import pytest
 
 import tracewire
 from tests.faults.test_engine_loss import Gate, free, whole
-from tests.faults.test_redis_loss import until
 from tests.support.redis.durable import server
 from tests.support.scripted_engine import ScriptedEngine, acts, info, serving
+from tests.support.until import until
 from tracewire import Client, Restarted
 from tracewire_bus import recovery
 from tracewire_bus.bus import Bus, BusError, BusUnavailable, NotAllowed

@@ -24,8 +24,8 @@ from tests.support.redis.servers import (
     running_servers,
     see_that_it_is_dead,
     slot_of,
-    until,
 )
+from tests.support.until import until
 
 __all__ = ["FAULTS", "Fault"]
 

@@ -13,13 +13,14 @@ import shutil
 import socket
 import subprocess
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import anyio
 
+from tests.support.until import until
 from tracewire_bus.store.keys import Keys
 from tracewire_bus.transport.embedded import _binary, _die_with_parent
 from tracewire_bus.transport.link import Link
@@ -27,7 +28,6 @@ from tracewire_bus.transport.server import Server
 
 __all__ = [
     *("BINARIES", "Cluster", "Running", "Servers", "running_servers", "see_that_it_is_dead", "slot_of"),
-    *("until", "until_so"),
 ]
 
 HOST = "127.0.0.1"
@@ -67,22 +67,6 @@ def free_port() -> int:
 async def see_that_it_is_dead(sentinel: Running, service: str) -> None:
     """Have a sentinel look for a service's master now."""
     await sentinel.ask("SENTINEL", "SET", service, "down-after-milliseconds", "200")
-
-
-async def until(condition: Callable[[], Awaitable[Any]]) -> None:
-    """Ask again and again until it is so."""
-    with anyio.fail_after(60):
-        while not await condition():  # noqa: ASYNC110
-            await anyio.sleep(0.01)
-
-
-async def until_so(condition: Callable[[], Any]) -> None:
-    """`until`, where nothing is asked of anybody else."""
-
-    async def ask() -> Any:
-        return condition()
-
-    await until(ask)
 
 
 class Running:

@@ -17,8 +17,8 @@ import tracewire
 from tests.support.bus_engine import BusEngine, Stage, engine_info, tiny
 from tests.support.clients import events_of
 from tests.support.redis.proxy import Proxy, proxy
-from tests.support.redis.servers import until, until_so
 from tests.support.scripted_engine import info
+from tests.support.until import until
 from tracewire import Client, ConnectError
 from tracewire.traces.presence import Presence
 from tracewire_bus.bus import Bus
@@ -229,7 +229,7 @@ async def test_a_lease_is_renewed_whatever_else_a_client_fails_at(
 
         monkeypatch.setattr(leases, "renew", hold)
         async with client.trace("tiny", "hello") as trace:
-            await until_so(lambda: len(renewed) > 5)
+            await until(lambda: len(renewed) > 5)
             assert await bus.leases.held([trace._submission.lease])
     said = [one.getMessage() for one in caplog.records if one.levelname == "ERROR"]
     assert any("that looks for lost engines failed" in one and "what no Redis says" in one for one in said)
@@ -325,7 +325,7 @@ async def test_closing_a_trace_that_waits_to_be_submitted_waits_for_no_other(
         way.away = True
         await way.cut()
         tracers = _queued(model, 3)
-        await until_so(lambda: len(tried) == 1)
+        await until(lambda: len(tried) == 1)
         with anyio.fail_after(PATIENCE):
             # The last waits for its turn; the first is being submitted.
             for tracer in reversed(tracers):

@@ -14,8 +14,8 @@ import pytest
 import tests.fuzz as fuzz
 from tests.support.played_engine import PlayedEngine, adapted
 from tests.support.redis.proxy import proxy
-from tests.support.redis.servers import until
 from tests.support.served import counted, failure, runs, served, submission
+from tests.support.until import until
 from tracewire import Client
 from tracewire_bus.bus import Bus
 from tracewire_bus.wire.codec import encode

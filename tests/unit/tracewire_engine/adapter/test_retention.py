@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from functools import partial
-from typing import Any
 
 import anyio
 import pytest
@@ -17,6 +16,7 @@ import pytest
 import tracewire
 from tests.faults.test_engine_loss import PATIENCE, Gate, free
 from tests.support.scripted_engine import ScriptedEngine, acts, expected, info, serving
+from tests.support.until import until
 from tracewire import Accepted, Client, Final, Gap, Output, Restarted
 from tracewire_bus import recovery
 from tracewire_bus.bus import Bus
@@ -36,13 +36,6 @@ async def holds(client: Client, trace: str, prompt: str, tokens: int) -> None:
     assert state.token_ids == ids
     assert [list(map(float, array)) for array in state.saves["acts"]] == saved
     assert state.status == "finished"
-
-
-async def until(condition: Any) -> None:
-    """Ask again and again until it is so."""
-    with anyio.fail_after(PATIENCE):
-        while not await condition():
-            await anyio.lowlevel.checkpoint()
 
 
 async def snapshots(bus: Bus, trace: str) -> int:

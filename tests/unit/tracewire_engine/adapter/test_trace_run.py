@@ -15,8 +15,8 @@ import pytest
 
 from tests.faults.test_engine_loss import Gate
 from tests.support.played_engine import PlayedEngine, adapted
-from tests.support.redis.servers import until_so
 from tests.support.scripted_engine import ScriptedEngine, acts, serving
+from tests.support.until import until
 from tracewire import Client, Final, Output, intervention
 from tracewire_bus.bus import Bus
 from tracewire_bus.transport.errors import BusUnavailable
@@ -169,7 +169,7 @@ async def test_what_a_trace_brought_goes_with_it_and_not_with_a_garbage_collecti
                     async with client.trace("tiny", "hello", acts, live={"alpha": 1.0}) as trace:
                         await trace.result()
                 # The engine's task of a trace ends behind the final event.
-                await until_so(lambda: not any(run() for run in runs))
+                await until(lambda: not any(run() for run in runs))
             finally:
                 gc.enable()
     assert len(runs) == 3

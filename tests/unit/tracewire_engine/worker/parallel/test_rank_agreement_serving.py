@@ -195,7 +195,6 @@ def _calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "_running", None)
 
 
-
 @tracewire.intervention
 def parting(model, tracer, live, how, who, where):
     import threading
