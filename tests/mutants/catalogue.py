@@ -11,29 +11,39 @@ __all__ = ["MUTANTS"]
 
 _BUS, _ENGINE, _SDK = "bus/tracewire_bus", "engine_adapter/tracewire_engine", "sdk/tracewire"
 
-_BLOBS = "tests/bus/test_blobs.py"
-_FIREHOSE = "tests/bus/test_firehose.py"
-_FOLD = "tests/bus/test_fold.py"
-_QUEUE = "tests/bus/test_queue.py"
-_SNAPSHOTS = "tests/bus/test_snapshots.py"
-_STREAMS = "tests/bus/test_streams.py"
 _CHAT = "tests/examples/test_chat_backend.py"
 _EXAMPLES = "tests/examples/test_examples.py"
 _CHECKER = "tests/faults/test_checker.py"
-_LOSS = "tests/faults/test_engine_loss.py"
-_REDIS = "tests/faults/test_redis_loss.py"
-_REFUSALS = "tests/faults/test_refusals.py"
 _TRACES_CONTROL = "tests/unit/tracewire/traces/test_control.py"
 _ENDING = "tests/unit/tracewire/traces/test_ending.py"
 _MODEL_CHECKS = "tests/unit/tracewire/traces/test_model_checks.py"
 _PRESENCE = "tests/unit/tracewire/traces/test_presence.py"
 _SUBSCRIPTION = "tests/unit/tracewire/traces/test_subscription.py"
 _TRACE = "tests/unit/tracewire/traces/test_trace.py"
+_FOLD = "tests/unit/tracewire_bus/domain/test_fold.py"
+_APPENDS = "tests/unit/tracewire_bus/events/test_appends.py"
+_DEFERRED = "tests/unit/tracewire_bus/events/test_deferred.py"
+_READER = "tests/unit/tracewire_bus/events/test_reader.py"
+_RESTORE = "tests/unit/tracewire_bus/events/test_restore.py"
+_EVENTS_SUBSCRIPTION = "tests/unit/tracewire_bus/events/test_subscription.py"
+_WRITER = "tests/unit/tracewire_bus/events/test_writer.py"
+_STORE_BLOBS = "tests/unit/tracewire_bus/store/test_blobs.py"
+_DEAD_LETTERS = "tests/unit/tracewire_bus/store/test_dead_letters.py"
+_STORE_INTAKE = "tests/unit/tracewire_bus/store/test_intake.py"
+_STORE_LEASES = "tests/unit/tracewire_bus/store/test_leases.py"
+_LIFECYCLE = "tests/unit/tracewire_bus/store/test_lifecycle.py"
+_SNAPSHOTS = "tests/unit/tracewire_bus/store/test_snapshots.py"
+_SUBMISSION_QUEUE = "tests/unit/tracewire_bus/store/test_submission_queue.py"
+_TRACE_RECORDS = "tests/unit/tracewire_bus/store/test_trace_records.py"
+_WATCH_GROUPS = "tests/unit/tracewire_bus/store/test_watch_groups.py"
+_RECOVERY = "tests/unit/tracewire_bus/test_recovery.py"
 _BLOCK_SOURCES = "tests/unit/tracewire_engine/adapter/test_block_sources.py"
 _INTAKE = "tests/unit/tracewire_engine/adapter/test_intake.py"
 _LEASES = "tests/unit/tracewire_engine/adapter/test_leases.py"
+_LEASES_ENGINE_LOSS = "tests/unit/tracewire_engine/adapter/test_leases_engine_loss.py"
 _LIVE_CHANGES = "tests/unit/tracewire_engine/adapter/test_live_changes.py"
 _READ_DECODER = "tests/unit/tracewire_engine/adapter/test_read_decoder.py"
+_SERVICE_REDIS_LOSS = "tests/unit/tracewire_engine/adapter/test_service_redis_loss.py"
 _TRACE_END = "tests/unit/tracewire_engine/adapter/test_trace_end.py"
 _TRACE_RUN = "tests/unit/tracewire_engine/adapter/test_trace_run.py"
 _BATCHED_SERVING = "tests/unit/tracewire_engine/worker/blocks/test_batched_serving.py"
@@ -82,7 +92,7 @@ MUTANTS = (
         "a-digest-skips-dtype-and-shape",
         "    state.update(msgspec.msgpack.encode((dtype, shape)))\n    return state",
         "    return state",
-        _BLOBS + "::test_what_is_stored_is_loaded",
+        _STORE_BLOBS + "::test_what_is_stored_is_loaded",
     ),
     # --- a trace's stream ---------------------------------------------------------------------------------------------
     _of(
@@ -90,70 +100,70 @@ MUTANTS = (
         "a-final-has-an-ordinary-id",
         "return FINAL_ID if final else f",
         "return f",
-        _STREAMS + "::test_a_stale_attempt_is_fenced_and_so_is_everything_after_the_final",
+        _WRITER + "::test_a_stale_attempt_is_fenced_and_so_is_everything_after_the_final",
     ),
     _of(
         f"{_BUS}/lua/shared/append.lua",
         "a-stale-attempt-is-not-fenced",
         "> tonumber(attempt) then",
         "> 1e18 then",
-        _LOSS + "::test_what_follows_a_refused_event_is_refused_too",
+        _TRACE_RECORDS + "::test_what_follows_a_refused_event_is_refused_too",
     ),
     _of(
         f"{_BUS}/lua/shared/stream.lua",
         "an-event-overtakes-one-that-was-refused",
         "return last and last[1] == id",
         "return true",
-        _STREAMS + "::test_what_follows_an_event_that_is_not_there_is_refused",
+        _APPENDS + "::test_what_follows_an_event_that_is_not_there_is_refused",
     ),
     _of(
         f"{_BUS}/events/writer.py",
         "a-lost-answer-is-taken-for-a-refusal",
         "                    item.repeated = True",
         "                    item.repeated = False",
-        _STREAMS + "::test_an_append_whose_answer_was_lost_succeeds_once",
+        _WRITER + "::test_an_append_whose_answer_was_lost_succeeds_once",
     ),
     _of(
         f"{_BUS}/lua/append_lost.lua",
         "a-redis-that-came-back-lacks-an-event",
         "for index = from, #ARGV, STEP do",
         "for index = from + STEP, #ARGV, STEP do",
-        _REDIS + "::test_what_a_killed_redis_lost_is_appended_again",
+        _SERVICE_REDIS_LOSS + "::test_what_a_killed_redis_lost_is_appended_again",
     ),
     _of(
         f"{_BUS}/events/batches.py",
         "what-waited-for-memory-comes-in-reverse",
         "stream.stuck.extendleft(reversed(items))",
         "stream.stuck.extendleft(items)",
-        _REDIS + "::test_what_was_refused_together_comes_in_order",
+        _DEFERRED + "::test_what_was_refused_together_comes_in_order",
     ),
     _of(
         f"{_BUS}/events/appends.py",
         "an-ended-trace-keeps-its-queue-entry",
         "                commands.append(item.settle)",
         "                pass",
-        _QUEUE + "::test_an_entry_may_be_settled_with_its_final",
+        _SUBMISSION_QUEUE + "::test_an_entry_may_be_settled_with_its_final",
     ),
     _of(
         f"{_BUS}/lua/append_final.lua",
         "an-ended-traces-record-never-expires",
         "for _, name in ipairs({events, blobs, key, snapshot}) do",
         "for _, name in ipairs({events, blobs, snapshot}) do",
-        _STREAMS + "::test_the_final_lets_the_trace_expire",
+        _WRITER + "::test_the_final_lets_the_trace_expire",
     ),
     _of(
         f"{_BUS}/events/reader.py",
         "only-one-consumer-is-served",
         "        for subscription in stream.subscriptions():\n            if not subscription.take(entries):",
         "        for subscription in stream.subscriptions()[:1]:\n            if not subscription.take(entries):",
-        _STREAMS + "::test_replaying_then_tailing_leaves_no_gap_and_no_repeat",
+        _READER + "::test_replaying_then_tailing_leaves_no_gap_and_no_repeat",
     ),
     _of(
         f"{_BUS}/events/subscription.py",
         "an-entry-is-read-twice",
         "            if id_ <= self.last:\n",
         "            if id_ < self.last:\n",
-        _STREAMS + "::test_replaying_then_tailing_leaves_no_gap_and_no_repeat",
+        _READER + "::test_replaying_then_tailing_leaves_no_gap_and_no_repeat",
     ),
     _of(
         f"{_BUS}/events/subscription.py",
@@ -167,7 +177,7 @@ MUTANTS = (
         "a-full-buffer-drops-what-comes",
         "                self._arrived.notify()\n                return False",
         "                self._arrived.notify()\n                return True",
-        _STREAMS + "::test_a_buffer_that_is_full_takes_no_more_and_says_so",
+        _EVENTS_SUBSCRIPTION + "::test_a_buffer_that_is_full_takes_no_more_and_says_so",
     ),
     # --- the queue ----------------------------------------------------------------------------------------------------
     _of(
@@ -175,63 +185,63 @@ MUTANTS = (
         "one-client-is-served-before-all-others",
         "    turn = turn + 1\n    own_turn = turn\n",
         "    own_turn = -1\n",
-        _QUEUE + "::test_clients_take_turns",
+        _SUBMISSION_QUEUE + "::test_clients_take_turns",
     ),
     _of(
         f"{_BUS}/lua/shared/queue_join.lua",
         "a-priority-is-ignored",
         "queue.client_key(entry.client), entry.priority, queue.member(",
         "queue.client_key(entry.client), 0, queue.member(",
-        _QUEUE + "::test_priorities_order_a_clients_own",
+        _SUBMISSION_QUEUE + "::test_priorities_order_a_clients_own",
     ),
     _of(
         f"{_BUS}/lua/queue_put.lua",
         "a-trace-is-queued-twice",
         "if not call('SET', submitted, 1, 'EX', remember, 'NX') then return 1 end",
         "call('SET', submitted, 1, 'EX', remember)",
-        _QUEUE + "::test_a_trace_is_queued_once_however_often_it_is_submitted",
+        _SUBMISSION_QUEUE + "::test_a_trace_is_queued_once_however_often_it_is_submitted",
     ),
     _of(
         f"{_BUS}/lua/queue_put.lua",
         "a-full-queue-takes-more",
         "  if waiting >= room then",
         "  if false then",
-        _QUEUE + "::test_a_full_queue_refuses_but_not_who_has_less_than_its_share",
+        _SUBMISSION_QUEUE + "::test_a_full_queue_refuses_but_not_who_has_less_than_its_share",
     ),
     _of(
         f"{_BUS}/lua/queue_take.lua",
         "a-late-take-takes",
         "if call('GET', valid_token) ~= token then",
         "if false then",
-        _QUEUE + "::test_a_take_that_comes_too_late_takes_nothing",
+        _STORE_INTAKE + "::test_a_take_that_comes_too_late_takes_nothing",
     ),
     _of(
         f"{_BUS}/lua/queue_take.lua",
         "one-engine-takes-the-whole-burst",
         "count = math.max(0, math.min(count, level - load))",
         "count = math.max(0, count)",
-        _QUEUE + "::test_a_take_is_an_engines_share_of_what_waits",
+        _STORE_INTAKE + "::test_a_take_is_an_engines_share_of_what_waits",
     ),
     _of(
         f"{_BUS}/lua/queue_withdraw_lease.lua",
         "a-withdrawn-lease-leaves-its-entries-waiting",
         "    queue_leave.order(trace, entry)\n",
         "",
-        _QUEUE + "::test_a_lease_takes_what_waits_under_it_along",
+        _STORE_LEASES + "::test_a_lease_takes_what_waits_under_it_along",
     ),
     _of(
         f"{_BUS}/lua/dead_letter_add.lua",
         "a-dead-letter-is-not-kept",
         "redis.call('XADD', letters, 'MAXLEN', '~', most, '*', unpack(ARGV, 3))",
         "",
-        _QUEUE + "::test_what_cannot_be_answered_is_kept_as_it_was",
+        _DEAD_LETTERS + "::test_what_cannot_be_answered_is_kept_as_it_was",
     ),
     _of(
         f"{_BUS}/lua/queue_settle.lua",
         "an-entry-is-settled-by-who-does-not-hold-it",
         "if holder ~= '' and redis.call('HGET', taken, trace) ~= holder then return 0 end",
         "",
-        _LOSS + "::test_a_refused_end_leaves_everything_as_it_is",
+        _TRACE_RECORDS + "::test_a_refused_end_leaves_everything_as_it_is",
     ),
     # --- recovery -----------------------------------------------------------------------------------------------------
     _of(
@@ -239,7 +249,7 @@ MUTANTS = (
         "a-poisonous-trace-is-tried-for-ever",
         "entry.lost = entry.lost + 1 end",
         "entry.lost = 0 end",
-        _LOSS + "::test_a_trace_that_is_not_to_be_restarted_fails",
+        _LEASES_ENGINE_LOSS + "::test_a_trace_that_is_not_to_be_restarted_fails",
         hangs=True,
     ),
     _of(
@@ -247,35 +257,35 @@ MUTANTS = (
         "a-retry-is-lost",
         "entry.lost >= entry.tries then",
         "entry.lost + 1 >= entry.tries then",
-        _LOSS + "::test_what_waits_again_waits_where_it_did",
+        _SUBMISSION_QUEUE + "::test_what_waits_again_waits_where_it_did",
     ),
     _of(
         f"{_BUS}/lua/queue_take.lua",
         "suspects-share-an-engine",
         "if not suspect then\n",
         "if true then\n",
-        _REFUSALS + "::test_a_suspect_that_takes_its_time_does_not_keep_the_others_waiting_for_ever",
+        _RECOVERY + "::test_a_suspect_that_takes_its_time_does_not_keep_the_others_waiting_for_ever",
     ),
     _of(
         f"{_BUS}/recovery.py",
         "a-poisonous-trace-leaves-no-dead-letter",
         "await self._bus.queue.dead_letter(self._model, taken, failure.message)",
         "await self._bus.queue.done(self._model, taken.trace)",
-        _LOSS + "::test_what_kills_its_engines_is_given_up_and_the_others_are_not",
+        _LEASES_ENGINE_LOSS + "::test_what_kills_its_engines_is_given_up_and_the_others_are_not",
     ),
     _of(
         f"{_BUS}/recovery.py",
         "an-engine-that-lives-is-robbed",
         "for name in names if name not in alive}",
         "for name in names}",
-        _LOSS + "::test_what_an_engine_that_lives_has_taken_stays_its",
+        _RECOVERY + "::test_what_an_engine_that_lives_has_taken_stays_its",
     ),
     _of(
         f"{_BUS}/events/restore.py",
         "claims-are-not-said-again",
         "        if claims := list(self.claims()):",
         "        if claims := []:",
-        _REDIS + "::test_what_a_killed_redis_lost_is_appended_again",
+        _SERVICE_REDIS_LOSS + "::test_what_a_killed_redis_lost_is_appended_again",
     ),
     # --- records ------------------------------------------------------------------------------------------------------
     _of(
@@ -283,7 +293,7 @@ MUTANTS = (
         "a-stale-attempt-is-opened",
         "if attempt < last or attempt == last and last_engine ~= engine then return 'overtaken' end",
         "",
-        _LOSS + "::test_an_attempt_is_one_engines",
+        _TRACE_RECORDS + "::test_an_attempt_is_one_engines",
     ),
     _of(
         f"{_BUS}/lua/record_steer.lua",
@@ -343,21 +353,21 @@ MUTANTS = (
         "a-chunk-of-a-blob-is-dropped",
         "range(chunk_count(len(raw)))",
         "range(chunk_count(len(raw)) - 1)",
-        _BLOBS + "::test_what_is_stored_is_loaded",
+        _STORE_BLOBS + "::test_what_is_stored_is_loaded",
     ),
     _of(
         f"{_BUS}/store/blobs.py",
         "a-blob-is-not-checked",
         "if left or state.digest() != ref.digest:",
         "if left:",
-        _BLOBS + "::test_bytes_that_are_not_those_of_the_reference_are_told",
+        _STORE_BLOBS + "::test_bytes_that_are_not_those_of_the_reference_are_told",
     ),
     _of(
         f"{_BUS}/store/blobs.py",
         "blobs-are-not-written-again",
         "in list(self._kept or ()):",
         "in ():",
-        _REDIS + "::test_an_end_is_settled_again_and_its_large_values_are_there",
+        _RESTORE + "::test_an_end_is_settled_again_and_its_large_values_are_there",
     ),
     _of(
         f"{_BUS}/lua/snapshot_commit.lua",
@@ -386,28 +396,28 @@ MUTANTS = (
         "the-firehose-tells-everything-twice",
         "  redis.call('EXPIRE', key, SECONDS)\n",
         "  redis.call('XADD', key, '*', ...)\n",
-        _FIREHOSE + "::test_a_trace_from_its_submission_to_its_end",
+        _LIFECYCLE + "::test_a_trace_from_its_submission_to_its_end",
     ),
     _of(
         f"{_BUS}/store/lifecycle.py",
         "a-watch-goes-on-at-the-wrong-place",
         "            self._told[name] = id_\n",
         "",
-        _FIREHOSE + "::test_a_watch_goes_on_from_a_position_without_a_repeat",
+        _LIFECYCLE + "::test_a_watch_goes_on_from_a_position_without_a_repeat",
     ),
     _of(
         f"{_BUS}/store/watch_groups.py",
         "what-a-member-had-is-never-acknowledged",
         """                await self._insist(("XACK", name, self._group, entry_id(id_)))\n""",
         "",
-        _FIREHOSE + "::test_what_was_not_acknowledged_comes_again_under_the_same_name",
+        _WATCH_GROUPS + "::test_what_was_not_acknowledged_comes_again_under_the_same_name",
     ),
     _of(
         f"{_BUS}/store/watch_groups.py",
         "nobody-takes-over-from-a-dead-member",
         "                await self._take_over()\n",
         "                self._claim_at = now + 1e9\n",
-        _FIREHOSE + "::test_what_a_member_leaves_goes_to_the_others_soon",
+        _WATCH_GROUPS + "::test_what_a_member_leaves_goes_to_the_others_soon",
         hangs=True,
     ),
     _of(
@@ -415,7 +425,7 @@ MUTANTS = (
         "a-running-trace-is-dropped",
         "if stream.ended(base .. 'events:' .. trace) then",
         "if true then",
-        "tests/bus/test_finished.py::test_a_trace_that_runs_is_never_dropped_whatever_the_list_says",
+        "tests/unit/tracewire_bus/store/test_finished.py::test_a_trace_that_runs_is_never_dropped_whatever_the_list_says",
     ),
     # --- standing interventions ---------------------------------------------------------------------------------------
     _of(
@@ -423,28 +433,28 @@ MUTANTS = (
         "an-edit-replaces-any-version",
         "if expected ~= '' and edits.version(present) ~= expected then",
         "if false then",
-        "tests/bus/test_edits.py::test_only_the_version_that_is_meant_is_replaced_or_removed",
+        "tests/unit/tracewire_bus/store/test_edits.py::test_only_the_version_that_is_meant_is_replaced_or_removed",
     ),
     _of(
         f"{_BUS}/lua/shared/edits.lua",
         "an-edit-is-installed-twice",
         "    if by == operation then return tonumber(generation) end\n",
         "",
-        "tests/bus/test_lost_replies.py::test_an_edit_is_installed_once",
+        "tests/unit/tracewire_bus/store/test_edits.py::test_an_edit_is_installed_once",
     ),
     _of(
         f"{_BUS}/store/edits.py",
         "a-disabled-edit-is-read-as-enabled",
         """told = disabled.decode("utf-8", "replace")""",
         """told = \"\"""",
-        "tests/bus/test_edits.py::test_a_disabled_edit_stays_so_until_it_is_installed_anew",
+        "tests/unit/tracewire_bus/store/test_edits.py::test_a_disabled_edit_stays_so_until_it_is_installed_anew",
     ),
     _of(
         f"{_BUS}/store/edits.py",
         "an-edit-runs-on-who-did-not-ask",
         """return scope == "all" or name in asked""",
         """return True""",
-        "tests/bus/test_edits.py::test_what_runs_on_a_request",
+        "tests/unit/tracewire_bus/store/test_edits.py::test_what_runs_on_a_request",
     ),
     _of(
         f"{_ENGINE}/adapter/standing_edits.py",
@@ -537,7 +547,7 @@ MUTANTS = (
         "a-forgotten-submission-is-not-repeated",
         "                    await self._bus.submit(await offload_large_arrays(one, self._bus))\n",
         "                    pass\n",
-        _REDIS + "::test_what_redis_forgot_before_an_engine_took_it_is_submitted_again",
+        _SERVICE_REDIS_LOSS + "::test_what_redis_forgot_before_an_engine_took_it_is_submitted_again",
     ),
     # --- the adapter --------------------------------------------------------------------------------------------------
     _of(
@@ -552,7 +562,7 @@ MUTANTS = (
         "an-output-is-published-twice",
         "        waiting.append(self._queue(events[-1], final=final))\n",
         "        waiting += [self._queue(events[-1], final=final), self._queue(events[-1], final=final)]\n",
-        _LOSS + "::test_an_engine_that_dies_under_its_adapter_is_replaced",
+        _LEASES_ENGINE_LOSS + "::test_an_engine_that_dies_under_its_adapter_is_replaced",
     ),
     _of(
         f"{_ENGINE}/adapter/trace_run.py",
@@ -639,14 +649,14 @@ MUTANTS = (
         "a-leaving-adapter-keeps-what-it-took",
         "await self._bus.queue.put_back(model, engine, why, lost=False, which=which)",
         "pass",
-        _LOSS + "::test_an_engine_that_is_shut_down_hands_over",
+        _LEASES_ENGINE_LOSS + "::test_an_engine_that_is_shut_down_hands_over",
     ),
     _of(
         f"{_ENGINE}/adapter/service.py",
         "nobody-hears-that-a-trace-waits-again",
         "            await self._bus.records.wait(which, why)\n",
         "",
-        _LOSS + "::test_an_engine_that_leaves_tells_that_its_traces_wait",
+        _LEASES_ENGINE_LOSS + "::test_an_engine_that_leaves_tells_that_its_traces_wait",
         hangs=True,
     ),
     _of(

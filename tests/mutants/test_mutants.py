@@ -16,7 +16,7 @@ from tests.mutants.runs import ROOT, Mutant, anchor_problem, missing_test, run_a
 CHEAP = ("a-delta-is-folded-twice", "a-trace-is-queued-twice", "the-checker-misses-what-a-consumer-never-got")
 
 #: A quick test, and the file whose mutants it is to notice.
-_TEST = "tests/bus/test_streams.py::test_keys_of_a_trace_share_a_tag_and_so_do_those_of_a_queue"
+_TEST = "tests/unit/tracewire_bus/store/test_keys.py::test_keys_of_a_trace_share_a_tag_and_so_do_those_of_a_queue"
 _KEYS = "bus/tracewire_bus/store/keys.py"
 
 
@@ -61,7 +61,7 @@ def test_only_a_test_that_fails_as_tests_do_counts() -> None:
     [
         ("no such text", _TEST, "occurs 0 times"),
         ("return", _TEST, "times in bus/tracewire_bus/store/keys.py, not once"),
-        ("class Keys:", "tests/bus/test_streams.py::test_that_there_is_not", "there is no test"),
+        ("class Keys:", "tests/unit/tracewire_bus/store/test_keys.py::test_that_there_is_not", "there is no test"),
         ("class Keys:", "tests/bus/test_that_there_is_not.py::test_names", "there is no test"),
     ],
 )

@@ -14,8 +14,8 @@ import anyio
 import anyio.to_thread
 
 import tracewire
-from tests.faults.test_engine_loss import free
 from tests.support.scripted_engine import ScriptedEngine, acts, expected, info, serving
+from tests.support.stepping import free
 from tracewire import Client, Final, Output
 from tracewire.cli import main as cli
 from tracewire_bus.bus import Bus

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 import tracewire
+from tests.support import ROOT
 from tests.support.bus_engine import BusEngine, Stage, engine_info, tiny
 from tracewire import Client, Steer
 from tracewire_bus.bus import Bus
@@ -28,7 +29,6 @@ from tracewire_bus.wire.codec import encode
 from tracewire_bus.wire.messages import DecodedOutput, Failure, Manifest
 
 PATIENCE = 20
-ROOT = Path(__file__).resolve().parents[3]
 PAGE = ROOT / "docs" / "errors.md"
 
 #: What a caller can do.

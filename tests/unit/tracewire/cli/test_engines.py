@@ -17,10 +17,10 @@ import anyio
 import anyio.to_thread
 import pytest
 
-from tests.faults.test_engine_loss import free
 from tests.support.bus_engine import BusEngine, engine_info, tiny
 from tests.support.drained import run_command, started, whole
 from tests.support.scripted_engine import info, serving
+from tests.support.stepping import free
 from tracewire import Client
 from tracewire.cli import engines as engine_commands
 from tracewire.cli import main as cli

@@ -12,7 +12,7 @@ import httpx
 import pytest
 import uvicorn
 
-from tests.bus.test_tls_acl import Certificates
+from tests.support.redis.certificates import Certificates
 from tracewire_engine.adapter import http_server as openai_api
 from tracewire_engine.adapter.http_server import Guarded, HttpApi, bound, parsed
 

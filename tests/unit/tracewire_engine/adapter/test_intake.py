@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,22 @@ import msgspec
 import pytest
 
 import tests.fuzz as fuzz
+import tracewire
 from tests.support.played_engine import PlayedEngine, adapted
 from tests.support.redis.proxy import proxy
+from tests.support.scripted_engine import ScriptedEngine, acts, serving
 from tests.support.served import counted, failure, runs, served, submission
+from tests.support.stepping import Gate, free, whole
 from tests.support.until import until
 from tracewire import Client
-from tracewire_bus.bus import Bus
+from tracewire_bus.bus import Bus, BusUnavailable, NotAllowed
 from tracewire_bus.wire.codec import encode
+from tracewire_bus.wire.messages import Failure, Submission
 from tracewire_bus.wire.packing import pack
+from tracewire_engine.adapter import intake
+from tracewire_engine.adapter.engine_api import Rejection
 
-PATIENCE = 15
+PATIENCE = 60
 
 
 @pytest.mark.usefixtures("registered")
@@ -139,3 +146,153 @@ async def test_a_malformed_record_fails_its_own_trace(name: str, bus: Bus, embed
         assert bus.keys.record("t") in error.message
         await runs(client)
         await counted(client)
+
+
+async def test_a_trace_whose_takes_redis_has_forgotten_runs(client: Client, bus: Bus) -> None:
+    """Its record is of a later attempt than its entry says, as after a failover of one node of several."""
+    trace = client.trace("tiny", "hello", acts, max_tokens=3, detach=True, trace_id="t")
+    await bus.submit(trace._submission)
+    await bus.records.open("t", "gone", 2)
+    async with serving(bus, ScriptedEngine(partial(anyio.sleep, 0))):
+        with anyio.fail_after(PATIENCE):
+            state = await client.get_state("t")
+            while state.status is None:
+                await anyio.lowlevel.checkpoint()
+                state = await client.get_state("t")
+    assert state.status == "finished"
+    assert await bus.command("HLEN", bus.keys.queue("tiny", "entries")) == 0
+
+
+async def test_what_could_not_be_answered_while_redis_was_away_is_later(
+    client: Client, bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A defect of the adapter's own, in the moment in which Redis is away."""
+    monkeypatch.setattr(intake, "_REFUSED_S", 0.01)
+    end = bus.records.end
+    asked = 0
+
+    async def away(*arguments: Any) -> bool:
+        nonlocal asked
+        asked += 1
+        if asked == 1:
+            raise BusUnavailable("Redis is away")
+        return await end(*arguments)
+
+    async def defect(*_: Any) -> None:
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(bus.records, "end", away)
+    async with serving(bus, free()) as adapter:
+        monkeypatch.setattr(adapter._intake, "_checked", defect)
+        await client.models.get("tiny", timeout=PATIENCE)
+        async with client.trace("tiny", "hello", acts, max_tokens=3) as trace:
+            with anyio.fail_after(PATIENCE), pytest.raises(tracewire.TraceFailed, match="a defect"):
+                await trace.result()
+        await until(lambda: _empty(bus))
+    assert asked == 2
+
+
+async def _empty(bus: Bus) -> bool:
+    return not await bus.command("HLEN", bus.keys.queue("tiny", "entries"))
+
+
+async def test_what_redis_refuses_to_begin_is_not_asked_for_all_the_time(
+    client: Client, bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits before it asks again; others run meanwhile, and a stop is not held up by it."""
+    monkeypatch.setattr(intake, "_REFUSED_S", 10_000.0)
+    monkeypatch.setattr(intake, "_REFUSED_MOST_S", 10_000.0)
+    open_ = bus.records.open
+    asked = 0
+
+    async def refused(trace: str, *more: Any) -> Any:
+        nonlocal asked
+        if trace == "refused":
+            asked += 1
+            raise NotAllowed("Redis does not allow this user that")
+        return await open_(trace, *more)
+
+    monkeypatch.setattr(bus.records, "open", refused)
+    async with serving(bus, free()) as adapter:
+        await client.models.get("tiny", timeout=PATIENCE)
+        waiting = client.trace("tiny", "hello", acts, max_tokens=3, trace_id="refused", detach=True)
+        await waiting.start()
+        await until(lambda: asked > 0)
+        for _ in range(20):
+            async with client.trace("tiny", "hello", acts, max_tokens=3) as trace:
+                await trace.result()
+        assert asked == 1
+        with anyio.fail_after(PATIENCE):
+            adapter.stop()
+            await adapter.ended.wait()
+    monkeypatch.setattr(bus.records, "open", open_)
+    async with serving(bus, free()):
+        await whole(client, "refused", "hello", 3)
+    await waiting.aclose()
+
+
+async def test_a_queue_that_cannot_be_taken_from_ends_no_adapter(
+    client: Client, bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What runs goes on, and once it can be taken from again it is."""
+    monkeypatch.setattr(intake, "_REFUSED_S", 0.01)
+    gate = Gate()
+    async with serving(bus, ScriptedEngine(gate)) as adapter:
+        await client.models.get("tiny", timeout=PATIENCE)
+        async with client.trace("tiny", "hello", acts, max_tokens=10) as running:
+            await running.accepted()
+            bell = bus.keys.queue("tiny", "bell")
+            await bus.command("DEL", bell)
+            await bus.command("SET", bell, "no list")
+            await until(lambda: adapter._intake.refused.failures > 2)
+            gate.step(10)
+            with anyio.fail_after(PATIENCE):
+                await running.result()
+        assert not adapter.ended.is_set()
+        await bus.command("DEL", bell)
+        gate.open()
+        async with client.trace("tiny", "hello", acts, max_tokens=3) as trace:
+            with anyio.fail_after(PATIENCE):
+                await trace.result()
+
+
+@pytest.mark.parametrize("where", ["in its check", "in its engine"])
+async def test_a_rejected_trace_that_others_had_ended_leaves_nothing_behind(
+    client: Client, bus: Bus, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """Its final is refused, and its entry is not claimed any more."""
+    engine = free()
+    ended = anyio.Event()
+
+    async def ends(submission: Submission) -> None:
+        await bus.records.end(submission.trace, "failed", Failure(type="Test", message="ended by others"))
+        ended.set()
+        raise Rejection("prompt", "it is not to the engine's liking")
+
+    async def prepare(submission: Submission, *_: Any, **__: Any) -> Any:
+        await ends(submission)
+
+    async with serving(bus, engine) as adapter:
+        opening = adapter._intake._checked
+
+        async def checks(entry: Any) -> Any:
+            await bus.records.end(entry.trace, "failed", Failure(type="Test", message="ended by others"))
+            return await opening(entry)
+
+        def check(_: Any) -> None:
+            ended.set()
+            raise Rejection("prompt", "it is not to the adapter's liking")
+
+        if where == "in its check":
+            monkeypatch.setattr(adapter._intake, "_checked", checks)
+            monkeypatch.setattr(adapter._validator, "_check", check)
+        else:
+            monkeypatch.setattr(engine, "prepare", prepare)
+        await client.models.get("tiny", timeout=PATIENCE)
+        async with client.trace("tiny", "hello", acts, max_tokens=3) as trace:
+            with anyio.fail_after(PATIENCE), pytest.raises(tracewire.TraceFailed, match="ended by others"):
+                await trace.result()
+        await ended.wait()
+        await until(lambda: not adapter._claims.runs and not adapter._intake.scopes)
+        await until(lambda: _empty(bus))
+        assert [one.claimed for one in bus.queue._intakes.values()] == [set()]

@@ -10,10 +10,10 @@ import anyio.lowlevel
 import pytest
 
 import tracewire
-from tests.faults.test_engine_loss import Gate
 from tests.support.played_engine import PlayedEngine, adapted
 from tests.support.scripted_engine import ScriptedEngine, acts, info, serving
 from tests.support.served import counted, runs, served
+from tests.support.stepping import Gate
 from tracewire import Client
 from tracewire_bus.bus import Bus
 from tracewire_engine.adapter.leases import LeaseWatch

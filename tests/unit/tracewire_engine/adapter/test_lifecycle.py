@@ -12,8 +12,8 @@ import anyio.to_thread
 import pytest
 
 import tracewire
-from tests.faults.test_engine_loss import Gate
 from tests.support.drained import engine, in_state, runs, started, whole
+from tests.support.stepping import Gate
 from tracewire import Client, Restarted
 from tracewire_bus.bus import Bus
 

@@ -11,11 +11,11 @@ import msgspec
 import pytest
 
 import tracewire
-from tests.faults.test_engine_loss import Gate
 from tests.support.played_engine import PlayedEngine, adapted
 from tests.support.redis.proxy import proxy
 from tests.support.scripted_engine import ScriptedEngine, acts, serving
 from tests.support.served import ENGINE, counted, served
+from tests.support.stepping import Gate
 from tracewire import Client, Final, FirstToken, Output, Steered
 from tracewire_bus.bus import Bus
 from tracewire_bus.transport.errors import BusUnavailable

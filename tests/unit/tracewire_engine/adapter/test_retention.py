@@ -14,8 +14,8 @@ import anyio
 import pytest
 
 import tracewire
-from tests.faults.test_engine_loss import PATIENCE, Gate, free
 from tests.support.scripted_engine import ScriptedEngine, acts, expected, info, serving
+from tests.support.stepping import PATIENCE, Gate, free
 from tests.support.until import until
 from tracewire import Accepted, Client, Final, Gap, Output, Restarted
 from tracewire_bus import recovery

@@ -13,9 +13,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from tests.faults.test_engine_loss import Gate
 from tests.support.played_engine import PlayedEngine, adapted
 from tests.support.scripted_engine import ScriptedEngine, acts, serving
+from tests.support.stepping import Gate
 from tests.support.until import until
 from tracewire import Client, Final, Output, intervention
 from tracewire_bus.bus import Bus

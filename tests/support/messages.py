@@ -1,0 +1,25 @@
+"""One of every event."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tracewire_bus.wire.messages import Accepted, DecodedOutput, Failure, Final, Manifest, Restarted, Usage
+
+EVENTS: list[Any] = [
+    Accepted(attempt=1, seq=0, engine="e", model="m", queued_at=1.5, sampling=[{"seed": None, "stop": ["a"]}]),
+    DecodedOutput(attempt=1, seq=1, invoke=2, choice=3, index=4, token_ids=[5, 6], text="täxt", deltas=[[], []]),
+    DecodedOutput(
+        attempt=1, seq=2, logprobs=[{7: (-0.5, 1, "a"), 8: (-2.0, None, None)}], token_ids=[7], stop_reason=13
+    ),
+    Restarted(attempt=2, seq=0, reason="lost"),
+    Final(
+        attempt=2,
+        seq=9,
+        status="failed",
+        error=Failure(type="ValueError", message="no", line=3),
+        usage=Usage(prompt_tokens=3, completion_tokens=4),
+        manifest=[Manifest(invoke=0, choice=0, name="x", kind="list", length=2, digest=b"0" * 16)],
+        save_errors={"0.0.y": "cannot travel"},
+    ),
+]

@@ -1,0 +1,229 @@
+"""Redis behind sentinels, real ones: whoever is on the bus goes on when the master is another."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import anyio
+import pytest
+
+from tests.support.redis.servers import (
+    BINARIES,
+    HOST,
+    Running,
+    Servers,
+    free_port,
+    running_servers,
+    see_that_it_is_dead,
+)
+from tests.support.redis.transports import end_to_end
+from tests.support.until import until
+from tracewire_bus.bus import FINAL_ID, Bus, BusError, BusUnavailable, Entry
+from tracewire_bus.transport.link import Link
+from tracewire_bus.transport.sentinel import Sentinels
+
+pytestmark = pytest.mark.parametrize("version", BINARIES)
+
+
+SERVICE = "events"
+
+
+class Watched:
+    """A master with a replica, and the sentinel that decides about them."""
+
+    def __init__(self, servers: Servers, master: Running, replica: Running, sentinel: Running) -> None:
+        self.servers = servers
+        self.master = master
+        self.replica = replica
+        self.sentinel = sentinel
+        # The first one that the URL names is down.
+        self.url = f"redis+sentinel://{HOST}:{free_port()},{sentinel.address}/{SERVICE}"
+
+    async def replica_is_known(self) -> None:
+        """Wait until the sentinel could promote the replica."""
+
+        async def known() -> bool:
+            replicas = await self.sentinel.ask("SENTINEL", "REPLICAS", SERVICE)
+            fields = [dict(zip(one[::2], one[1::2], strict=True)) for one in replicas]
+            return [(one[b"flags"], one[b"master-link-status"]) for one in fields] == [(b"slave", b"ok")]
+
+        await until(known)
+
+    async def replica_is_master(self) -> None:
+        """Wait until the sentinel names it as such."""
+
+        async def named() -> bool:
+            _, port = await self.sentinel.ask("SENTINEL", "GET-MASTER-ADDR-BY-NAME", SERVICE)
+            return int(port) == self.replica.port
+
+        await until(named)
+
+    async def replica_has_all(self) -> None:
+        """Wait until the replica has what the master has."""
+
+        async def offset(server: Running, name: bytes) -> bytes:
+            lines = (await server.ask("INFO", "replication")).split(b"\r\n")
+            return next(line.partition(b":")[2] for line in lines if line.startswith(name + b":"))
+
+        async def equal() -> bool:
+            ahead = await offset(self.master, b"master_repl_offset")
+            return ahead == await offset(self.replica, b"slave_repl_offset")
+
+        await until(equal)
+
+
+@asynccontextmanager
+async def watched(version: str, *lines: str) -> AsyncIterator[Watched]:
+    async with running_servers(version) as servers:
+        master = await servers.start(settings=[("repl-diskless-sync", "yes"), ("repl-diskless-sync-delay", 0)])
+        replica = await servers.start(
+            settings=[("replicaof", (HOST, master.port)), ("repl-diskless-sync-delay", 0)],
+        )
+
+        async def linked() -> bool:
+            return b"master_link_status:up" in await replica.ask("INFO", "replication")
+
+        await until(linked)
+        sentinel = await servers.sentinel(master, SERVICE, *lines)
+        yield Watched(servers, master, replica, sentinel)
+
+
+async def test_everything_by_sentinels_and_a_failover_in_the_middle_of_appends(version: str, prefix: str) -> None:
+    count, cut = 600, 200
+    async with watched(version) as service:
+        await end_to_end(service.url, prefix)
+        await service.replica_is_known()
+        entries: list[Entry] = []
+        appended = 0
+        async with Bus.open(service.url, prefix=prefix) as bus:
+            reached = anyio.Event()
+
+            async def follow() -> None:
+                entries.extend([entry async for entry in bus.read("t")])
+
+            async def write() -> None:
+                nonlocal appended
+                async with bus.writer() as writer, anyio.create_task_group() as appends:
+                    for seq in range(count):
+                        appends.start_soon(writer.submit, "t", 1, seq, b"%d" % seq)
+                        if seq % 20 == 0:
+                            await writer.append("other", 1, seq // 20, b"x")
+                        appended = seq
+                        if seq == cut:
+                            reached.set()
+                async with bus.writer() as writer:
+                    await writer.append("t", 1, count, b"%d" % count, final=True)
+
+            with anyio.fail_after(60):
+                async with anyio.create_task_group() as group:
+                    group.start_soon(follow)
+                    group.start_soon(write)
+                    await reached.wait()
+                    # What is replicated behind the writer's back may be lost: not here.
+                    await service.master.ask("CLIENT", "PAUSE", 60_000, "WRITE")
+                    await service.replica_has_all()
+                    service.master.kill()
+                    await see_that_it_is_dead(service.sentinel, SERVICE)
+                # Scripts, the queue and the registry too.
+                assert int((await bus.command("CONFIG", "GET", "port"))[1]) == service.replica.port
+        assert [int(entry.data) for entry in entries] == list(range(count + 1))
+        assert [entry.id for entry in entries] == [*(f"1-{seq}" for seq in range(count)), FINAL_ID]
+        await end_to_end(service.url, prefix)
+
+
+async def test_a_master_that_was_replaced_and_lives_is_left(version: str, prefix: str) -> None:
+    async with watched(version) as service:
+        await service.replica_is_known()
+        async with Bus.open(service.url, prefix=prefix, patience_s=30) as bus, bus.writer() as writer:
+            await writer.append("t", 1, 0, b"0")
+            await service.replica_has_all()
+            # Its connections stand, and for some seconds nobody tells it.
+            await service.sentinel.ask("SENTINEL", "FAILOVER", SERVICE)
+            await service.replica_is_master()
+
+            async def left() -> bool:
+                return int((await bus.command("CONFIG", "GET", "port"))[1]) == service.replica.port
+
+            await until(left)
+            # A writer's link asks for itself.
+            await writer.append("t", 1, 1, b"1", final=True)
+            entries = [entry.data async for entry in bus.read("t")]
+        assert entries == [b"0", b"1"]
+        assert await service.replica.ask("XLEN", bus.keys.events("t")) == 2
+
+
+async def test_whether_the_master_is_another_is_asked_over_one_connection(
+    version: str, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As often as there is something to ask for.
+    monkeypatch.setattr("tracewire_bus.transport.sentinel._CHECK_S", 0.0)
+    async with watched(version) as service:
+
+        async def count(name: bytes) -> int:
+            lines = (await service.sentinel.ask("INFO")).split(b"\r\n")
+            return int(next(line.partition(b":")[2] for line in lines if line.startswith(name + b":")))
+
+        before = await count(b"connected_clients")
+        async with Bus.open(service.url, prefix=prefix) as bus:
+
+            async def use(number: int) -> None:
+                await bus.command("PING")
+                await bus.blobs.put("t", "b", number, b"x")
+                await bus.snapshots.read("t")
+
+            await use(0)
+            opened = await count(b"total_connections_received")
+            for number in range(1, 10):
+                await use(number)
+            assert await count(b"total_connections_received") == opened
+            # One that breaks is opened again.
+            assert await service.sentinel.ask("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+            for number in range(10, 20):
+                await use(number)
+            assert await count(b"connected_clients") == before + 1
+
+        async def left() -> bool:
+            return await count(b"connected_clients") <= before
+
+        await until(left)
+
+
+async def test_a_server_that_takes_no_writes_is_asked_about_again(version: str, prefix: str) -> None:
+    async with watched(version) as service:
+        sentinels = Sentinels(service.url)
+        link = Link(sentinels)
+        assert await link.ask(("SET", "k", "v")) == [b"OK"]
+        # Demoted by hand; the sentinel is away, and what it said last is wrong.
+        service.sentinel.kill()
+        await service.master.ask("REPLICAOF", HOST, service.replica.port)
+        refused, _ = await link.ask(("SET", "k", "v"), ("GET", "k"))
+        assert "read only" in str(refused)
+        assert not link.connected
+        await link.drop()
+    async with watched(version) as service:
+        # The sentinel names a server that is no master (yet).
+        await service.master.ask("REPLICAOF", HOST, service.replica.port)
+        with pytest.raises(BusUnavailable, match="it is a slave now"):
+            async with Bus.open(service.url, prefix=prefix):
+                pass
+
+
+async def test_what_sentinels_refuse_is_said(version: str, prefix: str) -> None:
+    async with running_servers(version) as servers:
+        master = await servers.start(
+            settings=[("requirepass", "of the data")], url="redis://:of%20the%20data@{host}:{port}"
+        )
+        sentinel = await servers.sentinel(master, SERVICE, f'sentinel auth-pass {SERVICE} "of the data"')
+        good = f"redis+sentinel://:of%20the%20data@{sentinel.address}/{SERVICE}"
+        async with Bus.open(good, prefix=prefix) as bus:
+            assert await bus.command("PING") == b"PONG"
+        with pytest.raises(BusError, match=r"no sentinel knows a service 'another'"):
+            async with Bus.open(good.replace(f"/{SERVICE}", "/another"), prefix=prefix):
+                pass
+        with pytest.raises(BusError, match="credentials"):
+            async with Bus.open(good.replace("of%20the%20data", "wrong"), prefix=prefix):
+                pass
+        with pytest.raises(BusUnavailable, match="no master of 'events'"):
+            async with Bus.open(f"redis+sentinel://{HOST}:{free_port()}/{SERVICE}", prefix=prefix):
+                pass
