@@ -38,7 +38,7 @@ class Claims:
         return (run for run in self.runs.values() if isinstance(run, TraceRun))
 
     def commands(self) -> list[tuple[Any, ...]]:
-        """What says again which traces run here, for a server that came back without having heard of it."""
+        """Commands that write again which traces run here, to a Redis that came back without that knowledge."""
         records, model, engine = self._bus.records, self._info.model, self._info.engine
         commands: list[tuple[Any, ...]] = []
         for trace, run in self.runs.items():

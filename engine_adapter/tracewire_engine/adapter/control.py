@@ -1,4 +1,4 @@
-"""What clients ask of running traces: to cancel, pause and resume them, and to change their live parameters."""
+"""Orders of clients for running traces: cancel, pause, resume, and changes of live parameters."""
 
 from __future__ import annotations
 

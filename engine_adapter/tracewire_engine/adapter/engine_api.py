@@ -32,7 +32,7 @@ class EngineLost(Exception):
 
 
 class Choice(msgspec.Struct):
-    """What one output adds to one choice of a request."""
+    """The part of one output that belongs to one choice of a request."""
 
     index: int
     token_ids: list[int]
@@ -62,7 +62,7 @@ class Outputs(Protocol):
     """The outputs of one running request."""
 
     async def get(self) -> tuple[list[Choice], bool]:
-        """What has come since the last call (at least one output), and whether the request has ended.
+        """The outputs since the last call (at least one), and whether the request has ended.
 
         Raises:
             EngineLost: the engine died.
@@ -101,7 +101,7 @@ class Carrier(Protocol):
 
 
 class Engine(Protocol):
-    """What an adapter drives."""
+    """The engine that an adapter drives."""
 
     async def prepare(
         self,
@@ -206,7 +206,7 @@ class Engine(Protocol):
         ...
 
     def ready(self) -> list[Report]:
-        """What the workers have reported since the last call, step by step."""
+        """The workers' reports since the last call, step by step."""
         ...
 
     async def arrived(self) -> None:
@@ -224,7 +224,7 @@ class Engine(Protocol):
 
     @property
     def carrier(self) -> Carrier | None:
-        """Who brings them to workers that cannot see that folder; `None` where all can."""
+        """The carrier to workers that cannot see that folder; `None` where all can."""
         ...
 
     @property

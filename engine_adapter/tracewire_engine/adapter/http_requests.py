@@ -56,7 +56,7 @@ class _Edited:
         self.reasons: list[str | None] = [None] * choices
 
     async def failure(self) -> str:
-        """What the edit raised that ended it."""
+        """The exception of the edit that ended the request."""
         await self.pending.wait_finished()
         records = [choice.finish for choice in self.pending.choices if choice.finish is not None]
         return next((record.error.message for record in records if record.error is not None), "an edit failed it")
@@ -123,11 +123,11 @@ class PlainRequests:
         return _Edited(name, request, chosen, pending, choices)
 
     def drop(self, one: _Edited) -> None:
-        """It was never taken: nothing is reported of it."""
+        """Forget a request that vLLM never took: no worker reports it."""
         self._pending.pop(one.name, None)
 
     def ended(self, one: _Edited) -> None:
-        """It has ended, however it did: what its edits left is told by `run`."""
+        """Note that the request has ended. `run` reports the records of its edits."""
         self._publishing += 1
         self._over.append(one)
         self._ended.notify()
@@ -221,7 +221,7 @@ class EditedClient:
             if not self._ours[request_id]:
                 del self._ours[request_id]
             self._plain.end()
-            # Whoever stops reading ends the request in the engine, at once.
+            # A client that stops reading ends the request in the engine at once.
             await outputs.aclose()
 
     async def _edited(
@@ -320,7 +320,7 @@ def _salted(prompt: Any, request_id: str) -> dict[str, Any]:
 
 
 def _error(message: str) -> Exception:
-    """What vLLM's server answers as an error of its own, and not of the caller's."""
+    """The statuses by which vLLM's server reports an error of its own, and not the caller's."""
     try:
         from vllm.exceptions import GenerationError
     except ImportError:

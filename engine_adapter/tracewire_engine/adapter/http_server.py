@@ -133,7 +133,7 @@ async def _never(scope: Any, receive: Any, send: Any) -> None:
 
 
 def _tls(arguments: Namespace) -> dict[str, Any]:
-    """What uvicorn is to serve TLS with; nothing if it is not to."""
+    """The TLS options for uvicorn; none without TLS."""
     if not arguments.ssl_certfile:
         return {}
     ciphers = getattr(arguments, "ssl_ciphers", None)

@@ -25,7 +25,7 @@ __all__ = ["modalities", "rendered", "taken"]
 
 
 def modalities(llm: Any) -> list[str]:
-    """What a prompt can have beside text on this `AsyncLLM`: `["image"]`, or nothing."""
+    """The modalities beside text that this `AsyncLLM` takes in a prompt: `["image"]`, or none."""
     renderer: Any = getattr(llm, "renderer", None)
     if not llm.model_config.is_multimodal_model or not hasattr(renderer, "process_for_engine_async"):
         return []

@@ -83,7 +83,7 @@ class Intake:
             try:
                 taken = await self._bus.queue.take(self._info.model, self._info.engine, min(room, 64), wait_ms, room)
             except BusError as error:
-                # What runs goes on, and whoever has made it so may mend it.
+                # Running traces go on. The operator can mend the cause meanwhile.
                 logger.error("nothing can be taken from the queue: %s", error)
                 await self._back_off()
                 continue
@@ -326,7 +326,7 @@ class Intake:
             if await self._bus.records.ended(submission.trace):
                 await self._bus.queue.done(model, entry.trace, engine)
             else:
-                # Another engine's by now, and if not, whoever's that takes it next.
+                # Another engine has taken it by now, or the next one will.
                 why = "somebody else wrote to its stream"
                 await self._bus.queue.put_back(model, engine, why, lost=True, trace=entry.trace, attempt=entry.attempt)
                 self._bus.queue.settled(model, entry.trace)

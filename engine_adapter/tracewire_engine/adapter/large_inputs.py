@@ -79,7 +79,7 @@ class Inputs:
                 if carrier is not None and not file.carried:
                     file.begun = True
                     await carrier.carry(path)
-                    # Not before: whoever waits for it would use what there is.
+                    # Not earlier: a request that waits for the file would use an incomplete one.
                     file.carried = True
             yield
         finally:

@@ -92,7 +92,7 @@ class LiveTrace:
         self.steered = False
         #: What is to be told before the next event, as the fields of a `Steered`.
         self._notes: list[tuple[int, list[tuple[str, int, int]]]] = []
-        #: Wakes whoever waits for the workers.
+        #: Wakes the tasks that wait for the workers.
         self.on_applied: Callable[[Applied], None] = _ignore
 
     def take(self, data: bytes) -> dict[str, msgspec.Raw]:
@@ -135,17 +135,17 @@ class LiveTrace:
         self._notes.append((applied.version, applied.first))
 
     def take_events(self, places: Callable[[list[tuple[str, int, int]]], list[FirstToken]]) -> list[RawSteered]:
-        """What the stream has to be told now, in order; the caller numbers it. `places` turns requests into invokes."""
+        """The changes that the stream reports now, in order. `places` turns requests into invokes."""
         notes, self._notes = self._notes, []
         return [self._steered(version, places(first)) for version, first in notes]
 
     def first_events(self, first: list[FirstToken]) -> list[RawSteered]:
-        """What had been accepted before the run began, and holds from `first` on."""
+        """The changes that had been accepted before the run began, and hold from `first` on."""
         early = any(number <= self.first_version for number, _ in self._unpublished)
         return [self._steered(self.first_version, first)] if early else []
 
     def last_events(self) -> list[RawSteered]:
-        """What was accepted and reached no step: to be told at the end."""
+        """The changes that were accepted and reached no step. The final reports them."""
         return [self._steered(self.version, [])] if self._unpublished else []
 
     def _steered(self, version: int, first: list[FirstToken]) -> RawSteered:

@@ -1,4 +1,4 @@
-"""What the workers have reported of one request and nobody has published yet.
+"""Reports of the workers on one request that are not published yet.
 
 An output needs two parts: the tokens that vLLM put out, and what the block saved and declared interventions read in
 the steps that sampled those tokens, which the workers report by their own link. `PendingRecords` keep the second until
@@ -85,7 +85,7 @@ class PendingChoice:
         return any(len(one) < max(one) + 1 - self.asked for one in (self.steps, self.reads.steps) if one)
 
     def take(self, index: int) -> msgspec.Raw:
-        """What was reported of a step, which is part of the trace. Steps are taken in order."""
+        """Take the report of a step that is part of the trace. Steps are taken in order."""
         deltas = self.steps.pop(index, _NO_DELTAS)
         if deltas != _NO_DELTAS:
             self.digests.take(deltas)
@@ -105,7 +105,7 @@ class PendingChoice:
         return found
 
     def end_at(self, index: int, ended: str, reason: str) -> None:
-        """It ends at token `index`, unless it has ended before."""
+        """End the choice at token `index`, unless it has ended before."""
         if self.ended_at is None or index < self.ended_at:
             self.ended, self.ended_at, self.reason = ended, index, reason
 
@@ -123,7 +123,7 @@ class PendingChoice:
 
 
 class PendingRecords:
-    """What the workers have reported of one request, by choice and token index.
+    """The workers' reports on one request, by choice and token index.
 
     `block` and `reads` say what is reported of every step: what a block saved, what declared interventions read.
     """
@@ -334,5 +334,5 @@ class PendingRecords:
 
 
 def _size(deltas: msgspec.Raw) -> int:
-    """What a record of a step takes, in bytes, about."""
+    """The approximate size of a step's record, in bytes."""
     return memoryview(deltas).nbytes + 200

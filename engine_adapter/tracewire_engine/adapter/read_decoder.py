@@ -88,14 +88,14 @@ class Item:
 
 
 def _heads(part: Part) -> tuple[bytes, bytes]:
-    """What stands before an array on the wire, and in what its digest is taken of; nothing for a single number."""
+    """The header of an array on the wire and in its digest; empty for a single number."""
     if not part.shape and part.dtype == "float32":
         return b"", b""
     return array_head(part.dtype, part.shape, part.size)
 
 
 class ChoiceReads:
-    """What declared interventions have read for one choice, by the index of the token of the step."""
+    """The reads of declared interventions for one choice, by the index of the step's token."""
 
     def __init__(self, stops: Sequence[StopWhen] = ()) -> None:
         self.steps: dict[int, list[bytes]] = {}
@@ -157,7 +157,7 @@ class ChoiceReads:
         return bool(taken)
 
     def manifest(self, choice: int, tokens: int) -> list[Manifest]:
-        """What the saves of the first `tokens` tokens hold, for a consumer to check its fold against."""
+        """The manifest of the saves of the first `tokens` tokens, against which a consumer checks its fold."""
         lists: dict[str, list[bytes]] = {}
         for index in sorted(self._digests):
             if index < tokens:

@@ -1,4 +1,4 @@
-"""What the workers report, handed to the traces that it belongs to.
+"""Hands the workers' reports to the traces that they belong to.
 
 A step's report takes a shorter way than vLLM's output of the same step, so as a rule it lies ready when the output
 comes: whoever needs one looks first, and the event loop is not woken for each. Only when it is not there yet (on a GPU
@@ -55,7 +55,7 @@ class ReportRouter:
         self._wanted.notify()
 
     def remove_waiter(self) -> None:
-        """It waits no longer."""
+        """Remove the waiter."""
         self._waiting -= 1
 
     async def run(self) -> None:

@@ -30,7 +30,7 @@ _PAUSE_S = 1.0
 
 
 class Tally:
-    """What one attempt of a trace has on its stream: events, and bytes as they were encoded."""
+    """The size of one attempt of a trace on its stream: events, and encoded bytes."""
 
     __slots__ = ("_asked", "_retention", "attempt", "events", "nbytes", "over", "state", "trace")
 
@@ -55,7 +55,7 @@ class Tally:
             self._retention.ask(self)
 
     def trimmed(self) -> None:
-        """It was looked after; it may ask again."""
+        """The run was served, and may ask again."""
         self._asked = False
 
 
@@ -70,7 +70,7 @@ class Retention:
         self._wanted = Signal()
 
     def tally(self, trace: str, attempt: int) -> Tally | None:
-        """What a run counts in, if there is a limit."""
+        """The counter of a run, if there is a limit."""
         return Tally(self, trace, attempt) if self._events or self._nbytes else None
 
     def exceeded(self, tally: Tally) -> bool:

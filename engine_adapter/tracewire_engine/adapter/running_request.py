@@ -74,7 +74,7 @@ class RunningRequest:
             self.logprobs[choice.index].extend(choice.logprobs or ())
 
     def result(self, prompt: str | None) -> Generated:
-        """What it has put out, for its block, or for workers that have to be told at which token it ended."""
+        """The request's output, for its block, or for workers that must learn at which token the request ended."""
         choices = [
             GeneratedChoice(index, "".join(self.text[index]), ids, *self.ends[index], logprobs or None)
             for index, (ids, logprobs) in enumerate(zip(self.token_ids, self.logprobs, strict=True))

@@ -261,7 +261,7 @@ class Adapter:
         try:
             await self._bus.blobs.put(pending.trace, chunk.blob, chunk.number, chunk.data, wait=True)
         except BusError:
-            # Whoever loads it will find it missing; the others go on.
+            # A consumer that loads this blob finds it missing; the other traces go on.
             logger.exception("a chunk of a large value of trace %s was refused", pending.trace)
         finally:
             self._reports.held_up = False
@@ -316,7 +316,7 @@ class Adapter:
 
         async def ask() -> None:
             with suppress(Exception):
-                # Its death is found by whoever renews its entry.
+                # The task that renews the engine's entry notices that the engine is dead.
                 await self._engine.answers()
             answered.set()
 

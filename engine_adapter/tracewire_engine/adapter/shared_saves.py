@@ -37,18 +37,18 @@ class SharedSaves:
         self._records = pending[name] = PendingRecords(1, trace, reports=reports)
 
     def sent(self, members: dict[str, int], values: bytes) -> bytes:
-        """What is sent with each request: their names and numbers of choices are in `members`."""
+        """The shared values that are sent with each request. `members` has the names and numbers of choices."""
         return msgspec.msgpack.encode(SharedValues(self._name, members, values))
 
     def events(self) -> list[RawShared]:
-        """What the shared values have gained since the last call, as an event, if anything."""
+        """The changes of the shared values since the last call, as an event, if there are any."""
         gains = self._records.take_new()
         if not gains:
             return []
         return [RawShared(**UNNUMBERED, invoke=SHARED_INVOKE, deltas=gains, time=self._records.choices[0].time)]
 
     async def end(self, requests: Sequence[RunningRequest]) -> FinishRecord | None:
-        """What the workers report of the shared values when the last of the trace's requests is over.
+        """The workers' report of the shared values at the end of the trace's last request.
 
         `None` if no request has run a step.
         """

@@ -1,4 +1,4 @@
-"""What a trace holds in all, gathered from the finish records of its requests for its final event."""
+"""The manifest of a trace, gathered from the finish records of its requests for its final event."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ _NO_VALUES = msgspec.msgpack.encode({})
 
 @dataclass(frozen=True)
 class RunServices:
-    """What all runs of one adapter share. `reports` fills the records in `pending`, a table by the request's name."""
+    """Parts shared by all runs of an adapter. `reports` fills the records in `pending`, by the request's name."""
 
     engine: Engine
     info: EngineInfo
@@ -148,7 +148,7 @@ class TraceRun:
         return self._stream.append(*self._steered(final), *shared, event, final=final)
 
     def _steered(self, final: bool) -> list[RawSteered]:
-        """What is to be told of live parameters before the next event."""
+        """The changes of live parameters that the stream reports before the next event."""
         live = self.live
         if live is None:
             return []
@@ -349,7 +349,7 @@ class TraceRun:
         await self.apply_pause()
 
     def _begin_shared(self, names: list[str]) -> bytes | None:
-        """What is sent with each request, of the given names, of what they share; `None` if they share nothing."""
+        """The shared values that go with each request, by the given names; `None` if the requests share nothing."""
         members = {
             name: n if isinstance(n := invoke.sampling.get("n"), int) else 1
             for name, block, invoke in zip(names, self._attempt.blocks, self._submission.invokes, strict=True)

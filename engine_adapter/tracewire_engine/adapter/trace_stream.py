@@ -107,7 +107,7 @@ class TraceStream:
         return queued
 
     def _lifecycle(self, event: Event) -> list[Any]:
-        """What lifecycle watchers are told of an event."""
+        """The lifecycle entry of an event."""
         end = event if isinstance(event, Final) else None
         return lifecycle_fields(
             _LIFECYCLE[type(event)],

@@ -129,7 +129,7 @@ class Validator:
         return False
 
     async def _check(self, submission: Submission) -> Blocks:
-        """What can be told without the engine. Returns the encoded block of each invoke.
+        """Check a submission without the engine. Returns the encoded block of each invoke.
 
         Raises:
             Rejection: naming the field.
@@ -212,7 +212,7 @@ class Validator:
 
 
 def refusal(error: Exception) -> Failure:
-    """What the submitter of a trace is told of an exception that `validate` raised."""
+    """The failure that the submitter of a trace gets for an exception of `validate`."""
     if isinstance(error, Rejection):
         return error.failure
     if isinstance(error, LimitExceeded):

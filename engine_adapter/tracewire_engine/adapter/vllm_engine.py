@@ -60,7 +60,7 @@ _engine_errors = _EngineErrors()
 
 
 class ServedModel(Protocol):
-    """What `build_engine` of `launch/engine_builder.py` returns: nnsight's model around an `AsyncLLM`."""
+    """The result of `build_engine` in `launch/engine_builder.py`: nnsight's model around an `AsyncLLM`."""
 
     vllm_entrypoint: Any
     tokenizer: Any
@@ -407,7 +407,7 @@ class VllmEngine:
         return await self._answer(method, self.llm.collective_rpc(method, args=arguments))
 
     async def _answer(self, method: str, call: Awaitable[Any]) -> Any:
-        """What vLLM answers. It fails no call that is under way when it dies, and none when it hangs.
+        """vLLM's answer. vLLM fails no call that is under way when it dies, and none when it hangs.
 
         Raises:
             EngineLost: it died, or did not answer in time.
@@ -452,7 +452,7 @@ class VllmEngine:
         return max(counts)
 
     async def leftovers(self) -> dict[str, int]:
-        """What there still is of any request, in the workers, the scheduler and the KV cache: all 0 when idle."""
+        """Counts of what is left of requests in the workers, the scheduler and the KV cache: all 0 when idle."""
         counts = await self.llm.engine_core.call_utility_async("tracewire_counts")
         return {
             "tracked": await self.tracked(),

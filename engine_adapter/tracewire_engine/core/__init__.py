@@ -1,1 +1,1 @@
-"""What runs inside vLLM's EngineCore."""
+"""Code that runs inside vLLM's EngineCore."""

@@ -66,7 +66,7 @@ _AS_IT_IS = nullcontext()
 
 
 class _Pausing:
-    """What is added to either of vLLM's schedulers."""
+    """The additions to either of vLLM's schedulers."""
 
     running: list[Any]
     waiting: Any
@@ -168,7 +168,7 @@ class _Pausing:
         return super()._free_request(request, *args, **options)  # type: ignore[misc]
 
     def counts(self) -> dict[str, int]:
-        """What is in the queues and in the KV cache, for tests and for whoever looks for a leak."""
+        """The contents of the queues and of the KV cache, for tests and for the search for leaks."""
         pool: Any = self.kv_cache_manager.block_pool  # type: ignore[attr-defined]
         return {
             "requests": len(self.requests),
@@ -277,13 +277,13 @@ class _Pausing:
         finally:
             self.max_num_scheduled_tokens, config.long_prefill_token_threshold = usual, threshold
             setattr(self, places, limit)
-            # In their order, without those that were preempted; whoever is new behind them.
+            # In their order, without the preempted ones; new requests come behind them.
             gone = set(going) - set(self.running)
             fresh = [one for one in self.running if one not in going]
             self.running = [one for one in before if one not in gone] + fresh
 
     def _victim(self) -> Any:
-        """Who of those set aside is to be preempted: the last that has no interventions, or else the last."""
+        """The request to preempt among those set aside: the last without interventions, or else the last."""
         aside = self.tracewire_aside
         return aside.pop(next((place for place in range(len(aside) - 1, -1, -1) if _is_plain(aside[place])), -1))
 
@@ -344,7 +344,7 @@ class _Pausing:
             self._for_traced = False
 
     def _taken_blocks(self, *args: Any, **options: Any) -> list[Any]:
-        """vLLM's way of taking blocks from those that are free, whoever asks for them."""
+        """vLLM's own allocation of free blocks, for any request."""
         blocks: list[Any] = self._take_from_pool(*args, **options)
         if self._for_traced:
             self.tracewire_edited.update([block.block_id for block in blocks])
@@ -415,7 +415,7 @@ def _is_simple(manager: Any) -> bool:
 
 
 def _specs(group: Any) -> list[Any]:
-    """What each layer of a KV cache group keeps in a block."""
+    """The contents of a block for each layer of a KV cache group."""
     inner = getattr(group.kv_cache_spec, "kv_cache_specs", None)
     return list(inner.values()) if inner else [group.kv_cache_spec] * len(group.layer_names)
 

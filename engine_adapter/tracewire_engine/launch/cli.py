@@ -80,7 +80,7 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = given.arguments
     supervisor = os.environ.pop(SUPERVISOR_PID, "")
     if supervisor:
-        # Whoever kills it outright wants all of it gone.
+        # A SIGKILL is meant for the whole engine.
         die_with_parent(int(supervisor))
         with ExitStack() as loading:
             loading.enter_context(hub_token(given.secrets))
@@ -399,7 +399,7 @@ async def _open(bus: Bus, held: AsyncExitStack) -> bool:
 
 
 async def _untapped(engine: VllmEngine) -> str:
-    """What is wrong with an engine whose CUDA graphs leave interventions out; empty if they do not."""
+    """The complaint about an engine whose CUDA graphs leave interventions out; empty if they do not."""
     from tracewire_engine.adapter.engine_api import EngineLost
 
     from .engine_builder import versions
@@ -418,7 +418,7 @@ async def _untapped(engine: VllmEngine) -> str:
 
 
 async def _first_answer(engine: VllmEngine, patience_s: float) -> str:
-    """What is wrong with an engine that does not answer its first request; empty if it does."""
+    """The complaint about an engine that does not answer its first request; empty if it does."""
     from tracewire_engine.adapter.engine_api import EngineLost
 
     try:

@@ -133,7 +133,7 @@ def refuse_unsupported(arguments: AsyncEngineArgs) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class WorkerSettings:
-    """What the workers are told when they start."""
+    """The settings that the workers get when they start."""
 
     #: Make every trace's manifest from what nnsight's own collect returns, at the cost of that collect.
     check_collect: bool = False
@@ -312,7 +312,7 @@ def published_config(config: Any) -> dict[str, Any]:
 
 
 def describe(model: EngineModel, name: str, capacity: int, queue_limit: int = 0) -> EngineInfo:
-    """What the registry says of this engine: its model's tree, sizes and versions."""
+    """The registry's entry of this engine: its model's tree, sizes and versions."""
     config = model.vllm_entrypoint.model_config
     module: torch.nn.Module = model._module
     layers = find_layers(module.named_modules(), getattr(config.hf_text_config, "num_hidden_layers", 0))

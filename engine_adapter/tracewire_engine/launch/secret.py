@@ -42,14 +42,14 @@ _HIDDEN = "***"
 
 @dataclass
 class Given:
-    """What a command was given: its arguments, and of its environment the secrets."""
+    """The input of a command: its arguments, and the secrets of its environment."""
 
     arguments: list[str]
     secrets: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def take(cls, arguments: Sequence[str]) -> Self:
-        """What was handed to this process, else these arguments and what stands in its environment.
+        """The input that was handed to this process; else these arguments and its environment.
 
         The environment has no secret any more then. A process whose environment or command line shows one is
         replaced by itself without.

@@ -64,7 +64,7 @@ class _Supervisor:
     def stop(self, number: int, frame: object) -> None:
         """Hand a signal on."""
         if not self._stopping:
-            # From the first one on: whoever sends more is in no less of a hurry.
+            # Counted from the first signal: further signals do not extend the time.
             signal.setitimer(signal.ITIMER_REAL, self._grace_s)
         self._stopping = True
         self._tell()

@@ -77,7 +77,7 @@ class Guard:
         return key == self._workers.public
 
     def parameters(self) -> dict[str, str]:
-        """What the workers must know, as parts of an address. A secret."""
+        """The parts of an address that the workers must know. A secret."""
         return {
             "server": _hexadecimal(self._server.public),
             "public": _hexadecimal(self._workers.public),

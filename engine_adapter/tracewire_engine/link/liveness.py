@@ -5,7 +5,7 @@ Ray finds out when its own health checks have failed, which takes as long as its
 sends a beat a second, which the adapter answers. A worker that hears nothing for the *patience* ends itself, and sets
 its device free; an adapter that misses a worker for as long gives its engine up.
 
-Beats have a thread of their own on both sides. Whoever holds Python's interpreter lock for that long counts as gone.
+Beats have a thread of their own on both sides. A process that holds the interpreter lock for so long counts as dead.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ class LinkSender:
 
 
 class Receiver:
-    """What is closed when its context is left."""
+    """A resource that its context closes."""
 
     def __enter__(self) -> Self:
         return self

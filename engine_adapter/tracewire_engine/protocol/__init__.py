@@ -1,1 +1,1 @@
-"""What an engine's processes say to each other."""
+"""The messages between an engine's processes."""

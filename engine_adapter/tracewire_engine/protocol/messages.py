@@ -37,7 +37,7 @@ class Place(NamedTuple):
 
 
 class StepRecord(msgspec.Struct, array_like=True):
-    """What one choice of one request newly saved in the step that sampled its token `index`.
+    """The new saves of one choice of one request, in the step that sampled its token `index`.
 
     `deltas` is an encoded `list[Delta]`. `ended` says that the block ended in this step before its request did:
     `"stop"` for `tracer.stop()`, `"error"` for an exception, whose details follow in the finish record.
@@ -76,7 +76,7 @@ class FinishRecord(msgspec.Struct, array_like=True):
 
 
 class SharedValues(msgspec.Struct, array_like=True):
-    """What all requests of a trace share, on its way to the workers with each of them.
+    """The values that all requests of a trace share, on their way to the workers with each request.
 
     `name` is that of the request as which it is reported. `members` has the names of all the trace's requests, with the
     number of their choices; `values` the packed first values by name.
@@ -88,7 +88,7 @@ class SharedValues(msgspec.Struct, array_like=True):
 
 
 class GeneratedChoice(msgspec.Struct, array_like=True):
-    """What one choice of a request put out in all."""
+    """The whole output of one choice of a request."""
 
     index: int
     text: str
@@ -149,7 +149,7 @@ class Slot(msgspec.Struct, array_like=True):
 
 
 class LayoutEntry(msgspec.Struct, array_like=True):
-    """What declared interventions save for one choice. `index` is that of the token sampled in the layout's first step.
+    """The saves of declared interventions for one choice. `index` is that of the token of the layout's first step.
 
     In the step after it the index is one more, and so on.
     """
@@ -168,7 +168,7 @@ class Layout(msgspec.Struct, array_like=True):
 
 
 class Batch(msgspec.Struct, array_like=True):
-    """What declared interventions read in one step, for all requests: bytes by the layout `layout`, its `step`-th.
+    """The reads of declared interventions in one step, for all requests: bytes by the layout `layout`, its `step`-th.
 
     They are in `data`, or in the ring buffer at `place`, from which the link's receiver takes them.
     """

@@ -1,4 +1,4 @@
-"""What a worker does once it has answered.
+"""The work that a worker does after it has answered EngineCore.
 
 EngineCore waits for a step's tokens and decides upon the next step when it has them; the worker has nothing to do then.
 So what a step still has to report is encoded and sent in that time, behind the answer instead of before it.

@@ -179,7 +179,7 @@ def elements(arrays: Iterable[HostArray]) -> bytes:
 
 @lru_cache(maxsize=4096)
 def _appending(name: str) -> bytes:
-    """What stands before the one item in the encoded deltas of a step that adds it to the list `name`."""
+    """The encoded prefix of a step's deltas that append one item to the list `name`."""
     return msgspec.msgpack.encode([Append(path=(name,), items=[msgspec.Raw(b"")])])
 
 

@@ -1,4 +1,4 @@
-"""What a worker does with the KV blocks of traced requests that they leave: keep a copy, and zero them.
+"""The KV blocks that traced requests leave: a worker keeps a copy of them and zeroes them.
 
 vLLM computes what it has preempted anew, all tokens in one step. A block would then see all of them at once, once more,
 and what it had changed at earlier positions would be changed as the step at hand has it. So the scheduler
@@ -69,7 +69,7 @@ class KVBlocks:
 
 
 class PreemptedKVCache:
-    """What this worker keeps of the KV of preempted requests, by the scheduler's name of each."""
+    """The KV of preempted requests that this worker keeps, by the scheduler's name of each."""
 
     def __init__(self, blocks: KVBlocks) -> None:
         self._caches = blocks.views

@@ -33,13 +33,13 @@ MAX_RESERVED_BYTES = 8 * 1024**3
 
 
 class LargeArrayBudget:
-    """What a worker holds of large arrays, and what counts as one: more than `threshold` bytes (0: none does)."""
+    """The budget of a worker for large arrays: those of more than `threshold` bytes (0: no array is large)."""
 
     def __init__(self, threshold: int = THRESHOLD_BYTES, limit: int = MAX_RESERVED_BYTES) -> None:
         self.threshold = threshold
         self.limit = limit
         self.reserved = 0
-        #: Whether a tensor is the engine's own and changes from step to step, whoever holds it.
+        #: Whether a tensor is the engine's own and changes from step to step.
         self.changes: Callable[[torch.Tensor], bool] = lambda tensor: False
         self._lock = threading.Lock()
 
@@ -239,7 +239,7 @@ class SaveSnapshot:
         self.texts = 0
 
     def frozen(self, value: Any) -> Frozen | None:
-        """What `freeze` made of `value` before."""
+        """The earlier result of `freeze` for `value`."""
         return self._frozen.get(id(value))
 
     def freeze(self, value: Any, path: tuple[Any, ...]) -> Frozen | None:

@@ -420,7 +420,7 @@ class TracewireRunner(NNsightGPUModelRunner):
         )
 
     def _collected(self, request: Request) -> dict[str, Any]:
-        """What nnsight's own collect returns for a finished request, by its own way: wound up, pickled, unpickled."""
+        """The saves of a finished request as nnsight's own collect returns them: gathered, pickled and unpickled."""
         # By the scheduler's id, which names this choice alone; nnsight then files it under the id's stem.
         ids, book = [request.id], self.nnsight_requests.requests
         book[request.id] = request

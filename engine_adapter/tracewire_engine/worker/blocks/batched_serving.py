@@ -74,7 +74,7 @@ class RowBatcher(VLLMBatcher):
         return type(item) is _Tensor and item.ndim > 0 and item.shape[0] == self.total
 
     def rows(self, value: Any, mediator: Any) -> Any:
-        """What `narrow` gives for a block's own rows."""
+        """The result of `narrow` for a block's own rows."""
         if value is self._whole:
             return self._pieces[mediator.row]
         return self.narrow(value, mediator.batch_group)
@@ -111,7 +111,7 @@ class RowBatcher(VLLMBatcher):
         return edited
 
     def assemble_skip(self, running: Any) -> Any:
-        """What blocks put in place of a module's output, as it is: see `BlockServing.put_skipped`."""
+        """The value that blocks put in place of a module's output, unchanged: see `BlockServing.put_skipped`."""
         return running
 
     def end(self) -> None:
@@ -234,7 +234,7 @@ class BlockServing(Interleaver):
         mediator.pending = None
 
     def _look(self, provider: str) -> list[Any]:
-        """Who is parked on this visit of `provider`; notes on the way where everybody is parked."""
+        """The blocks that wait for this visit of `provider`. Notes where every block waits."""
         reached = self.counts.get(provider, 0)
         parked: set[str] = set()
         ready = []

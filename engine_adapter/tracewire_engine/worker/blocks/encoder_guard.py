@@ -1,4 +1,4 @@
-"""What a model of several senses has beside its language model, and that it is not served.
+"""Refuses locations in the encoders of a multimodal model, which no block can read.
 
 A vision tower, a projector run when an image comes, once for all images of a step, whichever request they belong to;
 their values have no row for each token of a request, so that a block could not be handed its own. What comes of them
@@ -24,7 +24,7 @@ class NotByToken(LookupError):
 
 
 def encoder_locations(model: torch.nn.Module) -> tuple[str, ...]:
-    """What locations in this model's encoders begin with: none in a model of text."""
+    """The prefixes of locations in this model's encoders; none in a text model."""
     whole: Any = model
     if not getattr(whole, "supports_multimodal", False):
         return ()

@@ -1,4 +1,4 @@
-"""What a block raised, as a failure that names the user's own line; and what its traceback holds, let go."""
+"""Exceptions of blocks as failures that name the user's own line. Their tracebacks are cleared."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def as_failure(error: Failure | dict[str, Any] | None) -> Failure | None:
 
 
 def failure_of(exception: BaseException, compiled: CompiledSource | None, *, hint: str = "") -> Failure:
-    """What went wrong, at the user's own line: the deepest frame of the traceback that is theirs."""
+    """The failure at the user's own line: the deepest frame of the traceback that is the user's."""
     kind = marks.class_name(type(exception))
     try:
         with watchdog.turn(building=True):

@@ -97,7 +97,7 @@ class BlockMediator(Mediator):
 
     @property
     def exception(self) -> BaseException | None:
-        """What the block ended with, if it did not come to its end."""
+        """The error with which the block ended, if it did not finish."""
         return self._exception
 
     @exception.setter
@@ -137,7 +137,7 @@ class BlockMediator(Mediator):
         self.pending, self.exception = None, error
 
     def saved(self) -> dict[str, Any]:
-        """What it has saved and still binds to a name, by name, as it travels."""
+        """The values that the block has saved and still binds to a name, by name, as they travel."""
         return {name: plain(value, self.made) for name, value in marks.saved(self).items()}
 
     def serve_result(self, result: Any) -> bool:
@@ -244,7 +244,7 @@ class BlockMediator(Mediator):
         return line
 
     def warnings(self, tokens: int) -> list[str]:
-        """What its author hardly meant, of a block that has ended and whose request has so many tokens."""
+        """A warning for the author of a block that has ended, whose request has so many tokens."""
         if tokens < 2 or self.iterated or self.compiled is None:
             return []
         found = []
@@ -269,7 +269,7 @@ class BlockMediator(Mediator):
     def not_in_vocabulary(
         self, tokens: list[int], size: int, where: tuple[types.FrameType, int, int] | None
     ) -> NotInVocabulary:
-        """What the block fails with that left `tokens` as its request's samples, which it had asked for at `where`."""
+        """The error of a block that left `tokens` as its request's samples, which it had asked for at `where`."""
         error = NotInVocabulary(
             f"model.samples holds token ids of this model, 0 to {size - 1}; the block left {tokens[0]} there"
         )

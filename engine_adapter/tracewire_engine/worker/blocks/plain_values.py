@@ -1,4 +1,4 @@
-"""What nnsight and vLLM hand a block as objects of their own, as plain values that can travel.
+"""Objects that nnsight and vLLM hand to a block, as plain values that can travel.
 
 A `tracer.cache()` becomes a dict: for each module's path, a list with a dict for each visit, of its `output` and its
 `inputs` (positional, by name) as far as they were recorded. A `tracer.result` becomes a dict of the fields of vLLM's

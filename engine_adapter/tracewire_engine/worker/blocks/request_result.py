@@ -26,7 +26,7 @@ EARLY = 1024
 
 
 class RequestResults:
-    """What the adapter said of requests that end, and the ended requests that wait for it, by the adapter's name."""
+    """The outputs of ended requests as the adapter sent them, and the ended requests that wait for theirs, by name."""
 
     def __init__(self) -> None:
         self.waiting: dict[str, list[Any]] = {}

@@ -53,7 +53,7 @@ def remount() -> None:
 
 
 def saved(mediator: Any) -> dict[str, Any]:
-    """What this block has saved and still binds to a name, by name."""
+    """The values that this block has saved and still binds to a name, by name."""
     marked: dict[int, Any] = mediator.__dict__.get("marked") or {}
     found = {name: value for name, value in mediator.lcls.items() if id(value) in marked and type(name) is str}
     if len(found) < len(marked):
@@ -72,7 +72,7 @@ NO_NAME = NoName()
 
 
 def class_name(cls: type) -> str:
-    """What a class is called, whatever its metaclass says of it."""
+    """The name of a class, whatever its metaclass answers."""
     name: str = _class_name.__get__(cls)
     return name.encode("utf-8", "backslashreplace").decode()[:200]
 

@@ -26,7 +26,7 @@ _shares = msgspec.msgpack.Decoder(SharedValues)
 
 
 class SharedRun:
-    """What one attempt of a trace shares."""
+    """The shared values of one attempt of a trace."""
 
     def __init__(self, share: SharedValues, values: dict[str, Any], budget: LargeArrayBudget) -> None:
         self.name = share.name
@@ -47,7 +47,7 @@ class SharedRun:
 
 
 class SharedRuns:
-    """What the traces of this worker share."""
+    """The shared values of all traces on this worker."""
 
     def __init__(self, device: torch.device, budget: LargeArrayBudget) -> None:
         self._device = device

@@ -55,7 +55,7 @@ class EditedRequest(Request):
             self.copies[edit.name] = mediator
 
     def saves(self) -> dict[str, Any]:
-        """What the request's own block has saved, and what its edits have."""
+        """The saves of the request's own block and of its edits."""
         own = self.mediator
         found: dict[str, Any] = own.saved() if isinstance(own, BlockMediator) else super().saves()
         for name, mediator in self.mediators():

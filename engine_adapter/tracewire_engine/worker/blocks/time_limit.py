@@ -191,7 +191,7 @@ def begin(budget: Budget) -> Budget | None:
 
 
 def end(outer: Budget | None) -> None:
-    """It is over; the turn of `outer` goes on, if there is one."""
+    """End this turn. The turn of `outer` goes on, if there is one."""
     global _running, _began
     now = time.monotonic()
     if _running is not None:

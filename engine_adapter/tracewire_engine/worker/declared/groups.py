@@ -117,7 +117,7 @@ def _along(coefficients: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
 
 
 class Collector:
-    """What one read of some requests yields in a step, from all its locations."""
+    """The values of one read of some requests in a step, from all its locations."""
 
     def __init__(
         self,
@@ -292,5 +292,5 @@ class LocationValues:
         return bool(values.untyped_storage().data_ptr() == self.hidden.untyped_storage().data_ptr())
 
     def edited(self) -> None:
-        """What was read before is no longer what is there."""
+        """Drop the cached reads: the values have changed."""
         self._summed.clear()

@@ -1,4 +1,4 @@
-"""What a request's declared interventions come to on the device, once for all requests that bring the same ones."""
+"""Declared interventions on the device, made once for all requests that bring the same ones."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ class LocationHook:
 
 
 class _Plan:
-    """What runs where for one composition of the batch."""
+    """The operations at each location for one composition of the batch."""
 
     def __init__(self) -> None:
         self.hooks: dict[str, LocationHook] = {}
@@ -299,7 +299,7 @@ class DeclaredRequests:
                         self.fail(group.members, ValueError("the model's forward pass does not come by there"))
 
     def read(self) -> list[tuple[int, int, list[tuple[str, int, int]], torch.Tensor]]:
-        """What this pipeline stage read in the step, for the one that reports; and forget it.
+        """Return the reads of this pipeline stage in the step, for the stage that reports, and forget them.
 
         By intervention (its place in its trace's list) and site: the members (request, choice and their rows of the
         result, in order), and the rows.
@@ -350,7 +350,7 @@ class DeclaredRequests:
     def collect(
         self, lens: Callable[[torch.Tensor], torch.Tensor | None]
     ) -> tuple[Layout | None, Batch, torch.Tensor] | None:
-        """What the step read: a layout if it is not the last one again, and the bytes (on the device) it describes.
+        """The reads of the step: a layout, unless it is the last one again, and the bytes (on the device) behind it.
 
         `None` if nothing is saved by the requests of this step.
         """

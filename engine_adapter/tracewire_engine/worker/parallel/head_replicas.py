@@ -32,7 +32,7 @@ _HEAD, _PROCESSOR = "lm_head", "logits_processor"
 
 
 class _Spec:
-    """What the last stage tells the others of one module, so that they can build it."""
+    """The description of a module that the last stage sends the others, which build it."""
 
     def __init__(self, path: str, module: torch.nn.Module) -> None:
         self.path = path

@@ -211,7 +211,7 @@ class Ranks:
         return [(key, self.difference(key), sure) for key, sure in known]
 
     def difference(self, key: BlockKey) -> RanksDiffer:
-        """What to end a block with that has parted."""
+        """The error that ends a block whose ranks differ."""
         rank, failure = self._elsewhere.get(key, (-1, self._unmatched()))
         where = f"rank {rank} of {self.count}" if rank >= 0 else "another rank"
         at = f" (line {failure.line})" if failure.line else ""

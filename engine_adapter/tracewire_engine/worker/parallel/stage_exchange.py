@@ -1,4 +1,4 @@
-"""What pipeline stages tell each other of blocks, step by step, and how it travels."""
+"""The updates that pipeline stages send each other about blocks in each step, and how they travel."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ class StageUpdate(NamedTuple):
 
 
 class StageState(NamedTuple):
-    """What a stage has of one request: its blocks' copies by name, and what failed on it."""
+    """One request on one stage: the copies of its blocks by name, and its failure."""
 
     copies: dict[str, StagedMediator]
     errors: dict[str, Failure]
 
 
 class Message(NamedTuple):
-    """What a stage tells the others of a step; `read` and `failures` are of declared interventions (`plan.py`)."""
+    """A stage's update for the others in a step; `read` and `failures` are of declared interventions (`plan.py`)."""
 
     updates: list[StageUpdate]
     read: list[Any]
@@ -327,7 +327,7 @@ class PipelineMixin:
 
 
 def stage_state(copies: dict[str, StagedMediator], error: Any) -> StageState:
-    """What a stage has of a request: its blocks' copies by name, and its error, of ours or nnsight's form."""
+    """One request on one stage: the copies of its blocks by name, and its error, in our form or nnsight's."""
     errors: dict[str, Failure] = {}
     for name, mediator in copies.items():
         if mediator.exception is not None and not is_stop(mediator.exception):

@@ -31,7 +31,7 @@ class OtherStage(RuntimeError):
 
 
 class _Module:
-    """What stages tell each other of a module: its class, plain attributes, and the names of what else it has."""
+    """The description of a module between stages: its class, its plain attributes, and the names of the others."""
 
     def __init__(self, kind: str, plain: dict[str, Any], names: list[str], first: str) -> None:
         self.kind, self.plain, self.names = kind, plain, names
@@ -82,7 +82,7 @@ class StandIn(PPMissingLayer):
 
 
 class Topology:
-    """Who holds what. The same on every stage but for `index`, the stage's own number.
+    """Which stage holds which modules. Equal on every stage but for `index`, the stage's own number.
 
     A module that several stages hold and whose parts are on different ones (the whole decoder, say) is entered on the
     first of them and left on the last. One that several hold whole runs on one only.
