@@ -86,6 +86,8 @@ class TraceOptions(SamplingOptions, total=False):
     edits: Sequence[str] | None
     trace_id: str | None
     shared: Mapping[str, Any] | None
+    token_strings: bool
+    """Whether the engine sends a string with each token id."""
 
 
 class WithOptions(TraceOptions, total=False):

@@ -97,6 +97,7 @@ class Settings:
     edits: Sequence[str] | None = None
     trace_id: str | None = None
     shared: Mapping[str, Any] | None = None
+    token_strings: bool = False
 
 
 _SETTINGS = frozenset(field.name for field in fields(Settings))
@@ -129,8 +130,9 @@ def make_submission(
     shared, live = options.shared, options.live
     packed = _packed_shared(shared)
     names = frozenset(shared or ())
-    if not isinstance(options.detach, bool):
-        raise TraceRejected("detach", f"expected True or False, got {shown(options.detach)}")
+    for name, value in (("detach", options.detach), ("token_strings", options.token_strings)):
+        if not isinstance(value, bool):
+            raise TraceRejected(name, f"expected True or False, got {shown(value)}")
     first_values = _packed_live(live)
     invokes = _checked_invokes(prompt, options.prompts, sampling, names)
     whole = checked_block(block, names)
@@ -151,6 +153,7 @@ def make_submission(
         max_attempts=_attempt_limit(options.on_engine_loss, options.max_attempts),
         edits=_edit_names("edits", options.edits),
         shared=packed,
+        token_strings=options.token_strings,
     )
 
 

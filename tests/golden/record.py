@@ -72,6 +72,8 @@ def every_message() -> dict[str, tuple[str, messages.Message]]:
         live_version=1,
         live={"alpha": 0.5},
         edits=[[("calm", 3)]],
+        prompt_token_ids=[[1, 2, 3, 70000]],
+        prompt_token_strings=[["<s>", "a", " b", "\ufffd"]],
     )
     value = {"scores": [0.5, 1], 3: (None, True), "big": 2**70, "array": _ARRAY, "bytes": b"\0\xff"}
     reference = ArrayRef("float32", (2, 3), digest(_ARRAY), "ab")
@@ -93,6 +95,7 @@ def every_message() -> dict[str, tuple[str, messages.Message]]:
         stop_reason="\n",
         logprobs=[{5: (-0.5, 1, "a")}, {6: (-1.5, None, None)}],
         deltas=[deltas, []],
+        token_strings=[" t", "wo"],
     )
     shared = messages.DecodedShared(**event, invoke=messages.SHARED_INVOKE, time=3.5, deltas=[deltas])
     change = messages.Change(version=2, by="c", time=4500, values={"alpha": 1.5, "vector": wire(_ARRAY)})
@@ -138,6 +141,7 @@ def every_message() -> dict[str, tuple[str, messages.Message]]:
             StopWhen(probe="p", above=0.9, below=-0.9, output=1, steps=2),
         ],
         lease="l.10",
+        token_strings=True,
         max_attempts=5,
         edits=["calm", "watch"],
     )
@@ -158,6 +162,7 @@ def every_message() -> dict[str, tuple[str, messages.Message]]:
         finish_reason="length",
         stop_reason=2,
         saves={"xs": wire([1, _ARRAY])},
+        token_strings=["a"],
     )
     manifest = messages.Manifest(invoke=0, choice=1, name="xs", kind="list", length=2, digest=b"\1" * 16)
     left = messages.EditRecord(

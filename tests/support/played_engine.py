@@ -128,6 +128,9 @@ class PlayedEngine:
         """Make them again."""
         self.asked.append(("go on", ""))
 
+    def token_strings(self, token_ids: list[int]) -> list[str]:
+        return [f"<{token_id}>" for token_id in token_ids]
+
     def decode(self, token_ids: list[int], prepared: Prepared) -> str:
         """The text."""
         return "x" * len(token_ids)

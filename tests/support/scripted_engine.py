@@ -284,6 +284,9 @@ class ScriptedEngine:
         """Make steps again."""
         self.holding = False
 
+    def token_strings(self, token_ids: list[int]) -> list[str]:
+        return [f"<{token_id}>" for token_id in token_ids]
+
     def decode(self, token_ids: list[int], prepared: Prepared) -> str:
         """The text of these tokens."""
         return "".join(f" {token}" for token in token_ids)

@@ -62,6 +62,8 @@ class ChoiceState:
         #: Of the first items of saved lists, where they are taken as they come.
         self.digests: dict[str, list[bytes]] = {}
         self.token_ids: list[int] = []
+        #: The tokens' strings, where the engine sends them.
+        self.token_strings: list[str] | None = None
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self._text: list[str] = []
@@ -102,6 +104,11 @@ class ChoiceState:
     def put_out(self, output: OutputBase | HeldChoice) -> None:
         """Add what an output brings but for its saves."""
         self.token_ids.extend(output.token_ids)
+        strings: list[str] | None = getattr(output, "token_strings", None)
+        if strings is not None:
+            if self.token_strings is None:
+                self.token_strings = []
+            self.token_strings.extend(strings)
         if output.text:
             self._text.append(output.text)
         if output.finish_reason is not None:
@@ -113,6 +120,7 @@ class ChoiceState:
         other.saves = _copy(self.saves)
         other.digests = {name: list(known) for name, known in self.digests.items()}
         other.token_ids = list(self.token_ids)
+        other.token_strings = None if self.token_strings is None else list(self.token_strings)
         other.finish_reason, other.stop_reason = self.finish_reason, self.stop_reason
         other._text = list(self._text)
         return other
@@ -269,7 +277,10 @@ class Fold:
             attempt=self.attempt,
             seq=self.seq,
             choices=[
-                HeldChoice(invoke, choice, held.token_ids, held.text, held.finish_reason, held.stop_reason, held.saves)
+                HeldChoice(
+                    *(invoke, choice, held.token_ids, held.text, held.finish_reason, held.stop_reason, held.saves),
+                    token_strings=held.token_strings,
+                )
                 for (invoke, choice), held in self.choices.items()
             ],
             accepted=self.accepted,

@@ -80,7 +80,7 @@ __all__ = [
 ]
 
 #: The schema this package writes, `(major, minor)`. On an entry it stands as `"major.minor"`.
-SCHEMA: tuple[int, int] = (1, 1)
+SCHEMA: tuple[int, int] = (1, 2)
 
 PathKey: TypeAlias = Any
 """One step of a path into a saved value: a list's index, or a dict's key (str, int, float, bool, bytes or None)."""
@@ -215,7 +215,8 @@ class LogitLens(DeclaredIntervention, tag="logit_lens"):
     """Reads the residual stream through the model's final norm and head, and saves the `top_k` likeliest tokens.
 
     Each item of the list `name` is a dict of `token_ids`, int32 `[top_k]`, and `logits`, float32 `[top_k]`, best first;
-    with the dimensions of positions and locations of `Probe`.
+    with the dimensions of positions and locations of `Probe`. A trace that asks for token strings has them in it, too,
+    as `token_strings`: nested lists of the shape of `token_ids`.
     """
 
     name: str
@@ -310,7 +311,7 @@ class Submission(Message):
     many engines may be lost over it until it fails; until then another begins it anew. `edits` names the standing
     interventions that it asks for (`Edit`); none at all and an empty list differ.
     `shared` is the packed dict of the first values of what all its blocks share (`Block.shared`): lists, dicts and
-    arrays.
+    arrays. `token_strings` has the engine send a string with each token id: of prompts, outputs and logit lenses.
     """
 
     trace: str
@@ -328,6 +329,7 @@ class Submission(Message):
     max_attempts: int = 3
     edits: list[str] | None = None
     shared: bytes = b"\x80"
+    token_strings: bool = False
 
 
 # --- standing interventions -------------------------------------------------------------------------------------------
@@ -436,7 +438,8 @@ class Accepted(Event, tag="accepted"):
     of each invoke's prompt. `engine`, `model`, `revision`, `dtype` and `versions` say what runs it. `live_version` is
     the version of the live parameters that it starts with (0, or that of the last change made before it started),
     `live` their values by name. `edits` lists, for each invoke, the standing interventions that run on it, with their
-    versions.
+    versions. `prompt_token_ids` are the token ids of each invoke's prompt, and `prompt_token_strings` has a string for
+    each, if those were asked for (`Submission.token_strings`).
     """
 
     type: ClassVar[Literal["accepted"]] = "accepted"
@@ -452,6 +455,8 @@ class Accepted(Event, tag="accepted"):
     live_version: int = 0
     live: dict[str, Any] = {}
     edits: list[list[tuple[str, int]]] = []
+    prompt_token_ids: list[list[int]] = []
+    prompt_token_strings: list[list[str]] = []
 
 
 class OutputBase(Event):
@@ -479,15 +484,20 @@ class OutputBase(Event):
 
 
 class DecodedOutput(OutputBase, tag="o"):
-    """What one vLLM output adds to one choice, its deltas decoded. `deltas` is as long as `token_ids`, or empty."""
+    """What one vLLM output adds to one choice, its deltas decoded. `deltas` is as long as `token_ids`, or empty.
+
+    So is `token_strings`, with the string of each token, if those were asked for (`Submission.token_strings`).
+    """
 
     deltas: list[list[Delta]] = []
+    token_strings: list[str] | None = None
 
 
 class RawOutput(OutputBase, tag="o"):
     """An output whose steps are already encoded: what the adapter writes, so that it re-encodes nothing."""
 
     deltas: list[msgspec.Raw] = []  # type: ignore[assignment]
+    token_strings: list[str] | None = None
 
 
 #: The invoke of what belongs to no invoke, but to the trace: its shared values.
@@ -704,6 +714,7 @@ class HeldChoice(Message, array_like=True):
     finish_reason: FinishReason | None
     stop_reason: int | str | None
     saves: dict[str, Any]
+    token_strings: list[str] | None = None
 
 
 class Snapshot(Message):

@@ -50,11 +50,13 @@ class Prepared(msgspec.Struct):
     params: Any
     choices: int
     sampling: dict[str, Any]
-    #: Whether its block asks for its result (`Engine.give_result`), and its prompt's token ids for that.
+    #: Whether its block asks for its result (`Engine.give_result`).
     asks_result: bool = False
     #: Whether only its output shows at which token it ends, so that the workers have to be told (by the same way).
     tells_end: bool = False
+    #: The prompt's token ids, and their strings if the submission asks for those.
     token_ids: list[int] = []
+    token_strings: list[str] | None = None
     lora: Any = None
 
 
@@ -203,6 +205,10 @@ class Engine(Protocol):
 
     def decode(self, token_ids: list[int], prepared: Prepared) -> str:
         """The text of an invoke's output, special tokens as its sampling params have them."""
+        ...
+
+    def token_strings(self, token_ids: list[int]) -> list[str]:
+        """The string of each token, special tokens included."""
         ...
 
     def ready(self) -> list[Report]:

@@ -10,6 +10,7 @@ import anyio.to_thread
 from tracewire_bus.wire.messages import Invoke
 
 from .engine_api import Rejection
+from .token_strings import TokenStrings
 
 __all__ = ["Prompts"]
 
@@ -23,6 +24,11 @@ class Prompts:
         self._longest_token = max((len(token) for token in tokenizer.get_vocab()), default=1)
         # One thread at a time: a tokenizer is not made to be shared.
         self._tokenizing = anyio.CapacityLimiter(1)
+        self.strings = TokenStrings(tokenizer)
+
+    async def strings_of(self, token_ids: list[int]) -> list[str]:
+        """The strings of a prompt's tokens, made on a thread: a prompt has many tokens that no other has had yet."""
+        return await anyio.to_thread.run_sync(self.strings, token_ids, limiter=self._tokenizing)
 
     async def token_ids(self, invoke: Invoke, where: str) -> list[int]:
         """The token ids of an invoke's prompt, whose fields are named with `where` before them.

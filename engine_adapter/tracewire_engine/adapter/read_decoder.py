@@ -8,7 +8,8 @@ prepared once. Digests for the final's manifest are taken as the bytes pass, and
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -20,9 +21,13 @@ from tracewire_bus.wire.packing import wire
 from tracewire_bus.wire.refs import ArrayRef
 from tracewire_engine.protocol.messages import Batch, Layout, LayoutEntry, Part, Slot
 
-__all__ = ["ChoiceReads", "Item", "ReadDecoder", "extend_encoded_list"]
+__all__ = ["ChoiceReads", "Item", "ReadDecoder", "Strings", "extend_encoded_list"]
 
 _encoder = msgspec.msgpack.Encoder()
+#: Finds the strings of tokens by their ids.
+Strings: TypeAlias = Callable[[list[int]], list[str]]
+#: The key of a logit lens's strings, encoded.
+_STRINGS = _encoder.encode("token_strings")
 _HOLE = b"\xc4\x10" + bytes(range(200, 216))
 _number = struct.Struct("<f")
 _wire_number = struct.Struct(">Bf")
@@ -53,18 +58,24 @@ class Item:
             keys[0] = bytes([0x80 | len(keys)]) + keys[0]
         self.shell = keys
 
-    def take(self, data: memoryview, blobs: list[tuple[str, bytes]]) -> tuple[bytes, bytes, Sequence[float]]:
+    def take(
+        self, data: memoryview, blobs: list[tuple[str, bytes]], strings: Strings | None = None
+    ) -> tuple[bytes, bytes, Sequence[float]]:
         """The encoded item, its digest, and its number or numbers if they are what a stop condition may look at.
 
-        Large arrays in it are referred to, and added to `blobs`.
+        Large arrays in it are referred to, and added to `blobs`. `strings` finds those of token ids, which a logit
+        lens's item then has, too.
         """
         pieces: list[bytes | memoryview] = []
         digests: list[bytes] = []
+        texts: Any = None
         numbers: Sequence[float] = ()
         for (part, head, digest_head), before in zip(self.parts, self.shell, strict=True):
             raw = data[part.offset : part.offset + part.size]
             if before:
                 pieces.append(before)
+            if strings is not None and part.key == "token_ids":
+                texts = _nested(strings(list(memoryview(raw).cast("i"))), part.shape)
             if not head:
                 (value,) = _number.unpack(raw)
                 pieces.append(_wire_number.pack(0xCA, value))
@@ -81,10 +92,23 @@ class Item:
                 if part.dtype == "float32" and len(part.shape) == 1 and not part.key:
                     numbers = memoryview(raw).cast("f")
         if self.slot.parts[0].key:
-            found = dict_digest([(part.key, own) for part, own in zip(self.slot.parts, digests, strict=True)])
+            items = [(part.key, own) for part, own in zip(self.slot.parts, digests, strict=True)]
+            if texts is not None:
+                # One key more than its header says.
+                pieces[0] = bytes([pieces[0][0] + 1, *pieces[0][1:]])
+                pieces += (_STRINGS, _encoder.encode(texts))
+                items.append(("token_strings", digest(texts)))
+            found = dict_digest(items)
         else:
             found = digests[0]
         return b"".join(pieces), found, numbers
+
+
+def _nested(flat: list[str], shape: tuple[int, ...]) -> Any:
+    """Nested lists of this shape."""
+    for size in shape[:0:-1]:
+        flat = [flat[start : start + size] for start in range(0, len(flat), size)]  # type: ignore[misc]
+    return flat
 
 
 def _heads(part: Part) -> tuple[bytes, bytes]:
@@ -98,6 +122,8 @@ class ChoiceReads:
     """The reads of declared interventions for one choice, by the index of the step's token."""
 
     def __init__(self, stops: Sequence[StopWhen] = ()) -> None:
+        #: Finds the strings of token ids, which logit lenses then have, too.
+        self.strings: Strings | None = None
         self.steps: dict[int, list[bytes]] = {}
         #: Large arrays, by the name of their blob, that must be on the bus before what refers to them.
         self.blobs: list[tuple[str, bytes]] = []
@@ -117,7 +143,7 @@ class ChoiceReads:
         digests: list[tuple[str, bytes]] = []
         numbers: dict[str, Sequence[float]] = {}
         for item in items:
-            encoded, found, values = item.take(data, self.blobs)
+            encoded, found, values = item.take(data, self.blobs, self.strings)
             if item.name in self._started:
                 before, after = item.append
             else:

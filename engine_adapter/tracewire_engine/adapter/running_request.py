@@ -80,6 +80,6 @@ class RunningRequest:
             for index, (ids, logprobs) in enumerate(zip(self.token_ids, self.logprobs, strict=True))
         ]
         tokens = list(map(len, self.token_ids))
-        return Generated(
-            self.name, prompt, self.prepared.token_ids, choices if self.prepared.asks_result else [], tokens
-        )
+        if not self.prepared.asks_result:
+            return Generated(self.name, prompt, [], [], tokens)
+        return Generated(self.name, prompt, self.prepared.token_ids, choices, tokens)

@@ -122,6 +122,8 @@ class TraceRun:
         self._shared: SharedSaves | None = None
         self._reads = any(isinstance(one, (Probe, LogitLens)) for one in submission.interventions)
         self._stops = _stops(submission)
+        #: Finds the strings of tokens, if the submission asks for them.
+        self._strings = self._engine.token_strings if submission.token_strings else None
         self.live = attempt.live
         if self.live is not None:
             self.live.on_applied = self._applied
@@ -319,6 +321,8 @@ class TraceRun:
                     reports=self._reports,
                     live=self.live,
                 )
+                for one in pending.choices:
+                    one.reads.strings = self._strings
             try:
                 outputs = await self._engine.start(name, ready, self._submission.priority)
             except BaseException:
@@ -341,6 +345,10 @@ class TraceRun:
                 live_version=self.live.first_version if self.live is not None else 0,
                 live=msgspec.Raw(self._submission.live),
                 edits=[edits.versions for edits in self._attempt.edits],
+                prompt_token_ids=[request.prepared.token_ids for request in self.requests],
+                prompt_token_strings=[
+                    strings for request in self.requests if (strings := request.prepared.token_strings) is not None
+                ],
             )
         )
         self._accepted = True
@@ -434,6 +442,7 @@ class TraceRun:
                 token_ids=token_ids,
                 text=choice.text,
                 deltas=steps,
+                token_strings=None if self._strings is None else self._strings(token_ids),
                 logprobs=choice.logprobs,
                 finish_reason=finish_reason,
                 stop_reason=choice.stop_reason,

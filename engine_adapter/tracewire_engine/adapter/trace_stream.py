@@ -32,6 +32,8 @@ class RawAccepted(Accepted, tag="accepted"):
 
     live: msgspec.Raw = msgspec.Raw(b"\x80")  # type: ignore[assignment]
     edits: list[list[tuple[str, int]]] = []  # noqa: RUF012
+    prompt_token_ids: list[list[int]] = []  # noqa: RUF012
+    prompt_token_strings: list[list[str]] = []  # noqa: RUF012
 
 
 #: The events that lifecycle watchers are told of, and what these call them.

@@ -232,7 +232,8 @@ class VllmEngine:
             sampling=sampling,
             asks_result=result,
             tells_end=tells_end,
-            token_ids=token_ids if result else [],
+            token_ids=token_ids,
+            token_strings=await self._prompts.strings_of(token_ids) if submission.token_strings else None,
             lora=lora,
         )
 
@@ -424,6 +425,9 @@ class VllmEngine:
         skip = prepared.params.skip_special_tokens
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=skip)
         return text
+
+    def token_strings(self, token_ids: list[int]) -> list[str]:
+        return self._prompts.strings(token_ids)
 
     def ready(self) -> list[Report]:
         return self._link.ready()

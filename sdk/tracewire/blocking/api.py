@@ -776,7 +776,9 @@ class Client(BlockingClient):
         twice runs it once. `lora="name"` runs it with an adapter that the engine was started with. `shared` has first
         values, by name, of lists, dicts and arrays that the blocks of all prompts share: one object on the engine,
         whatever order they run in, which a block uses by its name, as a variable or from around it. What it comes to is
-        `result.shared`. Everything else is sampling params, by vLLM's names (`SamplingOptions`): `max_tokens=64`,
+        `result.shared`. With `token_strings=True` the engine sends a string with each token id: of outputs
+        (`output.token_strings`), of prompts (`accepted.prompt_token_strings`) and of logit lenses. Everything else is
+        sampling params, by vLLM's names (`SamplingOptions`): `max_tokens=64`,
         `temperature=0.0`; `extra_sampling={...}` sends those that a newer vLLM has.
 
         Raises:

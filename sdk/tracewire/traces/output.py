@@ -60,6 +60,7 @@ class Saving(OutputBase, dict=True):
 
     #: `deltas` as they arrived, of all names.
     encoded_deltas: msgspec.Raw = msgspec.Raw(b"\x90")
+    token_strings: list[str] | None = None
 
     @property
     def deltas(self) -> list[list[Delta]]:
@@ -119,6 +120,8 @@ class Output(Saving, tag="o", dict=True):
         text: what the tokens add to the choice's text.
         time: when the step of the last of them ended, in seconds since the epoch by the engine's clock.
         finish_reason, stop_reason: vLLM's words for why the choice ended, when this is its last output.
+        token_strings: the string of each token, with its leading space, if `token_strings=True` asked for them. A
+            character that is spread over several tokens is the replacement character in each.
         logprobs: if they were asked for, for each token a dict of token id to `(logprob, rank, text)`.
     """
 

@@ -48,6 +48,7 @@ class Choice:
     choice: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
+    token_strings: list[str] | None = field(default=None, kw_only=True)
     saves: Saves = field(default_factory=lambda: Saves())
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -120,6 +121,11 @@ class State:
         return self._only("token_ids").token_ids
 
     @property
+    def token_strings(self) -> list[str] | None:
+        """The strings of the only choice's tokens, if `token_strings=True` asked for them."""
+        return self._only("token_strings").token_strings
+
+    @property
     def saves(self) -> Saves:
         """Saved values of the only choice, by name."""
         return self._only("saves").saves
@@ -137,14 +143,17 @@ class State:
         return self._only("saves").saves.to_torch(name, dtype=dtype, device=device)
 
     def to_pandas(self, name: str | None = None) -> Any:
-        """Saves of the only choice as a table: `saves.to_pandas`. Without a name, `token_id` is a column, too: row `i`
-        has the token of index `i`, and the item of index `i` of each saved list.
+        """Saves of the only choice as a table: `saves.to_pandas`. Without a name, `token_id` is a column, too,
+        and `token_string` if the engine sent those: row `i` has the token of index `i`, and the item of index `i` of
+        each saved list.
         """
         saves = self._only("saves").saves
         table = saves.to_pandas(name)
         if name is not None:
             return table
         tokens = library("pandas", "to_pandas()").DataFrame({"token_id": self.token_ids})
+        if (strings := self.token_strings) is not None:
+            tokens["token_string"] = strings
         return tokens.join(table, how="outer").rename_axis(index="step")
 
     def to_xarray(self, name: str | None = None) -> Any:
@@ -209,7 +218,7 @@ def _invokes(fold: Fold, trace_id: str) -> list[Invoke]:
         for number in range(counts.get(index, 1)):
             one = Choice(index, number, saves=_saves(fold, trace_id, index, number))
             if (held := fold.choices.get((index, number))) is not None:
-                one.text, one.token_ids = held.text, held.token_ids
+                one.text, one.token_ids, one.token_strings = held.text, held.token_ids, held.token_strings
                 one.finish_reason, one.stop_reason = held.finish_reason, held.stop_reason
             choices.append(one)
         invokes.append(Invoke(index, choices))

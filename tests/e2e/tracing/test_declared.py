@@ -378,3 +378,30 @@ async def test_bad_input_is_refused_before_it_is_sent(client: Client, model: Mod
         with pytest.raises(tracewire.TraceRejected) as raised:
             await run(client, model, interventions=[declared])
         assert raised.value.field == field
+
+
+async def test_tokens_have_strings_made_by_the_engine(client: Client, model: Model) -> None:
+    lens = LogitLens("lens", "residual(*)", top_k=3)
+    async with client.trace(
+        model, PROMPT, interventions=[lens], token_strings=True, **{**GREEDY, "max_tokens": 6}
+    ) as trace:
+        accepted = await trace.accepted()
+        outputs = [output async for output in trace.outputs()]
+        result = await trace.result()
+    tokenizer = model.tokenizer
+    (prompt,) = accepted.prompt_token_ids
+    assert prompt == tokenizer.encode(PROMPT)
+    assert accepted.prompt_token_strings == [[tokenizer.decode([one]) for one in prompt]]
+    strings = [tokenizer.decode([one]) for one in result.token_ids]
+    assert result.token_strings == strings
+    assert [string for output in outputs for string in output.token_strings] == strings
+    assert "".join(strings) == result.text
+    for item, token_id in zip(result.saves["lens"], result.token_ids, strict=True):
+        shown = [[tokenizer.decode([one]) for one in row] for row in item["token_ids"].tolist()]
+        assert item["token_strings"] == shown
+        assert item["token_ids"][-1][0] == token_id
+    plain = await run(client, model, interventions=[lens], max_tokens=2)
+    assert plain.token_strings is None
+    assert plain.saves["lens"][0].keys() == {"token_ids", "logits"}
+    assert plain.accepted.prompt_token_ids == [prompt]
+    assert plain.accepted.prompt_token_strings == []

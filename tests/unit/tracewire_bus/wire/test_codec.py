@@ -181,7 +181,7 @@ def test_arbitrary_bytes_raise_nothing_but_value_errors(data: bytes) -> None:
 
 
 def test_schemas() -> None:
-    assert schema_text() == "1.1"
+    assert schema_text() == "1.2"
     for readable in ("1.0", "1.9", "0.3"):
         check_schema(readable)
     for newer in ("2.0", "10.0"):
