@@ -46,10 +46,11 @@ def test_circles_are_found_wherever_a_module_is_imported(package: Path) -> None:
 
 def test_a_module_has_its_test_at_the_mirrored_path(package: Path) -> None:
     for name in ("a", "b"):
-        (package / f"{name}.py").touch()
+        (package / f"{name}.py").write_text("def f():\n    return 1\n")
+    (package / "c.py").write_text('X = 1\n\nclass P:\n    def f(self):\n        """Nothing."""\n        ...\n')
     mirrored = package.parents[1] / "tests" / "unit" / "pack"
     mirrored.mkdir(parents=True)
     (mirrored / "test_a.py").touch()
     found = structure.figures()
     assert found["untested"] == ["pack.b"]
-    assert found["modules"] == {"src/pack": 2}
+    assert found["modules"] == {"src/pack": 3}

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 import anyio
 import anyio.to_thread
-import numpy as np
 import pytest
 
 import tracewire
 from tests.support import blocking as generator
-from tests.support.bus_engine import BusEngine, Script, Stage, engine_info, tiny
-from tracewire import ClientClosed, ConnectError, Steered, TraceRejected, UnknownEngine, UnknownTrace
+from tests.support.bus_engine import Stage
+from tracewire import ClientClosed, Steered, TraceRejected, UnknownEngine, UnknownTrace
 
 PATIENCE = 30
 
@@ -47,19 +44,6 @@ def test_no_public_method_is_missing(cls: type) -> None:
 def test_a_client_is_made_with_the_same_arguments() -> None:
     wanted, own = (inspect.signature(cls.__init__) for cls in (tracewire.Client, tracewire.blocking.Client))
     assert str(own) == str(wanted)
-
-
-@pytest.fixture
-async def serving(embedded: str, prefix: str) -> AsyncIterator[Any]:
-    """Runs an engine, and a function on a thread with a blocking client's class, its URL and its prefix."""
-
-    async def run(function: Any, script: Script = tiny, **info: Any) -> Any:
-        async with BusEngine.running(embedded, prefix, script, engine_info(**info)):
-            with anyio.fail_after(PATIENCE):
-                made = partial(tracewire.blocking.Client, embedded, prefix=prefix)
-                return await anyio.to_thread.run_sync(function, made, abandon_on_cancel=True)
-
-    return run
 
 
 async def test_traces_are_read_in_a_loop(serving: Any) -> None:
@@ -165,50 +149,3 @@ async def test_closing_ends_what_other_threads_wait_for(serving: Any) -> None:
                 assert isinstance(one.exception(), tracewire.TracewireError | StopIteration)
 
     await serving(program, script)
-
-
-async def test_inline_blocks(serving: Any) -> None:
-    def program(made: Any) -> None:
-        with made() as client:
-            model = client.models.get("tiny")
-            assert isinstance(model, tracewire.blocking.Model)
-            direction = np.ones(4, np.float32)
-            with model.trace("x", max_tokens=3) as tracer:
-                scores = [].save()
-                for step in tracer.iter[:]:
-                    scores.append(model.logits.sum() + direction.sum())
-            assert isinstance(tracer, tracewire.blocking.Tracer)
-            assert tracer.result().text == "one two three"
-            assert list(tracer.saves) == ["scores"]
-            with model.trace(max_tokens=3) as tracer:
-                for text in ("a", "b"):
-                    with tracer.invoke(text):
-                        top = model.logits.argmax().save()
-            assert tracer.until_done() == "finished"
-
-    await serving(program)
-
-
-async def test_arrays_that_are_referred_to_are_loaded(serving: Any) -> None:
-    array = np.arange(6, dtype=np.float32)
-
-    async def script(stage: Stage) -> None:
-        await stage.accept()
-        await stage.save("one", {"x": await stage.store(array, "x")})
-        await stage.final()
-
-    def program(made: Any) -> None:
-        with made() as client:
-            (loaded,) = client.load(client.trace("tiny", "x").result().saves)["x"]
-            assert loaded.tolist() == array.tolist()
-
-    await serving(program, script)
-
-
-async def test_a_client_that_is_not_connected_says_how(embedded: str, prefix: str) -> None:
-    client = tracewire.blocking.Client(embedded, prefix=prefix)
-    for call in (client.models.list, partial(client.trace, "tiny", "x")):
-        with pytest.raises(ConnectError, match="not connected yet: enter it with `with client:`"):
-            call()
-    with pytest.raises(ConnectError, match="cannot connect"):
-        await anyio.to_thread.run_sync(tracewire.blocking.connect, "redis://127.0.0.1:1")

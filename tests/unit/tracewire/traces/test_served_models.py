@@ -7,9 +7,7 @@ from typing import Any
 
 import anyio
 import pytest
-from anyio.lowlevel import checkpoint
 
-import tracewire
 from tracewire import Client, UnknownModel
 
 #: Nothing here takes longer; a test that would hang fails instead.
@@ -48,26 +46,6 @@ async def test_an_unknown_model_is_refused_at_once_naming_those_that_exist(
             async with client.trace("tyni", "hello"):
                 pass
         assert serving.taken == []
-
-
-async def test_a_model_can_be_waited_for(client: Client, engine: Callable[..., Any]) -> None:
-    found: list[tracewire.Model] = []
-
-    async def wait() -> None:
-        found.append(await client.models.get("tiny", timeout=PATIENCE))
-
-    async with anyio.create_task_group() as group:
-        group.start_soon(wait)
-        async with engine():
-            with anyio.fail_after(PATIENCE):
-                while not found:
-                    await checkpoint()
-    assert found[0].name == "tiny"
-
-
-async def test_waiting_for_a_model_ends(client: Client) -> None:
-    with pytest.raises(UnknownModel, match=r"after 0\.01 s"):
-        await client.models.get("tiny", timeout=0.01)
 
 
 async def test_a_burst_reads_what_is_old_once(client: Client, engine: Callable[..., Any]) -> None:

@@ -1,0 +1,35 @@
+"""A model is found by its name, and can be waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import anyio
+import pytest
+from anyio.lowlevel import checkpoint
+
+import tracewire
+from tracewire import Client, UnknownModel
+
+PATIENCE = 20
+
+
+async def test_a_model_can_be_waited_for(client: Client, engine: Callable[..., Any]) -> None:
+    found: list[tracewire.Model] = []
+
+    async def wait() -> None:
+        found.append(await client.models.get("tiny", timeout=PATIENCE))
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(wait)
+        async with engine():
+            with anyio.fail_after(PATIENCE):
+                while not found:
+                    await checkpoint()
+    assert found[0].name == "tiny"
+
+
+async def test_waiting_for_a_model_ends(client: Client) -> None:
+    with pytest.raises(UnknownModel, match=r"after 0\.01 s"):
+        await client.models.get("tiny", timeout=0.01)

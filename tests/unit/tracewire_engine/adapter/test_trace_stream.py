@@ -1,0 +1,39 @@
+"""The stream of one attempt: events are numbered as they are queued, and its final settles the trace."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.support.bus_engine import engine_info
+from tracewire_bus.bus import Bus, Fenced
+from tracewire_bus.wire.codec import decode_event
+from tracewire_bus.wire.messages import Paused, Resumed
+from tracewire_engine.adapter.trace_stream import UNNUMBERED, RawFinal, TraceStream
+
+
+async def _events(bus: Bus, trace: str) -> list[Any]:
+    return [decode_event(entry.data) async for entry in bus.read(trace)]
+
+
+async def test_events_are_numbered_in_order_and_the_final_settles_the_trace(bus: Bus) -> None:
+    info = engine_info("m", "one")
+    await bus.queue.put("m", "t", b"d", client="c")
+    (taken,) = await bus.queue.take("m", "one", 1, 0)
+    await bus.records.open("t", "one", taken.attempt)
+    async with bus.writer() as writer:
+        stream = TraceStream(writer, info, "t", taken.attempt, None)
+        await stream.append(Paused(**UNNUMBERED, by="a"), Resumed(**UNNUMBERED, by="b"))
+        assert (stream.seq, stream.ended) == (1, False)
+        await stream.append(RawFinal(**UNNUMBERED, status="finished"), final=True)
+        assert (stream.seq, stream.ended) == (2, True)
+        with pytest.raises(Fenced):
+            await stream.append(Paused(**UNNUMBERED, by="late"))
+    events = await _events(bus, "t")
+    assert [(type(one).__name__, one.attempt, one.seq) for one in events] == [
+        ("Paused", taken.attempt, 0),
+        ("Resumed", taken.attempt, 1),
+        ("Final", taken.attempt, 2),
+    ]
+    assert await bus.records.ended("t")
