@@ -106,7 +106,7 @@ async def test_a_block_that_raises_says_what_and_where(client: Client, model: Mo
         "raise ValueError(f\"norm is {'high' if norm > 0 else 'low'}\")",
     )
     assert error.filename is not None
-    assert error.filename.endswith("blocks_for_tests.py")
+    assert error.filename.endswith("blocks/tracing.py")
     assert tokens == 4
     assert len(error.result.saves["seen"]) == 4
 

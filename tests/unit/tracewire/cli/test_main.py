@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from functools import partial
@@ -104,3 +105,32 @@ async def test_redis_runs_until_it_is_told_to_end(number: signal.Signals) -> Non
         process.kill()
         process.wait()
         process.stdout.close()
+
+
+async def test_redis_listens_on_a_port(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tracewire.cli", "redis", "--port", str(port)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == f"redis://127.0.0.1:{port}\n"
+        async with tracewire.connect(f"redis://localhost:{port}") as client:
+            assert await client.models.list() == []
+        process.send_signal(signal.SIGTERM)
+        assert await anyio.to_thread.run_sync(process.wait, 20) == 0
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+    with pytest.raises(tracewire.BusUnavailable, match=f"start one with `tracewire redis --port {port}`"):
+        await tracewire.connect(f"redis://localhost:{port}")
+    with pytest.raises(SystemExit):
+        cli.main(["redis", "--port", "70000"])
+    assert "expected a port from 1 to 65535, got 70000" in capsys.readouterr().err
