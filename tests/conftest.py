@@ -19,6 +19,7 @@ from tests.support.engine_process import (
     looked_at_inside,
     started_engine,
 )
+from tests.support.on_trio import pytest_fixture_setup, pytest_generate_tests, pytest_pycollect_makeitem  # noqa: F401
 from tracewire_bus.bus import Bus
 from tracewire_bus.transport.embedded import EmbeddedServer
 

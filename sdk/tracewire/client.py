@@ -100,8 +100,8 @@ class Client:
     stands before every key. `name` names this client to the engines, which serve clients in turns; by default it is
     the host's name and the process's id.
 
-    A client runs on asyncio, on the event loop that it was connected on, and any task there may use it; threads and
-    scripts use `tracewire.blocking.Client`. The client owns all tasks and connections, and closing it ends them.
+    A client runs on asyncio or trio, on the event loop that it was connected on, and any task there may use it; threads
+    and scripts use `tracewire.blocking.Client`. The client owns all tasks and connections, and closing it ends them.
     Closing it also cancels the traces that it submitted, that still run and that are not detached. Engines cancel these
     traces, too, when the client dies, or its event loop stands still, for `lease_ttl` seconds. While Redis is away, a
     call waits for up to `retry_timeout` seconds before it raises `BusUnavailable` (`None`: for as long as it takes);

@@ -195,7 +195,7 @@ class ClientClosed(ConnectError, ClosedError):
 
 
 class WrongEventLoop(InvalidRequestError, RuntimeError):
-    """The call was made outside the client's event loop, or where no event loop of asyncio runs."""
+    """The call was made outside the client's event loop, or where no event loop runs."""
 
 
 class AlreadyEntered(InvalidRequestError, RuntimeError):

@@ -56,7 +56,7 @@ async def ran(program: str, *arguments: str) -> str:
 
 def test_each_program_is_short() -> None:
     programs = [*PROGRAMS.glob("*.py"), *PROGRAMS.glob("*.ipynb")]
-    assert len(programs) >= 9
+    assert len(programs) >= 10
     for program in programs:
         text = "\n".join(typecheck.cells(program)) if program.suffix == ".ipynb" else program.read_text()
         assert len(text.splitlines()) < 30, program.name
@@ -126,6 +126,18 @@ async def test_the_thread_pool(url: str) -> None:
         said = await ran("threads.py", *(f"prompt {number}" for number in range(6)))
         assert said.splitlines() == [f"prompt {number}: one two three" for number in range(6)]
         assert len(engine.taken) == 6
+
+
+async def test_the_nursery_of_trio(url: str) -> None:
+    async def script(stage: Stage) -> None:
+        await stage.accept()
+        if stage.submission.invokes[0].prompt == "slow":
+            await anyio.sleep_forever()
+        await stage.output("won")
+        await stage.final()
+
+    async with serving(url, script):
+        assert await ran("nursery.py", "slow", "fast") == "fast: won\n"
 
 
 async def test_the_workers(url: str) -> None:

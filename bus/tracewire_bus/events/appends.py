@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import Any, Final, NamedTuple, TypeGuard
 
 from tracewire_bus.store.keys import Keys
 from tracewire_bus.transport.errors import BusError, is_full, is_transient
+from tracewire_bus.transport.loops import Future
 from tracewire_bus.transport.scripts import Script, with_text
 
 __all__ = [
@@ -71,7 +71,7 @@ class Append:
     #: The command that settles its queue entry.
     settle: tuple[Any, ...] | None
     #: What it failed with, or None, once it has ended. Cancelled with the caller that waits for it.
-    outcome: asyncio.Future[Exception | None]
+    outcome: Future[Exception | None]
     #: Redis may have it: a reply was lost.
     repeated: bool = False
     #: Redis has no memory for it.

@@ -23,7 +23,6 @@ an event to another slot waits for that one's move, and the event's append with 
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -37,6 +36,7 @@ from tracewire_bus.store.keys import Keys
 from tracewire_bus.store.submission_queue import settle_command
 from tracewire_bus.transport.backoff import Backoff
 from tracewire_bus.transport.errors import BusFull, as_bus_error, is_full, is_transient
+from tracewire_bus.transport.loops import Loop, Timer, running_loop
 from tracewire_bus.transport.pool import Connections
 from tracewire_bus.transport.tasks import OwnedTask, Signal
 from tracewire_bus.wire.codec import schema_text
@@ -101,18 +101,18 @@ class Writer:
         self.restorer = Restorer(connections, self._deferred, before)
         #: Whether there are several servers, each with some of the streams.
         self._several = connections.slot("") is not None
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: Timer | None = None
         self.patience_s = patience_s
         #: Bytes of all events that Redis has not acknowledged yet.
         self.backlog = 0
         self._wanted = Signal()
         self._idle = Signal()
         self._flushing = False
-        self._loop: asyncio.AbstractEventLoop
+        self._loop: Loop
         self._task: OwnedTask | None = None
 
     async def __aenter__(self) -> Self:
-        self._loop = asyncio.get_running_loop()
+        self._loop = running_loop()
         self._task = OwnedTask(self._run, "that writes events")
         return self
 

@@ -1,7 +1,8 @@
 """Connections to Redis, and what to do when they break.
 
-The transport is redis-py's asyncio connection, used below its client: a connection on which a command was given up
-half way is given up with it, whatever kind of scope cancelled it, and nobody but us decides what may be sent twice.
+The transport is redis-py's asyncio connection, used below its client, and on trio a connection of our own
+(`anyio_connection.py`). A connection on which a command was given up half way is given up with it, whatever kind of
+scope cancelled it, and nobody but us decides what may be sent twice.
 `Connections` lends connections to short commands, a bounded number at a time,
 and sends those together that are asked for at the same time; whoever blocks on Redis or must not wait behind others
 has a `Link` of its own.
@@ -14,7 +15,6 @@ Redis-py is imported on first use.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 from collections import deque
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 from .backoff import Backoff
 from .errors import BusFull, BusUnavailable, as_bus_error, copy_of, is_full, is_transient
 from .link import Link, pack_commands
+from .loops import Future, Loop, Task, running_loop, semaphore
 from .server import Server, Transport
 
 __all__ = ["Connections"]
@@ -95,10 +96,10 @@ class Connections:
         self._idle: list[Link] = []
         #: Calls that wait for the next round trip, those under way, and the one that is about to take the calls.
         self._calls: deque[_Call] = deque()
-        self._trips: set[asyncio.Task[None]] = set()
-        self._departing: asyncio.Task[None] | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._turn = asyncio.Semaphore(CONCURRENT)
+        self._trips: set[Task[None]] = set()
+        self._departing: Task[None] | None = None
+        self._loop: Loop | None = None
+        self._turn = semaphore(CONCURRENT)
         self._closed = False
         #: When a command last found Redis away, by the event loop's clock.
         self.broken_at = -math.inf
@@ -146,7 +147,7 @@ class Connections:
                 return await self._lend(commands, packed, beside)
         if self._loop is None:
             # Asked once: up to Python 3.11 each time is a system call.
-            self._loop = asyncio.get_running_loop()
+            self._loop = running_loop()
         call = _Call(commands, packed, self._loop.create_future())
         self._calls.append(call)
         self._depart()
@@ -168,7 +169,7 @@ class Connections:
             self._trips.add(trip)
             trip.add_done_callback(self._arrived)
 
-    def _arrived(self, trip: asyncio.Task[None]) -> None:
+    def _arrived(self, trip: Task[None]) -> None:
         self._trips.discard(trip)
         if self._departing is trip:
             # Cancelled before it took anything.
@@ -184,7 +185,7 @@ class Connections:
                 while self._calls and len(calls) < _TOGETHER and size < _TOGETHER_BYTES:
                     call = self._calls.popleft()
                     if not call.replies.done():
-                        call.trip, call.aboard = asyncio.current_task(), calls
+                        call.trip, call.aboard = self._departing, calls
                         calls.append(call)
                         size += len(call.packed)
                 self._departing = None
@@ -251,7 +252,7 @@ class Connections:
         await link.drop()
         if not isinstance(error, Exception):
             return
-        self.broken_at = asyncio.get_running_loop().time()
+        self.broken_at = anyio.current_time()
         # A command that took too long says nothing of others, nor does one node of several.
         away = isinstance(error, (ConnectionError, OSError)) and not isinstance(error, TimeoutError)
         if away and self._cluster is None:
@@ -334,9 +335,9 @@ class _Call:
 
     __slots__ = ("aboard", "commands", "packed", "replies", "trip")
 
-    def __init__(self, commands: Sequence[Sequence[Any]], packed: bytes, replies: asyncio.Future[list[Any]]) -> None:
+    def __init__(self, commands: Sequence[Sequence[Any]], packed: bytes, replies: Future[list[Any]]) -> None:
         self.commands = commands
         self.packed = packed
         self.replies = replies
-        self.trip: asyncio.Task[None] | None = None
+        self.trip: Task[None] | None = None
         self.aboard: list[_Call] = []

@@ -10,6 +10,7 @@ from typing import Any, Final, Protocol
 import anyio
 import anyio.lowlevel
 
+from .loops import on_trio
 from .urls import redacted, unreadable
 
 __all__ = ["CONNECT_S", "SCHEMES", "Server", "Transport", "discard"]
@@ -30,7 +31,8 @@ class Transport(Protocol):
     """Opens connections to whichever server is the one to talk to at that moment."""
 
     async def open(self, spare: Any = None) -> Any:
-        """A connection of redis-py's, connected. `spare` is a closed one that was opened here, to be used again or not.
+        """A connection of redis-py's, or on trio an `AnyioConnection`, connected. `spare` is a closed one that was
+        opened here, to be used again or not.
 
         Raises:
             redis.exceptions.RedisError: there is none to be had.
@@ -76,13 +78,21 @@ class Server:
     async def open(self, spare: Any = None) -> Any:
         """A connection to it."""
         # Making one takes longer than connecting it.
-        connection = self._factory.make_connection() if spare is None else spare
+        connection = self._made() if spare is None else spare
         try:
             await connection.connect()
         except BaseException:
             await discard(connection)
             raise
         return connection
+
+    def _made(self) -> Any:
+        made = self._factory.make_connection()
+        if not on_trio():
+            return made
+        from .anyio_connection import AnyioConnection
+
+        return AnyioConnection(made)
 
     async def holds(self, connection: Any) -> bool:
         """There is no other."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 from collections import deque
@@ -14,6 +13,7 @@ import anyio.lowlevel
 
 from .backoff import Backoff
 from .errors import copy_of
+from .loops import Future, Loop, Task, running_loop, shielded, wait
 
 __all__ = ["OwnedTask", "PerTickLimiter", "Refreshed", "Signal"]
 
@@ -40,7 +40,7 @@ class OwnedTask:
     def __init__(self, run: Callable[[], Awaitable[None]], name: str) -> None:
         self._run = run
         self._name = name
-        self._task = asyncio.get_running_loop().create_task(self._body(), name=f"tracewire: the task {name}")
+        self._task = running_loop().create_task(self._body(), name=f"tracewire: the task {name}")
 
     async def _body(self) -> None:
         backoff = Backoff(_ANEW_S, _ANEW_MOST_S)
@@ -67,7 +67,7 @@ class OwnedTask:
         """Cancel it and wait for its end, from any task."""
         self._task.cancel()
         with anyio.CancelScope(shield=True):
-            await asyncio.wait([self._task])
+            await wait(self._task)
         if not self._task.cancelled():
             self._task.result()
 
@@ -78,14 +78,14 @@ class Signal:
     __slots__ = ("_loop", "_waiters")
 
     def __init__(self) -> None:
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._waiters: list[asyncio.Future[None]] = []
+        self._loop: Loop | None = None
+        self._waiters: list[Future[None]] = []
 
     async def wait(self) -> None:
         """Wait for the next `notify`."""
         if self._loop is None:
             # Asked once: up to Python 3.11 each time is a system call.
-            self._loop = asyncio.get_running_loop()
+            self._loop = running_loop()
         waiter = self._loop.create_future()
         self._waiters.append(waiter)
         try:
@@ -112,7 +112,7 @@ class Refreshed(Generic[T]):
         self._run = run
         self._at = -math.inf
         self._value: T
-        self._asking: asyncio.Task[T] | None = None
+        self._asking: Task[T] | None = None
         #: When the asking under way began.
         self._begun = math.inf
         #: How many wait for it.
@@ -129,11 +129,11 @@ class Refreshed(Generic[T]):
             return self._value
         if self._asking is None or self._begun < now - age_s:
             self._begun, self._waiting = math.inf, 0
-            self._asking = asyncio.get_running_loop().create_task(self._ask(), name="tracewire asks for all")
+            self._asking = running_loop().create_task(self._ask(), name="tracewire asks for all")
         asking = self._asking
         self._waiting += 1
         try:
-            return await asyncio.shield(asking)
+            return await shielded(asking)
         except Exception as error:
             # Of its own: whoever raises an error writes to it.
             raise copy_of(error) from error.__cause__
@@ -161,14 +161,14 @@ class PerTickLimiter:
 
     def __init__(self, count: int) -> None:
         self._count = self._left = count
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._loop: Loop | None = None
+        self._waiting: deque[Future[None]] = deque()
 
     async def wait(self) -> None:
         """Wait for one's turn."""
         if self._loop is None:
             # Asked once: up to Python 3.11 each time is a system call.
-            self._loop = asyncio.get_running_loop()
+            self._loop = running_loop()
         if self._left == self._count:
             self._loop.call_soon(self._next)
         if self._left:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import socket
@@ -14,13 +13,14 @@ import anyio
 from tracewire.error_mapping import connect_error
 from tracewire.errors import ClientClosed, InvalidUrl, NotConnected, PrivateRedisError, WrongEventLoop
 from tracewire_bus.bus import Bus, BusError
+from tracewire_bus.transport.loops import Loop, current_loop
 from tracewire_bus.transport.tasks import PerTickLimiter
 
 from .background import BackgroundSubmissions, QueuedSubmission
 from .presence import Presence
 from .served_models import ServedModels
 
-__all__ = ["Session", "running_loop"]
+__all__ = ["Session"]
 
 logger = logging.getLogger("tracewire")
 
@@ -30,14 +30,6 @@ _CLOSE_S = 10.0
 _TRACES_PER_TICK = 8
 
 _OTHER_LOOP = "the client belongs to another event loop: connect() in each, or use tracewire.blocking in threads"
-
-
-def running_loop() -> asyncio.AbstractEventLoop | None:
-    """The event loop that runs here, if one does."""
-    try:
-        return asyncio.get_running_loop()
-    except RuntimeError:
-        return None
 
 
 class Session:
@@ -66,7 +58,7 @@ class Session:
         except ValueError as error:
             raise InvalidUrl(f"cannot connect: {error}") from error
         self._bus: Bus | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop: Loop | None = None
         #: While one task connects: set when it has, or has failed.
         self._opening: anyio.Event | None = None
         self._opening_scope: anyio.CancelScope | None = None
@@ -98,7 +90,7 @@ class Session:
             raise NotConnected(
                 "the client is not connected yet: enter it with `async with client:`, or `await client.connect()`"
             )
-        if running_loop() not in (None, self._loop):
+        if current_loop() not in (None, self._loop):
             # The client's connections break if another loop uses them.
             raise WrongEventLoop(_OTHER_LOOP)
         return self._bus
@@ -119,9 +111,9 @@ class Session:
         if self._bus is not None:
             self.open_bus()
             return
-        loop = running_loop()
+        loop = current_loop()
         if loop is None:
-            raise WrongEventLoop("tracewire runs on asyncio, and no event loop of asyncio runs here")
+            raise WrongEventLoop("no event loop runs here: connect in a coroutine that asyncio or trio runs")
         opening = self._opening = anyio.Event()
         try:
             with anyio.CancelScope() as self._opening_scope:
@@ -132,7 +124,7 @@ class Session:
         if self._bus is None:
             raise ClientClosed("the client was closed while it connected")
 
-    async def _open(self, loop: asyncio.AbstractEventLoop) -> None:
+    async def _open(self, loop: Loop) -> None:
         from tracewire_bus.transport.embedded import EmbeddedServerError
 
         bus = self._make_bus()
@@ -161,7 +153,7 @@ class Session:
         Raises:
             WrongEventLoop: another event loop runs here than the client's, which still runs.
         """
-        if self._bus is not None and running_loop() is not self._loop:
+        if self._bus is not None and current_loop() is not self._loop:
             assert self._loop is not None
             if not self._loop.is_closed():
                 raise WrongEventLoop(_OTHER_LOOP)

@@ -24,6 +24,7 @@ from tests.support.until import until
 from tracewire_bus.store.keys import Keys
 from tracewire_bus.transport.embedded import _binary, _die_with_parent
 from tracewire_bus.transport.link import Link
+from tracewire_bus.transport.loops import Loop, running_loop
 from tracewire_bus.transport.server import Server
 
 __all__ = [
@@ -80,17 +81,25 @@ class Running:
         self.process = process
         self.url = url
         self._log = log
-        self._link = Link(Server(url))
+        #: One for each event loop that asks.
+        self._links: dict[Loop, Link] = {}
+
+    def _link(self) -> Link:
+        loop = running_loop()
+        if loop not in self._links:
+            self._links[loop] = Link(Server(self.url))
+        return self._links[loop]
 
     async def ask(self, *command: Any) -> Any:
         """The reply to one command, as the default user."""
         from redis.exceptions import ConnectionError
 
+        link = self._link()
         try:
-            (reply,) = await self._link.ask(command)
+            (reply,) = await link.ask(command)
         except ConnectionError:
             # Closed since: a server does that to everybody when it becomes a replica.
-            (reply,) = await self._link.ask(command)
+            (reply,) = await link.ask(command)
         if isinstance(reply, Exception):
             raise reply
         return reply
@@ -116,7 +125,7 @@ class Running:
 
     async def aclose(self) -> None:
         """End it."""
-        await self._link.drop()
+        await self._link().drop()
         self.kill()
 
 

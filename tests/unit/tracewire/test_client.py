@@ -5,7 +5,6 @@
 # ruff: noqa: ASYNC240
 from __future__ import annotations
 
-import asyncio
 import gc
 import math
 import os
@@ -21,6 +20,7 @@ from anyio.lowlevel import checkpoint
 import tracewire
 from tests.support.bus_engine import BusEngine, Stage, tiny
 from tests.support.redis.proxy import proxy
+from tests.support.tasks import all_tasks, task_name
 from tracewire import ConnectError
 from tracewire_bus.bus import Bus
 
@@ -61,7 +61,7 @@ async def test_connecting_can_be_given_up_at_any_moment(
     embedded: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tracewire_bus.bus._WARM_S", 1000.0)
-    before = asyncio.all_tasks()
+    before = all_tasks()
     async with proxy(embedded, tmp_path) as through:
         through.served = 1
         opened = anyio.Event()
@@ -81,7 +81,7 @@ async def test_connecting_can_be_given_up_at_any_moment(
             group.start_soon(connect)
             await opened.wait()
             group.cancel_scope.cancel()
-        assert not [task for task in asyncio.all_tasks() - before if task.get_name().startswith("tracewire")]
+        assert not [task for task in all_tasks() - before if task_name(task).startswith("tracewire")]
 
 
 async def test_embedded_is_shared_by_its_url_and_leaves_nothing() -> None:
@@ -99,8 +99,6 @@ async def test_embedded_is_shared_by_its_url_and_leaves_nothing() -> None:
 async def test_leaving_the_client_leaves_no_task_no_connection_and_no_thread(
     redis_url: str, prefix: str, engine: Callable[..., Any]
 ) -> None:
-    import redis.asyncio
-
     gate = anyio.Event()
 
     async def script(stage: Stage) -> None:
@@ -108,16 +106,16 @@ async def test_leaving_the_client_leaves_no_task_no_connection_and_no_thread(
         await stage.save("one", {"scores": 0})
         await gate.wait()
 
-    async with redis.asyncio.Redis.from_url(redis_url) as observer, engine(script):
+    async with Bus.open(redis_url, prefix=prefix) as observer, engine(script):
 
         async def connections() -> set[str]:
-            return {each["id"] for each in await observer.client_list()}
+            return {each.split()[0] for each in (await observer.command("CLIENT", "LIST")).decode().splitlines()}
 
-        await observer.ping()
+        await connections()
         async with tracewire.connect(redis_url, prefix=prefix) as warm, warm.trace("tiny", "hello") as trace:
             # The engine has opened all its connections then.
             await anext(trace)
-        tasks, threads = asyncio.all_tasks(), set(threading.enumerate())
+        tasks, threads = all_tasks(), set(threading.enumerate())
         before = await connections()
         async with tracewire.connect(redis_url, prefix=prefix) as client:
             # Traces and subscriptions in every state, none of them closed.
@@ -131,7 +129,7 @@ async def test_leaving_the_client_leaves_no_task_no_connection_and_no_thread(
                 assert isinstance(await anext(subscription), tracewire.Accepted)
             during = await connections()
             assert 1 <= len(during - before) <= 4, "connections do not grow with subscriptions"
-        left = {task for task in asyncio.all_tasks() - tasks if "BusEngine" not in task.get_name()}
+        left = {task for task in all_tasks() - tasks if "BusEngine" not in task_name(task)}
         assert not left
         assert set(threading.enumerate()) <= threads
         with anyio.fail_after(PATIENCE):

@@ -61,11 +61,9 @@ async def test_events_of_a_newer_version(client: Client, engine: Callable[..., A
 async def test_an_entry_of_a_newer_major_schema(
     client: Client, engine: Callable[..., Any], redis_url: str, prefix: str
 ) -> None:
-    import redis.asyncio
-
     async def script(stage: Stage) -> None:
-        async with Bus.open(redis_url, prefix=prefix) as bus, redis.asyncio.Redis.from_url(redis_url) as raw:
-            await raw.xadd(bus.keys.events(stage.trace), {b"v": b"2.0", b"d": b"?"}, id="1-0")
+        async with Bus.open(redis_url, prefix=prefix) as bus:
+            await bus.command("XADD", bus.keys.events(stage.trace), "1-0", "v", "2.0", "d", "?")
 
     async with engine(script), client.trace("tiny", "hello") as trace:
         with pytest.raises(BrokenStream, match=r"schema 2\.0"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -19,6 +18,7 @@ from tests.support.clients import events_of
 from tests.support.redis.proxy import Proxy, proxy
 from tests.support.scripted_engine import info
 from tests.support.until import until
+from tests.support.tasks import all_tasks
 from tracewire import Client, ConnectError
 from tracewire.traces.presence import Presence
 from tracewire_bus.bus import Bus
@@ -238,12 +238,12 @@ async def test_a_lease_is_renewed_whatever_else_a_client_fails_at(
 
 async def test_what_is_left_after_its_client_leaves_no_task(bus: Bus, embedded: str, prefix: str) -> None:
     await bus.registry.register(engine_info(), ttl_s=600)
-    before = asyncio.all_tasks()
+    before = all_tasks()
     async with tracewire.connect(embedded, prefix=prefix) as client:
         trace = client.trace("tiny", "hello")
         await trace.start()
     await trace.aclose()
-    left = [task for task in asyncio.all_tasks() - before if not task.done()]
+    left = all_tasks() - before
     assert not left
 
 

@@ -17,6 +17,7 @@ import pytest
 import tracewire
 from tests.support.bus_engine import BusEngine, Stage, engine_info, tiny
 from tests.support.redis.proxy import proxy
+from tests.support.tasks import all_tasks, in_another_task, task_name
 from tracewire import Client, ClientClosed, ConnectError, TracewireError
 
 PATIENCE = 20
@@ -80,13 +81,13 @@ async def test_closing_while_it_connects_gives_the_connecting_up(embedded: str, 
 
 
 async def test_several_tasks_close_it_at_once_and_each_returns_when_it_is_closed(embedded: str, prefix: str) -> None:
-    before = asyncio.all_tasks()
+    before = all_tasks()
     client = await tracewire.connect(embedded, prefix=prefix)
     left: list[bool] = []
 
     async def close() -> None:
         await client.aclose()
-        left.append(not {task for task in asyncio.all_tasks() - before if task.get_name().startswith("tracewire")})
+        left.append(not {task for task in all_tasks() - before if task_name(task).startswith("tracewire")})
 
     async with anyio.create_task_group() as group:
         for _ in range(4):
@@ -138,9 +139,9 @@ async def test_another_loop_that_runs_may_not_close_it(embedded: str, prefix: st
 async def entered_elsewhere(embedded: str, prefix: str) -> AsyncIterator[Client]:
     """A client that one task enters and another leaves, as some fixtures and frameworks do."""
     client = Client(embedded, prefix=prefix)
-    await asyncio.create_task(client.__aenter__())
+    await in_another_task(client.__aenter__())
     yield client
-    await asyncio.create_task(client.__aexit__(None, None, None))
+    await in_another_task(client.__aexit__(None, None, None))
     assert client._session.closed
 
 
@@ -153,10 +154,9 @@ async def test_a_client_is_entered_in_one_task_and_left_in_another(entered_elsew
         assert (await trace.result()).text == "one two three"
 
 
-def test_there_is_no_client_on_what_is_not_asyncio() -> None:
-    """As trio would ask, on which no event loop of asyncio runs."""
+def test_there_is_no_client_where_no_event_loop_runs() -> None:
     entering = tracewire.connect("redis://127.0.0.1:1").__aenter__()
-    with pytest.raises(TracewireError, match="no event loop of asyncio"):
+    with pytest.raises(TracewireError, match="no event loop runs here"):
         entering.send(None)  # type: ignore[attr-defined]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 from collections.abc import AsyncIterator, Callable
 from contextlib import nullcontext
@@ -16,6 +15,7 @@ from anyio.lowlevel import checkpoint
 import tracewire
 from tests.support.bus_engine import Stage, engine_info, tiny
 from tests.support.clients import collected, texts, watch
+from tests.support.tasks import in_another_task
 from tracewire import Client, Overloaded, Trace, TraceRejected, TracewireError, UnknownTrace
 from tracewire_bus.bus import Bus, QueueFull
 from tracewire_bus.wire.messages import Failure, Invoke, Submission
@@ -345,14 +345,14 @@ async def test_a_trace_of_a_fixture(fixture_trace: Trace, engine: Callable[..., 
 async def test_a_trace_entered_in_one_task_and_closed_in_another(client: Client, engine: Callable[..., Any]) -> None:
     async with engine():
         trace = client.trace("tiny", "hello")
-        await asyncio.create_task(trace.__aenter__())
-        first = await asyncio.create_task(trace.__anext__())
+        await in_another_task(trace.__aenter__())
+        first = await in_another_task(trace.__anext__())
         assert first.text == "one"
         with anyio.move_on_after(PATIENCE):
             # A scope around one step of it is no business of the next.
             assert (await anext(trace)).text == " two"
-        assert (await asyncio.create_task(trace.result())).text == "one two three"
-        await asyncio.create_task(trace.__aexit__(None, None, None))
+        assert (await in_another_task(trace.result())).text == "one two three"
+        await in_another_task(trace.__aexit__(None, None, None))
 
 
 async def test_a_trace_inside_an_async_generator(client: Client, engine: Callable[..., Any]) -> None:
@@ -366,8 +366,8 @@ async def test_a_trace_inside_an_async_generator(client: Client, engine: Callabl
         assert [text async for text in stream(1)] == ["one", " two", " three"]
         # Begun in one task, and closed by another as a web server does when its client goes away.
         left = stream(2)
-        assert await asyncio.create_task(left.__anext__()) == "one"
-        await asyncio.create_task(left.aclose())  # type: ignore[attr-defined]
+        assert await in_another_task(left.__anext__()) == "one"
+        await in_another_task(left.aclose())  # type: ignore[attr-defined]
         # Begun, and left to the garbage collector.
         dropped = stream(3)
         assert await anext(dropped) == "one"
