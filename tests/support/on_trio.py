@@ -24,6 +24,10 @@ __all__ = ["ROOMS", "TrioFunction", "pytest_fixture_setup", "pytest_generate_tes
 _TESTS = Path(__file__).resolve().parents[1]
 #: Folders whose tests run on trio, too.
 ROOMS = tuple(_TESTS / room for room in ("bus", "sdk", "unit/tracewire", "unit/tracewire_bus"))
+#: What runs in a process or on a thread of its own, which is asyncio's.
+_ELSEWHERE = tuple(_TESTS / "unit" / "tracewire" / room for room in ("blocking", "cli"))
+#: Modules whose tests on trio are left to `make test-full`: what they are about is done by Redis, or takes long.
+_LONG = frozenset({"test_cluster", "test_errors", "test_finished", "test_queue"})
 
 
 class _InOrder(random.Random):
@@ -133,6 +137,7 @@ def _runs_on_trio(test: pytest.Function) -> bool:
     return (
         inspect.iscoroutinefunction(test.obj)
         and any(test.path.is_relative_to(room) for room in ROOMS)
+        and not any(test.path.is_relative_to(room) for room in _ELSEWHERE)
         and "starts_engine" not in test.fixturenames
         and test.get_closest_marker("asyncio_only") is None
     )
@@ -158,4 +163,6 @@ def _on_trio(item: Any) -> Any:
         originalname=item.originalname,
     )
     twin.own_markers = [mark for mark in item.own_markers if mark.name != "asyncio"]
+    if item.path.stem in _LONG:
+        twin.add_marker("full")
     return twin

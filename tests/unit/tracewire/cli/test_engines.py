@@ -90,7 +90,6 @@ async def test_the_command_lists_probes_and_drains(
     assert await run_command("ready", *where) == 1
 
 
-@pytest.mark.asyncio_only
 async def test_draining_the_last_engine_with_work_waiting_is_warned_of(
     client: Client, embedded: str, prefix: str, bus: Bus, capsys: pytest.CaptureFixture[str]
 ) -> None:
