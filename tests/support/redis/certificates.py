@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import datetime
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
+import anyio
+from anyio.abc import ByteStream
+from anyio.streams.tls import TLSListener
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -80,27 +82,27 @@ async def terminator(port: int, certificates: Certificates, front: int) -> Async
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=str(certificates.authority))
     context.load_cert_chain(certificates.certificate, certificates.key)
     context.verify_mode = ssl.CERT_REQUIRED
-    tasks = set()
 
-    async def forward(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
-        with suppress(OSError):
-            while data := await source.read(65536):
-                target.write(data)
-                await target.drain()
-        target.close()
+    async def serve(outer: ByteStream) -> None:
+        async def forward(source: ByteStream, target: ByteStream) -> None:
+            async for data in source:
+                await target.send(data)
+            group.cancel_scope.cancel()
 
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        inner, outer = await asyncio.open_connection(HOST, port)
-        tasks.update({asyncio.ensure_future(forward(reader, outer)), asyncio.ensure_future(forward(inner, writer))})
+        try:
+            async with outer, await anyio.connect_tcp(HOST, port) as inner, anyio.create_task_group() as group:
+                group.start_soon(forward, outer, inner)
+                group.start_soon(forward, inner, outer)
+        except* (OSError, anyio.BrokenResourceError, anyio.ClosedResourceError):
+            pass
 
-    server = await asyncio.start_server(serve, HOST, front, ssl=context)
-    try:
+    listener = TLSListener(
+        await anyio.create_tcp_listener(local_host=HOST, local_port=front), context, standard_compatible=False
+    )
+    async with listener, anyio.create_task_group() as group:
+        group.start_soon(listener.serve, serve)
         yield
-    finally:
-        server.close()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        group.cancel_scope.cancel()
 
 
 @asynccontextmanager

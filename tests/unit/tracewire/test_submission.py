@@ -267,7 +267,6 @@ def test_a_priority_has_bounds(client: Client, priority: int) -> None:
     assert caught.value.field == "priority"
 
 
-@pytest.mark.asyncio_only
 async def test_a_client_is_told_before_it_submits(bus: Bus, embedded: str, prefix: str) -> None:
     helpers = [Helper(name="h", source="pass")] * (MAX_HELPERS + 1)
     for fields, field in [

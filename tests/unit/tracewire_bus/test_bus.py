@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 
 import anyio
@@ -17,6 +16,7 @@ from tests.support.streams import (
     until_blocked,
     write,
 )
+from tests.support.tasks import all_tasks
 from tests.support.until import until
 from tracewire_bus.bus import FINAL_ID, Bus, BusError, BusUnavailable
 
@@ -66,7 +66,7 @@ def test_a_url_of_another_kind_is_refused() -> None:
 
 async def test_no_task_and_no_connection_outlives_a_bus(bus: Bus, prefix: str) -> None:
     await bus.exists("t")
-    tasks, connections = asyncio.all_tasks(), {client["id"] for client in await clients(bus)}
+    tasks, connections = all_tasks(), {client["id"] for client in await clients(bus)}
     async with Bus.open(bus.url, prefix=prefix) as other:
         waiting = [other.read(f"t{number}") for number in range(5)]
         async with other.writer() as writer:
@@ -74,8 +74,8 @@ async def test_no_task_and_no_connection_outlives_a_bus(bus: Bus, prefix: str) -
             for subscription in waiting:
                 await anext_is_waited_for_or_over(bus, subscription)
             await other.queue.take("demo", "e", 1, 0)
-        assert len(asyncio.all_tasks()) > len(tasks)
-    assert asyncio.all_tasks() == tasks
+        assert len(all_tasks()) > len(tasks)
+    assert all_tasks() == tasks
     await until(lambda: same_connections(bus, connections))
 
 

@@ -17,8 +17,8 @@ from tests.support.bus_engine import BusEngine, Stage, engine_info, tiny
 from tests.support.clients import events_of
 from tests.support.redis.proxy import Proxy, proxy
 from tests.support.scripted_engine import info
-from tests.support.until import until
 from tests.support.tasks import all_tasks
+from tests.support.until import until
 from tracewire import Client, ConnectError
 from tracewire.traces.presence import Presence
 from tracewire_bus.bus import Bus

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable
 from pathlib import Path
-from typing import Any
 
 import anyio
 import msgspec
 import pytest
 
 from tests.support.lost_replies import losing
+from tests.support.tasks import started
 from tracewire_bus.bus import Bus
 from tracewire_bus.store import edits
 from tracewire_bus.store import edits as module
 from tracewire_bus.store.edits import EditsFull, UnknownEdit, VersionDiffers, is_edit_name, selected
 from tracewire_bus.transport.errors import BusError
+from tracewire_bus.transport.loops import shielded
 from tracewire_bus.wire.codec import encode
 from tracewire_bus.wire.messages import Block, Edit, EditRecord
 
@@ -233,11 +232,11 @@ async def test_an_edit_is_installed_once(bus: Bus, tmp_path: Path) -> None:
 async def test_an_edit_that_somebody_has_changed_since_is_not_installed_again(bus: Bus, tmp_path: Path) -> None:
     async with losing(bus, tmp_path, edits._INSTALL) as (far, way):
         way.on_swallow = way.stop
-        installing = _started(far.edits.install(MODEL, edit_of("a", "mine")))
+        installing = started(far.edits.install(MODEL, edit_of("a", "mine")))
         await way.swallowed.wait()
         other = await bus.edits.install(MODEL, edit_of("a", "another's"))
         way.go_on()
-        assert await installing == other - 1
+        assert await shielded(installing) == other - 1
     (found,) = (await bus.edits.load(MODEL)).edits
     assert found.version == other
 
@@ -252,7 +251,3 @@ async def test_an_edit_is_removed_and_disabled_once(bus: Bus, tmp_path: Path) ->
         with pytest.raises(UnknownEdit):
             await far.edits.remove(MODEL, "a")
     assert await bus.edits.generation(MODEL) == version + 2
-
-
-def _started(awaitable: Awaitable[Any]) -> asyncio.Future[Any]:
-    return asyncio.ensure_future(awaitable)

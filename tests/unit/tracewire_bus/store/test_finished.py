@@ -200,7 +200,6 @@ async def test_one_that_has_not_begun_is_still_waited_for(bus: Bus) -> None:
     assert found == ["1-0"]
 
 
-@pytest.mark.asyncio_only
 async def test_engines_drop_what_is_too_much_and_readers_are_told_by_name(client: Client, bus: Bus) -> None:
     """Traces that run stay; a consumer that is too slow for what is kept gets an error, as do those who come late."""
     async with serving(bus, free(), retain_traces=3), serving(bus, free(), retain_traces=3):
@@ -238,7 +237,6 @@ async def _left(bus: Bus, names: list[str], count: int) -> bool:
     return len(await there(bus, *names)) <= count
 
 
-@pytest.mark.asyncio_only
 async def test_what_a_client_ends_is_kept_as_long_as_the_engines_keep_theirs(embedded: str, prefix: str) -> None:
     async with (
         Bus.open(embedded, prefix=prefix, retention_s=77) as bus,

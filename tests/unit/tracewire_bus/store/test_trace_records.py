@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.support.lost_replies import losing
+from tests.support.tasks import started
 from tracewire_bus import recovery
 from tracewire_bus.bus import Bus, Fenced
 from tracewire_bus.store import trace_records as records
 from tracewire_bus.store.trace_records import Overtaken, TraceEnded
+from tracewire_bus.transport.loops import shielded
 from tracewire_bus.wire.messages import Failure, Invoke, Submission
 
 MODEL = "m"
@@ -42,11 +41,11 @@ async def test_a_trace_is_paused_and_resumed_once(bus: Bus, tmp_path: Path, trac
 async def test_a_pause_that_somebody_has_ended_since_is_not_made_again(bus: Bus, tmp_path: Path, trace: str) -> None:
     async with losing(bus, tmp_path, records._PAUSE) as (far, way):
         way.on_swallow = way.stop
-        pausing = _started(far.records.pause(trace, by="me"))
+        pausing = started(far.records.pause(trace, by="me"))
         await way.swallowed.wait()
         assert await bus.records.pause(trace, by="another", resume=True)
         way.go_on()
-        assert await pausing
+        assert await shielded(pausing)
     assert await bus.command("HGET", bus.keys.record(trace), "z") is None
 
 
@@ -59,10 +58,6 @@ async def test_who_has_cancelled_a_trace_is_told_so(bus: Bus, tmp_path: Path, tr
         assert await bus.records.end(trace, "cancelled", records.cancellation("me", ""))
     with pytest.raises(TraceEnded):
         await bus.cancel(trace, by="another")
-
-
-def _started(awaitable: Awaitable[Any]) -> asyncio.Future[Any]:
-    return asyncio.ensure_future(awaitable)
 
 
 @pytest.fixture
@@ -133,8 +128,9 @@ async def test_what_follows_a_refused_event_is_refused_too(bus: Bus) -> None:
         # What goes with no other key is not refused for the record alone.
         await writer.append("t", 1, 1, b"output")
         both = writer.submit("t", 1, 2, b"steered", live_version=1), writer.submit("t", 1, 3, b"output")
-        for outcome in await asyncio.gather(*both, return_exceptions=True):
-            assert isinstance(outcome, Fenced)
+        for outcome in both:
+            with pytest.raises(Fenced):
+                await outcome
         await writer.append("t", 2, 0, b"restarted")
     entries = await bus.command("XRANGE", bus.keys.events("t"), "-", "+")
     assert [id_ for id_, _ in entries] == [b"1-0", b"1-1", b"2-0"]

@@ -149,12 +149,15 @@ async def test_who_is_cancelled_already_sends_nothing(connections: Connections, 
     assert await connections.command("EXISTS", f"{prefix}:k") == 0
 
 
-async def test_whoever_gives_up_waiting_leaves_nothing_behind(connections: Connections, prefix: str) -> None:
+async def test_whoever_gives_up_waiting_leaves_nothing_behind(
+    connections: Connections, embedded: str, prefix: str
+) -> None:
+    other = Connections(embedded, patience_s=5)
     async with anyio.create_task_group() as group:
         for _ in range(8):
             # All turns there are.
             group.start_soon(partial(connections.command, "BLPOP", f"{prefix}:nothing", "0", alone=True))
-        while not connections._turn.locked():
+        while (await other.command("CLIENT", "LIST")).count(b"cmd=blpop") < 8:
             await checkpoint()
         for _ in range(3):
             with anyio.move_on_after(0.01):
@@ -162,6 +165,7 @@ async def test_whoever_gives_up_waiting_leaves_nothing_behind(connections: Conne
         assert not connections._calls
         group.cancel_scope.cancel()
     assert await connections.command("ECHO", "x") == b"x"
+    await other.aclose()
 
 
 async def test_a_caller_that_is_cancelled_while_a_connection_is_made_has_not_asked(
