@@ -2,7 +2,8 @@
 
 `tests/conftest.py` has these hooks. Each async test of `ROOMS` that starts no engine is collected twice. The second
 item has `trio` in its id. One run of trio serves the item's own fixtures and the test; fixtures of wider scopes stay
-those of asyncio, since they hand out URLs and processes. A test of `asyncio_only` is about asyncio itself.
+those of asyncio, since they hand out URLs and processes. A test that has the
+engine's adapter in its process stays with asyncio.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ __all__ = ["ROOMS", "TrioFunction", "pytest_fixture_setup", "pytest_generate_tes
 
 _TESTS = Path(__file__).resolve().parents[1]
 #: Folders whose tests run on trio, too.
-ROOMS = tuple(_TESTS / room for room in ("bus", "sdk", "unit/tracewire", "unit/tracewire_bus"))
+ROOMS = tuple(_TESTS / room for room in ("unit/tracewire", "unit/tracewire_bus"))
 #: What runs in a process or on a thread of its own, which is asyncio's.
 _ELSEWHERE = tuple(_TESTS / "unit" / "tracewire" / room for room in ("blocking", "cli"))
 #: Modules whose contexts run an adapter.
 _ADAPTERS = frozenset(f"tests.support.{module}" for module in ("drained", "redis_loss", "scripted_engine", "served"))
 #: Modules whose tests on trio are left to `make test-full`: what they are about is done by Redis, or takes long.
-_LONG = frozenset({"test_cluster", "test_errors", "test_finished", "test_queue"})
+_LONG = frozenset({"test_cluster", "test_errors", "test_finished", "test_intake", "test_reader", "test_urls"})
 
 
 class _InOrder(random.Random):
@@ -141,17 +142,14 @@ def _runs_on_trio(test: pytest.Function) -> bool:
         and not any(test.path.is_relative_to(room) for room in _ELSEWHERE)
         and not _has_an_adapter(test.obj)
         and "starts_engine" not in test.fixturenames
-        and test.get_closest_marker("asyncio_only") is None
     )
 
 
 def _has_an_adapter(function: Any) -> bool:
     """Whether a test runs the engine's adapter, which asyncio runs, in its own process."""
     used = (function.__globals__.get(name) for name in function.__code__.co_names)
-    return any(
-        getattr(one, "__module__", None) in _ADAPTERS and inspect.isasyncgenfunction(inspect.unwrap(one))
-        for one in used
-    )
+    contexts = (one for one in used if getattr(one, "__module__", None) in _ADAPTERS)
+    return any(inspect.isasyncgenfunction(inspect.unwrap(one)) for one in contexts)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

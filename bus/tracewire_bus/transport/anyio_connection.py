@@ -19,8 +19,8 @@ __all__ = ["AnyioConnection"]
 
 #: How many bytes are read at once.
 _READ_BYTES: Final = 65536
-#: What a broken connection raises.
-_BROKEN: Final = (OSError, anyio.BrokenResourceError, anyio.ClosedResourceError)
+#: What a broken connection raises. By TLS sending finds the end of the stream, too.
+_BROKEN: Final = (OSError, anyio.BrokenResourceError, anyio.ClosedResourceError, anyio.EndOfStream)
 #: Stands for a reply that has not arrived in whole.
 _MORE: Final = object()
 

@@ -93,7 +93,7 @@ async def terminator(port: int, certificates: Certificates, front: int) -> Async
             async with outer, await anyio.connect_tcp(HOST, port) as inner, anyio.create_task_group() as group:
                 group.start_soon(forward, outer, inner)
                 group.start_soon(forward, inner, outer)
-        except* (OSError, anyio.BrokenResourceError, anyio.ClosedResourceError):
+        except* (OSError, anyio.BrokenResourceError, anyio.ClosedResourceError, anyio.EndOfStream):
             pass
 
     listener = TLSListener(
