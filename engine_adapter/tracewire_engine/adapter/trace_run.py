@@ -329,28 +329,7 @@ class TraceRun:
                 self._pending.pop(name, None)
                 raise
             self.requests.append(RunningRequest(name, invoke, ready, outputs, pending))
-        info = self._info
-        await self._append(
-            RawAccepted(
-                **UNNUMBERED,
-                engine=info.engine,
-                model=info.model,
-                queued_at=self._attempt.queued_at,
-                accepted_at=time.time(),
-                revision=info.revision,
-                dtype=info.dtype,
-                versions=info.versions,
-                sampling=[request.prepared.sampling for request in self.requests],
-                prompt_tokens=[request.prepared.prompt_tokens for request in self.requests],
-                live_version=self.live.first_version if self.live is not None else 0,
-                live=msgspec.Raw(self._submission.live),
-                edits=[edits.versions for edits in self._attempt.edits],
-                prompt_token_ids=[request.prepared.token_ids for request in self.requests],
-                prompt_token_strings=[
-                    strings for request in self.requests if (strings := request.prepared.token_strings) is not None
-                ],
-            )
-        )
+        await self._append(_accepted(self._info, self._submission, self._attempt, self.live, self.requests))
         self._accepted = True
         for steered in self.live.first_events(self._places([])) if self.live is not None else ():
             await self._stream.append(steered)
@@ -526,3 +505,31 @@ def first(error: BaseException) -> Any:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
+
+
+def _accepted(
+    info: EngineInfo,
+    submission: Submission,
+    attempt: Attempt,
+    live: LiveTrace | None,
+    requests: Sequence[RunningRequest],
+) -> RawAccepted:
+    """The event that says how the engine runs a trace."""
+    strings = [request.prepared.token_strings for request in requests]
+    return RawAccepted(
+        **UNNUMBERED,
+        engine=info.engine,
+        model=info.model,
+        queued_at=attempt.queued_at,
+        accepted_at=time.time(),
+        revision=info.revision,
+        dtype=info.dtype,
+        versions=info.versions,
+        sampling=[request.prepared.sampling for request in requests],
+        prompt_tokens=[request.prepared.prompt_tokens for request in requests],
+        live_version=live.first_version if live is not None else 0,
+        live=msgspec.Raw(submission.live),
+        edits=[edits.versions for edits in attempt.edits],
+        prompt_token_ids=[request.prepared.token_ids for request in requests],
+        prompt_token_strings=[one for one in strings if one is not None],
+    )
