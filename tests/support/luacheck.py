@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -31,6 +32,9 @@ def check(name: str) -> list[str]:
 
 def main() -> int:
     """Check all scripts. Returns how the process exits."""
+    if shutil.which("luacheck") is None and os.environ.get("NO_LUACHECK"):
+        print("luacheck could not be installed here: the scripts are not checked", file=sys.stderr)
+        return 0
     if shutil.which("luacheck") is None:
         print("luacheck is missing: install Debian's package lua-check", file=sys.stderr)
         return 1
