@@ -49,13 +49,12 @@ _RESIDUAL = re.compile(r"residual\((.*)\)")
 _SLICE = re.compile(r"(-?\d+)?:(-?\d+)?")
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 
+_KINDS: Final[tuple[type[Declared], ...]] = get_args(Declared)
 #: What may be live besides numbers: fields that hold a vector.
 _VECTORS: Final[dict[type, str]] = {Steer: "vector", Clamp: "direction", Ablate: "direction"}
+#: Fields that take a number or a `Live`.
 _NUMBERS: Final[dict[type, tuple[str, ...]]] = {
-    Steer: ("scale",),
-    Clamp: ("min", "max"),
-    Ablate: ("keep",),
-    StopWhen: ("above", "below"),
+    kind: tuple(name for name, hint in get_type_hints(kind).items() if Live in get_args(hint)) for kind in _KINDS
 }
 
 _Value: TypeAlias = Literal["residual", "output", "input"]
@@ -177,10 +176,9 @@ def decoded(interventions: Sequence[Declared]) -> list[Declared]:
 
 
 def _normalized(one: Any, field: str) -> Declared:
-    if not isinstance(one, (Probe, LogitLens, Steer, Clamp, Ablate, StopWhen)):
-        raise DeclarationError(
-            field, f"expected a Probe, LogitLens, Steer, Clamp, Ablate or StopWhen, got {type(one).__qualname__}"
-        )
+    if not isinstance(one, _KINDS):
+        *names, last = (kind.__name__ for kind in _KINDS)
+        raise DeclarationError(field, f"expected a {', '.join(names)} or {last}, got {type(one).__qualname__}")
     changed: dict[str, Any] = {}
     for name in one.__struct_fields__:
         value = getattr(one, name)
@@ -193,7 +191,7 @@ def _normalized(one: Any, field: str) -> Declared:
                 changed[name] = float(array) if not array.shape else wire(array)
             except Unsavable as error:
                 raise DeclarationError(f"{field}.{name}", str(error)) from None
-    plain = msgspec.structs.replace(one, **changed) if changed else one
+    plain: Declared = msgspec.structs.replace(one, **changed) if changed else one
     try:
         # What a struct's constructor does not check: types, and the words that a field takes.
         msgspec.convert({name: _bare(getattr(plain, name)) for name in plain.__struct_fields__} | _tag(plain), Declared)
@@ -378,19 +376,19 @@ def _check_stop(one: StopWhen, probes: Mapping[str, tuple[Probe, bool]], field: 
         raise DeclarationError(f"{field}.above", "expected a threshold: above, below or both")
     if one.steps < 1:
         raise DeclarationError(f"{field}.steps", f"expected 1 or more, got {one.steps}")
-    for name in ("above", "below"):
+    for name in _NUMBERS[StopWhen]:
         _check_number(getattr(one, name), f"{field}.{name}")
 
 
 def _check_values(
-    one: Probe | LogitLens | Steer | Clamp | Ablate,
+    one: Declared,
     sites: Sequence[Site],
     hidden_size: int,
     live: Mapping[str, Any],
     field: str,
 ) -> None:
     width = hidden_size if any(site.value == "residual" for site in sites) else None
-    for name in _NUMBERS.get(type(one), ()):
+    for name in _NUMBERS[type(one)]:
         _check_number(getattr(one, name), f"{field}.{name}")
     if isinstance(one, Clamp) and one.min is None and one.max is None:
         raise DeclarationError(f"{field}.min", "expected a bound: min, max or both")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from functools import cache
-from typing import Any, TypeAlias, TypeVar, Union, cast, overload
+from typing import Any, TypeAlias, TypeVar, Union, cast, get_args, overload
 
 import msgspec
 
@@ -55,19 +55,16 @@ __all__ = [
     "schema_text",
 ]
 
+#: The events that have one form; outputs have another where their deltas are encoded already.
+_Plain: TypeAlias = Accepted | Steered | Paused | Resumed | Waiting | Restarted | Final
 #: What stands on a trace's stream.
-AnyEvent: TypeAlias = (
-    Accepted | DecodedOutput | DecodedShared | Steered | Paused | Resumed | Waiting | Restarted | Final
-)
+AnyEvent: TypeAlias = DecodedOutput | DecodedShared | _Plain
 
 _SCHEMA_TEXT = f"{SCHEMA[0]}.{SCHEMA[1]}"
 _O = TypeVar("_O", bound=OutputBase)
 _S = TypeVar("_S", bound=OutputBase)
 #: The tags of what this version knows.
-_KINDS = frozenset(
-    kind.__struct_config__.tag
-    for kind in (Accepted, DecodedOutput, DecodedShared, Steered, Paused, Resumed, Waiting, Restarted, Final)
-)
+_KINDS = frozenset(kind.__struct_config__.tag for kind in get_args(AnyEvent))
 
 
 class UnknownKind(ValueError):
@@ -98,7 +95,7 @@ def _decode(type_: Any) -> Callable[[bytes | memoryview], Any]:
     if isinstance(type_, tuple):
         # An event whose outputs, and those of the trace, are of these forms.
         output, shared = type_
-        type_ = Union[Accepted, output, shared, Steered, Paused, Resumed, Waiting, Restarted, Final]  # noqa: UP007  (variables)
+        type_ = Union[output, shared, _Plain]  # noqa: UP007  (variables)
     return decoder(type_)
 
 
@@ -123,9 +120,7 @@ def decode_event(data: bytes | memoryview) -> AnyEvent: ...
 
 
 @overload
-def decode_event(
-    data: bytes | memoryview, output: type[_O], shared: type[_S]
-) -> Accepted | _O | _S | Steered | Paused | Resumed | Waiting | Restarted | Final: ...
+def decode_event(data: bytes | memoryview, output: type[_O], shared: type[_S]) -> _O | _S | _Plain: ...
 
 
 def decode_event(

@@ -70,8 +70,7 @@ class Group:
         if isinstance(self.one, Steer) and self.matrix is not None:
             # [hidden], or [rows, hidden]: scaled once for as long as the batch stays the same.
             vector = self.matrix[..., 0, :]
-            scale = self.numbers[0]
-            self.addend = vector * (scale if isinstance(scale, float) else scale.unsqueeze(-1))
+            self.addend = vector * _column(self.numbers[0])
 
     def run(self, location: LocationValues) -> None:
         """Read or edit the step's values. Raises before anything is written."""
@@ -211,34 +210,40 @@ class EditGroup(Group):
     """Edits for a `Steer`, `Clamp` or `Ablate`, in place."""
 
     def run(self, location: LocationValues) -> None:
-        one, matrix = self.one, self.matrix
-        if isinstance(one, Ablate) and matrix is None:
-            keep = self.numbers[0]
-            factor = keep if isinstance(keep, float) else keep.unsqueeze(-1)
+        if isinstance(self.one, Ablate) and self.matrix is None:
+            factor = _column(self.numbers[0])
             for half in location.halves(self.residual):
                 self.rows.put(half, lambda values: values.float() * factor)
         else:
-            assert matrix is not None
-            if isinstance(one, Steer):
-                if location.width != self.addend.shape[-1]:
-                    raise ValueError(f"a vector of {self.addend.shape[-1]} does not fit values of [{location.width}]")
-                delta = self.addend
-            else:
-                amounts = _project(location.values(self.rows, self.residual).float(), matrix)
-                if isinstance(one, Clamp):
-                    low, high = (
-                        number if isinstance(number, float) else number.unsqueeze(-1) for number in self.numbers
-                    )
-                    change = torch.minimum(torch.maximum(amounts, _like(low, amounts)), _like(high, amounts)) - amounts
-                else:
-                    keep = self.numbers[0]
-                    change = amounts * ((keep if isinstance(keep, float) else keep.unsqueeze(-1)) - 1.0)
-                delta = _along(change, matrix)
+            delta = self._delta(location)
             if self.rows.index is None:
                 location.hidden[: self.rows.total].add_(delta)
             else:
                 self.rows.put(location.hidden, lambda values: values.float() + delta)
         location.edited()
+
+    def _delta(self, location: LocationValues) -> torch.Tensor:
+        """Return what is added to the rows: float32 `[rows, hidden]`, or `[hidden]` for all of them."""
+        one, matrix = self.one, self.matrix
+        if isinstance(one, Steer):
+            if location.width != self.addend.shape[-1]:
+                raise ValueError(f"a vector of {self.addend.shape[-1]} does not fit values of [{location.width}]")
+            return self.addend
+        assert matrix is not None
+        amounts = _project(location.values(self.rows, self.residual).float(), matrix)
+        if isinstance(one, Clamp):
+            low, high = map(_column, self.numbers)
+            change = torch.minimum(torch.maximum(amounts, _like(low, amounts)), _like(high, amounts)) - amounts
+        elif isinstance(one, Ablate):
+            change = amounts * (_column(self.numbers[0]) - 1.0)
+        else:
+            raise TypeError(f"a {type(one).__name__} does not edit")
+        return _along(change, matrix)
+
+
+def _column(number: float | torch.Tensor) -> float | torch.Tensor:
+    """A number of each row, to go with the row's features."""
+    return number if isinstance(number, float) else number.unsqueeze(-1)
 
 
 def _like(bound: float | torch.Tensor, other: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, assert_never
 
 import numpy as np
 import torch
@@ -134,6 +134,8 @@ class Op:
             if one.direction is not None:
                 self.matrix = vectors.get("basis", one.direction, _basis)
                 key = (self.matrix.shape,)
+        elif not isinstance(one, StopWhen):  # the adapter looks at these
+            assert_never(one)
         self.key = (type(one).__name__, getattr(one, "positions", ""), self.pattern, *key)
 
     @property

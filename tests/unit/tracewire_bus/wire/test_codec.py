@@ -181,8 +181,7 @@ def test_arbitrary_bytes_raise_nothing_but_value_errors(data: bytes) -> None:
 
 
 def test_schemas() -> None:
-    assert schema_text() == "1.2"
-    for readable in ("1.0", "1.9", "0.3"):
+    for readable in ("1.0", "1.9", "0.3", schema_text()):
         check_schema(readable)
     for newer in ("2.0", "10.0"):
         with pytest.raises(NewerSchema, match="update it"):
