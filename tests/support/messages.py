@@ -4,7 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
-from tracewire_bus.wire.messages import Accepted, DecodedOutput, Failure, Final, Manifest, Restarted, Usage
+from tracewire_bus.wire.messages import (
+    SHARED_INVOKE,
+    Accepted,
+    Change,
+    DecodedOutput,
+    DecodedShared,
+    Failure,
+    Final,
+    FirstToken,
+    Manifest,
+    Paused,
+    Restarted,
+    Resumed,
+    Steered,
+    Usage,
+    Waiting,
+)
 
 EVENTS: list[Any] = [
     Accepted(attempt=1, seq=0, engine="e", model="m", queued_at=1.5, sampling=[{"seed": None, "stop": ["a"]}]),
@@ -12,6 +28,18 @@ EVENTS: list[Any] = [
     DecodedOutput(
         attempt=1, seq=2, logprobs=[{7: (-0.5, 1, "a"), 8: (-2.0, None, None)}], token_ids=[7], stop_reason=13
     ),
+    DecodedShared(attempt=1, seq=3, invoke=SHARED_INVOKE, deltas=[[]]),
+    Steered(
+        attempt=1,
+        seq=4,
+        version=2,
+        first=[FirstToken(invoke=0, choice=1, index=4)],
+        time=4.5,
+        changes=[Change(version=2, by="c", time=5, values={"alpha": 0.5})],
+    ),
+    Paused(attempt=1, seq=5, by="c", time=5.5),
+    Resumed(attempt=1, seq=6, by="c", time=6.5),
+    Waiting(attempt=1, seq=7, reason="lost", time=2.0),
     Restarted(attempt=2, seq=0, reason="lost"),
     Final(
         attempt=2,

@@ -25,6 +25,7 @@ from tracewire_bus.wire.messages import (
     Final,
     HeldChoice,
     Manifest,
+    Notice,
     OutputBase,
     Paused,
     Restarted,
@@ -34,7 +35,6 @@ from tracewire_bus.wire.messages import (
     Status,
     SteeredBase,
     Usage,
-    Waiting,
 )
 
 __all__ = ["ChoiceState", "DigestMismatch", "Fold", "FoldError", "apply_delta"]
@@ -206,7 +206,7 @@ class Fold:
             self._final(event)
         elif isinstance(event, Restarted):
             self._start_over()
-        elif not isinstance(event, Waiting):
+        elif not isinstance(event, Notice):
             raise FoldError(f"a {type(event).__name__} cannot be folded")
 
     def _follow(self, event: Event) -> None:

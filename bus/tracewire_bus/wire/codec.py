@@ -25,14 +25,10 @@ from .messages import (
     EngineInfo,
     Final,
     Message,
+    Notice,
     OutputBase,
-    Paused,
-    Restarted,
-    Resumed,
     Snapshot,
-    Steered,
     Submission,
-    Waiting,
 )
 from .packing import decoder
 
@@ -55,10 +51,8 @@ __all__ = [
     "schema_text",
 ]
 
-#: The events that have one form; outputs have another where their deltas are encoded already.
-_Plain: TypeAlias = Accepted | Steered | Paused | Resumed | Waiting | Restarted | Final
 #: What stands on a trace's stream.
-AnyEvent: TypeAlias = DecodedOutput | DecodedShared | _Plain
+AnyEvent: TypeAlias = Accepted | DecodedOutput | DecodedShared | Notice | Final
 
 _SCHEMA_TEXT = f"{SCHEMA[0]}.{SCHEMA[1]}"
 _O = TypeVar("_O", bound=OutputBase)
@@ -95,7 +89,7 @@ def _decode(type_: Any) -> Callable[[bytes | memoryview], Any]:
     if isinstance(type_, tuple):
         # An event whose outputs, and those of the trace, are of these forms.
         output, shared = type_
-        type_ = Union[output, shared, _Plain]  # noqa: UP007  (variables)
+        type_ = Union[Accepted, output, shared, Notice, Final]  # noqa: UP007  (variables)
     return decoder(type_)
 
 
@@ -120,7 +114,9 @@ def decode_event(data: bytes | memoryview) -> AnyEvent: ...
 
 
 @overload
-def decode_event(data: bytes | memoryview, output: type[_O], shared: type[_S]) -> _O | _S | _Plain: ...
+def decode_event(
+    data: bytes | memoryview, output: type[_O], shared: type[_S]
+) -> Accepted | _O | _S | Notice | Final: ...
 
 
 def decode_event(

@@ -57,6 +57,7 @@ __all__ = [
     "Manifest",
     "Message",
     "ModuleInfo",
+    "Notice",
     "OutputBase",
     "PathKey",
     "Paused",
@@ -611,6 +612,10 @@ class Restarted(Event, tag="restarted"):
 
     type: ClassVar[Literal["restarted"]] = "restarted"
     reason: str = ""
+
+
+Notice: TypeAlias = Steered | Paused | Resumed | Waiting | Restarted
+"""The events between a trace's acceptance and its end that bring no output."""
 
 
 class Failure(Message):

@@ -20,6 +20,7 @@ from tracewire_bus.wire.messages import (
     Change,
     Delta,
     Final,
+    Notice,
     OutputBase,
     Paused,
     Restarted,
@@ -210,14 +211,14 @@ class Gap:
         return f"<Gap in {self.trace_id}: what came after {self.since} up to {self.until} was trimmed>"
 
 
-AnyEvent: TypeAlias = Accepted | Output | Shared | Steered | Paused | Resumed | Waiting | Restarted | Final
+AnyEvent: TypeAlias = Accepted | Output | Shared | Notice | Final
 """What stands on a trace's stream."""
-Event: TypeAlias = Accepted | Output | Shared | Steered | Paused | Resumed | Waiting | Restarted | Gap | Final
+Event: TypeAlias = AnyEvent | Gap
 """What stands on a trace's stream, or in place of what was trimmed, as `subscribe` yields it.
 
 `event.type` tells them apart: `"accepted"`, `"output"`, `"shared"`, `"steered"`, `"paused"`, `"resumed"`, `"waiting"`,
 `"restarted"`, `"gap"` and `"final"`."""
-Item: TypeAlias = Output | Shared | Steered | Paused | Resumed | Waiting | Restarted | Gap
+Item: TypeAlias = Output | Shared | Notice | Gap
 """What iterating a trace yields: events but for its acceptance and its end."""
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import numpy as np
@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tests.support.equality import equal
 from tests.support.messages import EVENTS
 from tracewire_bus.wire.codec import (
+    AnyEvent,
     NewerSchema,
     UnknownKind,
     check_schema,
@@ -45,6 +46,10 @@ from tracewire_bus.wire.packing import pack, wire
 def test_events_arrive_as_they_were(event: Any) -> None:
     assert decode_event(encode(event)) == event
     assert decode_event(memoryview(encode(event))) == event
+
+
+def test_one_of_every_event_is_among_them() -> None:
+    assert {type(event) for event in EVENTS} == set(get_args(AnyEvent))
 
 
 def test_a_submission_arrives_as_it_was() -> None:
