@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from tracewire_bus.store.engine_registry import EngineRegistry
 from tracewire_bus.wire.messages import ModuleInfo
 from tracewire_engine.adapter.service import Adapter
 from tracewire_engine.launch import cli
-from tracewire_engine.launch.cli import _stranger
+from tracewire_engine.launch.cli import _settings, _stranger
+from tracewire_engine.launch.options import add_options
 
 PATIENCE = 60
 
@@ -29,6 +31,13 @@ class Whole(PlayedEngine):
 
     async def untapped_graphs(self) -> list[str]:
         return []
+
+
+def parsed(*arguments: str) -> argparse.Namespace:
+    """Our own options, as the command has them."""
+    parser = argparse.ArgumentParser()
+    add_options(parser.add_argument_group("tracewire"), {})
+    return parser.parse_args(["MODEL", *arguments])
 
 
 async def test_it_says_ready_when_the_registry_has_it_and_not_before(
@@ -75,22 +84,10 @@ async def test_it_says_ready_when_the_registry_has_it_and_not_before(
     monkeypatch.setattr("tracewire_engine.adapter.service.Adapter", Kept)
     monkeypatch.setattr("tracewire_engine.adapter.vllm_engine.VllmEngine", lambda *arguments: Whole())
     async with proxy(embedded, tmp_path) as way, anyio.create_task_group() as group:
-        options = argparse.Namespace(
-            url=way.url,
-            prefix=prefix,
-            first_answer=0,
-            engine_patience=120,
-            drain=0,
-            blob_threshold=0,
-            buffer_bytes=1 << 20,
-            memory_patience=1,
-            retain_events=0,
-            retain_bytes=0,
-            retain_traces=0,
-            retain_total_bytes=0,
-            retention=60,
-            listener=None,
+        options = parsed(
+            "--url", way.url, "--prefix", prefix, "--first-answer", "0", "--drain", "0", "--retention", "60"
         )
+        options.listener = None
         ended: list[int] = []
 
         async def run() -> None:
@@ -126,3 +123,24 @@ async def test_an_engine_of_another_model_under_the_same_name_is_refused(
     # One that leaves does not count.
     await bus.registry.register(msgspec.structs.replace(there, state="draining"))
     assert await _stranger(bus, ours) == ""
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "field"),
+    [
+        ("--drain", 3.5, "drain_s"),
+        ("--blob-threshold", 7, "blob_threshold"),
+        ("--retain-events", 7, "retain_events"),
+        ("--retain-bytes", 7, "retain_bytes"),
+        ("--retain-traces", 7, "retain_traces"),
+        ("--retain-total-bytes", 7, "retain_total_bytes"),
+        ("--buffer-bytes", 7, "buffer_bytes"),
+        ("--memory-patience", 3.5, "memory_patience_s"),
+        ("--engine-patience", 30.5, "engine_patience_s"),
+    ],
+)
+def test_an_option_reaches_the_adapter(option: str, value: float, field: str) -> None:
+    given, usual = _settings(parsed(option, str(value))), _settings(parsed())
+    changed = {one.name for one in fields(given) if getattr(given, one.name) != getattr(usual, one.name)}
+    assert changed == {field}
+    assert getattr(given, field) == value
