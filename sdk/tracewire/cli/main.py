@@ -11,7 +11,7 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from importlib.metadata import EntryPoint, entry_points
 
 import anyio
@@ -26,8 +26,6 @@ from .traces import add_watch
 __all__ = ["build_parser", "main"]
 
 GROUP = "tracewire.commands"
-#: Subcommands of this module, which no package replaces.
-OWN = ("models", "engines", "drain", "ready", "watch", "edits", "dead", "redis")
 
 
 def _commands() -> dict[str, EntryPoint]:
@@ -37,8 +35,10 @@ def _commands() -> dict[str, EntryPoint]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status: 0, 1 for an error that was reported, or what a subcommand returns."""
     argv = list(sys.argv[1:] if arguments is None else arguments)
+    parser, own = _built()
     if argv and not argv[0].startswith("-"):
-        if argv[0] not in OWN and (found := _commands().get(argv[0])) is not None:
+        # No package replaces a subcommand of this one.
+        if argv[0] not in own and (found := _commands().get(argv[0])) is not None:
             command: Callable[[list[str]], int | None] = found.load()
             return command(argv[1:]) or 0
         if argv[0] == "engine":
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 file=sys.stderr,
             )
             return 2
-    options = build_parser().parse_args(argv)
+    options = parser.parse_args(argv)
     try:
         status = int(anyio.run(options.run, options))
         # Flushed here: the interpreter prints an error if it cannot flush at its end.
@@ -67,6 +67,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of this package's own subcommands."""
+    return _built()[0]
+
+
+def _built() -> tuple[argparse.ArgumentParser, Container[str]]:
+    """The parser of this package's own subcommands, and their names."""
     more = ", ".join(sorted(_commands())) or "none"
     parser = argparse.ArgumentParser(
         prog="tracewire",
@@ -86,7 +91,7 @@ def build_parser() -> argparse.ArgumentParser:
     what = "listen on this port of 127.0.0.1 (default: a unix socket)"
     redis.add_argument("--port", type=_port, default=0, metavar="PORT", help=what)
     redis.set_defaults(run=_redis)
-    return parser
+    return parser, commands.choices
 
 
 def _port(text: str) -> int:

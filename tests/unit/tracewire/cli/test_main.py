@@ -64,6 +64,8 @@ def test_subcommands_of_other_packages(capsys: pytest.CaptureFixture[str], monke
     monkeypatch.setattr(EntryPoint, "load", lambda self: extra)
     assert cli.main(["extra", "a", "--b"]) == 7
     assert capsys.readouterr().out == "['a', '--b']\n"
+    # No package replaces one of ours.
+    assert cli.main(["models", "--url", "unix:///nowhere/redis.sock"]) == 1
     with pytest.raises(SystemExit) as left:
         cli.main(["--help"])
     assert left.value.code == 0
