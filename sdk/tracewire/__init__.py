@@ -101,8 +101,11 @@ from .errors import (
     EditRejected,
     EngineTooOld,
     EventsLost,
+    HarvestConflict,
+    HarvestMissing,
     IntegrityError,
     InvalidChange,
+    InvalidDataset,
     InvalidEdit,
     InvalidRequestError,
     InvalidUrl,
@@ -120,8 +123,12 @@ from .errors import (
     PrivateRedisError,
     RetryableError,
     SaveMissing,
+    ShardDamaged,
     StateMismatch,
     SteerRejected,
+    StoreFull,
+    StoreRefused,
+    StoreUnavailable,
     TextChanged,
     TokenizerUnavailable,
     TooManyChanges,
@@ -147,12 +154,13 @@ from .errors import (
     VersionConflict,
     WrongEventLoop,
 )
-from .options import SamplingOptions, TraceOptions, WithOptions
+from .options import HarvestOptions, SamplingOptions, TraceOptions, WithOptions
+from .progress import HarvestProgress
 from .public import publish
 from .submission import Prompt, PromptInput
 
 if TYPE_CHECKING:
-    from tracewire import blocking
+    from tracewire import blocking, harvest
 
     __version__: str
 
@@ -202,10 +210,15 @@ __all__ = [
     "FirstToken",
     "Fold",
     "Gap",
+    "HarvestConflict",
+    "HarvestMissing",
+    "HarvestOptions",
+    "HarvestProgress",
     "IntegrityError",
     "Intervention",
     "InterventionError",
     "InvalidChange",
+    "InvalidDataset",
     "InvalidEdit",
     "InvalidRequestError",
     "InvalidUrl",
@@ -243,6 +256,7 @@ __all__ = [
     "SamplingOptions",
     "SaveMissing",
     "Saves",
+    "ShardDamaged",
     "Shared",
     "State",
     "StateMismatch",
@@ -251,6 +265,9 @@ __all__ = [
     "SteerRejected",
     "Steered",
     "StopWhen",
+    "StoreFull",
+    "StoreRefused",
+    "StoreUnavailable",
     "Subscription",
     "TextChanged",
     "TokenizerUnavailable",
@@ -291,6 +308,7 @@ __all__ = [
     "blocking",
     "connect",
     "digest",
+    "harvest",
     "intervention",
     "load",
     "save",
@@ -301,10 +319,10 @@ publish(value for name, value in list(globals().items()) if name in __all__)
 
 def __getattr__(name: str) -> Any:
     # Loaded on first use, which is seldom.
-    if name == "blocking":
+    if name in ("blocking", "harvest"):
         from importlib import import_module
 
-        return import_module("tracewire.blocking")
+        return import_module(f"tracewire.{name}")
     if name == "__version__":
         from importlib.metadata import version
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator, Iterable, Mapping, Sequence
+from os import PathLike
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypedDict, Unpack, overload
 
@@ -27,12 +28,13 @@ from tracewire_bus.domain.fold import Fold
 from tracewire_bus.store.trace_records import LiveState
 from tracewire_bus.transport.urls import redacted
 from tracewire_bus.wire.ids import parse_id
-from tracewire_bus.wire.messages import Block
+from tracewire_bus.wire.messages import Block, DeclaredIntervention
 
 from .checks import Duration, check_limit, check_seconds, check_text, shown
 from .error_mapping import bus_errors
 from .errors import AlreadyEntered, InvalidUrl, UnknownPosition, UnknownTrace
-from .options import TraceOptions
+from .options import HarvestOptions, TraceOptions
+from .progress import HarvestProgress
 from .submission import PromptInput, make_submission, split_options
 
 __all__ = ["Client", "connect"]
@@ -316,6 +318,49 @@ class Client:
         if not idle:
             raise ValueError("idle_timeout: expected more than 0 seconds")
         return Watch(bus.watch_group(group, name, since, idle), wanted)
+
+    # --- harvests -----------------------------------------------------------------------------------------------------
+
+    async def harvest(
+        self,
+        model: Model | str,
+        prompts: Any,
+        interventions: Sequence[DeclaredIntervention] = (),
+        *,
+        to: str | PathLike[str],
+        block: Intervention | Block | None = None,
+        **options: Unpack[HarvestOptions],
+    ) -> HarvestProgress:
+        """Run `interventions`, or a `block`, on each prompt of a data set, and write what they save to `to`.
+
+            probe = tracewire.Probe("hs", "residual(*)", positions="all")
+            done = await client.harvest("demo", "prompts.jsonl", [probe], to="s3://bucket/acts")
+
+        `prompts` is the path or URL of a JSONL or Parquet file, or an iterable or async iterable of prompts or of dicts
+        with a column of prompts, such as a `datasets.Dataset`. `to` is a folder or any URL of fsspec. A prompt's trace
+        samples one token unless `max_tokens` says otherwise. `tracewire.harvest.open(to)` reads what was written.
+
+        Made again with the same arguments, it goes on where it was: prompts that are in a shard are not run again, and
+        each prompt is in the result once, whatever was killed meanwhile. A prompt whose own trace failed is listed with
+        its error, and not run again unless `retry_failed` asks for it. `HarvestOptions` says what can be set.
+
+        Raises:
+            UnknownModel: no engine serves the model.
+            TraceRejected: the interventions, the block or an option cannot be submitted.
+            InvalidDataset: a row is no prompt, or its key is missing or not its own.
+            HarvestConflict: `to` has a harvest of something else, or another client writes there.
+            ShardDamaged: a shard that an earlier run wrote is damaged, and `repair` is not set.
+            StoreFull: `to` has no room left.
+            StoreRefused: `to` is read-only, or refuses the credentials.
+            StoreUnavailable: `to` does not answer.
+            LibraryMissing: the extra `tracewire[harvest]` is not installed.
+            TracewireError: Redis or all engines are away for longer than `patience`, or `max_failures` prompts failed
+                one after the other: the error of the last one.
+        """
+        from tracewire.harvest.start import harvest
+
+        self._session.open_bus()
+        return await harvest(self, model, prompts, interventions, block, to, options)
 
     # --- standing interventions ---------------------------------------------------------------------------------------
 

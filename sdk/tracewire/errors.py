@@ -35,8 +35,11 @@ __all__ = [
     "EditRejected",
     "EngineTooOld",
     "EventsLost",
+    "HarvestConflict",
+    "HarvestMissing",
     "IntegrityError",
     "InvalidChange",
+    "InvalidDataset",
     "InvalidEdit",
     "InvalidRequestError",
     "InvalidUrl",
@@ -54,8 +57,12 @@ __all__ = [
     "PrivateRedisError",
     "RetryableError",
     "SaveMissing",
+    "ShardDamaged",
     "StateMismatch",
     "SteerRejected",
+    "StoreFull",
+    "StoreRefused",
+    "StoreUnavailable",
     "TextChanged",
     "TokenizerUnavailable",
     "TooManyChanges",
@@ -700,8 +707,107 @@ class NotAnArray(InvalidRequestError, TypeError):
 class LibraryMissing(NotFoundError, ImportError):
     """A conversion needs a library that is not installed. The message names the extra that brings it."""
 
-    def __init__(self, what: str, library: str) -> None:
-        super().__init__(f"{what} needs {library}: pip install 'tracewire[{library}]'")
+    def __init__(self, what: str, library: str, extra: str | None = None) -> None:
+        super().__init__(f"{what} needs {library}: pip install 'tracewire[{extra or library}]'")
+
+
+# --- harvests ---------------------------------------------------------------------------------------------------------
+
+
+class StoreFull(RetryableError, OSError):
+    """The place that a harvest is written to has no room left. What was written before is whole.
+
+    Attributes:
+        to: the harvest's URL.
+        file: the file that was written, below it.
+    """
+
+    def __init__(self, to: str, file: str, reason: str) -> None:
+        self.to = to
+        self.file = file
+        super().__init__(
+            f"{to} has no room for {file}: {reason} (make room, and run the same harvest again: it goes on)"
+        )
+
+
+class StoreRefused(PermissionDeniedError):
+    """The place of a harvest is read-only for this user, or refuses the credentials.
+
+    Attributes:
+        to: the harvest's URL.
+        file: the file that was to be written or read, below it.
+    """
+
+    def __init__(self, to: str, file: str, reason: str) -> None:
+        self.to = to
+        self.file = file
+        where = f"{to} refuses {file}" if file else f"{to} refuses its user"
+        super().__init__(f"{where}: {reason} (the credentials are those of the environment, or storage_options)")
+
+
+class StoreUnavailable(RetryableError, ConnectionError):
+    """The place of a harvest does not answer, or has gone. What was written before is whole if it comes back.
+
+    Attributes:
+        to: the harvest's URL.
+        file: the file that was to be written or read, below it.
+    """
+
+    def __init__(self, to: str, file: str, reason: str) -> None:
+        self.to = to
+        self.file = file
+        where = f"{to} cannot be used for {file}" if file else f"{to} cannot be used"
+        super().__init__(f"{where}: {reason} (run the same harvest again when it can: it goes on)")
+
+
+class HarvestMissing(NotFoundError):
+    """There is no harvest at this place. `to` is its URL."""
+
+    def __init__(self, to: str) -> None:
+        self.to = to
+        super().__init__(f"there is no harvest at {to}: it has no harvest.json (check the path)")
+
+
+class HarvestConflict(ConflictError):
+    """The place has a harvest of something else, or another client writes to it now. `to` is its URL."""
+
+    def __init__(self, to: str, message: str) -> None:
+        self.to = to
+        super().__init__(f"{to}: {message}")
+
+
+class ShardDamaged(IntegrityError):
+    """A file of a harvest is not what was written: it is missing, was cut short or changed. All others can be read.
+
+    Attributes:
+        to: the harvest's URL.
+        file: the file, below it.
+        prompts: how many prompts its shard has.
+    """
+
+    def __init__(self, to: str, file: str, prompts: int, reason: str) -> None:
+        self.to = to
+        self.file = file
+        self.prompts = prompts
+        if prompts:
+            what = f"{file}, of a shard of {prompts} prompt{'s' * (prompts != 1)}, is damaged: {reason}"
+            advice = "harvest with repair=True, or --repair, runs these prompts again"
+        else:
+            what = f"{file} is damaged: {reason}"
+            advice = "restore it from a copy: it says which prompts are in which shard"
+        super().__init__(f"{to}: {what} ({advice})")
+
+
+class InvalidDataset(InvalidRequestError):
+    """A row of a data set is no prompt, or has no key or one that another row has.
+
+    Attributes:
+        row: the row's number, from 0, or None where the data set as a whole is at fault.
+    """
+
+    def __init__(self, row: int | None, message: str) -> None:
+        self.row = row
+        super().__init__(f"row {row} of the data set: {message}" if row is not None else f"the data set: {message}")
 
 
 class TextChanged(ConflictError):

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
 from tracewire_bus.wire.messages import DeclaredIntervention
 
 from .checks import Duration
 from .errors import UnknownOption
+from .progress import HarvestProgress
 
-__all__ = ["SamplingOptions", "TraceOptions", "WithOptions", "check_names"]
+__all__ = ["HarvestOptions", "SamplingOptions", "TraceOptions", "WithOptions", "check_names"]
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -88,6 +89,52 @@ class TraceOptions(SamplingOptions, total=False):
     shared: Mapping[str, Any] | None
     token_strings: bool
     """Whether the engine sends a string with each token id."""
+
+
+class HarvestOptions(SamplingOptions, total=False):
+    """The keyword arguments of `Client.harvest`: sampling params, and these."""
+
+    column: str | None
+    """Of rows that are dicts, the prompt's column: by default the first of `prompt`, `text`, `messages`, `input_ids`
+    and `prompt_token_ids` that a row has."""
+    key: str | None
+    """Of rows that are dicts, the column of integers or texts that tell the prompts apart: by default their numbers."""
+    format: Literal["safetensors", "parquet"]
+    """The format of the values. With `parquet` they stand beside the index."""
+    dtype: str | None
+    """The dtype of floating-point values: by default the engine's. The client converts."""
+    positions: Sequence[int] | slice | None
+    """The positions of each sequence to keep, as Python indexes them. The client leaves out the others' rows; the
+    `positions` of an intervention have the engine do so."""
+    every: int
+    """Keep every so many-th position, from 0 on. The client leaves out the others' rows."""
+    keep_top: int | None
+    """Of each row, keep its so many greatest values, with their indices. The client chooses them."""
+    concurrency: int
+    """How many prompts are submitted at once."""
+    shard_bytes: int
+    """How many bytes of values a shard has before the next one begins."""
+    shard_prompts: int
+    """How many prompts a shard has at most."""
+    patience: Duration
+    """How long the harvest waits for a Redis or engines that are away, in seconds."""
+    max_failures: int | None
+    """How many prompts may fail one after the other before the harvest ends with the error of the last."""
+    retry_failed: bool
+    """Whether prompts that failed in an earlier run are run again."""
+    repair: bool
+    """Whether the prompts of damaged shards are run again."""
+    storage_options: Mapping[str, Any] | None
+    """What fsspec is given with the URL, such as credentials."""
+    progress: Callable[[HarvestProgress], object] | None
+    """A function that is called whenever a prompt has ended or a shard is written."""
+    live: Mapping[str, Any] | None
+    deadline: Duration | None
+    priority: int
+    edits: Sequence[str] | None
+    max_attempts: int
+    token_strings: bool
+    """Whether the index has a string for each token: by default it has."""
 
 
 class WithOptions(TraceOptions, total=False):

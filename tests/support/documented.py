@@ -48,6 +48,7 @@ RUN_BY = {
     "tracewire engine MODEL": "tests/e2e/tracing/test_traces.py::*",
     "tracewire engine MODEL --distributed-executor-backend ray": "tests/e2e/parallel/test_ray.py::*",
     "tracewire models": _CLI + "engines.py::test_models_lists_what_is_served",
+    "tracewire harvest": "tests/e2e/tracing/test_harvest.py::test_the_commands_and_programs_of_the_page_run",
     "tracewire watch": _CLI + "traces.py::test_watch_prints_a_trace_to_its_end",
     "tracewire engines": _OPERATORS,
     "tracewire ready": _OPERATORS,

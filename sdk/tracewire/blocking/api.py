@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from os import PathLike
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar, Unpack, overload
 
@@ -21,7 +22,8 @@ from tracewire.admin.watch import Watch as AsyncWatch
 from tracewire.admin.watch import WatchGroups as AsyncWatchGroups
 from tracewire.capture.intervention import Intervention
 from tracewire.checks import Duration
-from tracewire.options import TraceOptions, WithOptions
+from tracewire.options import HarvestOptions, TraceOptions, WithOptions
+from tracewire.progress import HarvestProgress
 from tracewire.submission import PromptInput
 from tracewire.traces.model import Model as AsyncModel
 from tracewire.traces.output import Accepted, Event, Item, Output
@@ -846,6 +848,46 @@ class Client(BlockingClient):
             ),
         )
         return made
+
+    def harvest(
+        self,
+        model: Model | str,
+        prompts: Any,
+        interventions: Sequence[DeclaredIntervention] = (),
+        *,
+        to: str | PathLike[str],
+        block: Intervention | Block | None = None,
+        **options: Unpack[HarvestOptions],
+    ) -> HarvestProgress:
+        """Run `interventions`, or a `block`, on each prompt of a data set, and write what they save to `to`.
+
+            probe = tracewire.Probe("hs", "residual(*)", positions="all")
+            done = client.harvest("demo", "prompts.jsonl", [probe], to="s3://bucket/acts")
+
+        `prompts` is the path or URL of a JSONL or Parquet file, or an iterable or async iterable of prompts or of dicts
+        with a column of prompts, such as a `datasets.Dataset`. `to` is a folder or any URL of fsspec. A prompt's trace
+        samples one token unless `max_tokens` says otherwise. `tracewire.harvest.open(to)` reads what was written.
+
+        Made again with the same arguments, it goes on where it was: prompts that are in a shard are not run again, and
+        each prompt is in the result once, whatever was killed meanwhile. A prompt whose own trace failed is listed with
+        its error, and not run again unless `retry_failed` asks for it. `HarvestOptions` says what can be set.
+
+        Raises:
+            UnknownModel: no engine serves the model.
+            TraceRejected: the interventions, the block or an option cannot be submitted.
+            InvalidDataset: a row is no prompt, or its key is missing or not its own.
+            HarvestConflict: `to` has a harvest of something else, or another client writes there.
+            ShardDamaged: a shard that an earlier run wrote is damaged, and `repair` is not set.
+            StoreFull: `to` has no room left.
+            StoreRefused: `to` is read-only, or refuses the credentials.
+            StoreUnavailable: `to` does not answer.
+            LibraryMissing: the extra `tracewire[harvest]` is not installed.
+            TracewireError: Redis or all engines are away for longer than `patience`, or `max_failures` prompts failed
+                one after the other: the error of the last one.
+        """
+        return self._portal.call(
+            partial(self._async.harvest, model, prompts, interventions, to=to, block=block, **options)
+        )
 
     def edits(self, model: Model | str) -> Edits:
         """The standing interventions of a model: installed on all its engines, and run on requests from then on."""

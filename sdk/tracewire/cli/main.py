@@ -21,6 +21,7 @@ from tracewire.errors import TracewireError
 from .dead import add_dead
 from .edits import add_edits
 from .engines import add_engines
+from .harvest import add_harvest
 from .traces import add_watch
 
 __all__ = ["build_parser", "main"]
@@ -85,6 +86,7 @@ def _built() -> tuple[argparse.ArgumentParser, Container[str]]:
 
     add_engines(commands, shared)
     add_watch(commands, shared)
+    add_harvest(commands, shared)
     add_edits(commands, shared)
     add_dead(commands, shared)
     redis = commands.add_parser("redis", help="run a private Redis; prints its URL, and ends on SIGTERM or SIGINT")

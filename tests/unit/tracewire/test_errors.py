@@ -6,6 +6,8 @@ import copy
 import inspect
 import pickle  # the tests' own, of errors that a caller sends to another process
 import re
+import resource
+import shutil
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -21,6 +23,7 @@ import pytest
 import tracewire
 from tests.support import ROOT
 from tests.support.bus_engine import BusEngine, Stage, engine_info, tiny
+from tests.support.harvests import reads, s3_server
 from tracewire import Client, Steer
 from tracewire_bus.bus import Bus
 from tracewire_bus.store.trace_records import cancellation
@@ -82,6 +85,10 @@ class World:
     async def registered(self, **info: Any) -> None:
         """An engine that takes nothing."""
         await self.bus.registry.register(engine_info(**info), ttl_s=600)
+
+    async def harvest(self, prompts: list[Any], **options: Any) -> None:
+        probe = tracewire.Probe("hs", "residual(*)", positions="all")
+        await self.client.harvest("tiny", prompts, [probe], **{"to": self.folder / "acts", **options})
 
     async def result(self, script: Any = tiny, **options: Any) -> tracewire.Result:
         async with self.engine(script), self.client.trace("tiny", "hello", **options) as trace:
@@ -211,6 +218,11 @@ async def PrivateRedisError(world: World) -> None:
     await tracewire.connect("embedded://")
 
 
+@raises
+async def HarvestMissing(world: World) -> None:
+    tracewire.harvest.open(world.folder / "acts")
+
+
 # --- invalid requests -------------------------------------------------------------------------------------------------
 
 
@@ -330,6 +342,12 @@ async def NotEnded(world: World) -> None:
     _ = tracer.saves
 
 
+@raises
+async def InvalidDataset(world: World) -> None:
+    await world.registered()
+    await world.harvest([{"id": 3, "question": "why?"}])
+
+
 # --- retryable --------------------------------------------------------------------------------------------------------
 
 
@@ -382,6 +400,25 @@ async def BusFilled(world: World) -> None:
     await world.result(ends("failed", failure), trace_id="t")
 
 
+@raises
+async def StoreFull(world: World) -> None:
+    """A limit of the process: the kernel writes no more of a file."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        async with world.engine(reads):
+            await world.harvest(["hello"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@raises
+async def StoreUnavailable(world: World) -> None:
+    gone = lambda progress: shutil.rmtree(world.folder / "acts")  # noqa: E731
+    async with world.engine(reads):
+        await world.harvest(["hello"], progress=gone)
+
+
 # --- permission, conflict, closed, integrity --------------------------------------------------------------------------
 
 
@@ -391,6 +428,20 @@ async def BusRefused(world: World) -> None:
         await bus.command("ACL", "SETUSER", "guest", "on", ">secret", "~*", "+ping")
         async with tracewire.connect(f"{bus.url}?username=guest&password=secret") as client:
             await client.models.list()
+
+
+@raises
+async def StoreRefused(world: World) -> None:
+    with s3_server() as (_, options):
+        async with world.engine(reads):
+            await world.harvest(["hello"], to="s3://acts/run", storage_options={**options, "secret": "wrong"})
+
+
+@raises
+async def HarvestConflict(world: World) -> None:
+    async with world.engine(reads):
+        await world.harvest(["hello"])
+        await world.harvest(["hello"], every=2)
 
 
 @raises
@@ -469,6 +520,15 @@ async def TraceClosed(world: World) -> None:
         async with world.client.trace("tiny", "hello", trace_id="t") as trace:
             await trace.accepted()
         await trace.result()
+
+
+@raises
+async def ShardDamaged(world: World) -> None:
+    async with world.engine(reads):
+        await world.harvest(["hello"])
+        (path,) = (world.folder / "acts").glob("shards/*.safetensors")
+        path.write_bytes(path.read_bytes()[:100])
+        await world.harvest(["hello"])
 
 
 @raises

@@ -1,0 +1,168 @@
+"""Where a harvest lies: a folder, or what fsspec has a URL for. All of it blocks; a harvest calls it in threads.
+
+A file appears whole or not at all. On this machine's disks it is written under another name, flushed and then renamed;
+elsewhere it is one put.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from tracewire.errors import StoreFull, StoreRefused, StoreUnavailable, TracewireError
+
+from .libraries import library
+
+__all__ = ["TEMPORARY", "Store"]
+
+#: How the name of a file ends that is not whole yet.
+TEMPORARY = ".tmp"
+#: Stores that have no folders. Asking them for one would make a bucket where a URL has a wrong one.
+_WITHOUT_FOLDERS = frozenset({"abfs", "az", "gcs", "gs", "oss", "r2", "s3", "s3a"})
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_REFUSED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
+
+
+class Store:
+    """The files below one URL. Their names are relative to it, with `/`.
+
+    Raises:
+        LibraryMissing: fsspec, or what it needs for this kind of URL, is not installed.
+        ValueError: fsspec knows no such kind of URL.
+        StoreRefused: the store refuses the credentials.
+        StoreUnavailable: the store does not answer.
+    """
+
+    def __init__(self, to: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> None:
+        fsspec = library("fsspec")
+        self.url = os.fspath(to)
+        try:
+            self._files, root = fsspec.core.url_to_fs(self.url, **dict(options or {}))
+        except (ImportError, ValueError) as error:
+            raise ValueError(f"to: {error}") from error
+        except Exception as error:
+            raise _store_error(self.url, "", error) from error
+        self._root: str = root.rstrip("/")
+        protocols = self._files.protocol
+        kinds = {protocols} if isinstance(protocols, str) else set(protocols)
+        self._local = bool(kinds & {"file", "local"})
+        self._has_folders = not kinds & _WITHOUT_FOLDERS
+
+    def path(self, name: str) -> str:
+        """The name of a file as the store knows it."""
+        return f"{self._root}/{name}"
+
+    def put(self, name: str, data: bytes) -> None:
+        """Write a file, in place of one that may be there."""
+        with self._errors(name):
+            if self._local:
+                self._put_locally(name, data, replace=True)
+            else:
+                self._put_remotely(name, data, mode="overwrite")
+
+    def create(self, name: str, data: bytes) -> None:
+        """Write a file that is not there yet.
+
+        Raises:
+            FileExistsError: it is there. Stores that cannot tell while they write look before.
+        """
+        with self._errors(name, FileExistsError):
+            if self._local:
+                self._put_locally(name, data, replace=False)
+                return
+            if self._files.exists(self.path(name)):
+                raise FileExistsError(name)
+            self._put_remotely(name, data, mode="create")
+
+    def read(self, name: str) -> bytes:
+        """A file's bytes.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+        """
+        with self._errors(name, FileNotFoundError):
+            data: bytes = self._files.cat_file(self.path(name))
+            return data
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        """The files below a folder with their sizes in bytes, by their names; none where there is no such folder."""
+        with self._errors(folder):
+            self._files.invalidate_cache()
+            try:
+                found = self._files.find(self.path(folder), detail=True)
+            except FileNotFoundError:
+                return {}
+            start = self.path("")
+            return {path[path.index(start) + len(start) :]: int(one["size"]) for path, one in found.items()}
+
+    def remove(self, name: str) -> None:
+        """Remove a file, if it is there and the store allows it."""
+        with suppress(Exception):
+            self._files.rm_file(self.path(name))
+
+    @contextmanager
+    def _errors(self, name: str, *passed: type[Exception]) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, (TracewireError, *passed)):
+                raise
+            raise _store_error(self.url, name, error) from error
+
+    def _put_remotely(self, name: str, data: bytes, mode: str) -> None:
+        path = self.path(name)
+        try:
+            self._pipe(path, data, mode)
+        except FileNotFoundError:
+            if not self._has_folders:
+                raise
+            self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
+            self._pipe(path, data, mode)
+
+    def _pipe(self, path: str, data: bytes, mode: str) -> None:
+        try:
+            self._files.pipe_file(path, data, mode=mode)
+        except (TypeError, NotImplementedError):
+            # A store that knows no modes.
+            self._files.pipe_file(path, data)
+
+    def _put_locally(self, name: str, data: bytes, *, replace: bool) -> None:
+        target = Path(self.path(name))
+        # The folder itself is made with the first file in it. One that is gone later is not made again: what it had is
+        # gone, too.
+        target.parent.mkdir(parents="/" not in name, exist_ok=True)
+        written = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}{TEMPORARY}")
+        try:
+            with written.open("xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            if replace:
+                written.replace(target)
+            else:
+                # A link is refused where the name is taken, and a rename is not.
+                os.link(written, target)
+        finally:
+            written.unlink(missing_ok=True)
+        folder = os.open(target.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def _store_error(url: str, name: str, error: Exception) -> TracewireError:
+    """The error that says what a caller can do about one of a store's own."""
+    number = getattr(error, "errno", None)
+    reason = f"{type(error).__name__}: {error}"
+    if number in _FULL:
+        return StoreFull(url, name, reason)
+    # botocore has errors of its own where there are no credentials at all.
+    if isinstance(error, PermissionError) or number in _REFUSED or "Credentials" in type(error).__name__:
+        return StoreRefused(url, name, reason)
+    return StoreUnavailable(url, name, reason)
