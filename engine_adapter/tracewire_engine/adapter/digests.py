@@ -1,7 +1,7 @@
-"""Digests of what blocks save, taken of the encoded deltas as they pass from the workers to the bus.
+"""Digests of the saves of blocks, taken of the encoded deltas on their way from the workers to the bus.
 
-The workers send what blocks save already encoded. Most of it is lists of arrays; their digests, which the final's
-manifest needs, are taken here, so that the workers need not.
+The workers send saves encoded, and most saves are lists of arrays. The adapter takes the digests of these lists for the
+final's manifest, so that the workers need not.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 from tracewire_bus.wire.digests import encoded_digest, list_digest
 from tracewire_bus.wire.messages import Manifest, PathKey
 
-__all__ = ["Passing", "PassingDigests", "parted_by_edit"]
+__all__ = ["EncodedDelta", "PassingDigests", "split_by_edit"]
 
 
 class _Append(msgspec.Struct, array_like=True, tag="a"):
@@ -31,11 +31,11 @@ class _Delete(msgspec.Struct, array_like=True, tag="d"):
     path: tuple[PathKey, ...]
 
 
-Passing: TypeAlias = _Append | _Set | _Delete
-"""A delta whose values are encoded still."""
+EncodedDelta: TypeAlias = _Append | _Set | _Delete
+"""A delta whose values are still encoded."""
 
 
-_deltas = msgspec.msgpack.Decoder(list[Passing])
+_deltas = msgspec.msgpack.Decoder(list[EncodedDelta])
 
 
 _items = msgspec.msgpack.Decoder(list[msgspec.Raw])
@@ -45,7 +45,7 @@ class PassingDigests:
     """Digests of one choice's saved lists of arrays, taken of its encoded deltas as they pass, in order."""
 
     def __init__(self) -> None:
-        #: By name, those of the items; `None` for an item that is no array.
+        #: The digests of the items, by name; `None` for an item that is no array.
         self._known: dict[Any, list[bytes | None]] = {}
 
     def take(self, raw: bytes | memoryview) -> None:
@@ -69,7 +69,7 @@ class PassingDigests:
                         known[place] = encoded_digest(memoryview(delta.value))
 
     def of(self, name: str) -> bytes:
-        """The digest of a list of arrays by now; nothing if it is anything else."""
+        """The current digest of the list `name`; empty if `name` is not a list of arrays."""
         known = self._known.get(name)
         digests = [found for found in known or () if found is not None]
         return list_digest(digests) if known is not None and len(digests) == len(known) else b""
@@ -85,9 +85,12 @@ def _is_list(raw: memoryview) -> bool:
     return raw[0] & 0xF0 == 0x90 or raw[0] in (0xDC, 0xDD)
 
 
-def parted_by_edit(raws: Iterable[msgspec.Raw]) -> dict[str, list[Passing]]:
-    """Encoded lists of deltas, by the edit that saved, under the names that its block gave."""
-    found: dict[str, list[Passing]] = {}
+def split_by_edit(raws: Iterable[msgspec.Raw]) -> dict[str, list[EncodedDelta]]:
+    """The deltas of encoded lists, by the name of the edit that saved them. Their paths begin with the save's own name.
+
+    Deltas of the request's own block, whose names have no edit before a slash, are left out.
+    """
+    found: dict[str, list[EncodedDelta]] = {}
     for raw in raws:
         for delta in _deltas.decode(raw):
             edit, slash, name = str(delta.path[0]).partition("/")

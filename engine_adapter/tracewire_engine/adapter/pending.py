@@ -1,8 +1,9 @@
 """Reports of the workers on one request that are not published yet.
 
-An output needs two parts: the tokens that vLLM put out, and what the block saved and declared interventions read in
-the steps that sampled those tokens, which the workers report by their own link. `PendingRecords` keep the second until
-the first is there, by choice and token index. A request is over when the finish records of all its choices have come.
+An output needs two parts: the tokens from vLLM, and the block's saves and the declared interventions' reads of the
+steps that sampled those tokens. The workers report the second part over their own link. `PendingRecords` keeps these
+reports, by choice and token index, until the tokens are there. A request is over when the finish records of all its
+choices have come.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ from .read_decoder import ChoiceReads, Item, extend_encoded_list
 
 __all__ = ["ENDING_S", "LATE_S", "REPORT_S", "PendingChoice", "PendingRecords", "ReportMissing", "ReportSource"]
 
-#: How long a report of the workers may take that nothing shows to be lost, in seconds, unless the adapter's settings
-#: say otherwise: it comes with the engine's next step.
+#: How long the adapter waits for a report that no sign shows to be lost, in seconds, unless the adapter's settings
+#: have another time. Reports come with the engine's next step.
 REPORT_S = 120.0
-#: Likewise, of a request that is to end early.
+#: The same for a request that is to end early, in seconds.
 ENDING_S = 20.0
-#: Likewise, where a later report is there already: they come in order, but for those behind large arrays.
+#: The same where a later report has come, in seconds. Reports come in order, but for those behind large arrays.
 LATE_S = 5.0
 
 _NO_DELTAS = msgspec.Raw(msgspec.msgpack.encode([]))
 
 
 class ReportMissing(Exception):
-    """Something that the workers should have reported did not come, and will not."""
+    """A report of the workers did not come in time. The adapter waits for it no longer."""
 
 
 class ReportSource(Protocol):
@@ -46,7 +47,7 @@ class ReportSource(Protocol):
         ...
 
     def add_waiter(self) -> None:
-        """Have reports routed as they come, until `remove_waiter`: somebody waits for one."""
+        """Have reports routed as they come, until `remove_waiter`. Each waiting task calls this once."""
         ...
 
     def remove_waiter(self) -> None:
@@ -55,6 +56,8 @@ class ReportSource(Protocol):
 
 
 class PendingChoice:
+    """The unpublished reports of one choice of a request, and where the choice ended."""
+
     __slots__ = (
         *("asked", "digests", "ended", "ended_at", "finish", "read", "reads", "reason", "stepped", "steps", "taken"),
         "time",
@@ -65,21 +68,21 @@ class PendingChoice:
         self.reads = ChoiceReads(stops)
         self.digests = PassingDigests()
         self.ended = ""
-        #: What vLLM's `stop_reason` would say.
+        #: The `stop_reason` of the choice's last output.
         self.reason = "tracer.stop()"
         self.ended_at: int | None = None
         #: When the last reported step ended.
         self.time = 0.0
         self.finish: FinishRecord | None = None
-        #: How many records of steps have come, and how many steps' reads.
+        #: The number of step records that have come, and of steps whose reads have come.
         self.stepped = self.read = 0
-        #: Of shared values, how many steps were taken.
+        #: For shared values: the number of steps taken.
         self.taken = 0
-        #: From which token on nobody has asked for what was reported.
+        #: The first token index whose report was not asked for yet.
         self.asked = 0
 
     def has_gap(self, reads: bool) -> bool:
-        """Whether what has come shows that something before it has not."""
+        """Whether a report is missing before those that have come. `reads`: whether the workers report reads."""
         if self.finish is not None and not self.complete(reads):
             return True
         return any(len(one) < max(one) + 1 - self.asked for one in (self.steps, self.reads.steps) if one)
@@ -92,8 +95,8 @@ class PendingChoice:
         return deltas
 
     def take_rest(self, tokens: int) -> list[msgspec.Raw]:
-        """Take what was reported of steps that nobody has taken, in order, as far as the choice's end covers it; of
-        reads, those of the first `tokens` tokens. What later steps saved does not count.
+        """Take the reports of the remaining steps, in order: saves up to the finish record's number of tokens, and
+        reads of the first `tokens` tokens. The saves of later steps are not part of the trace.
         """
         found = []
         covered = self.finish.tokens if self.finish is not None else -1
@@ -110,12 +113,12 @@ class PendingChoice:
             self.ended, self.ended_at, self.reason = ended, index, reason
 
     def drop(self) -> None:
-        """Let go of what was reported of steps."""
+        """Drop the reports of all steps."""
         self.steps.clear()
         self.reads.steps.clear()
 
     def complete(self, reads: bool) -> bool:
-        """Whether nothing more will come: its end may overtake what takes another way."""
+        """Whether every report of the choice has come. A finish record may overtake other reports."""
         finish = self.finish
         if finish is None or self.stepped < finish.steps:
             return False
@@ -125,7 +128,8 @@ class PendingChoice:
 class PendingRecords:
     """The workers' reports on one request, by choice and token index.
 
-    `block` and `reads` say what is reported of every step: what a block saved, what declared interventions read.
+    `block` and `reads` say whether the workers report the saves of a block and the reads of declared interventions in
+    every step.
     """
 
     def __init__(
@@ -150,18 +154,18 @@ class PendingRecords:
         self._reads = reads
         self._nbytes = 0
         self._limit = limit
-        #: Whether what was reported of steps took more than `limit`, and was let go of.
+        #: Whether the reports of steps took more than `limit` bytes and were dropped.
         self.dropped = False
-        #: Since when what should have been reported is waited for, and nothing comes, by `time.monotonic`.
+        #: Since when a task waits for a report that should come by itself, by `time.monotonic`.
         self._due_since: float | None = None
-        #: Whether the request is to end early; and whether something that was to come is not waited for any more.
+        #: Whether the request is to end early; and whether the adapter has given up a report that did not come.
         self.ending = False
         self.given_up = False
         #: For the one task that publishes the request's outputs.
         self._changed = Signal()
 
     def _enforce_limit(self) -> None:
-        """Let go of what was reported of steps, which nobody will take, when it is too much."""
+        """Drop the reports of steps if they exceed the limit. No task takes reports of a limited request."""
         if not self._limit or not (self.dropped or self.nbytes > self._limit):
             return
         self.dropped, self._nbytes = True, 0
@@ -171,7 +175,7 @@ class PendingRecords:
 
     @property
     def nbytes(self) -> int:
-        """How much memory what is not published yet takes, in bytes, about."""
+        """The approximate memory of the unpublished reports, in bytes."""
         return self._nbytes + sum(len(raw) for choice in self.choices for _, raw in choice.reads.blobs)
 
     def step(self, record: StepRecord, ended_at: float) -> None:
@@ -187,7 +191,7 @@ class PendingRecords:
         self._changed.notify()
 
     def read(self, choice_index: int, index: int, items: Sequence[Item], data: memoryview, ended_at: float) -> None:
-        """Take what declared interventions read in the step that sampled token `index`."""
+        """Take the reads of declared interventions in the step that sampled token `index`."""
         choice = self.choices[choice_index]
         choice.time = ended_at
         choice.read += 1
@@ -205,7 +209,7 @@ class PendingRecords:
         self._changed.notify()
 
     def take_new(self) -> list[msgspec.Raw]:
-        """The encoded deltas of the steps of shared values, as far as they have come and were not taken yet."""
+        """Take the encoded deltas of shared values: of the consecutive steps since the last call."""
         choice = self.choices[0]
         found = []
         while choice.taken in choice.steps:
@@ -215,7 +219,7 @@ class PendingRecords:
         return found
 
     def set_stops(self, stops: Sequence[StopWhen]) -> None:
-        """Live parameters have changed: the stop conditions of the steps that follow, if there are any."""
+        """Take the stop conditions of the steps that follow a live change; an empty list changes none."""
         if stops:
             for choice in self.choices:
                 choice.reads.set_stops(stops)
@@ -223,7 +227,7 @@ class PendingRecords:
 
     def _has_reported(self, one: PendingChoice, index: int) -> bool:
         if not self._block and not self._reads:
-            # Nothing is reported of each step: only the next word on a change says where it belongs.
+            # The workers report no steps. Only their report of a live change tells the change's token.
             return self._live is None or not self._live.outstanding
         if one.ended == "error" and one.ended_at == index and index in one.steps:
             return True
@@ -232,23 +236,23 @@ class PendingRecords:
     async def steps(self, choice: int, first: int, count: int) -> list[msgspec.Raw]:
         """The encoded deltas of token indices `first` to `first + count - 1`, when the workers have reported them.
 
-        Indices that a worker will not report any more, because the choice has ended, count as having none, and so do
-        those behind its end.
+        An index that no worker will report, because the choice has ended, has no deltas. Neither has an index behind
+        the choice's end.
 
         Raises:
-            ReportMissing: one of them was lost on its way.
+            ReportMissing: a report was lost on its way.
         """
         one = self.choices[choice]
         one.asked = first
         wanted = range(first, first + count)
         while not one.complete(self._reads) and not all(self._has_reported(one, index) for index in wanted):
             ended_at = one.ended_at if one.ended_at in wanted else None
-            # All of them: records that come by two ways may overtake each other.
+            # Each of them is checked: records that come by two ways may overtake each other.
             if ended_at is not None and all(self._has_reported(one, index) for index in wanted if index <= ended_at):
                 break
             if self.given_up:
                 missing = next(index for index in wanted if not self._has_reported(one, index))
-                raise ReportMissing(f"what the workers reported of token {missing} was lost")
+                raise ReportMissing(f"the workers' report of token {missing} was lost")
             await self._wait_due()
         one.asked = first + count
         if one.ended_at is not None and one.ended_at in wanted:
@@ -272,8 +276,8 @@ class PendingRecords:
         return any(choice.ended == "error" for choice in self.choices)
 
     async def wait_reported(self, tokens: Sequence[int]) -> None:
-        """Wait until what is reported of each step has come, for that many tokens of each choice; or the end has, or it
-        is given up.
+        """Wait for the reports of the first `tokens[choice]` steps of each choice. Returns earlier for a choice that
+        has ended, and when the adapter gives up a report.
         """
         for choice, count in zip(self.choices, tokens, strict=True):
             while choice.ended != "error" and not choice.complete(self._reads) and not self.given_up:
@@ -282,21 +286,25 @@ class PendingRecords:
                 await self._wait_due()
 
     async def wait_failed(self) -> None:
-        """Wait until they have."""
+        """Wait until the workers have ended a choice with an error."""
         while not self.failed:
             await self._wait()
 
     async def wait_finished(self) -> None:
-        """Wait until the workers have reported the end of every choice, or that is given up."""
+        """Wait until the workers have reported the end of every choice, or the adapter gives up a report."""
         while not self.given_up and not all(choice.complete(self._reads) for choice in self.choices):
             await self._wait_due()
 
     def choice_complete(self, choice: int) -> bool:
-        """Whether all that was to be reported of a choice has come."""
+        """Whether every report of a choice has come."""
         return self.choices[choice].complete(self._reads)
 
     def give_up_late(self, now: float, heard: float, patience_s: float) -> None:
-        """Give up what is waited for if it is late. No report could be read before `heard`."""
+        """Give up the report that a task waits for, if it is late.
+
+        `now` and `heard` are times of `time.monotonic`; the adapter could read no report before `heard`. The wait ends
+        after `patience_s` seconds, or earlier where a sign shows that the report is lost.
+        """
         if self._due_since is None:
             return
         if not self.large and any(choice.has_gap(self._reads) for choice in self.choices):
@@ -308,13 +316,13 @@ class PendingRecords:
             self._changed.notify()
 
     def note_chunk(self) -> None:
-        """A part of a large array has come, behind which what is waited for may be."""
+        """Note that a part of a large array has come. The wait starts anew: the report may come behind the array."""
         self.large = True
         if self._due_since is not None:
             self._due_since = time.monotonic()
 
     async def _wait_due(self) -> None:
-        """Wait until something has come for this request, perhaps, that should come by itself."""
+        """Wait for a report that should come by itself: `give_up_late` limits the wait. May return without a report."""
         self._due_since = time.monotonic()
         try:
             await self._wait()
@@ -322,7 +330,7 @@ class PendingRecords:
             self._due_since = None
 
     async def _wait(self) -> None:
-        """Wait until something has come for this request, perhaps."""
+        """Wait for a report of this request. May return without one."""
         if self._reports is None:
             await self._changed.wait()
         elif not self._reports.pull():

@@ -1,8 +1,8 @@
-"""From a step's bytes to each trace's deltas: what declared interventions read, on the adapter's side.
+"""Decodes the reads of declared interventions: from the bytes of a step to the deltas of each trace.
 
-The workers send one buffer a step for all requests, and once a `Layout` that says which bytes are whose. Here the bytes
-become deltas, encoded as they go on the wire: everything but the values themselves is the same from step to step and is
-prepared once. Digests for the final's manifest are taken as the bytes pass, and stop conditions are looked at.
+The workers send one buffer a step for all requests, and once a `Layout` that assigns the bytes to requests. This module
+makes encoded deltas of the bytes. All of a delta but its values is the same from step to step, and is prepared once.
+The module also takes the digests for the final's manifest, and checks stop conditions.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ _number = struct.Struct("<f")
 _wire_number = struct.Struct(">Bf")
 
 
-def _around(delta: Append | Set) -> tuple[bytes, bytes]:
+def _encode_frame(delta: Append | Set) -> tuple[bytes, bytes]:
     """An encoded delta before and after its one item."""
     before, _, after = _encoder.encode(delta).partition(_HOLE)
     return before, after
 
 
 class Item:
-    """How one saved name's item of a step is made of a batch's bytes."""
+    """Makes the item that one saved name gains in a step, of a batch's bytes."""
 
     __slots__ = ("append", "name", "parts", "shell", "slot", "start", "threshold")
 
     def __init__(self, slot: Slot, threshold: int = 0) -> None:
         self.slot = slot
-        #: Arrays of more bytes become blobs; 0: none does.
+        #: Arrays of more bytes become blobs; 0: no array does.
         self.threshold = threshold
         self.name = slot.name
-        self.append = _around(Append(path=(slot.name,), items=[msgspec.Raw(_HOLE)]))
-        self.start = _around(Set(path=(slot.name,), value=[msgspec.Raw(_HOLE)]))
+        self.append = _encode_frame(Append(path=(slot.name,), items=[msgspec.Raw(_HOLE)]))
+        self.start = _encode_frame(Set(path=(slot.name,), value=[msgspec.Raw(_HOLE)]))
         self.parts = [(part, *_heads(part)) for part in slot.parts]
-        #: What stands before each part: nothing, or a dict's header and keys.
+        #: The encoded prefix of each part: empty, or a dict's header and keys.
         keys = [_encoder.encode(part.key) if part.key else b"" for part in slot.parts]
         if slot.parts[0].key:
             keys[0] = bytes([0x80 | len(keys)]) + keys[0]
@@ -61,10 +61,10 @@ class Item:
     def take(
         self, data: memoryview, blobs: list[tuple[str, bytes]], strings: Strings | None = None
     ) -> tuple[bytes, bytes, Sequence[float]]:
-        """The encoded item, its digest, and its number or numbers if they are what a stop condition may look at.
+        """The encoded item, its digest, and its numbers if a stop condition can check them (else empty).
 
-        Large arrays in it are referred to, and added to `blobs`. `strings` finds those of token ids, which a logit
-        lens's item then has, too.
+        Adds large arrays to `blobs`, and refers to them in the item. `strings` finds the strings of token ids, which
+        the item of a logit lens then has too.
         """
         pieces: list[bytes | memoryview] = []
         digests: list[bytes] = []
@@ -75,7 +75,7 @@ class Item:
             if before:
                 pieces.append(before)
             if strings is not None and part.key == "token_ids":
-                texts = _nested(strings(list(memoryview(raw).cast("i"))), part.shape)
+                texts = _reshape(strings(list(memoryview(raw).cast("i"))), part.shape)
             if not head:
                 (value,) = _number.unpack(raw)
                 pieces.append(_wire_number.pack(0xCA, value))
@@ -94,7 +94,7 @@ class Item:
         if self.slot.parts[0].key:
             items = [(part.key, own) for part, own in zip(self.slot.parts, digests, strict=True)]
             if texts is not None:
-                # One key more than its header says.
+                # The strings are one key more than the header counts.
                 pieces[0] = bytes([pieces[0][0] + 1, *pieces[0][1:]])
                 pieces += (_STRINGS, _encoder.encode(texts))
                 items.append(("token_strings", digest(texts)))
@@ -104,8 +104,8 @@ class Item:
         return b"".join(pieces), found, numbers
 
 
-def _nested(flat: list[str], shape: tuple[int, ...]) -> Any:
-    """Nested lists of this shape."""
+def _reshape(flat: list[str], shape: tuple[int, ...]) -> Any:
+    """Nested lists of the items of `flat`, of this shape."""
     for size in shape[:0:-1]:
         flat = [flat[start : start + size] for start in range(0, len(flat), size)]  # type: ignore[misc]
     return flat
@@ -122,21 +122,21 @@ class ChoiceReads:
     """The reads of declared interventions for one choice, by the index of the step's token."""
 
     def __init__(self, stops: Sequence[StopWhen] = ()) -> None:
-        #: Finds the strings of token ids, which logit lenses then have, too.
+        #: Finds the strings of token ids, which the items of logit lenses then have too.
         self.strings: Strings | None = None
         self.steps: dict[int, list[bytes]] = {}
-        #: Large arrays, by the name of their blob, that must be on the bus before what refers to them.
+        #: Large arrays, by the name of their blob. The bus must have them before the deltas that refer to them.
         self.blobs: list[tuple[str, bytes]] = []
         self._started: set[str] = set()
         self._digests: dict[int, list[tuple[str, bytes]]] = {}
         self._stops = list(stops)
         self._streaks = [0] * len(self._stops)
-        #: The stop condition that has come true, and at which token.
+        #: The first stop condition that was met, and the token index at which it was met.
         self.stopped: StopWhen | None = None
         self.stopped_at: int | None = None
 
     def take(self, index: int, items: Sequence[Item], data: memoryview) -> None:
-        """Take what the step that sampled token `index` read."""
+        """Take the reads of the step that sampled token `index`; none behind a stop."""
         if self.stopped_at is not None and index > self.stopped_at:
             return
         deltas: list[bytes] = []
@@ -156,13 +156,13 @@ class ChoiceReads:
         if digests:
             self._digests[index] = digests
         if self._stops:
-            self._look(index, numbers)
+            self._check_stops(index, numbers)
 
     def set_stops(self, stops: Sequence[StopWhen]) -> None:
-        """Take the same stop conditions with other thresholds, for what is read from now on."""
+        """Take the same stop conditions with other thresholds, for later reads."""
         self._stops = list(stops)
 
-    def _look(self, index: int, numbers: Mapping[str, Sequence[float]]) -> None:
+    def _check_stops(self, index: int, numbers: Mapping[str, Sequence[float]]) -> None:
         for place, stop in enumerate(self._stops):
             values = numbers.get(stop.probe, ())
             if stop.output >= len(values):
@@ -175,7 +175,7 @@ class ChoiceReads:
                 self.stopped, self.stopped_at = stop, index
 
     async def upload(self, blobs: Blobs, owner: str) -> bool:
-        """Bring large arrays to the bus, as those of `owner`, a trace. Returns whether there were any."""
+        """Upload large arrays to the bus, as blobs of the trace `owner`. Returns whether there were any."""
         taken, self.blobs = self.blobs, []
         for blob, raw in taken:
             for number, start in enumerate(range(0, len(raw), CHUNK_BYTES)):
@@ -196,7 +196,7 @@ class ChoiceReads:
 
 
 class ReadDecoder:
-    """Knows what each batch's bytes are, by the layout that came last."""
+    """Assigns the bytes of each batch to requests, by the last layout."""
 
     def __init__(self, threshold: int = 0) -> None:
         self._threshold = threshold
@@ -211,14 +211,17 @@ class ReadDecoder:
         ]
 
     def batch(self, batch: Batch) -> list[tuple[LayoutEntry, int, list[Item]]]:
-        """Each choice of the batch's layout, with the index of the token of this step and the items that it gains."""
+        """Each choice of the batch's layout, with its token index in this step and the items that it gains.
+
+        Empty for a batch of another layout.
+        """
         if batch.layout != self._layout:
             return []
         return [(entry, entry.index + batch.step, items) for entry, items in self._entries]
 
 
 def extend_encoded_list(raw: bytes | memoryview, more: Sequence[bytes]) -> msgspec.Raw:
-    """An encoded list with further, encoded items at its end."""
+    """An encoded list with more encoded items at its end."""
     first = raw[0]
     if first & 0xF0 == 0x90:
         count, start = first & 0x0F, 1

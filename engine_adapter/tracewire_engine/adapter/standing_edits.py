@@ -29,7 +29,7 @@ from tracewire_bus.wire.codec import encode
 from tracewire_bus.wire.messages import Block, Declared, Edit, EditRecord, EngineInfo, LogitLens, Probe, StopWhen
 from tracewire_engine.protocol.messages import EditBlock, FinishRecord, Placed
 
-from .digests import parted_by_edit
+from .digests import split_by_edit
 from .engine_api import Rejection
 from .pending import PendingRecords
 
@@ -289,7 +289,7 @@ class StandingEdits:
             left = choice.take_rest(tokens[index])
             choice.digests.complete(record.deltas, record.manifest)
             manifest = [*record.manifest, *choice.reads.manifest(index, tokens[index])]
-            deltas = parted_by_edit([*left, record.deltas])
+            deltas = split_by_edit([*left, record.deltas])
             for edit in chosen.edits:
                 before = f"{edit.name}/"
                 entry = EditRecord(

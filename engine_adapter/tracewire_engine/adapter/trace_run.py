@@ -1,10 +1,10 @@
 """One attempt of one trace: from its validated invokes to its final event.
 
-An output is published when vLLM has put out its tokens and the workers have reported what was saved in the steps that
-sampled them (`pending.py`).
+The adapter publishes an output when vLLM has put out its tokens and the workers have reported the saves of the steps
+that sampled them (`pending.py`).
 
-Appending waits for Redis. While it does, vLLM merges further outputs of the same request, so that a bus that lags makes
-fewer, larger entries, and one that does not gets each output at once.
+Appending waits for Redis. Meanwhile vLLM merges further outputs of the same request. A slow bus therefore gets fewer
+and larger entries, and a fast one gets each output at once.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ __all__ = ["Attempt", "RunServices", "TraceRun", "first"]
 
 logger = logging.getLogger("tracewire")
 
-#: How long the workers may take to be told something at a trace's end, in seconds.
-_TELL_S = 10.0
+#: How long the adapter tries to send a request's result to the workers, in seconds.
+_GIVE_RESULT_S = 10.0
 _NO_DELTAS = msgspec.Raw(msgspec.msgpack.encode([]))
 _NO_VALUES = msgspec.msgpack.encode({})
 
@@ -85,7 +85,7 @@ class RunServices:
 
 @dataclass(frozen=True)
 class Attempt:
-    """One attempt of a trace that is to run: its validated submission, and what its record says."""
+    """One attempt of a trace that is to run: its validated submission, and the fields of its record."""
 
     submission: Submission
     #: The encoded block of each invoke, and the encoded declared interventions, if there are any.
@@ -95,10 +95,10 @@ class Attempt:
     edits: Sequence[RequestEdits]
     number: int
     queued_at: float
-    #: Why the attempt before was given up.
+    #: Why the attempt before ended; empty for a first attempt.
     why: str
     live: LiveTrace | None
-    #: Has the record take no more changes of live parameters; returns all that it has taken.
+    #: Closes the record to changes of live parameters, and returns all changes that the record has accepted.
     close: Callable[[], Awaitable[list[bytes]]]
 
 
@@ -127,23 +127,23 @@ class TraceRun:
         self.live = attempt.live
         if self.live is not None:
             self.live.on_applied = self._applied
-        #: The lease that it hangs on, if any.
+        #: The lease on which the trace depends; empty if it depends on none.
         self.lease = "" if submission.detach else submission.lease
         self.attempt = attempt.number
         self.requests: list[RunningRequest] = []
         #: Whether the stream refused this attempt.
         self.fenced = False
-        #: Whether its record takes no more changes.
+        #: Whether the trace's record is closed to changes.
         self.closed = False
-        #: What vLLM itself ended a request with, where it was neither done nor asked to.
+        #: The failure with which vLLM ended a request that was neither done nor aborted by the adapter.
         self._broken: Failure | None = None
-        #: How it is to end, when it was told to before its own end; and whether `Accepted` is out.
+        #: How the trace is to end, if `end` was called before its own end; and whether `Accepted` was published.
         self._ending: tuple[Status, Failure] | None = None
         self._accepted = False
         self.pause = PauseState()
 
     def _append(self, event: Event, *, final: bool = False) -> Coroutine[Any, Any, None]:
-        """Publish an event, behind what is to be told before it of live parameters and shared values."""
+        """Publish an event, and before it the changes of live parameters and shared values that are due."""
         if not self._accepted or (self.live is None and self._shared is None):
             return self._stream.append(event, final=final)
         shared = self._shared.events() if self._shared is not None else ()
@@ -154,11 +154,13 @@ class TraceRun:
         live = self.live
         if live is None:
             return []
-        told = live.take_events(self._places)
+        told = live.take_events(self._first_tokens)
         return [*told, *live.last_events()] if final else told
 
-    def _places(self, first: list[tuple[str, int, int]]) -> list[FirstToken]:
-        """From which token of each choice on a change holds: where a request has not begun, from its first."""
+    def _first_tokens(self, first: list[tuple[str, int, int]]) -> list[FirstToken]:
+        """The first token of each choice under a change. `first` has (request, choice, index) of those that have begun;
+        a choice that has not begun counts from token 0.
+        """
         known = {(request, choice): index for request, choice, index in first}
         places = []
         for request in self.requests:
@@ -171,7 +173,7 @@ class TraceRun:
         return places
 
     def _applied(self, applied: Applied) -> None:
-        """The workers have begun a step with other live parameters."""
+        """Take a report that the workers have begun a step with other live parameters."""
         assert self.live is not None
         stops = self.live.stops_at(applied.version)
         for request in self.requests:
@@ -185,16 +187,19 @@ class TraceRun:
 
     @property
     def seq(self) -> int:
-        """The number of its last event, -1 before the first."""
+        """The number of the attempt's last event, -1 before the first."""
         return self._stream.seq
 
     @property
     def nbytes(self) -> int:
-        """How much memory the outputs that nobody has taken yet take, in bytes, about."""
+        """The approximate memory of the outputs of vLLM that are not published yet, in bytes."""
         return sum(request.outputs.size() for request in self.requests)
 
     def end(self, status: Status, failure: Failure) -> bool:
-        """Have it end as `status`, as soon as it can: `abort_all` is the caller's. Returns whether that is news."""
+        """Have the trace end as `status`. The caller then calls `abort_all`.
+
+        Returns `False`, and changes nothing, if the trace has ended or another call has set its end.
+        """
         if self._ending is not None or self.ended:
             return False
         self._ending = status, failure
@@ -205,9 +210,9 @@ class TraceRun:
         return True
 
     async def apply_pause(self) -> None:
-        """Pause its requests in the engine, or let them go on, as was asked for last, and publish that."""
+        """Pause or resume the trace's requests in the engine, by the last order of a client, and publish the change."""
         with self.pause.applying() as mine:
-            # Whichever task applies it already goes on until it is as was asked for last: events are told in order.
+            # One task at a time applies orders, until the last one is applied, so that events are published in order.
             while mine and self._accepted and not self.ended and not self.fenced and self.pause.outstanding:
                 self.pause.begin()
                 for request in self.requests:
@@ -219,11 +224,11 @@ class TraceRun:
         try:
             await self._append(self.pause.event())
         except BusFull as error:
-            logger.warning("trace %s does not tell that it was paused or resumed: %s", self.trace, error)
+            logger.warning("could not publish that trace %s was paused or resumed: %s", self.trace, error)
             self._stream.rewind()
 
     async def _close_record(self) -> None:
-        """Have the trace's record take no more changes, and take those that it has taken: the stream tells of each."""
+        """Close the trace's record to changes, and take the changes that it has accepted: the stream reports each."""
         if self.live is not None:
             self.closed = True
             await take_last_changes(self.live, self.trace, self._attempt.close)
@@ -234,7 +239,7 @@ class TraceRun:
         A later attempt begins with a `Restarted`.
 
         Raises:
-            EngineLost: the engine died; nothing is published of that.
+            EngineLost: the engine died. The run publishes no event for that.
         """
         lost: EngineLost | None = None
         full: BusFull | None = None
@@ -255,7 +260,7 @@ class TraceRun:
                     await self.fail(failure, status=status)
                     return
             if len(self.requests) == 1:
-                # As most traces are.
+                # Most traces have one request, which needs no task group.
                 await self._pump(self.requests[0])
             else:
                 async with anyio.create_task_group() as group:
@@ -263,7 +268,7 @@ class TraceRun:
                         group.start_soon(self._pump, request)
             await self._conclude()
         except* Fenced:
-            # Another attempt, or somebody else's final, is on the stream: this one has nothing to say any more.
+            # Another attempt's event, or a final from another process, is on the stream, so this attempt ends silently.
             self.fenced = True
             await self.abort_all()
         except* EngineLost as errors:
@@ -284,7 +289,7 @@ class TraceRun:
             await self._end_without_memory(full)
 
     async def _end_without_memory(self, error: BusFull) -> None:
-        """End it after its last event that Redis has. An end always fits."""
+        """End the trace after the last event that Redis has. Redis always has room for a final."""
         await self.abort_all()
         self._stream.rewind()
         self._stream.ended = False
@@ -331,7 +336,7 @@ class TraceRun:
             self.requests.append(RunningRequest(name, invoke, ready, outputs, pending))
         await self._append(_accepted(self._info, self._submission, self._attempt, self.live, self.requests))
         self._accepted = True
-        for steered in self.live.first_events(self._places([])) if self.live is not None else ():
+        for steered in self.live.first_events(self._first_tokens([])) if self.live is not None else ():
             await self._stream.append(steered)
         await self.apply_pause()
 
@@ -348,7 +353,7 @@ class TraceRun:
         return self._shared.sent(members, self._submission.shared)
 
     async def _pump(self, request: RunningRequest) -> None:
-        """Publish one request's outputs as they come, until it or all its blocks have ended."""
+        """Publish one request's outputs as they come, until the request or all its choices have ended."""
         try:
             finished = False
             while not finished:
@@ -371,13 +376,13 @@ class TraceRun:
             await self._give_result(request)
 
     async def _give_result(self, request: RunningRequest) -> None:
-        """Tell the workers what a request has put out, if they wait for that, whatever has become of the trace."""
+        """Send the workers a request's output, if they wait for the output, however the trace has ended."""
         asks = request.prepared.asks_result
         if not (asks or request.prepared.tells_end) or request.given:
             return
         request.given = True
         result = request.result(self._submission.invokes[request.invoke].prompt)
-        with anyio.move_on_after(_TELL_S, shield=True):
+        with anyio.move_on_after(_GIVE_RESULT_S, shield=True):
             try:
                 await self._engine.give_result(msgspec.msgpack.encode(result))
             except EngineLost as error:
@@ -385,10 +390,10 @@ class TraceRun:
 
     async def _publish(self, request: RunningRequest, choice: Choice) -> None:
         if choice.logprobs is not None:
-            # vLLM 0.25 repeats all of them behind an abort.
+            # vLLM 0.25 repeats all log probabilities behind an abort.
             choice.logprobs = choice.logprobs[: len(choice.token_ids)]
         if request.pending is None and self.live is not None:
-            # Nobody waits for what is reported of it: where a change holds from was sent before its step began.
+            # No task waits for reports of this request. The workers sent a change's first token before its step began.
             self._reports.pull()
         first = len(request.token_ids[choice.index])
         steps = [_NO_DELTAS] * len(choice.token_ids)
@@ -399,7 +404,7 @@ class TraceRun:
             choice, steps = request.publishable(choice, steps, self._engine.decode)
         token_ids, finish_reason = choice.token_ids, choice.finish_reason
         if finish_reason in ("abort", "error") and not request.done[choice.index] and self._ending is None:
-            # Not by us. vLLM gave it up: for what is wrong with it, or because its processes were told to stop.
+            # vLLM aborted the request, not the adapter: it failed, or vLLM's processes were told to stop.
             if finish_reason == "abort" and not await self._engine.takes_requests():
                 raise EngineLost("vLLM takes no requests any more: its engine was told to stop")
             reason = f"vLLM ended the request with {finish_reason!r} after {first + len(token_ids)} tokens"
@@ -407,7 +412,7 @@ class TraceRun:
         if finish_reason is not None:
             request.done[choice.index] = True
         if request.pending is not None and request.pending.choices[choice.index].reads.blobs:
-            # Large arrays come to the bus before what refers to them.
+            # The bus must have large arrays before the deltas that refer to them.
             await request.pending.choices[choice.index].reads.upload(self._blobs, self.trace)
         request.take(choice)
         if not token_ids and not choice.text and finish_reason is None:
@@ -447,7 +452,7 @@ class TraceRun:
             end.add_shared(await self._shared.end(self.requests))
         await self._close_record()
         if self._ending is not None:
-            # Also since the last of it was asked: whoever did was told that it ends so.
+            # A client may have ended the trace during the waits above, and was told that the trace ends so.
             end.status, end.error = self._ending
         prompt_logprobs = [request.outputs.prompt_logprobs for request in self.requests]
         await self._append(
@@ -474,13 +479,13 @@ class TraceRun:
         )
 
     async def fail(self, failure: Failure, *, status: Status = "failed") -> None:
-        """End the trace with an error instead. What was published so far stands."""
+        """End the trace with an error. Events that are already published stay."""
         await self._close_record()
         final = Final(**UNNUMBERED, status=status, error=failure, usage=self._usage(), time=time.time())
         try:
             await self._append(final, final=True)
         except Fenced:
-            # Others have ended it, or run it by now.
+            # Another process has ended the trace, or runs it now.
             self.fenced = True
 
     async def abort_all(self) -> None:

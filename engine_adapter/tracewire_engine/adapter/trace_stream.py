@@ -1,4 +1,4 @@
-"""The stream of one attempt of a trace: its events are numbered, encoded and queued for Redis here, in order."""
+"""The stream of one attempt of a trace: numbers events, encodes them, and queues them for Redis in order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .retention import Tally
 
 __all__ = ["UNNUMBERED", "RawAccepted", "RawFinal", "TraceStream"]
 
-#: What an event is made with: it is numbered as it is queued.
+#: The fields of an event that is not numbered yet. `TraceStream` numbers each event as it queues the event.
 UNNUMBERED: dict[str, Any] = {"attempt": 0, "seq": 0}
 
 
@@ -36,7 +36,7 @@ class RawAccepted(Accepted, tag="accepted"):
     prompt_token_strings: list[list[str]] = []  # noqa: RUF012
 
 
-#: The events that lifecycle watchers are told of, and what these call them.
+#: The events that lifecycle watchers get, and their names there.
 _LIFECYCLE: dict[type[Event], str] = {
     RawAccepted: "accepted",
     Restarted: "restarted",
@@ -65,8 +65,8 @@ class TraceStream:
         """Publish events, the last of them the final one if `final`. Returns when Redis has them.
 
         Raises:
-            Fenced: another attempt, or a final of somebody else's, is on the stream.
-            BusFull: Redis has no memory for one of them.
+            Fenced: another attempt's event, or a final from another process, is on the stream.
+            BusFull: Redis has no memory for one of the events.
         """
         # No await between numbering events and queueing them: ids must go up in the stream.
         waiting = [self._queue(event) for event in events[:-1]]
@@ -80,11 +80,11 @@ class TraceStream:
                 raise outcome
 
     def rewind(self) -> None:
-        """Go on behind the last event that Redis has: it had no memory for those after it."""
+        """Number the next event after the last one that Redis has. Redis had no memory for later ones."""
         self.seq = self._writer.resume(self._trace, self._attempt)
 
     def hurry(self) -> None:
-        """Have the events that wait for memory wait no longer."""
+        """Stop waiting for Redis' memory: the events that wait for it fail with `BusFull`."""
         self._writer.hurry(self._trace)
 
     def _queue(self, event: Event, *, final: bool = False) -> Coroutine[Any, Any, str]:
@@ -96,14 +96,14 @@ class TraceStream:
             event.seq,
             data,
             final=final,
-            # With its final a trace leaves the queue, in one go.
+            # One transaction publishes the final and takes the trace off the queue.
             settles=(self._info.model, self._trace, self._info.engine, self._attempt) if final else None,
             live_version=event.version if isinstance(event, RawSteered) else None,
             lifecycle=self._lifecycle(event) if type(event) in _LIFECYCLE else None,
         )
         self.seq += 1
         if self._tally is not None:
-            # There is nothing to gain behind its end, where it expires.
+            # The stream expires after its end, so retention would gain nothing from it.
             self._tally.over = self._tally.over or final
             self._tally.add(len(data))
         return queued

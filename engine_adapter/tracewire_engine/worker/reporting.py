@@ -42,7 +42,7 @@ NO_DELTAS = msgspec.Raw(encode([]))
 #: How many steps may wait for their bytes before the model waits for them.
 MAX_WAITING = 2
 
-#: Steps that follow one another faster than this, in seconds, are reported two at a time where they come late anyhow.
+#: If steps follow one another faster than this, in seconds, reports that wait for a copy are sent two at a time.
 PACE_S = 0.0025
 
 
@@ -164,7 +164,7 @@ class StepReporter:
                 progress.failure = progress.failure or failure_of(exception, None, hint=" (while its saves were read)")
             progress.take_failure()
             if progress.ended_at is not None:
-                # Looked at to be undone in the end: other blocks of the request go on until it is aborted.
+                # The tracker took these saves to undo them at the end: other blocks run until the request is aborted.
                 continue
             ended = _early_end(request, progress)
             if ended:
@@ -199,11 +199,11 @@ class StepReporter:
             _encode(record, deltas, progress)
 
     def _report_shared(self, run: SharedRun, host: HostCopy) -> None:
-        """Add what a trace's shared values gained in this step, if anything, to the report."""
+        """Add the new values of a trace's shared values in this step, if there are any, to the report."""
         tracker = run.tracker
         try:
             deltas = tracker.step(run.values, host)
-        except Exception:  # values of a hostile type: they end as they were
+        except Exception:  # values of a hostile type: they stay as last sent
             logger.exception("could not read the shared values of %s", run.name)
             return
         if not deltas:
@@ -213,7 +213,7 @@ class StepReporter:
         self._route(record, deltas, tracker, None, late=host.under_way is not None)
 
     def report_declared(self) -> None:
-        """Add what declared interventions read to the report."""
+        """Add the reads of declared interventions to the report."""
         declared = self._declared
         plan = declared.plan
         if plan is None or not (plan.reads or declared.stale or not plan.steps):
@@ -261,7 +261,7 @@ class StepReporter:
 
 
 def _blocks_are_over(request: Request) -> bool:
-    """Whether this request's blocks have run to their ends, whatever those were."""
+    """Whether all blocks of this request have ended, in any way."""
     return all(mediator.worker is None or mediator.worker.dead for mediator in request.workers())
 
 
@@ -281,13 +281,13 @@ def _encoded(deltas: list[Any]) -> bytes:
     if len(deltas) == 1 and type(delta) is Append and len(delta.items) == 1 and len(delta.path) == 1:
         item = delta.items[0]
         if type(item) is HostArray:
-            # As the encoder would have it.
+            # The same bytes as the encoder's, made faster.
             return item.appended(delta.path[0])
     return encode(deltas)
 
 
 def _encode(record: StepRecord, deltas: list[Any], progress: RequestProgress | None) -> None:
-    """Put a step's deltas into its record. What cannot be encoded ends its request, and nothing else."""
+    """Put a step's deltas into its record. A value that cannot be encoded ends its own request only."""
     try:
         record.deltas = msgspec.Raw(_encoded(deltas))
     except Exception as exception:

@@ -41,7 +41,7 @@ async def test_a_trace_whose_report_was_lost_ends_with_an_error_and_the_others_g
             elif what == "the end":
                 engine.steps = 2
                 engine.finish(request, count=0)
-            with pytest.raises(tracewire.TraceFailed, match="what the workers reported of token 1 was lost") as caught:
+            with pytest.raises(tracewire.TraceFailed, match="the workers' report of token 1 was lost") as caught:
                 await trace.result()
             assert caught.value.status == "failed"
             assert ("abort", request) in engine.asked
