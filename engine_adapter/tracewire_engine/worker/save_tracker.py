@@ -1,7 +1,7 @@
-"""What a block newly saved in a step, found without sending what did not change.
+"""Finds the new saves of a block in each step, so that the worker sends no unchanged value again.
 
-A `SaveTracker` keeps a shadow of what a consumer's fold holds by now: the very
-objects last sent, a digest of each as it was when sent, and the bytes of the smaller arrays. Two passes use it.
+A `SaveTracker` keeps a shadow of the current contents of a consumer's fold: the very objects last sent, a digest of
+each as it was when sent, and the bytes of the smaller arrays. Two passes use the shadow.
 `step` finds changes by length and identity, which costs little and sees new items, new keys, rebound names and
 replaced items. `ending` compares contents, which sees values changed in place as well, and brings the fold to exactly
 the values that the block holds in the end.
@@ -9,9 +9,9 @@ the values that the block holds in the end.
 Identity is only meaningful while the object lives, so the shadow holds what it has sent.
 
 A request can end at an earlier token than the last that its block was in a step for: a stop string is found when the
-next step runs, and with async scheduling an end of sequence too. A tracker therefore keeps what undoes each step, and
+next step runs, and with async scheduling an end of sequence too. A tracker therefore logs how to undo each step, and
 `rewind` brings the block's own lists and dicts back to a token. Undoing an append takes a number. Undoing a
-replacement takes the old value, so that is kept for the last `REPLACED` steps only.
+replacement takes the old value, which is kept for the last `REPLACED` steps only.
 
 Arrays above a threshold are frozen instead of encoded (`large_arrays.py`). A tracker that has any is `large`: its
 deltas are for the thread that sends blobs to encode, and its end is in two parts, of which that thread does the
@@ -47,16 +47,16 @@ WINDOW = 256
 
 
 #: How many items one list or dict may gain in one step. A block's loop that asks the model for nothing makes millions
-#: until it is interrupted, and everybody would wait for them.
+#: before the time limit ends it, and all other requests would wait for them.
 MOST_ITEMS = 2**18
 
-#: How many bytes the texts and bytes may take that one choice saves in one step: they stand in its output's event.
+#: The limit for all texts and bytes that one choice saves in one step, in bytes: they are part of its output's event.
 MOST_TEXT = 64 * 1024 * 1024
 
-#: How deep a glance for new tensors goes into what is new.
+#: How many levels of new containers `collect_new` searches for tensors.
 _GLANCE = 4
 
-#: For how many steps values are kept that a later step has replaced or deleted.
+#: For how many steps the tracker keeps values that a later step has replaced or deleted.
 REPLACED = 16
 
 _Path = tuple[Any, ...]
@@ -71,12 +71,12 @@ class _Leaf:
 
     def __init__(self, value: Any, digest: bytes | Frozen | HostArray) -> None:
         self.value = value
-        #: Of what was sent; or that itself, if its digest may not be known yet: large, or still on its way to the host.
+        #: The digest of the sent value; or the sent value, if it is large or on its way to the host.
         self.digest = digest
 
 
 class _SetLeaf(_Leaf):
-    """A set, with how many items the consumer has of it, and a copy of it after the last step, unless it is large."""
+    """A set, the number of items that the consumer has, and a copy after the last step of a set that is not large."""
 
     __slots__ = ("held", "size")
 
@@ -115,7 +115,7 @@ class _Box:
         self.boxes.pop(key, None)
 
     def cut(self, length: int) -> None:
-        """Bring a list, the block's own too, back to a length that it had."""
+        """Cut a list back to an earlier length: the shadow and the block's own list."""
         for key in range(length, len(self.items)):
             self.boxes.pop(key, None)
         del self.items[length:], self.shadows[length:], self.value[length:]
@@ -127,7 +127,7 @@ class _Box:
             self.boxes.pop(key, None)
 
     def window(self) -> tuple[int, int]:
-        """Which of a list's known items to look at again in this step: all of a short list, a long one in turns."""
+        """The known items of a list to check in this step (start, stop): all of a short list, a long one in turns."""
         known = len(self.items)
         if known <= WINDOW:
             return 0, known
@@ -140,38 +140,39 @@ _Shadow = _Leaf | _Box
 
 
 class _Undo:
-    """What undoes the steps since the first, by the index of the token that each sampled.
+    """The undo log of a tracker's steps, by the index of the token that each step sampled.
 
-    It refers to nothing that refers to it: what was saved goes with its request.
+    The log has no reference cycle, so that the saves are freed together with their request.
     """
 
     def __init__(self) -> None:
         self.index = -1
         #: Lists that were appended to, with their lengths before.
         self._appended: list[tuple[int, _Box, int]] = []
-        #: What undoes anything else, of the last steps: with how many appends were before it.
+        #: Undo functions of all other changes in the last steps, with the number of appends before each.
         self._replaced: deque[tuple[int, int, Callable[[], object]]] = deque()
-        #: The last step of which something cannot be undone any more.
+        #: The last step that cannot be undone completely any more.
         self._gone = -1
 
     def begin(self, index: int) -> None:
-        """A step begins."""
+        """Begin the step that samples token `index`."""
         self.index = index
 
     def appended(self, box: _Box, length: int) -> None:
-        """A list had `length` items."""
+        """Note that the step appends to a list that had `length` items."""
         self._appended.append((self.index, box, length))
 
     def replaced(self, undo: Callable[[], object]) -> None:
-        """Something was put, replaced or deleted, which `undo` undoes."""
+        """Note a change other than an append, and the function that undoes the change."""
         replaced = self._replaced
         while replaced and replaced[0][0] < self.index - REPLACED:
             self._gone = replaced.popleft()[0]
         replaced.append((self.index, len(self._appended), undo))
 
     def back_to(self, tokens: int) -> bool:
-        """Undo the steps that sampled tokens of index `tokens` and later, the last thing first. Returns whether all of
-        them could be.
+        """Undo the steps that sampled tokens of index `tokens` and later, the last change first.
+
+        Returns whether the log had all changes of these steps.
         """
         appended, replaced = self._appended, self._replaced
         while True:
@@ -189,9 +190,9 @@ class SaveTracker:
 
     def __init__(self, budget: LargeArrayBudget | None = None) -> None:
         self._budget = budget or LargeArrayBudget(0)
-        #: Large arrays that the last `step` froze: they are to be sent before its deltas.
+        #: Large arrays that the last `step` froze. The worker sends them before the step's deltas.
         self.taken: list[LargeArray] = []
-        #: Whether there have been any so far.
+        #: Whether any step has frozen a large array.
         self.large = False
         #: Whether arrays were sent before they were on the host: their digests are not taken yet.
         self.late = False
@@ -200,18 +201,18 @@ class SaveTracker:
         self.errors: dict[str, str] = {}
         #: Names under which a declared intervention of the same request saves.
         self.reserved: frozenset[str] = frozenset()
-        #: What is bound to something that is no name, and that is said already.
+        #: Saves bound to something that is no name, and reported in `errors`.
         self._nameless: set[str] = set()
-        #: The save that could not be read at all, with what it raised: its block fails.
+        #: The first save that could not be read, with the exception. The block fails with it.
         self.broken: tuple[str, Exception] | None = None
         self._undo = _Undo()
-        #: What is read of values that may be of a block's own making, is read within its time.
+        #: A context for reading values whose classes the block may have defined: the read counts in the block's time.
         self.guard: Callable[[], AbstractContextManager[None]] = partial(turn, Budget(), building=True)
 
     # --- one step ---------------------------------------------------------------------------------------------------
 
     def collect_new(self, saves: Mapping[str, Any], found: list[Any]) -> None:
-        """Add the tensors that the next `step` will send, as far as a glance tells: for one host copy of them all."""
+        """Add tensors that the next `step` will send to `found`, for one host copy of all. The search is shallow."""
         for name, value in saves.items():
             if name in self.errors:
                 continue
@@ -243,8 +244,8 @@ class SaveTracker:
     ) -> list[Delta]:
         """The deltas from the last call to now. A save that cannot travel goes to `errors` and leaves the fold.
 
-        With `whole`, every item of a long list is looked at, and not a window of it. With `still`, the block that saved
-        them has ended. `index` is that of the token which the step sampled.
+        `host` has the host copies of the step's tensors, if there are any. With `whole`, the tracker checks every item
+        of a long list, and not a window. `still` says that the block has ended. `index` is that of the step's token.
         """
         self._undo.begin(index)
         if host is not None and not whole:
@@ -262,7 +263,7 @@ class SaveTracker:
         return deltas
 
     def _changes(self, saves: Mapping[str, Any], copies: SaveSnapshot, whole: bool) -> list[Delta]:
-        """The deltas of any step."""
+        """The deltas of any step, found by a walk through all saves."""
         deltas: list[Delta] = []
         if self._names.keys() - saves.keys():
             for name in [name for name in self._names if name not in saves]:
@@ -289,17 +290,17 @@ class SaveTracker:
                     _walk(shadow, (name,), copies, deltas, whole, self._undo)
             except Unsavable as error:
                 self._refuse(name, error, deltas, mark)
-            except Exception as error:  # of a type of the block's own, say
+            except Exception as error:  # such as from a class that the block defines
                 self._break(name, error, deltas, mark)
                 if isinstance(error, BlockTimeout):
-                    # It has used up its time. What is not looked at is as it was sent.
+                    # The block has used up its time. Saves that were not checked stay as last sent.
                     break
         return deltas
 
     def _appended(self, saves: Mapping[str, Any], host: HostCopy) -> list[Delta] | None:
-        """The deltas of a step as most are: known lists have got more items, small tensors, and nothing else is new.
+        """The deltas of a common step, in which known lists gain small tensors and nothing else changes.
 
-        `None` if there is anything else to it.
+        Returns `None` for any other step.
         """
         names = self._names
         if self.errors or names.keys() != saves.keys():
@@ -345,16 +346,17 @@ class SaveTracker:
     # --- back to a token --------------------------------------------------------------------------------------------
 
     def rewind(self, saves: Mapping[str, Any], tokens: int) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
-        """Bring what was saved back to what it was after the step that sampled the last of the first `tokens` tokens.
+        """Bring the saves back to their state after the first `tokens` tokens.
 
-        The block's own lists and dicts are changed. `saves` is what it has saved by now. Returns what makes of all that
-        it has saved in the end what counts: names that steps since have bound are as they were, others as they are.
+        Changes the block's own lists and dicts. `saves` are the block's current saves, by name. Returns a function from
+        the block's saves at its end to those that count: names that a later step has bound get their value of then,
+        other names keep theirs.
         """
         later = {name: value for name, value in saves.items() if name in self._names}
         whole = self._undo.back_to(tokens)
         known = {name: shadow.value for name, shadow in self._names.items()}
         if not whole:
-            # It is not what the consumer has: all of it is sent anew.
+            # The saves may differ from the consumer's fold, so the worker sends all of them anew.
             self._names = {name: _Leaf(_MISSING, b"") for name in self._names}
 
         def counted(saves: Mapping[str, Any]) -> dict[str, Any]:
@@ -373,13 +375,13 @@ class SaveTracker:
     # --- the end ----------------------------------------------------------------------------------------------------
 
     def ending(self, saves: Mapping[str, Any], invoke: int, choice: int, host: HostCopy | None = None) -> Ending:
-        """The end of the saves, once the block that saved them has ended: contents are taken as they are now.
+        """The end of the saves of a block that has ended, with the contents that they have now.
 
         `Ending.compare`, which may run later and on another thread, gives the deltas that bring the fold to exactly
         `saves`, and a manifest of them.
         """
         deltas = self.step(saves, host, whole=True, still=True)
-        # Contents of now: what was copied for a step is of then.
+        # A new copy: the one for a step has the contents of that step.
         local = HostCopy(self._budget.threshold)
         local.prime([value for shadow in self._names.values() for value in _values(shadow)])
         now = SaveSnapshot(local, self._budget, still=True)
@@ -394,7 +396,7 @@ class SaveTracker:
 
 
 class Ending:
-    """The end of one choice's saves: what is left to send, and to compare with what was sent."""
+    """The end of one choice's saves: the last deltas, and the comparison with the values that were sent."""
 
     def __init__(
         self,
@@ -411,17 +413,17 @@ class Ending:
         self._choice = choice
         self._deltas = deltas
         self._now = now
-        #: Large arrays that are new, to be sent; and those known, as they are now, to be digested.
+        #: New large arrays, which the worker sends; and known ones with their contents of now, whose digests it takes.
         self.taken = tracker.taken
         self.again = now.taken
-        #: Whether the adapter takes the digests of what it was sent. They are left out where that is what there is.
+        #: Whether the adapter takes the digests of arrays. The manifest then omits those of unchanged lists.
         self.passed = False
 
     def compare(self) -> tuple[list[Delta], list[Manifest], list[LargeArray]]:
         """The last deltas, the manifest, and the large arrays of `again` that differ from what was sent.
 
-        The digests of `taken` and `again` are known by now. For any thread, as long as it is one. With `passed`, an
-        entry of the manifest may be without a digest: its value is a list of arrays, as it was sent.
+        The caller has taken the digests of `taken` and `again`. One thread at a time may call this. With `passed`, an
+        entry of the manifest has no digest if its value is a list of arrays that are equal to those sent.
         """
         tracker, deltas, now = self._tracker, self._deltas, self._now
         manifest: list[Manifest] = []
@@ -462,7 +464,7 @@ def _printable(name: str) -> str:
 
 
 def _flat(value: Any, depth: int, found: list[Any]) -> None:
-    """Add the tensors in a value, down to where a glance ends."""
+    """Add the tensors in a value to `found`, down to `_GLANCE` levels."""
     cls = type(value)
     if cls is torch.Tensor:
         found.append(value)
@@ -472,7 +474,11 @@ def _flat(value: Any, depth: int, found: list[Any]) -> None:
 
 
 def _adopt(value: Any, path: _Path, copies: SaveSnapshot) -> tuple[Any, _Shadow]:
-    """A value that is sent whole: as it goes on the wire, and its shadow."""
+    """A value that is sent whole: its form on the wire, and its shadow.
+
+    Raises:
+        Unsavable: the value cannot travel, nests too deep, or is too large for one step.
+    """
     cls = type(value)
     if cls is torch.Tensor:
         held = copies.array(value)
@@ -515,7 +521,7 @@ def _adopt(value: Any, path: _Path, copies: SaveSnapshot) -> tuple[Any, _Shadow]
 def _walk(
     box: _Box | _SetLeaf, path: _Path, copies: SaveSnapshot, deltas: list[Delta], whole: bool, undo: _Undo
 ) -> None:
-    """Find what changed in a container that is the same object as before."""
+    """Add the deltas of a container that is the same object as before."""
     if isinstance(box, _SetLeaf):
         _resend(box, path, deltas, undo)
         return
@@ -555,16 +561,16 @@ def _walk(
     if not box.boxes:
         return
     for key, child in list(box.boxes.items()):
-        # What was put just now has nothing new; walking it again costs little and finds nothing.
+        # Children that were put just now have no changes. Walking them again costs little and finds nothing.
         if len(box.boxes) <= WINDOW or type(value) is not list or start <= key < stop:
             _walk(child, (*path, _key(key, path)), copies, deltas, whole, undo)
 
 
 def _resend(leaf: _SetLeaf, path: _Path, deltas: list[Delta], undo: _Undo) -> None:
-    """Send a set that has other items than before; of a set of more than `WINDOW` items, only its size tells.
+    """Send a set whose items have changed. A set is sent whole.
 
-    The end compares contents. A set is sent whole. A set of more than `WINDOW` items waits until its size has changed
-    by a quarter: one that grows with every step then costs, in all, a few times what it holds.
+    Of a set of more than `WINDOW` items only the size is compared until the end, which compares contents. Such a set
+    is sent when its size has changed by a quarter. A set that grows with every step then costs a few times its size.
     """
     value: set[Any] = leaf.value
     change = abs(len(value) - leaf.size)
@@ -586,7 +592,7 @@ def _take_back(leaf: _SetLeaf, held: set[Any] | None, size: int, digest: Any) ->
 
 
 def _key(key: Any, path: _Path) -> Any:
-    """A dict's key as a delta's path has it."""
+    """The form of a dict's key in a delta's path."""
     plain = path_key(key, path)
     return wired_key(plain) if type(plain) is tuple else plain
 
@@ -597,7 +603,11 @@ def _check_gain(count: int, path: _Path) -> None:
 
 
 def _check_size(value: Any, path: _Path, copies: SaveSnapshot) -> None:
-    """Count what a value takes of what texts and bytes may take in a step."""
+    """Count the texts and bytes in a value against the step's limit `MOST_TEXT`.
+
+    Raises:
+        Unsavable: the step's texts and bytes exceed the limit.
+    """
     size = 0
     waiting = [value]
     while waiting:
@@ -632,7 +642,7 @@ def _restore(names: dict[str, _Shadow], name: str, shadow: _Shadow | None) -> No
 
 
 def _refresh(shadow: _Shadow) -> None:
-    """Bring a container that comes back to what the consumer has of it: the block may have changed it since."""
+    """Bring a restored container back to the contents that the consumer has: the block may have changed it since."""
     if isinstance(shadow, _SetLeaf):
         if shadow.held is not None and shadow.held != shadow.value:
             shadow.value.clear()
@@ -685,14 +695,14 @@ def _leaves(shadow: _Shadow) -> Iterator[_Leaf]:
 
 
 def _values(shadow: _Shadow) -> Iterable[Any]:
-    """The values in a shadow: the contents of tensors among them must be looked at again."""
+    """The values in a shadow, whose tensors the end compares by their contents."""
     if isinstance(shadow, _Box) and type(shadow.value) is list and not shadow.boxes:
         return shadow.items  # type: ignore[no-any-return]
     return [leaf.value for leaf in _leaves(shadow)]
 
 
 def _large(shadow: _Shadow) -> Iterator[_Leaf]:
-    """The values among a shadow's that are large, or that hold one that is, and that may have changed."""
+    """The leaves of a shadow that are large, or hold a large array, and may have changed."""
     return (leaf for leaf in _leaves(shadow) if isinstance(leaf.digest, LargeTuple) or _was_copied(leaf.digest))
 
 
@@ -701,7 +711,7 @@ def _was_copied(sent: bytes | Frozen | HostArray) -> bool:
 
 
 def _correct(shadow: _Shadow, path: _Path, now: SaveSnapshot, deltas: list[Delta], changed: list[LargeArray]) -> bytes:
-    """Send what differs in content from what was sent, and return the digest of the value as it is now."""
+    """Add deltas where contents differ from those that were sent, and return the digest of the current value."""
     if isinstance(shadow, _Leaf):
         return _corrected(shadow, path, now, deltas, changed)
     if type(shadow.value) is list:
@@ -717,7 +727,7 @@ def _correct(shadow: _Shadow, path: _Path, now: SaveSnapshot, deltas: list[Delta
 
 
 def _is_as_sent(shadow: _Shadow, now: SaveSnapshot) -> bool:
-    """Whether a value is a list of arrays, each of which is what was sent."""
+    """Whether a value is a list of arrays, each with the contents that were sent."""
     if type(shadow) is not _Box or type(shadow.value) is not list or shadow.boxes:
         return False
     sent: list[HostArray] = []

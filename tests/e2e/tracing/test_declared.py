@@ -363,7 +363,7 @@ async def test_what_does_not_fit_ends_its_own_trace(client: Client, model: Model
             Probe("bad", "model.layers.1.mlp.gate_up_proj", weight=V[:7]),
             Ablate("model.layers", V),
         ):
-            with pytest.raises(tracewire.TraceFailed, match=r"fit|come by") as raised:
+            with pytest.raises(tracewire.TraceFailed, match=r"fit|does not reach") as raised:
                 await run(client, model, interventions=[Probe("p", "residual(0)"), edit])
             assert raised.value.result.status == "failed"
     assert len(others[0].saves["p"]) == 30

@@ -1,4 +1,4 @@
-"""Taps in vLLM's CUDA graphs: that every graph which serves requests has them.
+"""Makes sure that every CUDA graph of vLLM which serves requests has the taps.
 
 A replayed graph runs no Python. nnsight serves the locations that `--tap` names there by vLLM's *breakable* graphs:
 while one is captured, each tap is entered between two of its segments. vLLM's versions differ in which are breakable:
@@ -7,8 +7,8 @@ while one is captured, each tap is entered between two of its segments. vLLM's v
 - from 0.30 on that wrapper captures graphs of the mode PIECEWISE only, and stands in a wrapper of its own for FULL
   ones, by which requests that generate are computed. That one makes plain graphs, in which no tap has a place.
 
-There the outer wrapper is replaced by a breakable one. Whatever a version does, a graph without any tap is found out
-before the engine serves: it would answer every request and leave out every intervention, without an error.
+There the outer wrapper is replaced by a breakable one. With any version, the worker looks for graphs without a tap
+before the engine serves: such a graph would answer every request and leave out every intervention, without an error.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 __all__ = ["breakable_throughout", "current_capture", "without_taps"]
 
-#: What a capture is marked with that has a tap.
+#: The attribute that marks a capture with a tap.
 _MARK = "tracewire_tapped"
 
 
@@ -34,7 +34,7 @@ def breakable_throughout(model: Any, vllm_config: Any) -> Any:
 
 
 def current_capture() -> Any:
-    """vLLM's breakable capture under way, or `None`; it counts as one that has a tap from now on."""
+    """vLLM's breakable capture under way, or `None`. Marks the capture as one that has a tap."""
     from nnsight.modeling.vllm.interleaver import _capture
 
     capture = _capture()
@@ -44,7 +44,7 @@ def current_capture() -> Any:
 
 
 def without_taps(model: Any) -> list[str]:
-    """Which of the graphs that vLLM has captured around its model have no tap, each in a few words."""
+    """Descriptions of the graphs without a tap that vLLM has captured around its model."""
     found: list[str] = []
     while model is not None:
         wrapper = vars(model)

@@ -21,7 +21,7 @@ class Rows:
     def __init__(self, spans: Sequence[tuple[int, int]], total: int, device: torch.device) -> None:
         self.counts = [count for _, count in spans]
         self.single = all(count == 1 for count in self.counts)
-        #: Row numbers; None if they are simply all rows of the step.
+        #: Row numbers; `None` if they are all rows of the step.
         self.index: torch.Tensor | None = None
         self.total = total
         rows = [row for start, count in spans for row in range(start, start + count)]
@@ -29,11 +29,11 @@ class Rows:
             self.index = _to_device(torch.tensor(rows, dtype=torch.int64), device)
 
     def take(self, tensor: torch.Tensor) -> torch.Tensor:
-        """These rows of `tensor`; a view of it if they are all there is."""
+        """These rows of `tensor`; a view of it if they are all rows of the step."""
         return tensor[: self.total] if self.index is None else tensor.index_select(0, self.index)
 
     def put(self, tensor: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Replace these rows by what `change` makes of them."""
+        """Replace these rows by the result of `change`."""
         if self.index is None:
             view = tensor[: self.total]
             view.copy_(change(view))
@@ -42,7 +42,7 @@ class Rows:
 
 
 class Member:
-    """An intervention with the rows that it is about in this composition of the batch."""
+    """An intervention with its rows in this composition of the batch: the first of them, and how many."""
 
     __slots__ = ("declaration", "op", "span")
 
@@ -95,7 +95,7 @@ def _spread(numbers: Sequence[float], counts: Sequence[int], device: torch.devic
 
 
 def _to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A small tensor on the device, without waiting for what the device is doing."""
+    """Copy a small tensor to the device without waiting for the device's work."""
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
@@ -136,7 +136,10 @@ class Collector:
         self.found: list[torch.Tensor | None] = [None] * sites
 
     def results(self, lens: Callable[[torch.Tensor], torch.Tensor | None]) -> dict[str, torch.Tensor] | None:
-        """By part of an item (`""`: it has none), a tensor with one row for each row, or each member, of the read."""
+        """Tensors by part of an item (`""`: the only one), with a row for each row or member of the read.
+
+        `lens` computes logits. `None` if this rank lacks values of a location, or the logits.
+        """
         if any(found is None for found in self.found):
             return None
         values: torch.Tensor = torch.stack(self.found, 1) if self.pattern else self.found[0]
@@ -151,11 +154,11 @@ class Collector:
 
     @property
     def takes_head(self) -> bool:
-        """Whether the model's head is to be computed for it, which is on all ranks."""
+        """Whether the read needs the model's head, which all ranks compute together."""
         return isinstance(self.one, LogitLens) and not any(found is None for found in self.found)
 
     def reset(self) -> None:
-        """The step is over."""
+        """Drop the values of the step."""
         self.found = [None] * len(self.found)
 
     def described(self) -> list[tuple[str, int, int]]:
@@ -173,7 +176,7 @@ class Collector:
 
 
 def raw(values: torch.Tensor) -> torch.Tensor:
-    """Its bytes, flat."""
+    """The bytes of a tensor: uint8 `[bytes]`."""
     return values.contiguous().view(-1).view(torch.uint8)
 
 
@@ -202,7 +205,7 @@ class ReadGroup(Group):
             if one.reduce == "mean":
                 parts = values.float().split(self.rows.counts)
                 values = values.float() if self.rows.single else torch.stack([part.mean(0) for part in parts])
-        # The model writes its buffers anew before the step ends.
+        # A copy: the model writes its buffers anew before the step ends.
         self.collector.found[self.site] = values.clone() if location.aliases(values) else values
 
 
@@ -280,7 +283,7 @@ class LocationValues:
         return int(self.hidden.shape[-1])
 
     def halves(self, residual: bool) -> list[torch.Tensor]:
-        """The tensors that the value is the sum of."""
+        """The tensors whose sum is the value."""
         return [self.hidden] if not residual or self.residual is None else [self.hidden, self.residual]
 
     def values(self, rows: Rows, residual: bool) -> torch.Tensor:

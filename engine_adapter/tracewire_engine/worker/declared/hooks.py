@@ -21,27 +21,27 @@ __all__ = ["DeclaredInterleaver"]
 class DeclaredInterleaver(VLLMInterleaver, BlockServing):
     """nnsight's interleaver, which serves a location to declared interventions before it serves it to blocks.
 
-    While blocks run, every module hands its values to it. While none does, no module does: the few locations that
-    declared interventions are about are then reached by forward hooks of their own, put in on first use.
+    While a block runs, every module hands its values to the interleaver. While no block runs, no module does: the
+    interleaver then reaches the locations of declared interventions by forward hooks, which `arm` installs.
     """
 
     declared: DeclaredRequests
     module: torch.nn.Module
     armed: set[str]
-    #: Under pipeline parallelism, which stage holds which module, and the locations
-    #: that another stage serves although the model comes by them here.
+    #: Under pipeline parallelism: which stage holds which module, and the locations that another stage serves
+    #: although the forward pass reaches them on this stage.
     topology: Topology | None = None
     elsewhere: frozenset[str] = frozenset()
 
     @classmethod
     def install(cls, interleaver: VLLMInterleaver, declared: DeclaredRequests, module: torch.nn.Module) -> None:
-        """Make `interleaver` one of these, over `module`, the model that its locations count from."""
+        """Turn `interleaver` into a `DeclaredInterleaver` over `module`, whose submodules its locations name."""
         interleaver.__class__ = cls
         interleaver.declared, interleaver.module, interleaver.armed = declared, module, set()
         interleaver.skipped = {}
 
     def arm(self, locations: Iterable[str]) -> None:
-        """Reach these locations without blocks, too."""
+        """Install forward hooks at these locations, to reach them while no block runs."""
         for location in locations:
             if location in self.armed:
                 continue
@@ -70,7 +70,7 @@ class DeclaredInterleaver(VLLMInterleaver, BlockServing):
         return None if hook is None or self.busy or not self.interleaving else self._serve(hook, value)
 
     def handle(self, provider: str, value: Any) -> Any:
-        # What nearly all of a model's locations are in nearly all steps: counted, and of no concern to anybody.
+        # Most locations in most steps: no block and no declared intervention uses them, so they are only counted.
         if not (
             provider in self.parked
             or provider in self.declared.hooks
@@ -94,7 +94,7 @@ class DeclaredInterleaver(VLLMInterleaver, BlockServing):
         return self.keep_skipped(provider, value) if type(value) is SkipParts else value
 
     def replay(self, location: str, live: Any) -> None:
-        # Most steps of most engines have nobody at most taps, and few need what nnsight does for a block.
+        # In most steps no block waits at a tap, so nnsight's own replay is not needed.
         hook = self.declared.hooks.get(location)
         if self.busy or (hook is not None and self.is_sharded(location)):
             super().replay(location, live)

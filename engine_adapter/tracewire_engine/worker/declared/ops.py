@@ -30,7 +30,7 @@ REMEMBERED, LONG = 64, 128 * 1024
 
 
 class VectorCache:
-    """Vectors on the device, float32, by the digest of what they were made of: the same one is there once."""
+    """Vectors on the device, float32, by the digest of their source: equal vectors are there once."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -40,7 +40,7 @@ class VectorCache:
     def get(
         self, purpose: str, value: Any, make: Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]
     ) -> torch.Tensor:
-        """`make(value)` on the device; `purpose` tells apart what is made of one value in several ways."""
+        """`make(value)` on the device. `purpose` names what `make` does, and is part of the key."""
         array = np.ascontiguousarray(value)
         key = purpose, digest_bytes(repr((array.dtype.name, array.shape)).encode() + array.tobytes())
         found = self._vectors.get(key)
@@ -69,8 +69,9 @@ def _basis(directions: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 class DecodedCache:
-    """Interventions that were decoded, their vectors on the device, by their encoded form: of those that have no live
-    parameters, which are the same for every request that brings them.
+    """Decoded interventions, with their vectors on the device, by their encoded form.
+
+    The cache keeps only interventions without live parameters, which are the same for every request that brings them.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -78,7 +79,7 @@ class DecodedCache:
         self._entries: OrderedDict[bytes, tuple[list[Placed], list[Op]]] = OrderedDict()
 
     def get(self, encoded: bytes, live: LiveRun) -> tuple[list[Placed], list[Op]]:
-        """The interventions, and what is run for each, in a list of the caller's own."""
+        """The interventions, and the `Op` of each, in a list that the caller may change."""
         found = self._entries.get(encoded)
         if found is None:
             placed = [placed for placed in _placed(encoded) if not isinstance(placed.intervention, StopWhen)]
@@ -99,7 +100,7 @@ def _has_live(placed: Placed) -> bool:
 
 
 class Op:
-    """One intervention of one request, its vectors on the device. `key` says with what else it can share a group."""
+    """One intervention of one request, its vectors on the device. Ops with the same `key` can share a group."""
 
     __slots__ = ("bias", "key", "matrix", "numbers", "one", "pattern", "sites")
 
@@ -134,13 +135,13 @@ class Op:
             if one.direction is not None:
                 self.matrix = vectors.get("basis", one.direction, _basis)
                 key = (self.matrix.shape,)
-        elif not isinstance(one, StopWhen):  # the adapter looks at these
+        elif not isinstance(one, StopWhen):  # the adapter checks these
             assert_never(one)
         self.key = (type(one).__name__, getattr(one, "positions", ""), self.pattern, *key)
 
     @property
     def reads(self) -> bool:
-        """Whether it saves something."""
+        """Whether the intervention saves a value."""
         return isinstance(self.one, (Probe, LogitLens))
 
 
@@ -167,7 +168,7 @@ class Declaration:
         self.sent_to_stages = False
 
     def update_live(self, vectors: VectorCache) -> bool:
-        """Take the live parameters as they are now. Returns whether any intervention has one."""
+        """Take the current live parameters. Returns whether any intervention has one."""
         found = False
         for place, placed in enumerate(self._placed):
             if _has_live(placed):
@@ -180,6 +181,6 @@ def is_early(encoded: bytes, topology: Topology) -> bool:
     """Whether any of a request's interventions is on another pipeline stage than the last."""
     try:
         sites = [site for placed in _placed(encoded) for site in placed.sites]
-    except Exception:  # as it will fail to be taken
+    except Exception:  # decoding fails again, with an error for the request, when the request is added
         return False
     return any(topology.owner(location) != topology.last for location, _ in sites)

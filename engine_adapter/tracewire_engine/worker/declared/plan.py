@@ -1,9 +1,10 @@
-"""Declared interventions in the worker: a step's worth of them, for all its requests at once.
+"""Plans and runs the declared interventions of a step in the worker, for all requests at once.
 
-A request brings a list of them instead of code. For each composition of the batch a `_Plan` is made: at each location,
-groups of what can run together, whichever requests it belongs to, with the rows of the flat batch that each is about
-and its vectors stacked on the device. While the batch stays the same, a step costs a few kernels a group and no Python
-per request: what was read leaves as one buffer, whose `Layout` (which bytes are whose) was sent when the plan was made.
+A request brings a list of interventions instead of code. The worker makes a `_Plan` for each composition of the batch.
+At each location, a plan has groups of interventions of any requests that can run together, with their rows of the flat
+batch and their vectors stacked on the device. While the batch stays the same, a step costs a few kernels a group and no
+Python per request. The reads of a step leave as one buffer. Its `Layout`, which assigns the bytes to requests, was sent
+when the plan was made.
 
 Interventions of a request keep their order: only those at the same place in their lists share a group, and groups run
 in that order. They run before a block is served at the same location.
@@ -28,7 +29,7 @@ from .recorded_plans import KernelRecorder, RecordedKernels
 
 __all__ = ["DeclaredRequests", "LocationHook"]
 
-#: After how many steps a plan is recorded: about as many as recording costs of those that it saves.
+#: After how many steps a plan is recorded. Recording costs about as much as it saves in that many steps.
 RECORD_AFTER = 8
 
 
@@ -39,11 +40,12 @@ class LocationHook:
         self.location = location
         self.side = location.rpartition(".")[2]
         self.groups: list[Group] = []
-        #: Whether the model has come by.
+        #: Whether the forward pass has reached the location.
         self.reached = False
         self._owner = owner
         self._recorded: RecordedKernels | None = None
-        #: Where the values lay when it was recorded, and what the groups read then, which each replay writes anew.
+        #: The addresses of the values at the recording, and the tensors that the groups read then. Each replay writes
+        #: these tensors anew.
         self._addresses: tuple[int, ...] = ()
         self._found: list[tuple[ReadGroup, torch.Tensor | None]] = []
 
@@ -53,7 +55,7 @@ class LocationHook:
         return any(isinstance(group, EditGroup) for group in self.groups)
 
     def replay(self, value: Any) -> None:
-        """As `run`, for a value that lies where it lay in the plan's other steps, as those of CUDA graphs do.
+        """Like `run`, for a value at the same address in all of the plan's steps, as in CUDA graphs.
 
         Once a plan has held for `RECORD_AFTER` steps, its kernels are recorded as a CUDA graph, and launched together.
         """
@@ -73,7 +75,7 @@ class LocationHook:
         return None
 
     def _record(self, value: Any) -> bool:
-        """Record what `run` does with values that lie there. Whether it can be recorded."""
+        """Record the kernels of `run` for values at these addresses. Returns whether recording worked."""
 
         def serve() -> None:
             values = LocationValues(value, self.side, self._owner.total, self._owner.sums)
@@ -110,24 +112,24 @@ class _Plan:
     def __init__(self) -> None:
         self.hooks: dict[str, LocationHook] = {}
         self.collectors: list[Collector] = []
-        #: With the position after the first step's last one, and the index of the token that it samples.
+        #: Each with the position after its last in the first step, and the index of the token that this step samples.
         self.declarations: list[tuple[Declaration, int, int]] = []
         self.req_ids: list[str] = []
         self.computed: list[int] = []
-        #: Whether any request of the step saves something.
+        #: Whether any request of the step reads.
         self.reads = False
-        #: Whether the next step may be the same again: every request generates.
+        #: Whether the next step may have the same plan: every request generates.
         self.steady = False
         self.steps = 0
         self.layout: Layout | None = None
-        #: Of which step the layout is.
+        #: The step of the plan in which the layout was made.
         self.laid_out = 0
-        #: Whether its stages can be CUDA graphs; how many were launched as one in the step under way.
+        #: Whether its hooks can be recorded as CUDA graphs; how many recordings were launched in the step under way.
         self.recordable = True
         self.replayed = 0
-        #: Whether it was tried to join what they read likewise.
+        #: Whether the plan has tried to record the joining of the reads too.
         self.join_tried = False
-        #: What was read, one piece after the other, where each launch leaves it; and what joins the pieces.
+        #: The reads joined into one tensor, which each launch writes anew; and the recorded kernels that join them.
         self.flat: torch.Tensor | None = None
         self.join: RecordedKernels | None = None
 
@@ -136,11 +138,11 @@ class DeclaredRequests:
     """The declared interventions of the worker's live requests, and the plan of the step under way."""
 
     def __init__(self, device: torch.device, *, sums: bool = True) -> None:
-        #: Whether the residual stream is the sum of what a decoder layer returns, if that is two tensors.
+        #: Whether the residual stream is the sum of a decoder layer's two results, if there are two.
         self.sums = sums
         self.decoded = DecodedCache(device)
         self.live: dict[str, Declaration] = {}
-        #: By location, what runs in the step under way.
+        #: The hooks of the step under way, by location.
         self.hooks: dict[str, LocationHook] = {}
         self.total = 0
         self.plan: _Plan | None = None
@@ -155,31 +157,31 @@ class DeclaredRequests:
         self.ranks: Ranks | None = None
 
     def add(self, request_id: str, declaration: Declaration) -> None:
-        """Take a new request's."""
+        """Add the declared interventions of a new request, by the scheduler's name of the request."""
         self.live[request_id] = declaration
         declaration.id = request_id
         self.stale = True
 
     def update_live(self, run: LiveRun) -> None:
-        """Live parameters of `run` have changed: from the next step on they hold."""
+        """Take the changed live parameters of `run`, which hold from the next step on."""
         for request_id in run.requests:
             declaration = self.live.get(request_id)
             if declaration is None:
                 continue
             try:
                 self.stale |= declaration.update_live(self.decoded.vectors)
-            except Exception as error:  # too large for the device, say
+            except Exception as error:  # such as too large for the device
                 self._failed(declaration, Failure(type=type(error).__name__, message=str(error), field="live"))
 
     def pop(self, request_id: str) -> Declaration | None:
-        """Forget a request's, which is over."""
+        """Remove and return the declared interventions of a request that is over; `None` if it has none."""
         found = self.live.pop(request_id, None)
         if found is not None:
             self.stale = True
         return found
 
     def fail(self, members: Iterable[Member], error: Exception) -> None:
-        """End what belongs to these members with an error; the others go on."""
+        """End the interventions of these members' requests with an error. Other requests are unaffected."""
         for member in members:
             one = member.op.one
             name = getattr(one, "name", "") or type(one).__name__
@@ -197,7 +199,10 @@ class DeclaredRequests:
                 self.ranks.fail(BlockKey(declaration.id, DECLARED), lambda: failure)
 
     def agree(self, what: str, members: Iterable[Member]) -> bool:
-        """Under tensor parallelism: whether to make what these members are about whole, which takes all ranks."""
+        """Whether all ranks will gather the values of these members. `True` without tensor parallelism.
+
+        Interventions on which the ranks differ fail. `what` names the values in that error.
+        """
         ranks = self.ranks
         if ranks is None:
             return True
@@ -259,7 +264,7 @@ class DeclaredRequests:
                     if span[1]:
                         key: tuple[Any, ...] = (order, tuple(op.sites), op.key)
                         if span[1] > 1:
-                            # Vectors are not spread over a prompt's rows: each has a group of its own.
+                            # Vectors are not spread over a prompt's rows: each vector has a group of its own.
                             key += (id(op.matrix), id(op.bias), op.numbers)
                         gathered.setdefault(key, []).append(Member(declaration, op, span))
             start += count
@@ -276,7 +281,7 @@ class DeclaredRequests:
                 plan.collectors.append(collector)
             for place, (location, residual) in enumerate(sites):
                 if self.here is not None and not self.here(location):
-                    # What another stage reads does not lie in the same place in each step.
+                    # Reads of another stage are at another address in each step.
                     plan.join_tried |= collector is not None
                     continue
                 hook = plan.hooks.setdefault(location, LocationHook(location, self))
@@ -290,13 +295,13 @@ class DeclaredRequests:
         return plan
 
     def check_reached(self) -> None:
-        """Fail what the forward pass of a plan's first step did not come by."""
+        """Fail the interventions whose location the forward pass of a plan's first step did not reach."""
         plan = self.plan
         if plan is not None and not plan.steps:
             for hook in plan.hooks.values():
                 if not hook.reached:
                     for group in hook.groups:
-                        self.fail(group.members, ValueError("the model's forward pass does not come by there"))
+                        self.fail(group.members, ValueError("the model's forward pass does not reach this location"))
 
     def read(self) -> list[tuple[int, int, list[tuple[str, int, int]], torch.Tensor]]:
         """Return the reads of this pipeline stage in the step, for the stage that reports, and forget them.
@@ -316,7 +321,7 @@ class DeclaredRequests:
         return found
 
     def supply(self, read: list[tuple[int, int, list[tuple[str, int, int]], torch.Tensor]]) -> None:
-        """Take what another stage has read in this step."""
+        """Take the reads of another stage in this step, as returned by `read` there."""
         if self.plan is None or not read:
             return
         rows: dict[tuple[int, int, str, int], torch.Tensor] = {}
@@ -332,7 +337,7 @@ class DeclaredRequests:
                     collector.found[site] = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
 
     def failures(self) -> dict[str, Failure]:
-        """By the scheduler's names, requests whose interventions have failed here since this was asked last."""
+        """Requests whose interventions have failed on this stage since the last call, by the scheduler's names."""
         found = {}
         for request_id, declaration in self.live.items():
             if declaration.failure is not None and not declaration.sent_to_stages:
@@ -341,7 +346,7 @@ class DeclaredRequests:
         return found
 
     def fail_with(self, failures: dict[str, Failure]) -> None:
-        """Take failures on another stage."""
+        """End the interventions of requests that have failed on another stage."""
         for request_id, failure in failures.items():
             declaration = self.live.get(request_id)
             if declaration is not None:
@@ -352,7 +357,7 @@ class DeclaredRequests:
     ) -> tuple[Layout | None, Batch, torch.Tensor] | None:
         """The reads of the step: a layout, unless it is the last one again, and the bytes (on the device) behind it.
 
-        `None` if nothing is saved by the requests of this step.
+        `None` if no request of this step reads.
         """
         self.check_reached()
         plan = self.plan
@@ -395,9 +400,9 @@ class DeclaredRequests:
         return Batch(layout=plan.layout.id, step=plan.steps - plan.laid_out)
 
     def _record_join(self, plan: _Plan) -> None:
-        """Each step leaves what it reads where it lies now: have it joined from there from now on.
+        """Record the joining of the reads, which are at the same addresses in every replayed step.
 
-        A logit lens takes the model's head, whose kernels are vLLM's: it is not recorded.
+        The reads of a logit lens are not recorded: they run the model's head, whose kernels are vLLM's.
         """
         if not plan.collectors or any(isinstance(collector.one, LogitLens) for collector in plan.collectors):
             return
@@ -437,7 +442,7 @@ class DeclaredRequests:
         self._layouts += 1
         entries = []
         for declaration, _, first in plan.declarations:
-            # A negative index: its prompt is not computed to its end, and nothing is sampled.
+            # A negative index: the prompt is not computed to its end, and the step samples no token.
             if declaration.reads and first >= 0:
                 items = slots[id(declaration)]
                 entries.append(LayoutEntry(declaration.request, declaration.choice, first + plan.steps, items))
@@ -445,7 +450,7 @@ class DeclaredRequests:
 
 
 def _span(op: Op, seen: int, start: int, first: int, count: int, prompt: int) -> tuple[int, int]:
-    """Which rows an intervention is about: the first of them, and how many.
+    """The rows of an intervention: the first of them, and how many.
 
     The request's rows begin at `start` and hold `count` of its positions, from `first` on; its prompt has `prompt`.
     """

@@ -1,4 +1,4 @@
-"""Kernels recorded as a CUDA graph, to be launched together: a few microseconds instead of as many for each of them."""
+"""Kernels recorded as a CUDA graph. One launch of all of them costs about as much as a launch of one."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ class RecordedKernels:
         self._graph = graph
 
     def replay(self) -> None:
-        """Launch it on the current stream."""
+        """Launch the kernels on the current stream."""
         self._graph.replay()
 
 
 class KernelRecorder:
-    """Records on one device, in memory of its own: vLLM's graphs write over what lies free in theirs."""
+    """Records kernels on one device, with memory of its own: vLLM's graphs overwrite the free memory of their pool."""
 
     def __init__(self, device: torch.device) -> None:
         self._works = device.type == "cuda" and torch.version.cuda is not None
         self._stream: Any = None
         self._pool: Any = None
-        #: A graph that is never given up: the pool must not be without one.
+        #: A graph that is kept for ever: the pool must always have one.
         self._first: torch.cuda.CUDAGraph | None = None
         self._device = device
 
     def record(self, launch: Callable[[], object]) -> RecordedKernels | None:
-        """Record what `launch` launches, without running it. `None` if that cannot be done."""
+        """Record the kernels that `launch` launches, without running them. `None` if they cannot be recorded."""
         if not self._works:
             return None
         try:
@@ -46,7 +46,7 @@ class KernelRecorder:
                 self._first = self._captured(lambda: torch.zeros(1, device=self._device))
             return RecordedKernels(self._captured(launch))
         except Exception:
-            logger.exception("declared interventions could not be recorded as a CUDA graph; they go on without")
+            logger.exception("declared interventions could not be recorded as a CUDA graph; they run without one")
             self._works = False
             return None
 
@@ -55,7 +55,7 @@ class KernelRecorder:
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
-            # What other threads do on the device meanwhile is no part of it.
+            # The capture leaves out the work of other threads on the device.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 launch()
