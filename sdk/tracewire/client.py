@@ -50,20 +50,20 @@ class ClientOptions(TypedDict, total=False):
 
 
 def connect(url: str | None = None, **options: Unpack[ClientOptions]) -> Connecting:
-    """A client of the bus at `url` that is connected: for as long as a context lasts, or until it is closed.
+    """A connected client of the bus at `url`. Leaving its `async with` closes it; an awaited one is closed by `aclose`.
 
         async with tracewire.connect(url) as client: ...
 
         client = await tracewire.connect(url)  # in a notebook, or where a service starts
         await client.aclose()
 
-    The arguments, and the errors, are those of `Client`. `Client.connect` connects one that was made before.
+    The arguments and the errors are those of `Client`. To connect a client that exists already, call `Client.connect`.
     """
     return Connecting(Client(url, **options))
 
 
 class Connecting:
-    """A client that is still to be connected: enter it with `async with`, or await it."""
+    """A client that is not connected yet: enter it with `async with`, or await it."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -91,33 +91,34 @@ class Connecting:
 
 
 class Client:
-    """A client of the bus at `url`. Making one does no I/O; it is connected by entering it, or by `connect`.
+    """A client of the bus at `url`. Making one does no I/O. Entering it connects it, and so does `connect`.
 
         client = tracewire.Client(url)
         async with client: ...
 
-    `url` is that of a Redis (`redis://`, `rediss://` or `unix://`; `redis+sentinel://host:port,host:port/service`;
-    `redis+cluster://host:port,host:port`; see `docs/redis.md`), or `embedded://` for a private one that starts and ends
-    with the client (`client.url` tells other processes where it is); without one, `TRACEWIRE_URL` counts. `prefix`
-    stands before every key. `name` names this client to the engines, which serve clients in turns; by default it is
-    the host's name and the process's id.
+    `url` is the URL of a Redis: `redis://`, `rediss://`, `unix://`, `redis+sentinel://host:port,host:port/service` or
+    `redis+cluster://host:port,host:port` (see `docs/redis.md`). `embedded://` starts a private Redis that ends with the
+    client; other processes connect to `client.url`. Without a `url`, the client uses the variable `TRACEWIRE_URL`.
+    `prefix` stands before every key. `name` is the client's name for the engines, which serve clients in turns; the
+    default is the host's name and the process's id.
 
-    A client runs on asyncio or trio, on the event loop that it was connected on, and any task there may use it; threads
-    and scripts use `tracewire.blocking.Client`. The client owns all tasks and connections, and closing it ends them.
+    A client runs on asyncio or trio and belongs to the event loop that connected it; any task of that loop may use it.
+    Threads and scripts use `tracewire.blocking.Client`. The client owns its tasks and connections, and closing it ends
+    them.
     Closing it also cancels the traces that it submitted, that still run and that are not detached. Engines cancel these
-    traces, too, when the client dies, or its event loop stands still, for `lease_ttl` seconds. While Redis is away, a
-    call waits for up to `retry_timeout` seconds before it raises `BusUnavailable` (`None`: for as long as it takes);
-    reading a trace waits for as long as the caller does.
+    traces, too, when the client has died, or its event loop has been blocked, for `lease_ttl` seconds. While Redis does
+    not answer, a call waits for up to `retry_timeout` seconds and then raises `BusUnavailable`; with `None` it waits
+    without limit. Reading a trace always waits without limit.
 
     An argument of the wrong type raises a `TypeError`, or, in a submission, a `TraceRejected` with its field. Each
     method that sends a request to Redis raises `BusUnavailable` if Redis does not answer within `retry_timeout`,
-    `BusRefused` if it refuses, `BusFull` if it has no memory left, and `ClientClosed` if the client is closed. All of
-    these but `BusFull` are `ConnectError`s.
+    `BusRefused` if Redis refuses, `BusFull` if Redis has no memory left, and `ClientClosed` if the client is closed.
+    All of these but `BusFull` are `ConnectError`s.
 
     Attributes:
         models: the models that engines serve: `list()`, `get(name)`.
-        engines: the engines that live: `list()`, `get(name)`, `drain(engine)`.
-        dead_letters: submissions that were given up: `list()`, `get(id)`, `resubmit(id)`, `drop(id)`.
+        engines: the running engines: `list()`, `get(name)`, `drain(engine)`.
+        dead_letters: the dead-letter queue: `list()`, `get(id)`, `resubmit(id)`, `drop(id)`.
         watch_groups: the groups that share what `watch` yields: `list()`, `remove(group)`.
 
     Raises:
@@ -158,23 +159,24 @@ class Client:
     # --- life ---------------------------------------------------------------------------------------------------------
 
     async def connect(self) -> Self:
-        """Connect it, and return it. A second call does nothing.
+        """Connect the client, and return it. A second call does nothing.
 
         Raises:
             BusUnavailable: no server answers at the URL.
             BusRefused: Redis refuses the credentials or certificates.
-            ConnectError: an option of the URL is none, or no private Redis could be started.
-            ClientClosed: it was closed, now or before.
+            ConnectError: the URL has an unknown option, or no private Redis could be started.
+            ClientClosed: the client was closed, before this call or during it.
         """
         await self._session.open()
         return self
 
     async def aclose(self) -> None:
-        """Close it: no task or connection is left, and its traces that still run and are not detached are cancelled.
+        """Close the client: end its tasks and connections, and cancel its running traces that are not detached.
 
-        Leaving its context does so. Any task of its event loop may call it, several at once, and when Redis is away: it
-        waits for up to `retry_timeout` (a minute at most) for traces that a `with` has queued, for two seconds once it
-        is cancelled, and for at most ten for the rest. A second call returns when the first has closed it.
+        Leaving the client's `async with` calls this. Any task of the client's event loop may call it, also several
+        tasks at once, and also while Redis does not answer. The call first waits for the traces that a `with` has
+        queued: up to `retry_timeout` and at most 60 seconds, or 2 seconds once the call is cancelled. The rest takes at
+        most 10 seconds. A second call returns when the first has closed the client.
         """
         await self._session.aclose()
 
@@ -228,46 +230,56 @@ class Client:
         prompts: Sequence[PromptInput] | None = None,
         **options: Unpack[TraceOptions],
     ) -> Trace:
-        """A trace of `block` over one prompt, or over each of `prompts`; submitted when it is entered or started.
+        """A trace of `block` over one prompt, or over each of `prompts`. Entering or starting the trace submits it.
 
-        `interventions` are declared ones (`Probe`, `Steer`, ...), alone or beside
-        a block, which is then served after them. `live` declares the live parameters that they and the block read, by
-        their first values: numbers, booleans, strings, bytes and arrays of up to 1 MiB, which anybody who knows the
-        trace's id may change while it runs (`steer`), each to a value of the same type, and
-        of the same dtype and shape. `deadline` (seconds, or a timedelta) counts from the submission; a trace that has
-        not ended by then ends as `expired`. `priority`: lower first, on the queue among this client's own traces
-        (clients take turns), in vLLM's scheduler among all that run. `detach` lets it run on when the trace is left or
-        the client goes away; otherwise it is cancelled then. A trace whose engine is lost, or shut down, runs anew on
-        another (iterating yields a `Restarted`; sampling without a seed is given one, so that it
-        samples the same) until `max_attempts` engines were lost over it; with `on_engine_loss="fail"` it fails with the
-        first. `edits` names the standing interventions that it asks for (`edits`): none at
-        all and an empty list differ. `trace_id` is made up unless given; submitting the same id
-        twice runs it once. `lora="name"` runs it with an adapter that the engine was started with. `shared` has first
-        values, by name, of lists, dicts and arrays that the blocks of all prompts share: one object on the engine,
-        whatever order they run in, which a block uses by its name, as a variable or from around it. What it comes to is
-        `result.shared`. With `token_strings=True` the engine sends a string with each token id: of outputs
-        (`output.token_strings`), of prompts (`accepted.prompt_token_strings`) and of logit lenses. Everything else is
-        sampling params, by vLLM's names (`SamplingOptions`): `max_tokens=64`,
-        `temperature=0.0`; `extra_sampling={...}` sends those that a newer vLLM has.
+        All keywords other than these options are sampling params by vLLM's names (`SamplingOptions`), such as
+        `max_tokens=64` or `temperature=0.0`; `extra_sampling={...}` sends params that a newer vLLM has.
+
+        Args:
+            model: a model's handle, or its name.
+            prompt: one prompt: text, token ids or chat messages.
+            block: the intervention that runs on each prompt without a block of its own.
+            prompts: several prompts, in place of `prompt`.
+            interventions: declared interventions (`Probe`, `Steer`, ...). They apply before the block.
+            live: the live parameters that the block and the interventions read, with their first values: numbers,
+                booleans, strings, bytes, and arrays of up to 1 MiB. Any client can change them while the trace runs
+                (`steer`), each to a value of the same type, dtype and shape.
+            deadline: seconds from the submission, or a timedelta. A trace that has not ended by then ends as `expired`.
+            priority: lower runs first. The queue compares it among this client's own traces, since clients take turns;
+                vLLM's scheduler compares it among all running requests.
+            detach: let the trace run on when its handle is left or its client ends. Otherwise the trace is cancelled.
+            on_engine_loss: `"restart"`: another engine runs the trace again when its engine is lost or shut down, and
+                iterating yields a `Restarted`. Without a `seed`, the engine derives one from the trace's id, so that
+                each attempt samples the same tokens. `"fail"`: the trace fails when its first engine is lost.
+            max_attempts: how many engines may be lost over the trace before it fails.
+            edits: names of the standing interventions that the trace asks for (`Client.edits`). Without the argument,
+                those whose scope is `"all"` or `"default"` run; with an empty list, only those whose scope is `"all"`.
+            trace_id: the trace's id; by default a random one. Submitting the same id twice runs the trace once.
+            shared: first values, by name, of lists, dicts and arrays that the blocks of all prompts share. The engine
+                has one object for each; a block uses it by its name. The last values are `result.shared`.
+            lora: name of a LoRA adapter that the engine was started with.
+            token_strings: `True`: the engine sends a string with each token id, of outputs (`output.token_strings`), of
+                prompts (`accepted.prompt_token_strings`) and of logit lenses.
 
         Raises:
-            UnknownOption: a keyword is neither an option nor a sampling param. Names the nearest one.
-            TraceRejected: something in it cannot be submitted; `field` names what.
+            UnknownOption: a keyword is neither an option nor a sampling param. The error names the nearest one.
+            TraceRejected: the trace cannot be submitted; `field` names the part at fault.
         """
         self._session.open_bus()
         settings, sampling = split_options(options, prompts)
         return Trace(self._session, make_submission(self._session.name, model, prompt, block, settings, sampling))
 
     def subscribe(self, trace_id: str, *, since: str = "start", names: Iterable[str] | None = None) -> Subscription:
-        """A trace's events: replayed from `since`, then as they come, up to and with the final.
+        """A trace's events: first those from `since` on that exist already, then new ones, up to and with the final.
 
-        `since` is `"start"`, `"now"`, or the id of an event of this trace (`output.id`), after which to go on; also of
-        one that it has not reached. `names` limits what is saved to these names; all events come nevertheless.
+        `since` is `"start"`, `"now"`, or the id of an event of this trace (`output.id`). With an id, the first event
+        read is the one after it; the trace need not have reached that id. `names` limits the saves in the events to
+        these names; it leaves out no event.
 
         Raises:
             UnknownPosition: `since` is none of these.
-            UnknownTrace: when reading begins; no such trace was submitted, or it has expired. A service that answers
-                with a stream awaits the subscription's `start()` before it answers, and so learns it in time.
+            UnknownTrace: no such trace was submitted, or it has expired. Raised when reading begins: a service that
+                answers with a stream awaits the subscription's `start()` before it answers.
         """
         check_trace_id(trace_id)
         bus = self._session.open_bus()
@@ -286,21 +298,21 @@ class Client:
         consumer: str | None = None,
         idle_timeout: Duration = 60.0,
     ) -> Watch:
-        """The lifecycle events of all traces, this client's and others': an async iterator of `Lifecycle` items without
-        an end. It has one connection of its own, and waits while Redis is away.
+        """The lifecycle events of all traces of all clients: an endless async iterator of `Lifecycle` items.
 
-        `model` limits it to one model's traces. `since` is `"now"`, `"start"` (what is kept: some 2000 events of each
-        64th part of all traces, for a day), or the `position` of an earlier watch.
+        A watch has a connection of its own, and waits while Redis does not answer. `model` limits it to one model's
+        traces. `since` is `"now"`, `"start"`, or the `position` of an earlier watch. From `"start"` it reads what Redis
+        keeps: traces are spread over 64 streams, each of which keeps about 2000 events for a day.
 
-        With a `group`, the watches of that group share the events, across processes: each goes to one of them, and is
-        acknowledged when that watch asks for the next. The first watch makes the group, from `since` on. Redis keeps
-        its position. `consumer` names this watch in its group (by default, the client's name). A consumer that
-        was killed and comes back under its name gets the events that it had not acknowledged. Other consumers take
-        these events over when it has been idle for `idle_timeout` seconds, so the handling of one event may take that
-        long. An event may be delivered twice, but none is left out.
+        With a `group`, the watches of that group share the events, across processes. Each event goes to one watch, and
+        is acknowledged when that watch asks for the next. The first watch makes the group, from `since` on, and Redis
+        keeps the group's position. `consumer` names this watch in its group; the default is the client's name. A
+        consumer that was killed and starts again under its name gets the events that it had not acknowledged. Other
+        consumers take these events over when the consumer has been idle for `idle_timeout` seconds, so handling one
+        event must take less. An event may be delivered twice, but none is left out.
 
         Raises:
-            ValueError: `since` is none of these, a name is empty, there is a `consumer` without a `group`, or
+            ValueError: `since` is none of these, a name is empty, `consumer` is given without a `group`, or
                 `idle_timeout` is not positive.
         """
         bus = self._session.open_bus()
@@ -389,18 +401,18 @@ class Client:
         by: str | None = None,
         **more: Any,
     ) -> int:
-        """Change live parameters of a trace, all that are given at once, and return the version that this makes.
+        """Change live parameters of a trace, all of them at once, and return the new version.
 
         Any client may steer any trace; changes apply in the order in which Redis took them. The change is accepted on
-        return. A `Steered` event then names the first token for which it holds: the first one sampled in a step that
-        begins after the engine has received the change. With `if_version` the change is accepted only if the live
-        parameters are still at that version. `by` names the author, by default this client. Floating-point arrays of
-        another precision are converted to the declared one. Parameters with the name of one of these arguments go into
+        return. A `Steered` event then names the first token for which the change holds: the first one sampled in a step
+        that begins after the engine has received the change. With `if_version`, Redis accepts the change only if the
+        live parameters are still at that version. `by` names the author, by default this client. Floating-point arrays
+        of another precision are converted to the declared one. A live parameter called `if_version` or `by` goes into
         `values`.
 
         Raises:
             SteerRejected: a name was not declared, or a value is not finite or not of the declared type and shape.
-            VersionConflict: the version is another.
+            VersionConflict: the live parameters are at another version than `if_version`.
             TraceEnded: the trace has ended, or is about to.
             UnknownTrace: no such trace was submitted, or it has expired.
             BusUnavailable: Redis does not answer; the change may have been accepted.
@@ -408,11 +420,10 @@ class Client:
         return await control.steer(self._session, trace_id, values, more, if_version=if_version, by=by)
 
     async def cancel(self, trace_id: str, reason: str = "", *, by: str | None = None) -> bool:
-        """Cancel a trace, queued or running; it ends as `cancelled`. Any client may. The trace's error names the
-        `reason` and the author.
+        """Cancel a trace, queued or running: it ends as `cancelled`. Its error has the `reason` and the author.
 
-        Returns `False` if the trace had ended already. Its engine stops within two steps; what was generated
-        and saved until then stays readable.
+        Any client may cancel any trace. The engine stops within two steps. Consumers can still read all that was
+        generated and saved until then. Returns `False` if the trace had ended already.
 
         Raises:
             UnknownTrace: no such trace was submitted, or it has expired.
@@ -420,11 +431,11 @@ class Client:
         return await control.cancel(self._session, trace_id, reason, by=by)
 
     async def pause(self, trace_id: str, *, by: str | None = None) -> bool:
-        """Pause a trace within two steps, until it is resumed. The engine's other traces go on.
+        """Pause a trace within two steps, until it is resumed. Other traces are unaffected.
 
-        A `Paused` event follows. The deadline keeps counting, and the trace can be steered and cancelled meanwhile. Its
-        KV cache stays in the engine's memory until another trace needs the room; the engine then computes it anew when
-        the trace is resumed. A trace that is still queued pauses right after it begins. Returns `False` if the trace
+        A `Paused` event follows. The deadline keeps counting, and the trace can be steered and cancelled meanwhile. The
+        trace's KV cache stays in the engine's memory until another trace needs the room; then the engine computes the
+        cache again when the trace is resumed. A queued trace pauses right after it begins. Returns `False` if the trace
         was paused already.
 
         Raises:
@@ -443,7 +454,7 @@ class Client:
         return await control.pause(self._session, trace_id, by=by, resume=True)
 
     async def get_state(self, trace_id: str) -> State:
-        """A trace's folded state now: replayed up to its present last event.
+        """A trace's state: its events up to the last one at the time of the call, folded.
 
         Raises:
             UnknownTrace: no such trace was submitted, or it has expired.

@@ -62,7 +62,7 @@ def rejection(failure: Failure, trace_id: str) -> TraceRejected:
     return error
 
 
-#: What the bus raises, what the SDK calls it, and what it says besides.
+#: Each error of the bus, the SDK's class for it, and the advice that the SDK adds to its message.
 _CAUSES: tuple[tuple[type[BusError], type[TracewireError], str], ...] = (
     (Away, BusUnavailable, ""),
     (NotAllowed, BusRefused, " (docs/redis.md shows what users need)"),

@@ -115,7 +115,7 @@ def _restored(cls: type[TracewireError], arguments: tuple[Any, ...], state: dict
 
 
 class NotFoundError(TracewireError, LookupError):
-    """What the request names does not exist, or no longer. The caller names another one, or waits until it exists."""
+    """The request names something that does not exist. The caller names another one, or waits until this one exists."""
 
 
 class InvalidRequestError(TracewireError, ValueError):
@@ -123,19 +123,18 @@ class InvalidRequestError(TracewireError, ValueError):
 
 
 class RetryableError(TracewireError):
-    """The request was not executed, or nobody knows whether it was. The caller can make the same request again later.
+    """The request was not executed, or the client cannot know whether it was. The caller can repeat it later.
 
     Attributes:
-        retry_after: seconds until another attempt may succeed, or None where nobody can tell. `Overloaded` computes it
-            from the queue. The others have None: whether another attempt helps depends on a Redis or an engine that
-            comes back.
+        retry_after: seconds until another attempt may succeed, or None if that is unknown. `Overloaded` computes it
+            from the queue. The others have None: another attempt succeeds only once a Redis or an engine is back.
     """
 
     retry_after: float | None = None
 
 
 class PermissionDeniedError(TracewireError, PermissionError):
-    """Redis knows the request and does not allow it to this user. An operator has to allow it."""
+    """Redis does not allow this user the request. An operator has to allow it."""
 
 
 class ConflictError(TracewireError):
@@ -149,8 +148,8 @@ class ClosedError(TracewireError):
 
 
 class IntegrityError(TracewireError):
-    """What Redis holds is not what an engine or a client wrote. Another attempt reads the same: an operator finds out
-    who else writes there.
+    """Redis holds something else than an engine or a client wrote. Another attempt reads the same. An operator has to
+    find out which other program writes to this Redis.
     """
 
 
@@ -209,7 +208,7 @@ class AlreadyEntered(InvalidRequestError, RuntimeError):
     """A client or a trace was entered a second time. The caller makes another one for each `with`."""
 
 
-# --- names that nothing has -------------------------------------------------------------------------------------------
+# --- unknown names ----------------------------------------------------------------------------------------------------
 
 
 class UnknownModel(NotFoundError):
@@ -262,14 +261,14 @@ class EngineTooOld(ConflictError):
 
 
 class Overloaded(RetryableError):
-    """Too many submissions wait for the model: this one was not queued, and may be started again.
+    """Too many submissions wait for the model. This one was not queued, and can be started again.
 
     Attributes:
-        model: its name.
-        waiting: how many wait.
-        limit: how many may. A client that has little waiting is refused only at twice as many.
-        retry_after: seconds until there is room again (0.1 to 60). Redis computes it from how fast engines took what
-            waited of late.
+        model: the model's name.
+        waiting: how many submissions wait.
+        limit: how many may wait. A client with few waiting submissions of its own is refused only at twice as many.
+        retry_after: seconds until there is room again (0.1 to 60). Redis computes it from how fast engines took
+            submissions of late.
     """
 
     def __init__(self, model: str, waiting: int, limit: int, retry_after: float) -> None:
@@ -302,7 +301,7 @@ class UnknownTrace(NotFoundError):
 
 
 class UnknownDeadLetter(NotFoundError):
-    """There is no dead letter of this id: it was resubmitted or dropped, or so many came after it that it has gone."""
+    """There is no dead letter of this id: it was resubmitted or dropped, or newer ones took its place."""
 
     def __init__(self, id_: str) -> None:
         self.id = id_
@@ -412,7 +411,12 @@ class UnknownModulePath(TraceRejected):
 
 
 class UntransportableVariable(TraceRejected):
-    """A variable of a block, a live parameter or a shared value cannot travel: `variable` is which, `reason` why."""
+    """A variable of a block, a live parameter or a shared value cannot travel.
+
+    Attributes:
+        variable: its name.
+        reason: why it cannot travel.
+    """
 
     def __init__(
         self,
@@ -427,7 +431,7 @@ class UntransportableVariable(TraceRejected):
         self.reason = reason
         super().__init__(
             field or f"variables.{variable}",
-            # What is no variable has an expectation of its own, which the reason says.
+            # The reason for a live parameter or a shared value says itself what was expected.
             reason if field else f"{reason}. What can travel: {TRANSPORTABLE}",
             type="UntransportableVariable",
             filename=filename,
@@ -444,7 +448,7 @@ class TraceEnded(ConflictError):
 
 
 class SteerRejected(TracewireError):
-    """A change of live parameters was not accepted; none of its values holds. Each subclass has one cause.
+    """A change of live parameters was refused; none of its values took effect. Each subclass has one cause.
 
     Attributes:
         trace_id: the trace's id.
@@ -474,7 +478,7 @@ class TooManyChanges(SteerRejected, RetryableError):
 
 
 class VersionConflict(SteerRejected, ConflictError):
-    """The live parameters have another version than the change was meant for. `version` is the one they have."""
+    """The live parameters have another version than `if_version=` says. `version` is the version that they have."""
 
     def __init__(self, trace_id: str, message: str, version: int) -> None:
         super().__init__(trace_id, "if_version", f"{message} (get_live() reads them)", reason="version")
@@ -482,7 +486,7 @@ class VersionConflict(SteerRejected, ConflictError):
 
 
 class EditRejected(TracewireError):
-    """An edit was not installed: the SDK or an engine refused it. What stood there before stands there still. Each
+    """An edit was not installed: the SDK or an engine refused it. An earlier edit of this name is still installed. Each
     subclass has one cause.
 
     Attributes:
@@ -510,7 +514,7 @@ class TooManyEdits(EditRejected, ConflictError):
 
 
 class EditConflict(EditRejected, ConflictError):
-    """Another version of the edit is installed than the one to replace. `version` is that one, 0 if there is none."""
+    """Another version of the edit is installed than `replacing=` says. `version` is the installed one, 0 for none."""
 
     def __init__(self, name: str, message: str, version: int) -> None:
         super().__init__(name, "replacing", f"{message} (edits.get() reads it)")
@@ -518,16 +522,21 @@ class EditConflict(EditRejected, ConflictError):
 
 
 class EditPending(RetryableError, TimeoutError):
-    """A change of the edits was made, but some live engines have not said yet that they follow it. `engines` names
-    them: they do when they hear of it.
+    """An edit was installed or removed, but some live engines have not confirmed the change in time.
+
+    The engines apply the change when they next read the edits; a repeated call waits for them again.
+
+    Attributes:
+        name: the edit's name.
+        engines: names of the engines that have not confirmed.
     """
 
     def __init__(self, name: str, engines: Iterable[str], waited: float) -> None:
         self.name = name
         self.engines = sorted(engines)
         super().__init__(
-            f"edit {name!r}: after {waited:g} s, not yet followed by {', '.join(self.engines)}: they follow once they "
-            "hear of it, and a repeated call waits for them again"
+            f"edit {name!r}: after {waited:g} s, not yet confirmed by {', '.join(self.engines)}: the change is stored "
+            "and they will apply it, and a repeated call waits for them again"
         )
 
 
@@ -544,7 +553,7 @@ class UnknownEdit(NotFoundError):
 
 
 class StateMismatch(IntegrityError):
-    """The folded state differs from what the engine says it collected. `names` lists the saves that differ."""
+    """The state that the client folded differs from the engine's digests. `names` lists the saves that differ."""
 
     def __init__(self, message: str, names: Iterable[str] = ()) -> None:
         self.names = list(names)
@@ -552,11 +561,11 @@ class StateMismatch(IntegrityError):
 
 
 class BrokenStream(TracewireError):
-    """A trace, or what an edit left, cannot be read on. Each subclass has one cause."""
+    """The rest of a trace, or of an edit's records, cannot be read. Each subclass has one cause."""
 
 
 class MalformedEvent(BrokenStream, IntegrityError):
-    """An event cannot be decoded, or does not follow from those before it."""
+    """An event cannot be decoded, or does not continue the events before it."""
 
     def __init__(self, message: str) -> None:
         super().__init__(f"{message} (somebody else wrote to the stream, or an engine has a defect: its log has more)")
@@ -567,15 +576,15 @@ class ClientTooOld(BrokenStream, ConflictError):
 
 
 class EventsLost(BrokenStream, NotFoundError):
-    """Events that should have been read next are gone, and there is no snapshot of what they came to.
+    """The next events were removed, and there is no snapshot of the state after them.
 
-    Engines that trim leave a snapshot: somebody trimmed the stream by hand, or removed it. Reading on from `until`
-    (`subscribe(trace, since=...)`) gives what is left.
+    An engine that trims a stream leaves a snapshot, so this stream was trimmed or removed by hand. Reading on from
+    `until` (`subscribe(trace, since=...)`) gives the events that are left.
 
     Attributes:
         trace_id: the trace's id.
         since: id of the last event that was read, or `"start"`.
-        until: id of the first event that is there.
+        until: id of the first event that is left.
     """
 
     def __init__(self, trace_id: str, since: str, until: str) -> None:
@@ -583,15 +592,15 @@ class EventsLost(BrokenStream, NotFoundError):
         self.since = since
         self.until = until
         super().__init__(
-            f"trace {trace_id}: the events after {since!r} and before {until} are gone, and there is no snapshot of "
-            f"what they came to; its stream was trimmed by hand "
+            f"trace {trace_id}: the events after {since!r} and before {until} were removed, and there is no snapshot "
+            f"of the state after them: the stream was trimmed by hand "
             f"(client.subscribe({trace_id!r}, since={until!r}) reads what is left)"
         )
 
 
 class TraceForgotten(BrokenStream, NotFoundError):
-    """A trace that was being read is gone with all its events. It had ended, and its time was over (`tracewire engine
-    --retention`), or it was dropped to make room for newer ones (`--retain-traces`, `--retain-total-bytes`).
+    """A trace was removed with all its events while a client read it. The trace had ended. Then its retention was over
+    (`tracewire engine --retention`), or newer traces took its room (`--retain-traces`, `--retain-total-bytes`).
 
     Attributes:
         trace_id: the trace's id.
@@ -602,13 +611,13 @@ class TraceForgotten(BrokenStream, NotFoundError):
         self.trace_id = trace_id
         self.since = since
         super().__init__(
-            f"trace {trace_id}: what follows {since!r} is gone with the trace, which had ended and was kept no longer: "
-            f"its time was over, or newer traces needed the room (`tracewire engine --retention` keeps them longer)"
+            f"trace {trace_id} was removed while it was read, after event {since!r}: it had ended, and its retention "
+            f"was over or newer traces needed the room (`tracewire engine --retention` keeps traces longer)"
         )
 
 
 class ValueMissing(NotFoundError):
-    """A large value that a trace refers to cannot be loaded: it has expired with its trace, or is not whole any more.
+    """A large value that a trace refers to cannot be loaded: it has expired with its trace, or parts of it are missing.
 
     Attributes:
         trace_id: the trace's id.
@@ -625,7 +634,7 @@ class ValueMissing(NotFoundError):
 
 
 class TokenizerUnavailable(NotFoundError):
-    """`model.tokenizer` cannot be had here: transformers is not installed, or the tokenizer's files are not here."""
+    """`model.tokenizer` cannot be loaded: transformers or the tokenizer's files are missing on this machine."""
 
 
 class BlockOnly(InvalidRequestError, AttributeError):
@@ -642,12 +651,12 @@ class UnknownPosition(InvalidRequestError):
 
 
 class SaveMissing(NotFoundError, KeyError):
-    """Nothing is saved under this name. The message says why, where the engine said so.
+    """The trace has no save of this name. The message has the reason if the engine gave one.
 
     Attributes:
         trace_id: the trace's id.
         name: the name that was asked for.
-        reason: why the engine could not send what was saved under it; `""` if nothing was.
+        reason: why the engine could not send the value that was saved; `""` if none was saved.
     """
 
     def __init__(self, trace_id: str, name: Any, saved: Iterable[str], reason: str, ended: bool) -> None:
@@ -675,26 +684,26 @@ class TraceClosed(ClosedError):
 
 
 class OutputsRead(InvalidRequestError, RuntimeError):
-    """`result()` has read the outputs of this handle, which nobody iterated over."""
+    """The outputs cannot be iterated over: `result()` has read them already, without an iteration beside it."""
 
 
 class NotEnded(InvalidRequestError, RuntimeError):
-    """The saves of a `with model.trace(...)` were asked for before its end was read."""
+    """The caller asked for the saves of a `with model.trace(...)` before the trace's end was read."""
 
 
 class NotLoaded(InvalidRequestError, RuntimeError):
-    """A value was to be converted that refers to a large array, which was not downloaded. `name` is the value's."""
+    """A value cannot be converted: it refers to a large array that was not downloaded. `name` is the value's name."""
 
     def __init__(self, name: str, what: str, nbytes: int) -> None:
         self.name = name
         super().__init__(
-            f"{name!r} refers to an array of {nbytes} bytes that is not here: await load() of the same object before "
-            f"its {what}()"
+            f"{name!r} refers to an array of {nbytes} bytes that was not downloaded: await load() of the same object "
+            f"before its {what}()"
         )
 
 
 class NotAnArray(InvalidRequestError, TypeError):
-    """A value cannot be one array: it is text, or a list whose items differ in shape. `name` is the value's."""
+    """A value cannot be one array: it is text, or a list whose items differ in shape. `name` is the value's name."""
 
     def __init__(self, name: str, value: Any) -> None:
         self.name = name
@@ -705,7 +714,7 @@ class NotAnArray(InvalidRequestError, TypeError):
 
 
 class LibraryMissing(NotFoundError, ImportError):
-    """A conversion needs a library that is not installed. The message names the extra that brings it."""
+    """A conversion needs a library that is not installed. The message names the extra that installs it."""
 
     def __init__(self, what: str, library: str, extra: str | None = None) -> None:
         super().__init__(f"{what} needs {library}: pip install 'tracewire[{extra or library}]'")
@@ -811,9 +820,10 @@ class InvalidDataset(InvalidRequestError):
 
 
 class TextChanged(ConflictError):
-    """A trace runs again after its engine was lost, and its text differs from what `text_stream` has yielded.
+    """A trace runs again after its engine was lost, and its text differs from the text that `text_stream` has yielded.
 
-    It does when its live parameters were changed before. Iterating over the trace yields a `Restarted` instead.
+    This happens when the live parameters were changed before the loss. Iterating over the trace yields a `Restarted`
+    instead.
 
     Attributes:
         trace_id: the trace's id.
@@ -830,4 +840,4 @@ class TextChanged(ConflictError):
 
 
 class AmbiguousResult(InvalidRequestError, LookupError):
-    """`text`, `token_ids` or `saves` was asked of a trace with several choices."""
+    """The caller asked for the `text`, `token_ids` or `saves` of a trace that has several choices."""

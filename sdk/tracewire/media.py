@@ -20,7 +20,7 @@ def packed_media(field: str, media: Any) -> bytes:
     """`multi_modal_data` of a prompt, packed for its invoke: by modality, a list of arrays.
 
     Raises:
-        TraceRejected: naming what in it cannot be sent.
+        TraceRejected: an image cannot be sent; `field` names it.
     """
     if not isinstance(media, Mapping) or not media:
         raise TraceRejected(field, f'expected a dict like {{"image": array}}, got {type_name(type(media))}')
@@ -50,7 +50,7 @@ def _image(field: str, image: Any) -> Any:
     if not is_array(image):
         raise TraceRejected(field, f"{wanted}, got {type_name(type(image))}")
     try:
-        # Copied once it is known that it can be sent.
+        # Copied only after the checks.
         array = image if type(image).__name__ == "ndarray" else array_of(image)
     except Unsavable as error:
         raise TraceRejected(field, f"{wanted}: {error}") from None

@@ -18,7 +18,7 @@ __all__ = ["HarvestOptions", "SamplingOptions", "TraceOptions", "WithOptions", "
 class SamplingOptions(TypedDict, total=False):
     """Sampling params by vLLM's names, and `lora`, of a trace or of one of its prompts.
 
-    What is left out has vLLM's default. The engine's vLLM checks the values, and may be too old for some params.
+    Without a param, vLLM's default holds. The engine's vLLM checks the values, and may be too old for some params.
     """
 
     n: int
@@ -32,11 +32,11 @@ class SamplingOptions(TypedDict, total=False):
     top_p: float
     """Samples among the likeliest tokens whose probabilities add up to this, from 0 to 1."""
     top_k: int
-    """Samples among so many of the likeliest tokens; 0 or -1: among all."""
+    """Samples among this many of the likeliest tokens; 0 or -1: among all."""
     min_p: float
     """Samples among tokens of at least this probability, relative to the likeliest token's."""
     seed: int | None
-    """Seed of the sampling; the client makes one up where there is none."""
+    """Seed of the sampling; by default the engine derives one from the trace's id, if the trace may run again."""
     presence_penalty: float
     frequency_penalty: float
     repetition_penalty: float
@@ -50,9 +50,9 @@ class SamplingOptions(TypedDict, total=False):
     bad_words: Sequence[str] | None
     allowed_token_ids: Sequence[int] | None
     logit_bias: Mapping[int, float] | None
-    """What is added to the logits of tokens, by token id."""
+    """Numbers to add to the logits of tokens, by token id."""
     logprobs: int | None
-    """Of how many likeliest tokens to report the log-probabilities, for each sampled token."""
+    """For each sampled token, report the log-probabilities of this many of the likeliest tokens."""
     prompt_logprobs: int | None
     """The same for each token of the prompt."""
     prompt_logprob_start: int | None
@@ -69,9 +69,9 @@ class SamplingOptions(TypedDict, total=False):
     routed_experts_prompt_start: int
     trace_decode_token_ids: Sequence[int] | None
     lora: str | None
-    """Name of an adapter that the engine was started with, to run with."""
+    """Name of a LoRA adapter that the engine was started with."""
     extra_sampling: Mapping[str, Any]
-    """Sampling params that a newer vLLM has and this list has not, by name. They are sent as they are."""
+    """Sampling params of a newer vLLM that this list lacks, by name. The client sends them unchecked."""
 
 
 class TraceOptions(SamplingOptions, total=False):

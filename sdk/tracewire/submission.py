@@ -43,7 +43,7 @@ __all__ = [
 PromptInput: TypeAlias = "str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any] | Prompt"
 """A prompt: text, token ids, or chat messages (dicts with `role` and `content`), or one of vLLM's dicts, with images
 under `multi_modal_data`."""
-#: Greatest priority, either way: what the queue tells from its neighbour.
+#: Greatest priority, in either direction: beyond it, the queue's scores, which are doubles, skip integers.
 _MAX_PRIORITY = 2**53
 _TRACE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
@@ -51,10 +51,10 @@ _TRACE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 class Prompt:
     """A prompt with sampling params, or a LoRA adapter, of its own: `prompts=[Prompt("a", max_tokens=3), "b"]`.
 
-    A `block` of its own runs in place of the trace's; `edits`, where given, count in place of the trace's.
+    Its `block` runs in place of the trace's block, and its `edits` replace the trace's `edits`.
 
     Raises:
-        UnknownOption: a keyword is no sampling param. Names the nearest one.
+        UnknownOption: a keyword is no sampling param. The error names the nearest one.
     """
 
     def __init__(
@@ -122,10 +122,10 @@ def make_submission(
     options: Settings,
     sampling: dict[str, Any],
 ) -> Submission:
-    """The submission of a trace by the client of this name, checked as far as one can without its engines.
+    """The submission of a trace by the client of this name, with all checks that need no engine.
 
     Raises:
-        TraceRejected: something in it cannot be submitted; `field` names the part.
+        TraceRejected: the trace cannot be submitted; `field` names the part at fault.
     """
     shared, live = options.shared, options.live
     packed = _packed_shared(shared)
@@ -256,7 +256,7 @@ def _invoke_of(field: str, prompt: Any, params: dict[str, Any]) -> InvokeMessage
 
 
 def _ids_or_text(field: str, prompt: Mapping[str, Any]) -> Any:
-    """Text or token ids of one of vLLM's prompts, or of a tokenizer's output."""
+    """The text or the token ids in a prompt dict of vLLM's, or in the output of a tokenizer."""
     if set(prompt) == {"prompt"}:
         return prompt["prompt"]
     if set(prompt) == {"prompt_token_ids"}:
@@ -374,7 +374,7 @@ def checked_interventions(interventions: Any) -> list[Declared]:
         raise TraceRejected(error.field, error.message) from None
 
 
-#: The most that the first values of what a trace shares may take, packed, in bytes: they go with each of its requests.
+#: Limit on the packed first values of a trace's shared values, in bytes: each request of the trace carries them.
 _MAX_SHARED_BYTES = 2**20
 
 

@@ -1,4 +1,4 @@
-"""The dead-letter queue: submissions that were given up, and how one is submitted again."""
+"""The dead-letter queue: lists the submissions that no engine could run, and submits one again."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ _PAGE = 100
 
 @dataclass(frozen=True)
 class DeadLetter:
-    """A submission that was given up.
+    """A submission in the dead-letter queue.
 
     Attributes:
-        id: its name among the dead letters.
-        time: when it was given up, in seconds since the epoch by Redis's clock.
+        id: the dead letter's id.
+        time: when the bus moved the submission here, in seconds since the epoch by Redis's clock.
         model: the model that it was submitted to.
         trace_id: the id of its trace, which has ended.
-        reason: why it was given up.
-        submission: what was submitted, if it can be read.
-        problem: why it cannot, otherwise.
+        reason: why the bus moved the submission here.
+        submission: the decoded submission, or None if it cannot be read.
+        problem: why it cannot be read, or None.
     """
 
     id: str
@@ -71,7 +71,7 @@ async def _resubmission_of(letter: DeadLetter, bus: Bus, client: str) -> Submiss
     """The submission by which a client submits a dead letter again. Its trace id is new, and the same at each call.
 
     Raises:
-        TraceRejected: it cannot be read.
+        TraceRejected: the submission cannot be read.
         ValueMissing: a large variable of it has expired.
     """
     if letter.submission is None:
@@ -79,7 +79,7 @@ async def _resubmission_of(letter: DeadLetter, bus: Bus, client: str) -> Submiss
     submission = msgspec.structs.replace(
         letter.submission,
         trace=uuid.uuid5(uuid.NAMESPACE_URL, f"tracewire:dead:{bus.keys.prefix}:{letter.id}:{letter.trace_id}").hex,
-        # Its first submitter is gone, and no longer renews a lease.
+        # The first submitter may have ended, and no longer renews a lease.
         detach=True,
         lease="",
         client=client,
@@ -101,7 +101,7 @@ async def _resubmission_of(letter: DeadLetter, bus: Bus, client: str) -> Submiss
 
 
 async def _loaded(trace_id: str, packed: bytes, bus: Bus) -> bytes:
-    """A packed dict of values by name, with the arrays that it refers to."""
+    """A packed dict of values by name, with each reference replaced by its array."""
 
     async def loaded(value: Any, name: str) -> Any:
         if isinstance(value, list | tuple):
@@ -121,7 +121,7 @@ async def _loaded(trace_id: str, packed: bytes, bus: Bus) -> bytes:
 class DeadLetters:
     """The dead-letter queue: submissions that no engine could read, or whose engines were lost each time.
 
-    Redis keeps about 10000. `Client.dead_letters` is one.
+    Redis keeps about the latest 10000. Available as `Client.dead_letters`.
     """
 
     def __init__(self, session: Session) -> None:
@@ -130,8 +130,8 @@ class DeadLetters:
     def list(
         self, *, model: Model | str | None = None, after: str = "", limit: int | None = None
     ) -> Listing[DeadLetter]:
-        """The dead letters, the oldest first: of `model`, if it is given; those after the dead letter of id `after`;
-        and up to `limit` of them.
+        """The dead letters, the oldest first. `model` limits the list to one model, `after` to the dead letters after
+        the one of this id, and `limit` to so many.
 
         Raises:
             TypeError: `model` is neither a model nor its name, or `after` is no text.
@@ -157,7 +157,7 @@ class DeadLetters:
             after, most = found[-1].id, most if most is None else most - len(page)
 
     async def get(self, id_: str, /) -> DeadLetter:
-        """One of them.
+        """The dead letter of this id.
 
         Raises:
             UnknownDeadLetter: there is none of this id.
@@ -173,14 +173,15 @@ class DeadLetters:
         return found
 
     async def resubmit(self, letter: DeadLetter | str, /) -> str:
-        """Submit a dead letter once more, and return the id of the trace that it is now: a new one, since the old trace
-        has ended and stays so. It is this client's and runs detached; its deadline counts anew, and its large variables
-        are sent again. The dead letter is removed; if that fails after it was queued, resubmitting it again queues
-        nothing more and returns the same id.
+        """Submit a dead letter again, as a new trace, and return the new trace's id.
+
+        The new trace belongs to this client and runs detached. Its deadline counts from now, and its large variables
+        are sent again. The dead letter is removed. If the removal fails after the trace was queued, another call
+        queues nothing more and returns the same id.
 
         Raises:
             UnknownDeadLetter: there is no such dead letter.
-            TraceRejected: what was submitted cannot be read.
+            TraceRejected: the submission cannot be read.
             ValueMissing: a large variable of it has expired.
             UnknownModel: no live engine serves the model.
             Overloaded: too many submissions wait for the model.
@@ -199,7 +200,7 @@ class DeadLetters:
         return submission.trace
 
     async def drop(self, letter: DeadLetter | str, /) -> bool:
-        """Remove a dead letter. Returns whether it was there.
+        """Remove a dead letter. Returns whether it existed.
 
         Raises:
             BusUnavailable: Redis does not answer.

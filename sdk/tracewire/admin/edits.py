@@ -5,9 +5,8 @@
     ...
     await edits.remove("calm")
 
-They are installed by name on all engines of the model, live ones and those that start later. What one saves on a trace
-is among the trace's saves, as `"calm/norms"`; what it saves on requests of plain clients comes from
-`watch`.
+An edit is installed by name on all engines of the model: on the live ones, and on those that start later. Its saves on
+a trace are among the trace's saves, as `"calm/norms"`. Its saves on requests of plain HTTP clients come from `watch`.
 """
 
 from __future__ import annotations
@@ -65,21 +64,23 @@ _POLL_S = 0.05
 
 
 class Edit(msgspec.Struct, frozen=True):
-    """A standing intervention as it is installed.
+    """An installed standing intervention.
 
     Attributes:
-        name: its name.
-        version: which change of the model's edits installed it; a later one has a greater version.
-        time: when that was, in seconds since the epoch by Redis's clock.
-        scope: on which requests it runs: `"all"`; `"default"`, those that do not say which edits they ask for, and
-            those that ask for it; `"asked"`, those that ask for it alone.
-        on_error, max_failures: what becomes of a request on which it raises, and of it.
-        by: the client that installed it.
-        block: name of its block, or None; `filename` and `line` say where that stands.
+        name: the edit's name.
+        version: number of the change that installed it. Each change of the model's edits has a greater number.
+        time: when it was installed, in seconds since the epoch by Redis's clock.
+        scope: the requests that it runs on. `"all"`: all. `"asked"`: those that ask for it by name. `"default"`: these,
+            and those that name no edits at all.
+        on_error: what happens to a request on which it raises: `"continue"` or `"fail"`.
+        max_failures: after how many failures in a row an engine disables it; 0 for never.
+        by: name of the client that installed it.
+        block: name of its block, or None.
+        filename, line: where the block's source begins, or None.
         interventions: its declared interventions.
-        disabled: why it runs on no request any more; `""` if it does.
-        engines: the live engines that run it.
-        problems: why others do not, by engine.
+        disabled: why it was disabled; `""` if it was not.
+        engines: names of the live engines that run it.
+        problems: why the other live engines do not run it, by engine.
     """
 
     name: str
@@ -99,7 +100,7 @@ class Edit(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, one: Installed, engines: Sequence[EngineInfo]) -> Edit:
-        """An installed edit, and what the live engines say of it."""
+        """An installed edit, with the live engines that run it and the problems of the others."""
         behind = "it has not followed the last change yet"
         problems = {
             engine.engine: engine.edit_errors.get(one.name) or behind
@@ -128,20 +129,23 @@ class Edit(msgspec.Struct, frozen=True):
 
 
 class EditOutput(msgspec.Struct, frozen=True):
-    """What an edit left of one choice of one request, when that has ended.
+    """An edit's saves, and its error, on one choice of one request that has ended.
 
     Attributes:
-        id: its place in the stream, for `watch(since=...)`.
-        edit, version: which edit it was.
-        request: the request's id, as its client knows it; `engine` ran it.
-        trace_id: the trace's id, if it was one: then this tells of an `error` only, and the saves stand on the trace.
-        invoke, choice: which of its prompts and sampled sequences.
-        time: when it ended, in seconds since the epoch.
-        tokens: how many tokens were sampled; `finish_reason` is vLLM's word for why no more.
-        saves: what the edit saved, by name.
-        save_errors: saves that could not travel, with the reason.
-        error: what the edit raised, if it did.
-        dropped: why `saves` is left out: it was too large. `""` if it is not.
+        id: the item's position, for `watch(since=...)`.
+        edit, version: name and version of the edit.
+        engine: name of the engine that ran the request.
+        request: the request's id, as its client knows it.
+        trace_id: the trace's id if the request belongs to a trace, else `""`. The item of a trace has only the `error`;
+            the saves are the trace's.
+        invoke, choice: indices of the prompt and of the sampled sequence, both from 0.
+        time: when the request ended, in seconds since the epoch.
+        tokens: how many tokens were sampled.
+        finish_reason: why the choice ended, in vLLM's word.
+        saves: the edit's saves, by name.
+        save_errors: saves that could not travel, by name, with the reason.
+        error: the error that the edit raised, or None.
+        dropped: why `saves` is empty although the edit saved something: it was too large. `""` otherwise.
     """
 
     id: str
@@ -165,8 +169,8 @@ class EditOutput(msgspec.Struct, frozen=True):
         """A record of the bus, folded and compared with its manifest.
 
         Raises:
-            MalformedEvent: it cannot be read.
-            StateMismatch: it differs from what the engine collected.
+            MalformedEvent: the record cannot be read.
+            StateMismatch: the folded saves differ from the engine's digests.
         """
         saves: dict[str, Any] = {}
         try:
@@ -188,7 +192,7 @@ class EditOutput(msgspec.Struct, frozen=True):
 
 
 class Edits:
-    """A model's edits, by `Client.edits`. It holds nothing: each call asks the bus."""
+    """A model's edits, as `Client.edits` returns them. It caches nothing: each call asks Redis."""
 
     def __init__(self, session: Session, model: str) -> None:
         self._session = session
@@ -209,30 +213,29 @@ class Edits:
         replacing: int | None = None,
         timeout: Duration | None = 10.0,
     ) -> Edit:
-        """Install an edit, in place of one of its name: a block, declared interventions, or both. Requests that an
-        engine takes from then on run it; those that run already keep what they began with.
+        """Install an edit: a block, declared interventions, or both. It replaces an installed edit of the same name.
 
-        Several edits apply in the order in which their names were first installed, each declared part before blocks,
-        and all before the trace's own. `scope` says on which requests it runs: `"all"`; `"default"`, those that do not
-        say which edits they ask for, and those that ask for it; or `"asked"`, those that ask for it alone
-        (`client.trace(..., edits=["name"])`).
+        Requests that an engine takes from then on run the edit; running requests keep the edits that they began with.
+        Several edits apply in the order in which their names were first installed: the declared interventions of all of
+        them, then their blocks, then the trace's own. `scope` says which requests run it. `"all"`: all. `"asked"`:
+        those that ask for it by name (`client.trace(..., edits=["name"])`). `"default"`: these, and those that name no
+        edits at all.
 
-        A request goes on without an edit that raised on it. One that raised on `max_failures` requests of an engine in
-        a row (0: any number) is disabled. With `on_error="fail"` the request fails, and with the last of such a row the
-        edit is disabled nevertheless. What it raised is told by `watch`, and on a trace among
-        its `save_errors`.
+        When the edit raises on a request, the request goes on without the edit, or fails with `on_error="fail"`. After
+        `max_failures` requests of an engine in a row on which the edit raised (0: no limit), the edit is disabled.
+        `watch` yields the errors; on a trace they are also among the trace's `save_errors`.
 
-        `replacing` is the version to replace, 0 for none: should another be installed, this raises `EditConflict`. It
-        returns when all live engines run it, and waits up to `timeout` seconds for them, with `None` for as long as it
-        takes; with 0 it does not wait, and then no engine need be live.
+        `replacing` is the version that must be installed, 0 for none; with another one installed, the call raises
+        `EditConflict`. The call returns when all live engines run the edit, and waits up to `timeout` seconds for them;
+        with `None` it waits without limit. With 0 it does not wait, and needs no live engine.
 
         Raises:
-            EditRejected: it cannot be installed; `field` says why. If an engine says so, what stood there before is put
-                back.
+            EditRejected: the edit cannot be installed; `field` names the part at fault. If an engine refused the edit,
+                the edit that was installed before is installed again.
             UnknownModulePath: the block names a module that the model does not have.
             UnknownModel: no live engine serves the model.
-            EditPending: it is installed, but some engines have not said yet that they run it.
-            BusUnavailable: Redis does not answer; it may have been installed.
+            EditPending: the edit is installed, but some engines have not confirmed yet that they run it.
+            BusUnavailable: Redis does not answer; the edit may have been installed.
             ValueError: `timeout` is negative.
         """
         edit = self._checked_message(name, block, interventions, scope, on_error, max_failures)
@@ -258,7 +261,7 @@ class Edits:
         return await self.get(name)
 
     async def _restore(self, name: str, version: int, before: Installed | None) -> None:
-        """Install what stood there before an engine refused a version, unless another client has changed it since."""
+        """Install the earlier edit again after an engine refused `version`, unless another client has replaced that."""
         edits = self._session.open_bus().edits
         try:
             if before is None or before.edit is None:
@@ -271,7 +274,7 @@ class Edits:
             return
 
     def list(self) -> Listing[Edit]:
-        """All that are installed, in the order in which they apply."""
+        """The installed edits, in the order in which they apply."""
 
         async def pages() -> AsyncIterator[Sequence[Edit]]:
             bus = self._session.open_bus()
@@ -283,7 +286,7 @@ class Edits:
         return Listing(pages)
 
     async def get(self, name: str) -> Edit:
-        """One of them.
+        """The installed edit of this name.
 
         Raises:
             UnknownEdit: none of this name is installed.
@@ -295,14 +298,14 @@ class Edits:
         raise UnknownEdit(name, f"there is no edit {name!r} on {self.model!r}")
 
     async def remove(self, name: str, *, version: int | None = None, timeout: Duration | None = 10.0) -> None:
-        """Remove an edit, of this version if one is given. Requests that engines take from then on run without it.
+        """Remove an edit, or only this `version` of it. Requests that engines take from then on run without it.
 
-        Returns when all live engines know, as `install` does.
+        The call returns when all live engines have confirmed the removal. `timeout` is as for `install`.
 
         Raises:
-            UnknownEdit: none such is installed.
-            EditPending: it is removed, but some engines have not said yet that they know.
-            BusUnavailable: Redis does not answer; it may have been removed.
+            UnknownEdit: no edit of this name, or of this version, is installed.
+            EditPending: the edit is removed, but some engines have not confirmed yet.
+            BusUnavailable: Redis does not answer; the edit may have been removed.
             ValueError: `timeout` is negative.
         """
         limit = check_limit("timeout", timeout)
@@ -315,7 +318,7 @@ class Edits:
             await self._wait_for_engines(name, generation, limit)
 
     async def clear(self, *, timeout: Duration | None = 10.0) -> None:
-        """Remove all edits of the model."""
+        """Remove all edits of the model, each as `remove` does."""
         for edit in await self.list():
             try:
                 await self.remove(edit.name, version=edit.version, timeout=timeout)
@@ -323,11 +326,11 @@ class Edits:
                 continue
 
     def watch(self, name: str, *, since: str = "now") -> EditWatch:
-        """What an edit leaves on requests that are no traces, and what it raised on any: an async iterator of
-        `EditOutput` items, without an end. An item comes when its request has ended.
+        """An endless async iterator of `EditOutput` items: the edit's saves on requests that are no traces, and its
+        errors on all requests. An item comes when its request has ended.
 
-        `since` is `"now"`, `"start"` (what is kept: 64 MiB of each edit's, for a day), or an item's id. It reads what
-        was left under this name by whatever version, and has a connection of its own.
+        `since` is `"now"`, `"start"`, or an item's id. From `"start"` it reads what Redis keeps: 64 MiB of each edit,
+        for a day. It reads the items of all versions of the edit, over a connection of its own.
 
         Raises:
             ValueError: `since` is none of these, or no edit can have this name.
@@ -417,12 +420,12 @@ class Edits:
             raise InvalidEdit(edit.name, error.field, message) from None
 
     async def _wait_for_engines(self, name: str, generation: int, timeout: float) -> Sequence[EngineInfo]:
-        """Wait up to `timeout` seconds until all live engines of the model follow this change, and return them.
+        """Wait up to `timeout` seconds until all live engines of the model have confirmed this change, and return them.
 
         With 0 the client does not wait, and returns none.
 
         Raises:
-            EditPending: some engines do not follow it yet.
+            EditPending: some engines have not confirmed it.
         """
         if not timeout:
             return ()
@@ -439,10 +442,10 @@ class Edits:
 
 
 class EditWatch(Watcher[tuple[str, EditRecord]]):
-    """An async iterator of `EditOutput` items, and an async context manager. It has no end.
+    """An endless async iterator of `EditOutput` items, and an async context manager.
 
-    Reading begins with `start()`, with entering, or with the first item; `since="now"` means that moment. It owns no
-    task: what is not asked for is not read. While Redis is away it waits.
+    Reading begins with `start()`, with entering, or with the first item; `since="now"` means that moment. The watch
+    owns no task and reads an item only when the caller asks for it. While Redis does not answer, it waits.
     """
 
     def __init__(self, bus: Bus, records: EditRecords) -> None:
@@ -450,12 +453,12 @@ class EditWatch(Watcher[tuple[str, EditRecord]]):
         self._bus = bus
 
     async def __anext__(self) -> EditOutput:
-        """The next item, when there is one.
+        """Wait for the next item.
 
         Raises:
-            StopAsyncIteration: it was closed.
-            MalformedEvent: an item cannot be read; the next one may be.
-            StateMismatch: an item differs from what the engine collected.
+            StopAsyncIteration: the watch was closed.
+            MalformedEvent: an item cannot be read. The next call goes on after it.
+            StateMismatch: an item's saves differ from the engine's digests. The next call goes on after it.
             BusRefused: Redis refuses.
             ClientClosed: the client was closed.
         """

@@ -1,4 +1,4 @@
-"""Live engines, as they register themselves, and engines that are asked to drain."""
+"""The running engines, as they register themselves, and the request that an engine drain."""
 
 from __future__ import annotations
 
@@ -31,17 +31,19 @@ class Engine:
     """A live engine.
 
     Attributes:
-        name: its name, which no engine before it had.
+        name: the engine's name, which no earlier engine had.
         model: the name of the model that it serves.
-        state: `serving`; `holding` (until Redis has taken what waits for it), `draining` (it takes nothing new, and
-            leaves), or `lost` (its vLLM has died). Newer versions may say more.
-        running: how many traces it runs. `capacity`: how many it takes.
-        host: the name of its machine, or pod. `""` if its version does not say.
-        revision, dtype, max_model_len: of its model.
-        schema: the schema that it writes; `versions`: of tracewire, vllm, nnsight and torch.
+        state: `serving`; `holding` (its traces wait until Redis has taken their events); `draining` (it takes no new
+            traces, and then leaves); or `lost` (its vLLM has died). Newer versions may have other states.
+        running: how many traces it runs.
+        capacity: how many traces it runs at most.
+        host: the name of its machine or pod; `""` for an old engine.
+        revision, dtype, max_model_len: its model's revision, dtype and context length in tokens.
+        schema: the version of the schema that it writes.
+        versions: its versions of tracewire, vllm, nnsight and torch.
         started_at: when it started, in seconds since the epoch by its own clock.
-        malformed: how many malformed items it has found in Redis and passed over. It should be 0: somebody else than
-            Tracewire writes there.
+        malformed: how many malformed items it has found in Redis and skipped. More than 0 means that another program
+            writes to Tracewire's keys.
     """
 
     name: str
@@ -60,7 +62,7 @@ class Engine:
 
     @classmethod
     def of(cls, info: EngineInfo) -> Engine:
-        """What an engine registered."""
+        """The engine that this record of the registry describes."""
         versions = info.versions
         return cls(
             name=info.engine,
@@ -80,22 +82,22 @@ class Engine:
 
     @property
     def ready(self) -> bool:
-        """Whether it takes traces, now or as soon as Redis has taken what waits."""
+        """Whether the engine takes traces, now or as soon as Redis has taken the events that wait."""
         return self.state in ("serving", "holding")
 
     @property
     def can_drain(self) -> bool:
-        """Whether its version can be asked to drain."""
+        """Whether the engine's version supports draining."""
         major, _, minor = self.schema.partition(".")
         return not (major.isdecimal() and minor.isdecimal()) or (int(major), int(minor)) >= (1, 1)
 
 
 class Draining:
-    """An engine that was asked to drain.
+    """The answer of `Engines.drain`: an engine that drains, and what depends on it.
 
     Attributes:
-        engine: as it was before.
-        others: names of the other engines that serve its model. Where there is none, what waits goes on to wait.
+        engine: the engine, as it was before the request.
+        others: names of the other engines that serve its model. Without any, the waiting submissions go on waiting.
         waiting: how many submissions waited for the model.
     """
 
@@ -106,10 +108,10 @@ class Draining:
         self._bus = bus
 
     async def wait(self, *, timeout: Duration | None = None) -> None:
-        """Wait until it has left the registry, for up to `timeout` seconds; with `None` for as long as it takes.
+        """Wait for up to `timeout` seconds until the engine has left the registry; with `None` without limit.
 
         Raises:
-            TimeoutError: it has not left by then.
+            TimeoutError: the engine has not left by then.
             BusUnavailable: Redis does not answer.
             ClientClosed: the client was closed.
             ValueError: `timeout` is negative.
@@ -124,13 +126,13 @@ class Draining:
 
 
 class Engines:
-    """The engines that live now. `Client.engines` is one."""
+    """The running engines. Available as `Client.engines`."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
 
     def list(self, *, model: Model | str | None = None) -> Listing[Engine]:
-        """All of them (of one model, if one is named), by model, then by when they started.
+        """The running engines, or those of one `model`, by model and then by the time of their start.
 
         Raises:
             TypeError: `model` is neither a model nor its name.
@@ -143,23 +145,24 @@ class Engines:
         return Listing(pages)
 
     async def get(self, name: str) -> Engine:
-        """One of them.
+        """The running engine of this name.
 
         Raises:
-            UnknownEngine: no such engine lives. Names those that do.
+            UnknownEngine: no running engine has this name. The error names those that run.
         """
         return _found(check_text("name", name), await self.list())
 
     async def drain(self, engine: Engine | str, *, timeout: Duration | None = None, by: str | None = None) -> Draining:
-        """Have an engine take nothing new, finish what it runs, and leave; its supervisor does not start it again.
+        """Drain an engine: it takes no new traces, finishes its own, and leaves. Its supervisor does not restart it.
 
-        The request is made on return. The registry says `draining` as soon as the engine takes nothing new, and
-        `Draining.wait` returns when the engine has left. After `timeout` seconds the engine puts the traces that still
-        run back, ahead of later submissions, and they run anew on another engine. Without a `timeout` it runs all of
-        its traces to their end, paused ones included. The call can be repeated; the earliest timeout counts.
+        The call returns once Redis has the request. The engine's state becomes `draining` as soon as the engine takes
+        no new traces, and `Draining.wait` returns when the engine has left. After `timeout` seconds the engine returns
+        the traces that still run to the queue, ahead of later submissions, and another engine runs them again. Without
+        a `timeout` it runs all of its traces to their end, paused ones included. The call can be repeated; the earliest
+        timeout counts. `by` names the author, by default this client.
 
         Raises:
-            UnknownEngine: no such engine lives. Names those that do.
+            UnknownEngine: no running engine has this name. The error names those that run.
             EngineTooOld: its version cannot be asked to drain. SIGTERM drains it.
             BusUnavailable: Redis does not answer; the request may have been made.
             ValueError: `timeout` is negative.

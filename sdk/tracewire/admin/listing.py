@@ -1,4 +1,4 @@
-"""`Listing`: what a resource of the client lists, as an async iterator that reads page after page, or as one list."""
+"""`Listing`: the items of a resource, as an async iterator that reads page after page, or as one list."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ T = TypeVar("T")
 
 
 class Listing(Generic[T]):
-    """The items of a resource. Nothing is read before it is iterated over or awaited.
+    """The items of a resource. It reads nothing before the caller iterates over it or awaits it.
 
         async for letter in client.dead_letters.list(): ...  # reads a page at a time
 
         letters = await client.dead_letters.list(limit=20)  # a list
 
-    It can be iterated over and awaited any number of times, and reads anew each time. Each raises `BusUnavailable`,
-    `BusRefused` and `ClientClosed` as a method of the client does.
+    Each iteration and each `await` reads anew, and raises `BusUnavailable`, `BusRefused` and `ClientClosed` as a method
+    of the client does.
     """
 
     def __init__(self, pages: Callable[[], AsyncIterator[Sequence[T]]]) -> None:

@@ -18,13 +18,13 @@ __all__ = ["Models"]
 
 
 class Models:
-    """The models that live engines serve now. `Client.models` is one."""
+    """The models that running engines serve. Available as `Client.models`."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
 
     def list(self) -> Listing[ModelInfo]:
-        """All of them, by name."""
+        """The served models."""
 
         async def pages() -> AsyncIterator[Sequence[ModelInfo]]:
             yield await self._session.models.infos()
@@ -34,11 +34,11 @@ class Models:
     async def get(self, name: str, *, timeout: Duration | None = 0.0) -> Model:
         """A model's handle, with its module tree.
 
-        `timeout` is how long to wait for an engine that serves it: by default not at all; with `None` for as long as
-        it takes.
+        The call waits for up to `timeout` seconds for an engine that serves the model: by default not at all, with
+        `None` without limit.
 
         Raises:
-            UnknownModel: no live engine serves a model of this name. Names those that are served.
+            UnknownModel: no live engine serves a model of this name. The error names the models that are served.
             ValueError: `timeout` is negative.
         """
         check_text("name", name)

@@ -21,10 +21,10 @@ __all__ = ["Watch", "WatchGroups"]
 
 
 class Watch(Watcher[Lifecycle]):
-    """An async iterator of `Lifecycle` events, and an async context manager. It has no end.
+    """An endless async iterator of `Lifecycle` events, and an async context manager.
 
     A trace's events come in their order. Reading begins with `start()`, with entering, or with the first event;
-    `since="now"` means that moment. It owns no task: what is not asked for is not read.
+    `since="now"` means that moment. The watch owns no task and reads an event only when the caller asks for it.
     """
 
     def __init__(self, watch: BusWatch | GroupWatch, model: str | None) -> None:
@@ -33,17 +33,17 @@ class Watch(Watcher[Lifecycle]):
 
     @property
     def position(self) -> str:
-        """Where it is, as a text for `client.watch(since=...)`: nothing is left out or repeated from there on.
+        """The watch's position, for `client.watch(since=...)`: a watch from there neither skips nor repeats an event.
 
-        `""` before it has started, and for a watch of a group, which remembers that by itself.
+        `""` before the watch has started, and for a watch of a group, whose position Redis keeps.
         """
         return self._source.position if isinstance(self._source, BusWatch) else ""
 
     async def __anext__(self) -> Lifecycle:
-        """The next event, when there is one.
+        """Wait for the next event.
 
         Raises:
-            StopAsyncIteration: it was closed.
+            StopAsyncIteration: the watch was closed.
             BusRefused: Redis refuses.
             UnknownWatchGroup: the group was removed.
             ClientClosed: the client was closed.
@@ -55,13 +55,13 @@ class Watch(Watcher[Lifecycle]):
 
 
 class WatchGroups:
-    """The groups of watches that share events (`client.watch(group=...)`). `Client.watch_groups` is one."""
+    """The groups of watches that share events (`client.watch(group=...)`). Available as `Client.watch_groups`."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
 
     def list(self) -> Listing[str]:
-        """Their names."""
+        """The groups' names."""
 
         async def pages() -> AsyncIterator[Sequence[str]]:
             with bus_errors():
@@ -71,7 +71,7 @@ class WatchGroups:
         return Listing(pages)
 
     async def remove(self, group: str) -> bool:
-        """Remove a group, with the events that it had not acknowledged. Returns whether it existed."""
+        """Remove a group and its record of unacknowledged events. Returns whether the group existed."""
         with bus_errors():
             return await self._session.open_bus().watch_groups.remove(check_text("group", group))
 

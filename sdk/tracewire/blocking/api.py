@@ -59,14 +59,14 @@ __all__ = [
 
 
 class Listing(Bridge[AsyncListing[T]]):
-    """The items of a resource. Nothing is read before it is iterated over or awaited.
+    """The items of a resource. It reads nothing before the caller iterates over it or it.
 
         for letter in client.dead_letters.list(): ...  # reads a page at a time
 
         letters = client.dead_letters.list(limit=20)  # a list
 
-    It can be iterated over and awaited any number of times, and reads anew each time. Each raises `BusUnavailable`,
-    `BusRefused` and `ClientClosed` as a method of the client does.
+    Each iteration and each `await` reads anew, and raises `BusUnavailable`, `BusRefused` and `ClientClosed` as a method
+    of the client does.
     """
 
     def __iter__(self) -> Iterator[T]:
@@ -365,10 +365,10 @@ class Subscription(Bridge[AsyncSubscription]):
 
 
 class Watch(Bridge[AsyncWatch]):
-    """An iterator of `Lifecycle` events, and a context manager. It has no end.
+    """An endless async iterator of `Lifecycle` events, and a context manager.
 
     A trace's events come in their order. Reading begins with `start()`, with entering, or with the first event;
-    `since="now"` means that moment. It owns no task: what is not asked for is not read.
+    `since="now"` means that moment. The watch owns no task and reads an event only when the caller asks for it.
     """
 
     def __iter__(self) -> Self:
@@ -403,19 +403,19 @@ class Watch(Bridge[AsyncWatch]):
 
     @property
     def position(self) -> str:
-        """Where it is, as a text for `client.watch(since=...)`: nothing is left out or repeated from there on.
+        """The watch's position, for `client.watch(since=...)`: a watch from there neither skips nor repeats an event.
 
-        `""` before it has started, and for a watch of a group, which remembers that by itself.
+        `""` before the watch has started, and for a watch of a group, whose position Redis keeps.
         """
         found: str = self._async.position
         return found
 
 
 class EditWatch(Bridge[AsyncEditWatch]):
-    """An iterator of `EditOutput` items, and a context manager. It has no end.
+    """An endless async iterator of `EditOutput` items, and a context manager.
 
-    Reading begins with `start()`, with entering, or with the first item; `since="now"` means that moment. It owns no
-    task: what is not asked for is not read. While Redis is away it waits.
+    Reading begins with `start()`, with entering, or with the first item; `since="now"` means that moment. The watch
+    owns no task and reads an item only when the caller asks for it. While Redis does not answer, it waits.
     """
 
     def __iter__(self) -> Self:
@@ -450,20 +450,20 @@ class EditWatch(Bridge[AsyncEditWatch]):
 
 
 class WatchGroups(Bridge[AsyncWatchGroups]):
-    """The groups of watches that share events (`client.watch(group=...)`). `Client.watch_groups` is one."""
+    """The groups of watches that share events (`client.watch(group=...)`). Available as `Client.watch_groups`."""
 
     def list(self) -> Listing[str]:
-        """Their names."""
+        """The groups' names."""
         made: Listing[str] = Listing._of(self, self._portal.run(self._async.list))
         return made
 
     def remove(self, group: str) -> bool:
-        """Remove a group, with the events that it had not acknowledged. Returns whether it existed."""
+        """Remove a group and its record of unacknowledged events. Returns whether the group existed."""
         return self._portal.call(partial(self._async.remove, group))
 
 
 class Edits(Bridge[AsyncEdits]):
-    """A model's edits, by `Client.edits`. It holds nothing: each call asks the bus."""
+    """A model's edits, as `Client.edits` returns them. It caches nothing: each call asks Redis."""
 
     def install(
         self,
@@ -477,30 +477,29 @@ class Edits(Bridge[AsyncEdits]):
         replacing: int | None = None,
         timeout: Duration | None = 10.0,
     ) -> Edit:
-        """Install an edit, in place of one of its name: a block, declared interventions, or both. Requests that an
-        engine takes from then on run it; those that run already keep what they began with.
+        """Install an edit: a block, declared interventions, or both. It replaces an installed edit of the same name.
 
-        Several edits apply in the order in which their names were first installed, each declared part before blocks,
-        and all before the trace's own. `scope` says on which requests it runs: `"all"`; `"default"`, those that do not
-        say which edits they ask for, and those that ask for it; or `"asked"`, those that ask for it alone
-        (`client.trace(..., edits=["name"])`).
+        Requests that an engine takes from then on run the edit; running requests keep the edits that they began with.
+        Several edits apply in the order in which their names were first installed: the declared interventions of all of
+        them, then their blocks, then the trace's own. `scope` says which requests run it. `"all"`: all. `"asked"`:
+        those that ask for it by name (`client.trace(..., edits=["name"])`). `"default"`: these, and those that name no
+        edits at all.
 
-        A request goes on without an edit that raised on it. One that raised on `max_failures` requests of an engine in
-        a row (0: any number) is disabled. With `on_error="fail"` the request fails, and with the last of such a row the
-        edit is disabled nevertheless. What it raised is told by `watch`, and on a trace among
-        its `save_errors`.
+        When the edit raises on a request, the request goes on without the edit, or fails with `on_error="fail"`. After
+        `max_failures` requests of an engine in a row on which the edit raised (0: no limit), the edit is disabled.
+        `watch` yields the errors; on a trace they are also among the trace's `save_errors`.
 
-        `replacing` is the version to replace, 0 for none: should another be installed, this raises `EditConflict`. It
-        returns when all live engines run it, and waits up to `timeout` seconds for them, with `None` for as long as it
-        takes; with 0 it does not wait, and then no engine need be live.
+        `replacing` is the version that must be installed, 0 for none; with another one installed, the call raises
+        `EditConflict`. The call returns when all live engines run the edit, and waits up to `timeout` seconds for them;
+        with `None` it waits without limit. With 0 it does not wait, and needs no live engine.
 
         Raises:
-            EditRejected: it cannot be installed; `field` says why. If an engine says so, what stood there before is put
-                back.
+            EditRejected: the edit cannot be installed; `field` names the part at fault. If an engine refused the edit,
+                the edit that was installed before is installed again.
             UnknownModulePath: the block names a module that the model does not have.
             UnknownModel: no live engine serves the model.
-            EditPending: it is installed, but some engines have not said yet that they run it.
-            BusUnavailable: Redis does not answer; it may have been installed.
+            EditPending: the edit is installed, but some engines have not confirmed yet that they run it.
+            BusUnavailable: Redis does not answer; the edit may have been installed.
             ValueError: `timeout` is negative.
         """
         return self._portal.call(
@@ -518,12 +517,12 @@ class Edits(Bridge[AsyncEdits]):
         )
 
     def list(self) -> Listing[Edit]:
-        """All that are installed, in the order in which they apply."""
+        """The installed edits, in the order in which they apply."""
         made: Listing[Edit] = Listing._of(self, self._portal.run(self._async.list))
         return made
 
     def get(self, name: str) -> Edit:
-        """One of them.
+        """The installed edit of this name.
 
         Raises:
             UnknownEdit: none of this name is installed.
@@ -532,28 +531,28 @@ class Edits(Bridge[AsyncEdits]):
         return self._portal.call(partial(self._async.get, name))
 
     def remove(self, name: str, *, version: int | None = None, timeout: Duration | None = 10.0) -> None:
-        """Remove an edit, of this version if one is given. Requests that engines take from then on run without it.
+        """Remove an edit, or only this `version` of it. Requests that engines take from then on run without it.
 
-        Returns when all live engines know, as `install` does.
+        The call returns when all live engines have confirmed the removal. `timeout` is as for `install`.
 
         Raises:
-            UnknownEdit: none such is installed.
-            EditPending: it is removed, but some engines have not said yet that they know.
-            BusUnavailable: Redis does not answer; it may have been removed.
+            UnknownEdit: no edit of this name, or of this version, is installed.
+            EditPending: the edit is removed, but some engines have not confirmed yet.
+            BusUnavailable: Redis does not answer; the edit may have been removed.
             ValueError: `timeout` is negative.
         """
         self._portal.call(partial(self._async.remove, name, version=version, timeout=timeout))
 
     def clear(self, *, timeout: Duration | None = 10.0) -> None:
-        """Remove all edits of the model."""
+        """Remove all edits of the model, each as `remove` does."""
         self._portal.call(partial(self._async.clear, timeout=timeout))
 
     def watch(self, name: str, *, since: str = "now") -> EditWatch:
-        """What an edit leaves on requests that are no traces, and what it raised on any: an iterator of
-        `EditOutput` items, without an end. An item comes when its request has ended.
+        """An endless async iterator of `EditOutput` items: the edit's saves on requests that are no traces, and its
+        errors on all requests. An item comes when its request has ended.
 
-        `since` is `"now"`, `"start"` (what is kept: 64 MiB of each edit's, for a day), or an item's id. It reads what
-        was left under this name by whatever version, and has a connection of its own.
+        `since` is `"now"`, `"start"`, or an item's id. From `"start"` it reads what Redis keeps: 64 MiB of each edit,
+        for a day. It reads the items of all versions of the edit, over a connection of its own.
 
         Raises:
             ValueError: `since` is none of these, or no edit can have this name.
@@ -563,19 +562,19 @@ class Edits(Bridge[AsyncEdits]):
 
 
 class Draining(Bridge[AsyncDraining]):
-    """An engine that was asked to drain.
+    """The answer of `Engines.drain`: an engine that drains, and what depends on it.
 
     Attributes:
-        engine: as it was before.
-        others: names of the other engines that serve its model. Where there is none, what waits goes on to wait.
+        engine: the engine, as it was before the request.
+        others: names of the other engines that serve its model. Without any, the waiting submissions go on waiting.
         waiting: how many submissions waited for the model.
     """
 
     def wait(self, *, timeout: Duration | None = None) -> None:
-        """Wait until it has left the registry, for up to `timeout` seconds; with `None` for as long as it takes.
+        """Wait for up to `timeout` seconds until the engine has left the registry; with `None` without limit.
 
         Raises:
-            TimeoutError: it has not left by then.
+            TimeoutError: the engine has not left by then.
             BusUnavailable: Redis does not answer.
             ClientClosed: the client was closed.
             ValueError: `timeout` is negative.
@@ -584,10 +583,10 @@ class Draining(Bridge[AsyncDraining]):
 
 
 class Engines(Bridge[AsyncEngines]):
-    """The engines that live now. `Client.engines` is one."""
+    """The running engines. Available as `Client.engines`."""
 
     def list(self, *, model: Model | str | None = None) -> Listing[Engine]:
-        """All of them (of one model, if one is named), by model, then by when they started.
+        """The running engines, or those of one `model`, by model and then by the time of their start.
 
         Raises:
             TypeError: `model` is neither a model nor its name.
@@ -596,23 +595,24 @@ class Engines(Bridge[AsyncEngines]):
         return made
 
     def get(self, name: str) -> Engine:
-        """One of them.
+        """The running engine of this name.
 
         Raises:
-            UnknownEngine: no such engine lives. Names those that do.
+            UnknownEngine: no running engine has this name. The error names those that run.
         """
         return self._portal.call(partial(self._async.get, name))
 
     def drain(self, engine: Engine | str, *, timeout: Duration | None = None, by: str | None = None) -> Draining:
-        """Have an engine take nothing new, finish what it runs, and leave; its supervisor does not start it again.
+        """Drain an engine: it takes no new traces, finishes its own, and leaves. Its supervisor does not restart it.
 
-        The request is made on return. The registry says `draining` as soon as the engine takes nothing new, and
-        `Draining.wait` returns when the engine has left. After `timeout` seconds the engine puts the traces that still
-        run back, ahead of later submissions, and they run anew on another engine. Without a `timeout` it runs all of
-        its traces to their end, paused ones included. The call can be repeated; the earliest timeout counts.
+        The call returns once Redis has the request. The engine's state becomes `draining` as soon as the engine takes
+        no new traces, and `Draining.wait` returns when the engine has left. After `timeout` seconds the engine returns
+        the traces that still run to the queue, ahead of later submissions, and another engine runs them again. Without
+        a `timeout` it runs all of its traces to their end, paused ones included. The call can be repeated; the earliest
+        timeout counts. `by` names the author, by default this client.
 
         Raises:
-            UnknownEngine: no such engine lives. Names those that do.
+            UnknownEngine: no running engine has this name. The error names those that run.
             EngineTooOld: its version cannot be asked to drain. SIGTERM drains it.
             BusUnavailable: Redis does not answer; the request may have been made.
             ValueError: `timeout` is negative.
@@ -624,21 +624,21 @@ class Engines(Bridge[AsyncEngines]):
 
 
 class Models(Bridge[AsyncModels]):
-    """The models that live engines serve now. `Client.models` is one."""
+    """The models that running engines serve. Available as `Client.models`."""
 
     def list(self) -> Listing[ModelInfo]:
-        """All of them, by name."""
+        """The served models."""
         made: Listing[ModelInfo] = Listing._of(self, self._portal.run(self._async.list))
         return made
 
     def get(self, name: str, *, timeout: Duration | None = 0.0) -> Model:
         """A model's handle, with its module tree.
 
-        `timeout` is how long to wait for an engine that serves it: by default not at all; with `None` for as long as
-        it takes.
+        The call waits for up to `timeout` seconds for an engine that serves the model: by default not at all, with
+        `None` without limit.
 
         Raises:
-            UnknownModel: no live engine serves a model of this name. Names those that are served.
+            UnknownModel: no live engine serves a model of this name. The error names the models that are served.
             ValueError: `timeout` is negative.
         """
         made: Model = Model._of(self, self._portal.call(partial(self._async.get, name, timeout=timeout)))
@@ -648,14 +648,14 @@ class Models(Bridge[AsyncModels]):
 class DeadLetters(Bridge[AsyncDeadLetters]):
     """The dead-letter queue: submissions that no engine could read, or whose engines were lost each time.
 
-    Redis keeps about 10000. `Client.dead_letters` is one.
+    Redis keeps about the latest 10000. Available as `Client.dead_letters`.
     """
 
     def list(
         self, *, model: Model | str | None = None, after: str = "", limit: int | None = None
     ) -> Listing[DeadLetter]:
-        """The dead letters, the oldest first: of `model`, if it is given; those after the dead letter of id `after`;
-        and up to `limit` of them.
+        """The dead letters, the oldest first. `model` limits the list to one model, `after` to the dead letters after
+        the one of this id, and `limit` to so many.
 
         Raises:
             TypeError: `model` is neither a model nor its name, or `after` is no text.
@@ -667,7 +667,7 @@ class DeadLetters(Bridge[AsyncDeadLetters]):
         return made
 
     def get(self, id_: str, /) -> DeadLetter:
-        """One of them.
+        """The dead letter of this id.
 
         Raises:
             UnknownDeadLetter: there is none of this id.
@@ -675,14 +675,15 @@ class DeadLetters(Bridge[AsyncDeadLetters]):
         return self._portal.call(partial(self._async.get, id_))
 
     def resubmit(self, letter: DeadLetter | str, /) -> str:
-        """Submit a dead letter once more, and return the id of the trace that it is now: a new one, since the old trace
-        has ended and stays so. It is this client's and runs detached; its deadline counts anew, and its large variables
-        are sent again. The dead letter is removed; if that fails after it was queued, resubmitting it again queues
-        nothing more and returns the same id.
+        """Submit a dead letter again, as a new trace, and return the new trace's id.
+
+        The new trace belongs to this client and runs detached. Its deadline counts from now, and its large variables
+        are sent again. The dead letter is removed. If the removal fails after the trace was queued, another call
+        queues nothing more and returns the same id.
 
         Raises:
             UnknownDeadLetter: there is no such dead letter.
-            TraceRejected: what was submitted cannot be read.
+            TraceRejected: the submission cannot be read.
             ValueMissing: a large variable of it has expired.
             UnknownModel: no live engine serves the model.
             Overloaded: too many submissions wait for the model.
@@ -692,7 +693,7 @@ class DeadLetters(Bridge[AsyncDeadLetters]):
         return self._portal.call(partial(self._async.resubmit, letter))
 
     def drop(self, letter: DeadLetter | str, /) -> bool:
-        """Remove a dead letter. Returns whether it was there.
+        """Remove a dead letter. Returns whether it existed.
 
         Raises:
             BusUnavailable: Redis does not answer.
@@ -701,33 +702,34 @@ class DeadLetters(Bridge[AsyncDeadLetters]):
 
 
 class Client(BlockingClient):
-    """A client of the bus at `url`. Making one does no I/O; it is connected by entering it, or by `connect`.
+    """A client of the bus at `url`. Making one does no I/O. Entering it connects it, and so does `connect`.
 
         client = tracewire.Client(url)
         with client: ...
 
-    `url` is that of a Redis (`redis://`, `rediss://` or `unix://`; `redis+sentinel://host:port,host:port/service`;
-    `redis+cluster://host:port,host:port`; see `docs/redis.md`), or `embedded://` for a private one that starts and ends
-    with the client (`client.url` tells other processes where it is); without one, `TRACEWIRE_URL` counts. `prefix`
-    stands before every key. `name` names this client to the engines, which serve clients in turns; by default it is
-    the host's name and the process's id.
+    `url` is the URL of a Redis: `redis://`, `rediss://`, `unix://`, `redis+sentinel://host:port,host:port/service` or
+    `redis+cluster://host:port,host:port` (see `docs/redis.md`). `embedded://` starts a private Redis that ends with the
+    client; other processes connect to `client.url`. Without a `url`, the client uses the variable `TRACEWIRE_URL`.
+    `prefix` stands before every key. `name` is the client's name for the engines, which serve clients in turns; the
+    default is the host's name and the process's id.
 
-    A client runs on asyncio or trio, on the event loop that it was connected on, and any task there may use it; threads
-    and scripts use `tracewire.blocking.Client`. The client owns all tasks and connections, and closing it ends them.
+    A client runs on asyncio or trio and belongs to the event loop that connected it; any task of that loop may use it.
+    Threads and scripts use `tracewire.blocking.Client`. The client owns its tasks and connections, and closing it ends
+    them.
     Closing it also cancels the traces that it submitted, that still run and that are not detached. Engines cancel these
-    traces, too, when the client dies, or its event loop stands still, for `lease_ttl` seconds. While Redis is away, a
-    call waits for up to `retry_timeout` seconds before it raises `BusUnavailable` (`None`: for as long as it takes);
-    reading a trace waits for as long as the caller does.
+    traces, too, when the client has died, or its event loop has been blocked, for `lease_ttl` seconds. While Redis does
+    not answer, a call waits for up to `retry_timeout` seconds and then raises `BusUnavailable`; with `None` it waits
+    without limit. Reading a trace always waits without limit.
 
     An argument of the wrong type raises a `TypeError`, or, in a submission, a `TraceRejected` with its field. Each
     method that sends a request to Redis raises `BusUnavailable` if Redis does not answer within `retry_timeout`,
-    `BusRefused` if it refuses, `BusFull` if it has no memory left, and `ClientClosed` if the client is closed. All of
-    these but `BusFull` are `ConnectError`s.
+    `BusRefused` if Redis refuses, `BusFull` if Redis has no memory left, and `ClientClosed` if the client is closed.
+    All of these but `BusFull` are `ConnectError`s.
 
     Attributes:
         models: the models that engines serve: `list()`, `get(name)`.
-        engines: the engines that live: `list()`, `get(name)`, `drain(engine)`.
-        dead_letters: submissions that were given up: `list()`, `get(id)`, `resubmit(id)`, `drop(id)`.
+        engines: the running engines: `list()`, `get(name)`, `drain(engine)`.
+        dead_letters: the dead-letter queue: `list()`, `get(id)`, `resubmit(id)`, `drop(id)`.
         watch_groups: the groups that share what `watch` yields: `list()`, `remove(group)`.
 
     Raises:
@@ -761,31 +763,40 @@ class Client(BlockingClient):
         prompts: Sequence[PromptInput] | None = None,
         **options: Unpack[TraceOptions],
     ) -> Trace:
-        """A trace of `block` over one prompt, or over each of `prompts`; submitted when it is entered or started.
+        """A trace of `block` over one prompt, or over each of `prompts`. Entering or starting the trace submits it.
 
-        `interventions` are declared ones (`Probe`, `Steer`, ...), alone or beside
-        a block, which is then served after them. `live` declares the live parameters that they and the block read, by
-        their first values: numbers, booleans, strings, bytes and arrays of up to 1 MiB, which anybody who knows the
-        trace's id may change while it runs (`steer`), each to a value of the same type, and
-        of the same dtype and shape. `deadline` (seconds, or a timedelta) counts from the submission; a trace that has
-        not ended by then ends as `expired`. `priority`: lower first, on the queue among this client's own traces
-        (clients take turns), in vLLM's scheduler among all that run. `detach` lets it run on when the trace is left or
-        the client goes away; otherwise it is cancelled then. A trace whose engine is lost, or shut down, runs anew on
-        another (iterating yields a `Restarted`; sampling without a seed is given one, so that it
-        samples the same) until `max_attempts` engines were lost over it; with `on_engine_loss="fail"` it fails with the
-        first. `edits` names the standing interventions that it asks for (`edits`): none at
-        all and an empty list differ. `trace_id` is made up unless given; submitting the same id
-        twice runs it once. `lora="name"` runs it with an adapter that the engine was started with. `shared` has first
-        values, by name, of lists, dicts and arrays that the blocks of all prompts share: one object on the engine,
-        whatever order they run in, which a block uses by its name, as a variable or from around it. What it comes to is
-        `result.shared`. With `token_strings=True` the engine sends a string with each token id: of outputs
-        (`output.token_strings`), of prompts (`accepted.prompt_token_strings`) and of logit lenses. Everything else is
-        sampling params, by vLLM's names (`SamplingOptions`): `max_tokens=64`,
-        `temperature=0.0`; `extra_sampling={...}` sends those that a newer vLLM has.
+        All keywords other than these options are sampling params by vLLM's names (`SamplingOptions`), such as
+        `max_tokens=64` or `temperature=0.0`; `extra_sampling={...}` sends params that a newer vLLM has.
+
+        Args:
+            model: a model's handle, or its name.
+            prompt: one prompt: text, token ids or chat messages.
+            block: the intervention that runs on each prompt without a block of its own.
+            prompts: several prompts, in place of `prompt`.
+            interventions: declared interventions (`Probe`, `Steer`, ...). They apply before the block.
+            live: the live parameters that the block and the interventions read, with their first values: numbers,
+                booleans, strings, bytes, and arrays of up to 1 MiB. Any client can change them while the trace runs
+                (`steer`), each to a value of the same type, dtype and shape.
+            deadline: seconds from the submission, or a timedelta. A trace that has not ended by then ends as `expired`.
+            priority: lower runs first. The queue compares it among this client's own traces, since clients take turns;
+                vLLM's scheduler compares it among all running requests.
+            detach: let the trace run on when its handle is left or its client ends. Otherwise the trace is cancelled.
+            on_engine_loss: `"restart"`: another engine runs the trace again when its engine is lost or shut down, and
+                iterating yields a `Restarted`. Without a `seed`, the engine derives one from the trace's id, so that
+                each attempt samples the same tokens. `"fail"`: the trace fails when its first engine is lost.
+            max_attempts: how many engines may be lost over the trace before it fails.
+            edits: names of the standing interventions that the trace asks for (`Client.edits`). Without the argument,
+                those whose scope is `"all"` or `"default"` run; with an empty list, only those whose scope is `"all"`.
+            trace_id: the trace's id; by default a random one. Submitting the same id twice runs the trace once.
+            shared: first values, by name, of lists, dicts and arrays that the blocks of all prompts share. The engine
+                has one object for each; a block uses it by its name. The last values are `result.shared`.
+            lora: name of a LoRA adapter that the engine was started with.
+            token_strings: `True`: the engine sends a string with each token id, of outputs (`output.token_strings`), of
+                prompts (`accepted.prompt_token_strings`) and of logit lenses.
 
         Raises:
-            UnknownOption: a keyword is neither an option nor a sampling param. Names the nearest one.
-            TraceRejected: something in it cannot be submitted; `field` names what.
+            UnknownOption: a keyword is neither an option nor a sampling param. The error names the nearest one.
+            TraceRejected: the trace cannot be submitted; `field` names the part at fault.
         """
         made: Trace = Trace._of(
             self, self._portal.run(partial(self._async.trace, model, prompt, block, prompts=prompts, **options))
@@ -793,15 +804,16 @@ class Client(BlockingClient):
         return made
 
     def subscribe(self, trace_id: str, *, since: str = "start", names: Iterable[str] | None = None) -> Subscription:
-        """A trace's events: replayed from `since`, then as they come, up to and with the final.
+        """A trace's events: first those from `since` on that exist already, then new ones, up to and with the final.
 
-        `since` is `"start"`, `"now"`, or the id of an event of this trace (`output.id`), after which to go on; also of
-        one that it has not reached. `names` limits what is saved to these names; all events come nevertheless.
+        `since` is `"start"`, `"now"`, or the id of an event of this trace (`output.id`). With an id, the first event
+        read is the one after it; the trace need not have reached that id. `names` limits the saves in the events to
+        these names; it leaves out no event.
 
         Raises:
             UnknownPosition: `since` is none of these.
-            UnknownTrace: when reading begins; no such trace was submitted, or it has expired. A service that answers
-                with a stream awaits the subscription's `start()` before it answers, and so learns it in time.
+            UnknownTrace: no such trace was submitted, or it has expired. Raised when reading begins: a service that
+                answers with a stream awaits the subscription's `start()` before it answers.
         """
         made: Subscription = Subscription._of(
             self, self._portal.run(partial(self._async.subscribe, trace_id, since=since, names=names))
@@ -817,21 +829,21 @@ class Client(BlockingClient):
         consumer: str | None = None,
         idle_timeout: Duration = 60.0,
     ) -> Watch:
-        """The lifecycle events of all traces, this client's and others': an iterator of `Lifecycle` items without
-        an end. It has one connection of its own, and waits while Redis is away.
+        """The lifecycle events of all traces of all clients: an endless async iterator of `Lifecycle` items.
 
-        `model` limits it to one model's traces. `since` is `"now"`, `"start"` (what is kept: some 2000 events of each
-        64th part of all traces, for a day), or the `position` of an earlier watch.
+        A watch has a connection of its own, and waits while Redis does not answer. `model` limits it to one model's
+        traces. `since` is `"now"`, `"start"`, or the `position` of an earlier watch. From `"start"` it reads what Redis
+        keeps: traces are spread over 64 streams, each of which keeps about 2000 events for a day.
 
-        With a `group`, the watches of that group share the events, across processes: each goes to one of them, and is
-        acknowledged when that watch asks for the next. The first watch makes the group, from `since` on. Redis keeps
-        its position. `consumer` names this watch in its group (by default, the client's name). A consumer that
-        was killed and comes back under its name gets the events that it had not acknowledged. Other consumers take
-        these events over when it has been idle for `idle_timeout` seconds, so the handling of one event may take that
-        long. An event may be delivered twice, but none is left out.
+        With a `group`, the watches of that group share the events, across processes. Each event goes to one watch, and
+        is acknowledged when that watch asks for the next. The first watch makes the group, from `since` on, and Redis
+        keeps the group's position. `consumer` names this watch in its group; the default is the client's name. A
+        consumer that was killed and starts again under its name gets the events that it had not acknowledged. Other
+        consumers take these events over when the consumer has been idle for `idle_timeout` seconds, so handling one
+        event must take less. An event may be delivered twice, but none is left out.
 
         Raises:
-            ValueError: `since` is none of these, a name is empty, there is a `consumer` without a `group`, or
+            ValueError: `since` is none of these, a name is empty, `consumer` is given without a `group`, or
                 `idle_timeout` is not positive.
         """
         made: Watch = Watch._of(
@@ -912,18 +924,18 @@ class Client(BlockingClient):
         by: str | None = None,
         **more: Any,
     ) -> int:
-        """Change live parameters of a trace, all that are given at once, and return the version that this makes.
+        """Change live parameters of a trace, all of them at once, and return the new version.
 
         Any client may steer any trace; changes apply in the order in which Redis took them. The change is accepted on
-        return. A `Steered` event then names the first token for which it holds: the first one sampled in a step that
-        begins after the engine has received the change. With `if_version` the change is accepted only if the live
-        parameters are still at that version. `by` names the author, by default this client. Floating-point arrays of
-        another precision are converted to the declared one. Parameters with the name of one of these arguments go into
+        return. A `Steered` event then names the first token for which the change holds: the first one sampled in a step
+        that begins after the engine has received the change. With `if_version`, Redis accepts the change only if the
+        live parameters are still at that version. `by` names the author, by default this client. Floating-point arrays
+        of another precision are converted to the declared one. A live parameter called `if_version` or `by` goes into
         `values`.
 
         Raises:
             SteerRejected: a name was not declared, or a value is not finite or not of the declared type and shape.
-            VersionConflict: the version is another.
+            VersionConflict: the live parameters are at another version than `if_version`.
             TraceEnded: the trace has ended, or is about to.
             UnknownTrace: no such trace was submitted, or it has expired.
             BusUnavailable: Redis does not answer; the change may have been accepted.
@@ -931,11 +943,10 @@ class Client(BlockingClient):
         return self._portal.call(partial(self._async.steer, trace_id, values, if_version=if_version, by=by, **more))
 
     def cancel(self, trace_id: str, reason: str = "", *, by: str | None = None) -> bool:
-        """Cancel a trace, queued or running; it ends as `cancelled`. Any client may. The trace's error names the
-        `reason` and the author.
+        """Cancel a trace, queued or running: it ends as `cancelled`. Its error has the `reason` and the author.
 
-        Returns `False` if the trace had ended already. Its engine stops within two steps; what was generated
-        and saved until then stays readable.
+        Any client may cancel any trace. The engine stops within two steps. Consumers can still read all that was
+        generated and saved until then. Returns `False` if the trace had ended already.
 
         Raises:
             UnknownTrace: no such trace was submitted, or it has expired.
@@ -943,11 +954,11 @@ class Client(BlockingClient):
         return self._portal.call(partial(self._async.cancel, trace_id, reason, by=by))
 
     def pause(self, trace_id: str, *, by: str | None = None) -> bool:
-        """Pause a trace within two steps, until it is resumed. The engine's other traces go on.
+        """Pause a trace within two steps, until it is resumed. Other traces are unaffected.
 
-        A `Paused` event follows. The deadline keeps counting, and the trace can be steered and cancelled meanwhile. Its
-        KV cache stays in the engine's memory until another trace needs the room; the engine then computes it anew when
-        the trace is resumed. A trace that is still queued pauses right after it begins. Returns `False` if the trace
+        A `Paused` event follows. The deadline keeps counting, and the trace can be steered and cancelled meanwhile. The
+        trace's KV cache stays in the engine's memory until another trace needs the room; then the engine computes the
+        cache again when the trace is resumed. A queued trace pauses right after it begins. Returns `False` if the trace
         was paused already.
 
         Raises:
@@ -966,7 +977,7 @@ class Client(BlockingClient):
         return self._portal.call(partial(self._async.resume, trace_id, by=by))
 
     def get_state(self, trace_id: str) -> State:
-        """A trace's folded state now: replayed up to its present last event.
+        """A trace's state: its events up to the last one at the time of the call, folded.
 
         Raises:
             UnknownTrace: no such trace was submitted, or it has expired.

@@ -21,10 +21,10 @@ def add_dead(commands: Any, shared: argparse.ArgumentParser) -> None:
     dead = commands.add_parser("dead", help="the dead-letter queue: list, show, resubmit or drop its entries")
     actions = dead.add_subparsers(required=True, metavar="ACTION")
     for name, run, text in (
-        ("list", _list, "list them, the oldest first"),
-        ("show", _show, "print one as JSON"),
-        ("resubmit", _resubmit, "submit each once more, as a new trace, whose id is printed"),
-        ("drop", _drop, "remove each"),
+        ("list", _list, "list the dead letters, the oldest first"),
+        ("show", _show, "print a dead letter as JSON"),
+        ("resubmit", _resubmit, "submit the named dead letters again, and print the new traces' ids"),
+        ("drop", _drop, "remove the named dead letters"),
     ):
         action = actions.add_parser(name, parents=[shared], help=text)
         action.set_defaults(run=run)

@@ -1,4 +1,4 @@
-"""`tracewire edits`: list, install and remove a model's standing interventions, and follow what one leaves."""
+"""`tracewire edits`: list, install, remove and watch a model's standing interventions."""
 
 from __future__ import annotations
 
@@ -23,29 +23,43 @@ def add_edits(commands: Any, shared: argparse.ArgumentParser) -> None:
     """Add the subcommand."""
     edits = commands.add_parser("edits", help="a model's standing interventions: list, install, remove or watch them")
     actions = edits.add_subparsers(required=True, metavar="ACTION")
-    list_ = actions.add_parser("list", parents=[shared], help="list them, in the order in which they apply")
+    list_ = actions.add_parser("list", parents=[shared], help="list the edits in the order in which they apply")
     list_.add_argument("model", metavar="MODEL")
     list_.set_defaults(run=_list)
 
     install = actions.add_parser("install", parents=[shared], help="install an intervention of a Python file")
     install.add_argument("model", metavar="MODEL")
-    install.add_argument("name", metavar="NAME", help="the edit's name; one of this name is replaced")
-    install.add_argument("file", metavar="FILE[:FUNCTION]", help="the file, which is run, and the intervention in it")
+    install.add_argument("name", metavar="NAME", help="the edit's name; replaces an edit of this name")
+    install.add_argument("file", metavar="FILE[:FUNCTION]", help="a Python file to execute, and the intervention in it")
     install.add_argument("--set", action="append", default=[], metavar="NAME=JSON", help="bind a variable (repeatable)")
     install.add_argument(
-        "--scope", default="all", choices=("all", "default", "asked"), help="on which requests it runs"
+        "--scope",
+        default="all",
+        choices=("all", "default", "asked"),
+        help="which requests run it: all (default), those that ask for it, or these and those that name no edits",
     )
-    install.add_argument("--on-error", default="continue", choices=("continue", "fail"))
-    install.add_argument("--max-failures", type=int, default=10, metavar="N")
+    install.add_argument(
+        "--on-error",
+        default="continue",
+        choices=("continue", "fail"),
+        help="what a request does on which it raises (default: continue without it)",
+    )
+    install.add_argument(
+        "--max-failures",
+        type=int,
+        default=10,
+        metavar="N",
+        help="disable it after N failures in a row on one engine (default: 10; 0: never)",
+    )
     install.set_defaults(run=_install)
 
-    remove = actions.add_parser("remove", parents=[shared], help="remove each")
+    remove = actions.add_parser("remove", parents=[shared], help="remove the named edits")
     remove.add_argument("model", metavar="MODEL")
     remove.add_argument("names", metavar="NAME", nargs="+")
     remove.set_defaults(run=_remove)
 
     watch = actions.add_parser(
-        "watch", parents=[shared], help="follow what one leaves on requests that are no traces, and what it raises"
+        "watch", parents=[shared], help="print an edit's saves on requests that are no traces, and all of its errors"
     )
     watch.add_argument("model", metavar="MODEL")
     watch.add_argument("name", metavar="NAME")
@@ -95,7 +109,7 @@ async def _install(options: argparse.Namespace) -> int:
 
 
 def _load_intervention(edit: str, where: str) -> Intervention:
-    """The intervention in a Python file, which is run."""
+    """The intervention that a Python file defines. Executes the file."""
     file, colon, name = where.rpartition(":") if not Path(where).is_file() else (where, "", "")
     path = Path(file if colon else where)
     spec = importlib.util.spec_from_file_location(f"tracewire_edit_{path.stem}", path)

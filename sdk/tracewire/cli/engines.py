@@ -1,4 +1,4 @@
-"""`tracewire models`, `engines`, `drain` and `ready`: what is served, and engines that are asked to leave."""
+"""`tracewire models`, `engines`, `drain` and `ready`: list models and engines, drain engines, and probe them."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _RENEWED_S = 3.0
 
 def add_engines(commands: Any, shared: argparse.ArgumentParser) -> None:
     """Add the subcommands."""
-    models = commands.add_parser("models", parents=[shared], help="list the models that are served")
-    models.add_argument("--tree", action="store_true", help="print each model's modules, too")
+    models = commands.add_parser("models", parents=[shared], help="list the served models")
+    models.add_argument("--tree", action="store_true", help="also print each model's modules")
     models.set_defaults(run=_models)
 
     engines = commands.add_parser("engines", parents=[shared], help="list running engines")
@@ -34,29 +34,29 @@ def add_engines(commands: Any, shared: argparse.ArgumentParser) -> None:
     engines.set_defaults(run=_engines)
 
     drain = commands.add_parser(
-        "drain", parents=[shared], help="have engines take nothing new, finish what they run, and leave; waits for that"
+        "drain", parents=[shared], help="have engines take no new traces, finish their own, and leave; waits for them"
     )
     drain.add_argument("engines", metavar="ENGINE", nargs="*", help="an engine's name")
-    _add_host(drain, "all engines of this machine, or pod; of HOST, if it is given")
+    _add_host(drain, "all engines of this machine or pod, or of HOST")
     drain.add_argument(
         "--timeout",
         type=float,
         metavar="SECONDS",
-        help="put back what has not ended by then, for other engines (default: wait for it)",
+        help="after this time return the traces that still run to the queue (default: wait for their end)",
     )
-    drain.add_argument("--no-wait", action="store_true", help="return when they have been asked to")
+    drain.add_argument("--no-wait", action="store_true", help="return without waiting until they have left")
     drain.set_defaults(run=_drain)
 
     ready = commands.add_parser(
-        "ready", parents=[shared], help="exit with 0 if an engine serves, else with 1: a readiness probe"
+        "ready", parents=[shared], help="readiness probe: exit with 0 if an engine serves, else with 1"
     )
     ready.add_argument("engine", metavar="ENGINE", nargs="?", help="the engine's name (default: any engine)")
-    ready.add_argument("--model", metavar="MODEL", help="one that serves this model")
-    _add_host(ready, "one of this machine, or pod; of HOST, if it is given")
+    ready.add_argument("--model", metavar="MODEL", help="an engine that serves this model")
+    _add_host(ready, "an engine of this machine or pod, or of HOST")
     ready.add_argument(
         "--alive",
         action="store_true",
-        help="one that lives, also if it drains; and 0 as well if Redis does not answer, which is no engine's fault",
+        help="liveness probe: exit with 0 if an engine runs, even a draining one, or if Redis does not answer",
     )
     ready.set_defaults(run=_ready)
 
@@ -76,13 +76,13 @@ async def _engines(options: argparse.Namespace) -> int:
         running = f"{engine.running} of {engine.capacity} traces"
         columns = [engine.name, engine.model, engine.state, running, engine.host or "-", versions]
         if engine.malformed:
-            columns.append(f"{engine.malformed} malformed items in Redis passed over")
+            columns.append(f"{engine.malformed} malformed items in Redis skipped")
         print("\t".join(columns).rstrip())
     return 0
 
 
 async def _drain(options: argparse.Namespace) -> int:
-    """Returns 0 when all of them have been asked to and, unless nobody waits, have left."""
+    """Returns 0 when all named engines have been asked to drain and, unless `--no-wait` is given, have left."""
     if options.timeout is not None and not options.timeout >= 0:
         print(f"tracewire: --timeout takes a number of seconds, got {options.timeout:g}", file=sys.stderr)
         return 2
@@ -103,8 +103,8 @@ async def _drain(options: argparse.Namespace) -> int:
             print(f"{one.engine.name}: asked to drain; it runs {one.engine.running} traces", flush=True)
             if one.waiting and asked.issuperset(one.others):
                 print(
-                    f"tracewire: no other engine serves {one.engine.model!r}: the {one.waiting} submissions that wait "
-                    "for it, and what is put back, wait until one does",
+                    f"tracewire: no other engine serves {one.engine.model!r}: the {one.waiting} submissions that wait, "
+                    "and the traces that are returned to the queue, wait until one does",
                     file=sys.stderr,
                 )
         for one in drained if not options.no_wait else ():
@@ -114,7 +114,7 @@ async def _drain(options: argparse.Namespace) -> int:
 
 
 async def names_of_host(client: Client, host: str) -> list[str]:
-    """The names of a host's engines. One that Redis has just kept waiting may be out of the registry for a moment."""
+    """The names of a host's engines. After an outage of Redis, the registry may lack a live engine for a moment."""
     with anyio.move_on_after(_RENEWED_S):
         while True:
             if found := [engine.name for engine in await client.engines.list() if engine.host == host]:
@@ -124,14 +124,14 @@ async def names_of_host(client: Client, host: str) -> list[str]:
 
 
 async def _ready(options: argparse.Namespace) -> int:
-    """Returns 0 if there is such an engine."""
+    """Returns 0 if an engine meets the options, else 1."""
     try:
         async with connect(options.url, prefix=options.prefix, retry_timeout=_PROBE_S) as client:
             engines = await client.engines.list(model=options.model)
     except ConnectError as error:
         if not options.alive:
             raise
-        print(f"tracewire: whether an engine lives is not known: {error}", file=sys.stderr)
+        print(f"tracewire: cannot tell whether an engine runs: {error}", file=sys.stderr)
         return 0
     for engine in engines:
         named = options.engine in (None, engine.name) and options.host in (None, engine.host)

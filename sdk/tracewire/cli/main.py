@@ -1,8 +1,7 @@
-"""The command `tracewire`: thin over the same objects that a service uses.
+"""The command `tracewire`, which uses the public client.
 
-Besides its own subcommands it runs those that installed packages bring, found by name in the entry-point group
-`tracewire.commands`: `tracewire engine` is the engine adapter's. Each is a function of the remaining arguments that
-returns the exit status.
+Installed packages add subcommands by the entry-point group `tracewire.commands`: the engine adapter adds `tracewire
+engine`. Such a subcommand is a function that takes the remaining arguments and returns the exit status.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ def _commands() -> dict[str, EntryPoint]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status: 0, 1 for an error that was reported, or what a subcommand returns."""
+    """Run the command. Returns the exit status: the subcommand's, or 1 for an error that was printed."""
     argv = list(sys.argv[1:] if arguments is None else arguments)
     parser, own = _built()
     if argv and not argv[0].startswith("-"):
@@ -56,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except BrokenPipeError:
-        # The program that reads what is printed has closed the pipe, as `head` does when it has enough.
+        # The reader of the pipe has closed it, as `head` does when it has enough.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except TracewireError as error:
@@ -89,7 +88,7 @@ def _built() -> tuple[argparse.ArgumentParser, Container[str]]:
     add_harvest(commands, shared)
     add_edits(commands, shared)
     add_dead(commands, shared)
-    redis = commands.add_parser("redis", help="run a private Redis; prints its URL, and ends on SIGTERM or SIGINT")
+    redis = commands.add_parser("redis", help="run a private Redis and print its URL; ends on SIGTERM or SIGINT")
     what = "listen on this port of 127.0.0.1 (default: a unix socket)"
     redis.add_argument("--port", type=_port, default=0, metavar="PORT", help=what)
     redis.set_defaults(run=_redis)

@@ -20,11 +20,11 @@ def add_watch(commands: Any, shared: argparse.ArgumentParser) -> None:
         "watch", parents=[shared], help="follow a trace to its end; without one, the lifecycle events of all traces"
     )
     watch.add_argument("trace", metavar="TRACE", nargs="?", help="the trace's id")
-    watch.add_argument("--model", metavar="MODEL", help="without a trace: only those of this model")
-    watch.add_argument("--names", nargs="+", metavar="NAME", help="show only these saved names")
+    watch.add_argument("--model", metavar="MODEL", help="without TRACE: only events of this model's traces")
+    watch.add_argument("--names", nargs="+", metavar="NAME", help="with TRACE: show only these saved names")
     watch.add_argument(
         "--since",
-        help="'start' (default for a trace), 'now' (default without one), an event's id, or where a watch was left",
+        help="'start' (default with TRACE), 'now' (default without), an event's id, or an earlier watch's position",
     )
     watch.set_defaults(run=_watch)
 
@@ -36,7 +36,7 @@ async def _watch(options: argparse.Namespace) -> int:
 
 
 async def _follow_all(client: Client, options: argparse.Namespace) -> int:
-    """Prints until it is interrupted; then where to go on, on standard error."""
+    """Prints until it is interrupted. Then it prints the position for `--since` on standard error."""
     if options.names is not None:
         print("tracewire: --names shows saved names of one trace: tracewire watch TRACE --names NAME", file=sys.stderr)
         return 2

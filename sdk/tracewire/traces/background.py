@@ -1,4 +1,4 @@
-"""Submissions in the background: a `with model.trace(...)` cannot await its own.
+"""Submissions in the background: leaving a `with model.trace(...)` cannot await the submission.
 
 A client submits them one after the other, in the order in which they were queued, and waits for them when it is closed.
 """
@@ -17,9 +17,9 @@ __all__ = ["BackgroundSubmissions", "QueuedSubmission"]
 
 logger = logging.getLogger("tracewire")
 
-#: How long a client that is closed waits for submissions after its patience is over, in seconds.
+#: How long a closing client still waits for submissions after `retry_timeout`, in seconds.
 _LEAVE_S = 2.0
-#: The most that a client that is closed waits for submissions, however patient it is, in seconds.
+#: Upper limit on how long a closing client waits for submissions, in seconds; `retry_timeout` may be longer.
 _DRAIN_S = 60.0
 
 
@@ -52,7 +52,7 @@ class QueuedSubmission:
         return error
 
     async def withdraw(self) -> None:
-        """Have it end without being submitted, or cancel it while it is under way."""
+        """End it without submitting it, or cancel the submission under way."""
         self._withdrawn = True
         if self._scope is not None:
             self._scope.cancel()
@@ -60,7 +60,7 @@ class QueuedSubmission:
                 await self.ended.wait()
 
     async def run(self, submit: Callable[[], Awaitable[None]], outage: BusUnavailable | None) -> None:
-        """Submit it by `submit`, unless the queue knows of an `outage` of Redis, or it was withdrawn."""
+        """Await `submit`, unless an `outage` of Redis is given or the submission was withdrawn."""
         try:
             if outage is not None:
                 raise BusUnavailable(str(outage))
@@ -95,7 +95,7 @@ class BackgroundSubmissions:
         self._outage: BusUnavailable | None = None
 
     def add(self, trace_id: str, submit: Callable[[], Awaitable[None]]) -> QueuedSubmission:
-        """Have `submit` called after those that were queued before."""
+        """Queue a submission: a task awaits `submit` once the submissions queued before have ended."""
         try:
             queued, before, added = QueuedSubmission(trace_id), self._last, anyio.current_time()
 
@@ -116,7 +116,7 @@ class BackgroundSubmissions:
         return queued
 
     async def drain(self) -> None:
-        """Wait until all are durable or refused, for as long as the client is patient, a minute at most."""
+        """Wait until all are durable or refused, for up to `retry_timeout` and at most a minute."""
         with anyio.move_on_after(min(self._patience_s, _DRAIN_S)):
             await self._drain()
 

@@ -19,7 +19,7 @@ __all__ = ["cancel", "check_trace_id", "live_state", "pause", "steer"]
 
 
 def check_trace_id(trace_id: Any) -> None:
-    """Refuse what cannot be the id of any trace.
+    """Refuse a value that cannot be a trace's id.
 
     Raises:
         TypeError: it is not a string.
@@ -50,7 +50,7 @@ async def steer(
     if_version: int | None,
     by: str | None,
 ) -> int:
-    """Change live parameters of a trace, those in `values` and in `more`; `Client.steer` has the rest."""
+    """Change live parameters of a trace: those in `values` and in `more`. See `Client.steer`."""
     from tracewire_bus.wire.live_values import LiveError, cast_to, live_values
 
     check_trace_id(trace_id)
@@ -62,7 +62,7 @@ async def steer(
     if if_version is not None and (isinstance(if_version, bool) or not isinstance(if_version, int)):
         raise InvalidChange(trace_id, "if_version", f"expected a version's number, got {shown(if_version)}")
     if by is not None and not is_sendable_text(by):
-        raise InvalidChange(trace_id, "by", f"expected who makes the change, as text, got {shown(by)}")
+        raise InvalidChange(trace_id, "by", f"expected the author's name as text, got {shown(by)}")
     try:
         prepared = live_values(given)
     except LiveError as error:
@@ -94,7 +94,7 @@ def _rejection(trace_id: str, error: SteerRefused) -> SteerRejected:
 
 
 async def cancel(session: Session, trace_id: str, reason: str = "", *, by: str | None = None) -> bool:
-    """Have a trace end as `cancelled`. Returns `False` if it had ended already."""
+    """Cancel a trace: it ends as `cancelled`. Returns `False` if it had ended already."""
     check_trace_id(trace_id)
     check_text("reason", reason)
     author = session.name if by is None else check_text("by", by)

@@ -1,4 +1,4 @@
-"""How a trace ended: its result, compared with what the engine collected, or the error that its end stands for."""
+"""The end of a trace: its result, compared with the engine's digests, or the error that it raises."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Ending:
     """The end of a trace whose final was folded.
 
     Attributes:
-        result: what was generated and saved.
-        mismatch: how that differs from what the engine collected, if it does.
+        result: the tokens, text and saves.
+        mismatch: the error for a result that differs from the engine's digests, or None.
     """
 
     def __init__(self, trace_id: str, fold: Fold) -> None:
@@ -48,7 +48,7 @@ class Ending:
             logger.warning("trace %s: %s", trace_id, warning)
 
     def raise_failure(self) -> None:
-        """Raise the error that the end stands for, if it was not a good one.
+        """Raise the error of a trace that did not end well.
 
         Raises:
             TraceRejected: the trace never ran.
@@ -59,14 +59,14 @@ class Ending:
         """
         failure = failure_of(self._trace_id, self._fold.status, self._fold.error, self.result)
         if failure is not None:
-            # Why it ended comes first: that is the caller's to mend.
+            # Raised in place of the mismatch, because the caller can mend it.
             raise failure from self.mismatch
 
     def verified(self) -> Result:
-        """The result, if it is what the engine collected.
+        """The result, verified by digest.
 
         Raises:
-            StateMismatch: it is not.
+            StateMismatch: it differs from the engine's digests.
         """
         if self.mismatch is not None:
             raise self.mismatch

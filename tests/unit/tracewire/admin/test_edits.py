@@ -38,7 +38,7 @@ async def test_it_waits_until_every_engine_follows(edits: Edits, redis_url: str,
         BusEngine.running(redis_url, prefix, tiny, behind) as late,
         Bus.open(redis_url, prefix=prefix) as bus,
     ):
-        with pytest.raises(tracewire.EditPending, match=r"after 0.2 s, not yet followed by behind") as pending:
+        with pytest.raises(tracewire.EditPending, match=r"after 0.2 s, not yet confirmed by behind") as pending:
             await edits.install("a", interventions=[PROBE], timeout=0.2)
         assert pending.value.engines == ["behind"]
         (standing,) = await edits.list()
