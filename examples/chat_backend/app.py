@@ -1,7 +1,7 @@
 """The service: conversations over HTTP, answers as server-sent events, and one page to try them.
 
-Any number of processes may serve it. What a consumer needs is on the bus; a process holds a client and what it has
-read.
+Any number of processes may serve it. The bus has all that a consumer needs; a process holds a client and a cache of the
+conversations that it has read.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _LAST = f"{2**64 - 1}-{2**64 - 1}"
 
 
 class Chat:
-    """What the requests of one process share."""
+    """The state that the requests of one process share."""
 
     def __init__(self, client: Client, settings: Settings) -> None:
         self.client = client
@@ -47,7 +47,7 @@ class Chat:
         self.streams: set[Subscription] = set()
 
     async def leave(self) -> None:
-        """End all streams, so that a server can stop: their readers come back, and find another process."""
+        """End all streams, so that the server can stop. The browsers reconnect, to another process."""
         for subscription in list(self.streams):
             await subscription.aclose()
 

@@ -1,4 +1,4 @@
-"""What goes wrong, as a status and a JSON body that names the field at fault."""
+"""Errors as an HTTP status and a JSON body that names the field at fault."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tracewire import (
 
 __all__ = ["Problem", "of_bus", "of_request", "within"]
 
-#: What a client is told to wait, in seconds, when nobody knows better.
+#: `Retry-After` in seconds, where the error has no better estimate.
 RETRY_AFTER_S = 2
 #: Fields that a caller knows by another name than Tracewire.
 _FIELDS = {"prompt": "text"}
@@ -67,7 +67,7 @@ def within(seconds: float) -> Iterator[None]:
 
 
 def of_bus(error: TracewireError) -> Problem:
-    """What an error of the SDK is to a caller of this service."""
+    """The HTTP problem for an error of the SDK."""
     match error:
         case RetryableError():
             return Problem(503, str(error), retry_after=error.retry_after or RETRY_AFTER_S)

@@ -1,4 +1,4 @@
-"""What the service is told at its start."""
+"""The service's settings, read at its start."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ class EventStream(StreamingResponse):
         self._streams = streams
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it. Who does not read for a while is let go, and comes back by its last event's id."""
+        """Send the events. A client that reads nothing for `stall_s` is disconnected, and may resume by event id."""
 
         async def send_in_time(message: Message) -> None:
             # The server notices that the client has left when its event loop turns, which a burst of events at hand
@@ -149,7 +149,7 @@ class EventStream(StreamingResponse):
                 yield encoded("broken", {"message": str(error)})
                 return
             except TracewireError as error:
-                # The service stops, or Redis refuses it: whoever comes back may find another process.
+                # The service stops, or Redis refuses it. A browser that reconnects may reach another process.
                 logger.warning("a stream of %s ends: %s", self._subscription.trace_id, error)
                 return
             if waiting.cancelled_caught:

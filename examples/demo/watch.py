@@ -1,5 +1,5 @@
-"""A consumer in a process of its own: told a trace's id on standard input, it replays the trace and follows it to its
-end.
+"""A consumer in a process of its own: it reads a trace's id from standard input, and follows that trace from its first
+event to its end.
 
 Prints one JSON line: in how many outputs it received how many tokens, the digest of their ids, and the digests of what
 it folded.

@@ -42,7 +42,7 @@ def watch(model, tracer, live):
 
 
 class Hosts(Protocol):
-    """What the walk needs of whoever runs the hosts."""
+    """The operations on the hosts that the walk needs."""
 
     #: The Redis, as this process reaches it.
     url: str

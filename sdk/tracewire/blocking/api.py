@@ -76,16 +76,15 @@ class Listing(Bridge[AsyncListing[T]]):
 class Trace(Bridge[AsyncTrace]):
     """One submission, and its outputs as they come.
 
-    A context manager: entering it returns once the submission is durable, and leaving it stops reading.
-    `start()` and `close()` do the same by hand; reading a trace that was not started starts it. Leaving before the end
-    was read cancels the trace, for all its consumers, unless it was submitted with `detach=True`; then it goes on to
-    its end.
+    A context manager: entering it submits the trace and returns once the submission is durable; leaving it stops
+    reading. `start()` and `close()` do the same by hand, and reading an unstarted trace starts it. Leaving before the
+    end was read cancels the trace for all its consumers. With `detach=True` the trace goes on to its end.
 
-    An iterator of `Output` items, and of `Shared`, `Steered`, `Paused`, `Resumed`, `Waiting` and `Restarted` ones
-    when that happens, and a `Gap` in place of what was trimmed before it was read; over when the trace is. Each item
-    comes once: several threads that iterate at once share them, and a subscription has them all again. A rejected trace
-    raises `TraceRejected` in place of its first item; one whose block failed raises `InterventionError` after its last
-    output.
+    An iterator of `Output`, `Shared`, `Steered`, `Paused`, `Resumed`, `Waiting` and `Restarted` items, which ends
+    with the trace. A `Gap` stands in place of events that were trimmed before they were read. Each item comes once:
+    tasks that iterate at the same time share the items; a subscription yields all of them again. A rejected trace
+    raises `TraceRejected` in place of its first item. A trace whose block failed raises `InterventionError` after its
+    last output.
     """
 
     def __iter__(self) -> Self:
@@ -153,19 +152,19 @@ class Trace(Bridge[AsyncTrace]):
 
     @property
     def id(self) -> str:
-        """The trace's id: whoever holds it can follow the trace."""
+        """The trace's id. Any client of the same Redis can follow the trace by it."""
         found: str = self._async.id
         return found
 
     @property
     def model(self) -> str:
-        """Name of the model that it runs on."""
+        """Name of the model that the trace runs on."""
         found: str = self._async.model
         return found
 
     @property
     def status(self) -> str | None:
-        """How it ended, or `None` as long as this handle has not read its end."""
+        """How the trace ended, or `None` as long as this handle has not read its end."""
         found: str | None = self._async.status
         return found
 
@@ -178,31 +177,31 @@ class Trace(Bridge[AsyncTrace]):
         by: str | None = None,
         **more: Any,
     ) -> int:
-        """Change its live parameters: `Client.steer`."""
+        """Change the trace's live parameters: see `Client.steer`."""
         return self._portal.call(partial(self._async.steer, values, if_version=if_version, by=by, **more))
 
     def get_live(self) -> LiveState:
-        """Its live parameters as they are now: `Client.get_live`."""
+        """The trace's present live parameters: see `Client.get_live`."""
         return self._portal.call(self._async.get_live)
 
     def cancel(self, reason: str = "", *, by: str | None = None) -> bool:
-        """Have it end now, as `cancelled`: `Client.cancel`."""
+        """Cancel the trace: see `Client.cancel`."""
         return self._portal.call(partial(self._async.cancel, reason, by=by))
 
     def pause(self, *, by: str | None = None) -> bool:
-        """Hold it where it is: `Client.pause`."""
+        """Pause the trace: see `Client.pause`."""
         return self._portal.call(partial(self._async.pause, by=by))
 
     def resume(self, *, by: str | None = None) -> bool:
-        """Let it go on: `Client.resume`."""
+        """Resume the trace: see `Client.resume`."""
         return self._portal.call(partial(self._async.resume, by=by))
 
     def accepted(self) -> Accepted:
-        """Wait until an engine has taken the trace, and return what it said.
+        """Wait until an engine has accepted the trace, and return its `Accepted` event.
 
         Raises:
-            TraceRejected: it refused, naming the field at fault.
-            TraceFailed: it ended before any engine accepted it.
+            TraceRejected: the engine refused the trace; `field` names the part at fault.
+            TraceFailed: the trace ended before any engine accepted it.
         """
         return self._portal.call(self._async.accepted)
 
@@ -234,19 +233,19 @@ class Trace(Bridge[AsyncTrace]):
 class Tracer(InlineTracer, Trace):
     """A trace that is written as a `with` statement, and its outputs as they come.
 
-    Made by `Model.trace`. Leaving the `with` queues the submission, whether or not anybody
-    reads what comes. It happens in the background, in the order in which the statements were left; what was refused is
-    raised by `accepted()`, `result()` and the first item, and the client waits for it when it is closed. From then on
-    it is a `Trace`. The `with` does not wait for its end, nor does anything cancel it but
-    `cancel()`, `close()` and its client's end (unless it was submitted with `detach=True`).
+    `Model.trace` makes it. Leaving the `with` queues the submission. The client submits in the background, in the order
+    in which the statements were left, and a closing client waits for queued submissions. When a submission is refused,
+    `accepted()`, `result()` and the first item raise the error. After the `with`, the tracer is used as any `Trace`.
+    Leaving the `with` neither waits for the trace's end nor cancels it. `cancel()` and `close()` cancel it, and so
+    does the end of its client unless the trace was submitted with `detach=True`.
 
-    Inside a block, `tracer` is nnsight's: `iter`, `all()`, `stop()`, `cache()`, `result`; and `live`, the trace's live
-    parameters. Outside, asking for them raises a `BlockOnly`.
+    Inside a block, `tracer` is nnsight's, with `iter`, `all()`, `stop()`, `cache()`, `result`, and `live` for the
+    trace's live parameters. Outside a block, these attributes raise `BlockOnly`.
     """
 
     @property
     def saves(self) -> dict[str, Any]:
-        """What was saved, by name, once the end was read (by an iteration or `result()`): also what the trace shares.
+        """The saves and the shared values by name, once an iteration or `result()` has read the trace's end.
 
         A name that was saved by one invoke (and choice) alone is that value; by several, a list of them in their order.
 
@@ -261,12 +260,11 @@ class Tracer(InlineTracer, Trace):
 
 
 class Subscription(Bridge[AsyncSubscription]):
-    """A trace's events, in order, each once: first what is there, then what comes, up to and with the final.
+    """A trace's events, in order, each once: first those that exist already, then new ones, up to and with the final.
 
-    In place of events that were trimmed comes a `Gap` with the state after them.
-
-    An iterator, and a context manager for those who leave before the end. Reading begins with `start()`,
-    with entering, or with the first item; `since="now"` means that moment.
+    A `Gap` stands in place of trimmed events, with the state after them. An iterator, and a context
+    manager for callers that leave before the end. Reading begins with `start()`, with entering, or with the first item;
+    `since="now"` means that moment.
     """
 
     def __iter__(self) -> Self:
@@ -330,8 +328,9 @@ class Subscription(Bridge[AsyncSubscription]):
         return found
 
     def check(self) -> None:
-        """Begin to read, as `start` does, and refuse names that the trace can be told to have not: before a service
-        answers with a stream, say. What a running trace will save is not known, and not refused.
+        """Begin to read, as `start` does, and check `names`. A service calls it before it answers with a stream.
+
+        The check needs the trace's end: while the trace runs, no name is refused.
 
         Raises:
             UnknownTrace: no such trace was submitted, or it has expired.
@@ -342,8 +341,8 @@ class Subscription(Bridge[AsyncSubscription]):
     def result(self) -> Result:
         """Wait for the trace's end; return what was generated and saved, compared with what the engine collected.
 
-        With `names`, the result has these saves alone. It reads the trace from its beginning, apart from what is
-        iterated over, and can be called at any time.
+        With `names`, the result has these saves alone. The call reads the trace from its beginning, independently of an
+        iteration over this subscription, and can be made at any time.
 
         Raises:
             UnknownTrace: no such trace was submitted, or it has expired.
@@ -356,7 +355,7 @@ class Subscription(Bridge[AsyncSubscription]):
 
     def until_done(self) -> Status:
         """Wait for the trace's end; return how it ended: `"finished"`, `"stopped"`, `"cancelled"`, `"expired"`,
-        `"rejected"` or `"failed"`. It reads apart from what is iterated over.
+        `"rejected"` or `"failed"`. The call reads independently of an iteration over this subscription.
 
         Raises:
             UnknownTrace: no such trace was submitted, or it has expired.

@@ -76,7 +76,7 @@ class Portal:
         except CancelledError:
             raise ClientClosed("the client was closed") from None
         except BaseException:
-            # Raised here and not there, it is a KeyboardInterrupt, or its like.
+            # The caller's thread was interrupted, as by a KeyboardInterrupt.
             future.cancel()
             raise
 
@@ -130,7 +130,7 @@ class Portal:
         if close is None or portal is None or self._stopped:
             return
         if threading.current_thread() is self._thread:
-            # The garbage collector came by here.
+            # The garbage collector closes the iterator on the loop's own thread.
             portal.start_task_soon(close)
         else:
             self.leave(close)

@@ -13,7 +13,7 @@ by `watch(direction=d)` first, then the function's closure, its module's globals
 function that the block calls is looked up where *that* function was defined. All of them share one namespace on the
 engine, so that a name which means two things in two of them is refused.
 
-The source need not be runnable here. What exists only on the engine can be imported in the body, or above
+The source need not be runnable here. Modules that exist only on the engine can be imported in the body, or above it
 under `if TYPE_CHECKING:`; `nnsight` and `torch` need no import at all.
 """
 

@@ -131,7 +131,7 @@ async def _ready(options: argparse.Namespace) -> int:
     except ConnectError as error:
         if not options.alive:
             raise
-        print(f"tracewire: cannot tell whether an engine runs: {error}", file=sys.stderr)
+        print(f"tracewire: it is not known whether an engine runs: {error}", file=sys.stderr)
         return 0
     for engine in engines:
         named = options.engine in (None, engine.name) and options.host in (None, engine.host)

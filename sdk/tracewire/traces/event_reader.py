@@ -53,7 +53,7 @@ class EventReader:
             self.position = f"{attempt}-{seq}"
 
     def assume_exists(self, *, new: bool = False) -> None:
-        """Make it an error if the trace is gone: the caller knows that it exists. A `new` one has few events."""
+        """Have a missing stream raise an error: the caller knows that the trace exists. A `new` one has few events."""
         self._entries.expect(new=new)
 
     async def next(self, fold: Fold | None = None) -> Event | None:
@@ -64,8 +64,8 @@ class EventReader:
         Raises:
             MalformedEvent: it cannot be read, or does not follow what was folded.
             ClientTooOld: it is of a newer schema than this client reads.
-            EventsLost: events are gone, and nothing says what they came to.
-            TraceForgotten: all of the trace is gone.
+            EventsLost: events were removed, and there is no snapshot of the state after them.
+            TraceForgotten: the trace was removed.
             ClientClosed: the client was closed meanwhile.
             BusRefused: Redis refuses to go on.
         """

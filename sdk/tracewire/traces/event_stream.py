@@ -1,4 +1,4 @@
-"""What a trace and a subscription have in common: their outputs alone, and their text as it comes."""
+"""Base of traces and subscriptions: iterates over the outputs alone, and over the text as it comes."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class _Text:
         self._repeated: int | None = None
 
     def piece(self, event: Event) -> str:
-        """What an event adds."""
+        """The text that an event adds."""
         match event.type:
             case "output":
                 where = event.invoke, event.choice

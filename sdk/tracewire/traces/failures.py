@@ -1,4 +1,4 @@
-"""How a trace that ran can fail, with what it had generated and saved until then."""
+"""The errors of traces that ran, each with the result up to the failure."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ class TraceFailed(TracewireError):
 
 
 class TraceCancelled(TraceFailed):
-    """Somebody cancelled the trace: a client, or the bus because the trace's submitter has gone.
+    """The trace was cancelled: by a client, or by the bus because the trace's submitter has died or left it.
 
     Attributes:
-        by: who did, as `cancel(by=...)` said it: by default the client's name. `""` where an old engine does not say.
-        reason: why, or `""`.
+        by: the author that `cancel(by=...)` named; by default the client's name. `""` from an old engine.
+        reason: the reason that `cancel(reason)` gave, or `""`.
     """
 
     by: str = ""

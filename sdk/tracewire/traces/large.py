@@ -46,8 +46,8 @@ async def load(value: Any, *, dtype: str | None = None, exact: bool = False) -> 
     Lists, tuples and dicts are new; `value` is left as it was. A tuple subclass becomes a tuple.
 
     Raises:
-        ValueMissing: a reference's array has expired, or is not whole any more.
-        ValueError: `dtype` is the name of none.
+        ValueMissing: a reference's array has expired, or parts of it are missing.
+        ValueError: `dtype` names no dtype, or is given together with `exact`.
         BusRefused: Redis refuses.
         ClientClosed: the client that read the reference is closed.
     """
@@ -59,7 +59,7 @@ async def fetched(value: Any) -> Any:
     """`value` with new containers, and with the arrays that it refers to, which are the caller's to change."""
     if isinstance(value, ArrayRef):
         array = await value.load()
-        # Nobody else has it: its memory was made for this call.
+        # No other code has this array: its memory was made for this call.
         array.flags.writeable = True
         return array
     if isinstance(value, dict):

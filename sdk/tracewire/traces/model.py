@@ -25,7 +25,12 @@ __all__ = ["Model", "model_name"]
 
 
 def model_name(model: ModelHandle | str) -> str:
-    """The name of a model that the caller asks about."""
+    """The name of a model that is given by its handle or by its name.
+
+    Raises:
+        TypeError: the value is neither.
+        ValueError: the name is empty, or cannot be sent as text.
+    """
     if isinstance(model, ModelHandle):
         return model.name
     if not check_text("model", model):
@@ -36,9 +41,9 @@ def model_name(model: ModelHandle | str) -> str:
 class Model(ModelHandle):
     """A handle of a served model: its name, and the module tree that a block can reach.
 
-    It prints as the tree. Attributes that it does not have itself are the tree's, so that `model.model.layers[2]` can
-    be explored as in a block; a path that does not exist is an error that names the nearest one which does. `trees`
-    are those of all its engines, where they differ: a block must fit each.
+    It prints as the tree. Other attributes are the tree's, so that `model.model.layers[2]` can be explored as in a
+    block; for an unknown path the error names the nearest path that exists. `trees` are the different module trees of
+    the model's engines: a block must fit each of them.
     """
 
     def __init__(self, info: ModelInfo, trees: Sequence[ModuleTree], session: Session | None = None) -> None:
@@ -56,7 +61,7 @@ class Model(ModelHandle):
         prompts: Sequence[PromptInput] | None = None,
         **options: Unpack[WithOptions],
     ) -> Tracer:
-        """A trace whose block is the body of a `with`, which is captured as source and runs on the engine only.
+        """A trace whose block is the body of a `with`. The body travels as source and runs on the engine only.
 
             with model.trace("The Eiffel Tower is in", max_tokens=5) as tracer:
                 logits = model.logits.save()
@@ -65,24 +70,24 @@ class Model(ModelHandle):
             tracer.saves["logits"]
 
         Without a prompt, each `with tracer.invoke(prompt):` in the body is a block with a prompt of its own
-        (`Tracer.invoke`). Everything else is as for
-        `Client.trace`, sampling params included.
+        (`Tracer.invoke`). The options and sampling params are those of `Client.trace`.
 
         Raises:
-            BlockError: as the `with` is entered or left, for a body that cannot be captured.
-            UnknownOption: at once; a keyword is neither an option nor a sampling param.
-            TraceRejected: as it is left; something in it cannot be submitted.
+            UnknownOption: a keyword is neither an option nor a sampling param. Raised by this call.
+            BlockError: the body cannot be captured. Raised when the `with` is entered or left.
+            TraceRejected: the trace cannot be submitted. Raised when the `with` is left.
+            NotConnected: this handle was not made by a client.
         """
         if self._session is None:
             raise NotConnected("this handle has no client to submit by: take it from client.models.get()")
         check_names(options, WithOptions)
         given: dict[str, Any] = {**options}
         if "max_new_tokens" in given:
-            # nnsight's word.
+            # nnsight's name for it.
             given["max_tokens"] = given.pop("max_new_tokens")
         return Tracer(self._session, self.name, prompt, prompts, given)
 
-    #: nnsight's other word for the same: there is no forward pass apart from generation.
+    #: nnsight's other name for it. Tracewire has no forward pass apart from generation.
     generate = trace
 
     @property
@@ -93,7 +98,7 @@ class Model(ModelHandle):
             AttributeError: the engine is of a version that does not publish it.
         """
         if not self.info.config:
-            raise AttributeError("config")  # Python asks the tree then, which says where it is.
+            raise AttributeError("config")  # Python then calls __getattr__, which asks the tree.
         return ModelConfig(self.info.config)
 
     @property

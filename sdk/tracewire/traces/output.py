@@ -1,7 +1,7 @@
 """Events of a trace as a consumer gets them.
 
-They are the messages of the bus. An `Output` adds what is convenient to read, and decodes what was saved when the
-consumer first asks for it: a consumer of the text alone does not pay for arrays.
+They are the messages of the bus with convenient properties. An `Output` decodes its saves when the consumer first asks
+for them, so that reading the text alone decodes no array.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ __all__ = [
 
 
 class Saving(OutputBase, dict=True):
-    """What `Output` and `Shared` have in common: what was saved, decoded when it is first asked for."""
+    """Base of `Output` and `Shared`: the saves of an event, decoded when the consumer first asks for them."""
 
     #: `deltas` as they arrived, of all names.
     encoded_deltas: msgspec.Raw = msgspec.Raw(b"\x90")
@@ -65,10 +65,10 @@ class Saving(OutputBase, dict=True):
 
     @property
     def deltas(self) -> list[list[Delta]]:
-        """What was saved, by step.
+        """The changes of the saves, a list for each step.
 
         Raises:
-            MalformedEvent: it cannot be read.
+            MalformedEvent: the saves cannot be read.
         """
         held: list[list[Delta]] | None = self.__dict__.get("_deltas")
         if held is None:
@@ -90,18 +90,21 @@ class Saving(OutputBase, dict=True):
         return [[change for change in step if change.path[0] in names] for step in deltas]
 
     def only(self, names: frozenset[str]) -> Self:
-        """This event with only what concerns these saved names."""
+        """A copy of this event with the saves of these names only."""
         copy = msgspec.structs.replace(self)
         copy.__dict__.update(_names=names, _loader=self.__dict__.get("_loader"))
         return copy
 
     @property
     def delta(self) -> Values:
-        """What this event adds to the saves, by saved name: the new items of a list, the new keys of a dict, a value.
+        """The event's additions to the saves, by saved name: new items of a list, new keys of a dict, or a new value.
 
-        A list that grows by one item a step shows as a list of one item, a dict that gains a key as a dict of one,
-        nested containers likewise. What is not new by name (a list's item replaced, a key deleted) stands in `deltas`
-        only. The dict has the conversions that `result.saves` has.
+        A list that grew by one item appears as a list of that item, a dict that gained a key as a dict of that key, and
+        nested containers likewise. Other changes (a replaced item of a list, a deleted key) are in `deltas` only. The
+        dict has the same conversions as `result.saves`.
+
+        Raises:
+            MalformedEvent: the saves cannot be read.
         """
         merged = Values()
         for step in self.deltas:
@@ -111,19 +114,19 @@ class Saving(OutputBase, dict=True):
 
 
 class Output(Saving, tag="o", dict=True):
-    """What one vLLM output adds to one choice: usually one token, its text, and what the block newly saved.
+    """The additions of one vLLM output to one choice: usually one token, its text, and new saves of the block.
 
     `token_ids[k]` has index `index + k` in its choice, and `deltas[k]` is what was saved in the step that sampled it.
 
     Attributes:
-        id: where to go on, as `subscribe(trace, since=output.id)`: `<attempt>-<seq>`.
+        id: the event's id, `<attempt>-<seq>`. `subscribe(trace, since=output.id)` goes on after it.
         invoke, choice: which of the trace's prompts, and which of its `n` sampled sequences; both from 0.
-        text: what the tokens add to the choice's text.
+        text: the text of the tokens.
         time: when the step of the last of them ended, in seconds since the epoch by the engine's clock.
         finish_reason, stop_reason: vLLM's words for why the choice ended, when this is its last output.
-        token_strings: the string of each token, with its leading space, if `token_strings=True` asked for them. A
-            character that is spread over several tokens is the replacement character in each.
-        logprobs: if they were asked for, for each token a dict of token id to `(logprob, rank, text)`.
+        token_strings: if requested, the string of each token, with its leading space. Where a character spans several
+            tokens, each of them has the replacement character.
+        logprobs: if requested, a dict for each token, from token id to `(logprob, rank, text)`.
     """
 
     type: ClassVar[Literal["output"]] = "output"
@@ -135,9 +138,9 @@ class Output(Saving, tag="o", dict=True):
 
 
 class Shared(Saving, tag="x", dict=True):
-    """What the trace's shared values gained, in one step or several: an event of no prompt, without tokens or text.
+    """The additions to the trace's shared values, in one step or several. It has no tokens and no text.
 
-    `invoke` is -1. What was shared is one value for all its prompts, so it stands apart from what each of them saves.
+    Shared values belong to all prompts together, so the event belongs to no prompt: `invoke` is -1.
     """
 
     type: ClassVar[Literal["shared"]] = "shared"
@@ -148,11 +151,11 @@ class Shared(Saving, tag="x", dict=True):
 
 
 class Gap:
-    """Events that are gone: those after `since` (`"start"`: all there were) up to and with the one of id `until`.
+    """Events that were trimmed before they were read: those after `since` up to and with the one of id `until`.
 
-    An engine with a limit on what a stream keeps (`tracewire engine --retain-events`, `--retain-bytes`) has trimmed
-    them before they were read. Nothing is lost of what they came to: `state` has it, and the events that follow go on
-    from there.
+    `since` is an event's id, or `"start"` for all from the first. An engine with a limit on its streams (`tracewire
+    engine --retain-events`, `--retain-bytes`) trims them. `state` has their tokens, text and saves, folded, and the
+    following events continue it.
     """
 
     type: ClassVar[Literal["gap"]] = "gap"
@@ -169,15 +172,15 @@ class Gap:
 
     @property
     def id(self) -> str:
-        """Where to go on: `subscribe(trace, since=gap.id)`."""
+        """Id of the last trimmed event. `subscribe(trace, since=gap.id)` goes on after it."""
         return self.until
 
     @property
     def state(self) -> State:
-        """All that was put out and saved up to `until`, folded. Made anew each time.
+        """The trace's state up to `until`. Each access makes a new one.
 
         Raises:
-            MalformedEvent: it cannot be read.
+            MalformedEvent: the snapshot cannot be read.
         """
         fold = Fold(self._names)
         fold.resume(self.snapshot())
@@ -212,14 +215,14 @@ class Gap:
 
 
 AnyEvent: TypeAlias = Accepted | Output | Shared | Notice | Final
-"""What stands on a trace's stream."""
+"""An event on a trace's stream."""
 Event: TypeAlias = AnyEvent | Gap
-"""What stands on a trace's stream, or in place of what was trimmed, as `subscribe` yields it.
+"""An event as `subscribe` yields it: one on the trace's stream, or a `Gap` in place of trimmed ones.
 
 `event.type` tells them apart: `"accepted"`, `"output"`, `"shared"`, `"steered"`, `"paused"`, `"resumed"`, `"waiting"`,
 `"restarted"`, `"gap"` and `"final"`."""
 Item: TypeAlias = Output | Shared | Notice | Gap
-"""What iterating a trace yields: events but for its acceptance and its end."""
+"""An item that iterating over a trace yields: any event but its `Accepted` and its `Final`."""
 
 
 def _merge(merged: dict[str, Any], change: Delta) -> None:
@@ -227,7 +230,7 @@ def _merge(merged: dict[str, Any], change: Delta) -> None:
     target: Any = merged
     for key in way:
         if isinstance(target, list):
-            # An item of a list, most of which is not at hand.
+            # A change inside a list's item: the event does not have the list's other items.
             return
         target = target.setdefault(key, {})
     if not isinstance(target, dict):
@@ -254,7 +257,7 @@ def _own(value: Any) -> Any:
 
 
 def only(event: Event, names: frozenset[str]) -> Event:
-    """`event` with only what concerns these saved names."""
+    """`event` with the saves of these names only."""
     if isinstance(event, Output | Shared | Gap):
         return event.only(names)
     if isinstance(event, Final):

@@ -1,4 +1,4 @@
-"""What a client does in the background for its traces: it renews their lease, and sees to their deadlines.
+"""A client's background work for its traces: it renews their lease and watches their deadlines.
 
 An engine cancels a trace that is not detached when its submitter's lease is gone. So a client renews the lease, from
 its first such trace until it closes. The engine that runs a trace ends it at its deadline; if no engine does, a client
@@ -47,8 +47,8 @@ GUARD_S = 60.0
 class Presence:
     """One client's lease and deadlines. Its tasks start with the first of either.
 
-    Engines take the client for gone when it has not renewed its lease for `lease_s` seconds. The lease expires after
-    two thirds of that; engines give the client the last third to come back.
+    Engines take the client for dead when it has not renewed its lease for `lease_s` seconds. The lease expires after
+    two thirds of that time; engines give the client the last third to renew it.
     """
 
     def __init__(self, bus: Bus, lease_s: float) -> None:

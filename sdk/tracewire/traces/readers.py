@@ -49,7 +49,7 @@ class Source(Protocol[Read]):
 
 
 class Watcher(Reader, Generic[Item]):
-    """A reader without an end, and with a connection of its own. It owns no task: what is not asked for is not read."""
+    """An endless reader with a connection of its own. It owns no task, and reads only when the caller asks."""
 
     def __init__(self, source: Source[Item]) -> None:
         self._source = source

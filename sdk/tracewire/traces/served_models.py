@@ -29,15 +29,24 @@ _POLL_S = 0.1
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """A model that is served now, and by how many engines. `capacity` and `running` count traces, on all of them.
+    """A served model, and its engines together. Any of the engines may run a trace.
 
-    `dtype` and `revision` are the weights', `vocabulary` counts its tokens, `max_model_len` those that
-    a prompt and its output may have together at most, and `loras` are the adapters that all of its engines have.
-    `queue_limit` is how many submissions may wait before more are refused, the most that any engine says; 0 for any
-    number. `differs` names what its engines do not have in common (`"revision"`, `"module tree"`, ...): any of them may
-    run a trace, and each other field is what the one that started first says. `retention_s` is how long a trace is kept
-    after its end, in seconds, the most that any engine says. `path` is the folder or name that the engine loaded the
-    model from, and `config` what its `config.json` says.
+    Where the engines differ, a field has the value of the engine that started first, unless it says otherwise below.
+
+    Attributes:
+        name: the model's name.
+        engines: names of its engines.
+        dtype, revision: of its weights.
+        layer_count, hidden_size: number of decoder layers, and width of the residual stream.
+        vocabulary: number of tokens of the vocabulary.
+        max_model_len: the most tokens that a prompt and its output may have together.
+        capacity, running: how many traces all engines run at most, and now.
+        queue_limit: how many submissions may wait before more are refused, the greatest of all engines; 0: no limit.
+        differs: the properties in which its engines differ (`"revision"`, `"module tree"`, ...).
+        retention_s: for how many seconds a trace is kept after its end, the greatest of all engines.
+        loras: the LoRA adapters that all engines have.
+        path: the folder or name that the engine loaded the model from.
+        config: the contents of its `config.json`.
     """
 
     name: str
@@ -61,7 +70,7 @@ class ModelInfo:
 
     @classmethod
     def of(cls, engines: list[EngineInfo]) -> ModelInfo:
-        """What the engines of one model say together; what they should agree on is the first one's word."""
+        """The model that these engines serve; fields that they should agree on are the first engine's."""
         from tracewire_bus.domain.fleet import differences
 
         first = engines[0]
@@ -109,7 +118,7 @@ class ServedModels:
         self._registry = Refreshed(self._read)
 
     async def engines(self, model: str | None = None) -> list[EngineInfo]:
-        """The engines that live now (of one model, if one is named), by model, then by when they started."""
+        """The running engines, or those of one `model`, by model and then by the time of their start."""
         await self._look(0)
         return [one for engines in self._engines.values() for one in engines if model in (None, one.model)]
 
@@ -122,7 +131,7 @@ class ServedModels:
         """A model by its name, from a registry that was read at most `age` seconds ago.
 
         Raises:
-            UnknownModel: no engine serves it, nor did one begin to within `timeout` seconds.
+            UnknownModel: no engine serves it, and none began to within `timeout` seconds.
         """
         await self._look(age)
         if name not in self._engines:

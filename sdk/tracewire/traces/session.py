@@ -1,4 +1,4 @@
-"""What a client shares with its handles: the bus, the lease, the registry as it was read, and the background queue."""
+"""`Session`: the state that a client shares with its handles: bus, lease, registry and background submissions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["Session"]
 
 logger = logging.getLogger("tracewire")
 
-#: How long closing takes at most once the traces that a `with` has queued are submitted, in seconds.
+#: Upper limit on closing, after the submissions that a `with` has queued, in seconds.
 _CLOSE_S = 10.0
 #: How many of the traces that are started at the same time are made in one turn of the event loop.
 _TRACES_PER_TICK = 8
@@ -68,12 +68,12 @@ class Session:
 
     @property
     def opened(self) -> bool:
-        """Whether it is connected, and not closed."""
+        """Whether the session is connected and not closed."""
         return self._bus is not None
 
     @property
     def closed(self) -> bool:
-        """Whether it is closed, or about to be."""
+        """Whether the session is closed, or a task is closing it."""
         return self._closing is not None
 
     def open_bus(self) -> Bus:
@@ -98,11 +98,11 @@ class Session:
     # --- life ---------------------------------------------------------------------------------------------------------
 
     async def open(self) -> None:
-        """Connect. A call while another task connects waits for that; a call when it is connected does nothing.
+        """Connect. A call while another task connects waits for that task. A later call does nothing.
 
         Raises:
             ConnectError: the URL cannot be used; `BusUnavailable` and `BusRefused` say more.
-            ClientClosed: it is closed, or another task closed it meanwhile.
+            ClientClosed: the client is closed, or another task closed it meanwhile.
         """
         while self._opening is not None:
             await self._opening.wait()

@@ -1,4 +1,4 @@
-"""The state of a trace: its events folded into text, tokens and saves, at one moment or at its end.
+"""The state of a trace: its events folded into text, tokens and saves, up to one event or to its end.
 
 The caller owns the containers in it; arrays are shared and read-only.
 """
@@ -33,7 +33,7 @@ class Saves(Values):
         super().__init__(values)
         self._trace_id = trace_id
         self._ended = ended
-        #: Why what was saved under a name could not be sent.
+        #: Why saves could not be sent, by name.
         self._reasons: dict[str, str] = {}
 
     def __missing__(self, name: Any) -> Any:
@@ -71,15 +71,15 @@ class State:
     Attributes:
         trace_id: the trace's id.
         invokes: its prompts, in order, with their choices.
-        shared: what its prompts' blocks share, by name: values of the trace, and of none of its prompts.
+        shared: the values that the blocks of its prompts share, by name.
         attempt, seq: the last event folded; `seq` is -1 before the first.
-        position: where to go on, as `subscribe(trace, since=state.position)`.
-        status, error, usage: as the final has them.
+        position: id of the last event folded. `subscribe(trace, since=state.position)` goes on after it.
+        status, error, usage: those of the final, or None.
         accepted: the engine's acceptance, or None.
         save_errors: saves that could not travel, by `invoke.choice.name`, with the reason.
-        manifest: kind, length and digest of every save, as the engine collected it (at the end only).
-        prompt_logprobs: by prompt and token, if they were asked for (at the end only).
-        warnings: what a block did that its author hardly meant, at the author's own line (at the end only).
+        manifest: kind, length and digest of every save on the engine (at the end only).
+        prompt_logprobs: by prompt and token, if requested (at the end only).
+        warnings: likely mistakes in a block, each with the line in the author's file (at the end only).
     """
 
     def __init__(self, trace_id: str, fold: Fold) -> None:
@@ -107,7 +107,7 @@ class State:
 
     @property
     def finished(self) -> bool:
-        """Whether the trace has ended, however it did."""
+        """Whether the trace has ended, with whatever status."""
         return self.status is not None
 
     @property
@@ -131,7 +131,7 @@ class State:
         return self._only("saves").saves
 
     async def load(self, name: str | None = None, *, dtype: str | None = None, exact: bool = False) -> Any:
-        """Download what the saves of the only choice refer to: `saves.load`."""
+        """Download the arrays that the saves of the only choice refer to: see `saves.load`."""
         return await self._only("saves").saves.load(name, dtype=dtype, exact=exact)
 
     def to_numpy(self, name: str | None = None, *, dtype: str | None = None) -> Any:
@@ -187,7 +187,7 @@ class State:
 
 
 class Result(State):
-    """A trace at its end, compared with the digests of what the engine itself collected."""
+    """A trace at its end, compared with the engine's digests."""
 
 
 def _saves(fold: Fold, trace_id: str, invoke: int, choice: int) -> Saves:

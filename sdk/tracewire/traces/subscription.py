@@ -28,17 +28,16 @@ __all__ = ["Subscription"]
 
 logger = logging.getLogger("tracewire")
 
-#: A place in any trace that only its final is after.
+#: A position that only the final comes after, in any trace.
 _BEFORE_FINAL = f"{FINAL_ID.partition('-')[0]}-0"
 
 
 class Subscription(EventStream[Event]):
-    """A trace's events, in order, each once: first what is there, then what comes, up to and with the final.
+    """A trace's events, in order, each once: first those that exist already, then new ones, up to and with the final.
 
-    In place of events that were trimmed comes a `Gap` with the state after them.
-
-    An async iterator, and an async context manager for those who leave before the end. Reading begins with `start()`,
-    with entering, or with the first item; `since="now"` means that moment.
+    A `Gap` stands in place of trimmed events, with the state after them. An async iterator, and an async context
+    manager for callers that leave before the end. Reading begins with `start()`, with entering, or with the first item;
+    `since="now"` means that moment.
     """
 
     def __init__(self, session: Session, trace_id: str, reader: EventReader, names: Iterable[str] | None) -> None:
@@ -74,8 +73,9 @@ class Subscription(EventStream[Event]):
         self._started = True
 
     async def check(self) -> None:
-        """Begin to read, as `start` does, and refuse names that the trace can be told to have not: before a service
-        answers with a stream, say. What a running trace will save is not known, and not refused.
+        """Begin to read, as `start` does, and check `names`. A service calls it before it answers with a stream.
+
+        The check needs the trace's end: while the trace runs, no name is refused.
 
         Raises:
             UnknownTrace: no such trace was submitted, or it has expired.
@@ -91,8 +91,8 @@ class Subscription(EventStream[Event]):
     async def result(self) -> Result:
         """Wait for the trace's end; return what was generated and saved, compared with what the engine collected.
 
-        With `names`, the result has these saves alone. It reads the trace from its beginning, apart from what is
-        iterated over, and can be called at any time.
+        With `names`, the result has these saves alone. The call reads the trace from its beginning, independently of an
+        iteration over this subscription, and can be made at any time.
 
         Raises:
             UnknownTrace: no such trace was submitted, or it has expired.
@@ -112,7 +112,7 @@ class Subscription(EventStream[Event]):
 
     async def until_done(self) -> Status:
         """Wait for the trace's end; return how it ended: `"finished"`, `"stopped"`, `"cancelled"`, `"expired"`,
-        `"rejected"` or `"failed"`. It reads apart from what is iterated over.
+        `"rejected"` or `"failed"`. The call reads independently of an iteration over this subscription.
 
         Raises:
             UnknownTrace: no such trace was submitted, or it has expired.
@@ -145,7 +145,7 @@ class Subscription(EventStream[Event]):
         return None
 
     async def _read_apart(self, since: str, fold: Fold | None = None) -> AsyncIterator[Event]:
-        """Events by a reader that ends with this iteration."""
+        """The events, over a reader that closes with this iteration."""
         reader = EventReader(self.trace_id, self._session.open_bus(), since)
         try:
             await reader.start()
@@ -177,7 +177,7 @@ class Subscription(EventStream[Event]):
         return only(event, self._names)
 
     def _missed(self, final: Final, names: frozenset[str]) -> None:
-        """Say which of the names the trace has never saved anything as."""
+        """Log a warning for each name that the trace never saved."""
         saved = _saved(final)
         for name in sorted(_missing(final, names)):
             near = difflib.get_close_matches(name, saved, 1)
@@ -197,5 +197,5 @@ def _saved(final: Final) -> list[str]:
 
 
 def _missing(final: Final, names: frozenset[str]) -> Iterable[str]:
-    """Those of the names that a trace which ended well never saved anything as."""
+    """The names among these that a trace never saved, if it has ended well."""
     return names.difference(_saved(final)) if final.status in ("finished", "stopped") else ()

@@ -38,23 +38,22 @@ __all__ = ["Trace"]
 
 logger = logging.getLogger("tracewire")
 
-#: How long leaving a trace waits for Redis to hear of it, in seconds.
+#: How long leaving a trace waits for Redis to accept the cancellation, in seconds.
 _LEAVE_S = 2.0
 
 
 class Trace(EventStream[Item]):
     """One submission, and its outputs as they come.
 
-    An async context manager: entering it returns once the submission is durable, and leaving it stops reading.
-    `start()` and `aclose()` do the same by hand; reading a trace that was not started starts it. Leaving before the end
-    was read cancels the trace, for all its consumers, unless it was submitted with `detach=True`; then it goes on to
-    its end.
+    An async context manager: entering it submits the trace and returns once the submission is durable; leaving it stops
+    reading. `start()` and `aclose()` do the same by hand, and reading an unstarted trace starts it. Leaving before the
+    end was read cancels the trace for all its consumers. With `detach=True` the trace goes on to its end.
 
-    An async iterator of `Output` items, and of `Shared`, `Steered`, `Paused`, `Resumed`, `Waiting` and `Restarted` ones
-    when that happens, and a `Gap` in place of what was trimmed before it was read; over when the trace is. Each item
-    comes once: several tasks that iterate at once share them, and a subscription has them all again. A rejected trace
-    raises `TraceRejected` in place of its first item; one whose block failed raises `InterventionError` after its last
-    output.
+    An async iterator of `Output`, `Shared`, `Steered`, `Paused`, `Resumed`, `Waiting` and `Restarted` items, which ends
+    with the trace. A `Gap` stands in place of events that were trimmed before they were read. Each item comes once:
+    tasks that iterate at the same time share the items; a subscription yields all of them again. A rejected trace
+    raises `TraceRejected` in place of its first item. A trace whose block failed raises `InterventionError` after its
+    last output.
     """
 
     def __init__(self, session: Session, submission: Submission) -> None:
@@ -64,9 +63,9 @@ class Trace(EventStream[Item]):
         self._fold = Fold(verifying=True)
         self._reader: EventReader | None = None
         self._closed = False
-        #: Whether Redis may have it although `start` failed.
+        #: Whether Redis may have the submission although `start` failed.
         self._unconfirmed = False
-        #: While some task starts it.
+        #: Set by the task that starts the trace, when it has; None while no task does.
         self._starting: anyio.Event | None = None
         #: Whether some task reads the next event; the others wait for its progress.
         self._reading = False
@@ -81,17 +80,17 @@ class Trace(EventStream[Item]):
 
     @property
     def id(self) -> str:
-        """The trace's id: whoever holds it can follow the trace."""
+        """The trace's id. Any client of the same Redis can follow the trace by it."""
         return self._submission.trace
 
     @property
     def model(self) -> str:
-        """Name of the model that it runs on."""
+        """Name of the model that the trace runs on."""
         return self._submission.model
 
     @property
     def status(self) -> str | None:
-        """How it ended, or `None` as long as this handle has not read its end."""
+        """How the trace ended, or `None` as long as this handle has not read its end."""
         return self._fold.status
 
     def __repr__(self) -> str:
@@ -110,7 +109,7 @@ class Trace(EventStream[Item]):
 
     @property
     def _known_as(self) -> object:
-        """What stands for it in the caller's code."""
+        """The object that stands for this trace in the caller's code."""
         return self
 
     # --- life ---------------------------------------------------------------------------------------------------------
@@ -202,7 +201,7 @@ class Trace(EventStream[Item]):
         self._cancel_later(reason)
 
     def _cancel_later(self, reason: str) -> None:
-        """Have the client cancel it when Redis answers."""
+        """Have the client cancel the trace when Redis answers."""
         self._session.presence.cancel_when_back(self.id, self._session.name, reason)
 
     # --- control ------------------------------------------------------------------------------------------------------
@@ -216,33 +215,33 @@ class Trace(EventStream[Item]):
         by: str | None = None,
         **more: Any,
     ) -> int:
-        """Change its live parameters: `Client.steer`."""
+        """Change the trace's live parameters: see `Client.steer`."""
         return await control.steer(self._session, self.id, values, more, if_version=if_version, by=by)
 
     async def get_live(self) -> LiveState:
-        """Its live parameters as they are now: `Client.get_live`."""
+        """The trace's present live parameters: see `Client.get_live`."""
         return await control.live_state(self._session, self.id)
 
     async def cancel(self, reason: str = "", *, by: str | None = None) -> bool:
-        """Have it end now, as `cancelled`: `Client.cancel`."""
+        """Cancel the trace: see `Client.cancel`."""
         return await control.cancel(self._session, self.id, reason, by=by)
 
     async def pause(self, *, by: str | None = None) -> bool:
-        """Hold it where it is: `Client.pause`."""
+        """Pause the trace: see `Client.pause`."""
         return await control.pause(self._session, self.id, by=by)
 
     async def resume(self, *, by: str | None = None) -> bool:
-        """Let it go on: `Client.resume`."""
+        """Resume the trace: see `Client.resume`."""
         return await control.pause(self._session, self.id, by=by, resume=True)
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
     async def accepted(self) -> Accepted:
-        """Wait until an engine has taken the trace, and return what it said.
+        """Wait until an engine has accepted the trace, and return its `Accepted` event.
 
         Raises:
-            TraceRejected: it refused, naming the field at fault.
-            TraceFailed: it ended before any engine accepted it.
+            TraceRejected: the engine refused the trace; `field` names the part at fault.
+            TraceFailed: the trace ended before any engine accepted it.
         """
         await self._read_until(lambda: self._accepted is not None or self._fold.finished)
         if self._accepted is None or self._fold.status == "rejected":

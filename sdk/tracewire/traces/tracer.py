@@ -1,4 +1,4 @@
-"""Traces whose block is written inline, as the body of a `with`, which is captured and never runs here.
+"""Traces whose block is written inline, as the body of a `with`. The client captures the body and never runs it.
 
     with model.trace("The Eiffel Tower is in", max_tokens=5) as tracer:
         logits = model.logits.save()
@@ -6,14 +6,14 @@
         ...
     tracer.saves["logits"]
 
-Entering the `with` finds its body in the source, and has Python leave it as soon as its first line is reached, by a
-trace function: the one way there is to skip a body. Nothing of it needs nnsight, torch or the model on this side. The
-body travels as any block does, as source with what it uses. Its names are looked up as the `with` is left, in the frame
-around it. What it binds stays on the engine: `tracer.saves` has what it saved.
+Entering the `with` finds its body in the source. A trace function then raises at the body's first line, which is
+Python's only way to skip a body. The client needs neither nnsight, torch nor the model. The body travels as any block
+does: as source, with the values that it uses. The client looks up the names as the `with` is left, in the frame around
+it. Names that the body binds exist on the engine only; `tracer.saves` has the saved values.
 
-Without a prompt, the body is a *trace scope*: it runs here, to find the `with tracer.invoke(prompt):` in it, whose
-bodies are the blocks. What it binds and saves itself (`rows = [].save()`) is shared: one object on the engine for all
-invokes, which each of them can read and change by that name.
+Without a prompt, the body is a *trace scope*: the client runs it, to find each `with tracer.invoke(prompt):` in it. The
+bodies of these are the blocks. A value that the scope itself binds and saves (`rows = [].save()`) is shared: the engine
+has one object for all invokes, and each of them can read and change it by that name.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ if TYPE_CHECKING:
 __all__ = ["Tracer"]
 
 
-#: What a tracer has in a block only.
+#: Attributes that a tracer has in a block only.
 _IN_BLOCKS = frozenset({"iter", "all", "stop", "cache", "live", "next"})
 
 
 class Tracer(Trace):
     """A trace that is written as a `with` statement, and its outputs as they come.
 
-    Made by `Model.trace`. Leaving the `with` queues the submission, whether or not anybody
-    reads what comes. It happens in the background, in the order in which the statements were left; what was refused is
-    raised by `accepted()`, `result()` and the first item, and the client waits for it when it is closed. From then on
-    it is a `Trace`. The `with` does not wait for its end, nor does anything cancel it but
-    `cancel()`, `aclose()` and its client's end (unless it was submitted with `detach=True`).
+    `Model.trace` makes it. Leaving the `with` queues the submission. The client submits in the background, in the order
+    in which the statements were left, and a closing client waits for queued submissions. When a submission is refused,
+    `accepted()`, `result()` and the first item raise the error. After the `with`, the tracer is used as any `Trace`.
+    Leaving the `with` neither waits for the trace's end nor cancels it. `cancel()` and `aclose()` cancel it, and so
+    does the end of its client unless the trace was submitted with `detach=True`.
 
-    Inside a block, `tracer` is nnsight's: `iter`, `all()`, `stop()`, `cache()`, `result`; and `live`, the trace's live
-    parameters. Outside, asking for them raises a `BlockOnly`.
+    Inside a block, `tracer` is nnsight's, with `iter`, `all()`, `stop()`, `cache()`, `result`, and `live` for the
+    trace's live parameters. Outside a block, these attributes raise `BlockOnly`.
     """
 
     if TYPE_CHECKING:
@@ -78,13 +78,13 @@ class Tracer(Trace):
         prompts: Sequence[PromptInput] | None,
         options: dict[str, Any],
     ) -> None:
-        #: Whether the caller knows its id, whatever becomes of the handle.
+        #: Whether the caller chose the trace's id, and so can follow the trace without this handle.
         self._has_given_id = options.get("trace_id") is not None
         options["trace_id"] = checked_trace_id(options.get("trace_id"))
         super().__init__(session, Submission(trace=options["trace_id"], model=model, invokes=[]))
         self._prompt, self._prompts, self._options = prompt, prompts, options
         self._body: WithBody | None = None
-        #: While its `with` is open: the object that this stands for there, if it is another.
+        #: While the `with` is open: the caller's handle, if that is another object than this one.
         self._stand_in: object | None = None
         self._scope: TraceScope | None = None
         self._queued: QueuedSubmission | None = None
@@ -153,11 +153,11 @@ class Tracer(Trace):
 
     @property
     def _known_as(self) -> object:
-        """What stands for this tracer in its `with`."""
+        """The object that stands for this tracer in its `with`."""
         return self if self._stand_in is None else self._stand_in
 
     def _captured(self, body: WithBody) -> Submission:
-        """The submission that a body says."""
+        """The submission of a captured body."""
         prompts: Sequence[PromptInput] | None = self._prompts
         options, block = dict(self._options), None
         shared = dict(options.pop("shared", None) or {})
@@ -190,7 +190,7 @@ class Tracer(Trace):
     # --- submission ---------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Wait until the submission is durable, which leaving the `with` has begun; or try again after a refusal.
+        """Wait until the submission that leaving the `with` has queued is durable. After a refusal, submit again.
 
         Raises what `Trace.start` does.
         """
@@ -213,22 +213,22 @@ class Tracer(Trace):
         by: str | None = None,
         **more: Any,
     ) -> int:
-        """Change its live parameters: `Client.steer`."""
+        """Change the trace's live parameters: see `Client.steer`."""
         await self._submitted()
         return await super().steer(values, if_version=if_version, by=by, **more)
 
     async def cancel(self, reason: str = "", *, by: str | None = None) -> bool:
-        """Have it end now, as `cancelled`: `Client.cancel`."""
+        """Cancel the trace: see `Client.cancel`."""
         await self._submitted()
         return await super().cancel(reason, by=by)
 
     async def pause(self, *, by: str | None = None) -> bool:
-        """Hold it where it is: `Client.pause`."""
+        """Pause the trace: see `Client.pause`."""
         await self._submitted()
         return await super().pause(by=by)
 
     async def resume(self, *, by: str | None = None) -> bool:
-        """Let it go on: `Client.resume`."""
+        """Resume the trace: see `Client.resume`."""
         await self._submitted()
         return await super().resume(by=by)
 
@@ -243,18 +243,18 @@ class Tracer(Trace):
         """
         if self._queued is not None and not self._queued.ended.is_set():
             if self._submission.detach:
-                # It is to run: whoever gives up waiting leaves its submission to the client.
+                # A caller that stops waiting leaves the submission to the client, which still submits it.
                 await self._queued.ended.wait()
             else:
                 await self._queued.withdraw()
         with anyio.CancelScope(shield=True):
             await super().aclose()
 
-    # --- what it saved ------------------------------------------------------------------------------------------------
+    # --- saves --------------------------------------------------------------------------------------------------------
 
     @property
     def saves(self) -> dict[str, Any]:
-        """What was saved, by name, once the end was read (by an iteration or `result()`): also what the trace shares.
+        """The saves and the shared values by name, once an iteration or `result()` has read the trace's end.
 
         A name that was saved by one invoke (and choice) alone is that value; by several, a list of them in their order.
 

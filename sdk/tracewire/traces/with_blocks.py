@@ -1,7 +1,7 @@
-"""Bodies of `with` statements as blocks: kept from running here, and captured with what their names mean.
+"""Bodies of `with` statements as blocks: the client skips them, and captures them with the values of their names.
 
-Entering the `with` finds its body in the source, and has Python leave it as soon as its first line is reached, by a
-trace function: the one way there is to skip a body. Nothing of it needs nnsight, torch or the model on this side.
+Entering the `with` finds its body in the source. A trace function then raises at the body's first line, which is
+Python's only way to skip a body. The client needs neither nnsight, torch nor the model for it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["Invoker", "TraceScope", "WithBody", "capture_body"]
 
 
 class _Skipped(BaseException):
-    """Leaves a `with` body before its first line. Carries nothing to anybody but the `with` that it is raised in."""
+    """Raised at a `with` body's first line to skip the body. The same `with` catches it."""
 
 
 class _Skip:
@@ -53,7 +53,7 @@ class _Skip:
         raise _Skipped
 
     def disarm(self) -> None:
-        """Give whoever traced before (a debugger, coverage) its place back."""
+        """Restore the trace functions that were set before, such as a debugger's or coverage's."""
         whole, self._frame.f_trace = self._displaced
         sys.settrace(whole)
 
@@ -73,15 +73,15 @@ class WithBody:
         self._skip = None if self.source.is_empty else _Skip(self.source, frame)
 
     def disarm(self) -> None:
-        """Do not skip it."""
+        """Stop skipping the body."""
         if self._skip is not None:
             self._skip.disarm()
 
     def was_skipped(self, kind: type[BaseException] | None) -> bool:
-        """Whether the body was skipped, and is to be sent; otherwise what was raised goes on.
+        """Whether the body was skipped and is to be sent. If not, the caller lets the body's exception pass.
 
         Raises:
-            BlockError: it ran.
+            BlockError: the body ran here.
         """
         if self._skip is None:
             return kind is None
