@@ -1,4 +1,4 @@
-"""Conversations: what was said, and the traces that answer it.
+"""Conversations: the user's messages, and the traces that answer them.
 
 Answer `n` of a conversation is the trace `chat.<conversation>.<n>`, so that any process finds it by asking the bus: a
 conversation that a process does not know, or whose later turns another process has taken, is read from there. What a
@@ -86,7 +86,7 @@ class Steering(_Body):
 
 
 class _Note(BaseModel):
-    """What a trace carries for this service."""
+    """The data of this service that a trace carries in its live parameter `turn`."""
 
     key: str
     said: str
@@ -303,7 +303,7 @@ def trace_id(conversation: str, number: int) -> str:
     """Id of the trace that is a conversation's answer `number`.
 
     Raises:
-        Problem: no conversation has such an id; whoever asks for a trace of somebody else's gets none.
+        Problem: no conversation has such an id. So a caller cannot reach traces of other services by this id.
     """
     if not _ID.fullmatch(conversation):
         raise Problem(404, "there is no such conversation, or it has been forgotten")

@@ -433,7 +433,7 @@ class Capture:
         try:
             self._values[name] = pack(value)
         except Unsavable as error:
-            # What can travel is said by whoever raises this.
+            # The error that is raised adds the list of types that can travel.
             reason = f"{spelled!r} is of type {type_name(type(value))}: {str(error).partition('; what can: None')[0]}"
             raise self.untransportable(spelled, reason, source, line) from None
 
