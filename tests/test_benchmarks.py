@@ -213,6 +213,17 @@ def test_soak(engine: EngineProcess, engine_bus: str, options: tuple[str, ...]) 
 
 @own_engine
 @pytest.mark.full
+def test_harvest() -> None:
+    found = figures("harvest", "--prompts", "8", "--tokens", "8", "--concurrency", "4", "--rounds", "2")
+    assert list(found) == ["http", "traces", "last", "harvest", "parquet"]
+    for one in found.values():
+        assert len(one["ratios"]) == 2
+        above_zero(one, "tokens_per_second", "ratio", "ratios")
+    above_zero(found["harvest"], "megabytes_per_second")
+
+
+@own_engine
+@pytest.mark.full
 @pytest.mark.parametrize("form", ["block", "declared"])
 def test_steering(form: str) -> None:
     found = figures("steering", "--concurrency", "1", "2", "--steers", "3", "--form", form)

@@ -20,6 +20,7 @@ _MODEL_CHECKS = "tests/unit/tracewire/traces/test_model_checks.py"
 _PRESENCE = "tests/unit/tracewire/traces/test_presence.py"
 _SUBSCRIPTION = "tests/unit/tracewire/traces/test_subscription.py"
 _TRACE = "tests/unit/tracewire/traces/test_trace.py"
+_HARVEST = "tests/unit/tracewire/harvest/test_"
 _FOLD = "tests/unit/tracewire_bus/domain/test_fold.py"
 _APPENDS = "tests/unit/tracewire_bus/events/test_appends.py"
 _DEFERRED = "tests/unit/tracewire_bus/events/test_deferred.py"
@@ -928,5 +929,47 @@ MUTANTS = (
         "asked.steered - set(told)",
         "set()",
         _CHECKER + "::test_changes_are_told_of_once",
+    ),
+    _of(
+        f"{_SDK}/harvest/journal.py",
+        "a-harvest-commits-over-another-client-s-shard",
+        "            self.store.create(_name(entry.number), msgspec.json.encode(entry)",
+        "            self.store.put(_name(entry.number), msgspec.json.encode(entry)",
+        _HARVEST + "journal.py::test_the_second_of_two_clients_cannot_commit",
+    ),
+    _of(
+        f"{_SDK}/harvest/journal.py",
+        "a-harvest-does-not-compare-digests",
+        "    if not reason and digest(data) != file.digest:\n",
+        "    if False:\n",
+        _HARVEST + "journal.py::test_a_file_that_is_not_what_was_written",
+    ),
+    _of(
+        f"{_SDK}/harvest/run.py",
+        "a-harvest-runs-what-is-in-a-shard",
+        "            if item.key in skipped:\n",
+        "            if False:\n",
+        _HARVEST + "run.py::test_a_run_that_was_ended_is_gone_on_with",
+    ),
+    _of(
+        f"{_SDK}/harvest/run.py",
+        "a-harvest-leaves-the-last-shard-out",
+        "            if len(shard):\n",
+        "            if False:\n",
+        _HARVEST + "run.py::test_each_prompt_is_harvested_once",
+    ),
+    _of(
+        f"{_SDK}/harvest/rows.py",
+        "a-harvest-s-positions-are-off-by-one",
+        '{"last": prompt - 1,',
+        '{"last": prompt,',
+        _HARVEST + "rows.py::test_positions_are_those_that_the_engine_reads",
+    ),
+    _of(
+        f"{_SDK}/harvest/shards.py",
+        "an-index-names-the-rows-of-another-prompt",
+        '            self._append("row", np.arange(row, row + count))\n',
+        '            self._append("row", np.arange(count))\n',
+        _HARVEST + "shards.py::test_the_index_says_what_each_row_is_of",
     ),
 )

@@ -29,6 +29,7 @@ RUN_BY = {
     "python -m benchmarks.bus": _BENCHMARKS + "bus",
     "python -m benchmarks.bus --rate 300 --sweep": _BENCHMARKS + "bus_sweep",
     "python -m benchmarks.fleet": _BENCHMARKS + "fleet",
+    "python -m benchmarks.harvest": _BENCHMARKS + "harvest",
     "python -m benchmarks.overhead": _BENCHMARKS + "overhead",
     "python -m benchmarks.scheduling": _BENCHMARKS + "scheduling",
     "python -m benchmarks.sizing": _BENCHMARKS + "sizing",

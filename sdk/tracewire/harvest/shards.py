@@ -32,6 +32,7 @@ _DTYPES = {
     **{f"U{bits}": f"uint{bits}" for bits in (8, 16, 32, 64)},
 }
 _COMPRESSION = "zstd"
+_PROMPTS = ("prompt", "prompt_tokens", "text")
 #: The columns of an index.
 _INDEX = ("prompt", "name", "layer", "location", "position", "item", "token_id", "token", "shard", "tensor", "row")
 
@@ -294,7 +295,10 @@ def values_of_table(table: Any, entry: Entry) -> dict[str, Array]:
 def _parquet(table: Any) -> bytes:
     pa, parquet = library("pyarrow"), library("pyarrow.parquet")
     sink = pa.BufferOutputStream()
-    parquet.write_table(table, sink, compression=_COMPRESSION)
+    # Values hardly repeat, and compress badly for what that costs.
+    small = [name for name in table.column_names if name in _INDEX or name in _PROMPTS]
+    compression = dict.fromkeys(small, _COMPRESSION)
+    parquet.write_table(table, sink, use_dictionary=small, compression=compression)
     data: bytes = sink.getvalue().to_pybytes()
     return data
 

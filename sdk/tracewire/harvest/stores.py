@@ -24,6 +24,8 @@ __all__ = ["TEMPORARY", "Store"]
 TEMPORARY = ".tmp"
 #: Stores that have no folders. Asking them for one would make a bucket where a URL has a wrong one.
 _WITHOUT_FOLDERS = frozenset({"abfs", "az", "gcs", "gs", "oss", "r2", "s3", "s3a"})
+#: How a file system says that it has no links, as those of some networks have none.
+_WITHOUT_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _REFUSED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 
@@ -145,8 +147,7 @@ class Store:
             if replace:
                 written.replace(target)
             else:
-                # A link is refused where the name is taken, and a rename is not.
-                os.link(written, target)
+                _link(written, target)
         finally:
             written.unlink(missing_ok=True)
         folder = os.open(target.parent, os.O_RDONLY)
@@ -154,6 +155,18 @@ class Store:
             os.fsync(folder)
         finally:
             os.close(folder)
+
+
+def _link(written: Path, target: Path) -> None:
+    """Give a file its name, if that is free. A link is refused where the name is taken, and a rename is not."""
+    try:
+        os.link(written, target)
+    except OSError as error:
+        if error.errno not in _WITHOUT_LINKS:
+            raise
+        if target.exists():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target)) from None
+        written.replace(target)
 
 
 def _store_error(url: str, name: str, error: Exception) -> TracewireError:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -32,6 +34,18 @@ def test_files_of_a_folder(tmp_path: Path) -> None:
     store.remove("shards/a")
     # Nothing is left under another name.
     assert sorted(path.name for path in (tmp_path / "acts").rglob("*") if path.is_file()) == ["0", "harvest.json"]
+
+
+def test_a_file_system_without_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    monkeypatch.setattr(os, "link", refused)
+    store = Store(tmp_path / "acts")
+    store.create("harvest.json", b"{}")
+    with pytest.raises(FileExistsError):
+        store.create("harvest.json", b"")
+    assert store.read("harvest.json") == b"{}"
 
 
 def test_files_of_any_kind_of_store() -> None:
