@@ -175,7 +175,9 @@ class Series:
 
 @dataclass(frozen=True)
 class PromptRows:
-    """What a harvest keeps of one prompt. `token_ids` are the prompt's and then those that were sampled."""
+    """What a harvest keeps of one prompt. `token_ids` are the prompt's and then those that were sampled; `row` is the
+    prompt's number in the data set.
+    """
 
     key: int | str
     digest: str
@@ -184,6 +186,7 @@ class PromptRows:
     token_strings: list[str] | None
     text: str
     series: list[Series] = field(default_factory=list)
+    row: int = 0
 
     @property
     def nbytes(self) -> int:

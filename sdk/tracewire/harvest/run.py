@@ -236,7 +236,8 @@ class Run:
         plan = self._plan
         async with self._client.trace(plan.model, item.prompt, plan.block, **plan.options) as trace:
             result = await trace.result()
-            return await prompt_rows(item.key, item.digest, result, plan.readings, plan.filters)
+            rows = await prompt_rows(item.key, item.digest, result, plan.readings, plan.filters)
+            return replace(rows, row=item.row)
 
     def _failure(self, item: Item, error: TracewireError, tries: int) -> Failed | None:
         """The failure of a prompt, or None where it is submitted again.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from tracewire.errors import NotAnArray
@@ -70,6 +71,8 @@ class Shard:
 
     def files(self, name: str, values: str) -> tuple[Entry, dict[str, bytes]]:
         """The entry of the journal, without its number, and the files with their bytes. `values` is the format."""
+        # Traces end in another order than the data set's.
+        self._prompts.sort(key=attrgetter("row"))
         entry = Entry(0, shard=name, failed=self._failed, tokens=self.tokens, bytes=self.nbytes)
         entry.prompts = [one.key for one in self._prompts]
         entry.digests = [one.digest for one in self._prompts]

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import anyio
 import anyio.to_thread
 import datasets
 import numpy as np
 import pytest
 
 import tracewire
+from tests.support import ROOT
 from tests.support.harvests import reads
 from tracewire import HarvestProgress
 from tracewire.cli import main as cli
@@ -140,6 +144,34 @@ async def test_an_error_ends_it_with_1(
     async with engine(reads):
         assert await command("--read", "hs=residual(*)", "--column", "question") == 1
     assert "row 0 of the data set: it has no column 'question'" in capsys.readouterr().err
+
+
+#: Harvests to a file system of its own that is full or read-only at first; prints both commands' statuses.
+MOUNTED = """
+mount -t tmpfs -o size=300k tmpfs "$1" && { [ -z "$2" ] || mount -o "remount,$2" "$1"; }
+shift 2
+"$@"; echo "status $?"
+mount -o remount,rw,size=50m "$MOUNTED"
+"$@"; echo "status $?"
+"$PYTHON" -c "import tracewire; print(sorted(tracewire.harvest.open('$MOUNTED').keys()) == list(range(60)))"
+"""
+
+
+@pytest.mark.parametrize(("mount", "error"), [("", "has no room for shards/"), ("ro", "refuses harvest.json: OSError")])
+async def test_a_place_that_is_full_or_read_only_and_then_is_not(
+    engine: Callable[..., Any], redis_url: str, prefix: str, tmp_path: Path, mount: str, error: str
+) -> None:
+    data, to = tmp_path / "prompts.jsonl", tmp_path / "acts"
+    data.write_text("".join(json.dumps({"text": f"{row} {'prompt' * 20}"}) + "\n" for row in range(60)))
+    to.mkdir()
+    harvest = [sys.executable, "-m", "tracewire.cli", "harvest", "tiny", str(data), "--to", str(to)]
+    harvest += ["--url", redis_url, "--prefix", prefix, "--read", "hs=residual(*)", "--shard-prompts", "10"]
+    command = ["unshare", "--mount", "--map-root-user", "sh", "-c", MOUNTED, "sh", str(to), mount, *harvest]
+    environment = {**os.environ, "MOUNTED": str(to), "PYTHON": sys.executable}
+    async with engine(reads):
+        done = await anyio.run_process(command, env=environment, cwd=ROOT, check=False)
+    assert done.stdout.decode().replace(f"{to}: 60 prompts, 0 failed\n", "") == "status 1\nstatus 0\nTrue\n"
+    assert f"tracewire: {to} {error}" in done.stderr.decode()
 
 
 def test_the_line_of_progress() -> None:
