@@ -1,8 +1,8 @@
-"""The state of a trace: all its events folded, in order.
+"""The state of a trace, folded from its events in order.
 
-Folding is what every consumer does, the SDK's own included. A `Fold` takes events one by
-one, refuses gaps and repeats, and in the end compares what it holds with the digests that the engine published: a
-consumer that verified has exactly what nnsight collected.
+Every consumer folds, the SDK included. A `Fold` takes the events one by one and refuses gaps and repeats. At the end it
+compares the folded saves with the digests that the engine published: a verified fold holds exactly the values that
+nnsight collected.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 from msgspec.msgpack import Ext
 
 from tracewire_bus.wire.digests import digest, list_digest
-from tracewire_bus.wire.kinds import Unsavable, opened_key
+from tracewire_bus.wire.kinds import Unsavable, decode_key
 from tracewire_bus.wire.messages import (
     SHARED_INVOKE,
     Accepted,
@@ -43,11 +43,15 @@ _CONTAINERS = frozenset({list, dict, tuple, set})
 
 
 class FoldError(ValueError):
-    """An event that does not follow from the state: a gap, a repeat, or a path that leads nowhere."""
+    """An event cannot be applied to the state: a gap, a repeat, or a delta whose path leads nowhere."""
 
 
 class DigestMismatch(ValueError):
-    """The folded saves are not what the engine says they are. `names` lists them as `invoke.choice.name`."""
+    """Folded saves differ from those on the engine.
+
+    Attributes:
+        names: the saves that differ, as `invoke.choice.name`.
+    """
 
     def __init__(self, names: list[str]) -> None:
         super().__init__(f"folded saves differ from the engine's: {', '.join(names)}")
@@ -55,14 +59,21 @@ class DigestMismatch(ValueError):
 
 
 class ChoiceState:
-    """What one choice of one invoke has put out and saved so far."""
+    """The output and the saves of one choice of one invoke, up to an event.
+
+    Attributes:
+        saves: the saved values by name.
+        digests: by name of a saved list, the digests of its first items, as far as the fold took them.
+        token_ids: the ids of the sampled tokens.
+        token_strings: the tokens' strings, one a token; `None` if the engine sends none.
+        finish_reason: why the choice ended, as vLLM reports it; `None` while it runs.
+        stop_reason: the stop string or token id that ended the choice, if one did.
+    """
 
     def __init__(self) -> None:
         self.saves: dict[str, Any] = {}
-        #: Of the first items of saved lists, where they are taken as they come.
         self.digests: dict[str, list[bytes]] = {}
         self.token_ids: list[int] = []
-        #: The tokens' strings, where the engine sends them.
         self.token_strings: list[str] | None = None
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
@@ -70,23 +81,23 @@ class ChoiceState:
 
     @property
     def text(self) -> str:
-        """The text so far."""
+        """The text of the choice so far."""
         if len(self._text) > 1:
             self._text = ["".join(self._text)]
         return self._text[0] if self._text else ""
 
-    def changed(self, delta: Delta) -> None:
-        """Keep `digests` up with a delta that was applied: those of the items of lists, as far as they are settled."""
+    def update_digests(self, delta: Delta) -> None:
+        """Update `digests` after `delta` was applied to `saves`."""
         name = delta.path[0]
         if len(delta.path) > 1:
-            # Somewhere inside: what comes from there on is digested in the end.
-            place = delta.path[1]
+            # The delta changed an item: `digest_of` takes the digests of that item and of all after it.
+            index = delta.path[1]
             known = self.digests.get(name)
             if known is not None:
-                del known[place if type(place) is int else 0 :]
+                del known[index if type(index) is int else 0 :]
         elif isinstance(delta, Append):
-            known, held = self.digests.setdefault(name, []), self.saves[name]
-            if len(known) + len(delta.items) == len(held):
+            known, items = self.digests.setdefault(name, []), self.saves[name]
+            if len(known) + len(delta.items) == len(items):
                 known.extend(digest(item) for item in delta.items)
         else:
             self.digests.pop(name, None)
@@ -95,14 +106,14 @@ class ChoiceState:
                 self.digests[name] = [digest(item) for item in value]
 
     def digest_of(self, name: str) -> bytes:
-        """The digest of a save."""
+        """The digest of the saved value `name`, from the digests of its items where they are known."""
         value, known = self.saves[name], self.digests.get(name)
         if known is None or type(value) is not list:
             return digest(value)
         return list_digest([*known, *(digest(item) for item in value[len(known) :])])
 
-    def put_out(self, output: OutputBase | HeldChoice) -> None:
-        """Add what an output brings but for its saves."""
+    def add_output(self, output: OutputBase | HeldChoice) -> None:
+        """Add an output's tokens, text and reasons for ending; its deltas are not applied."""
         self.token_ids.extend(output.token_ids)
         strings: list[str] | None = getattr(output, "token_strings", None)
         if strings is not None:
@@ -115,7 +126,7 @@ class ChoiceState:
             self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
 
     def copy(self) -> ChoiceState:
-        """A copy whose containers are its own; arrays are shared, and read-only."""
+        """A copy with containers of its own; arrays are shared, and read-only."""
         other = ChoiceState()
         other.saves = _copy(self.saves)
         other.digests = {name: list(known) for name, known in self.digests.items()}
@@ -143,13 +154,21 @@ def _copy(value: Any) -> Any:
 class Fold:
     """The folded state of one trace.
 
-    `names` limits which saved names are folded. `choices` maps `(invoke, choice)` to its state; what the trace shares
-    is that of `(SHARED_INVOKE, 0)`. Events must come from a stream's beginning, each once and in order; after a
-    `FoldError` the fold is good for nothing. With `verifying`, digests of lists' items are taken as they come, so that
-    `verify` has little left to do.
+    The caller must `apply` all events of the trace's stream, each once and in order. After a `FoldError` the fold must
+    not be used any more. The fold copies the containers of the events that it applies. A caller must not change the
+    fold's own containers: use `copy` or `state`.
 
-    Its containers are its own: an event that was applied may be changed, and the fold's are not to be. To hand them
-    out, `copy` it or take its `state`.
+    Args:
+        names: the saved names to fold; `None` for all.
+        verifying: take the digests of lists' items as they arrive, so that `verify` at the end is fast.
+
+    Attributes:
+        attempt, seq: the id of the last event that was applied; 0 and -1 before the first.
+        choices: the state of each choice by `(invoke, choice)`; that of the shared values by `(SHARED_INVOKE, 0)`.
+        accepted: the event by which an engine accepted the current attempt; `None` before.
+        live_version: the version of the live parameters as of the last event.
+        paused: whether the trace is paused.
+        status, error, usage, save_errors, manifest, prompt_logprobs, warnings: as in `Final`, when the trace has ended.
     """
 
     def __init__(self, names: Iterable[str] | None = None, *, verifying: bool = False) -> None:
@@ -159,7 +178,6 @@ class Fold:
         self.seq = -1
         self.choices: dict[tuple[int, int], ChoiceState] = {}
         self.accepted: Accepted | None = None
-        #: Version of the live parameters that the events so far tell of.
         self.live_version = 0
         self.paused = False
         self.status: Status | None = None
@@ -172,29 +190,30 @@ class Fold:
 
     @property
     def finished(self) -> bool:
-        """Whether the final has been folded."""
+        """Whether the trace's final event was applied."""
         return self.status is not None
 
     # --- events -------------------------------------------------------------------------------------------------------
 
     def apply(self, event: Event) -> None:
-        """Fold the next event.
+        """Apply the next event.
 
-        The first event of a new attempt starts the fold over, unless it is the final: then what came before stands.
+        The first event of a new attempt discards the state, unless that event is a `Final`: a trace that ends between
+        two attempts keeps the state of the first.
 
         Raises:
-            FoldError: it does not follow what was folded before, or has a delta that leads nowhere.
+            FoldError: the event is not the next one, or has a delta whose path leads nowhere.
         """
         try:
             self._apply(event)
         except (Unsavable, RecursionError) as error:
-            # What it holds is no value of anybody's: nested too deep, or with keys that find nothing.
+            # The event holds a value that no engine sends: nested too deep, or with invalid keys.
             raise FoldError(f"event {event.attempt}-{event.seq} holds what cannot be folded: {error}") from error
 
     def _apply(self, event: Event) -> None:
-        self._follow(event)
+        self._advance(event)
         if isinstance(event, OutputBase):
-            self._output(event)
+            self._apply_output(event)
         elif isinstance(event, Accepted):
             self.accepted = event
             self.live_version = event.live_version
@@ -203,14 +222,14 @@ class Fold:
         elif isinstance(event, Paused | Resumed):
             self.paused = isinstance(event, Paused)
         elif isinstance(event, Final):
-            self._final(event)
+            self._apply_final(event)
         elif isinstance(event, Restarted):
             self._start_over()
         elif not isinstance(event, Notice):
             raise FoldError(f"a {type(event).__name__} cannot be folded")
 
-    def _follow(self, event: Event) -> None:
-        """Count the event, if it is the next one."""
+    def _advance(self, event: Event) -> None:
+        """Set `attempt` and `seq` to those of `event`; raises `FoldError` if `event` is not the next one."""
         if self.finished:
             raise FoldError(f"event {event.attempt}-{event.seq} comes after the final")
         newer = event.attempt > self.attempt
@@ -226,24 +245,24 @@ class Fold:
         self.live_version = 0
         self.paused = False
 
-    def _output(self, output: OutputBase) -> None:
+    def _apply_output(self, output: OutputBase) -> None:
         state = self.choices.get((output.invoke, output.choice))
         if state is None:
             state = self.choices[output.invoke, output.choice] = ChoiceState()
         deltas = output.deltas
         if output.index != len(state.token_ids):
             raise FoldError(
-                f"{_where(output)} begins at token {output.index}, and {len(state.token_ids)} came before it"
+                f"{_describe(output)} begins at token {output.index}, and {len(state.token_ids)} came before it"
             )
         if deltas and len(deltas) != len(output.token_ids) and output.invoke != SHARED_INVOKE:
-            raise FoldError(f"{_where(output)} has deltas of {len(deltas)} steps for {len(output.token_ids)} tokens")
-        state.put_out(output)
+            raise FoldError(f"{_describe(output)} has deltas of {len(deltas)} steps for {len(output.token_ids)} tokens")
+        state.add_output(output)
         for step in deltas:
-            self._deltas(state, step)
+            self._apply_deltas(state, step)
 
-    def _final(self, final: Final) -> None:
+    def _apply_final(self, final: Final) -> None:
         for invoke, choice, deltas in final.deltas:
-            self._deltas(self.choices.setdefault((invoke, choice), ChoiceState()), deltas)
+            self._apply_deltas(self.choices.setdefault((invoke, choice), ChoiceState()), deltas)
         self.status = final.status
         self.error = final.error
         self.usage = final.usage
@@ -252,27 +271,28 @@ class Fold:
         self.prompt_logprobs = list(final.prompt_logprobs)
         self.warnings = list(final.warnings)
 
-    def _deltas(self, state: ChoiceState, deltas: Iterable[Delta]) -> None:
+    def _apply_deltas(self, state: ChoiceState, deltas: Iterable[Delta]) -> None:
         for delta in deltas:
             if not delta.path:
                 raise FoldError(f"{type(delta).__name__} without a path")
             if self.names is None or delta.path[0] in self.names:
                 apply_delta(state.saves, delta)
                 if self.verifying:
-                    state.changed(delta)
+                    state.update_digests(delta)
 
     # --- snapshots ----------------------------------------------------------------------------------------------------
 
     def snapshot(self) -> Snapshot:
-        """What a fold goes on from that `resume` has brought here. Shares containers with this one: encode it at once.
+        """The state as a message, from which another fold can `resume`.
 
-        It can be encoded if what was folded was decoded by `decode_plain`.
+        The snapshot shares containers with this fold: encode it before the next `apply`. Only a fold of events that
+        `decode_plain` decoded has a snapshot that can be encoded.
 
         Raises:
-            FoldError: the final was folded, or `names` leaves something out.
+            FoldError: the trace has ended, or this fold is limited to some names.
         """
         if self.finished or self.names is not None:
-            raise FoldError("a snapshot is one of all that a running trace holds")
+            raise FoldError("only a fold of all saves of a running trace has a snapshot")
         return Snapshot(
             attempt=self.attempt,
             seq=self.seq,
@@ -289,13 +309,13 @@ class Fold:
         )
 
     def resume(self, snapshot: Snapshot) -> None:
-        """Hold what the snapshot does, in place of what was folded: the next event is the one after it.
+        """Replace the state by that of a snapshot; the next event to apply is the one after it.
 
-        Takes the snapshot's containers for its own. What it says is not trusted: `verify` takes the digests of the
-        values themselves.
+        The fold takes over the snapshot's containers. A wrong snapshot is found in the end: `verify` compares the
+        digests of its values with the manifest, too.
 
         Raises:
-            FoldError: the snapshot is of an event that was folded, or comes before one.
+            FoldError: the trace has ended, or the snapshot is not newer than the last event that was applied.
         """
         if self.finished or (snapshot.attempt, snapshot.seq) <= (self.attempt, self.seq):
             raise FoldError(f"a snapshot at {snapshot.attempt}-{snapshot.seq} is behind {self.attempt}-{self.seq}")
@@ -303,7 +323,7 @@ class Fold:
         self.attempt, self.seq = snapshot.attempt, snapshot.seq
         for held in snapshot.choices:
             state = self.choices[held.invoke, held.choice] = ChoiceState()
-            state.put_out(held)
+            state.add_output(held)
             state.saves = {
                 name: value for name, value in held.saves.items() if self.names is None or name in self.names
             }
@@ -311,16 +331,16 @@ class Fold:
         self.live_version = snapshot.live_version
         self.paused = snapshot.paused
 
-    # --- what it holds ------------------------------------------------------------------------------------------------
+    # --- the saves ----------------------------------------------------------------------------------------------------
 
     def verify(self) -> None:
-        """Compare what was folded with the final's manifest.
+        """Compare the digests of the folded saves with the manifest of the trace's `Final`.
 
-        A trace that ended without its engine's last word (rejected, or lost) has no manifest; nothing is compared then.
+        If the trace was rejected or its engine was lost, the `Final` has no manifest, and nothing is compared.
 
         Raises:
-            DigestMismatch: something differs, is missing, or should not be there.
-            FoldError: the final has not been folded yet.
+            DigestMismatch: a save differs, is missing, or is not in the manifest.
+            FoldError: the trace has not ended yet.
         """
         if not self.finished:
             raise FoldError("only a finished trace can be verified")
@@ -341,7 +361,7 @@ class Fold:
             raise DigestMismatch([f"{invoke}.{choice}.{name}" for invoke, choice, name in wrong])
 
     def digest(self, names: Iterable[str] | None = None) -> bytes:
-        """16 bytes that are equal for equal saves of all choices, whoever folded them; of `names` only, if given."""
+        """The 16-byte digest of the saves of all choices, limited to `names` if given."""
         chosen = None if names is None else frozenset(names)
         saves = {
             f"{invoke}.{choice}": {
@@ -352,11 +372,11 @@ class Fold:
         return digest({key: value for key, value in saves.items() if value})
 
     def state(self) -> dict[tuple[int, int], dict[str, Any]]:
-        """The saves by `(invoke, choice)`, in containers of the caller's own; arrays are shared, and read-only."""
+        """The saves by `(invoke, choice)` and name, in copied containers; arrays are shared, and read-only."""
         return {key: _copy(state.saves) for key, state in self.choices.items()}
 
     def copy(self) -> Fold:
-        """A fold that goes on from here by itself; arrays are shared, and read-only."""
+        """An independent fold of the same state; arrays are shared, and read-only."""
         other = Fold(self.names)
         other.__dict__.update(self.__dict__)
         other.choices = {key: state.copy() for key, state in self.choices.items()}
@@ -364,54 +384,59 @@ class Fold:
         return other
 
 
-def _where(output: OutputBase) -> str:
+def _describe(output: OutputBase) -> str:
     return f"output {output.attempt}-{output.seq} of invoke {output.invoke}, choice {output.choice},"
 
 
 def apply_delta(saves: dict[str, Any], delta: Delta) -> None:
-    """Apply one delta to the saves of one choice. Containers that it brings are copied.
+    """Apply one delta to the saves of one choice, in place. Containers in the delta are copied.
 
     Raises:
-        FoldError: its path leads nowhere, or not to what its operation takes.
+        FoldError: the delta's path leads nowhere, or to a value of a type that the delta cannot change.
     """
     target: Any = saves
     try:
-        *way, last = delta.path
-        for key in way:
-            target = _at(target, key)
+        *parents, last = delta.path
+        for key in parents:
+            target = _item(target, key)
         if isinstance(delta, Append):
-            target = _at(target, last)
+            target = _item(target, last)
             if type(target) is not list:
                 raise TypeError(f"a {type(target).__name__} is no list")
             target.extend([_copy(item) for item in delta.items])
         elif isinstance(delta, Set):
             if type(target) is not dict:
-                _at(target, last)
+                _item(target, last)
             target[last] = _copy(delta.value)
         else:
             if type(target) is not dict:
                 raise TypeError(f"a {type(target).__name__} is no dict")
             del target[last]
     except (KeyError, IndexError, TypeError) as error:
-        # Keys that are tuples stand encoded in what was decoded plain. No dict takes them so: nothing has changed yet.
+        # `decode_plain` leaves a key that is a tuple encoded. An `Ext` is not hashable, so nothing has changed yet.
         if Ext in map(type, delta.path):
-            apply_delta(saves, msgspec.structs.replace(delta, path=_opened(delta)))
+            apply_delta(saves, msgspec.structs.replace(delta, path=_decoded_path(delta)))
             return
         raise FoldError(f"{type(delta).__name__} at {delta.path!r} leads nowhere: {error!r}") from error
 
 
-def _opened(delta: Delta) -> tuple[Any, ...]:
+def _decoded_path(delta: Delta) -> tuple[Any, ...]:
     try:
-        path = tuple(map(opened_key, delta.path))
+        path = tuple(map(decode_key, delta.path))
     except ValueError as error:
         raise FoldError(f"{type(delta).__name__} at {delta.path!r} leads nowhere: {error}") from error
     if Ext in map(type, path):
-        raise FoldError(f"{type(delta).__name__} at {delta.path!r} leads nowhere: a step of it is no key")
+        raise FoldError(f"{type(delta).__name__} at {delta.path!r} leads nowhere: a step of it cannot be a key")
     return path
 
 
-def _at(container: Any, key: Any) -> Any:
-    """An item of a list or dict. Not of an array, a text or a tuple, which are values as a whole."""
+def _item(container: Any, key: Any) -> Any:
+    """An item of a list or dict. Deltas replace arrays, texts and tuples only as a whole.
+
+    Raises:
+        IndexError, KeyError: the container has no such item.
+        TypeError: `container` is neither a list nor a dict.
+    """
     if type(container) is dict:
         return container[key]
     if type(container) is list:

@@ -1,7 +1,7 @@
-"""Messages to bytes and back.
+"""Encodes messages to msgpack and decodes them.
 
-Encoders and decoders are built once, on first use. A message that cannot be decoded is told from one that this version
-does not know: readers skip the second (`UnknownKind`) and report the first.
+Encoders and decoders are built once, on first use. An event of a kind that only newer versions know raises
+`UnknownKind`, which readers skip. A malformed message raises an error of msgspec, which readers report.
 """
 
 from __future__ import annotations
@@ -51,18 +51,22 @@ __all__ = [
     "schema_text",
 ]
 
-#: What stands on a trace's stream.
+#: Every kind of event that a trace's stream can hold.
 AnyEvent: TypeAlias = Accepted | DecodedOutput | DecodedShared | Notice | Final
 
 _SCHEMA_TEXT = f"{SCHEMA[0]}.{SCHEMA[1]}"
-_O = TypeVar("_O", bound=OutputBase)
-_S = TypeVar("_S", bound=OutputBase)
-#: The tags of what this version knows.
+_OutputT = TypeVar("_OutputT", bound=OutputBase)
+_SharedT = TypeVar("_SharedT", bound=OutputBase)
+#: The tags of the events that this version knows.
 _KINDS = frozenset(kind.__struct_config__.tag for kind in get_args(AnyEvent))
 
 
 class UnknownKind(ValueError):
-    """An event of a kind that this version does not know (`kind`). Readers skip it."""
+    """A well-formed event of a kind that this version does not know. Readers skip the event.
+
+    Attributes:
+        kind: the event's tag.
+    """
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
@@ -70,11 +74,11 @@ class UnknownKind(ValueError):
 
 
 class NewerSchema(ValueError):
-    """A message of a schema that this version cannot read."""
+    """A message was written with a schema that this version cannot read."""
 
 
-class _Peek(msgspec.Struct, array_like=True):
-    """Just enough of an event to see what kind it is."""
+class _Tag(msgspec.Struct, array_like=True):
+    """Decodes an event's tag alone."""
 
     kind: str
 
@@ -85,27 +89,28 @@ def _encoder() -> msgspec.msgpack.Encoder:
 
 
 @cache
-def _decode(type_: Any) -> Callable[[bytes | memoryview], Any]:
-    if isinstance(type_, tuple):
-        # An event whose outputs, and those of the trace, are of these forms.
-        output, shared = type_
-        type_ = Union[Accepted, output, shared, Notice, Final]  # noqa: UP007  (variables)
+def _decoder(type_: Any) -> Callable[[bytes | memoryview], Any]:
     return decoder(type_)
 
 
 @cache
-def _plain(type_: Any) -> Callable[[bytes | memoryview], Any]:
+def _event_decoder(output: type[OutputBase], shared: type[OutputBase]) -> Callable[[bytes | memoryview], Any]:
+    return decoder(Union[Accepted, output, shared, Notice, Final])  # noqa: UP007  (variables)
+
+
+@cache
+def _plain_decoder(type_: Any) -> Callable[[bytes | memoryview], Any]:
     return decoder(type_, plain=True)
 
 
 @cache
-def _deltas() -> Callable[[bytes | memoryview], Any]:
-    # Apart: the type takes long to hash.
-    return _decode(list[list[Delta]])
+def _deltas_decoder() -> Callable[[bytes | memoryview], Any]:
+    # Cached under no argument: the type is slow to hash.
+    return decoder(list[list[Delta]])
 
 
 def encode(message: Message) -> bytes:
-    """`message` in msgpack. Values in it must have been prepared by `wire`."""
+    """Encode a message in msgpack. The caller must have prepared the values in the message with `packing.wire`."""
     return _encoder().encode(message)
 
 
@@ -115,23 +120,26 @@ def decode_event(data: bytes | memoryview) -> AnyEvent: ...
 
 @overload
 def decode_event(
-    data: bytes | memoryview, output: type[_O], shared: type[_S]
-) -> Accepted | _O | _S | Notice | Final: ...
+    data: bytes | memoryview, output: type[_OutputT], shared: type[_SharedT]
+) -> Accepted | _OutputT | _SharedT | Notice | Final: ...
 
 
 def decode_event(
     data: bytes | memoryview, output: type[OutputBase] = DecodedOutput, shared: type[OutputBase] = DecodedShared
 ) -> Any:
-    """One event of a trace; an output as an `output`, one of the trace itself as a `shared`.
+    """Decode one event of a trace. Arrays in the event share memory with `data`.
 
-    Arrays in it share memory with `data`.
+    Args:
+        data: the encoded event.
+        output: the class to decode an output of a choice as.
+        shared: the class to decode an output of the trace's shared values as.
 
     Raises:
-        UnknownKind: a well-formed event of a kind that a newer version wrote.
-        msgspec.ValidationError: its fields have other types than they should.
-        msgspec.DecodeError: it is no msgpack, or holds a malformed value.
+        UnknownKind: the event is well-formed, and of a kind that only newer versions know.
+        msgspec.ValidationError: a field has a wrong type.
+        msgspec.DecodeError: `data` is not msgpack, or a value in it is malformed.
     """
-    event = _event(_decode((output, shared)), data)
+    event = _decode_event(_event_decoder(output, shared), data)
     if type(event) is Final:
         for _, _, deltas in event.deltas:
             _check_paths(deltas)
@@ -139,22 +147,24 @@ def decode_event(
 
 
 def decode_plain(data: bytes | memoryview) -> AnyEvent:
-    """Like `decode_event`, but what msgpack has no type for stays encoded: for who will encode it again.
+    """Decode one event of a trace, leaving msgpack extensions (arrays, tuples, sets, ...) as `msgspec.msgpack.Ext`.
+
+    For callers that encode the event's values again: they need not decode and re-encode large arrays.
 
     Raises:
-        UnknownKind: a well-formed event of a kind that a newer version wrote.
-        msgspec.ValidationError: its fields have other types than they should.
-        msgspec.DecodeError: it is no msgpack.
+        UnknownKind: the event is well-formed, and of a kind that only newer versions know.
+        msgspec.ValidationError: a field has a wrong type.
+        msgspec.DecodeError: `data` is not msgpack.
     """
-    return cast(AnyEvent, _event(_plain(AnyEvent), data))
+    return cast(AnyEvent, _decode_event(_plain_decoder(AnyEvent), data))
 
 
-def _event(decode: Callable[[bytes | memoryview], Any], data: bytes | memoryview) -> Any:
+def _decode_event(decode: Callable[[bytes | memoryview], Any], data: bytes | memoryview) -> Any:
     try:
         return decode(data)
     except msgspec.ValidationError:
         try:
-            kind = _decode(_Peek)(data).kind
+            kind = _decoder(_Tag)(data).kind
         except msgspec.MsgspecError:
             kind = None
         if kind is None or kind in _KINDS:
@@ -163,13 +173,13 @@ def _event(decode: Callable[[bytes | memoryview], Any], data: bytes | memoryview
 
 
 def decode_deltas(data: bytes | memoryview | msgspec.Raw) -> list[list[Delta]]:
-    """The deltas of an output by step, from their place in its encoded form. Arrays in them share memory with `data`.
+    """Decode an output's `deltas` field: one list of deltas a step. Arrays in them share memory with `data`.
 
     Raises:
-        msgspec.ValidationError: they are none.
-        msgspec.DecodeError: they hold a malformed value.
+        msgspec.ValidationError: `data` encodes something other than lists of deltas.
+        msgspec.DecodeError: `data` is not msgpack, a delta has no valid path, or a value in it is malformed.
     """
-    steps = cast(list[list[Delta]], _deltas()(data))
+    steps = cast(list[list[Delta]], _deltas_decoder()(data))
     for step in steps:
         _check_paths(step)
     return steps
@@ -182,79 +192,83 @@ def _check_paths(deltas: list[Delta]) -> None:
         try:
             hash(delta.path)
         except TypeError:
-            raise msgspec.DecodeError("a delta's path has a step that is no key") from None
+            raise msgspec.DecodeError("a delta's path has a step that cannot be a key") from None
 
 
 def decode_change(data: bytes | memoryview) -> Change:
-    """A change of live parameters. Arrays in it share memory with `data`.
+    """Decode a change of live parameters. Arrays in it share memory with `data`.
 
     Raises:
-        msgspec.ValidationError: its fields have other types than they should.
-        msgspec.DecodeError: it is no msgpack, or holds a malformed value.
+        msgspec.ValidationError: a field has a wrong type.
+        msgspec.DecodeError: `data` is not msgpack, or a value in it is malformed.
     """
-    return cast(Change, _decode(Change)(data))
+    return cast(Change, _decoder(Change)(data))
 
 
 def decode_snapshot(data: bytes | memoryview, *, plain: bool = False) -> Snapshot:
-    """A snapshot. Arrays in it share memory with `data`; with `plain` they stay encoded.
+    """Decode a snapshot of a trace's folded state. Arrays in it share memory with `data`.
+
+    With `plain`, msgpack extensions (arrays, tuples, sets, ...) stay encoded, as `msgspec.msgpack.Ext`.
 
     Raises:
-        msgspec.ValidationError: its fields have other types than they should.
-        msgspec.DecodeError: it is no msgpack, or holds a malformed value.
+        msgspec.ValidationError: a field has a wrong type.
+        msgspec.DecodeError: `data` is not msgpack, or a value in it is malformed.
     """
-    return cast(Snapshot, (_plain(Snapshot) if plain else _decode(Snapshot))(data))
+    return cast(Snapshot, (_plain_decoder(Snapshot) if plain else _decoder(Snapshot))(data))
 
 
 def decode_submission(data: bytes | memoryview) -> Submission:
-    """A submission.
+    """Decode a submission.
 
     Raises:
-        msgspec.ValidationError: its fields have other types than they should.
-        msgspec.DecodeError: it is no msgpack, or holds a malformed value.
+        msgspec.ValidationError: a field has a wrong type.
+        msgspec.DecodeError: `data` is not msgpack, or a value in it is malformed.
     """
-    return cast(Submission, _decode(Submission)(data))
+    return cast(Submission, _decoder(Submission)(data))
 
 
 def decode_edit(data: bytes | memoryview) -> Edit:
-    """A standing intervention.
+    """Decode a standing intervention.
 
     Raises:
-        msgspec.ValidationError: its fields have other types than they should.
-        msgspec.DecodeError: it is no msgpack, or holds a malformed value.
+        msgspec.ValidationError: a field has a wrong type.
+        msgspec.DecodeError: `data` is not msgpack, or a value in it is malformed.
     """
-    return cast(Edit, _decode(Edit)(data))
+    return cast(Edit, _decoder(Edit)(data))
 
 
 def decode_edit_record(data: bytes | memoryview) -> EditRecord:
-    """What an edit left. Arrays in it share memory with `data`.
+    """Decode the record of what an edit saved on one request. Its `deltas` stay encoded: see `decode_deltas`.
 
     Raises:
-        msgspec.ValidationError: its fields have other types than they should.
-        msgspec.DecodeError: it is no msgpack, or holds a malformed value.
+        msgspec.ValidationError: a field has a wrong type.
+        msgspec.DecodeError: `data` is not msgpack, or a value in it is malformed.
     """
-    return cast(EditRecord, _decode(EditRecord)(data))
+    return cast(EditRecord, _decoder(EditRecord)(data))
 
 
 def decode_engine(data: bytes | memoryview) -> EngineInfo:
-    """What an engine said of itself in the registry.
+    """Decode an engine's entry in the registry.
 
     Raises:
-        msgspec.ValidationError: its fields have other types than they should.
-        msgspec.DecodeError: it is no msgpack, or holds a malformed value.
+        msgspec.ValidationError: a field has a wrong type.
+        msgspec.DecodeError: `data` is not msgpack, or a value in it is malformed.
     """
-    return cast(EngineInfo, _decode(EngineInfo)(data))
+    return cast(EngineInfo, _decoder(EngineInfo)(data))
 
 
 def schema_text() -> str:
-    """The schema this version writes, as it stands on an entry: `"major.minor"`."""
+    """The schema that this version writes, as the text `"major.minor"` of a stream entry's schema field."""
     return _SCHEMA_TEXT
 
 
 def check_schema(text: str) -> None:
-    """Refuse what this version cannot read. A newer minor version can be read: what it added is ignored.
+    """Check that this version can read messages of a schema, given as `"major.minor"`.
+
+    A newer minor version only adds fields and kinds, which this version ignores.
 
     Raises:
-        NewerSchema: its major version is newer, or `text` is no version.
+        NewerSchema: the major version is newer than this version's, or `text` is not a version.
     """
     if text == _SCHEMA_TEXT:
         return
@@ -266,5 +280,5 @@ def check_schema(text: str) -> None:
 
 
 def digest_bytes(data: bytes | memoryview) -> bytes:
-    """16 bytes that identify `data`: the digest of raw bytes, not of a value."""
+    """The 16-byte BLAKE2b digest of raw bytes. For the digest of a value, see `digests.digest`."""
     return hashlib.blake2b(data, digest_size=16).digest()

@@ -1,16 +1,17 @@
-"""Digests of values, by which a consumer proves that it holds what the engine held."""
+"""Digests of values: a consumer compares them to prove that its folded values equal those on the engine.
+
+A digest is 16 bytes of BLAKE2b, over a tag of the value's kind and its content.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import struct
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
-if TYPE_CHECKING:
-    pass
 from .arrays import EXT_STARTS, array_at, dtype_names, payload_head, raw_bytes
 from .kinds import (
     MAX_DEPTH,
@@ -32,14 +33,15 @@ _float = struct.Struct("<d")
 
 
 def digest(value: Any) -> bytes:
-    """16 bytes that two values share only if they are the same: in kind, structure, dtype, shape and every bit.
+    """The digest of a value: 16 bytes, equal for two values only if kind, structure, dtype, shape and every bit agree.
 
-    A tensor and the array it arrives as have the same digest. `1`, `1.0` and `True` differ, as do a list and a tuple,
-    `0.0` and `-0.0`, and NaNs of different bits. The order in which a dict was filled does not count, and its keys are
-    told apart as Python does: `1`, `1.0` and `True` are one key.
+    A tensor and the NumPy array that a consumer receives for it have the same digest, as has an `ArrayRef` to it.
+    `1`, `1.0` and `True` differ, as do a list and a tuple, `0.0` and `-0.0`, and NaNs of different bits. The order of
+    a dict's entries does not matter. Keys of dicts are compared as Python compares them: `1`, `1.0` and `True` are the
+    same key.
 
     Raises:
-        Unsavable: naming the part of it that cannot travel.
+        Unsavable: `value`, or a part of it, cannot travel; the error names the part.
     """
     return _digest(value, ())
 
@@ -91,7 +93,7 @@ def _digest(value: Any, path: Path) -> bytes:
 
 
 def _key_digest(key: Any) -> bytes:
-    # Python finds an integral float's or a bool's entry by the int, so a fold may hold either as the key.
+    # Python looks up 1, 1.0 and True as one key, so two folds of one dict may hold different ones of them.
     if isinstance(key, (bool, float)) and not (isinstance(key, float) and not key.is_integer()):
         key = int(key)
     if type(key) is tuple:
@@ -100,7 +102,7 @@ def _key_digest(key: Any) -> bytes:
 
 
 def encoded_digest(raw: bytes | memoryview) -> bytes | None:
-    """The digest of a value, if it is an array, from its encoded form; `None` if it is anything else."""
+    """The digest of an array from its encoded form (a msgpack extension); `None` if `raw` encodes anything else."""
     start = EXT_STARTS.get(raw[0])
     if start is None or raw[start - 1] != ARRAY:
         return None
@@ -108,22 +110,27 @@ def encoded_digest(raw: bytes | memoryview) -> bytes | None:
 
 
 def array_digest(head: bytes, raw: bytes | memoryview) -> bytes:
-    """The digest of an array, from the second of `array_head` and its raw little-endian elements."""
+    """The digest of an array.
+
+    Args:
+        head: the array's header, the second item that `array_head` returns.
+        raw: the array's elements, little-endian and in C order.
+    """
     return _hash(b"a", head, raw)
 
 
 def array_hash(dtype: str, shape: tuple[int, ...]) -> hashlib.blake2b:
-    """A hash to update with an array's elements, piece by piece: its digest is then the array's."""
+    """A BLAKE2b state to update with an array's little-endian elements, in pieces; its digest is then the array's."""
     state = hashlib.blake2b(b"a", digest_size=16)
     state.update(msgspec.msgpack.encode((dtype, shape)))
     return state
 
 
 def list_digest(items: Iterable[bytes]) -> bytes:
-    """The digest of a list, from those of its items."""
+    """The digest of a list, from the digests of its items in order."""
     return _hash(b"l", *items)
 
 
 def dict_digest(items: Iterable[tuple[Any, bytes]]) -> bytes:
-    """The digest of a dict, from its keys and the digests of its values."""
+    """The digest of a dict, from pairs of a key and the digest of that key's value, in any order."""
     return _hash(b"d", *sorted(_key_digest(path_key(key)) + value for key, value in items))

@@ -19,12 +19,12 @@ __all__ = [
     "MAX_DEPTH",
     "Path",
     "Unsavable",
+    "decode_key",
     "dtype_name",
     "is_array",
     "kind",
     "kind_or_none",
     "length",
-    "opened_key",
     "path_key",
     "plain_list_decoder",
     "plain_text",
@@ -62,7 +62,7 @@ plain_list_decoder = msgspec.msgpack.Decoder(list[Any])
 
 def _spell(path: Path) -> str:
     """A path as one would write it: `acts[3]['mlp']`; its first step stands bare if it is a name."""
-    first, *rest = (opened_key(step) for step in path)
+    first, *rest = (decode_key(step) for step in path)
     head = first if isinstance(first, str) and first.isidentifier() else f"[{first!r}]"
     return head + "".join(f"[{step!r}]" for step in rest)
 
@@ -182,20 +182,20 @@ def path_key(key: Any, path: Path = ()) -> Any:
     raise Unsavable(path, f"a key of type {type(key).__qualname__} cannot travel; keys can be {_KEYS}")
 
 
-def opened_key(key: Any) -> Any:
-    """The key that a step of a delta's path names, also where extensions were not decoded.
+def decode_key(key: Any) -> Any:
+    """A step of a delta's path as a key: decodes a tuple that was left encoded, and returns other keys as they are.
 
     Raises:
-        ValueError: the step names no key.
+        ValueError: the step is an extension other than a tuple of plain data, or nests too deep.
     """
-    return _opened_tuple(key, 0) if type(key) is msgspec.msgpack.Ext else key
+    return _decode_tuple(key, 0) if type(key) is msgspec.msgpack.Ext else key
 
 
-def _opened_tuple(key: Any, depth: int) -> tuple[Any, ...]:
+def _decode_tuple(key: Any, depth: int) -> tuple[Any, ...]:
     if key.code != TUPLE or depth >= MAX_DEPTH:
         raise ValueError("a step of a path is neither plain data nor a tuple of it")
     items = plain_list_decoder.decode(key.data)
-    return tuple([_opened_tuple(one, depth + 1) if type(one) is msgspec.msgpack.Ext else one for one in items])
+    return tuple([_decode_tuple(one, depth + 1) if type(one) is msgspec.msgpack.Ext else one for one in items])
 
 
 def set_members(items: Iterable[Any], path: Path) -> set[Any]:

@@ -1,19 +1,17 @@
-"""Every message of the bus, on one page.
+"""Every message of the bus.
 
-A message is a msgspec struct in msgpack. Two things stand beside it as plain fields of the stream entry, so that an
-entry which cannot be decoded can still be answered: the trace id and the schema version (`SCHEMA`). Unknown fields are
-ignored and unknown kinds are skipped by readers, so that two versions can share a bus; a newer *major* version is
-refused.
+A message is a msgspec struct in msgpack. The trace id and the schema version (`SCHEMA`) are plain fields of the stream
+entry beside the message, so that an engine can answer an entry that it cannot decode. Readers ignore unknown fields and
+skip unknown kinds of events, so that two versions can share a bus; readers refuse a newer *major* version.
 
-Most messages are maps by field name. What travels with every token (events, and the deltas in them) is an array
-instead: its tag, then its fields in the order below. A field that is added there goes to the end, where older readers
-ignore it; none is ever moved or removed, and nothing is added to a base of several.
+Most messages are maps by field name. The messages that are sent with every token (events, and the deltas in them) are
+arrays instead: the tag, then the fields in the order below. A new field of such a message goes to the end, where older
+readers ignore it. No field is ever moved or removed, and no field is ever added to a base of several messages.
 
-Values (variables of a block, saved values) are not structs but trees: see [`tracewire_bus.wire.packing`][]. Wherever a
-field below is typed `bytes` and said to be *packed*, it holds such a tree as
-`pack` made it. Nothing here is ever unpickled.
+Values (variables of a block, saved values) are not structs but trees: see [`tracewire_bus.wire.packing`][]. A field of
+type `bytes` that is described as *packed* holds such a tree, encoded by `pack`. Nothing here is ever unpickled.
 
-Invokes, choices and token indices count from 0. Times are seconds since the epoch unless a name says otherwise.
+Invokes, choices and token indices count from 0. Times are seconds since the epoch unless a field says otherwise.
 """
 
 from __future__ import annotations
@@ -80,17 +78,20 @@ __all__ = [
     "Waiting",
 ]
 
-#: The schema this package writes, `(major, minor)`. On an entry it stands as `"major.minor"`.
+#: The schema that this package writes, `(major, minor)`. A stream entry has it as the text `"major.minor"`.
 SCHEMA: tuple[int, int] = (1, 2)
 
 PathKey: TypeAlias = Any
 """One step of a path into a saved value: a list's index, or a dict's key (str, int, float, bool, bytes or None)."""
 
 FinishReason: TypeAlias = str
-"""vLLM's own word for why a choice ended: `stop`, `length`, `abort`, ..."""
+"""Why a choice ended, as vLLM reports it: `stop`, `length`, `abort`, ..."""
 
 Status: TypeAlias = Literal["finished", "stopped", "cancelled", "expired", "rejected", "failed"]
-"""How a trace ended. `rejected`: never ran. `failed`: its block raised, or its engine could not go on."""
+"""How a trace ended.
+
+`rejected`: no engine ran the trace. `failed`: its block raised, or its engine could not continue.
+"""
 
 
 class Message(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -103,9 +104,8 @@ class Message(msgspec.Struct, kw_only=True, omit_defaults=True):
 class Helper(Message):
     """A function that a block calls, as source.
 
-    `source` is dedented and starts at the `def` (decorators are not carried); `first_line` is that line's number in
-    `filename`, for tracebacks. `names` maps each free name of the helper to where its value stands: see
-    `Block`.
+    `source` is dedented and starts at the `def`, without decorators; `first_line` is that line's number in `filename`,
+    for tracebacks. A helper sees the names that its block sees (`Block`).
     """
 
     name: str
@@ -115,11 +115,11 @@ class Helper(Message):
 
 
 class Block(Message):
-    """A block of nnsight code as source text, and what it uses.
+    """A block of nnsight code as source text, and the values of the names that the source uses.
 
-    `source` is the function's *body*, dedented, without the `def` line; line 1 of it is line `first_line` of
-    `filename`. The engine runs it with three names bound, as the function's first three parameters were called
-    (`parameters`, usually `("model", "tracer", "live")`), plus everything in `variables`, `helpers` and `modules`.
+    `source` is the function's *body*, dedented, without the `def` line; its line 1 is line `first_line` of `filename`.
+    The engine binds the names of the function's first three parameters (`parameters`, usually
+    `("model", "tracer", "live")`) and every name in `variables`, `helpers`, `modules`, `imports`, `paths` and `shared`.
 
     `variables` is the packed dict of plain values by name. `modules` maps a name to an importable module path
     (`{"np": "numpy"}`); `imports` maps a name to `(module, attribute)`, for `from torch import Tensor`. `paths` maps a
@@ -144,7 +144,7 @@ class Block(Message):
 
 
 class Live(Message):
-    """Stands for the value of one of the trace's live parameters: `Live("alpha")` in place of a number or an array."""
+    """The current value of one of the trace's live parameters: `Live("alpha")` in place of a number or an array."""
 
     live: str
 
@@ -152,24 +152,24 @@ class Live(Message):
 Positions: TypeAlias = Literal["last", "all", "prompt", "generated"]
 """Which positions of a sequence: `prompt` those of the prompt, `generated` those of sampled tokens, `all` both.
 
-`last` is, for a value that is read, the one position of each step that the next token is sampled at; for one that is
-edited, the prompt's last position and every generated one.
+For an intervention that reads, `last` is the one position of each step from which the model samples the next token. For
+an intervention that edits, `last` is the prompt's last position and every generated position.
 """
 
 
 class DeclaredIntervention(Message, tag_field="do"):
     """Base of the declared interventions.
 
-    What most blocks do, said without code: an engine runs it for all requests of a step at once, and can take it from
-    clients whose code it would not run. They apply in the order given; where they and a block touch one location, the
-    block is served after them.
+    A declared intervention states a common operation without code. An engine applies it to all requests of a step at
+    once, and can accept it from clients whose code the engine would not run. An engine applies a trace's declared
+    interventions in the order given, and at each location before the block.
 
-    `at` says where:
+    `at` is the location:
 
-    - `residual(3)`: the residual stream after decoder layer 3. `residual(-1)`, `residual(*)` and `residual(2:6)` count
-      as Python does.
-    - `model.layers.3.mlp`: the output of a module, or its first tensor if it returns several; `.output` may be added,
-      and `.input` is its first input. A `*` stands for any one step of the path.
+    - `residual(3)`: the residual stream after decoder layer 3. `residual(-1)`, `residual(*)` and `residual(2:6)` index
+      as in Python; `*` is every layer.
+    - `model.layers.3.mlp`: a module's output, or the first tensor of it if the module returns several. The suffix
+      `.output` is optional; `.input` selects the module's first input. A `*` matches any one part of the path.
     """
 
     def __repr__(self) -> str:
@@ -179,7 +179,7 @@ class DeclaredIntervention(Message, tag_field="do"):
 
 
 def _brief(value: Any) -> str:
-    """A field's value: an array, or a list of numbers, by what it is and not by what it holds."""
+    """The repr of a field's value; for an array or a long list its type and size, without the elements."""
     shape = getattr(value, "shape", None)
     if shape:
         return f"<{str(value.dtype).removeprefix('torch.')} {list(shape)}>"
@@ -193,13 +193,13 @@ def _brief(value: Any) -> str:
 class Probe(DeclaredIntervention, tag="probe"):
     """Reads the values at a location, reduces them, and saves one item a step in the list `name`.
 
-    Without anything else, the value itself in the model's dtype: `[hidden]`. `weight` of shape `[hidden]` projects it
-    to a number; `[outputs, hidden]` to `[outputs]` numbers; `bias` (a number, or `[outputs]`) is added, and
-    `activation` applied. `reduce="norm"` gives its Euclidean norm instead; `reduce="mean"` the mean over the step's
-    positions. What is computed is float32; a single number is saved as a float.
+    By default an item is the value itself in the model's dtype, `[hidden]`. A `weight` of shape `[hidden]` projects the
+    value to a number, one of shape `[outputs, hidden]` to `[outputs]` numbers; then `bias` (a number, or `[outputs]`)
+    is added and `activation` applied. `reduce="norm"` saves the value's Euclidean norm instead, `reduce="mean"` the
+    mean over the step's positions. Results of these operations are float32; a single number is saved as a float.
 
     With positions other than `last` an item has one row per position of the step, `[positions, ...]`, and a step
-    without such positions saves none. Where `at` has a `*` or a slice, the locations are a dimension of their own,
+    without such positions saves no item. Where `at` has a `*` or a slice, the locations are a dimension of their own,
     before the features: `[locations, ...]`.
     """
 
@@ -213,11 +213,11 @@ class Probe(DeclaredIntervention, tag="probe"):
 
 
 class LogitLens(DeclaredIntervention, tag="logit_lens"):
-    """Reads the residual stream through the model's final norm and head, and saves the `top_k` likeliest tokens.
+    """Applies the model's final norm and head to the residual stream, and saves the `top_k` likeliest tokens.
 
     Each item of the list `name` is a dict of `token_ids`, int32 `[top_k]`, and `logits`, float32 `[top_k]`, best first;
-    with the dimensions of positions and locations of `Probe`. A trace that asks for token strings has them in it, too,
-    as `token_strings`: nested lists of the shape of `token_ids`.
+    the dimensions of positions and locations come before `top_k`, as in `Probe`. If the trace asks for token strings
+    (`Submission.token_strings`), the dict also has `token_strings`: nested lists of the shape of `token_ids`.
     """
 
     name: str
@@ -227,7 +227,7 @@ class LogitLens(DeclaredIntervention, tag="logit_lens"):
 
 
 class Steer(DeclaredIntervention, tag="steer"):
-    """Adds `scale * vector` to the values at a location. `vector` has shape `[hidden]`; computed in float32."""
+    """Adds `scale * vector` to the values at a location, in float32. `vector` has shape `[hidden]`."""
 
     at: str
     vector: Any
@@ -236,7 +236,7 @@ class Steer(DeclaredIntervention, tag="steer"):
 
 
 class Clamp(DeclaredIntervention, tag="clamp"):
-    """Keeps the component along `direction` (`[hidden]`, of any length) between `min` and `max`."""
+    """Limits the component of the values along `direction` (`[hidden]`, of any norm) to the range `min` to `max`."""
 
     at: str
     direction: Any
@@ -246,9 +246,10 @@ class Clamp(DeclaredIntervention, tag="clamp"):
 
 
 class Ablate(DeclaredIntervention, tag="ablate"):
-    """Scales the component in the span of `direction` (`[hidden]` or `[directions, hidden]`) by `keep`.
+    """Scales the component of the values in the span of `direction` (`[hidden]` or `[directions, hidden]`) by `keep`.
 
-    0 projects it out, 2 doubles it. Without a direction, the whole value is scaled: 0 turns a module's output off.
+    A `keep` of 0 removes the component, 2 doubles it. Without a `direction` the whole value is scaled: 0 zeroes a
+    module's output.
     """
 
     at: str
@@ -258,10 +259,11 @@ class Ablate(DeclaredIntervention, tag="ablate"):
 
 
 class StopWhen(DeclaredIntervention, tag="stop_when"):
-    """Ends a choice at the token in whose step the probe `probe` is over `above` or under `below`.
+    """Ends a choice at the token in whose step the value of the probe `probe` is above `above` or below `below`.
 
-    The probe must save a single number a step, or several of which `output` says which. `steps` such steps in a row are
-    needed. The trace ends as `stopped`; tokens sampled after that one are not part of it.
+    The probe must save a single number a step, or several numbers of which `output` is the index of one. The condition
+    must hold for `steps` steps in a row. The trace ends as `stopped`; tokens sampled after that token are not part of
+    the trace.
     """
 
     probe: str
@@ -277,18 +279,18 @@ Declared: TypeAlias = Probe | LogitLens | Steer | Clamp | Ablate | StopWhen
 # --- submission, continued --------------------------------------------------------------------------------------------
 
 
-#: An invoke's `media` where it has none, and how many bytes its arrays may have in all.
+#: The `media` of an invoke without media: a packed empty dict.
 NO_MEDIA: bytes = b"\x80"
+#: Limit on the size of the arrays of one invoke's `media`, together.
 MAX_MEDIA_BYTES: int = 256 * 1024 * 1024
 
 
 class Invoke(Message):
     """One prompt of a trace: text, token ids or chat messages (exactly one of the three), and its sampling params.
 
-    `sampling` holds fields of vLLM's `SamplingParams` by name, plain values only. `edits`, where given, counts in place
-    of the submission's. `block` is its own block, which runs in place of the submission's. `lora` names an adapter of
-    the engine's, to run with. `media` is the packed dict of what goes with a text or token ids, in the order of its
-    placeholders: under `image` a list of arrays `[height, width, 3]` of uint8.
+    `sampling` holds fields of vLLM's `SamplingParams` by name, plain values only. `edits` and `block`, where given,
+    replace those of the submission. `lora` names a LoRA adapter of the engine. `media` is a packed dict: under `image`,
+    a list of uint8 arrays `[height, width, 3]` in the order of the placeholders in the text or token ids.
     """
 
     prompt: str | None = None
@@ -302,17 +304,20 @@ class Invoke(Message):
 
 
 class Submission(Message):
-    """What a client puts on a model's queue. The declared interventions apply to each invoke, and the block to each
-    that has none of its own.
+    """A trace that a client puts on a model's queue.
 
-    `live` is the packed dict of the live parameters' first values. `deadline_s` counts from the moment it was queued,
-    by Redis's clock. `priority` orders a client's own traces on the queue and all in vLLM's scheduler, lower first.
-    `client` is the name under which submissions take turns. `detach` keeps the trace running when its submitter goes
-    away; otherwise `lease` is the lease that its submitter holds while it lives (`""`: none). `max_attempts` is how
-    many engines may be lost over it until it fails; until then another begins it anew. `edits` names the standing
-    interventions that it asks for (`Edit`); none at all and an empty list differ.
-    `shared` is the packed dict of the first values of what all its blocks share (`Block.shared`): lists, dicts and
-    arrays. `token_strings` has the engine send a string with each token id: of prompts, outputs and logit lenses.
+    The declared interventions `interventions` apply to every invoke, `block` to every invoke without a block of its
+    own. `live` is the packed dict of the live parameters' first values. `shared` is the packed dict of the first values
+    of the values that all blocks share (`Block.shared`): lists, dicts and arrays.
+
+    `deadline_s` is the seconds that the trace may take, from when it was queued, by Redis's clock (`None`: no limit).
+    `priority` orders a client's own traces on the queue and all traces in vLLM's scheduler, lower first. Submissions
+    are taken from the queue in turns by `client`. With `detach` the trace keeps running when its submitter goes away;
+    otherwise `lease` names the lease that the submitter renews while it lives (`""`: none). When an engine is lost,
+    another starts the trace again from its beginning; after `max_attempts` engines were lost, the trace fails.
+
+    `edits` names the standing interventions that the submission asks for (`Edit`); `None` and an empty list differ.
+    With `token_strings` the engine sends a string with each token id: of prompts, outputs and logit lenses.
     """
 
     trace: str
@@ -339,14 +344,14 @@ class Submission(Message):
 class Edit(Message):
     """A standing intervention: installed on all engines of a model under `name`, and run on requests from then on.
 
-    A request is a trace's invoke, or one of a plain client. `scope` says on which: `all`; `default`, those that do not
-    say which edits they ask for, and those that ask for it; `asked`, those that ask for it alone. A request is given
-    those that are installed when its engine takes it, in the order in which they were first installed, before its own
-    interventions.
+    A request is a trace's invoke, or a request to the engine's HTTP API. `scope` selects the requests that an edit runs
+    on: `all`, every request; `default`, requests that ask for this edit or name no edits; `asked`, only requests that
+    ask for this edit. An engine fixes a request's edits when it takes the request, and runs them in the order of their
+    first installation, before the request's own interventions.
 
-    What it saves has the name `<edit>/<name>` on a trace. With `on_error="continue"` a request goes on without an edit
-    that raised on it, and an edit that raised on `max_failures` requests of an engine in a row (0: any number) is
-    disabled; with `"fail"` the request ends as failed.
+    On a trace, an edit's saves are named `<edit>/<name>`. If the edit raises on a request, the request ends as failed
+    with `on_error="fail"`, and continues without the edit with `"continue"`. In that case an engine disables the edit
+    once it raised on `max_failures` requests in a row (0: never). `by` is the client that installed the edit.
     """
 
     name: str
@@ -362,11 +367,11 @@ class Edit(Message):
 
 
 class SaveDelta(Message, array_like=True):
-    """One change of the saves of one choice. `path` begins with the saved name."""
+    """Base of the changes to the saves of one choice. The first step of `path` is the saved name."""
 
 
 class Append(SaveDelta, tag="a"):
-    """Extend the list at `path` with `items`. The list exists: a new one comes by `Set`."""
+    """Extend the existing list at `path` with `items`. A `Set` creates a list."""
 
     path: tuple[PathKey, ...]
     items: list[Any]
@@ -380,7 +385,7 @@ class Set(SaveDelta, tag="s"):
 
 
 class Delete(SaveDelta, tag="d"):
-    """Remove a dict's key, or a name that is no longer saved."""
+    """Remove the dict key, or the saved name, at `path`."""
 
     path: tuple[PathKey, ...]
 
@@ -389,11 +394,11 @@ Delta: TypeAlias = Append | Set | Delete
 
 
 class Manifest(Message, array_like=True):
-    """What one saved name holds in the end, for a consumer to check its fold against.
+    """The final value of one saved name, for a consumer to check its fold against.
 
-    `kind` is one of the kinds of [`tracewire_bus.wire.packing`][]; `length` counts a container's items, an array's
-    elements or a text's characters (bytes: its bytes), and is 1 for other scalars. `digest` is
-    `digest` of the value. `invoke` is `SHARED_INVOKE` for what the trace shares.
+    `kind` is one that `kinds.kind` returns. `length` is the number of a container's items, an array's elements, a
+    text's characters or a bytes object's bytes, and 1 for other scalars. `digest` is the value's `digests.digest`.
+    `invoke` is `SHARED_INVOKE` for a shared value of the trace.
     """
 
     invoke: int
@@ -408,9 +413,10 @@ class Manifest(Message, array_like=True):
 
 
 class Event(Message, array_like=True):
-    """Base of what stands on a trace's stream, under the id `<attempt>-<seq>`; a final's is the greatest id.
+    """Base of the entries of a trace's stream.
 
-    Each event that callers see has a `type`, a literal, by which type checkers tell the events apart.
+    `attempt` counts from 1 the engines that began the trace; `seq` counts from 0 the events of an attempt. Each event
+    that callers see has a `type`, a literal, by which type checkers tell the events apart.
     """
 
     attempt: int
@@ -418,12 +424,12 @@ class Event(Message, array_like=True):
 
     @property
     def id(self) -> str:
-        """Its id in the stream, after which to go on reading."""
+        """The event's id in the stream, `<attempt>-<seq>`. A reader continues after the last id that it has read."""
         return f"{self.attempt}-{self.seq}"
 
 
 class Versions(Message):
-    """Versions of what an engine runs."""
+    """Versions of the packages that an engine runs."""
 
     tracewire: str = ""
     vllm: str = ""
@@ -432,15 +438,17 @@ class Versions(Message):
 
 
 class Accepted(Event, tag="accepted"):
-    """An engine has taken the trace and vLLM has taken its requests.
+    """An engine has taken the trace and vLLM has accepted its requests.
 
-    `queued_at` is when it was queued (by Redis's clock) and `accepted_at` when it was taken (by the engine's), both in
-    seconds since the epoch; `sampling` are the params of each invoke as vLLM resolved them, `prompt_tokens` the length
-    of each invoke's prompt. `engine`, `model`, `revision`, `dtype` and `versions` say what runs it. `live_version` is
-    the version of the live parameters that it starts with (0, or that of the last change made before it started),
-    `live` their values by name. `edits` lists, for each invoke, the standing interventions that run on it, with their
-    versions. `prompt_token_ids` are the token ids of each invoke's prompt, and `prompt_token_strings` has a string for
-    each, if those were asked for (`Submission.token_strings`).
+    `queued_at` is when the trace was queued (by Redis's clock), `accepted_at` when the engine took it (by the engine's
+    clock), both in seconds since the epoch. `engine`, `model`, `revision`, `dtype` and `versions` identify the engine
+    and what it runs. `live_version` is the version of the live parameters that the trace starts with (0, or the version
+    of the last change before the start), `live` their values by name.
+
+    The other lists have one item an invoke: `sampling` the sampling params as vLLM resolved them, `prompt_tokens` the
+    number of tokens of the prompt, `prompt_token_ids` their ids, `prompt_token_strings` a string for each if the
+    submission asked for them (`Submission.token_strings`), and `edits` the `(name, version)` of each standing
+    intervention that runs on the invoke.
     """
 
     type: ClassVar[Literal["accepted"]] = "accepted"
@@ -461,11 +469,11 @@ class Accepted(Event, tag="accepted"):
 
 
 class OutputBase(Event):
-    """What all forms of an output share: everything but its deltas, which stand last.
+    """Base of the outputs. Subclasses add the deltas, decoded or encoded, as the last fields.
 
-    `token_ids[k]` has index `index + k`; every index of a choice belongs to exactly one output. `time` is when the step
-    of the last token ended, by the worker's clock (the adapter's for a trace without a block). `logprobs`, if asked
-    for, holds one dict per token: token id to `(logprob, rank, text)`.
+    `token_ids[k]` is token `index + k` of the choice; each token of a choice belongs to exactly one output. `time` is
+    when the step of the last token ended, by the worker's clock (by the adapter's for a trace without a block).
+    `logprobs`, if the invoke asked for them, has one dict per token: token id to `(logprob, rank, text)`.
     """
 
     invoke: int = 0
@@ -480,14 +488,15 @@ class OutputBase(Event):
 
     @property
     def deltas(self) -> list[list[Delta]]:
-        """`deltas[k]` is what the block newly saved in the step that sampled `token_ids[k]`."""
+        """`deltas[k]` are the changes of the saves in the step that sampled `token_ids[k]`."""
         raise NotImplementedError
 
 
 class DecodedOutput(OutputBase, tag="o"):
-    """What one vLLM output adds to one choice, its deltas decoded. `deltas` is as long as `token_ids`, or empty.
+    """One vLLM output of one choice, with decoded deltas.
 
-    So is `token_strings`, with the string of each token, if those were asked for (`Submission.token_strings`).
+    `deltas` is as long as `token_ids`, or empty. `token_strings` has the string of each token if the submission asked
+    for them (`Submission.token_strings`), else is `None`.
     """
 
     deltas: list[list[Delta]] = []
@@ -495,36 +504,36 @@ class DecodedOutput(OutputBase, tag="o"):
 
 
 class RawOutput(OutputBase, tag="o"):
-    """An output whose steps are already encoded: what the adapter writes, so that it re-encodes nothing."""
+    """A `DecodedOutput` with encoded deltas. The adapter writes this form, so as not to re-encode a worker's deltas."""
 
     deltas: list[msgspec.Raw] = []  # type: ignore[assignment]
     token_strings: list[str] | None = None
 
 
-#: The invoke of what belongs to no invoke, but to the trace: its shared values.
+#: The number in place of an invoke's for the shared values, which belong to the whole trace.
 SHARED_INVOKE = -1
 
 
 class DecodedShared(OutputBase, tag="x"):
-    """What a trace's shared values gained since the last such event: an output of no invoke (`SHARED_INVOKE`).
+    """The changes of a trace's shared values since the last such event, decoded.
 
-    It has no tokens. `deltas` has one list for each step in which they changed.
+    `invoke` is `SHARED_INVOKE` and `token_ids` is empty. `deltas` has one list for each step that changed the values.
     """
 
     deltas: list[list[Delta]] = []
 
 
 class RawShared(OutputBase, tag="x"):
-    """What a trace's shared values gained, its steps already encoded."""
+    """A `DecodedShared` with encoded deltas. The adapter writes this form."""
 
     deltas: list[msgspec.Raw] = []  # type: ignore[assignment]
 
 
 class Change(Message, array_like=True):
-    """One accepted change of a trace's live parameters: those that were given, at once.
+    """One accepted change of a trace's live parameters; all parameters in it change in the same step.
 
-    `version` counts a trace's changes from 1. `by` is the client that made it; `time` when Redis took it, in
-    milliseconds since the epoch. `values` holds the new values by name.
+    `version` counts a trace's changes from 1. `by` is the client that made the change; `time` is when Redis accepted
+    it, in milliseconds since the epoch. `values` holds the new values by name.
     """
 
     version: int
@@ -534,9 +543,9 @@ class Change(Message, array_like=True):
 
 
 class FirstToken(Message, array_like=True):
-    """The first token of a choice that a change of the live parameters holds for.
+    """The first token of a choice that was sampled with changed live parameters.
 
-    `invoke` and `choice` say which choice; `index` is the token's, from 0 for the first that was sampled.
+    `invoke` and `choice` identify the choice; `index` is the token's index among the choice's sampled tokens.
     """
 
     invoke: int
@@ -545,11 +554,11 @@ class FirstToken(Message, array_like=True):
 
 
 class SteeredBase(Event):
-    """What both forms of a `Steered` share: everything but its changes, which stand last.
+    """Base of the two forms of a `Steered`. Subclasses add the changes, decoded or encoded, as the last field.
 
-    `version` is that of the live parameters from now on. `first` says from where, for each choice that still runs: the
-    step that sampled this token was the first with these values. Outputs with such a token come after this event, all
-    others of that choice before it.
+    `version` is the version of the live parameters from this event on. `first` has, for each choice that still runs,
+    the token whose step was the first to use these values: outputs from that token on come after this event, earlier
+    outputs of the choice before it. `time` is in seconds since the epoch.
     """
 
     version: int
@@ -558,29 +567,30 @@ class SteeredBase(Event):
 
 
 class Steered(SteeredBase, tag="steered"):
-    """Live parameters have changed: all changes since the last such event, in the order in which they were accepted.
+    """Live parameters have changed.
 
-    Several that came within one step share an event; only what the last of them left holds for any token.
+    `changes` are all changes since the last such event, in the order in which Redis accepted them. Changes that arrive
+    within one step share an event, and no token is sampled with the values of any but the last of them.
     """
 
     type: ClassVar[Literal["steered"]] = "steered"
     changes: list[Change] = []
 
     def first_token(self, invoke: int = 0, choice: int = 0) -> int | None:
-        """Index of the first token of a choice that these values hold for; `None` if the choice had ended before."""
+        """The index of a choice's first token that was sampled with these values; `None` if the choice had ended."""
         return next((one.index for one in self.first if (one.invoke, one.choice) == (invoke, choice)), None)
 
 
 class RawSteered(SteeredBase, tag="steered"):
-    """A `Steered` whose changes are encoded already, as an adapter passes them on."""
+    """A `Steered` with encoded changes. The adapter writes this form."""
 
     changes: list[msgspec.Raw] = []
 
 
 class Paused(Event, tag="paused"):
-    """The trace is held where it is: outputs of at most two further steps follow, until `Resumed`.
+    """The engine has paused the trace: outputs of at most two further steps follow before `Resumed`.
 
-    `by` is the client that asked for it; `time` when the engine did it, in seconds since the epoch.
+    `by` is the client that asked for the pause; `time` is when the engine applied it, in seconds since the epoch.
     """
 
     type: ClassVar[Literal["paused"]] = "paused"
@@ -589,7 +599,7 @@ class Paused(Event, tag="paused"):
 
 
 class Resumed(Event, tag="resumed"):
-    """The trace goes on from where it was paused. `by` and `time` are as for `Paused`."""
+    """The engine has resumed the trace from where it was paused. `by` and `time` are as in `Paused`."""
 
     type: ClassVar[Literal["resumed"]] = "resumed"
     by: str = ""
@@ -597,9 +607,10 @@ class Resumed(Event, tag="resumed"):
 
 
 class Waiting(Event, tag="waiting"):
-    """The engine that ran the trace is gone, and the trace waits for another: `Restarted` follows, or the end.
+    """The engine that ran the trace was lost, and the trace waits for another: `Restarted` or `Final` follows.
 
-    What was folded stands until then. `reason` says why; `time` is when that was told, in seconds since the epoch.
+    Until then the folded state stays valid. `reason` says how the engine was lost; `time` is when this event was
+    written, in seconds since the epoch.
     """
 
     type: ClassVar[Literal["waiting"]] = "waiting"
@@ -608,7 +619,7 @@ class Waiting(Event, tag="waiting"):
 
 
 class Restarted(Event, tag="restarted"):
-    """The trace runs again from its beginning, as the next attempt: whoever folds starts over. `reason` says why."""
+    """The trace starts again from its beginning, as the next attempt. A fold discards its state. `reason` says why."""
 
     type: ClassVar[Literal["restarted"]] = "restarted"
     reason: str = ""
@@ -619,12 +630,12 @@ Notice: TypeAlias = Steered | Paused | Resumed | Waiting | Restarted
 
 
 class Failure(Message):
-    """Why a trace was rejected or failed, in the caller's terms.
+    """Why a trace was rejected, failed or cancelled.
 
-    `field` names the part of the submission at fault (`"block"`, `"prompt"`, `"sampling.temperature"`, `"model"`, ...).
-    `line`, `source` and `filename` say where in the user's own code; `type` is an exception's class name,
-    and `builtin` the name of the nearest class among Python's builtin exceptions that the exception is an instance of.
-    `by` and `reason` say who cancelled a trace, and why.
+    `type` is an exception's class name, and `builtin` the name of the nearest of Python's builtin exception classes
+    that the exception is an instance of. `field` names the part of the submission at fault (`"block"`, `"prompt"`,
+    `"sampling.temperature"`, `"model"`, ...). `filename`, `line` and `source` are the place in the user's own code. For
+    a cancelled trace, `by` is the client that cancelled the trace and `reason` the reason that the client gave.
     """
 
     type: str
@@ -640,7 +651,10 @@ class Failure(Message):
 
 
 class Usage(Message):
-    """Tokens of all invokes and choices together; `cached_tokens` of the prompts' were found in the prefix cache."""
+    """Numbers of tokens, of all invokes and choices together.
+
+    `cached_tokens` is how many of the prompt tokens vLLM found in its prefix cache.
+    """
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -648,15 +662,16 @@ class Usage(Message):
 
 
 class Final(Event, tag="final"):
-    """The last event of a trace, exactly one.
+    """The last event of a trace; every trace has exactly one.
 
-    `status` is how it ended: `finished` and `stopped` are good ends; of the others (`failed`, `cancelled`, `expired`,
-    `rejected`) `error` says why. `time` is in seconds since the epoch; `manifest` has the digest of every save.
-    `deltas` holds what was saved after the last output, and a `Set` for every value whose fold would differ from what
-    nnsight collected, as `(invoke, choice, deltas)`. `save_errors` names saves that cannot travel (by
-    `invoke.choice.name`), each with the reason. `prompt_logprobs`, if any were asked for, holds for each invoke and
-    each token of its prompt what `OutputBase.logprobs` does for a generated one; nothing for the first. `warnings` says
-    what a block did that its author hardly meant, at the author's own line.
+    `status` is how the trace ended: `finished` and `stopped` are successes; for the others (`failed`, `cancelled`,
+    `expired`, `rejected`) `error` gives the reason. `time` is when it ended, in seconds since the epoch.
+
+    `deltas` are `(invoke, choice, deltas)`: the changes of saves after the last output, and a `Set` for every value
+    whose fold would differ from the value that nnsight collected. `manifest` has the digest of every save.
+    `save_errors` maps `invoke.choice.name` of each save that cannot travel to the reason. `prompt_logprobs`, if the
+    submission asked for them, has for each invoke one dict per prompt token, as in `OutputBase.logprobs`; the dict of
+    the first token is empty. `warnings` are texts about likely mistakes in a block, each with the block's line.
     """
 
     type: ClassVar[Literal["final"]] = "final"
@@ -672,20 +687,21 @@ class Final(Event, tag="final"):
 
     @property
     def id(self) -> str:
-        """Its id in the stream: the greatest there is."""
+        """The greatest id that a stream can have, so that nothing can follow."""
         return FINAL_ID
 
 
-# --- what standing interventions leave --------------------------------------------------------------------------------
+# --- records of standing interventions --------------------------------------------------------------------------------
 
 
 class EditRecord(Message):
-    """What an edit left of one choice of one request, on the stream of the edit's own: an entry when it has ended.
+    """What an edit saved on one choice of one request. The engine writes it to the edit's own stream at the end.
 
-    Of a request that is no trace, what was saved: `deltas` (an encoded `list[list[Delta]]`) from nothing on, under the
-    names that the block gave, and `manifest` to check the fold against. Large arrays in it are blobs of `blobs`. What a
-    trace saved stands on the trace; only an `error` on it is told here, too. `dropped` says why saves were left out.
-    `request` is the id that its client knows.
+    For a request of the HTTP API the record holds the saves: `deltas` (an encoded `list[list[Delta]]`, starting from
+    empty saves) under the names that the edit gave, and `manifest` to check their fold against. Large arrays in the
+    saves are blobs of the owner `blobs`. A trace's own stream has what an edit saved on the trace; its record only
+    repeats an `error`. `dropped` is the reason if the engine left saves out. `request` is the id that the request's
+    client knows; `time` is in seconds since the epoch; `tokens` is the number of sampled tokens.
     """
 
     edit: str
@@ -710,7 +726,7 @@ class EditRecord(Message):
 
 
 class HeldChoice(Message, array_like=True):
-    """What a fold holds of one choice. `saves` are by name; large arrays among them stay references."""
+    """The folded state of one choice. `saves` maps names to values; large arrays in them stay references."""
 
     invoke: int
     choice: int
@@ -723,7 +739,7 @@ class HeldChoice(Message, array_like=True):
 
 
 class Snapshot(Message):
-    """A trace folded up to one of its events, `<attempt>-<seq>`: what the events up to that one came to."""
+    """The folded state of a trace after its event `<attempt>-<seq>`."""
 
     attempt: int
     seq: int
@@ -744,21 +760,24 @@ class ModuleInfo(Message, array_like=True):
 
 
 class EngineInfo(Message):
-    """What an engine serves, published to the registry and renewed by its heartbeat.
+    """An engine's entry in the registry. The engine publishes it and renews it by heartbeats.
 
-    `modules` lists the tree in definition order, the root (path `""`) first; `attributes` gives, for each class in it,
-    the names that can be read on a module besides its children. `layers` is the path of the list of decoder layers,
-    which [`residual(i)`] counts in. `taps`, on an engine that replays CUDA graphs, are the only locations that can be
-    read or edited, as `model.layers.3.output`; an engine without serves all. `queue_limit` is how many submissions may
-    wait for its model, 0 for any number. `state` is `serving`, `holding` (until Redis has taken what waits),
-    `draining` (it takes nothing new, and leaves), or `lost` (its vLLM has died). `host` is the name of its machine, or
-    pod. `edits` is the generation of the model's standing interventions that it runs;
-    `edit_errors` says why it runs some of them not, by name. `openai` is where it serves vLLM's HTTP API, if it does.
-    `retention_s` is how long it keeps a trace after its end, in seconds; 0 where it does not say.
-    `tree`, where `modules` and `attributes` are left out of a heartbeat, identifies them.
-    `loras` names the LoRA adapters that a prompt can ask for, and `modalities` what it can have beside text (`image`).
-    `malformed` counts what the engine has found in Redis that was malformed, and passed over. `config` is the model's
-    configuration, as in its `config.json`; a heartbeat leaves it out with the tree.
+    The model: `path` and `revision` are where it was loaded from, `vocabulary` and `hidden_size` its sizes,
+    `max_model_len` the longest sequence in tokens, and `config` its configuration as in `config.json`. `modules` lists
+    the module tree in definition order, the root (path `""`) first. `attributes` maps each class in the tree to the
+    names that can be read on a module besides its children. `layers` is the path of the list of the `layer_count`
+    decoder layers, which the index of `residual(i)` refers to. `taps` are the only locations that can be read or edited
+    (such as `model.layers.3.output`) on an engine that replays CUDA graphs; empty if all can be. `loras` names the LoRA
+    adapters that a prompt can ask for, `modalities` the media that a prompt can have besides text (`image`). Heartbeats
+    leave out `modules`, `attributes` and `config`; `tree` identifies them.
+
+    The engine: `state` is `serving`, `holding` (waiting until Redis has taken the events that the engine could not yet
+    write), `draining` (takes no new traces, and then ends) or `lost` (its vLLM has died). `capacity` is how many traces
+    it runs at once, `running` how many it runs now, `queue_limit` how many submissions may wait for its model (0: any
+    number). `host` is its machine or pod. `openai` is the URL of its HTTP API, `""` if it serves none. `retention_s` is
+    how many seconds it keeps a trace after the trace's end, 0 if unknown. `edits` is the generation of the model's
+    standing interventions that the engine runs; `edit_errors` maps the name of an intervention that it cannot run to
+    the reason. `malformed` counts the malformed entries that the engine found in Redis and skipped.
     """
 
     engine: str
