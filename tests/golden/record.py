@@ -29,6 +29,7 @@ from tracewire_bus.store.queue_entries import Taken
 from tracewire_bus.transport.embedded import EmbeddedServer
 from tracewire_bus.wire import codec, messages
 from tracewire_bus.wire.codec import encode, schema_text
+from tracewire_bus.wire.columns import NUMBER, Column, ColumnPart, encode_layout
 from tracewire_bus.wire.digests import digest
 from tracewire_bus.wire.messages import Block, Helper, Invoke, Live, ModuleInfo, Versions
 from tracewire_bus.wire.packing import pack, wire
@@ -77,11 +78,16 @@ def every_message() -> dict[str, tuple[str, messages.Message]]:
     )
     value = {"scores": [0.5, 1], 3: (None, True), "big": 2**70, "array": _ARRAY, "bytes": b"\0\xff"}
     reference = ArrayRef("float32", (2, 3), digest(_ARRAY), "ab")
+    layout = encode_layout(
+        [Column("h0", (ColumnPart("", "float32", (2,)),)), Column("n", (ColumnPart("", NUMBER, ()),))]
+    )
+    record = messages.Columns(layout, memoryview(np.array([1.5, 2.5, 3.5], np.float32).tobytes()))
     deltas: list[messages.Delta] = [
         messages.Set(path=("value",), value=wire(value)),
         messages.Append(path=("xs", 0, "k"), items=[wire(_ARRAY), 1.5]),
         messages.Set(path=("large",), value=wire(reference)),
         messages.Delete(path=("value", "big")),
+        record,
     ]
     output = messages.DecodedOutput(
         **event,
@@ -163,6 +169,7 @@ def every_message() -> dict[str, tuple[str, messages.Message]]:
         stop_reason=2,
         saves={"xs": wire([1, _ARRAY])},
         token_strings=["a"],
+        columns=[record],
     )
     manifest = messages.Manifest(invoke=0, choice=1, name="xs", kind="list", length=2, digest=b"\1" * 16)
     left = messages.EditRecord(
@@ -236,6 +243,7 @@ def every_message() -> dict[str, tuple[str, messages.Message]]:
                 manifest=[manifest],
                 save_errors={"0.0.y": "cannot travel"},
                 time=7.5,
+                columns=[messages.ColumnsManifest(invoke=0, choice=1, records=1, digest=b"\2" * 16)],
             ),
         ),
         "submission": ("submission", submission),

@@ -21,6 +21,7 @@ from tests.support.scripted_engine import ScriptedEngine, expected, serving
 from tracewire import Accepted, Client, Final, Output, Restarted, Steered
 from tracewire_bus import recovery
 from tracewire_bus.bus import Bus
+from tracewire_bus.domain.fold import Fold
 from tracewire_bus.wire import messages
 from tracewire_bus.wire.codec import decode_event, encode, schema_text
 from tracewire_bus.wire.messages import SCHEMA, FirstToken, Invoke, Message, Submission
@@ -143,6 +144,12 @@ async def test_a_bus_that_an_earlier_version_was_at_work_on_is_taken_over(
     state = await client.get_state("ended")
     assert state.status == "finished"
     assert state.token_ids == expected("ended", record.TOKENS)[0]
+    fold = Fold(verifying=True)
+    for _, flat in await bus.command("XRANGE", bus.keys.events("ended"), "-", "+"):
+        fold.apply(decode_event(dict(zip(flat[::2], flat[1::2], strict=True))[b"d"]))
+    # Its digests are of the schema that it was written in.
+    assert fold.manifest
+    fold.verify()
     events = [event async for event in client.subscribe("ended")]
     assert [type(event).__name__ for event in events].count("Final") == 1
     assert [change.values for event in events if isinstance(event, Steered) for change in event.changes] == [

@@ -12,10 +12,9 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tracewire_bus.domain.fold import apply_delta
+from tracewire_bus.domain.fold import Fold
 from tracewire_bus.domain.intervention_checks import normalized, resolved
-from tracewire_bus.wire.digests import digest
-from tracewire_bus.wire.messages import Ablate, Clamp, Delta, Live, LogitLens, Probe, Steer
+from tracewire_bus.wire.messages import Ablate, Clamp, DecodedOutput, Delta, Final, Live, LogitLens, Probe, Steer
 from tracewire_bus.wire.packing import decoder, pack
 from tracewire_engine.adapter.read_decoder import ChoiceReads, ReadDecoder, extend_encoded_list
 from tracewire_engine.link.step_link import encode_changes
@@ -265,9 +264,9 @@ def play(seed: int, declared: DeclaredRequests) -> None:
             piece.data = memoryview(flat.numpy().tobytes())
             if layout is not None:
                 feed.layout(layout)
-            for entry, index, items in feed.batch(piece):
-                assert index == live[entry.request].tokens
-                live[entry.request].reads.take(index, items, piece.data)
+            for reads, index in feed.batch(piece):
+                assert index == live[reads.request].tokens
+                live[reads.request].reads.take(index, reads, piece.data)
         for request in batch:
             request.state.num_computed_tokens += scheduled[request.name]
             request.tokens += 1
@@ -285,10 +284,22 @@ def play(seed: int, declared: DeclaredRequests) -> None:
 
 
 def compare(request: Request) -> None:
-    saves: dict[str, Any] = {}
-    for index in sorted(request.reads.steps):
-        for delta in DELTAS(bytes(extend_encoded_list(b"\x90", request.reads.steps[index]))):
-            apply_delta(saves, delta)
+    fold = Fold()
+    for index in range(request.tokens):
+        deltas = DELTAS(bytes(extend_encoded_list(b"\x90", request.reads.steps.get(index, ()))))
+        fold.apply(DecodedOutput(attempt=1, seq=index, index=index, token_ids=[0], deltas=[deltas]))
+    columns = request.reads.columns_manifest(0, 0, request.tokens)
+    fold.apply(
+        Final(
+            attempt=1,
+            seq=request.tokens,
+            status="finished",
+            manifest=request.reads.manifest(0, request.tokens),
+            columns=[] if columns is None else [columns],
+        )
+    )
+    fold.verify()
+    saves = fold.choices[0, 0].saves
     assert set(saves) == set(request.expected)
     for name, items in request.expected.items():
         assert len(saves[name]) == len(items)
@@ -298,7 +309,3 @@ def compare(request: Request) -> None:
                 mine, other = mine["logits"], other[1]
             assert np.shape(mine) == np.shape(other)
             np.testing.assert_allclose(mine, other, rtol=1e-3, atol=1e-3)
-    manifest = {entry.name: entry for entry in request.reads.manifest(0, request.tokens)}
-    assert {name: digest(value) for name, value in saves.items()} == {
-        name: entry.digest for name, entry in manifest.items()
-    }

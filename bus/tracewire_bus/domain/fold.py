@@ -13,12 +13,16 @@ from typing import Any
 import msgspec
 from msgspec.msgpack import Ext
 
-from tracewire_bus.wire.digests import digest, list_digest
+from tracewire_bus.wire.columns import layout_of, record_digest
+from tracewire_bus.wire.digests import digest, former_digest, list_digest
 from tracewire_bus.wire.kinds import Unsavable, decode_key
 from tracewire_bus.wire.messages import (
     SHARED_INVOKE,
     Accepted,
     Append,
+    Columns,
+    ColumnsManifest,
+    Delete,
     Delta,
     Event,
     Failure,
@@ -61,8 +65,13 @@ class DigestMismatch(ValueError):
 class ChoiceState:
     """The output and the saves of one choice of one invoke, up to an event.
 
+    Records of columns are kept as they came; `saves` makes arrays of them when a caller first asks for it.
+
     Attributes:
-        saves: the saved values by name.
+        values: the values that came by all other deltas, by saved name.
+        records: the records of columns: the layout and the values of each.
+        record_digests: the digests of all records that came, in order.
+        column_names: the saved names that came by columns.
         digests: by name of a saved list, the digests of its first items, as far as the fold took them.
         token_ids: the ids of the sampled tokens.
         token_strings: the tokens' strings, one a token; `None` if the engine sends none.
@@ -71,13 +80,59 @@ class ChoiceState:
     """
 
     def __init__(self) -> None:
-        self.saves: dict[str, Any] = {}
+        self.values: dict[str, Any] = {}
+        self.records: list[tuple[bytes, memoryview]] = []
+        self.record_digests: list[bytes] = []
+        self.column_names: set[str] = set()
+        self._layout: bytes | None = None
+        #: Lists of the items of the first `_made` records, by name.
+        self._lists: dict[str, list[Any]] = {}
+        self._made = 0
         self.digests: dict[str, list[bytes]] = {}
         self.token_ids: list[int] = []
         self.token_strings: list[str] | None = None
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self._text: list[str] = []
+
+    @property
+    def saves(self) -> dict[str, Any]:
+        """What is saved, by name. Not to be changed."""
+        if not self.records:
+            return self.values
+        for layout, values in self.records[self._made :]:
+            for name, item in layout_of(layout).items(values):
+                self._lists.setdefault(name, []).append(item)
+        self._made = len(self.records)
+        return {**self.values, **self._lists}
+
+    def add_record(self, record: Columns, names: frozenset[str] | None = None) -> None:
+        """Take a record of columns, of which `names` are kept (`None`: all).
+
+        Raises:
+            FoldError: it has no layout, or other values than its layout says.
+        """
+        encoded, values = record.layout, record.values
+        try:
+            layout = layout_of(encoded)
+        except ValueError as error:
+            raise FoldError(f"a record of columns has no layout: {error}") from error
+        if len(values) != layout.nbytes:
+            raise FoldError(f"a record of columns takes {layout.nbytes} bytes, got {len(values)}")
+        self.record_digests.append(record_digest(encoded, values))
+        if names is not None:
+            wanted = names.intersection(layout.names)
+            if not wanted:
+                return
+            if len(wanted) < len(layout.names):
+                encoded, values = layout.cut(values, wanted)
+        if encoded != self._layout:
+            found = layout_of(encoded).names
+            if not self.values.keys().isdisjoint(found):
+                raise FoldError(f"a record of columns names {sorted(self.values.keys() & set(found))}, saved otherwise")
+            self.column_names.update(found)
+            self._layout = encoded
+        self.records.append((encoded, values))
 
     @property
     def text(self) -> str:
@@ -87,7 +142,9 @@ class ChoiceState:
         return self._text[0] if self._text else ""
 
     def update_digests(self, delta: Delta) -> None:
-        """Update `digests` after `delta` was applied to `saves`."""
+        """Update `digests` after `delta` was applied to `values`."""
+        if isinstance(delta, Columns):
+            return
         name = delta.path[0]
         if len(delta.path) > 1:
             # The delta changed an item: `digest_of` takes the digests of that item and of all after it.
@@ -96,18 +153,18 @@ class ChoiceState:
             if known is not None:
                 del known[index if type(index) is int else 0 :]
         elif isinstance(delta, Append):
-            known, items = self.digests.setdefault(name, []), self.saves[name]
+            known, items = self.digests.setdefault(name, []), self.values[name]
             if len(known) + len(delta.items) == len(items):
                 known.extend(digest(item) for item in delta.items)
         else:
             self.digests.pop(name, None)
-            value = self.saves.get(name)
+            value = self.values.get(name)
             if type(value) is list:
                 self.digests[name] = [digest(item) for item in value]
 
     def digest_of(self, name: str) -> bytes:
-        """The digest of the saved value `name`, from the digests of its items where they are known."""
-        value, known = self.saves[name], self.digests.get(name)
+        """The digest of `values[name]`, from the digests of its items where they are known."""
+        value, known = self.values[name], self.digests.get(name)
         if known is None or type(value) is not list:
             return digest(value)
         return list_digest([*known, *(digest(item) for item in value[len(known) :])])
@@ -128,7 +185,10 @@ class ChoiceState:
     def copy(self) -> ChoiceState:
         """A copy with containers of its own; arrays are shared, and read-only."""
         other = ChoiceState()
-        other.saves = _copy(self.saves)
+        other.values = _copy(self.values)
+        other.records, other.record_digests = list(self.records), list(self.record_digests)
+        other.column_names, other._layout = set(self.column_names), self._layout
+        other._lists, other._made = _copy(self._lists), self._made
         other.digests = {name: list(known) for name, known in self.digests.items()}
         other.token_ids = list(self.token_ids)
         other.token_strings = None if self.token_strings is None else list(self.token_strings)
@@ -185,6 +245,7 @@ class Fold:
         self.usage = Usage()
         self.save_errors: dict[str, str] = {}
         self.manifest: list[Manifest] = []
+        self.columns: list[ColumnsManifest] = []
         self.prompt_logprobs: list[list[dict[int, tuple[float, int | None, str | None]]]] = []
         self.warnings: list[str] = []
 
@@ -268,15 +329,21 @@ class Fold:
         self.usage = final.usage
         self.save_errors = dict(final.save_errors)
         self.manifest = list(final.manifest)
+        self.columns = list(final.columns)
         self.prompt_logprobs = list(final.prompt_logprobs)
         self.warnings = list(final.warnings)
 
     def _apply_deltas(self, state: ChoiceState, deltas: Iterable[Delta]) -> None:
         for delta in deltas:
+            if isinstance(delta, Columns):
+                state.add_record(delta, self.names)
+                continue
             if not delta.path:
                 raise FoldError(f"{type(delta).__name__} without a path")
             if self.names is None or delta.path[0] in self.names:
-                apply_delta(state.saves, delta)
+                if delta.path[0] in state.column_names:
+                    raise FoldError(f"{type(delta).__name__} at {delta.path!r}, which comes by columns")
+                apply_delta(state.values, delta)
                 if self.verifying:
                     state.update_digests(delta)
 
@@ -298,8 +365,9 @@ class Fold:
             seq=self.seq,
             choices=[
                 HeldChoice(
-                    *(invoke, choice, held.token_ids, held.text, held.finish_reason, held.stop_reason, held.saves),
+                    *(invoke, choice, held.token_ids, held.text, held.finish_reason, held.stop_reason, held.values),
                     token_strings=held.token_strings,
+                    columns=[Columns(layout, values) for layout, values in held.records],
                 )
                 for (invoke, choice), held in self.choices.items()
             ],
@@ -324,9 +392,11 @@ class Fold:
         for held in snapshot.choices:
             state = self.choices[held.invoke, held.choice] = ChoiceState()
             state.add_output(held)
-            state.saves = {
+            state.values = {
                 name: value for name, value in held.saves.items() if self.names is None or name in self.names
             }
+            for record in held.columns:
+                state.add_record(record, self.names)
         self.accepted = snapshot.accepted
         self.live_version = snapshot.live_version
         self.paused = snapshot.paused
@@ -354,11 +424,35 @@ class Fold:
         held = {
             (invoke, choice, name): state.digest_of(name)
             for (invoke, choice), state in self.choices.items()
-            for name in state.saves
+            for name in state.values
         }
-        wrong = sorted(key for key in wanted.keys() | held.keys() if wanted.get(key) != held.get(key))
+        held |= {
+            (invoke, choice, name): b""
+            for (invoke, choice), state in self.choices.items()
+            for name in state.column_names
+        }
+        wrong = {key for key in wanted.keys() | held.keys() if wanted.get(key) != held.get(key)}
+        wrong -= {key for key in wrong & wanted.keys() & held.keys() if self._former(key) == wanted[key]}
+        wrong |= self._wrong_columns({key for key, digest in wanted.items() if not digest})
         if wrong:
-            raise DigestMismatch([f"{invoke}.{choice}.{name}" for invoke, choice, name in wrong])
+            raise DigestMismatch([f"{invoke}.{choice}.{name}" for invoke, choice, name in sorted(wrong)])
+
+    def _former(self, key: tuple[int, int, str]) -> bytes:
+        """The digest of a save as engines before schema 2.0 took it."""
+        invoke, choice, name = key
+        values = self.choices[invoke, choice].values
+        return former_digest(values[name]) if name in values else b""
+
+    def _wrong_columns(self, names: set[tuple[int, int, str]]) -> set[tuple[int, int, str]]:
+        """Those of these saves, which came by columns, whose records are not what the engine sent."""
+        sent = {(entry.invoke, entry.choice): entry for entry in self.columns}
+        wrong = set()
+        for invoke, choice in {key[:2] for key in names}:
+            entry, state = sent.get((invoke, choice)), self.choices.get((invoke, choice))
+            found = state.record_digests if state is not None else []
+            if entry is None or len(found) != entry.records or list_digest(found) != entry.digest:
+                wrong |= {key for key in names if key[:2] == (invoke, choice)}
+        return wrong
 
     def digest(self, names: Iterable[str] | None = None) -> bytes:
         """The 16-byte digest of the saves of all choices, limited to `names` if given."""
@@ -389,11 +483,13 @@ def _describe(output: OutputBase) -> str:
 
 
 def apply_delta(saves: dict[str, Any], delta: Delta) -> None:
-    """Apply one delta to the saves of one choice, in place. Containers in the delta are copied.
+    """Apply one delta, other than `Columns`, to the saves of one choice. Containers that it brings are copied.
 
     Raises:
-        FoldError: the delta's path leads nowhere, or to a value of a type that the delta cannot change.
+        FoldError: its path leads nowhere, or not to what its operation takes; or it is a record of columns.
     """
+    if isinstance(delta, Columns):
+        raise FoldError("a record of columns where none is expected")
     target: Any = saves
     try:
         *parents, last = delta.path
@@ -420,7 +516,7 @@ def apply_delta(saves: dict[str, Any], delta: Delta) -> None:
         raise FoldError(f"{type(delta).__name__} at {delta.path!r} leads nowhere: {error!r}") from error
 
 
-def _decoded_path(delta: Delta) -> tuple[Any, ...]:
+def _opened(delta: Append | Set | Delete) -> tuple[Any, ...]:
     try:
         path = tuple(map(decode_key, delta.path))
     except ValueError as error:

@@ -25,7 +25,7 @@ from tracewire_bus.transport.errors import BusError, BusFull, BusUnavailable
 from tracewire_bus.transport.pool import Connections
 from tracewire_bus.transport.scripts import Script
 from tracewire_bus.wire.arrays import array_from_raw, array_of, raw_bytes
-from tracewire_bus.wire.digests import array_hash
+from tracewire_bus.wire.digests import array_hash, content_hash
 from tracewire_bus.wire.refs import ArrayRef
 
 from .keys import Keys
@@ -53,6 +53,8 @@ _EXPIRE_ONCE: Final = Script("expire_once")
 # Redis takes twice as long over a chunk that a script writes, so only the first one, which may make the key, goes that
 # way: no key is left without an expiry.
 _BEGIN: Final = Script("blob_begin")
+
+_OTHER: Final = "its bytes are not those that the reference is of"
 
 
 class BlobMissing(BusError, LookupError):
@@ -147,7 +149,9 @@ class Blobs:
             self._kept_bytes -= len(kept.popleft()[-1])
 
     async def store(self, trace: str, array: Any, name: str = "") -> ArrayRef:
-        """Write an array, chunk by chunk, and return the reference to it.
+        """Write an array that an engine is to use, chunk by chunk, and return the reference to it.
+
+        Engines share such an array between traces by its digest, which is therefore that of `content_hash`.
 
         Raises:
             Unsavable: `array` cannot travel.
@@ -156,7 +160,7 @@ class Blobs:
             BusUnavailable: it stayed away.
         """
         plain = array_of(array)
-        state = array_hash(plain.dtype.name, plain.shape)
+        state = content_hash(plain.dtype.name, plain.shape)
         raw, blob = raw_bytes(plain), new_blob()
         for number in range(chunk_count(len(raw))):
             chunk = raw[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES]
@@ -167,25 +171,31 @@ class Blobs:
     # --- reading ------------------------------------------------------------------------------------------------------
 
     async def chunks(self, trace: str, ref: ArrayRef) -> AsyncIterator[bytes]:
-        """The chunks of a blob in order, checked against the reference with the last.
+        """The chunks of a blob that `store` wrote, in order, checked against the reference with the last.
 
         Raises:
             BlobMissing: one is not there, or they are not what the reference says.
             BusUnavailable: Redis stayed away.
         """
-        state = array_hash(ref.dtype, ref.shape)
+        state = content_hash(ref.dtype, ref.shape)
+        async for chunk in self._chunks(trace, ref):
+            state.update(chunk)
+            yield chunk
+        if state.digest() != ref.digest:
+            raise BlobMissing(_OTHER)
+
+    async def _chunks(self, trace: str, ref: ArrayRef) -> AsyncIterator[bytes]:
         left = ref.nbytes
         for number in range(chunk_count(left)):
             chunk = await self._connections.command("HGET", self._keys.blobs(trace), f"{ref.blob}:{number}")
             if chunk is None:
                 raise BlobMissing(f"chunk {number} of {chunk_count(ref.nbytes)} is not there: it has expired")
             left -= len(chunk)
-            state.update(chunk)
             if len(chunk) > CHUNK_BYTES or left < 0:
                 break
             yield chunk
-        if left or state.digest() != ref.digest:
-            raise BlobMissing("its bytes are not those that the reference is of")
+        if left:
+            raise BlobMissing(_OTHER)
 
     async def load(self, trace: str, ref: ArrayRef) -> np.ndarray[Any, Any]:
         """The array that a reference stands for, read-only.
@@ -196,6 +206,14 @@ class Blobs:
         """
         # Grown as it comes: what a reference says of its size is only a claim.
         raw = bytearray()
-        async for chunk in self.chunks(trace, ref):
+        async for chunk in self._chunks(trace, ref):
             raw += chunk
+        if not any(_digest_of(raw, take(ref.dtype, ref.shape)) == ref.digest for take in (array_hash, content_hash)):
+            raise BlobMissing(_OTHER)
         return array_from_raw(ref.dtype, ref.shape, raw)
+
+
+def _digest_of(raw: bytearray, state: Any) -> bytes:
+    state.update(raw)
+    digest: bytes = state.digest()
+    return digest

@@ -13,10 +13,12 @@ from typing import Any, TypeAlias, TypeVar, Union, cast, get_args, overload
 
 import msgspec
 
+from .columns import layout_of
 from .messages import (
     SCHEMA,
     Accepted,
     Change,
+    Columns,
     DecodedOutput,
     DecodedShared,
     Delta,
@@ -187,12 +189,24 @@ def decode_deltas(data: bytes | memoryview | msgspec.Raw) -> list[list[Delta]]:
 
 def _check_paths(deltas: list[Delta]) -> None:
     for delta in deltas:
+        if isinstance(delta, Columns):
+            _check_columns(delta)
+            continue
         if not delta.path:
             raise msgspec.DecodeError("a delta has no path")
         try:
             hash(delta.path)
         except TypeError:
             raise msgspec.DecodeError("a delta's path has a step that cannot be a key") from None
+
+
+def _check_columns(delta: Columns) -> None:
+    try:
+        wanted = layout_of(delta.layout).nbytes
+    except ValueError as error:
+        raise msgspec.DecodeError(f"a record of columns has no layout: {error}") from None
+    if len(delta.values) != wanted:
+        raise msgspec.DecodeError(f"a record of columns takes {wanted} bytes, got {len(delta.values)}")
 
 
 def decode_change(data: bytes | memoryview) -> Change:

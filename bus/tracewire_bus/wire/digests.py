@@ -1,16 +1,18 @@
-"""Digests of values: a consumer compares them to prove that its folded values equal those on the engine.
+"""Digests of values: a consumer compares them to find that its folded values equal those on the engine.
 
-A digest is 16 bytes of BLAKE2b, over a tag of the value's kind and its content.
+A digest is 16 bytes of XXH3, over a tag of the value's kind and its content. Digests show loss and damage; they do not
+show who wrote a value.
 """
 
 from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias
 
 import msgspec
+import xxhash
 
 from .arrays import EXT_STARTS, array_at, dtype_names, payload_head, raw_bytes
 from .kinds import (
@@ -27,7 +29,16 @@ from .kinds import (
 from .packing import complex_struct, int_bytes
 from .refs import ARRAY, ArrayRef
 
-__all__ = ["array_digest", "array_hash", "dict_digest", "digest", "encoded_digest", "list_digest"]
+__all__ = [
+    "array_digest",
+    "array_hash",
+    "content_hash",
+    "dict_digest",
+    "digest",
+    "encoded_digest",
+    "former_digest",
+    "list_digest",
+]
 
 _float = struct.Struct("<d")
 
@@ -46,59 +57,81 @@ def digest(value: Any) -> bytes:
     return _digest(value, ())
 
 
+_Hash: TypeAlias = Callable[..., bytes]
+
+
 def _hash(tag: bytes, *parts: bytes | memoryview) -> bytes:
+    state = xxhash.xxh3_128(tag)
+    for part in parts:
+        state.update(part)
+    return state.digest()
+
+
+def _blake2b(tag: bytes, *parts: bytes | memoryview) -> bytes:
     state = hashlib.blake2b(tag, digest_size=16)
     for part in parts:
         state.update(part)
     return state.digest()
 
 
-def _digest(value: Any, path: Path) -> bytes:
+def former_digest(value: Any) -> bytes:
+    """The digest that schemas before 2.0 have for a value: BLAKE2b in place of XXH3.
+
+    Raises:
+        Unsavable: naming the part of it that cannot travel.
+    """
+    return _digest(value, (), _blake2b)
+
+
+def _digest(value: Any, path: Path, hash_: _Hash = _hash) -> bytes:
     found = kind_or_none(value)
     if found in ("list", "tuple", "dict") and len(path) >= MAX_DEPTH:
         refuse_depth(path)
     match found:
         case "none":
-            return _hash(b"n")
+            return hash_(b"n")
         case "bool":
-            return _hash(b"b", b"\1" if value else b"\0")
+            return hash_(b"b", b"\1" if value else b"\0")
         case "int":
-            return _hash(b"i", int_bytes(int.__index__(value)))
+            return hash_(b"i", int_bytes(int.__index__(value)))
         case "float":
-            return _hash(b"f", _float.pack(value))
+            return hash_(b"f", _float.pack(value))
         case "complex":
-            return _hash(b"c", complex_struct.pack(value.real, value.imag))
+            return hash_(b"c", complex_struct.pack(value.real, value.imag))
         case "str":
-            return _hash(b"s", plain_text(value, path).encode())
+            return hash_(b"s", plain_text(value, path).encode())
         case "bytes":
-            return _hash(b"y", value)
+            return hash_(b"y", value)
         case "array":
             if isinstance(value, ArrayRef):
                 return value.digest
             array = array_at(value, path)
             name = dtype_names.get(array.dtype) or dtype_names.setdefault(array.dtype, array.dtype.name)
-            return _hash(b"a", payload_head(name, array.shape)[2:], raw_bytes(array))
+            return hash_(b"a", payload_head(name, array.shape)[2:], raw_bytes(array))
         case "list" | "tuple":
-            items = (_digest(item, (*path, index)) for index, item in enumerate(value))
-            return _hash(b"l" if found == "list" else b"t", *items)
+            items = (_digest(item, (*path, index), hash_) for index, item in enumerate(value))
+            return hash_(b"l" if found == "list" else b"t", *items)
         case "dict":
-            pairs = (_key_digest(path_key(key, path)) + _digest(item, (*path, key)) for key, item in dict.items(value))
-            return _hash(b"d", *sorted(pairs))
+            pairs = (
+                _key_digest(path_key(key, path), hash_) + _digest(item, (*path, key), hash_)
+                for key, item in dict.items(value)
+            )
+            return hash_(b"d", *sorted(pairs))
         case "set" | "frozenset":
-            members = sorted(_key_digest(item) for item in set_members(value, path))
-            return _hash(b"S" if found == "set" else b"F", *members)
+            members = sorted(_key_digest(item, hash_) for item in set_members(value, path))
+            return hash_(b"S" if found == "set" else b"F", *members)
         case "dtype":
-            return _hash(b"D", dtype_name(value, path).encode())
+            return hash_(b"D", dtype_name(value, path).encode())
     refuse_type(value, path)
 
 
-def _key_digest(key: Any) -> bytes:
+def _key_digest(key: Any, hash_: _Hash = _hash) -> bytes:
     # Python looks up 1, 1.0 and True as one key, so two folds of one dict may hold different ones of them.
     if isinstance(key, (bool, float)) and not (isinstance(key, float) and not key.is_integer()):
         key = int(key)
     if type(key) is tuple:
-        return _hash(b"t", *(_key_digest(item) for item in key))
-    return _digest(key, ())
+        return hash_(b"t", *(_key_digest(item, hash_) for item in key))
+    return _digest(key, (), hash_)
 
 
 def encoded_digest(raw: bytes | memoryview) -> bytes | None:
@@ -119,8 +152,15 @@ def array_digest(head: bytes, raw: bytes | memoryview) -> bytes:
     return _hash(b"a", head, raw)
 
 
-def array_hash(dtype: str, shape: tuple[int, ...]) -> hashlib.blake2b:
-    """A BLAKE2b state to update with an array's little-endian elements, in pieces; its digest is then the array's."""
+def array_hash(dtype: str, shape: tuple[int, ...]) -> xxhash.xxh3_128:
+    """An XXH3 state to update with an array's little-endian elements, in pieces; its digest is then the array's."""
+    state = xxhash.xxh3_128(b"a")
+    state.update(msgspec.msgpack.encode((dtype, shape)))
+    return state
+
+
+def content_hash(dtype: str, shape: tuple[int, ...]) -> hashlib.blake2b:
+    """Likewise a BLAKE2b state, for arrays that traces share by their digest: no two arrays can be made to collide."""
     state = hashlib.blake2b(b"a", digest_size=16)
     state.update(msgspec.msgpack.encode((dtype, shape)))
     return state

@@ -33,6 +33,8 @@ __all__ = [
     "Block",
     "Change",
     "Clamp",
+    "Columns",
+    "ColumnsManifest",
     "Declared",
     "DeclaredIntervention",
     "DecodedOutput",
@@ -79,7 +81,7 @@ __all__ = [
 ]
 
 #: The schema that this package writes, `(major, minor)`. A stream entry has it as the text `"major.minor"`.
-SCHEMA: tuple[int, int] = (1, 2)
+SCHEMA: tuple[int, int] = (2, 0)
 
 PathKey: TypeAlias = Any
 """One step of a path into a saved value: a list's index, or a dict's key (str, int, float, bool, bytes or None)."""
@@ -390,15 +392,27 @@ class Delete(SaveDelta, tag="d"):
     path: tuple[PathKey, ...]
 
 
-Delta: TypeAlias = Append | Set | Delete
+class Columns(SaveDelta, tag="c"):
+    """What declared interventions read in one step: each of the layout's names gains one item in its saved list.
+
+    `layout` says which names these are and which bytes of `values` belong to each ([`tracewire_bus.wire.columns`][]).
+    A name that comes by `Columns` comes by no other delta of its choice. A list that does not exist yet begins here.
+    """
+
+    layout: bytes
+    values: memoryview
+
+
+Delta: TypeAlias = Append | Set | Delete | Columns
 
 
 class Manifest(Message, array_like=True):
     """The final value of one saved name, for a consumer to check its fold against.
 
     `kind` is one that `kinds.kind` returns. `length` is the number of a container's items, an array's elements, a
-    text's characters or a bytes object's bytes, and 1 for other scalars. `digest` is the value's `digests.digest`.
-    `invoke` is `SHARED_INVOKE` for a shared value of the trace.
+    text's characters or a bytes object's bytes, and 1 for other scalars. `digest` is the value's `digests.digest`; it
+    is empty for a list that came by `Columns`, which the choice's `ColumnsManifest` covers. `invoke` is `SHARED_INVOKE`
+    for a shared value of the trace.
     """
 
     invoke: int
@@ -406,6 +420,15 @@ class Manifest(Message, array_like=True):
     name: str
     kind: str
     length: int
+    digest: bytes
+
+
+class ColumnsManifest(Message, array_like=True):
+    """What came by `Columns` for one choice: how many records, and a digest of their digests, in order."""
+
+    invoke: int
+    choice: int
+    records: int
     digest: bytes
 
 
@@ -668,7 +691,8 @@ class Final(Event, tag="final"):
     `expired`, `rejected`) `error` gives the reason. `time` is when it ended, in seconds since the epoch.
 
     `deltas` are `(invoke, choice, deltas)`: the changes of saves after the last output, and a `Set` for every value
-    whose fold would differ from the value that nnsight collected. `manifest` has the digest of every save.
+    whose fold would differ from the value that nnsight collected. `manifest` has the digest of every save, and
+    `columns` covers the records of `Columns`.
     `save_errors` maps `invoke.choice.name` of each save that cannot travel to the reason. `prompt_logprobs`, if the
     submission asked for them, has for each invoke one dict per prompt token, as in `OutputBase.logprobs`; the dict of
     the first token is empty. `warnings` are texts about likely mistakes in a block, each with the block's line.
@@ -684,6 +708,7 @@ class Final(Event, tag="final"):
     time: float = 0.0
     prompt_logprobs: list[list[dict[int, tuple[float, int | None, str | None]]]] = []
     warnings: list[str] = []
+    columns: list[ColumnsManifest] = []
 
     @property
     def id(self) -> str:
@@ -726,7 +751,9 @@ class EditRecord(Message):
 
 
 class HeldChoice(Message, array_like=True):
-    """The folded state of one choice. `saves` maps names to values; large arrays in them stay references."""
+    """The folded state of one choice. `saves` maps names to values; large arrays in them stay references. `columns` are
+    the records of the names that came by `Columns`, in order.
+    """
 
     invoke: int
     choice: int
@@ -736,6 +763,7 @@ class HeldChoice(Message, array_like=True):
     stop_reason: int | str | None
     saves: dict[str, Any]
     token_strings: list[str] | None = None
+    columns: list[Columns] = []
 
 
 class Snapshot(Message):

@@ -119,6 +119,8 @@ class PlainRequests:
             reads=chosen.reads,
             reports=self._reports,
             limit=RECORD_BYTES,
+            # What each edit saved goes to a stream of its own.
+            columns=False,
         )
         return _Edited(name, request, chosen, pending, choices)
 

@@ -20,7 +20,7 @@ from tracewire_engine.protocol.messages import FinishRecord, StepRecord
 
 from .digests import PassingDigests
 from .live_changes import LiveTrace
-from .read_decoder import ChoiceReads, Item, extend_encoded_list
+from .read_decoder import ChoiceReads, StepReads, extend_encoded_list
 
 __all__ = ["ENDING_S", "LATE_S", "REPORT_S", "PendingChoice", "PendingRecords", "ReportMissing", "ReportSource"]
 
@@ -63,9 +63,9 @@ class PendingChoice:
         "time",
     )
 
-    def __init__(self, stops: Sequence[StopWhen]) -> None:
+    def __init__(self, stops: Sequence[StopWhen], *, columns: bool = True) -> None:
         self.steps: dict[int, msgspec.Raw] = {}
-        self.reads = ChoiceReads(stops)
+        self.reads = ChoiceReads(stops, columns=columns)
         self.digests = PassingDigests()
         self.ended = ""
         #: The `stop_reason` of the choice's last output.
@@ -143,11 +143,12 @@ class PendingRecords:
         reports: ReportSource | None = None,
         live: LiveTrace | None = None,
         limit: int = 0,
+        columns: bool = True,
     ) -> None:
         self.trace = trace
         self._reports = reports
         self._live = live
-        self.choices = [PendingChoice(stops) for _ in range(choices)]
+        self.choices = [PendingChoice(stops, columns=columns) for _ in range(choices)]
         #: Whether large arrays have come, behind which the finish record may wait for Redis.
         self.large = False
         self._block = block
@@ -190,13 +191,13 @@ class PendingRecords:
         self._enforce_limit()
         self._changed.notify()
 
-    def read(self, choice_index: int, index: int, items: Sequence[Item], data: memoryview, ended_at: float) -> None:
+    def read(self, index: int, step: StepReads, data: memoryview, ended_at: float) -> None:
         """Take the reads of declared interventions in the step that sampled token `index`."""
-        choice = self.choices[choice_index]
+        choice = self.choices[step.choice]
         choice.time = ended_at
         choice.read += 1
         reads = choice.reads
-        reads.take(index, items, data)
+        reads.take(index, step, data)
         self._nbytes += sum(map(len, reads.steps.get(index, ())))
         if reads.stopped is not None and reads.stopped_at is not None:
             choice.end_at(reads.stopped_at, "stop", f"StopWhen({reads.stopped.probe})")

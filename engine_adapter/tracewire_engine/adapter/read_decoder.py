@@ -1,13 +1,15 @@
 """Decodes the reads of declared interventions: from the bytes of a step to the deltas of each trace.
 
 The workers send one buffer a step for all requests, and once a `Layout` that assigns the bytes to requests. This module
-makes encoded deltas of the bytes. All of a delta but its values is the same from step to step, and is prepared once.
-The module also takes the digests for the final's manifest, and checks stop conditions.
+makes one encoded delta of a choice's bytes, a record of columns. All of a delta but its values is the same from step to
+step, and is prepared once, so the work for a step does not grow with the number of locations but for copying bytes. The
+module also takes a digest of each record for the final's manifest, and checks stop conditions.
 """
 
 from __future__ import annotations
 
 import struct
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -15,13 +17,14 @@ import msgspec
 
 from tracewire_bus.store.blobs import CHUNK_BYTES, Blobs, new_blob
 from tracewire_bus.wire.arrays import array_head
+from tracewire_bus.wire.columns import NUMBER, Column, ColumnPart, encode_layout, record_digest
 from tracewire_bus.wire.digests import array_digest, dict_digest, digest, list_digest
-from tracewire_bus.wire.messages import Append, Manifest, Set, StopWhen
+from tracewire_bus.wire.messages import Append, ColumnsManifest, Manifest, Set, StopWhen
 from tracewire_bus.wire.packing import wire
 from tracewire_bus.wire.refs import ArrayRef
 from tracewire_engine.protocol.messages import Batch, Layout, LayoutEntry, Part, Slot
 
-__all__ = ["ChoiceReads", "Item", "ReadDecoder", "Strings", "extend_encoded_list"]
+__all__ = ["ChoiceReads", "Item", "ReadDecoder", "StepReads", "Strings", "extend_encoded_list"]
 
 _encoder = msgspec.msgpack.Encoder()
 #: Finds the strings of tokens by their ids.
@@ -42,7 +45,7 @@ def _encode_frame(delta: Append | Set) -> tuple[bytes, bytes]:
 class Item:
     """Makes the item that one saved name gains in a step, of a batch's bytes."""
 
-    __slots__ = ("append", "name", "parts", "shell", "slot", "start", "threshold")
+    __slots__ = ("append", "large", "name", "parts", "shell", "slot", "start", "threshold")
 
     def __init__(self, slot: Slot, threshold: int = 0) -> None:
         self.slot = slot
@@ -52,6 +55,8 @@ class Item:
         self.append = _encode_frame(Append(path=(slot.name,), items=[msgspec.Raw(_HOLE)]))
         self.start = _encode_frame(Set(path=(slot.name,), value=[msgspec.Raw(_HOLE)]))
         self.parts = [(part, *_heads(part)) for part in slot.parts]
+        #: Whether any of its arrays becomes a blob.
+        self.large = bool(threshold) and any(part.size > threshold for part in slot.parts)
         #: The encoded prefix of each part: empty, or a dict's header and keys.
         keys = [_encoder.encode(part.key) if part.key else b"" for part in slot.parts]
         if slot.parts[0].key:
@@ -118,16 +123,80 @@ def _heads(part: Part) -> tuple[bytes, bytes]:
     return array_head(part.dtype, part.shape, part.size)
 
 
-class ChoiceReads:
-    """The reads of declared interventions for one choice, by the index of the step's token."""
+class StepReads:
+    """The items that one choice gains in each step of a layout."""
 
-    def __init__(self, stops: Sequence[StopWhen] = ()) -> None:
+    def __init__(self, entry: LayoutEntry, threshold: int) -> None:
+        self.request = entry.request
+        self.choice = entry.choice
+        #: The index of the token of the layout's first step.
+        self.index = entry.index
+        self.items = [Item(slot, threshold) for slot in entry.slots if slot.parts]
+
+
+class _Plan:
+    """Which items of a step travel together as a record of columns, and which travel as deltas of their own."""
+
+    def __init__(self, columns: Sequence[Item], single: Sequence[Item]) -> None:
+        self.single = single
+        self.names = [item.name for item in columns]
+        self.layout = encode_layout([_column(item.slot) for item in columns]) if columns else b""
+        #: Where the values of the columns lie in a batch's bytes, in order: neighbours are one piece.
+        self.pieces: list[tuple[int, int]] = []
+        for part in (part for item in columns for part in item.slot.parts):
+            if self.pieces and self.pieces[-1][1] == part.offset:
+                self.pieces[-1] = (self.pieces[-1][0], part.offset + part.size)
+            else:
+                self.pieces.append((part.offset, part.offset + part.size))
+        size = sum(end - start for start, end in self.pieces)
+        #: A delta as it goes on the wire, up to its values.
+        self.head = b"\x93\xa1c" + _encoder.encode(self.layout) + b"\xc6" + size.to_bytes(4, "big")
+        self.numbers = [(item.name, found) for item in columns if (found := _number_part(item.slot)) is not None]
+
+    def record(self, data: memoryview) -> tuple[bytes, bytes]:
+        """The encoded delta of the columns, and its digest."""
+        pieces = [data[start:end] for start, end in self.pieces]
+        if len(pieces) == 1:
+            return b"".join((self.head, pieces[0])), record_digest(self.layout, pieces[0])
+        values = b"".join(pieces)
+        return self.head + values, record_digest(self.layout, values)
+
+
+def _column(slot: Slot) -> Column:
+    parts = [
+        ColumnPart(part.key, part.dtype if part.shape or part.dtype != "float32" else NUMBER, part.shape)
+        for part in slot.parts
+    ]
+    return Column(slot.name, tuple(parts))
+
+
+def _number_part(slot: Slot) -> Part | None:
+    """The part of an item at which a stop condition may look: float32, and a number or a row of them."""
+    part = slot.parts[0]
+    return part if part.dtype == "float32" and len(part.shape) <= 1 and not part.key else None
+
+
+class ChoiceReads:
+    """The reads of declared interventions for one choice, by the index of the step's token.
+
+    With `columns`, the items of a step travel as one record, but for those of names whose first item is large or has
+    strings: these travel by themselves, in each step.
+    """
+
+    def __init__(self, stops: Sequence[StopWhen] = (), *, columns: bool = True) -> None:
         #: Finds the strings of token ids, which the items of logit lenses then have too.
         self.strings: Strings | None = None
         self.steps: dict[int, list[bytes]] = {}
         #: Large arrays, by the name of their blob. The bus must have them before the deltas that refer to them.
         self.blobs: list[tuple[str, bytes]] = []
+        self._columns = columns
+        #: By name, whether its items travel in records.
+        self._in_records: dict[str, bool] = {}
+        self._reads: StepReads | None = None
+        self._plan = _Plan((), ())
         self._started: set[str] = set()
+        #: By index, how the step's items became deltas, with the digest of its record.
+        self._records: dict[int, tuple[_Plan, bytes]] = {}
         self._digests: dict[int, list[tuple[str, bytes]]] = {}
         self._stops = list(stops)
         self._streaks = [0] * len(self._stops)
@@ -135,11 +204,45 @@ class ChoiceReads:
         self.stopped: StopWhen | None = None
         self.stopped_at: int | None = None
 
-    def take(self, index: int, items: Sequence[Item], data: memoryview) -> None:
+    def take(self, index: int, reads: StepReads, data: memoryview) -> None:
         """Take the reads of the step that sampled token `index`; none behind a stop."""
         if self.stopped_at is not None and index > self.stopped_at:
             return
+        if reads is not self._reads:
+            self._reads, self._plan = reads, self._planned(reads.items)
+        plan = self._plan
         deltas: list[bytes] = []
+        numbers: dict[str, Sequence[float]] = {}
+        if plan.layout:
+            encoded, found = plan.record(data)
+            deltas.append(encoded)
+            self._records[index] = plan, found
+            if self._stops:
+                numbers = {
+                    name: memoryview(data[part.offset : part.offset + part.size]).cast("f")
+                    for name, part in plan.numbers
+                }
+        if plan.single:
+            numbers |= self._take_single(index, plan.single, data, deltas)
+        self.steps[index] = deltas
+        if self._stops:
+            self._check_stops(index, numbers)
+
+    def _planned(self, items: Sequence[Item]) -> _Plan:
+        for item in items:
+            self._in_records.setdefault(item.name, self._columns and not item.large and not self._with_strings(item))
+        return _Plan(
+            [item for item in items if self._in_records[item.name]],
+            [item for item in items if not self._in_records[item.name]],
+        )
+
+    def _with_strings(self, item: Item) -> bool:
+        return self.strings is not None and any(part.key == "token_ids" for part in item.slot.parts)
+
+    def _take_single(
+        self, index: int, items: Sequence[Item], data: memoryview, deltas: list[bytes]
+    ) -> dict[str, Sequence[float]]:
+        """Add a delta for each of these items. Returns their numbers, by name."""
         digests: list[tuple[str, bytes]] = []
         numbers: dict[str, Sequence[float]] = {}
         for item in items:
@@ -152,11 +255,8 @@ class ChoiceReads:
             deltas.append(before + encoded + after)
             digests.append((item.name, found))
             numbers[item.name] = values
-        self.steps[index] = deltas
-        if digests:
-            self._digests[index] = digests
-        if self._stops:
-            self._check_stops(index, numbers)
+        self._digests[index] = digests
+        return numbers
 
     def set_stops(self, stops: Sequence[StopWhen]) -> None:
         """Take the same stop conditions with other thresholds, for later reads."""
@@ -189,10 +289,22 @@ class ChoiceReads:
             if index < tokens:
                 for name, found in self._digests[index]:
                     lists.setdefault(name, []).append(found)
+        lengths: dict[str, int] = {}
+        for plan, steps in Counter(plan for index, (plan, _) in self._records.items() if index < tokens).items():
+            for name in plan.names:
+                lengths[name] = lengths.get(name, 0) + steps
+        entries = [(name, len(found), list_digest(found)) for name, found in lists.items()]
         return [
-            Manifest(invoke=0, choice=choice, name=name, kind="list", length=len(found), digest=list_digest(found))
-            for name, found in lists.items()
+            Manifest(invoke=0, choice=choice, name=name, kind="list", length=length, digest=digest)
+            for name, length, digest in (*entries, *((name, length, b"") for name, length in lengths.items()))
         ]
+
+    def columns_manifest(self, invoke: int, choice: int, tokens: int) -> ColumnsManifest | None:
+        """Covers the records of the first `tokens` tokens; `None` if there are none."""
+        digests = [self._records[index][1] for index in sorted(self._records) if index < tokens]
+        if not digests:
+            return None
+        return ColumnsManifest(invoke=invoke, choice=choice, records=len(digests), digest=list_digest(digests))
 
 
 class ReadDecoder:
@@ -201,23 +313,21 @@ class ReadDecoder:
     def __init__(self, threshold: int = 0) -> None:
         self._threshold = threshold
         self._layout = 0
-        self._entries: list[tuple[LayoutEntry, list[Item]]] = []
+        self._entries: list[StepReads] = []
 
     def layout(self, layout: Layout) -> None:
         """Take the layout of the batches that follow."""
         self._layout = layout.id
-        self._entries = [
-            (entry, [Item(slot, self._threshold) for slot in entry.slots if slot.parts]) for entry in layout.entries
-        ]
+        self._entries = [StepReads(entry, self._threshold) for entry in layout.entries]
 
-    def batch(self, batch: Batch) -> list[tuple[LayoutEntry, int, list[Item]]]:
-        """Each choice of the batch's layout, with its token index in this step and the items that it gains.
+    def batch(self, batch: Batch) -> list[tuple[StepReads, int]]:
+        """What each choice of the batch's layout gains, with its token index in this step.
 
         Empty for a batch of another layout.
         """
         if batch.layout != self._layout:
             return []
-        return [(entry, entry.index + batch.step, items) for entry, items in self._entries]
+        return [(reads, reads.index + batch.step) for reads in self._entries]
 
 
 def extend_encoded_list(raw: bytes | memoryview, more: Sequence[bytes]) -> msgspec.Raw:

@@ -88,10 +88,10 @@ class ReportRouter:
             self._decoder.layout(report.layout)
         if report.batch is not None:
             data = report.batch.data
-            for entry, index, items in self._decoder.batch(report.batch):
-                pending = self._pending.get(entry.request)
+            for reads, index in self._decoder.batch(report.batch):
+                pending = self._pending.get(reads.request)
                 if pending is not None:
-                    pending.read(entry.choice, index, items, data, report.time)
+                    pending.read(index, reads, data, report.time)
         for step in report.steps:
             pending = self._pending.get(step.request)
             if pending is not None:

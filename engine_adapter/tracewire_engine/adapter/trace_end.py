@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from tracewire_bus.wire.messages import SHARED_INVOKE, Failure, Manifest, Status
+from tracewire_bus.wire.messages import SHARED_INVOKE, ColumnsManifest, Failure, Manifest, Status
 from tracewire_engine.protocol.messages import FinishRecord
 
 from .pending import PendingChoice
@@ -21,6 +21,7 @@ class TraceEnd:
     def __init__(self, error: Failure | None) -> None:
         self.deltas: list[tuple[int, int, msgspec.Raw]] = []
         self.manifest: list[Manifest] = []
+        self.columns: list[ColumnsManifest] = []
         self.save_errors: dict[str, str] = {}
         self.warnings: list[str] = []
         self.error = error
@@ -53,6 +54,9 @@ class TraceEnd:
         for entry in [*record.manifest, *choice.reads.manifest(index, tokens)]:
             entry.invoke = invoke
             self.manifest.append(entry)
+        columns = choice.reads.columns_manifest(invoke, index, tokens)
+        if columns is not None:
+            self.columns.append(columns)
         self.save_errors.update({f"{invoke}.{index}.{name}": reason for name, reason in record.save_errors.items()})
         self.save_errors.update(
             {

@@ -467,6 +467,7 @@ class TraceRun:
                 time=time.time(),
                 prompt_logprobs=prompt_logprobs if any(prompt_logprobs) else [],
                 warnings=end.warnings,
+                columns=end.columns,
             ),
             final=True,
         )

@@ -14,10 +14,13 @@ from tracewire.errors import ClientTooOld, MalformedEvent
 from tracewire_bus.bus import Gap as EntryGap
 from tracewire_bus.domain.fold import Fold
 from tracewire_bus.wire.codec import NewerSchema, check_schema, decode_deltas, decode_snapshot
+from tracewire_bus.wire.columns import layout_of
 from tracewire_bus.wire.messages import (
     Accepted,
     Append,
     Change,
+    Columns,
+    Delete,
     Delta,
     Final,
     Notice,
@@ -65,7 +68,8 @@ class Saving(OutputBase, dict=True):
 
     @property
     def deltas(self) -> list[list[Delta]]:
-        """The changes of the saves, a list for each step.
+        """The changes of the saves, a list for each step: `Append`, `Set` and `Delete` of one path each, and `Columns`, the
+        record of all that declared interventions read in the step. `delta` has the values of all of them.
 
         Raises:
             MalformedEvent: the saves cannot be read.
@@ -87,7 +91,8 @@ class Saving(OutputBase, dict=True):
             raise MalformedEvent(f"what event {self.id} saved cannot be read: {error}") from error
         if names is None:
             return deltas
-        return [[change for change in step if change.path[0] in names] for step in deltas]
+        # Records of columns are digested as a whole: they are kept whole, and `delta` takes of them what is wanted.
+        return [[change for change in step if is_of(change, names)] for step in deltas]
 
     def only(self, names: frozenset[str]) -> Self:
         """A copy of this event with the saves of these names only."""
@@ -107,9 +112,14 @@ class Saving(OutputBase, dict=True):
             MalformedEvent: the saves cannot be read.
         """
         merged = Values()
+        names: frozenset[str] | None = self.__dict__.get("_names")
         for step in self.deltas:
             for change in step:
-                _merge(merged, change)
+                if isinstance(change, Columns):
+                    for name, item in layout_of(change.layout).items(change.values, names):
+                        merged.setdefault(name, []).append(item)
+                else:
+                    _merge(merged, change)
         return merged
 
 
@@ -225,7 +235,7 @@ Item: TypeAlias = Output | Shared | Notice | Gap
 """An item that iterating over a trace yields: any event but its `Accepted` and its `Final`."""
 
 
-def _merge(merged: dict[str, Any], change: Delta) -> None:
+def _merge(merged: dict[str, Any], change: Append | Set | Delete) -> None:
     *way, last = change.path
     target: Any = merged
     for key in way:
@@ -256,6 +266,11 @@ def _own(value: Any) -> Any:
     return value
 
 
+def is_of(change: Delta, names: frozenset[str]) -> bool:
+    """Whether a delta concerns any of these saved names, or may."""
+    return isinstance(change, Columns) or change.path[0] in names
+
+
 def only(event: Event, names: frozenset[str]) -> Event:
     """`event` with the saves of these names only."""
     if isinstance(event, Output | Shared | Gap):
@@ -264,7 +279,7 @@ def only(event: Event, names: frozenset[str]) -> Event:
         return msgspec.structs.replace(
             event,
             deltas=[
-                (invoke, choice, [change for change in deltas if change.path[0] in names])
+                (invoke, choice, [change for change in deltas if is_of(change, names)])
                 for invoke, choice, deltas in event.deltas
             ],
             manifest=[entry for entry in event.manifest if entry.name in names],

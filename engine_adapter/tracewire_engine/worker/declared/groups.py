@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import itertools
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -12,7 +13,19 @@ from tracewire_bus.wire.messages import Ablate, Clamp, LogitLens, Probe, Steer
 
 from .ops import Declaration, Op
 
-__all__ = ["Collector", "EditGroup", "Group", "LocationValues", "Member", "ReadGroup", "Rows", "raw", "tensors_of"]
+__all__ = [
+    "Arrangement",
+    "Collector",
+    "EditGroup",
+    "Group",
+    "LocationValues",
+    "Member",
+    "ReadGroup",
+    "Results",
+    "Rows",
+    "raw",
+    "tensors_of",
+]
 
 
 class Rows:
@@ -178,6 +191,74 @@ class Collector:
 def raw(values: torch.Tensor) -> torch.Tensor:
     """The bytes of a tensor: uint8 `[bytes]`."""
     return values.contiguous().view(-1).view(torch.uint8)
+
+
+Results: TypeAlias = list[tuple[Collector, dict[str, torch.Tensor]]]
+"""What the collectors of a step have read, in their order."""
+
+
+class Arrangement:
+    """Where each row of what was read lies in the one buffer that leaves the device.
+
+    Collectors that read one row of each of the same requests are put side by side: all that a request read in them is
+    one piece of the buffer, however many locations they are. Others follow one after the other.
+    """
+
+    def __init__(self, results: Results) -> None:
+        #: Neighbours that are side by side.
+        self._blocks: list[list[torch.Tensor]] = []
+        #: By collector and part: the tensor, where its first row begins, and from row to row, in bytes.
+        self.places: list[tuple[Collector, list[tuple[str, torch.Tensor, int, int]]]] = []
+        offset = 0
+        for _, block in itertools.groupby(results, _beside):
+            found = list(block)
+            tensors = [values for _, parts in found for values in parts.values()]
+            if len(found) == 1:
+                for collector, parts in found:
+                    places = []
+                    for name, values in parts.items():
+                        places.append((name, values, offset, _row_bytes(values)))
+                        offset += values.nbytes
+                        self._blocks.append([values])
+                    self.places.append((collector, places))
+                continue
+            stride, column = sum(map(_row_bytes, tensors)), offset
+            for collector, parts in found:
+                places = []
+                for name, values in parts.items():
+                    places.append((name, values, column, stride))
+                    column += _row_bytes(values)
+                self.places.append((collector, places))
+            self._blocks.append(tensors)
+            offset += sum(values.nbytes for values in tensors)
+
+    def join(self) -> torch.Tensor:
+        """The bytes of all of it, flat."""
+        pieces = [raw(block[0]) if len(block) == 1 else raw(_side_by_side(block)) for block in self._blocks]
+        if not pieces:
+            return torch.empty(0, dtype=torch.uint8)
+        return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+
+
+def _beside(result: tuple[Collector, dict[str, torch.Tensor]]) -> Hashable:
+    """Equal for results that can be put side by side."""
+    collector, parts = result
+    rows = len(collector.members)
+    if collector.counts == [1] * rows and all(len(values) == rows for values in parts.values()):
+        return tuple([id(member.declaration) for member in collector.members])
+    return id(collector)
+
+
+def _row_bytes(values: torch.Tensor) -> int:
+    return int(values.nbytes) // max(1, len(values))
+
+
+def _side_by_side(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """`[rows, ...]` each, to `[rows, bytes or elements of all]`."""
+    flat = [values.reshape(len(values), -1) for values in tensors]
+    if any(values.dtype != flat[0].dtype for values in flat):
+        flat = [values.contiguous().view(torch.uint8) for values in flat]
+    return torch.cat(flat, 1)
 
 
 class ReadGroup(Group):

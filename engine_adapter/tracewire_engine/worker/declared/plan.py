@@ -23,7 +23,19 @@ from tracewire_engine.worker.blocks.live_params import LiveRun
 from tracewire_engine.worker.host_copy import TORCH_DTYPES
 from tracewire_engine.worker.parallel.rank_agreement import DECLARED, BlockKey, Ranks
 
-from .groups import Collector, EditGroup, Group, LocationValues, Member, ReadGroup, Rows, raw, tensors_of
+from .groups import (
+    Arrangement,
+    Collector,
+    EditGroup,
+    Group,
+    LocationValues,
+    Member,
+    ReadGroup,
+    Results,
+    Rows,
+    raw,
+    tensors_of,
+)
 from .ops import Declaration, DecodedCache, Op
 from .recorded_plans import KernelRecorder, RecordedKernels
 
@@ -373,8 +385,7 @@ class DeclaredRequests:
         if replayed and not plan.join_tried:
             plan.join_tried = True
             self._record_join(plan)
-        pieces: list[torch.Tensor] = []
-        found: list[tuple[Collector, dict[str, torch.Tensor]]] = []
+        found: Results = []
         for collector in plan.collectors:
             results = None
             try:
@@ -385,13 +396,13 @@ class DeclaredRequests:
             if results is None:
                 continue
             found.append((collector, results))
-            pieces.extend(raw(values) for values in results.values())
             collector.reset()
+        arrangement = Arrangement(found)
         changed = None
         if plan.layout is None or self.stale:
-            changed = plan.layout = self._layout(plan, found)
+            changed = plan.layout = self._layout(plan, arrangement)
             plan.laid_out = plan.steps
-        flat = torch.cat(pieces) if len(pieces) > 1 else pieces[0] if pieces else torch.empty(0, dtype=torch.uint8)
+        flat = arrangement.join()
         return changed, self._batch(plan), flat
 
     @staticmethod
@@ -413,29 +424,27 @@ class DeclaredRequests:
         joined: list[torch.Tensor] = []
 
         def join() -> None:
-            results = [collector.results(lambda _: None) or {} for collector in plan.collectors]
-            joined.append(torch.cat([raw(values) for found in results for values in found.values()]))
+            results = [(collector, collector.results(lambda _: None) or {}) for collector in plan.collectors]
+            joined.append(Arrangement(results).join())
 
         plan.join = self.recorder.record(join)
         if plan.join is not None:
             plan.flat = joined[0]
 
-    def _layout(self, plan: _Plan, found: list[tuple[Collector, dict[str, torch.Tensor]]]) -> Layout:
+    def _layout(self, plan: _Plan, arrangement: Arrangement) -> Layout:
         slots: dict[int, list[Slot]] = {id(declaration): [] for declaration, *_ in plan.declarations}
-        offset = 0
-        for collector, results in found:
+        for collector, places in arrangement.places:
             parts: list[list[Part]] = [[] for _ in collector.members]
-            for name, values in results.items():
+            mean = isinstance(collector.one, Probe) and collector.one.reduce == "mean"
+            for name, values, offset, stride in places:
                 size = values.nbytes // max(1, values.shape[0])
                 dtype = TORCH_DTYPES[values.dtype]
+                tail = tuple(values.shape[1:])
                 row = 0
-                mean = isinstance(collector.one, Probe) and collector.one.reduce == "mean"
                 for index, count in enumerate(collector.counts):
-                    tail = tuple(values.shape[1:])
                     shape = tail if mean or collector.one.positions == "last" else (count, *tail)
-                    parts[index].append(Part(name, dtype, shape, offset + row * size, count * size))
+                    parts[index].append(Part(name, dtype, shape, offset + row * stride, count * size))
                     row += count
-                offset += values.nbytes
             for member, own in zip(collector.members, parts, strict=True):
                 name = getattr(member.op.one, "name", "")
                 slots[id(member.declaration)].append(Slot(name, own))

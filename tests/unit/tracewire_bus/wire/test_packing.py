@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tests.support.equality import equal
 from tests.support.values import trees
 from tracewire_bus.wire import packing
-from tracewire_bus.wire.digests import digest
+from tracewire_bus.wire.digests import digest, former_digest
 from tracewire_bus.wire.kinds import kind, length
 from tracewire_bus.wire.packing import pack, unpack, wire
 
@@ -65,7 +65,8 @@ def test_what_sets_dtypes_and_tuples_as_keys_are_on_the_wire() -> None:
     value = {(2, "head"): {3, (1, 2)}, ((0, None), b"x"): [frozenset({"b", "a"}), np.dtype("float32")]}
     data = pack(value)
     assert data.hex() == GOLDEN
-    assert digest(value).hex() == GOLDEN_DIGEST
+    assert former_digest(value).hex() == GOLDEN_DIGEST
+    assert digest(value).hex() == "3aef420e61072c0845031705a499bf3d"
     assert unpack(data) == value
     assert type(unpack(data)[2, "head"]) is set
     assert type(unpack(data)[(0, None), b"x"][0]) is frozenset

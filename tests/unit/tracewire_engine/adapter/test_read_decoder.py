@@ -10,29 +10,34 @@ import numpy as np
 from tests.support.declared_plans import (
     DELTAS,
 )
+from tracewire_bus.domain.fold import Fold
 from tracewire_bus.domain.intervention_checks import decoded, normalized
-from tracewire_bus.wire.digests import digest, list_digest
-from tracewire_bus.wire.messages import Append, StopWhen
-from tracewire_engine.adapter.read_decoder import ChoiceReads, Item, extend_encoded_list
-from tracewire_engine.protocol.messages import Part, Slot
+from tracewire_bus.wire.messages import Append, DecodedOutput, Final, StopWhen
+from tracewire_engine.adapter.read_decoder import ChoiceReads, StepReads, extend_encoded_list
+from tracewire_engine.protocol.messages import LayoutEntry, Part, Slot
+
+
+def folded(reads: ChoiceReads, tokens: int) -> dict[str, Any]:
+    """What a consumer holds of the reads of a choice's first tokens, compared with their manifest."""
+    fold = Fold()
+    for index in range(tokens):
+        deltas = DELTAS(bytes(extend_encoded_list(b"\x90", reads.steps[index])))
+        fold.apply(DecodedOutput(attempt=1, seq=index, index=index, token_ids=[0], deltas=[deltas]))
+    columns = reads.columns_manifest(0, 0, tokens)
+    manifest = reads.manifest(0, tokens)
+    sealed = [] if columns is None else [columns]
+    fold.apply(Final(attempt=1, seq=tokens, status="finished", manifest=manifest, columns=sealed))
+    fold.verify()
+    return fold.choices[0, 0].saves
 
 
 def test_a_stop_condition_counts_steps_in_a_row() -> None:
     (one,) = decoded(normalized([StopWhen("p", above=1.0, steps=2)]))
     reads = ChoiceReads([one])
 
-    class Number:
-        name = "p"
-        append = start = (b"", b"")
-
-        def __init__(self, value: float) -> None:
-            self.value = value
-
-        def take(self, data: memoryview, blobs: Any, strings: Any) -> Any:
-            return b"", b"", (self.value,)
-
+    step = StepReads(LayoutEntry("r", 0, 0, [Slot("p", [Part("", "float32", (), 4, 4)])]), 0)
     for index, value in enumerate([2.0, 0.0, 2.0, 2.0, 2.0]):
-        reads.take(index, [Number(value)], memoryview(b""))
+        reads.take(index, step, memoryview(np.array([9.0, value], np.float32).tobytes()))
     assert reads.stopped is one
     assert reads.stopped_at == 3
     assert sorted(reads.steps) == [0, 1, 2, 3]
@@ -49,15 +54,52 @@ def test_a_logit_lens_has_strings_of_the_shape_of_its_ids() -> None:
     ids = np.arange(12, dtype=np.int32).reshape(2, 3, 2)
     logits = ids.astype(np.float32)
     parts = [Part("token_ids", "int32", (2, 3, 2), 0, 48), Part("logits", "float32", (2, 3, 2), 48, 48)]
+    data = memoryview(ids.tobytes() + logits.tobytes())
     for strings in (None, lambda found: [f"<{one}>" for one in found]):
         reads = ChoiceReads()
         reads.strings = strings
-        reads.take(0, [Item(Slot("lens", parts))], memoryview(ids.tobytes() + logits.tobytes()))
-        (delta,) = DELTAS(bytes(extend_encoded_list(b"\x90", reads.steps[0])))
-        (item,) = delta.value
+        reads.take(0, StepReads(LayoutEntry("r", 0, 0, [Slot("lens", parts)]), 0), data)
+        (item,) = folded(reads, 1)["lens"]
         np.testing.assert_array_equal(item["token_ids"], ids)
         np.testing.assert_array_equal(item["logits"], logits)
         expected = [[[f"<{one}>" for one in row] for row in rows] for rows in ids.tolist()]
         assert item.get("token_strings") == (None if strings is None else expected)
-        (entry,) = reads.manifest(0, 1)
-        assert entry.digest == list_digest([digest(item)])
+
+
+def entry(*slots: Slot) -> LayoutEntry:
+    return LayoutEntry("r", 0, 0, list(slots))
+
+
+def test_all_reads_of_a_step_are_one_record() -> None:
+    """However many names there are, and wherever their values lie in the step's bytes."""
+    values = np.arange(64, dtype=np.float32).reshape(16, 4)
+    slots = [Slot(f"h{layer}", [Part("", "float32", (4,), 16 * layer, 16)]) for layer in range(16)]
+    step = StepReads(entry(*slots), 0)
+    apart = StepReads(entry(*reversed(slots)), 0)
+    reads = ChoiceReads()
+    for index in range(3):
+        reads.take(index, step if index < 2 else apart, memoryview((values + index).tobytes()))
+    assert [len(deltas) for deltas in reads.steps.values()] == [1, 1, 1]
+    saves = folded(reads, 3)
+    assert sorted(saves) == sorted(slot.name for slot in slots)
+    for layer in range(16):
+        np.testing.assert_array_equal(np.stack(saves[f"h{layer}"]), [values[layer] + index for index in range(3)])
+    (sealed,) = [reads.columns_manifest(0, 0, 2)]
+    assert sealed is not None
+    assert sealed.records == 2
+
+
+def test_a_large_item_travels_as_a_reference_and_its_name_by_itself_from_then_on() -> None:
+    """Beside it the names whose items are small go on as a record."""
+    parts = {size: Part("", "float32", (size,), 0, 4 * size) for size in (2, 100)}
+    first = StepReads(entry(Slot("a", [parts[100]]), Slot("b", [parts[2]])), 64)
+    later = StepReads(entry(Slot("a", [parts[2]]), Slot("b", [parts[2]])), 64)
+    data = memoryview(np.arange(100, dtype=np.float32).tobytes())
+    reads = ChoiceReads()
+    for index, step in enumerate((first, later)):
+        reads.take(index, step, data)
+    assert len(reads.blobs) == 1
+    saves = folded(reads, 2)
+    assert (saves["a"][0].shape, saves["a"][0].blob) == ((100,), reads.blobs[0][0])
+    np.testing.assert_array_equal(saves["a"][1], [0, 1])
+    np.testing.assert_array_equal(saves["b"], [[0, 1], [0, 1]])
