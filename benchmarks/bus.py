@@ -8,6 +8,8 @@ one array of 512 bytes, at times that its own clock sets: it waits for nobody. T
 `--subscribers` subscribers of each trace, spread over `--processes` processes with one client each, fold what comes and
 check it against the manifest. Pacer, adapter, Redis and subscribers are processes of their own on one machine.
 
+With `--layers N`, what each token brings are the reads of N declared probes instead, of 4 KiB each.
+
 `latency_ms` is from the pacer handing a token over to each subscriber's hands, of every token. Beside it, a bare XADD
 to XREAD BLOCK of the same size between two processes through the same Redis: `bare_ms`, in turns with the rounds, when
 nothing else runs, and `bare_loaded_ms` during the rounds. All of it by the same clock.
@@ -40,7 +42,7 @@ import zmq
 import tracewire
 from benchmarks.processes import at_least, show
 from benchmarks.quantiles import quantiles
-from benchmarks.scripted import ELEMENTS, Command, Pacer, ScriptedEngine, scripted_info
+from benchmarks.scripted import ELEMENTS, WIDTH, Command, Pacer, ScriptedEngine, scripted_info
 from tracewire_bus.bus import Bus
 from tracewire_bus.domain.fold import Fold
 from tracewire_bus.transport.embedded import EmbeddedServer
@@ -106,6 +108,7 @@ def subscriber(folder: Path, url: str) -> None:
         found["verified"] += isinstance(event, tracewire.Final)
 
     async def fold_all(trace: str, client: tracewire.Client, ready: Callable[[], None], found: dict[str, Any]) -> None:
+        layers = found["layers"]
         fold = Fold()
         ages: list[float] = found["ages"]
         async with client.subscribe(trace) as events:
@@ -116,7 +119,10 @@ def subscriber(folder: Path, url: str) -> None:
                 if isinstance(event, tracewire.Output):
                     found["entries"] += 1
                     count = len(event.token_ids)
-                    ages.extend(now - float(array[0]) for array in fold.choices[0, 0].saves["acts"][-count:])
+                    if layers:
+                        ages.extend([now - event.time] * count)
+                    else:
+                        ages.extend(now - float(array[0]) for array in fold.choices[0, 0].saves["acts"][-count:])
         fold.verify()
         found["verified"] += fold.status == "finished"
 
@@ -127,7 +133,7 @@ def subscriber(folder: Path, url: str) -> None:
                 asked = json.loads(line)
                 wanted = [trace for trace in asked["traces"] for _ in range(asked["copies"])]
                 left = len(wanted)
-                found: dict[str, Any] = {"entries": 0, "verified": 0, "ages": []}
+                found: dict[str, Any] = {"entries": 0, "verified": 0, "ages": [], "layers": asked["layers"]}
 
                 def ready() -> None:
                     nonlocal left
@@ -269,17 +275,17 @@ class Bench:
         tokens = max(1, round(rate * seconds))
         traces = [uuid.uuid4().hex for _ in range(options.traces)]
         for trace in traces:
-            await self._client.trace(
-                MODEL, [1], Block(name="scripted", source="pass"), trace_id=trace, max_tokens=tokens
-            ).start()
+            block = None if options.layers else Block(name="scripted", source="pass")
+            probes = [tracewire.Probe(f"h{layer}", f"layers.{layer}") for layer in range(options.layers)]
+            await self._client.trace(MODEL, [1], block, interventions=probes, trace_id=trace, max_tokens=tokens).start()
         copies = options.subscribers // options.processes
         files = [self._folder / f"ages-{number}.npy" for number in range(len(self._subscribers))]
         for role, file in zip(self._subscribers, files, strict=True):
-            role.send(traces=traces, copies=copies, file=str(file), text_only=options.text_only)
+            role.send(traces=traces, copies=copies, file=str(file), text_only=options.text_only, layers=options.layers)
         for role in self._subscribers:
             await anyio.to_thread.run_sync(role.next, "subscribed")
         before = self.cpu_s()
-        self._pacer.send(msgspec.msgpack.encode(Command("go", "", len(traces), rate, options.spread)))
+        self._pacer.send(msgspec.msgpack.encode(Command("go", "", len(traces), rate, options.spread, options.layers)))
         loaded = await anyio.to_thread.run_sync(self.bare_trip, seconds, 50)
         found = [await anyio.to_thread.run_sync(role.next, "received") for role in self._subscribers]
         after = self.cpu_s()
@@ -289,7 +295,7 @@ class Bench:
             wire = sum([len(entry.data) async for entry in bus.read(traces[0])])
         return {
             "sent": tokens * len(traces),
-            "wire": wire / (tokens * ELEMENTS * 8),
+            "wire": wire / (tokens * (options.layers * 2 * WIDTH or ELEMENTS * 8)),
             "received": sum(one["received"] for one in found) / everyone,
             "entries": sum(one["entries"] for one in found) / everyone,
             "verified": sum(one["verified"] for one in found),
@@ -381,6 +387,9 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=10, help="of outputs, over all rounds")
     parser.add_argument("--rounds", type=at_least(1), default=5)
     parser.add_argument("--spread", action="store_true", help="traces put out one after another, not together")
+    parser.add_argument(
+        "--layers", type=int, default=0, metavar="N", help="each token brings N declared reads of 4 KiB"
+    )
     parser.add_argument("--text-only", action="store_true", help="subscribers read the text and fold nothing")
     parser.add_argument("--sweep", action="store_true", help="go down from --rate until nothing queues")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")

@@ -29,12 +29,24 @@ from tracewire_bus.wire.digests import array_digest, list_digest
 from tracewire_bus.wire.messages import Append, EngineInfo, Manifest, ModuleInfo, Set, Submission
 from tracewire_engine.adapter.engine_api import Choice, Prepared
 from tracewire_engine.link.step_link import LinkReceiver, LinkSender
-from tracewire_engine.protocol.messages import Changes, FinishRecord, Report, StepRecord
+from tracewire_engine.protocol.messages import (
+    Batch,
+    Changes,
+    FinishRecord,
+    Layout,
+    LayoutEntry,
+    Part,
+    Report,
+    Slot,
+    StepRecord,
+)
 
-__all__ = ["ELEMENTS", "Pacer", "ScriptedEngine", "scripted_info"]
+__all__ = ["ELEMENTS", "WIDTH", "Pacer", "ScriptedEngine", "scripted_info"]
 
 #: Each token's array: this many float64.
 ELEMENTS = 64
+#: Each declared read: this many bfloat16.
+WIDTH = 2048
 
 _TEXT = " word"
 
@@ -43,7 +55,8 @@ class Command(msgspec.Struct, array_like=True):
     """To the pacer: `link` (where to report), `start` (a request and its number of tokens), or `go`.
 
     `go` begins a round of `count` requests at `rate` outputs a second each, as soon as all have started. They put out
-    together, as a batch does, or one after another if `spread`. `quit` ends it.
+    together, as a batch does, or one after another if `spread`. With `layers`, what is saved are the reads of as many
+    declared probes, named `h0`, `h1`, ..., of `WIDTH` bfloat16 each. `quit` ends it.
     """
 
     name: str
@@ -51,6 +64,7 @@ class Command(msgspec.Struct, array_like=True):
     count: int = 0
     rate: float = 0.0
     spread: bool = False
+    layers: int = 0
 
 
 class Token(msgspec.Struct, array_like=True):
@@ -72,7 +86,15 @@ _, _HEAD = array_head("float64", (ELEMENTS,), 8 * ELEMENTS)
 def scripted_info(model: str, capacity: int) -> EngineInfo:
     """What it registers."""
     return EngineInfo(
-        engine=f"scripted-{os.getpid()}", model=model, modules=[ModuleInfo("", "None")], capacity=capacity
+        engine=f"scripted-{os.getpid()}",
+        model=model,
+        modules=[
+            ModuleInfo("", "None"),
+            ModuleInfo("layers", "Layers"),
+            *(ModuleInfo(f"layers.{number}", "Layer") for number in range(64)),
+        ],
+        hidden_size=WIDTH,
+        capacity=capacity,
     )
 
 
@@ -85,6 +107,11 @@ class _Request:
         self.index = 0
         self.digests: list[bytes] = []
         self._filler = os.urandom(ELEMENTS * 8 - 16)
+
+    def token(self) -> Token:
+        """Its next token, of which nothing is saved by a block."""
+        index, self.index = self.index, self.index + 1
+        return Token(self.name, 1000 + index, _TEXT, "length" if self.index == self.tokens else None)
 
     def step(self, now: float) -> tuple[Token, StepRecord]:
         """Its next token, and what the block saved with it."""
@@ -116,6 +143,7 @@ class Pacer:
         self._outputs.setsockopt(zmq.SNDHWM, 0)
         self._outputs.bind(f"ipc://{folder}/outputs")
         self._link: LinkSender | None = None
+        self._layouts = 0
 
     def run(self) -> None:
         """Play one round after another, until told to quit."""
@@ -132,7 +160,7 @@ class Pacer:
             elif command.name == "go":
                 go = command
             if go is not None and len(requests) == go.count:
-                self._play(requests, go)
+                (self._read if go.layers else self._play)(requests, go)
                 requests, go = [], None
 
     def _play(self, requests: list[_Request], go: Command) -> None:
@@ -144,6 +172,36 @@ class Pacer:
             if left > 0:
                 time.sleep(left)
             self._step(groups[number % len(groups)])
+
+    def _read(self, requests: list[_Request], go: Command) -> None:
+        """A round of declared reads: one report a step, whose bytes go by the ring buffer."""
+        import torch
+
+        assert self._link is not None
+        size, tokens = 2 * WIDTH, requests[0].tokens
+        entries = []
+        for place, request in enumerate(requests):
+            offsets = [(place * go.layers + layer) * size for layer in range(go.layers)]
+            slots = [Slot(f"h{n}", [Part("", "bfloat16", (WIDTH,), at, size)]) for n, at in enumerate(offsets)]
+            entries.append(LayoutEntry(request.name, 0, 0, slots))
+        self._layouts += 1
+        values = torch.randint(0, 255, (len(requests) * go.layers * size,), dtype=torch.uint8)
+        began = time.monotonic()
+        for number in range(tokens):
+            left = began + number / go.rate - time.monotonic()
+            if left > 0:
+                time.sleep(left)
+            report = Report(time.time(), layout=Layout(self._layouts, entries) if not number else None)
+            report.batch = Batch(self._layouts, number)
+            copy = self._link.put(values, report)
+            if copy is None:
+                report.batch.data = memoryview(values.numpy()).cast("B")
+            else:
+                copy.fill(report.batch)
+            self._link.send(report)
+            self._outputs.send(_encode([request.token() for request in requests]))
+        finishes = [FinishRecord(request.name, 0, msgspec.Raw(_encode([]))) for request in requests]
+        self._link.send(Report(time.time(), finishes=finishes))
 
     def _step(self, requests: list[_Request]) -> None:
         assert self._link is not None

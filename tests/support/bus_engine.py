@@ -250,7 +250,9 @@ class Stage:
 
     async def store(self, array: Any, name: str = "") -> ArrayRef:
         """Put an array into a blob of the trace, and return what to save in its place."""
-        return await self.bus.blobs.store(self.trace, array, name)
+        ref = await self.bus.blobs.store(self.trace, array, name)
+        # What is saved has the digest of its value.
+        return ArrayRef(ref.dtype, ref.shape, digest(array), ref.blob, name)
 
     async def restart(self, reason: str = "") -> None:
         """Begin again as the next attempt."""

@@ -490,7 +490,7 @@ async def EngineTooOld(world: World) -> None:
 async def ClientTooOld(world: World) -> None:
     await world.registered()
     async with world.client.trace("tiny", "hello", trace_id="t") as trace:
-        await world.bus.command("XADD", world.bus.keys.events("t"), "1-0", "v", "2.0", "d", b"x")
+        await world.bus.command("XADD", world.bus.keys.events("t"), "1-0", "v", "3.0", "d", b"x")
         await trace.result()
 
 

@@ -63,10 +63,10 @@ async def test_an_entry_of_a_newer_major_schema(
 ) -> None:
     async def script(stage: Stage) -> None:
         async with Bus.open(redis_url, prefix=prefix) as bus:
-            await bus.command("XADD", bus.keys.events(stage.trace), "1-0", "v", "2.0", "d", "?")
+            await bus.command("XADD", bus.keys.events(stage.trace), "1-0", "v", "3.0", "d", "?")
 
     async with engine(script), client.trace("tiny", "hello") as trace:
-        with pytest.raises(BrokenStream, match=r"schema 2\.0"):
+        with pytest.raises(BrokenStream, match=r"schema 3\.0"):
             await trace.accepted()
 
 

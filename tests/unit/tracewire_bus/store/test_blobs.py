@@ -15,7 +15,7 @@ from tracewire_bus.bus import Bus, BusUnavailable
 from tracewire_bus.events.appends import UNFINISHED_S
 from tracewire_bus.store.blobs import CHUNK_BYTES, UNACCEPTED_S, BlobMissing
 from tracewire_bus.store.keys import TAGS, Keys
-from tracewire_bus.wire.digests import digest
+from tracewire_bus.wire.digests import digest, former_digest
 from tracewire_bus.wire.refs import ArrayRef
 
 
@@ -27,7 +27,7 @@ def array(nbytes: int) -> np.ndarray[Any, Any]:
 async def test_what_is_stored_is_loaded(bus: Bus, nbytes: int) -> None:
     value = array(nbytes)
     ref = await bus.blobs.store("t", value, "acts")
-    assert (ref.digest, ref.nbytes, ref.shape, ref.name) == (digest(value), nbytes, (nbytes,), "acts")
+    assert (ref.digest, ref.nbytes, ref.shape, ref.name) == (former_digest(value), nbytes, (nbytes,), "acts")
     loaded = await bus.blobs.load("t", ref)
     assert np.array_equal(loaded, value)
     assert not loaded.flags.writeable
@@ -40,7 +40,9 @@ async def test_any_dtype_and_layout_is_stored_as_it_would_travel(bus: Bus, dtype
     value = np.arange(6000).reshape(60, 100).astype(dtype)[::2].T
     ref = await bus.blobs.store("t", value)
     loaded = await bus.blobs.load("t", ref)
-    assert digest(loaded) == digest(value) == ref.digest
+    assert digest(loaded) == digest(value)
+    # That of the arrays that engines share.
+    assert ref.digest == former_digest(value)
     assert ref.nbytes == value.nbytes
 
 
