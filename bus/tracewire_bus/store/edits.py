@@ -28,7 +28,15 @@ from tracewire_bus.transport.errors import BusError, as_bus_error, is_transient
 from tracewire_bus.transport.guard import integer
 from tracewire_bus.transport.pool import Connections
 from tracewire_bus.transport.scripts import Script
-from tracewire_bus.wire.codec import NewerSchema, check_schema, decode_edit, decode_edit_record, encode, schema_text
+from tracewire_bus.wire.codec import (
+    NewerSchema,
+    check_schema,
+    decode_edit,
+    decode_edit_record,
+    encode,
+    request_schema_text,
+    schema_text,
+)
 from tracewire_bus.wire.ids import parse_id
 from tracewire_bus.wire.messages import Edit, EditRecord
 
@@ -157,7 +165,7 @@ class Edits:
         if len(data) > EDIT_BYTES:
             raise BusError(f"the edit takes {len(data)} bytes, and may take {EDIT_BYTES}")
         before = "" if replacing is None else replacing
-        command = _INSTALL(self._all(model), edit.name, data, before, schema_text(), MOST_EDITS, _operation())
+        command = _INSTALL(self._all(model), edit.name, data, before, request_schema_text(), MOST_EDITS, _operation())
         version, other = await self._connections.command(*command)
         if version < 0:
             raise EditsFull(f"{model!r} has {MOST_EDITS} edits: remove one first")

@@ -34,7 +34,7 @@ from tracewire_bus.transport.guard import GREATEST, integer
 from tracewire_bus.transport.link import AfterOthers
 from tracewire_bus.transport.pool import Connections
 from tracewire_bus.transport.scripts import Script
-from tracewire_bus.wire.codec import schema_text
+from tracewire_bus.wire.codec import request_schema_text
 
 from .dead_letters import DeadLetters
 from .intake import Intake
@@ -158,7 +158,13 @@ class Queue:
         """
         call = _PUT(
             [*queue_names(self._keys, model), self._keys.submitted(model, trace)],
-            *(trace, schema or schema_text(), client, max(-_MOST_PRIORITY, min(priority, _MOST_PRIORITY)), lease),
+            *(
+                trace,
+                schema or request_schema_text(),
+                client,
+                max(-_MOST_PRIORITY, min(priority, _MOST_PRIORITY)),
+                lease,
+            ),
             *(limit or 0, REMEMBER_S, max(1, tries), data),
         )
         *replies, refused = await self._connections.commands(*before, AfterOthers(call), refuse_full=True)

@@ -15,6 +15,7 @@ import msgspec
 
 from .columns import layout_of
 from .messages import (
+    REQUEST_SCHEMA,
     SCHEMA,
     Accepted,
     Change,
@@ -50,6 +51,7 @@ __all__ = [
     "decode_submission",
     "digest_bytes",
     "encode",
+    "request_schema_text",
     "schema_text",
 ]
 
@@ -274,6 +276,11 @@ def decode_engine(data: bytes | memoryview) -> EngineInfo:
 def schema_text() -> str:
     """The schema that this version writes, as the text `"major.minor"` of a stream entry's schema field."""
     return _SCHEMA_TEXT
+
+
+def request_schema_text() -> str:
+    """The schema of the submissions and edits that this version writes, as it stands on them."""
+    return f"{REQUEST_SCHEMA[0]}.{REQUEST_SCHEMA[1]}"
 
 
 def check_schema(text: str) -> None:

@@ -25,6 +25,7 @@ from .ids import FINAL_ID
 __all__ = [
     "MAX_MEDIA_BYTES",
     "NO_MEDIA",
+    "REQUEST_SCHEMA",
     "SCHEMA",
     "SHARED_INVOKE",
     "Ablate",
@@ -82,6 +83,8 @@ __all__ = [
 
 #: The schema that this package writes, `(major, minor)`. A stream entry has it as the text `"major.minor"`.
 SCHEMA: tuple[int, int] = (2, 0)
+#: The schema of what clients ask engines for, submissions and edits: older engines read it, too.
+REQUEST_SCHEMA: tuple[int, int] = (1, 2)
 
 PathKey: TypeAlias = Any
 """One step of a path into a saved value: a list's index, or a dict's key (str, int, float, bool, bytes or None)."""

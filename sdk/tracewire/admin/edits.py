@@ -41,7 +41,7 @@ from tracewire_bus.domain.fold import FoldError, apply_delta
 from tracewire_bus.store.edits import EDIT_BYTES, EditRecords, EditsFull, Installed, VersionDiffers, is_edit_name
 from tracewire_bus.store.edits import UnknownEdit as NoSuchEdit
 from tracewire_bus.wire.codec import decode_deltas
-from tracewire_bus.wire.digests import digest
+from tracewire_bus.wire.digests import digest, former_digest
 from tracewire_bus.wire.messages import Block, Declared, DeclaredIntervention, EditRecord, Failure, StopWhen
 from tracewire_bus.wire.messages import Edit as EditMessage
 from tracewire_bus.wire.packing import pack
@@ -183,6 +183,8 @@ class EditOutput(msgspec.Struct, frozen=True):
         wanted = {entry.name: entry.digest for entry in record.manifest}
         held = {name: digest(value) for name, value in saves.items()}
         wrong = sorted(name for name in wanted.keys() | held.keys() if wanted.get(name) != held.get(name))
+        # Engines before schema 2.0 took other digests.
+        wrong = [name for name in wrong if name not in saves or former_digest(saves[name]) != wanted.get(name)]
         if wrong:
             raise StateMismatch(
                 f"entry {id_} of edit {record.edit!r} differs from what the engine collected: {', '.join(wrong)}", wrong

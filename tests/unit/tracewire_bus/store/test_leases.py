@@ -7,7 +7,7 @@ import pytest
 from tests.support.queue import left_behind, put, take, traces
 from tracewire_bus.bus import Bus
 from tracewire_bus.store import submission_queue as queue
-from tracewire_bus.wire.codec import schema_text
+from tracewire_bus.wire.codec import request_schema_text
 
 
 async def test_a_lease_takes_what_waits_under_it_along(bus: Bus) -> None:
@@ -19,7 +19,7 @@ async def test_a_lease_takes_what_waits_under_it_along(bus: Bus) -> None:
     assert set(await bus.queue.leases("demo")) == {"one", "two"}
     found = await bus.queue.withdraw_lease("demo", "one")
     assert traces(found) == ["A-1", "A-2", "B-1", "B-2"]
-    assert found[0].fields == {b"v": schema_text().encode(), b"t": b"A-1", b"d": b"d"}
+    assert found[0].fields == {b"v": request_schema_text().encode(), b"t": b"A-1", b"d": b"d"}
     assert found[0].queued_at > 0
     assert await bus.queue.withdraw_lease("demo", "") == []
     assert await bus.queue.clients("demo") == {"A": 3}

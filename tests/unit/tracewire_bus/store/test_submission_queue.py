@@ -14,7 +14,7 @@ from tests.support.queue import left_behind, put, submission, take, traces
 from tests.support.redis.proxy import proxy
 from tracewire_bus import recovery
 from tracewire_bus.bus import Bus, QueueFull
-from tracewire_bus.wire.codec import decode_submission, schema_text
+from tracewire_bus.wire.codec import decode_submission, request_schema_text
 from tracewire_bus.wire.messages import Invoke, Submission
 
 
@@ -50,7 +50,7 @@ async def test_a_submission_is_taken_by_one_engine_and_settled(bus: Bus) -> None
     assert await bus.queue.waiting("demo") == 1
     (taken,) = await bus.queue.take("demo", "e1", 5, 1000)
     assert taken.trace == "t"
-    assert (taken.fields[b"v"], taken.fields[b"t"]) == (schema_text().encode(), b"t")
+    assert (taken.fields[b"v"], taken.fields[b"t"]) == (request_schema_text().encode(), b"t")
     assert decode_submission(taken.fields[b"d"]) == submission()
     assert abs(taken.queued_at - before) < 60
     assert await bus.queue.waiting("demo") == 0
