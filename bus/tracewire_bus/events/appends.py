@@ -1,4 +1,4 @@
-"""Events on their way into traces' streams, and the commands that append them."""
+"""Events that a writer is about to append to traces' streams, and the Redis commands that append them."""
 
 from __future__ import annotations
 
@@ -44,19 +44,19 @@ _APPEND_FINAL: Final = Script("append_final")
 
 
 class Fenced(BusError):
-    """The stream has this event already, or a later one: of a newer attempt, or the final. Nothing was appended.
+    """Redis refused the event, because the stream has it already, or has a later one: of a newer attempt, or the final.
 
-    Also: Redis has lost more of the stream than could be appended again.
+    The writer raises it, too, where Redis has lost more of the stream than the writer can append again.
     """
 
 
 class EntryTooLarge(BusError, ValueError):
-    """More than one entry can hold."""
+    """The event takes more bytes than one entry of a stream can hold (`ENTRY_BYTES`)."""
 
 
 @dataclass(slots=True, eq=False)
 class Append:
-    """One event on its way to Redis, and what came of it."""
+    """One event that is to be appended, and the outcome of the attempt."""
 
     stream: Stream
     key: str
@@ -64,40 +64,44 @@ class Append:
     attempt: int
     data: bytes
     final: bool
-    #: Makes the command of the script that appends it and does what goes with it; without a schema, only the latter.
+    #: Makes the command of a script that appends the event together with its side effects (records, expiry, lifecycle).
+    #: Called without a schema, it makes a command for the side effects only. `None`: the event has none.
     with_effects: Callable[[str, bytes, str], tuple[Any, ...]] | None
     #: The fields of its lifecycle entry, packed.
     lifecycle: bytes
     #: The command that settles its queue entry.
     settle: tuple[Any, ...] | None
-    #: What it failed with, or None, once it has ended. Cancelled with the caller that waits for it.
+    #: Done when the append has ended: with its error, or with None. A caller that is cancelled cancels it.
     outcome: Future[Exception | None]
-    #: Redis may have it: a reply was lost.
+    #: Whether Redis may have the event already, because a reply was lost.
     repeated: bool = False
-    #: Redis has no memory for it.
+    #: Whether Redis has refused it for lack of memory.
     refused: bool = False
-    #: Its queue entry is settled after it, which may have to wait.
+    #: Whether its queue entry is settled by a later command, not in the same round trip.
     settles_late: bool = False
     ended: bool = False
 
     @property
     def moving(self) -> bool:
-        """Whether it waits for its slot to be moved, if it waits apart, and not only for what was before it."""
+        """Whether the append waits for a cluster to finish moving its slot."""
         return self.with_effects is not None and not self.refused
 
     @property
     def size(self) -> int:
-        """What it takes, in bytes."""
+        """The memory that it takes here, in bytes, about."""
         return len(self.data) + _OVERHEAD
 
     @property
     def large(self) -> bool:
-        """Whether it does not pass through Lua, which would copy it twice, if that can be helped."""
+        """Whether its data is too large to pass through a Lua script, which would copy it twice."""
         return self.with_effects is None and len(self.data) > _INLINE_BYTES
 
 
 class DeferredCommand(NamedTuple):
-    """A script's command that goes with an event which Redis has; the append that ends with it, and with what error."""
+    """A command with the side effects of an event that Redis already has.
+
+    `item` is the append that ends when the command was carried out, and `error` what it ends with.
+    """
 
     command: tuple[Any, ...]
     item: Append | None
@@ -105,7 +109,7 @@ class DeferredCommand(NamedTuple):
 
 
 class Stream:
-    """What the writer knows of a stream that it appends to."""
+    """The writer's state of one stream that it appends to."""
 
     __slots__ = (
         *("attempt", "base", "firehose", "given_up", "kept", "lost", "over", "patient", "record", "since"),
@@ -113,29 +117,30 @@ class Stream:
     )
 
     def __init__(self, record: str, firehose: str) -> None:
-        #: The keys of its trace's record, and of what all are told of it.
+        #: The keys of the trace's record and of the lifecycle stream.
         self.record, self.firehose = record, firehose
-        #: The last event that Redis acknowledged before those kept; "" if there was none.
+        #: The id of the last acknowledged event before those in `kept`; `""` if there is none.
         self.base = ""
-        #: What it acknowledged last.
+        #: The latest acknowledged appends, which the writer can repeat if a server loses them.
         self.kept: deque[Append] = deque()
         #: How many appends have not ended.
         self.under_way = 0
-        #: What waits for memory or for the end of a slot's move, in order; and since when for memory.
+        #: Appends that wait for memory or for the end of a slot's move, in order; and since when, by the loop's clock.
         self.stuck: deque[Append] = deque()
         self.since = 0.0
-        #: Whether memory may take its time.
+        #: Whether appends may wait for memory for as long as the writer's patience lasts.
         self.patient = True
-        #: The attempt that appends now, and up to which one it is somebody else's.
+        #: The attempt that appends now, and the last attempt whose events Redis has lost or another writer has
+        #: replaced.
         self.attempt = self.lost = 0
-        #: Nothing more comes.
+        #: Whether the final was appended.
         self.over = False
-        #: What waited was given up, and whoever numbers the events does not know yet.
+        #: Whether waiting appends were given up since the numbering of events was last corrected.
         self.given_up = False
 
 
 def append_commands(batch: list[Append], schema: str) -> tuple[list[tuple[Any, ...]], list[int]]:
-    """The commands that append a batch, and the places of the events' own among them."""
+    """The commands that append a batch, and the index of each event's own command among them."""
     commands: list[tuple[Any, ...]] = []
     places: list[int] = []
     last: dict[str, str] = {}
@@ -168,7 +173,7 @@ def effects_command(
     version: int | None,
     lifecycle: Sequence[Any],
 ) -> Callable[[str, bytes, str], tuple[Any, ...]]:
-    """What makes the command that appends an event and does what goes with it.
+    """A function that makes the command which appends an event together with its side effects.
 
     `keep_s` is for how long to keep the trace from then on, or `""`. `version` is that of the live parameters which the
     event reports. `lifecycle` are the fields of its lifecycle entry.
@@ -209,7 +214,7 @@ def is_moving(reply: object) -> TypeGuard[Exception]:
 
 
 def is_away(reply: object) -> bool:
-    """Whether a server said that it is not itself, other than for lack of memory or of a slot."""
+    """Whether a reply says that a server cannot serve now, for another reason than memory or a slot that moves."""
     return isinstance(reply, Exception) and is_transient(reply) and not is_full(reply) and not is_moving(reply)
 
 

@@ -1,4 +1,4 @@
-"""Which events a writer sends in one round trip, and which of them wait apart."""
+"""Batches: the appends that a writer sends in one round trip, and those that wait for memory or for a slot's move."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROUND_BYTES: int = 8 * 1024 * 1024
 
 
 class Batch:
-    """The appends of one round trip, as they are chosen."""
+    """The appends of one round trip, while the writer chooses them."""
 
     def __init__(self) -> None:
         self.items: list[Append] = []
@@ -40,22 +40,19 @@ class Batch:
         return True
 
     def leave_room(self) -> None:
-        """Let the next append fit as if the batch were full at most."""
+        """Let one more append fit, however many bytes the batch has."""
         self._bytes = min(self._bytes, ROUND_BYTES)
 
 
 class StuckStreams:
-    """Streams of which something waits, for memory or for the end of a slot's move.
-
-    Those come first that were tried longest ago.
-    """
+    """Streams with appends that wait for memory or for the end of a slot's move. The one tried longest ago comes first."""
 
     def __init__(self, give_up_after_s: Callable[[], float]) -> None:
         self._give_up_after_s = give_up_after_s
         self.streams: dict[str, Stream] = {}
         #: When to try them again, by the event loop's clock.
         self.retry_at = 0.0
-        #: Whether the round trip under way does.
+        #: Whether the round trip under way tries waiting appends again.
         self._retries = False
 
     def __bool__(self) -> bool:
@@ -66,17 +63,17 @@ class StuckStreams:
 
     @property
     def moving(self) -> int:
-        """How many of them wait for a slot to be moved."""
+        """How many streams wait for a slot to be moved."""
         return sum(not stream.stuck[0].refused for stream in self.streams.values() if stream.stuck)
 
     def clear(self) -> list[Append]:
-        """Drop all. Returns the appends that waited."""
+        """Remove all streams. Returns the appends that waited."""
         items = [item for stream in self.streams.values() for item in stream.stuck]
         self.streams.clear()
         return items
 
     def retry(self, batch: Batch, now: float) -> list[Stream]:
-        """Add to a batch what is due. Returns the streams of which the first append waits for a slot to be moved."""
+        """Add the waiting appends that are due to a batch. Returns the streams that wait for a slot to be moved."""
         self.streams = {key: stream for key, stream in self.streams.items() if stream.stuck}
         self._retries = bool(self.streams) and now >= self.retry_at
         probed: list[Stream] = []
@@ -103,15 +100,15 @@ class StuckStreams:
             batch.items.append(stream.stuck.popleft())
 
     def put_back(self, waiting: dict[str, list[Append]], through: set[str], now: float) -> list[tuple[str, Stream]]:
-        """Have what was refused wait, in order. `through` are the streams of which Redis took something.
+        """Keep refused appends, by key and in order, for another try. `through` are the keys that Redis took appends of.
 
-        Returns the streams that have waited for memory for too long, which wait no more.
+        Returns the keys and streams that have waited for memory for too long, which are removed here.
         """
         first = not self.streams
         gained = any(key in through for key in self.streams)
         for key, items in waiting.items():
             stream = items[0].stream
-            # All others that wait are tried before it the next time.
+            # At the end: all other streams are tried before it.
             if self.streams.pop(key, None) is None:
                 stream.since = now
             self.streams[key] = stream
@@ -126,7 +123,7 @@ class StuckStreams:
                 del self.streams[key]
                 given_up.append((key, stream))
         if self._retries or first:
-            # At once, as long as that brings anything.
+            # Without a pause for as long as Redis takes appends.
             self.retry_at = now if gained and not waiting else now + deferred.RETRY_S
         return given_up
 

@@ -2,20 +2,20 @@
 
 A `Subscription` goes through two states. Behind the stream's end it *pulls*: it
 fetches pages by itself when its consumer asks for more. At the end it is *attached* to the bus's one reader, whose
-connection blocks on all attached streams at once and puts what comes into each subscription's buffer. A buffer is
-bounded: one that is full is detached, and its subscription pulls again when its consumer has caught up with it. So a
-slow consumer costs a page of memory and no one's time, and nothing is ever dropped.
+connection blocks on all attached streams at once and puts new entries into each subscription's buffer. A buffer is
+bounded: the reader detaches a subscription whose buffer is full, and the subscription pulls again when its consumer has
+emptied the buffer. So a slow consumer costs one page of memory, holds up no other consumer, and loses nothing.
 
-The two meet in one rule. The reader has read each stream up to a *position*; a subscription may attach if it has come
-at least that far, and takes only entries after its own last.
+One rule joins the two states. The reader has read each stream up to a *position*; a subscription may attach if it has
+come at least that far, and takes only entries after its own last.
 
-Entries may have been trimmed. An attempt's ids are consecutive, so a subscription sees by the next entry whether some
-are gone. In their place it hands out a `Gap` with the folded state after them.
+An engine may have trimmed entries. An attempt's ids are consecutive, so a subscription sees by the next entry whether
+some are gone. In their place it hands out a `Gap` with the folded state after them.
 
-A whole trace may be gone: it had ended, and its time was over, or it was dropped to make room. Nothing is written then
-that would wake who waits, so the reader looks at times whether the traces that it reads are there still.
+A whole trace may be gone: its retention was over, or an engine dropped it to make room. Redis writes nothing then that
+would end a blocked read, so the reader checks every few seconds that the traces which it reads still exist.
 
-On a cluster, where one command waits for streams of one slot, there is a reader for each slot of traces.
+On a cluster one command can block on the streams of one slot only, so each slot of traces has a reader of its own.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ __all__ = ["Reader", "SlotReaders"]
 
 logger = logging.getLogger("tracewire")
 
-#: How often the reader looks whether its traces are there, in seconds.
+#: How often the reader checks that its traces exist, in seconds.
 LOOK_S: float = 5.0
 #: How long one read blocks, in seconds.
 _BLOCK_S: Final = 5.0
 
-#: On a cluster: what waits at a node does not hear of what is written to a key that is being moved from there.
+#: Likewise on a cluster, in seconds: a read that blocks at a node misses writes to a key that moves to another node.
 _BLOCK_SLOT_S: Final = 1.0
 
 
 class _Stream:
-    """One stream that the reader reads: how far it is, and for whom. It keeps no subscription alive."""
+    """One stream that the reader reads: its position and its subscriptions, to which it holds weak references."""
 
     __slots__ = ("_references", "position")
 
@@ -68,17 +68,17 @@ class _Stream:
         self._references.pop(id(subscription), None)
 
     def subscriptions(self) -> list[Subscription]:
-        """Those that are still there."""
+        """The attached subscriptions that their consumers still hold."""
         return [one for reference in list(self._references.values()) if (one := reference()) is not None]
 
 
 class Reader:
     """Reads all streams at whose end a subscription waits, on one connection.
 
-    While that connection blocks, it cannot be told of another stream. `CLIENT UNBLOCK` from another connection ends the
-    wait; where Redis does not allow that command, the connection is closed and opened anew.
+    A read that blocks does not know of streams that are added meanwhile. `CLIENT UNBLOCK` from another connection ends
+    the read; where Redis does not allow that command, the reader closes its connection and opens it anew.
 
-    On a cluster all its streams share the slot of `near`, a key.
+    On a cluster all its streams share the slot of the key `near`.
     """
 
     def __init__(self, connections: Connections, near: str = "") -> None:
@@ -89,12 +89,12 @@ class Reader:
         self._all: weakref.WeakSet[Subscription] = weakref.WeakSet()
         self._wanted = anyio.Event()
         self._poked = anyio.Event()
-        #: Counts the streams ever taken up; and how many of them the wait under way knows.
+        #: How many streams were ever added, and how many of these the read under way covers.
         self._taken_up = 0
         self._known = 0
         self._wait: anyio.CancelScope | None = None
         self._looked = -math.inf
-        #: Its connection's name to Redis, and as the how manyth it was opened.
+        #: Redis's id of the connection, and the count of `Link.opened` at which it was asked for.
         self._client_id: Any = None
         self._identified = 0
         self._may_unblock = True
@@ -105,7 +105,7 @@ class Reader:
         self._task = OwnedTask(self._run, "that reads traces")
 
     async def connect(self) -> None:
-        """Connect before it has anything to read. If that fails, it connects when it has."""
+        """Open the connection ahead of need. After a failure the reader connects when it has a stream to read."""
         try:
             await self._identify()
         except Exception as error:
@@ -118,7 +118,7 @@ class Reader:
         self._may_unblock = self._may_unblock and not isinstance(self._client_id, Exception)
 
     async def aclose(self) -> None:
-        """End its task, close its connection and every subscription."""
+        """End the reader's task, and close its connection and every subscription."""
         for subscription in list(self._all):
             await subscription.aclose()
         task, self._task = self._task, None
@@ -129,22 +129,22 @@ class Reader:
     # --- subscriptions ------------------------------------------------------------------------------------------------
 
     def subscribe(self, key: str, since: str, resync: Resync | None = None, record: str = "") -> Subscription:
-        """A new subscription, which it will close in the end if its consumer does not.
+        """A new subscription to the stream `key`, from `since` on. `aclose` closes it if its consumer has not.
 
-        `resync` finds the stream's snapshot. Without it, entries that are gone are passed over. `record` is the key of
-        the trace's record, by which a trace that is gone is told from one that has not begun.
+        `resync` finds the stream's snapshot. Without it, the subscription passes over entries that are gone. `record`
+        is the key of the trace's record, which tells a trace that is gone from one that has not begun.
         """
         subscription = Subscription(self, self._connections, key, since, resync, record)
         self._all.add(subscription)
         return subscription
 
     def position(self, key: str) -> Id | None:
-        """How far a stream has been read, if it is being read."""
+        """The id up to which a stream has been read; `None` if the reader does not read it."""
         stream = self._streams.get(key)
         return stream.position if stream is not None else None
 
     def attach(self, subscription: Subscription) -> None:
-        """Take up a subscription, unless its stream has been read further than it is: then it must pull once more."""
+        """Attach a subscription, unless the reader has read past its last entry: then it must pull once more."""
         stream = self._streams.get(subscription.key)
         if stream is None:
             stream = self._streams[subscription.key] = _Stream(subscription.last)
@@ -157,7 +157,7 @@ class Reader:
         subscription.attached(True)
 
     def detach(self, subscription: Subscription) -> None:
-        """Let a subscription go. Harmless if it is not attached."""
+        """Detach a subscription. Does nothing if it is not attached."""
         stream = self._streams.get(subscription.key)
         if stream is not None:
             stream.discard(subscription)
@@ -182,13 +182,13 @@ class Reader:
                 for key, entries in reply:
                     name = key.decode()
                     self._deliver(name, asked[name], parse_entries(entries))
-                # Those who got something have it before more is asked for.
+                # Consumers take what has come before the reader asks for more.
                 await checkpoint()
             except Exception as error:
                 await self._failed(error, backoff)
 
     async def _look(self) -> None:
-        """Let go of those whose traces are gone: each finds out by itself, when it pulls."""
+        """Detach subscriptions whose traces are gone: each finds that out by itself when it pulls."""
         now = anyio.current_time()
         if not self._streams or now - self._looked < LOOK_S:
             return
@@ -198,7 +198,7 @@ class Reader:
         ]
         if not waiting:
             return
-        # Nearly always all are there, which one command tells.
+        # One command tells that all exist, as they nearly always do.
         records = {one.record for one in waiting}
         (count,) = await self._link.ask(("EXISTS", *records))
         if count == len(records):
@@ -209,16 +209,19 @@ class Reader:
                 self.detach(one)
 
     async def _block(self) -> tuple[Any, dict[str, Id]]:
-        """Wait for entries of any stream taken up. Returns the reply and the positions it begins after."""
+        """Read until any stream has new entries.
+
+        Returns Redis's reply, and the position of each stream that was asked.
+        """
         for key in [key for key, stream in self._streams.items() if not stream]:
-            # Its last subscription was dropped without being closed.
+            # The consumer of its last subscription has let go of it without closing it.
             del self._streams[key]
         if not self._streams:
             self._wanted = anyio.Event()
             await self._wanted.wait()
         if not self._link.connected or self._link.opened != self._identified:
             await self._identify()
-        # Nothing awaits between here and the wait: a stream taken up from now on is one that the wait does not know.
+        # No await stands between here and the read, so every stream that is added later is unknown to the read.
         asked = {key: stream.position for key, stream in self._streams.items()}
         if not asked:
             return (), asked
@@ -246,13 +249,14 @@ class Reader:
 
         await self._link.drop()
         pause = backoff.next()
-        # While a slot is being moved its streams lie on two nodes: each is to be had, but not all at once. Nor may
-        # what all have be, in the time that there is.
+        # While a cluster moves a slot, its streams lie on two nodes, and no one command reads them all. A reply with
+        # the
+        # entries of all streams may also take longer than the time limit.
         apart = isinstance(error, (TryAgainError, TimeoutError))
         if is_transient(error) and not apart:
             logger.log(backoff.level, "the reader waits for Redis: %s", error)
         else:
-            # Perhaps one stream is no stream. Each subscription finds out by itself whether it is its own.
+            # One of the keys may hold no stream. Each subscription that pulls finds out whether it is its own.
             level = logging.DEBUG if isinstance(error, TryAgainError) else logging.WARNING
             logger.log(level, "the reader lets go of %d streams: %r", len(self._streams), error)
             for stream in list(self._streams.values()):
@@ -263,7 +267,7 @@ class Reader:
     def _deliver(self, key: str, asked: Id, entries: list[tuple[Id, Entry]]) -> None:
         stream = self._streams.get(key)
         if stream is None or not entries or asked > stream.position:
-            # Let go meanwhile; or taken up again from further back, where this reply would leave a gap.
+            # Detached meanwhile, or attached again from an earlier position, after which this reply would leave a gap.
             return
         stream.position = max(stream.position, entries[-1][0])
         for subscription in stream.subscriptions():
@@ -271,12 +275,12 @@ class Reader:
                 self.detach(subscription)
 
     async def _wake(self) -> None:
-        """End the reader's wait whenever a stream was taken up that it does not know."""
+        """End the blocked read whenever a stream was added that it does not cover."""
         while True:
             await self._poked.wait()
             self._poked = anyio.Event()
             backoff = Backoff(0.001, 0.5)
-            # Redis may get this before the command it should end: then it has no effect, and is sent again.
+            # Redis may get this before the read that it should end. Then it has no effect, and is sent again.
             while self._wait is not None and self._known < self._taken_up:
                 await self._interrupt(self._wait)
                 await anyio.sleep(backoff.next())
@@ -296,7 +300,7 @@ class Reader:
 
 
 class SlotReaders:
-    """A reader for each slot of a cluster that somebody reads from."""
+    """The readers of a cluster: one for each slot with subscriptions."""
 
     def __init__(self, connections: Connections) -> None:
         self._connections = connections
@@ -312,7 +316,7 @@ class SlotReaders:
         return reader.subscribe(key, since, resync, record)
 
     async def aclose(self) -> None:
-        """Close them all."""
+        """Close all readers."""
         readers = list(self._readers.values())
         self._readers.clear()
         for reader in readers:

@@ -1,8 +1,8 @@
 """Hands the workers' reports to the traces that they belong to.
 
-A step's report takes a shorter way than vLLM's output of the same step, so as a rule it lies ready when the output
-comes: whoever needs one looks first, and the event loop is not woken for each. Only when it is not there yet (on a GPU
-it comes a step later) is it waited for.
+A step's report takes a shorter way than vLLM's output of the same step, so as a rule it has come when the output comes.
+A trace therefore pulls reports first, without waiting, and the event loop is not woken for each report. A trace waits
+for a report only when it has not come yet: on a GPU it comes a step later.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from .read_decoder import ReadDecoder
 
 __all__ = ["ReportRouter"]
 
-#: How often is looked for reports that are late, in seconds; and what longer between two looks shows that this process
-#: did not run.
+#: How often the router looks for late reports, in seconds; and after how long between two looks it concludes that this
+#: process did not run meanwhile.
 _LOOK_S, _STALL_S = 0.5, 2.0
 
 
 class ReportRouter:
-    """Takes the engine's reports to `pending`, which it shares with the adapter."""
+    """Routes the engine's reports to `pending`, by the request's name. The adapter owns `pending`."""
 
     def __init__(self, engine: Engine, pending: dict[str, PendingRecords], blob_threshold: int) -> None:
         self._engine = engine
@@ -37,29 +37,29 @@ class ReportRouter:
         self._decoder = ReadDecoder(blob_threshold)
         self._waiting = 0
         self._wanted = Signal()
-        #: How many have come.
+        #: How many reports have come.
         self.count = 0
-        #: Whether reports that come behind large arrays wait for Redis here: their workers are not late.
+        #: Whether reports behind large arrays wait for Redis in the adapter, so that their workers are not late.
         self.held_up = False
 
     def pull(self) -> bool:
-        """Take what is ready; whether there was anything."""
+        """Route the reports that have come. Returns whether there were any."""
         reports = self._engine.ready()
         for report in reports:
             self.take(report)
         return bool(reports)
 
     def add_waiter(self) -> None:
-        """Somebody waits for a report, until `remove_waiter`."""
+        """Have `run` route reports as they come, until `remove_waiter`."""
         self._waiting += 1
         self._wanted.notify()
 
     def remove_waiter(self) -> None:
-        """Remove the waiter."""
+        """End one `add_waiter`."""
         self._waiting -= 1
 
     async def run(self) -> None:
-        """Take reports as they come, while somebody waits for one. Never ends by itself."""
+        """Route reports as they come while a trace waits for one. Never ends by itself."""
         while True:
             while not self._waiting:
                 await self._wanted.wait()
@@ -67,7 +67,10 @@ class ReportRouter:
             self.pull()
 
     async def watch(self, patience_s: float) -> None:
-        """Give up reports that are late, so that no trace waits for ever for a lost one. Never ends by itself."""
+        """Give up reports later than `patience_s`, so that no trace waits forever for a lost one.
+
+        Never ends by itself.
+        """
         heard = looked = time.monotonic()
         while True:
             await anyio.sleep(_LOOK_S)
@@ -78,7 +81,7 @@ class ReportRouter:
                 pending.give_up_late(looked, heard, patience_s)
 
     def take(self, report: Report) -> None:
-        """Hand one report on."""
+        """Route one report."""
         self.count += 1
         for applied in report.applied:
             live = self.live.get(applied.run)

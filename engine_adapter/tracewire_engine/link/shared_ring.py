@@ -1,9 +1,10 @@
 """Shared memory between the worker that reports and its adapter: a ring buffer for what declared interventions read.
 
-Of a large step, a message of the link has only where its bytes lie; a GPU copies them there itself. That spares the
-model's thread two copies a step, and the adapter as many. The worker makes the memory, a file without a name, and
-tells the adapter of it; only when the adapter has it open does the worker use it. Bytes lie one after the other and are
-taken in that order. Where there is no room, since the adapter is behind, they go in the message.
+The bytes of a large step lie in the buffer, and the link's message says where; a GPU copies them there itself. That
+spares the model's thread two copies a step, and the adapter as many. The worker makes the memory, a file without a
+name, tells the adapter of it, and uses it once the adapter has opened it. Steps lie one after the other, and the
+adapter
+takes them in that order. Where an adapter is behind and the buffer has no room, the bytes go in the message.
 """
 
 from __future__ import annotations
@@ -26,52 +27,56 @@ __all__ = ["LEAST_BYTES", "RingBuffer", "RingCopy", "RingReader"]
 
 logger = logging.getLogger("vllm.tracewire")
 
-#: How many bytes it holds.
+#: Size of the buffer, in bytes.
 RING_BYTES: Final = 16 << 20
-#: Fewer bytes than these go in the message.
+#: A step with fewer bytes goes in the message.
 LEAST_BYTES: Final = 8 << 10
-#: Before the bytes: whether the adapter has it open, and how far it has taken what was put in, each 64 bits wide.
+#: Size of the header, in bytes: two 64-bit numbers, whether the adapter has the buffer open, and how far it has taken
+#: it.
 _HEADER: Final = 4096
 _OPENED, _TAKEN = 0, 1
-#: Where bytes begin is a multiple of this.
+#: Each step begins at a multiple of this many bytes.
 _ALIGNMENT: Final = 256
-#: Linux's, by their numbers: not every Python knows their names. No more seals, nothing cut off, nothing added.
+#: Linux's constants by number, since not every Python names them. The seals: no more seals, no shrinking, no growing.
 _ADD_SEALS, _GET_SEALS, _SEALS = 1033, 1034, 1 | 2 | 4
 _NAME: Final = re.compile(r"/proc/[0-9]+/fd/[0-9]+")
 
 
 class RingBuffer:
-    """The worker's end. For one thread."""
+    """The worker's end of the buffer. For one thread."""
 
     def __init__(self, size: int = RING_BYTES) -> None:
-        """Make it.
+        """Make a buffer of `size` bytes.
 
         Raises:
-            OSError: there is no memory for it, or not of this kind.
+            OSError: the system has no memory for it, or no such memory.
         """
         import torch
 
         self._descriptor = os.memfd_create("tracewire-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self._descriptor, _HEADER + size)
-            # Nobody can take away what the adapter reads.
+            # No process can shrink the file while the adapter reads it.
             fcntl.fcntl(self._descriptor, _ADD_SEALS, _SEALS)
             self._map = mmap.mmap(self._descriptor, _HEADER + size)
         except BaseException:
             os.close(self._descriptor)
             raise
-        #: Where the adapter opens it.
+        #: The path by which the adapter opens it.
         self.name = f"/proc/{os.getpid()}/fd/{self._descriptor}"
         self._counts = memoryview(self._map)[:16].cast("Q")
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8, offset=_HEADER)
         self._size = size
         self._put = 0
-        #: Whether a GPU copies into it by itself; unknown before the first time.
+        #: Whether the memory is pinned, so that a GPU can copy into it; `None` before the first tensor of a GPU.
         self._pinned: bool | None = None
         self._events: list[Any] = []
 
     def put(self, tensor: torch.Tensor) -> RingCopy | None:
-        """Begin to copy a tensor of bytes, or return nothing: it is small, nobody has it open, or it has no room."""
+        """Begin to copy a tensor of bytes.
+
+        Returns `None` if it is small, or if the buffer is not open or has no room.
+        """
         size = tensor.nbytes
         if size < LEAST_BYTES or not self._counts[_OPENED]:
             return None
@@ -81,7 +86,7 @@ class RingBuffer:
         skipped = self._size - start if start + size > self._size else 0
         end = self._put + skipped + -(-size // _ALIGNMENT) * _ALIGNMENT
         taken = self._counts[_TAKEN]
-        # Where nothing is left to take, nor is what is skipped.
+        # If the adapter has taken everything, the skipped end is free, too.
         if end - (taken + skipped if taken == self._put else taken) > self._size:
             return None
         self._put = end
@@ -105,7 +110,7 @@ class RingBuffer:
             except Exception as exception:  # of a build for other devices, say
                 error, self._pinned = exception, False
             if not self._pinned:
-                # CUDA remembers the error, and PyTorch would find it at the next kernel.
+                # CUDA keeps the error, and PyTorch would raise it at the next kernel.
                 with suppress(Exception):
                     torch.empty(1, device="cuda").fill_(0)
                 logger.warning("what is read goes in messages: shared memory cannot be pinned (%s)", error)
@@ -113,7 +118,7 @@ class RingBuffer:
 
 
 class RingCopy:
-    """A copy of a tensor of bytes into the ring buffer, perhaps under way."""
+    """A copy of a tensor of bytes into the ring buffer, which may be under way."""
 
     __slots__ = ("_copied", "_events", "_place")
 
@@ -122,31 +127,31 @@ class RingCopy:
 
     @property
     def done(self) -> bool:
-        """Whether the bytes are there."""
+        """Whether the copy has ended."""
         return self._copied is None or self._copied.query()
 
     def fill(self, batch: Batch) -> None:
-        """Say in `batch` where they are; waits for them."""
+        """Wait for the copy, and set the place of the bytes in `batch`."""
         if self._copied is not None:
             self._copied.synchronize()
         batch.place = self._place
 
     def release(self) -> None:
-        """It was said."""
+        """Make the CUDA event of the copy available to the next one."""
         if self._copied is not None:
             self._events.append(self._copied)
             self._copied = None
 
 
 class RingReader:
-    """The adapter's end."""
+    """The adapter's end of the buffer."""
 
     def __init__(self, name: str) -> None:
-        """Open what the worker has made.
+        """Open the buffer that a worker has made, by its path `name`.
 
         Raises:
-            OSError: it cannot be opened.
-            ValueError: it is none of these.
+            OSError: the file cannot be opened.
+            ValueError: the path is not one of a worker's buffer, or the file could shrink.
         """
         if not _NAME.fullmatch(name):
             raise ValueError(f"no shared memory of a worker's: {name!r}")
@@ -161,10 +166,10 @@ class RingReader:
         self._counts[_OPENED] = 1
 
     def take(self, place: Place) -> memoryview:
-        """The bytes at a place, which is free from now on. Places are taken in the order of the messages.
+        """A copy of the bytes at a place. The worker may reuse the place and all before it from now on.
 
         Raises:
-            ValueError: there is no such place.
+            ValueError: the place lies outside the buffer.
         """
         start = _HEADER + place.start
         if not 0 <= place.start <= place.start + place.size <= len(self._map) - _HEADER:
@@ -174,7 +179,7 @@ class RingReader:
         return memoryview(data)
 
     def close(self) -> None:
-        """Let go of it."""
+        """Unmap the buffer."""
         self._counts.release()
         self._map.close()
 

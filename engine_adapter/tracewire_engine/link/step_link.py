@@ -1,4 +1,4 @@
-"""The one-way link from the workers to their adapter: what blocks saved, step by step, without an RPC.
+"""The one-way link from the workers to their adapter, which carries what blocks saved in each step, without an RPC.
 
 The reporting worker pushes one message a step for all its requests, over a ZeroMQ socket whose own thread does the
 sending, so that the model never waits for the adapter's event loop. The adapter pairs each record with vLLM's output of
@@ -41,7 +41,7 @@ _NO_DELTAS = msgspec.Raw(_encoder.encode([]))
 
 
 def encode_reports(reports: Sequence[Report], buffer: bytearray) -> None:
-    """Encode reports into `buffer`. A record that cannot be encoded ends its request; the others go as they are."""
+    """Encode reports into `buffer`. A record that cannot be encoded ends its request; other records are unaffected."""
     try:
         _encoder.encode_into(reports, buffer)
     except Exception:
@@ -79,14 +79,14 @@ class LinkSender:
         self._socket.setsockopt(zmq.LINGER, 0)
         connect(self._socket, address)
         self._buffer = bytearray()
-        #: What an adapter on this machine can open; made when there is something to put in.
+        #: Memory that an adapter on this machine shares with this process; made before the first large batch.
         self._ring: RingBuffer | None = None
         self._may_share = not is_remote(address) and hasattr(os, "memfd_create")
 
     def put(self, tensor: torch.Tensor, report: Report) -> RingCopy | None:
-        """Begin to copy a tensor of bytes to the ring buffer, or return nothing: then they go in the message.
+        """Begin to copy a tensor of bytes to the ring buffer. Returns `None` if the bytes must go in the message.
 
-        Before that, the buffer is made, once, and `report` says so.
+        The first call with a large tensor makes the buffer, and has `report` tell the adapter of it.
         """
         if self._may_share and tensor.nbytes >= LEAST_BYTES:
             self._may_share = False
@@ -98,7 +98,10 @@ class LinkSender:
         return None if self._ring is None else self._ring.put(tensor)
 
     def send(self, *reports: Report) -> None:
-        """Queue reports of steps, in one message. What they refer to may change as soon as this returns."""
+        """Queue reports of steps, in one message.
+
+        The caller may reuse the memory that they refer to after this returns.
+        """
         encode_reports(reports, self._buffer)
         # Copied: sending without one wakes a Python thread for each message, which the model would wait for.
         self._socket.send(self._buffer)
@@ -116,16 +119,15 @@ class Receiver:
         self.close()
 
     def close(self) -> None:
-        """Let go of the socket. Idempotent."""
+        """Close the socket. Idempotent."""
         raise NotImplementedError
 
 
 class LinkReceiver(Receiver):
     """The adapter's end: binds a socket in a private folder and hands out reports.
 
-    The address must be known before the engine starts, so the folder is made on construction; `close` removes it. With
-    `host`, an address of this machine, the socket is there for workers on other machines, and guarded by keys that are
-    part of `address`.
+    The engine needs the address before it starts, so the constructor makes the folder; `close` removes it. With `host`,
+    an address of this machine, workers on other machines can connect, with keys that are part of `address`.
     """
 
     def __init__(self, host: str | None = None) -> None:
@@ -171,7 +173,7 @@ class LinkReceiver(Receiver):
             try:
                 reports = _decoder.decode(message)
             except msgspec.MsgspecError:
-                # A defect, but one step's: the traces that it leaves waiting end with an error, the others go on.
+                # A defect that costs one step: the traces whose records it held end with an error, the others go on.
                 logger.exception("a report of the workers could not be read")
                 continue
             for report in reports:
@@ -183,16 +185,16 @@ class LinkReceiver(Receiver):
             found += reports
 
     def _take(self, report: Report) -> None:
-        """Open the worker's ring buffer, where it tells of it, and take what lies there of this step.
+        """Open the worker's ring buffer if the report names one, and take this step's bytes from it.
 
         Raises:
-            ValueError: it says that something lies where nothing can.
+            ValueError: the report names a place outside the buffer.
         """
         if report.ring:
             try:
                 self._ring = RingReader(report.ring)
             except (OSError, ValueError) as error:
-                # The worker goes on without.
+                # The worker sends the bytes in its messages then.
                 logger.warning("what is read comes in messages: no shared memory (%s)", error)
         batch = report.batch
         if batch is not None and batch.place is not None:
@@ -204,7 +206,7 @@ class LinkReceiver(Receiver):
         """Wait until `ready` has something."""
         loop = asyncio.get_running_loop()
         descriptor = int(self._socket.getsockopt(zmq.FD))
-        # The descriptor tells of changes only, so the state is asked for before each wait.
+        # The descriptor signals changes only, so the state is read before each wait.
         while not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             changed = loop.create_future()
             loop.add_reader(descriptor, _wake, changed)
@@ -220,7 +222,7 @@ def _wake(changed: asyncio.Future[None]) -> None:
 
 
 def encode_changes(changes: Changes, over: Iterable[str] = (), since: float = 0.0) -> bytes:
-    """For the workers' `LiveRuns.steer`: what has changed, and the runs that are over.
+    """Encode changes of live parameters, and the names of the runs that are over, for the workers' `LiveRuns.steer`.
 
     `since` is when the adapter read the first of the changes, in seconds since the epoch.
     """
