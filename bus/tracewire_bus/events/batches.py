@@ -45,7 +45,7 @@ class Batch:
 
 
 class StuckStreams:
-    """Streams with appends that wait for memory or for the end of a slot's move. The one tried longest ago comes first."""
+    """Streams with appends that wait for memory or for the end of a slot's move: first the one tried longest ago."""
 
     def __init__(self, give_up_after_s: Callable[[], float]) -> None:
         self._give_up_after_s = give_up_after_s
@@ -100,7 +100,9 @@ class StuckStreams:
             batch.items.append(stream.stuck.popleft())
 
     def put_back(self, waiting: dict[str, list[Append]], through: set[str], now: float) -> list[tuple[str, Stream]]:
-        """Keep refused appends, by key and in order, for another try. `through` are the keys that Redis took appends of.
+        """Keep refused appends, by key and in order, for another try.
+
+        `through` are the keys of the streams that Redis took appends of.
 
         Returns the keys and streams that have waited for memory for too long, which are removed here.
         """

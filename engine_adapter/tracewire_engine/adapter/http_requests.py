@@ -59,7 +59,18 @@ class _Edited:
         """The exception of the edit that ended the request."""
         await self.pending.wait_finished()
         records = [choice.finish for choice in self.pending.choices if choice.finish is not None]
-        return next((record.error.message for record in records if record.error is not None), "an edit failed it")
+        for record in records:
+            if record.error is not None:
+                return record.error.message
+        # The request was aborted before the token in whose step the edit raised: its record counts that step's error
+        # for the edit, and not for the request.
+        raised = [
+            f"edit {edit.name!r}: {record.edit_errors[edit.name].message}"
+            for record in records
+            for edit in self.chosen.edits
+            if edit.fatal and edit.name in record.edit_errors
+        ]
+        return raised[0] if raised else "an edit failed it"
 
 
 class PlainRequests:

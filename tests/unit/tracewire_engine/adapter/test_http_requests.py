@@ -5,12 +5,16 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.support.standing_edits import PlayedClient, standing
 from tracewire_bus.bus import Bus
+from tracewire_bus.wire.messages import Failure
 from tracewire_engine.adapter.http_requests import EditedClient, PlainRequests, _asked
 from tracewire_engine.adapter.report_router import ReportRouter
+from tracewire_engine.adapter.standing_edits import RequestEdits, RunnableEdit
+from tracewire_engine.protocol.messages import EditBlock, FinishRecord
 
 
 async def test_a_plain_client_ends_its_own_requests_only(bus: Bus) -> None:
@@ -61,3 +65,18 @@ def test_edits_are_asked_for_by_a_list_or_by_one_string(asked: Any) -> None:
     names, left = _asked(params)
     assert names == ["calm", "b"]
     assert left.extra_args == {"other": 1}
+
+
+@pytest.mark.parametrize("counted", [True, False])
+async def test_a_client_learns_which_edit_ended_its_request_wherever_the_abort_came(bus: Bus, counted: bool) -> None:
+    """The step in which an edit raises may sample a token that the aborted request does not have."""
+    block = EditBlock(name="guard", block=msgspec.Raw(b"\xc0"), fatal=True)
+    chosen = RequestEdits([RunnableEdit("guard", 1, "all", True, 10, block, [], False)])
+    plain = PlainRequests(bus, await standing(bus), ReportRouter(None, {}, 0), {}, "e", lambda: None)
+    one = plain.edited("o0", "cmpl-1", chosen, 1)
+    record = FinishRecord("o0", 0, msgspec.Raw(b"\x90"), tokens=2)
+    record.edit_errors = {"guard": Failure(type="ValueError", message="boom")}
+    if counted:
+        record.error = Failure(type="ValueError", message="edit 'guard': boom")
+    one.pending.finish(record)
+    assert await one.failure() == "edit 'guard': boom"
