@@ -91,8 +91,8 @@ MUTANTS = (
     _of(
         f"{_BUS}/wire/digests.py",
         "a-digest-skips-dtype-and-shape",
-        "    state = hashlib.blake2b(b\"a\", digest_size=16)\n    state.update(msgspec.msgpack.encode((dtype, shape)))",
-        "    state = hashlib.blake2b(b\"a\", digest_size=16)",
+        '    state = hashlib.blake2b(b"a", digest_size=16)\n    state.update(msgspec.msgpack.encode((dtype, shape)))',
+        '    state = hashlib.blake2b(b"a", digest_size=16)',
         _STORE_BLOBS + "::test_what_is_stored_is_loaded",
     ),
     # --- a trace's stream ---------------------------------------------------------------------------------------------

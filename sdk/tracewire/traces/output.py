@@ -68,8 +68,9 @@ class Saving(OutputBase, dict=True):
 
     @property
     def deltas(self) -> list[list[Delta]]:
-        """The changes of the saves, a list for each step: `Append`, `Set` and `Delete` of one path each, and `Columns`, the
-        record of all that declared interventions read in the step. `delta` has the values of all of them.
+        """The changes of the saves, a list for each step: `Append`, `Set` and `Delete` of one path each, and `Columns`.
+
+        A `Columns` is the record of all that declared interventions read in the step. `delta` has the values of all.
 
         Raises:
             MalformedEvent: the saves cannot be read.
