@@ -516,7 +516,7 @@ def apply_delta(saves: dict[str, Any], delta: Delta) -> None:
         raise FoldError(f"{type(delta).__name__} at {delta.path!r} leads nowhere: {error!r}") from error
 
 
-def _opened(delta: Append | Set | Delete) -> tuple[Any, ...]:
+def _decoded_path(delta: Append | Set | Delete) -> tuple[Any, ...]:
     try:
         path = tuple(map(decode_key, delta.path))
     except ValueError as error:
