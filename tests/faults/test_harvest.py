@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from random import Random
 
@@ -67,7 +68,9 @@ class Victims:
     async def kill(self, what: str) -> None:
         self.killed[what] += 1
         if what == "client":
-            self.client.kill()
+            with suppress(ProcessLookupError):
+                # It may have ended just now, and is run once more then.
+                self.client.kill()
             await self.client.wait()
             self.client = await start_client(self.redis.url, self.data, self.to)
         elif what == "engine":
@@ -138,7 +141,7 @@ async def test_a_harvest_that_is_killed_has_each_prompt_once(tmp_path: Path) -> 
 
 @pytest.mark.full
 async def test_a_harvest_of_10000_prompts_that_is_killed_has_each_prompt_once(tmp_path: Path) -> None:
-    killed = await harvest_while_killing(tmp_path, prompts=10_000, every=800, seed=2)
+    killed = await harvest_while_killing(tmp_path, prompts=10_000, every=600, seed=2)
     check(tmp_path / "acts", 10_000)
     print(f"10000 prompts, each once; killed: {dict(killed)}")
-    assert min(killed[what] for what in ("client", "engine", "redis")) >= 4, killed
+    assert min(killed[what] for what in ("client", "engine", "redis")) >= 3, killed
