@@ -228,7 +228,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """All cells, and the limit of Redis before and after them."""
     config = json.loads((options.model / "config.json").read_text())
     depth: int = config["num_hidden_layers"]
-    setup: dict[str, Any] = {"model": str(options.model), "engine": {"max_model_len": 2048}, "taps": []}
+    setup: dict[str, Any] = {"model": str(options.model), "engine": {"max_model_len": 2048}, "taps": options.tap}
     if options.dummy:
         setup["engine"] |= {"load_format": "dummy", "gpu_memory_utilization": 0.1}
     setup["engine"]["kv_cache_memory_bytes"] = (8192 if options.dummy else 512) * 1024 * 1024
@@ -315,6 +315,7 @@ def main() -> None:
     parser.add_argument("--settle", type=float, default=1.5, metavar="SECONDS", help="between two ways")
     parser.add_argument("--seconds", type=float, default=2.0, help="for which Redis's limit is measured, about")
     parser.add_argument("--engine", action="append", default=[], metavar="NAME=VALUE", help="vLLM's, for all ways")
+    parser.add_argument("--tap", action="append", default=[], help="as of `tracewire engine`, for a GPU")
     parser.add_argument("--dummy", action="store_true", help="random weights")
     parser.add_argument("--at-once", action="store_true", help="start both engines together, with cores enough")
     parser.add_argument("--turns", type=Path, metavar="FILE", help="take turns with others that name this file")

@@ -85,7 +85,7 @@ def test_every_benchmark_is_run_by_a_test_of_this_file() -> None:
             assert any(call in source for call in ran), path.name
 
 
-@pytest.mark.parametrize("module", ["blobs", "overhead", "soak", "steering"])
+@pytest.mark.parametrize("module", ["blobs", "overhead", "soak", "steering", "volume"])
 def test_one_that_needs_an_engine_imports_and_says_what_it_takes(module: str) -> None:
     """The others are run in every case."""
     assert f"{module}.py [-h]" in run(module, "--help").stdout
@@ -96,6 +96,7 @@ def test_one_that_needs_an_engine_imports_and_says_what_it_takes(module: str) ->
     [
         ("bursts", ["--bursts", "2"], "--bursts: expected a whole number of at least 3, got '2'"),
         ("overhead", ["--no-eager", "--no-default"], "expected at most one of them"),
+        ("volume", ["--layers", "some"], "--layers: expected a number from 1 on, or all, got 'some'"),
         ("steering", ["--steers", "0"], "--steers: expected a whole number of at least 1, got '0'"),
     ],
 )
@@ -123,6 +124,15 @@ def test_bus(options: tuple[str, ...]) -> None:
     for latency in ("latency_ms", "bare_ms", "bare_loaded_ms"):
         in_order(found[latency])
     above_zero(found, "cpu_s", "cpu_us")
+
+
+def test_bus_of_declared_reads() -> None:
+    found = figures("bus", *BUS, "--layers", "3")
+    assert found["outputs_sent"] == found["outputs_received_by_each"] == 40
+    assert found["lost"] == 0
+    assert found["folds_verified"] == found["folds"] == 4
+    # Of 12 KiB a token, the rest of an entry is little.
+    assert 1 < found["wire_ratio"] < 1.05
 
 
 @pytest.mark.full
@@ -220,6 +230,23 @@ def test_harvest() -> None:
         assert len(one["ratios"]) == 2
         above_zero(one, "tokens_per_second", "ratio", "ratios")
     above_zero(found["harvest"], "megabytes_per_second")
+
+
+@own_engine
+@pytest.mark.full
+def test_volume() -> None:
+    sizes = ("--requests", "1", "2", "--layers", "1", "all", "--tokens", "8", "--rounds", "1", "--settle", "0.2")
+    found = figures("volume", "--quick", *sizes, "--seconds", "0.2")
+    ways = ["block", "declared", "steered"]
+    wanted = [(way, n, 1) for n in (1, 2) for way in [*ways, "none"]] + [(way, n, 8) for n in (1, 2) for way in ways]
+    assert sorted((one["way"], one["requests"], one["layers"]) for one in found["cells"]) == sorted(wanted)
+    for one in found["cells"]:
+        above_zero(one, "plain", "to_plain", "p50_ms", "growth")
+        assert one["p50_ms"] <= one["p95_ms"] <= one["p99_ms"]
+        assert bool(one["mb_s"]) == (one["way"] != "none") or one["way"] == "steered"
+    assert [one["bytes"] for one in found["raw"]] == [512, 4096, 65536]
+    for one in found["raw"]:
+        above_zero(one, "mb_s")
 
 
 @own_engine
