@@ -24,7 +24,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from tracewire_bus.wire.arrays import array_head, array_payload, encoded_array
+from tracewire_bus.wire.arrays import array_header, array_payload, encoded_array
 from tracewire_bus.wire.digests import array_digest, list_digest
 from tracewire_bus.wire.messages import Append, EngineInfo, Manifest, ModuleInfo, Set, Submission
 from tracewire_engine.adapter.engine_api import Choice, Prepared
@@ -80,7 +80,7 @@ _commands = msgspec.msgpack.Decoder(Command)
 _tokens = msgspec.msgpack.Decoder(list[Token])
 _encode = msgspec.msgpack.Encoder().encode
 #: What the digest of one saved array begins with.
-_, _HEAD = array_head("float64", (ELEMENTS,), 8 * ELEMENTS)
+_, _HEAD = array_header("float64", (ELEMENTS,), 8 * ELEMENTS)
 
 
 def scripted_info(model: str, capacity: int) -> EngineInfo:

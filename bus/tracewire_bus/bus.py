@@ -48,7 +48,7 @@ from tracewire_bus.transport.server import SCHEMES
 from tracewire_bus.transport.urls import parsed, redacted
 from tracewire_bus.wire.codec import encode
 from tracewire_bus.wire.ids import FINAL_ID
-from tracewire_bus.wire.live_values import parted
+from tracewire_bus.wire.live_values import unpack_live
 from tracewire_bus.wire.messages import Submission
 
 from .recovery import Recovery
@@ -229,7 +229,7 @@ class Bus:
         data = encode(submission)
         check_size(len(data))
         model, trace = submission.model, submission.trace
-        creation = self.records.create_command(submission, parted(submission.live), retention_s)
+        creation = self.records.create_command(submission, unpack_live(submission.live), retention_s)
         await self.memory.check_reserve()
         try:
             created, before = await self.queue.put(

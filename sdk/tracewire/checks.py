@@ -6,7 +6,7 @@ import math
 from datetime import timedelta
 from typing import Any, TypeAlias
 
-from tracewire_bus.wire.ids import is_text, parse_id
+from tracewire_bus.wire.ids import is_encodable, parse_id
 
 __all__ = [
     "Duration",
@@ -26,7 +26,7 @@ Duration: TypeAlias = float | timedelta
 
 def is_sendable_text(value: Any) -> bool:
     """Whether `value` is a string that can be sent as UTF-8: one without half of a surrogate pair."""
-    return isinstance(value, str) and is_text(value)
+    return isinstance(value, str) and is_encodable(value)
 
 
 def check_text(field: str, value: Any) -> str:
@@ -38,7 +38,7 @@ def check_text(field: str, value: Any) -> str:
     """
     if not isinstance(value, str):
         raise TypeError(f"{field}: expected text, got {shown(value)}")
-    if not is_text(value):
+    if not is_encodable(value):
         raise ValueError(f"{field}: expected text, got half of a surrogate pair in {shown(value)}")
     return value
 

@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeAlias, Unpack
 
 from tracewire.capture.capture import ModelHandle
 from tracewire.capture.intervention import Intervention, live_reads
-from tracewire_bus.wire.ids import is_text
+from tracewire_bus.wire.ids import is_encodable
 from tracewire_bus.wire.messages import Block, Declared, DeclaredIntervention, Submission
 from tracewire_bus.wire.messages import Invoke as InvokeMessage
 
@@ -170,7 +170,7 @@ def checked_trace_id(trace_id: Any) -> str:
 def _checked_model_name(model: Any) -> str:
     if isinstance(model, ModelHandle):
         return model.name
-    if not isinstance(model, str) or not model or not is_text(model):
+    if not isinstance(model, str) or not model or not is_encodable(model):
         raise TraceRejected("model", f"expected a model of client.models.get(), or its name, got {shown(model)}")
     return model
 
@@ -307,7 +307,7 @@ def _plain(field: str, value: Any, depth: int = 0) -> Any:
     """`value` if it is made of plain values only; scalars of NumPy and torch become Python's."""
     if depth > 32:
         raise TraceRejected(field, "the value nests too deep, or refers to itself")
-    if isinstance(value, str) and not is_text(value):
+    if isinstance(value, str) and not is_encodable(value):
         raise TraceRejected(field, f"expected text, got half of a surrogate pair in {shown(value)}")
     if isinstance(value, int) and not -(2**63) <= value < 2**64:
         raise TraceRejected(field, f"expected an integer of at most 64 bits, got {shown(value)}")
@@ -403,7 +403,7 @@ def _packed_shared(shared: Any) -> bytes:
 
 
 def _packed_live(live: Any) -> bytes:
-    from tracewire_bus.wire.live_values import LiveError, joined, live_values
+    from tracewire_bus.wire.live_values import LiveError, live_values, pack_live
 
     if live is not None and not isinstance(live, Mapping):
         raise TraceRejected("live", f"expected a dict of live parameters' first values, got {shown(live)}")
@@ -413,7 +413,7 @@ def _packed_live(live: Any) -> bytes:
         if error.name:
             raise UntransportableVariable(error.name, error.message, field=f"live.{error.name}") from None
         raise TraceRejected("live", error.message) from None
-    return joined({name: value.packed for name, value in prepared.items()})
+    return pack_live({name: value.packed for name, value in prepared.items()})
 
 
 def _check_live(block: Block, live: Any) -> None:

@@ -11,7 +11,7 @@ import pytest
 from tests.faults.harness.checker import KINDS, Asked, check_leftovers, check_trace
 from tests.support.scripted_engine import expected
 from tracewire_bus.domain.fold import Fold
-from tracewire_bus.wire.arrays import array_head, array_payload, encoded_array
+from tracewire_bus.wire.arrays import array_header, array_payload, encoded_array
 from tracewire_bus.wire.codec import decode_plain, encode
 from tracewire_bus.wire.digests import array_digest, list_digest
 from tracewire_bus.wire.ids import FINAL_ID
@@ -61,7 +61,7 @@ def good() -> tuple[Asked, Entries]:
         return events
 
     events = [*attempt(1, 2), *attempt(2, TOKENS)]
-    _, head = array_head("float64", (2,), 16)
+    _, head = array_header("float64", (2,), 16)
     digest = list_digest([array_digest(head, array) for array in arrays])
     manifest = [Manifest(0, 0, "acts", "list", TOKENS, digest)]
     events.append(Final(attempt=2, seq=events[-1].seq + 1, status="finished", manifest=manifest))

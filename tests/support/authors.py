@@ -12,7 +12,7 @@ from tracewire_bus.wire.codec import decode_event, decode_snapshot, encode
 from tracewire_bus.wire.digests import digest
 from tracewire_bus.wire.kinds import kind, length
 from tracewire_bus.wire.messages import Accepted, Append, DecodedOutput, Delta, Event, Final, Manifest, Set
-from tracewire_bus.wire.packing import wire, wired_key
+from tracewire_bus.wire.packing import encode_key, wire
 from tracewire_bus.wire.refs import ArrayRef
 
 VALUES = [
@@ -33,7 +33,7 @@ def saved(step: int) -> list[Delta]:
     value = wire(VALUES[step % len(VALUES)])
     if step == 0:
         return [Set(path=("acts",), value=[value]), Set(path=("nested",), value={"a": {}})]
-    return [Append(path=("acts",), items=[value]), Set(path=("nested", "a", wired_key((step, "head"))), value=value)]
+    return [Append(path=("acts",), items=[value]), Set(path=("nested", "a", encode_key((step, "head"))), value=value)]
 
 
 class Author:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tracewire_bus.wire.arrays import array_at, raw_bytes
+from tracewire_bus.wire.arrays import array_of, raw_bytes
 from tracewire_bus.wire.digests import _digest, _float
 from tracewire_bus.wire.kinds import MAX_DEPTH, Path, dtype_name, kind_or_none, refuse_depth, refuse_type
 from tracewire_bus.wire.packing import complex_struct
@@ -37,7 +37,7 @@ def _equal(a: Any, b: Any, path: Path) -> bool:
     if found == "array" and (isinstance(a, ArrayRef) or isinstance(b, ArrayRef)):
         return _digest(a, path) == _digest(b, path)
     if found == "array":
-        x, y = array_at(a, path), array_at(b, path)
+        x, y = array_of(a, path), array_of(b, path)
         return x.dtype.name == y.dtype.name and x.shape == y.shape and bytes(raw_bytes(x)) == bytes(raw_bytes(y))
     if found == "float":
         return _float.pack(a) == _float.pack(b)

@@ -35,7 +35,7 @@ from tests.support.bus_engine import engine_info
 from tracewire_bus import recovery
 from tracewire_bus.bus import Bus
 from tracewire_bus.transport.link import Link
-from tracewire_bus.wire.arrays import array_head, array_payload, encoded_array
+from tracewire_bus.wire.arrays import array_header, array_payload, encoded_array
 from tracewire_bus.wire.digests import array_digest, list_digest
 from tracewire_bus.wire.messages import Append, EngineInfo, Manifest, Set, Submission
 from tracewire_engine.adapter.engine_api import Choice, EngineLost, Prepared, Rejection
@@ -46,7 +46,7 @@ __all__ = ["ScriptedEngine", "acts", "expected", "info", "serving"]
 
 _encode = msgspec.msgpack.Encoder().encode
 #: What the digest of one saved array begins with.
-_, _HEAD = array_head("float64", (2,), 16)
+_, _HEAD = array_header("float64", (2,), 16)
 
 
 @tracewire.intervention

@@ -33,8 +33,8 @@ from tracewire_bus.transport.guard import GREATEST, Guard, integer
 from tracewire_bus.transport.pool import Connections
 from tracewire_bus.transport.scripts import Script
 from tracewire_bus.wire.codec import decode_event, encode, schema_text
-from tracewire_bus.wire.ids import FINAL_ID, is_text
-from tracewire_bus.wire.live_values import LiveValue, joined, parted
+from tracewire_bus.wire.ids import FINAL_ID, is_encodable
+from tracewire_bus.wire.live_values import LiveValue, pack_live, unpack_live
 from tracewire_bus.wire.messages import Failure, Status, Submission, Waiting
 from tracewire_bus.wire.messages import Final as FinalEvent
 from tracewire_bus.wire.packing import unpack
@@ -270,7 +270,7 @@ class Records:
     async def end(self, trace: str, status: Status, failure: Failure) -> bool:
         """End a trace here and now, whoever runs it. Returns whether it had not ended before."""
         keys = self._keys
-        if not is_text(trace):
+        if not is_encodable(trace):
             return False
         head, tail = _final(status, failure)
         call = _END(
@@ -290,7 +290,7 @@ class Records:
         """
         keys, calls = self._keys, []
         for trace, attempt in attempts:
-            if is_text(trace):
+            if is_encodable(trace):
                 event = encode(Waiting(attempt=attempt, seq=_ATTEMPT, reason=reason, time=time.time()))
                 head, _, tail = event.partition(_MARK)
                 names = (keys.record(trace), keys.events(trace))
@@ -371,7 +371,10 @@ class Records:
                     keys.control(keys.tag(trace), ""),
                 ),
                 *(trace, keys.control(keys.tag(trace), ""), _operation(), msgspec.msgpack.encode(by)),
-                *("" if if_version is None else if_version, joined({name: one.packed for name, one in values.items()})),
+                *(
+                    "" if if_version is None else if_version,
+                    pack_live({name: one.packed for name, one in values.items()}),
+                ),
                 *(MAX_CHANGES, REMEMBER_S, CONTROL_S),
                 *_flat(values),
             )
@@ -490,8 +493,8 @@ def _opened(now: int, flat: Sequence[bytes], changes: Sequence[bytes]) -> Opened
     record: dict[bytes, bytes] = dict(zip(flat[::2], flat[1::2], strict=True))
     due = record.get(b"t")
     cancelled = record.get(b"x")
-    live = joined(_live(record))
-    parted(live)
+    live = pack_live(_live(record))
+    unpack_live(live)
     return Opened(
         attempt=integer(record[b"a"], 1),
         left_s=None if due is None else (_due(due) - integer(now)) / 1000,
@@ -515,7 +518,7 @@ def _live_state(record: Mapping[bytes, bytes]) -> LiveState:
 
 
 def _check_name(trace: str) -> None:
-    if not is_text(trace):
+    if not is_encodable(trace):
         raise TraceMissing(f"no trace {trace!r}")
 
 

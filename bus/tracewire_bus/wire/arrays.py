@@ -1,4 +1,8 @@
-"""Arrays of NumPy and torch as they travel: a header of dtype and shape, then the little-endian elements."""
+"""Encodes arrays of NumPy and torch, and decodes them as read-only NumPy arrays.
+
+An array travels as a msgpack extension. Its payload is the length of a header (2 bytes, little-endian), the header
+(dtype and shape in msgpack), then the elements, little-endian and in C order.
+"""
 
 from __future__ import annotations
 
@@ -18,47 +22,45 @@ from .refs import ARRAY, DTYPES, ArrayRef
 
 __all__ = [
     "EXT_STARTS",
-    "array_at",
-    "array_from",
     "array_from_raw",
-    "array_head",
+    "array_header",
     "array_of",
     "array_payload",
+    "decode_array",
     "dtype_names",
     "encoded_array",
     "extra_dtypes",
-    "packed_array",
-    "payload_head",
+    "payload_header",
     "raw_bytes",
 ]
 
 _header_length = struct.Struct("<H")
 
 
-def array_of(value: Any) -> np.ndarray[Any, Any]:
-    """`value`, an array of any sort, as a C-contiguous little-endian NumPy array of a dtype in `DTYPES`.
+def array_of(value: Any, path: Path = ()) -> np.ndarray[Any, Any]:
+    """Convert a NumPy array, NumPy scalar or torch tensor to a C-contiguous little-endian NumPy array.
 
-    Shares memory with `value` where it can; a tensor on a device is copied to the host. Gradients are left behind, lazy
-    conjugation and negation are carried out.
+    The result has the shape of `value` and a dtype in `DTYPES`. It shares memory with `value` where possible; a tensor
+    on a device is copied to the host. Gradients are dropped; lazy conjugation and negation are applied.
+
+    Args:
+        value: the array to convert.
+        path: where the array stands in a value, for the error to name.
 
     Raises:
-        Unsavable: `value` is no array, only refers to one, or cannot travel (sparse, quantized, of objects, ...).
+        Unsavable: `value` is not an array, is an `ArrayRef`, or cannot travel (sparse, quantized, of objects, ...).
     """
-    return array_at(value, ())
-
-
-def array_at(value: Any, path: Path) -> np.ndarray[Any, Any]:
     import numpy as np
 
     if isinstance(value, ArrayRef):
-        raise Unsavable(path, f"{value!r} stands for an array that is elsewhere; load it first")
+        raise Unsavable(path, f"{value!r} is a reference to an array that is not loaded; load it first")
     if not is_array(value):
         refuse_type(value, path)
     if not isinstance(value, (np.ndarray, np.generic)):
         return _tensor(value, path)
     if isinstance(value, np.ndarray) and type(value) is not np.ndarray and not isinstance(value, np.memmap):
         raise Unsavable(
-            path, f"a {type(value).__qualname__} would lose what makes it more than an array; pass np.asarray(it)"
+            path, f"a {type(value).__qualname__} would arrive as a plain array; pass np.asarray(it) if that is enough"
         )
     if type(value) is np.ndarray and value.dtype in dtype_names and value.flags.c_contiguous:
         return value
@@ -67,7 +69,7 @@ def array_at(value: Any, path: Path) -> np.ndarray[Any, Any]:
         raise Unsavable(path, f"an array of dtype {array.dtype} cannot travel; what can: {', '.join(sorted(DTYPES))}")
     if array.dtype.byteorder == ">" or (array.dtype.byteorder == "=" and sys.byteorder == "big"):
         array = array.astype(array.dtype.newbyteorder("<"))
-    # Not `ascontiguousarray`: it makes a 0-d array 1-d.
+    # `ascontiguousarray` would make a 0-d array 1-d.
     return np.require(array, requirements="C")
 
 
@@ -89,7 +91,7 @@ def _tensor(tensor: Any, path: Path) -> np.ndarray[Any, Any]:
         if dtype not in extra_dtypes():
             array = host.numpy()
         else:
-            # torch refuses to hand these to NumPy; their bits pass as an unsigned integer of the same size.
+            # torch cannot convert these dtypes to NumPy; an unsigned integer of the same size carries their bits.
             plain = torch.uint8 if host.element_size() == 1 else torch.uint16
             array = host.view(plain).numpy().view(extra_dtypes()[dtype])
     except (RuntimeError, TypeError, NotImplementedError) as error:
@@ -101,6 +103,7 @@ _EXTRA: dict[str, np.dtype[Any]] = {}
 
 
 def extra_dtypes() -> dict[str, np.dtype[Any]]:
+    """The dtypes of `ml_dtypes` that can travel, by name. Imports `ml_dtypes` on the first call."""
     if not _EXTRA:
         import ml_dtypes
         import numpy as np
@@ -112,28 +115,27 @@ def extra_dtypes() -> dict[str, np.dtype[Any]]:
 
 
 def raw_bytes(array: np.ndarray[Any, Any]) -> memoryview:
-    """The elements of an array as `array_of` returns them, as bytes, without a copy."""
-    # Not `array.data`, which refuses `ml_dtypes` and empty shapes.
+    """The elements of an array that `array_of` returned, as bytes, without a copy."""
+    # `array.data` raises for `ml_dtypes` and for empty shapes.
     import numpy as np
 
     plain: Any = array.reshape(-1).view(np.uint8)
     return memoryview(plain)
 
 
-def packed_array(array: np.ndarray[Any, Any]) -> bytes:
-    header = msgspec.msgpack.encode((array.dtype.name, array.shape))
-    return b"".join((_header_length.pack(len(header)), header, raw_bytes(array)))
-
-
-_array_header = msgspec.msgpack.Decoder(tuple[str, tuple[int, ...]])
+_header_decoder = msgspec.msgpack.Decoder(tuple[str, tuple[int, ...]])
 
 
 @lru_cache(maxsize=4096)
-def _form(header: bytes) -> tuple[int, Callable[..., np.ndarray[Any, Any]]]:
-    """What an array's header says: how many bytes it takes, and what makes it of a buffer and an offset."""
+def _parse_header(header: bytes) -> tuple[int, Callable[..., np.ndarray[Any, Any]]]:
+    """The size in bytes of an array with this header, and a function that makes the array from a buffer and an offset.
+
+    Raises:
+        ValueError: the header is malformed.
+    """
     import numpy as np
 
-    name, shape = _array_header.decode(header)
+    name, shape = _header_decoder.decode(header)
     if name not in DTYPES:
         raise ValueError(f"an array of unknown dtype {name!r}")
     if len(shape) > 32 or any(size < 0 for size in shape):
@@ -143,14 +145,19 @@ def _form(header: bytes) -> tuple[int, Callable[..., np.ndarray[Any, Any]]]:
     return math.prod(shape) * dtype.itemsize, partial(make, shape, dtype)
 
 
-def array_from(payload: memoryview) -> np.ndarray[Any, Any]:
+def decode_array(payload: memoryview) -> np.ndarray[Any, Any]:
+    """The read-only array that an extension's payload encodes. Shares memory with `payload`.
+
+    Raises:
+        ValueError: the payload is malformed.
+    """
     if len(payload) < 2:
         raise ValueError("an array's payload is cut short")
     start = 2 + _header_length.unpack_from(payload)[0]
     header = payload[2:start].tobytes()
-    size, make = _form(header)
+    size, make = _parse_header(header)
     if len(payload) - start != size:
-        name, shape = _array_header.decode(header)
+        name, shape = _header_decoder.decode(header)
         raise ValueError(f"an array of {name} {shape} takes {size} bytes, got {len(payload) - start}")
     array = make(payload, start) if size else make()
     array.flags.writeable = False
@@ -158,12 +165,12 @@ def array_from(payload: memoryview) -> np.ndarray[Any, Any]:
 
 
 def array_from_raw(name: str, shape: tuple[int, ...], raw: memoryview | bytes | bytearray) -> np.ndarray[Any, Any]:
-    """The read-only array of these little-endian elements. Shares memory with `raw`.
+    """The read-only array of dtype `name` with these little-endian elements. Shares memory with `raw`.
 
     Raises:
-        ValueError: there is no such array, or `raw` has another length than it.
+        ValueError: the dtype or shape is invalid, or `raw` has a different size.
     """
-    size, make = _form(msgspec.msgpack.encode((name, shape)))
+    size, make = _parse_header(msgspec.msgpack.encode((name, shape)))
     if len(raw) != size:
         raise ValueError(f"an array of {name} {shape} takes {size} bytes, got {len(raw)}")
     array = make(raw) if size else make()
@@ -171,34 +178,38 @@ def array_from_raw(name: str, shape: tuple[int, ...], raw: memoryview | bytes | 
     return array
 
 
-#: Names of dtypes: NumPy makes one up each time it is asked.
+#: Cache of the names of dtypes: NumPy builds the string of `dtype.name` on each access.
 dtype_names: dict[Any, str] = {}
 
 
 def array_payload(dtype: str, shape: tuple[int, ...], raw: bytes | memoryview) -> bytes:
-    """The payload of an array from its raw little-endian elements: what `encoded_array` takes."""
-    return b"".join((payload_head(dtype, shape), raw))
+    """The payload of an array, for `encoded_array`, from its raw little-endian elements."""
+    return b"".join((payload_header(dtype, shape), raw))
 
 
 @lru_cache(maxsize=4096)
-def payload_head(dtype: str, shape: tuple[int, ...]) -> bytes:
+def payload_header(dtype: str, shape: tuple[int, ...]) -> bytes:
     header = msgspec.msgpack.encode((dtype, shape))
     return _header_length.pack(len(header)) + header
 
 
 def encoded_array(payload: bytes) -> Any:
-    """An array as `wire` would have it, from its payload."""
+    """An array's msgpack extension, as `packing.wire` returns it, from its payload."""
     return msgspec.msgpack.Ext(ARRAY, payload)
 
 
-#: By the first byte of an extension on the wire: where its payload begins, behind the byte that says its type.
+#: The offset of an extension's payload by the extension's first byte in msgpack. The type is the byte before.
 EXT_STARTS: Final = {0xC7: 3, 0xC8: 4, 0xC9: 6, 0xD4: 2, 0xD5: 2, 0xD6: 2, 0xD7: 2, 0xD8: 2}
 
 
 @lru_cache(maxsize=4096)
-def array_head(dtype: str, shape: tuple[int, ...], size: int) -> tuple[bytes, bytes]:
-    """For an array of `size` bytes: what its raw elements follow on the wire, and what `array_digest` takes."""
-    head = payload_head(dtype, shape)
+def array_header(dtype: str, shape: tuple[int, ...], size: int) -> tuple[bytes, bytes]:
+    """The bytes before the raw elements of an array whose elements take `size` bytes.
+
+    Returns:
+        the start of the array's encoded form, up to its elements, and the header that `array_digest` takes.
+    """
+    head = payload_header(dtype, shape)
     length = len(head) + size
     if length < 1 << 8:
         start = struct.pack(">BBb", 0xC7, length, ARRAY)

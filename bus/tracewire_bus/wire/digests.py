@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import msgspec
 import xxhash
 
-from .arrays import EXT_STARTS, array_at, dtype_names, payload_head, raw_bytes
+from .arrays import EXT_STARTS, array_of, dtype_names, payload_header, raw_bytes
 from .kinds import (
     MAX_DEPTH,
     Path,
@@ -105,9 +105,9 @@ def _digest(value: Any, path: Path, hash_: _Hash = _hash) -> bytes:
         case "array":
             if isinstance(value, ArrayRef):
                 return value.digest
-            array = array_at(value, path)
+            array = array_of(value, path)
             name = dtype_names.get(array.dtype) or dtype_names.setdefault(array.dtype, array.dtype.name)
-            return hash_(b"a", payload_head(name, array.shape)[2:], raw_bytes(array))
+            return hash_(b"a", payload_header(name, array.shape)[2:], raw_bytes(array))
         case "list" | "tuple":
             items = (_digest(item, (*path, index), hash_) for index, item in enumerate(value))
             return hash_(b"l" if found == "list" else b"t", *items)
@@ -146,7 +146,7 @@ def array_digest(head: bytes, raw: bytes | memoryview) -> bytes:
     """The digest of an array.
 
     Args:
-        head: the array's header, the second item that `array_head` returns.
+        head: the array's header, the second item that `array_header` returns.
         raw: the array's elements, little-endian and in C order.
     """
     return _hash(b"a", head, raw)

@@ -1,28 +1,28 @@
-"""Ids of a trace's events."""
+"""Ids of a trace's events: `<attempt>-<seq>`, which are also their ids in the trace's Redis stream."""
 
 from __future__ import annotations
 
-__all__ = ["FINAL_ID", "event_id", "is_text", "parse_id"]
+__all__ = ["FINAL_ID", "event_id", "is_encodable", "parse_id"]
 
 _GREATEST = 2**64 - 1
 
-#: Id of every trace's final event: nothing can be appended after it.
+#: The id of every trace's final event: the greatest id of a Redis stream, so that nothing can be appended after it.
 FINAL_ID = f"{_GREATEST}-{_GREATEST}"
 
 
 def event_id(attempt: int, seq: int, *, final: bool = False) -> str:
-    """The stream id of an event.
+    """The stream id of event `seq` (from 0) of attempt `attempt` (from 1), or of the trace's final event.
 
     Raises:
-        ValueError: `attempt` is under 1 or `seq` under 0.
+        ValueError: `attempt` or `seq` is out of range.
     """
     if attempt < 1 or seq < 0 or attempt >= _GREATEST:
         raise ValueError(f"attempts count from 1 and events from 0, got {attempt}-{seq}")
     return FINAL_ID if final else f"{attempt}-{seq}"
 
 
-def is_text(text: str) -> bool:
-    """Whether a string can be sent as it is: one with half of a surrogate pair cannot, and names nothing of ours."""
+def is_encodable(text: str) -> bool:
+    """Whether a string can be encoded in UTF-8, as all names and ids can. A string with a lone surrogate cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -31,10 +31,10 @@ def is_text(text: str) -> bool:
 
 
 def parse_id(text: str) -> tuple[int, int]:
-    """An id `"<attempt>-<seq>"` as numbers, which compare as Redis compares ids.
+    """Parse an id `"<attempt>-<seq>"` to the pair of its numbers. Such pairs compare as Redis compares the ids.
 
     Raises:
-        ValueError: `text` is no such id.
+        ValueError: `text` is not an event's id.
     """
     attempt, dash, seq = text.partition("-")
     if not (dash and attempt.isascii() and attempt.isdigit() and seq.isascii() and seq.isdigit()):

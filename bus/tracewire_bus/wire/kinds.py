@@ -1,16 +1,14 @@
-"""What a value may be: a tree of plain Python data and arrays."""
+"""The kinds of values that can travel: plain Python data, arrays, and containers of them."""
 
 from __future__ import annotations
 
 import math
 import sys
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias
+from typing import Any, Final, NoReturn, TypeAlias
 
 import msgspec
 
-if TYPE_CHECKING:
-    pass
 from .refs import DTYPES, TUPLE, ArrayRef
 
 __all__ = [
@@ -33,11 +31,13 @@ __all__ = [
     "set_members",
 ]
 
-#: How deep containers may nest in a value, its path included where one is given.
+#: Limit on the nesting of containers in a value. The steps of the value's own path count, too.
 MAX_DEPTH: Final = 64
 
+#: A place in a value: indices of lists and keys of dicts, from the outside in.
 Path: TypeAlias = tuple[Any, ...]
 
+#: The range of integers that msgpack can encode.
 INT_MIN, INT_MAX = -(2**63), 2**64 - 1
 
 _TRAVELS = (
@@ -49,31 +49,39 @@ _KEYS = "str, int (of 64 bits), float, bool, bytes, None and tuples of these"
 
 
 class Unsavable(TypeError):
-    """A value cannot travel. Says where in it (`path`, of indices and keys) and why (`reason`)."""
+    """A value cannot travel.
+
+    Attributes:
+        path: the place of the part that cannot travel, of indices and keys; empty for the value itself.
+        reason: why the part cannot travel.
+    """
 
     def __init__(self, path: Path, reason: str) -> None:
         self.path = tuple(path)
         self.reason = reason
-        super().__init__(f"at {_spell(self.path)}: {reason}" if self.path else reason)
+        super().__init__(f"at {_format_path(self.path)}: {reason}" if self.path else reason)
 
 
+#: Decodes a list, leaving extensions encoded.
 plain_list_decoder = msgspec.msgpack.Decoder(list[Any])
 
 
-def _spell(path: Path) -> str:
-    """A path as one would write it: `acts[3]['mlp']`; its first step stands bare if it is a name."""
+def _format_path(path: Path) -> str:
+    """A path in Python's syntax, such as `acts[3]['mlp']`. A first step that is an identifier has no brackets."""
     first, *rest = (decode_key(step) for step in path)
     head = first if isinstance(first, str) and first.isidentifier() else f"[{first!r}]"
     return head + "".join(f"[{step!r}]" for step in rest)
 
 
 def refuse_type(value: Any, path: Path) -> NoReturn:
+    """Raise `Unsavable` for a value at `path` of a type that cannot travel."""
     name = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
     raise Unsavable(path, f"a value of type {name} cannot travel; what can: {_TRAVELS}")
 
 
 def refuse_depth(path: Path) -> NoReturn:
-    # The whole path would fill a screen and say nothing.
+    """Raise `Unsavable` for a value at `path` that nests too deep."""
+    # Only the first step: the whole path has more than `MAX_DEPTH`.
     raise Unsavable(path[:1], f"containers nest deeper than {MAX_DEPTH} or refer to themselves")
 
 
@@ -95,11 +103,11 @@ _NATIVE_KINDS: Final[dict[type, str]] = {
 
 
 def kind_or_none(value: Any) -> str | None:
-    """The kind of a value, or None if it has none. Subclasses of natives count as what they derive from."""
+    """The kind of a value (see `kind`), or None if its type cannot travel. A subclass has the kind of its base."""
     known = _NATIVE_KINDS.get(type(value))
     if known is not None:
         return known
-    # Before its bases are looked at: NumPy's float64 is a float too.
+    # Before `_native_kind`: NumPy's float64 derives from float.
     if is_array(value):
         return "array"
     return "dtype" if _is_dtype(value) else _native_kind(value)
@@ -113,7 +121,7 @@ def _is_dtype(value: Any) -> bool:
 
 
 def _native_kind(value: Any) -> str | None:
-    """The kind of the first native class that a value derives from: a namedtuple is a tuple, an IntEnum an int."""
+    """The kind of the first built-in type among a value's bases: a namedtuple is a tuple, an IntEnum an int."""
     for base in type(value).__mro__:
         known = _NATIVE_KINDS.get(base)
         if known is not None:
@@ -122,7 +130,7 @@ def _native_kind(value: Any) -> str | None:
 
 
 def is_array(value: Any) -> bool:
-    """Whether `value` is a NumPy array, a NumPy scalar (but for text) or a torch tensor, supported or not."""
+    """Whether `value` is a NumPy array, a NumPy scalar other than text, or a torch tensor, of any dtype and layout."""
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
     if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)):
         return not isinstance(value, (str, bytes))
@@ -130,20 +138,24 @@ def is_array(value: Any) -> bool:
 
 
 def kind(value: Any) -> str:
-    """One of `none`, `bool`, `int`, `float`, `complex`, `str`, `bytes`, `dtype`, `array`, `list`, `tuple`, `dict`,
-    `set`, `frozenset`.
+    """The kind of a value.
+
+    One of `none`, `bool`, `int`, `float`, `complex`, `str`, `bytes`, `dtype`, `array`, `list`, `tuple`, `dict`, `set`,
+    `frozenset`.
 
     Raises:
-        Unsavable: `value` is of no such kind.
+        Unsavable: the value's type cannot travel.
     """
     return kind_or_none(value) or refuse_type(value, ())
 
 
 def length(value: Any) -> int:
-    """Items of a container, elements of an array, characters of a text, bytes of bytes; 1 for other scalars.
+    """The number of a container's items, an array's elements, a text's characters or a bytes object's bytes.
+
+    1 for other values.
 
     Raises:
-        Unsavable: `value` is of no kind that travels.
+        Unsavable: the value's type cannot travel.
     """
     match kind(value):
         case "array":
@@ -154,10 +166,14 @@ def length(value: Any) -> int:
 
 
 def path_key(key: Any, path: Path = ()) -> Any:
-    """A dict's key, or an item of a set, as it is held: plain str, int, float, bool, bytes, None, or a tuple of these.
+    """Convert a dict's key, or a set's item, to plain str, int, float, bool, bytes, None, or a tuple of these.
+
+    Args:
+        key: the key; a subclass of one of these types becomes its base.
+        path: where the dict or set stands in a value, for the error to name.
 
     Raises:
-        Unsavable: naming `path`, the dict's own. Integers beyond 64 bits and NaN (which finds nothing) are refused too.
+        Unsavable: `key` is of another type, an integer beyond 64 bits, or NaN (which no lookup would find).
     """
     match _native_kind(key):
         case "str":
@@ -174,7 +190,7 @@ def path_key(key: Any, path: Path = ()) -> Any:
         case "float":
             if key == key:
                 return float.__float__(key)
-            raise Unsavable(path, f"a key that is NaN finds nothing again; keys can be {_KEYS}")
+            raise Unsavable(path, f"a key that is NaN could not be looked up; keys can be {_KEYS}")
         case "tuple":
             if len(path) >= MAX_DEPTH:
                 refuse_depth(path)
@@ -199,12 +215,12 @@ def _decode_tuple(key: Any, depth: int) -> tuple[Any, ...]:
 
 
 def set_members(items: Iterable[Any], path: Path) -> set[Any]:
-    """The items of a set, as they are held.
+    """The items of a set, each converted by `path_key`.
 
     Raises:
-        Unsavable: one of them cannot be a key.
+        Unsavable: an item is of a type that `path_key` refuses.
     """
-    # A subclass may iterate over something else.
+    # A subclass may override `__iter__`.
     if isinstance(items, set):
         items = set.__iter__(items)
     elif isinstance(items, frozenset):
@@ -213,7 +229,12 @@ def set_members(items: Iterable[Any], path: Path) -> set[Any]:
 
 
 def dtype_name(value: Any, path: Path) -> str:
-    # NumPy's own has no prefix, and says its byte order elsewhere.
+    """The name of a dtype of NumPy or torch, one of `DTYPES`.
+
+    Raises:
+        Unsavable: the dtype is not one of `DTYPES`.
+    """
+    # `name` of a NumPy dtype has no byte order; torch's dtypes have no `name`.
     name = getattr(value, "name", None) or str(value).removeprefix("torch.")
     if name not in DTYPES:
         raise Unsavable(path, f"the dtype {value} cannot travel; what can: {', '.join(sorted(DTYPES))}")
@@ -221,6 +242,11 @@ def dtype_name(value: Any, path: Path) -> str:
 
 
 def plain_text(value: str, path: Path) -> str:
+    """Convert a string, or an instance of a subclass, to a plain `str`.
+
+    Raises:
+        Unsavable: the string has a lone surrogate, so that UTF-8 cannot encode it.
+    """
     plain = value if type(value) is str else str.__str__(value)
     if not plain.isascii():
         try:

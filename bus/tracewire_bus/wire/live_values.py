@@ -1,9 +1,9 @@
-"""Live parameters: what may be one, and whether a change fits what was declared.
+"""Live parameters: which values they can have, and whether a change fits the declaration.
 
-A trace declares its live parameters by their first values: numbers, booleans, strings, bytes and arrays, by name. Each
-has a *form* from then on (what kind of value it is; for an array its dtype and shape), which a change must have too.
-Numbers are finite, in arrays as well. A client checks before it sends; what it sends beside each value is its form,
-so that Redis can compare (`trace_records.py`) without knowing what a value is.
+A trace declares its live parameters by their first values: finite numbers, booleans, strings, bytes and arrays of
+finite numbers, by name. The first value fixes a parameter's *form* (its type; for an array also dtype and shape), and
+every later value must have the same form. A client checks a change before sending it, and sends the form beside each
+value: the script in Redis that accepts a change compares forms without decoding values (`lua/record_steer.lua`).
 """
 
 from __future__ import annotations
@@ -23,15 +23,21 @@ from .refs import ArrayRef
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["MAX_BYTES", "MAX_NAMES", "LiveError", "LiveValue", "cast_to", "joined", "live_values", "parted"]
+__all__ = ["MAX_BYTES", "MAX_NAMES", "LiveError", "LiveValue", "cast_to", "live_values", "pack_live", "unpack_live"]
 
-#: How many live parameters a trace may have, and how large the value of each may be, packed.
+#: Limit on the number of a trace's live parameters.
 MAX_NAMES: Final = 64
+#: Limit on the packed size of the value of one live parameter.
 MAX_BYTES: Final = 1024 * 1024
 
 
 class LiveError(ValueError):
-    """A value that no live parameter can have. `name` is the parameter's, `""` where all of them are at fault."""
+    """A value that a live parameter cannot have.
+
+    Attributes:
+        name: the parameter; `""` if the error is of all of them, or of a name.
+        message: the reason.
+    """
 
     def __init__(self, name: str, message: str) -> None:
         super().__init__(message)
@@ -40,7 +46,13 @@ class LiveError(ValueError):
 
 
 class LiveValue(msgspec.Struct, frozen=True):
-    """A live parameter's value, its form, and the value packed."""
+    """The value of a live parameter.
+
+    Attributes:
+        value: the value; an array as `array_of` returns it.
+        form: the value's type in words, such as `a number` or `an array of float32 [8]`.
+        packed: the packed value.
+    """
 
     value: Any
     form: str
@@ -48,23 +60,23 @@ class LiveValue(msgspec.Struct, frozen=True):
 
 
 def live_values(values: Mapping[Any, Any]) -> dict[str, LiveValue]:
-    """What a caller gave as live parameters, checked and prepared.
+    """Check and pack the values of a trace's live parameters, given by name.
 
     Raises:
-        LiveError: for the first that cannot be one.
+        LiveError: there are too many, or a name or a value is not allowed; the error is of the first such.
     """
     if len(values) > MAX_NAMES:
-        raise LiveError("", f"at most {MAX_NAMES} live parameters to a trace, got {len(values)}")
-    return {name: _prepared(name, value) for name, value in values.items()}
+        raise LiveError("", f"a trace has at most {MAX_NAMES} live parameters, got {len(values)}")
+    return {name: _prepare(name, value) for name, value in values.items()}
 
 
-def _prepared(name: Any, value: Any) -> LiveValue:
+def _prepare(name: Any, value: Any) -> LiveValue:
     if not isinstance(name, str) or not name.isidentifier() or name.startswith("_") or keyword.iskeyword(name):
         raise LiveError(
             "", f"expected names that a block can read as live.NAME, without a leading '_', got {str(name)[:80]!r}"
         )
     if isinstance(value, ArrayRef):
-        raise LiveError(name, f"it is {value!r} of another trace: pass what its load() returns")
+        raise LiveError(name, f"got {value!r}, a reference to an array of another trace; pass what its load() returns")
     if is_array(value) and not value.shape:
         value = value.item()
     try:
@@ -81,8 +93,8 @@ def _prepared(name: Any, value: Any) -> LiveValue:
     if len(packed) > MAX_BYTES:
         raise LiveError(
             name,
-            f"it takes {len(packed)} bytes, and may take {MAX_BYTES}, since it can change at any step; "
-            "what stays the same can be a variable of the block, of any size",
+            f"the value takes {len(packed)} bytes; the limit is {MAX_BYTES}, since a live parameter can change at any "
+            "step; pass a value that stays the same as a variable of the block, which has no such limit",
         )
     return LiveValue(value, form, packed)
 
@@ -119,9 +131,9 @@ def _check_finite(name: str, array: np.ndarray[Any, Any]) -> None:
 
 
 def cast_to(value: LiveValue, form: str) -> LiveValue | None:
-    """An array as one of the form `form`, if only its dtype differs and both hold floating-point numbers.
+    """Convert an array to the form `form` if the two differ only in a floating-point dtype.
 
-    Raises nothing: `None` if it cannot be.
+    Returns `None` for other values and forms, and if an element overflows the other dtype.
     """
     if not is_array(value.value):
         return None
@@ -139,22 +151,22 @@ def cast_to(value: LiveValue, form: str) -> LiveValue | None:
     with np.errstate(over="ignore"):
         array = value.value.astype(array_from_raw(wanted, (0,), b"").dtype)
     try:
-        return _prepared("value", array)
+        return _prepare("value", array)
     except LiveError:
         return None
 
 
-def joined(values: Mapping[str, bytes]) -> bytes:
-    """Packed values by name as a packed dict, as it stands in a `Submission` and in a `Change`."""
+def pack_live(values: Mapping[str, bytes]) -> bytes:
+    """The packed dict of packed values by name, as in `Submission.live` and `Change.values`."""
     return msgspec.msgpack.encode({name: msgspec.Raw(packed) for name, packed in values.items()})
 
 
-def parted(packed: bytes) -> dict[str, LiveValue]:
-    """The live parameters of a submission, prepared.
+def unpack_live(packed: bytes) -> dict[str, LiveValue]:
+    """Decode and check live parameters from a packed dict, such as `Submission.live`.
 
     Raises:
-        LiveError: they are none.
-        ValueError: it is no packed value.
+        LiveError: `packed` is not of a dict, or of a dict that `live_values` refuses.
+        ValueError: `packed` is not a packed value.
     """
     values = unpack(packed)
     if not isinstance(values, dict):

@@ -1,16 +1,16 @@
-"""Values that travel: variables of a block, live parameters, saves.
+"""Encodes values (variables of a block, live parameters, saves) in msgpack, and decodes them.
 
 A *value* is a tree of plain Python data and arrays: None, bool, int, float, complex, str, bytes, dtypes, arrays, and
-lists, tuples, dicts, sets and frozensets of these. Keys of dicts and items of sets are plain data of at most 64 bits,
-and tuples of it (`kinds.py`). A value is packed in msgpack; what msgpack has no type for travels in extension types.
-Nothing is pickled, so that decoding a value from a stranger runs no code of theirs.
+lists, tuples, dicts, sets and frozensets of these. A dict's keys and a set's items are plain data, with integers of at
+most 64 bits, or tuples of such (`kinds.py`). Types that msgpack lacks are encoded as extensions. Nothing is pickled, so
+that decoding a value never runs code of its sender.
 
-A large array may travel as an `ArrayRef` instead: its dtype, shape and digest, and the name of its blob (`refs.py`).
+A large array can be sent as an `ArrayRef` instead: its dtype, shape and digest, and the name of its blob (`refs.py`).
 
-Arrays come from NumPy (`ml_dtypes` included) or torch, whatever their device, strides and byte order, and always
-arrive as read-only NumPy arrays that share memory with the buffer they were decoded from (`arrays.py`). A caller that
-keeps a small array of a large message keeps the message: copy the array. The data need not be aligned in memory. A
-dtype of torch arrives as the dtype of NumPy (or `ml_dtypes`) of the same name.
+A sender may use arrays of NumPy (including `ml_dtypes`) or torch, of any device, strides and byte order. A receiver
+gets read-only NumPy arrays that share memory with the buffer they were decoded from (`arrays.py`), possibly unaligned.
+A caller that keeps a small array of a large message keeps the whole buffer: copy the array. A dtype of torch becomes
+the dtype of NumPy (or `ml_dtypes`) of the same name.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import msgspec
 
 if TYPE_CHECKING:
     import numpy as np
-from .arrays import array_at, array_from, extra_dtypes, packed_array
+from .arrays import array_of, array_payload, decode_array, extra_dtypes, raw_bytes
 from .kinds import (
     INT_MAX,
     INT_MIN,
@@ -52,17 +52,17 @@ from .refs import (
     TUPLE,
     ArrayRef,
     current_loader,
-    ref_fields,
-    wired_ref,
+    encode_ref,
+    ref_decoder,
 )
 
-__all__ = ["complex_struct", "decoder", "int_bytes", "pack", "unpack", "wire", "wired_key", "wired_tuple"]
+__all__ = ["complex_struct", "decoder", "encode_key", "encode_tuple", "int_bytes", "pack", "unpack", "wire"]
 
 complex_struct = struct.Struct("<dd")
 
 
-def wired_key(key: Any) -> Any:
-    """A key of `path_key` as it stands in a delta's path: a tuple would be read as a list there."""
+def encode_key(key: Any) -> Any:
+    """A key that `path_key` returned, encoded for a delta's path. Without this a tuple would be decoded as a list."""
     return wire(key) if type(key) is tuple else key
 
 
@@ -70,21 +70,23 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def pack(value: Any) -> bytes:
-    """`value` in msgpack.
+    """Encode a value in msgpack.
 
     Raises:
-        Unsavable: naming the part of it that cannot travel.
+        Unsavable: `value`, or a part of it, cannot travel; the error names the part.
     """
     return _encoder.encode(wire(value))
 
 
 def wire(value: Any, path: Path = ()) -> Any:
-    """`value` prepared to stand in a message: of natives and msgspec extensions only, sharing nothing that can change.
+    """Convert a value to plain data and `msgspec.msgpack.Ext`, for a field of a message. The result is a deep copy.
 
-    `path` is where the value stands already, for errors to name and for depth to count.
+    Args:
+        value: the value.
+        path: where `value` stands in a larger value; errors name it, and it counts towards the depth limit.
 
     Raises:
-        Unsavable: naming the part of it that cannot travel.
+        Unsavable: `value`, or a part of it, cannot travel; the error names the part.
     """
     plain = type(value)
     if plain is float or plain is bool or value is None or plain is bytes:
@@ -94,8 +96,9 @@ def wire(value: Any, path: Path = ()) -> Any:
     match kind_or_none(value):
         case "array":
             if isinstance(value, ArrayRef):
-                return wired_ref(value)
-            return msgspec.msgpack.Ext(ARRAY, packed_array(array_at(value, path)))
+                return encode_ref(value)
+            array = array_of(value, path)
+            return msgspec.msgpack.Ext(ARRAY, array_payload(array.dtype.name, array.shape, raw_bytes(array)))
         case "str":
             return plain_text(value, path)
         case "list":
@@ -109,7 +112,7 @@ def wire(value: Any, path: Path = ()) -> Any:
         case "tuple":
             if len(path) >= MAX_DEPTH:
                 refuse_depth(path)
-            return wired_tuple([wire(item, (*path, index)) for index, item in enumerate(value)])
+            return encode_tuple([wire(item, (*path, index)) for index, item in enumerate(value)])
         case "int":
             number = int.__index__(value)
             if INT_MIN <= number <= INT_MAX:
@@ -122,7 +125,7 @@ def wire(value: Any, path: Path = ()) -> Any:
         case "bytes":
             return bytes(memoryview(value))
         case "set" | "frozenset" as found:
-            # In an order of their own: equal sets are equal on the wire.
+            # Sorted, so that equal sets have equal encodings.
             items = sorted(_encoder.encode(item) for item in set_members(value, path))
             packed = _encoder.encode([msgspec.Raw(item) for item in items])
             return msgspec.msgpack.Ext(SET if found == "set" else FROZENSET, packed)
@@ -131,50 +134,51 @@ def wire(value: Any, path: Path = ()) -> Any:
     refuse_type(value, path)
 
 
-def wired_tuple(items: list[Any]) -> Any:
-    """A tuple as `wire` would have it, from its items as `wire` has them."""
+def encode_tuple(items: list[Any]) -> Any:
+    """A tuple's msgpack extension, from its items as `wire` returns them."""
     return msgspec.msgpack.Ext(TUPLE, _encoder.encode(items))
 
 
 def int_bytes(number: int) -> bytes:
+    """An integer of any size as little-endian two's complement."""
     return number.to_bytes(number.bit_length() // 8 + 1, "little", signed=True)
 
 
-class _NotPlain(Exception):
-    """What is decoded holds more than plain data and arrays."""
+class _OtherExtension(Exception):
+    """The data that `_array_hook` helps to decode has an extension other than an array."""
 
 
-class _Decoding(threading.local):
-    """How many tuples stand in each other, of what this thread decodes at the moment."""
+class _TupleDepth(threading.local):
+    """How deep the tuples that this thread is decoding nest."""
 
     depth = 0
 
 
-_decoding = _Decoding()
+_tuple_depth = _TupleDepth()
 
-#: Without a hook an extension decodes to an object that no map takes as a key.
+#: Decodes an extension to an unhashable object, and so raises for a map with an extension as a key.
 _without_hook = msgspec.msgpack.Decoder()
 
 
 def _array_hook(code: int, payload: memoryview) -> Any:
-    """Decodes arrays, which are what nearly all messages have beside plain data."""
+    """Decodes arrays, the only extension in nearly all messages."""
     if code == ARRAY:
-        return array_from(payload)
-    raise _NotPlain
+        return decode_array(payload)
+    raise _OtherExtension
 
 
 def _ext_hook(code: int, payload: memoryview) -> Any:
-    """Decodes what msgpack has no type for."""
+    """Decodes all extensions."""
     if code == ARRAY:
-        return array_from(payload)
+        return decode_array(payload)
     if code == TUPLE:
-        if _decoding.depth >= MAX_DEPTH:
+        if _tuple_depth.depth >= MAX_DEPTH:
             raise ValueError(f"tuples nest deeper than {MAX_DEPTH}")
-        _decoding.depth += 1
+        _tuple_depth.depth += 1
         try:
             return tuple(_list_decoder(payload))
         finally:
-            _decoding.depth -= 1
+            _tuple_depth.depth -= 1
     if code == INT:
         return int.from_bytes(payload, "little", signed=True)
     if code == COMPLEX:
@@ -186,20 +190,20 @@ def _ext_hook(code: int, payload: memoryview) -> Any:
     if code == DTYPE:
         return _dtype_from(str(payload, "ascii"))
     if code == REF:
-        return ArrayRef(*ref_fields.decode(payload), load=current_loader.get())
+        return ArrayRef(*ref_decoder.decode(payload), load=current_loader.get())
     raise ValueError(f"unknown extension type {code}")
 
 
 def _set_from(payload: memoryview) -> set[Any]:
     try:
-        return set_members((_opened(item) for item in plain_list_decoder.decode(payload)), ())
+        return set_members((_list_to_tuple(item) for item in plain_list_decoder.decode(payload)), ())
     except Unsavable as error:
-        raise ValueError(f"a set holds what it cannot: {error}") from None
+        raise ValueError(f"a set has an item that it cannot have: {error}") from None
 
 
-def _opened(item: Any) -> Any:
-    """A tuple of a set travels as an array does, since no item of a set is a list."""
-    return tuple([_opened(one) for one in item]) if type(item) is list else item
+def _list_to_tuple(item: Any) -> Any:
+    """An item of a set. Tuples in sets are encoded as msgpack arrays, which decode to lists."""
+    return tuple([_list_to_tuple(one) for one in item]) if type(item) is list else item
 
 
 def _dtype_from(name: str) -> np.dtype[Any]:
@@ -211,11 +215,11 @@ def _dtype_from(name: str) -> np.dtype[Any]:
 
 
 def decoder(type_: Any = Any, *, plain: bool = False) -> Callable[[bytes | memoryview], Any]:
-    """What decodes messages of this type that carry values: a function of the encoded message. With `plain`, what
-    msgpack has no type for stays encoded.
+    """A function that decodes messages of type `type_` with values in them, from `bytes` or a `memoryview`.
 
-    The function raises `msgspec.DecodeError` (a `ValueError`), and nothing else, where the data is no such message:
-    where it is cut short, nests too deep, holds a malformed value, or has a map with an extension as a key.
+    With `plain`, extensions stay encoded, as `msgspec.msgpack.Ext`. The function raises only `msgspec.DecodeError` (a
+    `ValueError`): for data that is cut short, has another type, nests too deep, has a malformed value, or has a map
+    with an extension as a key.
     """
     decode = msgspec.msgpack.Decoder(type_, ext_hook=None if plain else _array_hook).decode
     decode_all = msgspec.msgpack.Decoder(type_, ext_hook=_ext_hook).decode
@@ -224,9 +228,9 @@ def decoder(type_: Any = Any, *, plain: bool = False) -> Callable[[bytes | memor
         try:
             try:
                 return decode(data)
-            except _NotPlain:
-                # Python hashes integers, complex numbers and tuples of them in a known way: a map that has them as
-                # keys can be made to take time that grows with the square of its size. This refuses them as keys.
+            except _OtherExtension:
+                # Python's hashes of large integers, complex numbers and tuples are predictable. An attacker could build
+                # a map with colliding keys, which takes time quadratic in its size. This call refuses such keys.
                 _without_hook.decode(data)
                 return decode_all(data)
         except msgspec.MsgspecError:
@@ -234,7 +238,7 @@ def decoder(type_: Any = Any, *, plain: bool = False) -> Callable[[bytes | memor
         except RecursionError:
             raise msgspec.DecodeError("the message nests too deep to be decoded") from None
         except (ValueError, TypeError, ArithmeticError, LookupError, MemoryError) as error:
-            # From a hook, or a map whose keys cannot be hashed.
+            # A hook raised, or a map has an unhashable key.
             raise msgspec.DecodeError(f"the message holds a malformed value: {error}") from error
 
     return decoded
@@ -246,9 +250,9 @@ _list_decoder = decoder(list[Any])
 
 
 def unpack(data: bytes | memoryview) -> Any:
-    """The value that `pack` made `data` of. Its arrays share memory with `data`.
+    """Decode a value that `pack` encoded. Arrays in it share memory with `data`.
 
     Raises:
-        msgspec.DecodeError: (a `ValueError`) `data` is no packed value.
+        msgspec.DecodeError: (a `ValueError`) `data` is not a packed value.
     """
     return _decoder(data)

@@ -1,7 +1,7 @@
-"""References to large arrays, which travel apart from the value that they stand in.
+"""References to large arrays, which are sent apart from the value that contains them.
 
-A reference is an array to everything that does not need its bytes. A reference has the array's kind, length and digest,
-so that what is folded with references is verified without loading them.
+A reference has the kind, length and digest of its array, so that a fold with references can be verified without loading
+the arrays.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ __all__ = [
     "TUPLE",
     "ArrayRef",
     "current_loader",
+    "encode_ref",
     "itemsize",
     "loading_by",
-    "ref_fields",
-    "wired_ref",
+    "ref_decoder",
 ]
 
-#: Names of the dtypes an array can have on the wire: NumPy's own, then those of `ml_dtypes`.
+#: Names of the dtypes of arrays that can travel: those of NumPy, then those of `ml_dtypes`.
 DTYPES: Final = frozenset(
     {
         *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
@@ -45,20 +45,21 @@ DTYPES: Final = frozenset(
     }
 )
 
+#: Types of msgpack extensions. They are part of the wire format.
 ARRAY, TUPLE, INT, COMPLEX, REF, SET, FROZENSET, DTYPE = 1, 2, 3, 4, 5, 6, 7, 8
 
 
 class ArrayRef:
-    """An array that did not travel with the value it stands in, and can be fetched: `await ref.load()`.
+    """A reference to a large array that was not sent with its value: `await ref.load()` downloads the array.
 
-    Two references are equal if their arrays are: in dtype, shape and every bit.
+    Two references are equal if their arrays are equal in dtype, shape and every bit.
 
     Attributes:
-        dtype: the array's dtype, by its name in `DTYPES`.
-        shape: its shape.
-        digest: its digest, as of the array itself.
-        blob: name of the blob that holds its bytes, among those of its trace.
-        name: the saved name or the variable that it was sent for, for messages.
+        dtype: the array's dtype, one of `DTYPES`.
+        shape: the array's shape.
+        digest: the array's digest, 16 bytes.
+        blob: the name of the blob with the array's elements, among the blobs of the trace.
+        name: the name of the save or the variable that contains the array, for error messages.
     """
 
     __slots__ = ("_load", "blob", "digest", "dtype", "name", "shape")
@@ -79,30 +80,34 @@ class ArrayRef:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the array's elements: what loading it brings."""
+        """The size of the array's elements in bytes."""
         return math.prod(self.shape) * itemsize(self.dtype)
 
     async def load(self) -> np.ndarray[Any, Any]:
-        """Fetch the array, read-only and checked against `digest`. Each call fetches it anew: keep what it returns.
+        """Download the array and check it against `digest`. The array is read-only.
 
-        Raises whatever the client that decoded the reference says: see `tracewire.ValueMissing`.
+        Each call downloads the array again: keep the result.
+
+        Raises:
+            RuntimeError: the reference was not decoded by a client.
+            Exception: the errors of the client's loader, such as `tracewire.ValueMissing`.
         """
         if self._load is None:
-            raise RuntimeError(f"{self!r} was decoded apart from a client, which alone knows where to load it from")
+            raise RuntimeError(f"{self!r} was not decoded by a client; only a client can load arrays")
         return await self._load(self)
 
     def __array__(self, *_: Any, **__: Any) -> NoReturn:
-        raise TypeError(self._elsewhere())
+        raise TypeError(self._not_loaded())
 
     def __getattr__(self, name: str) -> NoReturn:
-        what = f" has no {name!r}" if name.startswith("_") else f": {self._elsewhere()}"
-        raise AttributeError(f"{type(self).__name__}{what}")
+        reason = f" has no {name!r}" if name.startswith("_") else f": {self._not_loaded()}"
+        raise AttributeError(f"{type(self).__name__}{reason}")
 
-    def _elsewhere(self) -> str:
+    def _not_loaded(self) -> str:
         where = f" saved as {self.name!r}" if self.name else ""
         return (
-            f"this array of {self.nbytes} bytes{where} is a reference, whose values are still to be loaded: "
-            "await its load(), or tracewire.load(value) for all in a value"
+            f"this array of {self.nbytes} bytes{where} is a reference and not loaded yet: "
+            "await its load(), or tracewire.load(value) for all references in a value"
         )
 
     def __eq__(self, other: object) -> bool:
@@ -115,14 +120,16 @@ class ArrayRef:
         return f"<ArrayRef {self.dtype}{list(self.shape)}, {self.nbytes} bytes, digest {self.digest.hex()[:12]}>"
 
 
+#: Downloads the array of a reference.
 Loader: TypeAlias = "Callable[[ArrayRef], Awaitable[np.ndarray[Any, Any]]]"
 
+#: The loader of references that are decoded in the current context; see `loading_by`.
 current_loader: ContextVar[Loader | None] = ContextVar("tracewire_loader", default=None)
 
 
 @contextmanager
 def loading_by(loader: Loader | None) -> Iterator[None]:
-    """References decoded in this context load themselves by `loader`."""
+    """Within the `with` block, decoded references get `loader` for their `load`."""
     token = current_loader.set(loader)
     try:
         yield
@@ -134,16 +141,17 @@ _ITEMSIZES: Final = {"bool": 1, "complex64": 8, "complex128": 16, "bfloat16": 2}
 
 
 def itemsize(dtype: str) -> int:
-    """Bytes of one element."""
+    """The size in bytes of one element of a dtype in `DTYPES`, given by name."""
     known = _ITEMSIZES.get(dtype)
     if known is None:
         known = 1 if dtype.startswith("float8") else int(dtype.lstrip("uintfloa")) // 8
     return known
 
 
-ref_fields = msgspec.msgpack.Decoder(tuple[str, tuple[int, ...], bytes, str, str])
+ref_decoder = msgspec.msgpack.Decoder(tuple[str, tuple[int, ...], bytes, str, str])
 
 
-def wired_ref(ref: ArrayRef) -> Any:
+def encode_ref(ref: ArrayRef) -> Any:
+    """A reference's msgpack extension."""
     fields = (ref.dtype, ref.shape, ref.digest, ref.blob, ref.name)
     return msgspec.msgpack.Ext(REF, msgspec.msgpack.encode(fields))

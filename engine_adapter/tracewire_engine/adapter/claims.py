@@ -11,7 +11,7 @@ import msgspec
 from tracewire_bus.bus import Bus, Taken
 from tracewire_bus.store.control import Order
 from tracewire_bus.store.submission_queue import claim_command
-from tracewire_bus.wire.live_values import parted
+from tracewire_bus.wire.live_values import unpack_live
 from tracewire_bus.wire.messages import EngineInfo, Submission
 
 from .trace_run import TraceRun
@@ -50,7 +50,7 @@ class Claims:
                 submission = msgspec.structs.replace(submission, deadline_s=max(0.0, due - anyio.current_time()))
             live = run.live
             commands += [
-                records.create_command(submission, parted(submission.live), self._bus.retention_s),
+                records.create_command(submission, unpack_live(submission.live), self._bus.retention_s),
                 records.claim_command(
                     *(trace, engine, run.attempt),
                     closed=run.closed,

@@ -19,7 +19,7 @@ from tracewire_bus.store.trace_records import Opened, Overtaken, TraceEnded, can
 from tracewire_bus.transport.backoff import Backoff
 from tracewire_bus.transport.guard import Malformed
 from tracewire_bus.wire.codec import NewerSchema, encode
-from tracewire_bus.wire.live_values import parted
+from tracewire_bus.wire.live_values import unpack_live
 from tracewire_bus.wire.messages import Failure, Final, Status, StopWhen, Submission
 
 from .claims import Claims
@@ -334,6 +334,6 @@ class Intake:
 
 def _check_same(declared: bytes, now: bytes) -> None:
     """Live parameters have the names and forms that they were declared with."""
-    forms = [{name: value.form for name, value in parted(packed).items()} for packed in (declared, now)]
+    forms = [{name: value.form for name, value in unpack_live(packed).items()} for packed in (declared, now)]
     if forms[0] != forms[1]:
         raise ValueError(f"they were declared as {forms[0]}, and are {forms[1]}"[:1000])

@@ -20,7 +20,7 @@ from tracewire_bus.domain.intervention_checks import resolved
 from tracewire_bus.transport.backoff import Backoff
 from tracewire_bus.transport.errors import BusError, BusUnavailable
 from tracewire_bus.transport.tasks import Signal
-from tracewire_bus.wire.live_values import live_values, parted
+from tracewire_bus.wire.live_values import live_values, unpack_live
 from tracewire_bus.wire.messages import FirstToken, RawSteered, StopWhen
 from tracewire_bus.wire.packing import unpack
 from tracewire_engine.protocol.messages import Applied
@@ -72,7 +72,7 @@ class LiveTrace:
     ) -> None:
         self.run = run
         self.first_version = self.version = version
-        self._forms = {name: value.form for name, value in parted(packed).items()}
+        self._forms = {name: value.form for name, value in unpack_live(packed).items()}
         #: Accepted, and told by no event: version and encoded change, in order.
         self._unpublished: list[tuple[int, bytes]] = []
         for data in changes:

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from tracewire_bus.store.blobs import CHUNK_BYTES, Blobs, new_blob
-from tracewire_bus.wire.arrays import array_head
+from tracewire_bus.wire.arrays import array_header
 from tracewire_bus.wire.columns import NUMBER, Column, ColumnPart, encode_layout, record_digest
 from tracewire_bus.wire.digests import array_digest, dict_digest, digest, list_digest
 from tracewire_bus.wire.messages import Append, ColumnsManifest, Manifest, Set, StopWhen
@@ -120,7 +120,7 @@ def _heads(part: Part) -> tuple[bytes, bytes]:
     """The header of an array on the wire and in its digest; empty for a single number."""
     if not part.shape and part.dtype == "float32":
         return b"", b""
-    return array_head(part.dtype, part.shape, part.size)
+    return array_header(part.dtype, part.shape, part.size)
 
 
 class StepReads:

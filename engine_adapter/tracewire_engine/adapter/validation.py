@@ -17,7 +17,7 @@ import msgspec
 from tracewire_bus.domain.limits import LimitExceeded, check_size, check_submission, measure
 from tracewire_bus.domain.tree import ModuleTree
 from tracewire_bus.wire.codec import NewerSchema, check_schema, decode_submission
-from tracewire_bus.wire.live_values import LiveError, parted
+from tracewire_bus.wire.live_values import LiveError, unpack_live
 from tracewire_bus.wire.messages import Block, EngineInfo, Failure, Submission
 from tracewire_bus.wire.packing import unpack
 
@@ -139,7 +139,7 @@ class Validator:
         if not submission.invokes:
             raise Rejection("prompt", "a trace takes at least one prompt")
         try:
-            parted(submission.live)
+            unpack_live(submission.live)
         except LiveError as error:
             raise Rejection(f"live.{error.name}" if error.name else "live", error.message) from error
         try:
@@ -181,7 +181,7 @@ class Validator:
         key = bytes(_interventions.decode(data).interventions) + submission.live
         placed = self._placed.get(key)
         if placed is None:
-            live = {name: value.value for name, value in parted(submission.live).items()}
+            live = {name: value.value for name, value in unpack_live(submission.live).items()}
             placed = self._encoder.encode(place(interventions, self._tree, self._info.hidden_size, live))
             if len(key) <= _LONG:
                 if len(self._placed) >= _REMEMBERED:

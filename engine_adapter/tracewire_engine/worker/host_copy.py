@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import msgspec
 import torch
 
-from tracewire_bus.wire.arrays import array_head, array_payload, encoded_array
+from tracewire_bus.wire.arrays import array_header, array_payload, encoded_array
 from tracewire_bus.wire.digests import array_digest
 from tracewire_bus.wire.kinds import MAX_DEPTH, Unsavable
 from tracewire_bus.wire.messages import Append
@@ -142,13 +142,13 @@ class HostArray:
 
     def appended(self, name: str) -> bytes:
         """The encoded deltas of a step that adds it to the list `name`, and nothing else; waits for its elements."""
-        head, _ = array_head(self._dtype, self._shape, self._stop - self._start)
+        head, _ = array_header(self._dtype, self._shape, self._stop - self._start)
         return b"".join((_appending(name), head, self.raw()))
 
     def digest(self) -> bytes:
         """Its digest, taken when it is first asked for."""
         if not self._digest:
-            self._digest = array_digest(array_head(self._dtype, self._shape, self._stop - self._start)[1], self.raw())
+            self._digest = array_digest(array_header(self._dtype, self._shape, self._stop - self._start)[1], self.raw())
         return self._digest
 
     def same(self, other: HostArray) -> bool:

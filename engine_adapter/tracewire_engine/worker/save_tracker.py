@@ -33,7 +33,7 @@ from tracewire_bus.wire.arrays import encoded_array
 from tracewire_bus.wire.digests import dict_digest, digest, list_digest
 from tracewire_bus.wire.kinds import MAX_DEPTH, Unsavable, kind, length, path_key
 from tracewire_bus.wire.messages import Append, Delete, Delta, Manifest, Set
-from tracewire_bus.wire.packing import wire, wired_key
+from tracewire_bus.wire.packing import encode_key, wire
 from tracewire_engine.worker.blocks.save_marks import NoName
 from tracewire_engine.worker.blocks.time_limit import BlockTimeout, Budget, turn
 
@@ -594,7 +594,7 @@ def _take_back(leaf: _SetLeaf, held: set[Any] | None, size: int, digest: Any) ->
 def _key(key: Any, path: _Path) -> Any:
     """The form of a dict's key in a delta's path."""
     plain = path_key(key, path)
-    return wired_key(plain) if type(plain) is tuple else plain
+    return encode_key(plain) if type(plain) is tuple else plain
 
 
 def _check_gain(count: int, path: _Path) -> None:

@@ -10,7 +10,7 @@ from tracewire.error_mapping import bus_errors
 from tracewire.errors import InvalidChange, SteerRejected, TooManyChanges, TraceEnded, UnknownTrace, VersionConflict
 from tracewire_bus.store.trace_records import LiveState, SteerRefused, TraceMissing
 from tracewire_bus.store.trace_records import TraceEnded as RecordEnded
-from tracewire_bus.wire.ids import is_text
+from tracewire_bus.wire.ids import is_encodable
 
 if TYPE_CHECKING:
     from .session import Session
@@ -27,7 +27,7 @@ def check_trace_id(trace_id: Any) -> None:
     """
     if not isinstance(trace_id, str):
         raise TypeError(f"expected a trace's id, got {shown(trace_id)}")
-    if not is_text(trace_id):
+    if not is_encodable(trace_id):
         raise UnknownTrace(trace_id)
 
 

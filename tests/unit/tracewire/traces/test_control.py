@@ -330,7 +330,7 @@ async def test_an_id_is_not_used_again_when_its_trace_is_forgotten(
         ({"alpha": np.array([1.0, np.inf])}, "finite"),
         ({"alpha": [1, 2]}, "expected a number"),
         ({"alpha": None}, "expected a number"),
-        ({"alpha": np.zeros(300_000, np.float32)}, "may take 1048576"),
+        ({"alpha": np.zeros(300_000, np.float32)}, "the limit is 1048576"),
         ({f"p{number}": 0 for number in range(65)}, "at most 64"),
     ],
 )

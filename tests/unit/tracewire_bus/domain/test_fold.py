@@ -33,7 +33,7 @@ from tracewire_bus.wire.messages import (
     Set,
     Usage,
 )
-from tracewire_bus.wire.packing import wire, wired_key
+from tracewire_bus.wire.packing import encode_key, wire
 from tracewire_bus.wire.refs import ArrayRef
 
 
@@ -100,7 +100,7 @@ def containers(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, .
     if isinstance(value, dict):
         yield path, value
         for key, item in value.items():
-            yield from containers(item, (*path, wired_key(key)))
+            yield from containers(item, (*path, encode_key(key)))
     elif isinstance(value, list):
         yield path, value
         for index, item in enumerate(value):
@@ -121,10 +121,10 @@ def change(data: st.DataObject, saves: dict[str, Any]) -> Delta:
     if target and data.draw(st.booleans()):
         key = data.draw(st.sampled_from(list(target)))
         del target[key]
-        return Delete(path=(*path, wired_key(key)))
+        return Delete(path=(*path, encode_key(key)))
     key = data.draw(st.text(min_size=1, max_size=2) if target is saves else _keys)
     target[key] = copy.deepcopy(data.draw(_values))
-    return Set(path=(*path, wired_key(key)), value=wire(target[key]))
+    return Set(path=(*path, encode_key(key)), value=wire(target[key]))
 
 
 @settings(max_examples=200, deadline=None)

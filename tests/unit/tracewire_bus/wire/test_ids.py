@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tracewire_bus.wire.ids import FINAL_ID, event_id, is_text, parse_id
+from tracewire_bus.wire.ids import FINAL_ID, event_id, is_encodable, parse_id
 
 
 def test_ids_are_in_the_order_of_attempts_and_events() -> None:
@@ -27,5 +27,5 @@ def test_what_is_no_id(text: str) -> None:
 
 
 def test_half_of_a_surrogate_pair_is_no_text() -> None:
-    assert is_text("naïve \N{GRINNING FACE}")
-    assert not is_text("\ud800")
+    assert is_encodable("naïve \N{GRINNING FACE}")
+    assert not is_encodable("\ud800")

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tracewire_bus.wire.live_values import MAX_BYTES, MAX_NAMES, LiveError, cast_to, joined, live_values, parted
+from tracewire_bus.wire.live_values import MAX_BYTES, MAX_NAMES, LiveError, cast_to, live_values, pack_live, unpack_live
 
 
 def test_each_has_a_form() -> None:
@@ -34,7 +34,7 @@ def test_each_has_a_form() -> None:
         ({"a": np.array([1.0, np.inf])}, "a", "finite numbers"),
         ({"a": [1]}, "a", "got list"),
         ({"a": None}, "a", "got NoneType"),
-        ({"a": "x" * (MAX_BYTES + 1)}, "a", "may take"),
+        ({"a": "x" * (MAX_BYTES + 1)}, "a", "the limit is"),
         ({f"n{number}": 1 for number in range(MAX_NAMES + 1)}, "", f"at most {MAX_NAMES}"),
     ],
 )
@@ -68,8 +68,8 @@ def test_nothing_else_is(value: Any, form: str) -> None:
 
 def test_they_travel_together() -> None:
     given = live_values({"alpha": 0.5, "where": np.arange(3)})
-    came = parted(joined({name: one.packed for name, one in given.items()}))
+    came = unpack_live(pack_live({name: one.packed for name, one in given.items()}))
     assert {name: one.form for name, one in came.items()} == {name: one.form for name, one in given.items()}
     assert came["where"].value.tolist() == [0, 1, 2]
     with pytest.raises(LiveError, match="by name, got list"):
-        parted(b"\x90")
+        unpack_live(b"\x90")

@@ -45,9 +45,9 @@ def test_a_malformed_reference_is_refused(fields: tuple[Any, ...]) -> None:
         unpack(data)
 
 
-async def test_a_reference_decoded_by_nobody_in_particular_says_so() -> None:
+async def test_a_reference_that_no_client_decoded_cannot_load() -> None:
     ref = unpack(pack(ArrayRef("int8", (1,), bytes(16), "b")))
-    with pytest.raises(RuntimeError, match="apart from a client"):
+    with pytest.raises(RuntimeError, match="not decoded by a client"):
         await ref.load()
 
 
