@@ -1,7 +1,7 @@
-"""The bus of Tracewire: its messages and values, the streams they travel on, and what is folded from them.
+"""The bus of Tracewire: messages and values on the wire, their storage in Redis, and folding.
 
-Both sides import this package and it imports neither of them. Importing it, or any module of it, loads no Redis client
-and no NumPy: both come with their first use.
+The SDK and the engine import this package, and it imports neither. Importing this package or any of its modules loads
+neither a Redis client nor NumPy; each is loaded at its first use.
 """
 
 from typing import Any

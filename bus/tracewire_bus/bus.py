@@ -1,11 +1,11 @@
-"""The bus: queues, traces' streams and the engines' registry, in one Redis.
+"""The bus: the facade over all that Tracewire keeps in one Redis.
 
-`Bus` is what clients and engines open. Submissions go through a model's queue
-(`submission_queue.py`); every trace has a stream of events that anyone reads from any position (`reader.py`) and the
-engine that runs it appends to (`writer.py`); engines say what they serve under keys that expire.
+Clients and engines open a `Bus`. A client puts a submission onto the model's queue (`submission_queue.py`), and an
+engine takes it. The engine appends events to the trace's stream (`writer.py`), and any process reads the stream from
+any position (`reader.py`). Engines register themselves under keys that expire (`engine_registry.py`).
 
-While Redis is away, what may be done twice is tried again: reading and appending for as long as it takes, everything
-else for as long as the bus is patient.
+While Redis does not answer, commands are repeated: reads and appends without limit, all others for `patience_s`
+seconds.
 """
 
 from __future__ import annotations
@@ -82,15 +82,15 @@ logger = logging.getLogger("tracewire")
 T = TypeVar("T")
 
 _SCHEMES = (*SCHEMES, "embedded")
-#: How long opening connections ahead may take, in seconds.
+#: Longest time that `Bus.warm` takes, in seconds.
 _WARM_S: Final = 1.0
 
 
 class Bus:
-    """One process's end of the bus: `async with Bus.open(url) as bus`.
+    """One process's connection to the bus: `async with Bus.open(url) as bus`.
 
-    It owns one task and the connections; both end with its context. `aclose` may be called from another task than the
-    one that entered.
+    The bus owns the task that reads traces (on a cluster, one for each slot) and the connections. All end with its
+    context. Any task may call `aclose`.
     """
 
     def __init__(self, url: str, *, prefix: str, retention_s: float, patience_s: float) -> None:
@@ -98,7 +98,7 @@ class Bus:
             raise ValueError(
                 f"a bus's URL begins with {', '.join(f'{scheme}://' for scheme in _SCHEMES)}; got {redacted(url)!r}"
             )
-        #: What other processes open to be on the same bus. For `embedded://`, known once the bus is open.
+        #: The URL for other processes. For `embedded://`, the private server's URL once the bus is open.
         self.url = url
         self.keys = Keys(prefix)
         self._retention_s = retention_s
@@ -116,24 +116,29 @@ class Bus:
         self._leases: Leases | None = None
         self._registry: EngineRegistry | None = None
         self._memory: Memory | None = None
-        #: Parses whatever is read from Redis, and counts what is malformed.
+        #: Parses data from Redis, and counts malformed entries.
         self.guard = Guard()
 
     @classmethod
     def open(cls, url: str, *, prefix: str = "tw", retention_s: float = 3600.0, patience_s: float = 20.0) -> Self:
         """A bus on the Redis at `url`, connected when its context is entered.
 
-        `url` is `redis://`, `rediss://` (TLS) or `unix://`; with `redis+sentinel://host:port,host:port/service` the
-        master that sentinels name, with `redis+cluster://host:port,host:port` a cluster (either with `rediss`, too); or
-        `embedded://` for a private server that lives as long as the bus. All keys begin with `prefix`. A trace that
-        ends by this bus is kept for `retention_s` seconds then, unless an engine of its model has said how long. While
-        Redis is away, requests wait for up to `patience_s` seconds before they raise `BusUnavailable`.
+        Args:
+            url: `redis://`, `rediss://` (TLS) or `unix://` for one server;
+                `redis+sentinel://host:port,host:port/service` for the master that the sentinels name;
+                `redis+cluster://host:port,host:port` for a cluster (both also with `rediss`); `embedded://` for a
+                private server that ends with the bus.
+            prefix: the beginning of all keys; without braces.
+            retention_s: how long Redis keeps a trace that this bus ends, in seconds, unless an engine of the trace's
+                model has set another time.
+            patience_s: how long a command waits while Redis does not answer, in seconds, before it raises
+                `BusUnavailable`.
 
         Raises:
-            ValueError: `url` has another scheme, or `prefix` has braces; on entering, an option that there is not.
-            BusUnavailable: on entering; nothing answers there.
-            BusError: on entering; Redis refuses us.
-            EmbeddedServerError: on entering; no private server could be started.
+            ValueError: `url` has another scheme, or `prefix` has braces; on entering: `url` has an unknown option.
+            BusUnavailable: on entering: no Redis answers at `url`.
+            BusError: on entering: Redis refuses the connection.
+            EmbeddedServerError: on entering: the private server does not start.
         """
         return cls(url, prefix=prefix, retention_s=retention_s, patience_s=patience_s)
 
@@ -172,9 +177,9 @@ class Bus:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Close every subscription and connection, and stop the embedded server.
+        """Close all subscriptions, watches and connections, and stop the embedded server. Idempotent.
 
-        Idempotent; writers close by themselves.
+        Close writers and control readers before.
         """
         reader, self._reader = self._reader, None
         parts = reader, *self._watches, *self._edit_records, self._queue, self._blobs, self._snapshots
@@ -187,19 +192,20 @@ class Bus:
                     await part.aclose()
 
     async def warm(self) -> None:
-        """Open what a burst of traces would have to open in its midst: further connections for commands, and the
-        reader's; and ask what it would ask first. What cannot be opened, or not soon, is opened when it is needed.
+        """Open connections ahead of a burst of traces, and fetch the figure that the first submission needs.
+
+        A connection that fails, or that takes more than a second, is opened when it is needed.
         """
         if not isinstance(self._reader, Reader):
-            # On a cluster each slot has its own.
+            # On a cluster each slot has a reader of its own.
             return
         with anyio.move_on_after(_WARM_S):
             async with anyio.create_task_group() as group:
                 group.start_soon(self._connections.warm)
                 group.start_soon(self._reader.connect)
-                group.start_soon(self._ask_ahead)
+                group.start_soon(self._prefetch)
 
-    async def _ask_ahead(self) -> None:
+    async def _prefetch(self) -> None:
         with suppress(BusError):
             await self.memory.prefetch()
 
@@ -210,20 +216,20 @@ class Bus:
     # --- submissions --------------------------------------------------------------------------------------------------
 
     async def submit(self, submission: Submission, limit: int | None = None, retention_s: float | None = None) -> None:
-        """Queue a submission. A trace that was submitted before is not queued again.
+        """Create a trace's record and queue its submission. A trace id that was submitted before is not queued again.
 
-        `limit` is how many may wait, as `Queue.put` counts; 0 or None: any number.
-        `retention_s` is how long the model's engines keep a trace after its end, should it end before one has it.
+        `limit` is how many entries may wait, as `Queue.put` counts them; None or 0 for any number. `retention_s` is how
+        long Redis keeps the trace, in seconds, if the trace ends before an engine has it.
 
         Raises:
-            LimitExceeded: it is more than a submission may be.
-            LiveError: its live parameters are none.
-            QueueFull: too many wait.
+            LimitExceeded: the submission is too large, or has too many parts.
+            LiveError: its live parameters are malformed.
+            QueueFull: too many entries wait.
             TraceElsewhere: a trace of this id was submitted to another model.
-            BusFull: Redis has too little memory left. It was not queued, and may be submitted again later.
-            TraceEnded: a trace of this id has ended, so long ago that its events are gone.
-            BusError: Redis refused it.
-            BusUnavailable: Redis stayed away; it may have been queued, and can be submitted again.
+            BusFull: Redis has too little memory left. Nothing was queued; the call may be repeated later.
+            TraceEnded: a trace of this id has ended, and its events have expired.
+            BusError: Redis refuses.
+            BusUnavailable: Redis does not answer. The submission may have been queued; the call may be repeated.
         """
         check_submission(submission)
         data = encode(submission)
@@ -241,29 +247,28 @@ class Bus:
                 lease="" if submission.detach else submission.lease,
                 limit=limit,
                 tries=submission.max_attempts,
-                # Its record first: what is queued can be steered and cancelled.
+                # The record comes first, so that clients can steer and cancel a queued trace.
                 before=[creation],
             )
         except QueueFull:
-            # It does not exist.
             await self.records.forget(trace, model)
             if await self._connections.command("EXISTS", self.keys.submitted(model, trace)):
-                # But somebody queued the same one just now, and found our record.
+                # Another client queued the same trace meanwhile, on the record that was just removed.
                 await self._connections.command(*creation)
             raise
         if isinstance(created, bytes):
             await self.queue.withdraw(model, trace)
             raise TraceElsewhere(f"trace {trace} was submitted to model {created.decode('utf-8', 'replace')!r}")
         if created and before:
-            # It had a record once, and a queue entry: both went with what it left.
+            # The submission's mark is there, but the record was not: the trace has ended and its keys have expired.
             await self.records.forget(trace, model)
-            raise TraceEnded(f"trace {trace} has ended, and is forgotten but for its id")
+            raise TraceEnded(f"trace {trace} has ended, and has expired but for its id")
 
     async def submitted(self, *traces: tuple[str, str]) -> set[str]:
-        """Which of these traces, each after its model, were submitted, as far as Redis knows.
+        """Those of these pairs of model and trace whose submission Redis remembers. Returns the traces.
 
         Raises:
-            BusUnavailable: Redis stayed away.
+            BusUnavailable: Redis does not answer.
         """
         if not traces:
             return set()
@@ -273,12 +278,12 @@ class Bus:
 
     @property
     def registry(self) -> EngineRegistry:
-        """The engines that serve, and what each of them serves."""
+        """The registry of engines."""
         return _open(self._registry)
 
     @property
     def dead_letters(self) -> DeadLetters:
-        """Entries of all queues that no engine could answer."""
+        """The dead-letter queue of all models."""
         return _open(self._dead_letters)
 
     @property
@@ -288,36 +293,36 @@ class Bus:
 
     @property
     def memory(self) -> Memory:
-        """How much memory Redis has left."""
+        """The memory of Redis."""
         return _open(self._memory)
 
     @property
     def queue(self) -> Queue:
-        """The models' queues."""
+        """The queues of all models."""
         return _open(self._queue)
 
     @property
     def blobs(self) -> Blobs:
-        """The large arrays of traces, over connections of their own."""
+        """The large arrays of all traces, over connections of their own."""
         return _open(self._blobs)
 
     @property
     def snapshots(self) -> Snapshots:
-        """Traces' states at an event, and the trimming of their streams, over connections of their own."""
+        """The snapshots of all traces, over connections of their own."""
         return _open(self._snapshots)
 
     # --- standing interventions ---------------------------------------------------------------------------------------
 
     @property
     def edits(self) -> Edits:
-        """What is installed on all engines of a model."""
+        """The standing interventions of all models."""
         return Edits(self._connections, self.keys)
 
     def edit_records(self, model: str, edit: str, since: str = "now") -> EditRecords:
-        """Follow what an edit leaves on requests that are no traces: see `Edits.records`. Whoever asks closes it.
+        """Follow the saves of an edit on requests that are not traces: see `Edits.records`.
 
         Raises:
-            ValueError: `since` is no place to begin at.
+            ValueError: `since` is neither `"start"` nor `"now"` nor an entry's id.
         """
         records = self.edits.records(model, edit, since)
         self._edit_records.add(records)
@@ -327,35 +332,35 @@ class Bus:
 
     @property
     def records(self) -> Records:
-        """What the bus knows of each trace, and what can be asked of one: steering, cancelling, deadlines, leases."""
+        """The records of all traces: live parameters, cancellation, pauses, deadlines."""
         return _open(self._records)
 
     @property
     def retention_s(self) -> float:
-        """How long a trace that ends by this bus is kept, in seconds, where its engines said nothing else."""
+        """How long Redis keeps a trace that this bus ends, in seconds, unless the trace's record says another time."""
         return self._retention_s
 
     @property
     def patience_s(self) -> float:
-        """How long requests wait while Redis is away, in seconds."""
+        """How long commands wait while Redis does not answer, in seconds."""
         return self._patience_s
 
     @property
     def finished(self) -> Finished:
-        """All finished traces, and the bounds over them."""
+        """The finished traces, and the bounds over them."""
         return Finished(self._connections, self.keys)
 
     def link(self) -> Link:
-        """A connection of one's own, which waits behind nobody's calls. Whoever asks drops it."""
+        """A new link with a connection of its own. The caller drops it."""
         return self._connections.link()
 
     async def cancel(self, trace: str, *, by: str, reason: str = "") -> None:
-        """Have a trace end as `cancelled`: its engine is asked to, or, where none lives that runs it, it ends now.
+        """Cancel a trace. Asks the engine that runs the trace; if no live engine does, the trace ends at once.
 
         Raises:
-            TraceEnded: it had ended before.
+            TraceEnded: the trace had ended before.
             TraceMissing: there is no such trace.
-            BusUnavailable: Redis stayed away.
+            BusUnavailable: Redis does not answer; the trace may have been cancelled.
         """
         engine, model = await self.records.cancel(trace, by=by, reason=reason)
         if engine and not await self.registry.alive(engine):
@@ -364,30 +369,30 @@ class Bus:
             await self.queue.withdraw(model, trace)
 
     async def sweep(self, tags: Sequence[str]) -> None:
-        """End what is past its deadline and runs nowhere, among the traces of these hash tags.
+        """End the traces of these hash tags that are past their deadline and that no engine runs.
 
         Raises:
-            BusUnavailable: Redis stayed away.
+            BusUnavailable: Redis does not answer.
         """
         for trace, model in await self.records.sweep(tags):
             await self.queue.withdraw(model, trace)
 
     async def cancel_orphans(self, model: str, lease: str, *, by: str) -> None:
-        """End what waits for `model` on a lease that is gone.
+        """End the traces that wait for `model` under a lease that has expired. `by` is who cancels them.
 
         Raises:
-            BusUnavailable: Redis stayed away.
+            BusUnavailable: Redis does not answer.
         """
         for taken in await self.queue.withdraw_lease(model, lease):
             try:
-                # Whatever its record says, nobody runs it: an engine that was lost, or left, has it no more.
+                # No engine runs a trace that waits, even if its record names one: that engine was lost or has left.
                 await self.records.cancel(taken.trace, by=by, reason="its submitter has gone", force=True)
             except (TraceEnded, TraceMissing):
                 pass
             await self.queue.done(model, taken.trace)
 
     def control(self, engine: str) -> ControlReader | SlotControlReaders:
-        """Reads what is asked of an engine's traces. Whoever asks closes it."""
+        """A reader of the orders to an engine. The caller closes it."""
         if self._connections.clustered:
             return SlotControlReaders(self._connections, self.keys, engine)
         return ControlReader(self._connections.link(), self.keys, engine, guard=self.guard)
@@ -395,27 +400,28 @@ class Bus:
     def writer(self, *, memory_patience_s: float = 60.0) -> Writer:
         """A writer of events, with a connection of its own: `async with bus.writer() as writer`.
 
-        An event waits for `memory_patience_s` seconds for a Redis that is full. Close it before the bus.
+        If Redis has no memory left, an event waits for up to `memory_patience_s` seconds. Close the writer before the
+        bus.
         """
         self.blobs.keep()
         return Writer(
             self._connections,
             self.keys,
             self._retention_s,
-            self.queue.settled,
+            self.queue.note_settled,
             patience_s=memory_patience_s,
             before=self.blobs.repeat,
         )
 
     def read(self, trace: str, since: str = "start") -> Subscription:
-        """Subscribe to a trace's entries: those after `since`, then what comes, up to the final one.
+        """Subscribe to a trace's entries: those after `since`, then new ones, up to the final one.
 
-        `since` is `"start"`, `"now"` (after what is there when the subscription starts: see its `start`), or the id of
-        an entry. A trace that does not exist is waited for; one that was there and is gone is a `StreamGone`. In place
-        of entries that were trimmed comes a `Gap`, with the state after them.
+        `since` is `"start"`, `"now"` (the stream's end when the subscription starts: see `Subscription.start`), or the
+        id of an entry. The subscription waits for a trace that does not exist yet. If the trace has expired or was
+        dropped, it raises `StreamGone`. In place of trimmed entries it yields a `Gap` with the state after them.
 
         Raises:
-            ValueError: `since` is nothing of that.
+            ValueError: `since` is none of these.
         """
         if self._reader is None:
             raise anyio.ClosedResourceError
@@ -425,38 +431,38 @@ class Bus:
         )
 
     def watch(self, since: str = "now") -> Watch:
-        """Follow what becomes of all traces, from `since` on: `"start"`, `"now"`, or a watch's position.
+        """Follow the lifecycle events of all traces from `since` on: `"start"`, `"now"`, or a watch's position.
 
-        Whoever asks closes it. It has a connection of its own.
+        The watch has a connection of its own. The caller closes it.
 
         Raises:
-            ValueError: `since` is nothing of that.
+            ValueError: `since` is none of these.
         """
         watch = Watch(self._connections, self.keys, since)
         self._watches.add(watch)
         return watch
 
     def watch_group(self, group: str, consumer: str, since: str = "now", idle_s: float = 60.0) -> GroupWatch:
-        """Be one of the readers that share what becomes of all traces: see `GroupWatch`.
+        """Follow the lifecycle events of all traces as one reader of a group that shares them: see `GroupWatch`.
 
-        Whoever asks closes it. It has a connection of its own.
+        The watch has a connection of its own. The caller closes it.
 
         Raises:
-            ValueError: `since` is nothing that a watch takes, a name is empty, or `idle_s` is not positive.
+            ValueError: `since` is no position, a name is empty, or `idle_s` is not positive.
         """
         if not group or not consumer or not idle_s > 0:
-            raise ValueError("a group and a consumer have names, and its consumers a positive time to be idle")
+            raise ValueError("group and consumer must not be empty, and idle_s must be positive")
         watch = GroupWatch(self._connections, self.keys, group, consumer, since, idle_s)
         self._watches.add(watch)
         return watch
 
     @property
     def watch_groups(self) -> Groups:
-        """The groups of readers of the firehose."""
+        """The groups of readers of lifecycle events."""
         return Groups(self._connections, self.keys)
 
     async def tail_id(self, trace: str) -> str:
-        """Id of a trace's last entry, `"0-0"` if there is none."""
+        """Id of the last entry on a trace's stream, `"0-0"` if there is none."""
         return await tail_id(self._connections, self.keys.events(trace))
 
     @property
@@ -465,35 +471,39 @@ class Bus:
         return self._connections.broken_at
 
     def recovery(self, model: str) -> Recovery:
-        """Looks after what engines that are gone had taken of a model's queue."""
+        """The recovery of a model's traces from lost engines."""
         return Recovery(self, model)
 
     async def exists(self, trace: str) -> bool:
-        """Whether a trace has been submitted or has events, and is not yet forgotten."""
+        """Whether a trace has a record or events, and neither has expired."""
         keys = self.keys.record(trace), self.keys.events(trace)
         return any(await self._connections.commands(*(("EXISTS", key) for key in keys)))
 
     # --- anything else ------------------------------------------------------------------------------------------------
 
     async def command(self, *command: Any) -> Any:
-        """One Redis command and its raw reply, for tools. It is sent again if the connection breaks under it.
+        """Execute one Redis command and return the raw reply, for tools. Sent again if the connection breaks.
 
         Raises:
-            BusError: Redis refused it.
-            BusUnavailable: Redis stayed away.
+            BusError: Redis refuses.
+            BusUnavailable: Redis does not answer.
         """
         return await self._connections.command(*command, alone=True)
 
 
 def _open(part: T | None) -> T:
-    """A part of a bus that is open."""
+    """The part, if the bus is open.
+
+    Raises:
+        anyio.ClosedResourceError: the bus is not open.
+    """
     if part is None:
         raise anyio.ClosedResourceError
     return part
 
 
 def _port(url: str) -> str:
-    """The option of `tracewire redis` that starts a Redis at `url`, if it can start one there."""
+    """The option of `tracewire redis` that starts a Redis at `url`; `""` if the command cannot start one there."""
     parts = parsed(url)
     if parts.scheme != "redis" or parts.hostname not in ("localhost", "127.0.0.1"):
         return ""
@@ -501,7 +511,12 @@ def _port(url: str) -> str:
 
 
 async def _check(connections: Connections) -> None:
-    """Whether Redis is there and lets us in. Asked once: whoever opens a bus wants to know."""
+    """Check with one PING that Redis answers.
+
+    Raises:
+        BusUnavailable: Redis does not answer.
+        BusError: Redis refuses.
+    """
     try:
         (reply,) = await connections.once(("PING",))
     except Exception as error:

@@ -1,11 +1,12 @@
-"""What becomes of the traces of an engine that has gone.
+"""Recovery of the traces of lost engines.
 
-An engine's entry in the registry is its lease. Whoever serves or waits for a model looks at times whether those that
-have taken its submissions are there still (`Recovery`). What a lost one had waits
-again, and runs as its next attempt; what had no try left is ended, and kept as a dead letter.
+An engine's entry in the registry is its lease. Engines of a model, and clients that wait for a trace of it, look at
+times whether the engines that have taken submissions are still registered (`Recovery`). The traces of a lost engine go
+back onto the queue and run as their next attempt. A trace without an attempt left ends as failed, and its submission
+becomes a dead letter.
 
-Nothing rests on the lost engine's being dead. One that was only slow, or cut off, finds its traces taken by number
-(`trace_records.py`) and its events refused by the stream.
+The lost engine need not be dead. An engine that was only slow or cut off finds that a later attempt has its traces
+(`trace_records.py`), and Redis refuses its events.
 """
 
 from __future__ import annotations
@@ -27,29 +28,29 @@ __all__ = ["Recovery", "lost_for_good"]
 
 logger = logging.getLogger("tracewire")
 
-#: How long an engine must be missing for one who cannot tell whether Redis itself was away, in seconds. One that lives
-#: has renewed its entry by then.
+#: How long an engine must be missing to count as lost while Redis has answered for less than `CERTAIN_S`, in seconds.
+#: A running engine renews its registry entry in this time.
 PATIENCE_S: Final = 3.0
-#: For how long Redis must have answered for an absence to be proof, in seconds: longer than an engine's lease.
+#: Once Redis has answered for so long, a missing engine counts as lost at once, in seconds: longer than its lease.
 CERTAIN_S: Final = 8.0
-#: What may lie between two looks, in seconds, for the second to be such proof. In more, Redis may have kept everybody
-#: waiting without a word, or we alone looked away: others had no time to renew what ran out meanwhile.
+#: After a longer time between two looks, in seconds, `CERTAIN_S` starts again: Redis or this process may have stalled,
+#: and running engines may not have been able to renew their entries.
 STALL_S: Final = 3.0
-#: For how long what waits again must have done so before its readers are told, in seconds. An engine that was only slow
-#: takes it again at once, and goes on with it: it could not behind that word.
-TOLD_S: Final = 1.0
+#: How long a trace must have waited before `Waiting` is published, in seconds. An engine that was only slow takes its
+#: trace again at once and goes on with it, which it could not do after that event.
+PUBLISH_AFTER_S: Final = 1.0
 
 
 class RecoverableBus(Protocol):
-    """What a recovery needs of the bus."""
+    """The part of the bus that a recovery uses."""
 
     @property
     def queue(self) -> Queue:
-        """The models' queues."""
+        """The queues of all models."""
 
     @property
     def records(self) -> Records:
-        """The traces' records."""
+        """The records of all traces."""
 
     @property
     def broken_at(self) -> float:
@@ -57,32 +58,34 @@ class RecoverableBus(Protocol):
 
     @property
     def registry(self) -> EngineRegistry:
-        """The engines that serve."""
+        """The registry of engines."""
 
 
 class Recovery:
-    """Looks after the submissions of one model that engines have taken. Not for concurrent use."""
+    """Finds lost engines of one model and puts their traces back onto its queue. Not for concurrent use."""
 
     def __init__(self, bus: RecoverableBus, model: str) -> None:
         self._bus = bus
         self._model = model
+        #: Since when Redis has answered without a stall, and the time of the last look.
         self._since: float | None = None
         self._looked = -math.inf
+        #: For each missing engine, since when it is missing.
         self._missing: dict[str, float] = {}
-        #: What waits again, and since when, by trace: the attempt that is over, and why it waits.
-        self._again: dict[str, tuple[float, int, str]] = {}
+        #: For each trace that was put back: since when it waits, the attempt that is over, and the reason.
+        self._waiting: dict[str, tuple[float, int, str]] = {}
         self._who = uuid.uuid4().hex
-        #: Whether, as of the last look, this one of all that look sees to what is taken by nobody that lives.
+        #: Whether this process had the role, at the last look, in which one process ends the traces that were given up.
         self.has_role = False
 
     async def look(self, but: str = "") -> list[str]:
-        """Find the engines that are gone, except `but`, and let what they had wait again. Returns their names.
+        """Find lost engines, except `but`, and put their traces back onto the queue. Returns the engines' names.
 
-        After Redis was away or slow, or when it is first asked, it takes an engine for gone only when it stays missing
-        for some seconds: entries in the registry may have run out with nobody able to renew them.
+        At the first look, and after Redis did not answer or was slow, an engine counts as lost only when it has been
+        missing for some seconds, since running engines may not have been able to renew their entries.
 
         Raises:
-            BusUnavailable: Redis stayed away.
+            BusUnavailable: Redis does not answer.
         """
         names = [name for name in await self._bus.queue.holders(self._model) if name != but]
         alive = await self._bus.registry.alive(*names)
@@ -99,39 +102,38 @@ class Recovery:
         for name in gone:
             why, which = f"engine {name} was lost while it ran this trace", list[tuple[str, int]]()
             back = await self._bus.queue.put_back(self._model, name, why, lost=True, which=which)
-            self._again |= {trace: (now, attempt, why) for trace, attempt in which}
+            self._waiting |= {trace: (now, attempt, why) for trace, attempt in which}
             del self._missing[name]
             if back:
-                logger.warning("engine %s has gone: %d traces of %s wait again", name, back, self._model)
+                logger.warning("engine %s was lost: %d traces of %s wait again", name, back, self._model)
         self.has_role = await self._bus.queue.acquire_role(self._model, "engines" if but else "clients", self._who)
         if gone or self.has_role:
             await self.finish_given_up()
-        await self._tell(now)
+        await self._publish_waiting(now)
         return gone
 
-    async def _tell(self, now: float) -> None:
-        """Tell the readers of what has waited for a while that it does. Nothing rests on it: it is not repeated."""
-        due = {trace: one for trace, one in self._again.items() if now - one[0] >= TOLD_S}
+    async def _publish_waiting(self, now: float) -> None:
+        """Publish `Waiting` for the traces that have waited for a while. It only informs readers: no retry."""
+        due = {trace: one for trace, one in self._waiting.items() if now - one[0] >= PUBLISH_AFTER_S}
         if not due:
             return
         for trace in due:
-            del self._again[trace]
+            del self._waiting[trace]
         waiting = await self._bus.queue.still_waiting(self._model, list(due))
         by_reason: dict[str, list[tuple[str, int]]] = {}
         for trace in waiting:
             _, attempt, why = due[trace]
             by_reason.setdefault(why, []).append((trace, attempt))
         for why, attempts in by_reason.items():
-            await self._bus.records.wait(attempts, why)
+            await self._bus.records.publish_waiting(attempts, why)
 
     async def finish_given_up(self) -> None:
-        """End what was given up.
+        """End the traces that were given up: publish the final event, add the dead letter, settle the queue entry.
 
-        Each step may be repeated, so that whoever does it may die anywhere: the end, then the dead letter, then the
-        entry.
+        Each step may be repeated, so a process that dies in between leaves nothing undone: the next look goes on.
 
         Raises:
-            BusUnavailable: Redis stayed away.
+            BusUnavailable: Redis does not answer.
         """
         for taken in await self._bus.queue.given_up(self._model):
             failure = lost_for_good(taken)
@@ -143,7 +145,7 @@ class Recovery:
 
 
 def lost_for_good(taken: Taken) -> Failure:
-    """What a trace ends with whose engines were lost as often as it may be tried."""
+    """The error of a trace that was given up."""
     why = taken.why or "its engine was lost"
     tried = "" if taken.tries <= 1 else f"it was tried {taken.lost} times, and each time its engine was lost; "
     return Failure(type="EngineLost", message=f"{tried}{why}")

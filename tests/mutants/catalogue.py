@@ -402,14 +402,14 @@ MUTANTS = (
     _of(
         f"{_BUS}/store/lifecycle.py",
         "a-watch-goes-on-at-the-wrong-place",
-        "            self._told[name] = id_\n",
+        "            self._returned[name] = id_\n",
         "",
         _LIFECYCLE + "::test_a_watch_goes_on_from_a_position_without_a_repeat",
     ),
     _of(
         f"{_BUS}/store/watch_groups.py",
         "what-a-member-had-is-never-acknowledged",
-        """                await self._insist(("XACK", name, self._group, entry_id(id_)))\n""",
+        """                await self._ask_until_answered(("XACK", name, self._group, entry_id(id_)))\n""",
         "",
         _WATCH_GROUPS + "::test_what_was_not_acknowledged_comes_again_under_the_same_name",
     ),
@@ -446,8 +446,8 @@ MUTANTS = (
     _of(
         f"{_BUS}/store/edits.py",
         "a-disabled-edit-is-read-as-enabled",
-        """told = disabled.decode("utf-8", "replace")""",
-        """told = \"\"""",
+        """reason = disabled.decode("utf-8", "replace")""",
+        """reason = \"\"""",
         "tests/unit/tracewire_bus/store/test_edits.py::test_a_disabled_edit_stays_so_until_it_is_installed_anew",
     ),
     _of(
@@ -655,7 +655,7 @@ MUTANTS = (
     _of(
         f"{_ENGINE}/adapter/service.py",
         "nobody-hears-that-a-trace-waits-again",
-        "            await self._bus.records.wait(which, why)\n",
+        "            await self._bus.records.publish_waiting(which, why)\n",
         "",
         _LEASES_ENGINE_LOSS + "::test_an_engine_that_leaves_tells_that_its_traces_wait",
         hangs=True,

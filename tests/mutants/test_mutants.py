@@ -43,7 +43,7 @@ def test_only_a_test_that_fails_as_tests_do_counts() -> None:
     found = run_mutants(
         [
             _of_keys("noticed", "{{{self.tag(trace)}}}:events:", "{self.tag(trace)}:events:"),
-            _of_keys("unnoticed", "Names of everything that", "The names of everything that"),
+            _of_keys("unnoticed", "Names of all keys that", "The names of all keys that"),
             _of_keys("not imported", "from zlib import crc32", "from zlib import crc33 as crc32"),
             _of_keys("undefined", 'return f"t{crc32(', 'return f"t{crc34('),
             _of_keys("not compiled", "class Keys:", "class Keys"),

@@ -1,13 +1,12 @@
 """Blobs: the bytes of large arrays, beside the stream whose events refer to them.
 
-An array above a threshold does not stand in its event. The event carries an
-`ArrayRef`, and the bytes lie in chunks in a hash of the trace's, where whoever wants
-them fetches them and nobody else pays for them. A chunk is small enough that neither Redis nor an event loop is held up
-by one, and blobs go over connections of their own, so that no event queues behind them.
+The event of an array above a threshold carries an `ArrayRef` instead of the bytes. The bytes lie in chunks in a hash,
+and only consumers that load the array fetch them. Chunks are small, so that a chunk delays neither Redis nor an event
+loop for long. Blobs go over connections of their own, so that no event waits behind them.
 
-All blobs of a trace are one key, which shares the trace's hash tag and its life: it is bounded from the first chunk on,
-and goes with the trace's stream. A blob is complete before anything that refers to it is published: what a reader finds
-missing has expired.
+One hash holds all blobs of a trace. It shares the trace's hash tag, has an expiry from the first chunk on, and expires
+with the trace's stream. The engine completes a blob before it publishes a reference, so a blob that a reader does not
+find has expired.
 """
 
 from __future__ import annotations
@@ -39,72 +38,69 @@ __all__ = ["CHUNK_BYTES", "THRESHOLD_BYTES", "BlobMissing", "Blobs", "chunk_coun
 
 logger = logging.getLogger("tracewire")
 
-#: Bytes of one chunk; a blob's last is shorter. One moves in well under 10 ms, in which Redis serves nobody else.
+#: Size of a chunk in bytes; the last is shorter. Redis serves no other client while it moves one, well under 10 ms.
 CHUNK_BYTES: Final = 1024 * 1024
-#: Arrays of more bytes than this go into blobs, unless an engine was told otherwise.
+#: Arrays of more bytes than this go into blobs, unless an option of the engine says another number.
 THRESHOLD_BYTES: Final = 256 * 1024
-#: How long the blobs of a trace are kept that no engine has accepted, in seconds from the first of them.
+#: How long Redis keeps the blobs of a trace that no engine has accepted, in seconds from the first chunk.
 UNACCEPTED_S: Final = 24 * 3600
-#: For how long, in seconds, and in how many bytes chunks are kept that Redis has acknowledged: as events are.
+#: For how many seconds, and up to how many bytes, `Blobs` keeps acknowledged chunks to write them again.
 KEEP_S: float = 5.0
 KEEP_BYTES: int = 64 * 1024 * 1024
 
 _EXPIRE_ONCE: Final = Script("expire_once")
-# Redis takes twice as long over a chunk that a script writes, so only the first one, which may make the key, goes that
-# way: no key is left without an expiry.
+# Redis takes twice as long for a chunk that a script writes. So only the first chunk goes through the script, which
+# creates the key together with its expiry.
 _BEGIN: Final = Script("blob_begin")
 
-_OTHER: Final = "its bytes are not those that the reference is of"
+_MISMATCH: Final = "its bytes do not match the reference"
 
 
 class BlobMissing(BusError, LookupError):
-    """A blob is not there, or not whole, or not what its reference says."""
+    """A blob is missing or incomplete, or its bytes do not match its reference."""
 
 
 def new_blob() -> str:
-    """A name for a blob that no other has, in whatever attempt of its trace."""
+    """A random name for a blob, unique over all attempts of its trace."""
     return secrets.token_hex(8)
 
 
 def chunk_count(nbytes: int) -> int:
-    """How many chunks a blob of `nbytes` has."""
+    """The number of chunks of a blob of `nbytes` bytes."""
     return math.ceil(nbytes / CHUNK_BYTES)
 
 
 class Blobs:
-    """The blobs of one bus, over connections of their own, which are opened on first use.
-
-    Any task may use it. The connections end with `aclose`.
-    """
+    """The blobs of one bus, over connections of their own, which open on first use. Any task may use it."""
 
     def __init__(self, connections: Connections, keys: Keys) -> None:
         self._connections = connections
         self._keys = keys
-        #: Chunks that Redis acknowledged of late, and when, once somebody has said that they may have to be repeated.
+        #: Recently acknowledged chunks: time, trace, blob, number and bytes. None until `keep` is called.
         self._kept: deque[tuple[float, str, str, int, Any]] | None = None
         self._kept_bytes = 0
 
     def keep(self) -> None:
-        """Keep what is written from now on for some seconds, for `repeat`."""
+        """Keep each chunk written from now on for some seconds after its acknowledgement, for `repeat`."""
         if self._kept is None:
             self._kept = deque()
 
     async def repeat(self) -> None:
-        """Write again what was kept: a server that came back may lack it.
+        """Write the kept chunks again, for a server that restarted and may have lost them.
 
         Raises:
-            BusError: Redis refused it.
-            BusUnavailable: it stayed away.
+            BusError: Redis refuses.
+            BusUnavailable: Redis does not answer.
         """
         for _, trace, blob, number, chunk in list(self._kept or ()):
             try:
                 await self._put(trace, blob, number, chunk, refuse_full=True)
             except BusFull:
-                # Whoever loads it finds it missing, should it be.
+                # If the chunk is missing, loading the blob raises `BlobMissing`.
                 logger.warning("a chunk of a large value of trace %s may be missing: Redis has no memory left", trace)
 
     async def aclose(self) -> None:
-        """Close the connections that are idle; those in use are closed after it."""
+        """Close idle connections now, and the others at the end of their commands."""
         await self._connections.aclose()
 
     # --- writing ------------------------------------------------------------------------------------------------------
@@ -112,12 +108,14 @@ class Blobs:
     async def put(
         self, trace: str, blob: str, number: int, chunk: Any, *, wait: bool = False, refuse_full: bool = False
     ) -> None:
-        """Write chunk `number` of a blob (bytes or a buffer of them). With `wait`, for as long as Redis is away.
+        """Write chunk `number` of a blob: bytes, or a buffer of bytes.
+
+        With `wait`, the call waits without limit while Redis does not answer.
 
         Raises:
-            BusFull: it has no memory left, and `refuse_full` says not to wait for it.
-            BusError: Redis refused it.
-            BusUnavailable: it stayed away, and nobody said to `wait`.
+            BusFull: Redis has no memory left, and `refuse_full` is true; otherwise the call waits for memory.
+            BusError: Redis refuses.
+            BusUnavailable: Redis does not answer, and `wait` is false.
         """
         backoff = Backoff()
         while True:
@@ -138,26 +136,26 @@ class Blobs:
         commands: list[tuple[Any, ...]] = [_BEGIN((key,), UNACCEPTED_S, field, chunk)]
         if number:
             commands = [("HSET", key, field, chunk), _EXPIRE_ONCE((key,), UNACCEPTED_S)]
-        # Twice is once: it is the same field.
+        # Idempotent: a repeat writes the same field.
         await self._connections.commands(*commands, refuse_full=refuse_full)
 
     def _remember(self, kept: deque[tuple[float, str, str, int, Any]], one: tuple[float, str, str, int, Any]) -> None:
         kept.append(one)
         self._kept_bytes += len(one[-1])
-        # Not by the clock while Redis is away: nothing is written then.
+        # Runs only when a chunk is acknowledged, so chunks are not dropped while Redis does not answer.
         while kept and (kept[0][0] < one[0] - KEEP_S or self._kept_bytes > KEEP_BYTES):
             self._kept_bytes -= len(kept.popleft()[-1])
 
     async def store(self, trace: str, array: Any, name: str = "") -> ArrayRef:
-        """Write an array that an engine is to use, chunk by chunk, and return the reference to it.
+        """Write an array for an engine, chunk by chunk. Returns the reference to it, with `name` as the array's name.
 
         Engines share such an array between traces by its digest, which is therefore that of `content_hash`.
 
         Raises:
-            Unsavable: `array` cannot travel.
+            Unsavable: `array` has no form on the wire.
             BusFull: Redis has no memory left.
-            BusError: Redis refused it.
-            BusUnavailable: it stayed away.
+            BusError: Redis refuses.
+            BusUnavailable: Redis does not answer.
         """
         plain = array_of(array)
         state = content_hash(plain.dtype.name, plain.shape)
@@ -171,45 +169,45 @@ class Blobs:
     # --- reading ------------------------------------------------------------------------------------------------------
 
     async def chunks(self, trace: str, ref: ArrayRef) -> AsyncIterator[bytes]:
-        """The chunks of a blob that `store` wrote, in order, checked against the reference with the last.
+        """The chunks of a blob that `store` wrote, in order. After the last one, the digest is compared.
 
         Raises:
-            BlobMissing: one is not there, or they are not what the reference says.
-            BusUnavailable: Redis stayed away.
+            BlobMissing: a chunk is missing, or the bytes do not match the reference.
+            BusUnavailable: Redis does not answer.
         """
         state = content_hash(ref.dtype, ref.shape)
         async for chunk in self._chunks(trace, ref):
             state.update(chunk)
             yield chunk
         if state.digest() != ref.digest:
-            raise BlobMissing(_OTHER)
+            raise BlobMissing(_MISMATCH)
 
     async def _chunks(self, trace: str, ref: ArrayRef) -> AsyncIterator[bytes]:
         left = ref.nbytes
         for number in range(chunk_count(left)):
             chunk = await self._connections.command("HGET", self._keys.blobs(trace), f"{ref.blob}:{number}")
             if chunk is None:
-                raise BlobMissing(f"chunk {number} of {chunk_count(ref.nbytes)} is not there: it has expired")
+                raise BlobMissing(f"chunk {number} of {chunk_count(ref.nbytes)} is missing: it has expired")
             left -= len(chunk)
             if len(chunk) > CHUNK_BYTES or left < 0:
                 break
             yield chunk
         if left:
-            raise BlobMissing(_OTHER)
+            raise BlobMissing(_MISMATCH)
 
     async def load(self, trace: str, ref: ArrayRef) -> np.ndarray[Any, Any]:
-        """The array that a reference stands for, read-only.
+        """Load the array of a reference. The array is read-only.
 
         Raises:
-            BlobMissing: it is not there, not whole, or not what the reference says.
-            BusUnavailable: Redis stayed away.
+            BlobMissing: a chunk is missing, or the bytes do not match the reference.
+            BusUnavailable: Redis does not answer.
         """
-        # Grown as it comes: what a reference says of its size is only a claim.
+        # Not allocated ahead: the size in the reference comes from the wire and may be wrong.
         raw = bytearray()
         async for chunk in self._chunks(trace, ref):
             raw += chunk
         if not any(_digest_of(raw, take(ref.dtype, ref.shape)) == ref.digest for take in (array_hash, content_hash)):
-            raise BlobMissing(_OTHER)
+            raise BlobMissing(_MISMATCH)
         return array_from_raw(ref.dtype, ref.shape, raw)
 
 

@@ -1,8 +1,8 @@
-"""Control streams: what an engine is asked to do, for the traces that it runs or altogether.
+"""Control streams: the orders to an engine, for one of its traces or for the whole engine.
 
-There is one for each engine and hash tag of traces, so that a script that changes a trace's record (`trace_records.py`)
-can put an order on it in the same breath. An engine reads all of its own in one call, or, on a cluster, in one for each
-slot. What is no single trace's stands on the first of them.
+Each engine has one control stream for each hash tag of traces. So the script that changes a trace's record
+(`trace_records.py`) can also put the order on the stream. An engine reads all its streams in one call; on a cluster, in
+one call for each slot. Orders to the whole engine are on the stream of the first hash tag.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ __all__ = ["ControlReader", "Order", "SlotControlReaders", "drain_command"]
 
 logger = logging.getLogger("tracewire")
 
-#: How many orders are read at once.
+#: Number of orders that one read returns at most, for each stream.
 _PAGE: Final = 512
-#: On a cluster, how long one wait at a node lasts, in milliseconds: it does not hear of a key that is being moved.
+#: On a cluster, how long one read waits, in milliseconds. A waiting read does not see entries of a slot that moves.
 _BLOCK_SLOT_MS: Final = 1000
-#: What is read; a later version may ask for more.
+#: The kinds of orders that this version knows. It ignores those of later versions.
 _KINDS: Final = frozenset(("steer", "cancel", "pause", "resume", "drain"))
 
 _DRAIN: Final = Script("control_drain")
@@ -42,10 +42,16 @@ _DRAIN: Final = Script("control_drain")
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What an engine is to do for one of its traces: apply `change` (encoded), cancel, pause or resume it. Or for none:
-    `drain`, within `within_s` seconds if that is given.
+    """An order to an engine.
 
-    `number` counts a trace's pauses and resumptions, from 1; 0 where it was not told.
+    Attributes:
+        kind: what the engine does: apply a change of live parameters, cancel, pause or resume a trace, or drain itself.
+        trace: the trace's id; `""` for `drain`.
+        change: for `steer`, the encoded change.
+        by: who gave the order.
+        reason: for `cancel`, the reason.
+        within_s: for `drain`, after how many seconds the engine puts its running traces back; None for no limit.
+        number: for `pause` and `resume`, the count of the trace's pauses and resumptions, from 1; 0 if unknown.
     """
 
     kind: Literal["steer", "cancel", "pause", "resume", "drain"]
@@ -58,13 +64,16 @@ class Order:
 
 
 def drain_command(keys: Keys, engine: str, by: str, within_s: float | None, keep_s: int) -> tuple[Any, ...]:
-    """The command that asks an engine to drain. May be repeated. `keep_s`: how long to keep the stream."""
+    """The command that asks an engine to drain. Redis may execute it more than once.
+
+    `keep_s` is how long Redis keeps the control stream after this order, in seconds.
+    """
     key = keys.control(keys.tags[0], engine)
     return _DRAIN((key,), by, "" if within_s is None else within_s, keep_s)
 
 
 class ControlReader:
-    """Reads what one engine is to do, over a link of its own. Not for concurrent use."""
+    """Reads the orders to one engine, over a link of its own. Not for concurrent use."""
 
     def __init__(
         self, link: Link, keys: Keys, engine: str, tags: Sequence[str] = (), *, guard: Guard | None = None
@@ -72,14 +81,14 @@ class ControlReader:
         self._link = link
         self._guard = guard or Guard()
         self._backoff = Backoff()
-        #: Streams with entries that were handed out and are there still.
+        #: For each stream with entries that `read` has returned and that are not trimmed, the last such entry.
         self._read_up_to: dict[str, bytes] = {}
         self._positions = {keys.control(tag, engine): b"0-0" for tag in tags or keys.tags}
 
     async def read(self, block_ms: int) -> list[Order]:
-        """The next orders, in each trace's order; waits up to `block_ms` for the first.
+        """The next orders; those of one trace are in order. Waits up to `block_ms` milliseconds for the first.
 
-        While Redis is away it returns nothing, after a while, and goes on where it was.
+        If Redis does not answer, it returns `[]` after a pause; a later call goes on where this one was.
 
         Raises:
             BusError: Redis refuses.
@@ -95,7 +104,7 @@ class ControlReader:
             return []
 
     async def _read(self, block_ms: int) -> list[Order]:
-        # What the last call handed out goes with this one: handed out once, whatever happens to the connection.
+        # Trims the orders that the last call returned, so that no order is returned twice after a restart.
         *_, reply = await self._link.ask(
             *(("XTRIM", key, "MINID", _after(last)) for key, last in self._read_up_to.items()),
             ("XREAD", "COUNT", _PAGE, "BLOCK", block_ms, "STREAMS", *self._positions, *self._positions.values()),
@@ -116,12 +125,12 @@ class ControlReader:
         return orders
 
     async def aclose(self) -> None:
-        """Close its connection."""
+        """Close the connection."""
         await self._link.drop()
 
 
 class SlotControlReaders:
-    """What a `ControlReader` is on one server: reads each hash tag's stream over a link of its own."""
+    """The `ControlReader` of a cluster: reads the stream of each hash tag over a link of its own."""
 
     def __init__(self, connections: Connections, keys: Keys, engine: str) -> None:
         self._readers = [
@@ -131,10 +140,10 @@ class SlotControlReaders:
         self._tasks: list[OwnedTask] = []
         self._orders: deque[Order] = deque()
         self._refused: Exception | None = None
-        self._come = Signal()
+        self._arrived = Signal()
 
     async def read(self, block_ms: int) -> list[Order]:
-        """The next orders, in each trace's order; waits up to `block_ms` for the first.
+        """The next orders; those of one trace are in order. Waits up to `block_ms` milliseconds for the first.
 
         Raises:
             BusError: Redis refuses.
@@ -143,7 +152,7 @@ class SlotControlReaders:
             self._tasks = [OwnedTask(partial(self._pump, one), "that reads orders") for one in self._readers]
         if not self._orders and self._refused is None:
             with anyio.move_on_after(block_ms / 1000):
-                await self._come.wait()
+                await self._arrived.wait()
         refused, self._refused = self._refused, None
         if refused is not None:
             raise refused
@@ -158,17 +167,17 @@ class SlotControlReaders:
                 orders = await reader.read(_BLOCK_SLOT_MS)
                 backoff.reset()
             except Exception as error:
-                # Whoever reads is told, each time.
+                # The next `read` raises this error.
                 self._refused = error
-                self._come.notify()
+                self._arrived.notify()
                 await anyio.sleep(backoff.next())
                 continue
             if orders:
                 self._orders += orders
-                self._come.notify()
+                self._arrived.notify()
 
     async def aclose(self) -> None:
-        """End its tasks and close its connections."""
+        """End the tasks and close the connections."""
         tasks, self._tasks = self._tasks, []
         for task in tasks:
             await task.aclose()
@@ -177,7 +186,7 @@ class SlotControlReaders:
 
 
 def _after(id_: bytes) -> bytes:
-    """The least id that is greater."""
+    """The id of a stream that follows `id_`."""
     milliseconds, _, number = id_.partition(b"-")
     return b"%s-%d" % (milliseconds, int(number) + 1)
 
@@ -196,7 +205,7 @@ def _order(flat: Sequence[bytes]) -> Order:
 
 
 def _seconds(text: str) -> float | None:
-    """A time that somebody gave, if somebody did."""
+    """Parse a number of seconds; None for `""`."""
     if not text:
         return None
     seconds = float(text)

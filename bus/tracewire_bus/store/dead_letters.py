@@ -1,4 +1,4 @@
-"""The dead-letter queue: entries that no engine could answer."""
+"""The dead-letter queue: queue entries that no engine could answer, or that were given up."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .queue_entries import REMEMBER_S, Taken, to_bytes, to_text
 
 __all__ = ["DeadLetter", "DeadLetters"]
 
-#: How many dead letters are kept, about.
+#: About how many dead letters Redis keeps; older ones are trimmed.
 _MOST: Final = 10_000
 
 _ADD: Final = Script("dead_letter_add")
@@ -22,10 +22,15 @@ _ADD: Final = Script("dead_letter_add")
 
 @dataclass(frozen=True, slots=True)
 class DeadLetter:
-    """A queue entry that nobody could answer, or whose engines were lost as often as it may be tried.
+    """A queue entry that no engine could answer, or that was given up after `max_attempts` lost engines.
 
-    `id` names it among the dead letters; `time` is when it came there, in seconds since the epoch by Redis's clock.
-    `schema` and `data` are the submission as it was queued, and may be anything.
+    Attributes:
+        id: the dead letter's id.
+        time: when it became a dead letter, in seconds since the epoch by Redis's clock.
+        model: the model of the queue.
+        trace: the trace's id. Bytes that are not UTF-8 are surrogates.
+        reason: why it is a dead letter.
+        schema, data: schema and encoded submission as the client queued them. Either may be malformed.
     """
 
     id: str
@@ -56,16 +61,16 @@ def _dead_letter(id_: bytes, flat: Sequence[bytes]) -> DeadLetter:
 
 
 class DeadLetters:
-    """The dead-letter queue of a bus, of all models."""
+    """The dead-letter queue of a bus, which all models share."""
 
     def __init__(self, connections: Connections, keys: Keys) -> None:
         self._connections = connections
         self._keys = keys
 
     async def add(self, model: str, taken: Taken, reason: str, data: bytes | None = None) -> None:
-        """Keep an entry of a model's queue as a dead letter, with the reason and its `data` if its fields lack them.
+        """Add an entry of a model's queue as a dead letter. `data` is its encoded submission if `taken` lacks that.
 
-        The call may be repeated: an entry becomes one letter.
+        The call may be repeated: an entry becomes one dead letter.
 
         Raises:
             BusUnavailable: Redis does not answer.
@@ -81,10 +86,10 @@ class DeadLetters:
         await self._connections.command(*call)
 
     async def list(self, after: str = "", count: int = 100) -> list[DeadLetter]:
-        """Up to `count` dead letters after the one of id `after`, the oldest first. `""` begins with the first.
+        """Up to `count` dead letters after the id `after`, oldest first. `""` begins with the oldest.
 
         Raises:
-            BusError: `after` is no id.
+            BusError: `after` is not an id.
             BusUnavailable: Redis does not answer.
         """
         start = f"({after}" if after else "-"
@@ -95,7 +100,7 @@ class DeadLetters:
         """The dead letter of this id; None if there is none.
 
         Raises:
-            BusError: `id_` is no id.
+            BusError: `id_` is not an id.
             BusUnavailable: Redis does not answer.
         """
         found = await self._connections.command("XRANGE", self._keys.dead(), id_, id_, alone=True)
@@ -105,10 +110,10 @@ class DeadLetters:
         """Remove a dead letter. Returns whether it was there.
 
         Raises:
-            BusError: `id_` is no id.
-            BusUnavailable: Redis does not answer; the letter may have been removed.
+            BusError: `id_` is not an id.
+            BusUnavailable: Redis does not answer; the dead letter may have been removed.
         """
-        # A removal whose reply was lost is sent again and finds nothing, so its own reply does not tell.
+        # If the reply of XDEL is lost, the link sends XDEL again, which then removes nothing: its reply cannot be used.
         there = await self._connections.command("XRANGE", self._keys.dead(), id_, id_)
         await self._connections.command("XDEL", self._keys.dead(), id_)
         return bool(there)

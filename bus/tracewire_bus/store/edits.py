@@ -1,13 +1,13 @@
-"""Standing interventions: what is installed on all engines of a model, and the streams of what it leaves.
+"""Standing interventions (*edits*): those installed on all engines of a model, and the streams of their saves.
 
-A model's edits are a few hashes under its hash tag that scripts alone change, each as a whole. Every change has a
-number, the *generation*, which is the version of the edit that it installed. Engines read all edits at once when they
-start and whenever the generation is another; a stream wakes them. In the registry they say which generation they run.
-The stream also says which operation made a change, so that one which is sent again, because its reply was lost, is told
-what it came to.
+A model's edits are a few hashes under the model's hash tag, which only scripts change. Each change has a number, the
+*generation*. The version of an edit is the generation that installed it. An engine reads all edits when it starts and
+whenever the generation has changed; a stream wakes it. The engine's registry entry says which generation it runs. The
+stream also has the id of each change's operation: if a reply is lost and the command is sent again, the script finds
+the operation there and replies its outcome.
 
-What an edit leaves on requests that are no traces stands on a stream of its own, an entry a choice of a request. The
-stream is bounded in bytes, and goes a day after its last entry: who reads it later misses what was trimmed.
+An edit also runs on requests that are not traces. Their saves go to a stream of the edit, one entry for each choice of
+a request. The stream is bounded in bytes and expires a day after its last entry, so a late reader misses entries.
 """
 
 from __future__ import annotations
@@ -58,15 +58,15 @@ __all__ = [
 
 logger = logging.getLogger("tracewire")
 
-#: How many edits a model may have, and how many bytes one may take: each request brings those that run on it.
-MOST_EDITS: Final = 64
+#: Most edits of a model, and most bytes of one. Each request carries the edits that run on it.
+MAX_EDITS: Final = 64
 EDIT_BYTES: Final = 4 * 1024 * 1024
-#: Up to how many bytes an edit cannot hold more than it may.
-_SHORT: Final = 8 * 1024
-#: How many bytes one entry of an edit's stream may take, and all of them together.
+#: Edits of at most so many bytes need no check of their decoded size.
+_SMALL_BYTES: Final = 8 * 1024
+#: Most bytes of one entry of an edit's stream, and of the whole stream.
 RECORD_BYTES: Final = 4 * 1024 * 1024
 STREAM_BYTES: Final = 64 * 1024 * 1024
-#: How long such a stream is kept after its last entry, in seconds.
+#: How long Redis keeps an edit's stream after its last entry, in seconds.
 KEEP_S: Final = 24 * 3600
 _PAGE: Final = 64
 _BLOCK_MS: Final = 5000
@@ -77,36 +77,36 @@ _INSTALL: Final = Script("edit_install")
 _REMOVE: Final = Script("edit_remove")
 _DISABLE: Final = Script("edit_disable")
 _LOAD: Final = Script("edit_load")
-_TELL: Final = Script("edit_publish")
+_PUBLISH: Final = Script("edit_publish")
 
 
 class UnknownEdit(BusError):
-    """There is no edit of this name, or none of this version."""
+    """The model has no edit of this name, or none of this version."""
 
 
 class VersionDiffers(BusError):
-    """Another version of the edit is installed than the one that was to be replaced."""
+    """The installed version of the edit is not the version that the caller expected."""
 
     def __init__(self, name: str, version: int) -> None:
         super().__init__(f"edit {name!r} is at version {version}" if version else f"there is no edit {name!r}")
-        #: The version that is installed; 0 for none.
+        #: The installed version; 0 if there is no such edit.
         self.version = version
 
 
 class EditsFull(BusError):
-    """The model has as many edits as it may have."""
+    """The model has the greatest number of edits."""
 
 
 class Installed(msgspec.Struct, frozen=True):
-    """An edit that is installed.
+    """An installed edit.
 
     Attributes:
         name: its name.
-        version: the generation of the model's edits that it was installed in.
-        time: when, in seconds since the epoch by Redis's clock.
+        version: the generation of the model's edits that installed it.
+        time: when it was installed, in seconds since the epoch by Redis's clock.
         edit: the edit, or None if this version cannot read it.
-        problem: why it cannot be read.
-        disabled: why it runs on no request any more; `""` if it does.
+        problem: why this version cannot read it; `""` if it can.
+        disabled: why engines have disabled it; `""` if it is enabled.
     """
 
     name: str
@@ -130,19 +130,19 @@ def is_edit_name(name: str) -> bool:
 
 
 def selected(scope: str, name: str, asked: list[str] | None) -> bool:
-    """Whether an edit of this scope runs on a request that asks for these edits; None: it does not say."""
+    """Whether an edit of this scope and name runs on a request that names the edits `asked` (None: it names none)."""
     if asked is None:
         return scope in ("all", "default")
     return scope == "all" or name in asked
 
 
 def _operation() -> str:
-    """An id by which a change that is sent again is made once."""
+    """A random id for an operation. A script ignores a second operation of the same id."""
     return secrets.token_hex(8)
 
 
 class Edits:
-    """The edits of all models. A change is sent again if the connection breaks under it, and made once."""
+    """The edits of all models. If the connection breaks, a change is sent again and takes effect once."""
 
     def __init__(self, connections: Connections, keys: Keys) -> None:
         self._connections = connections
@@ -152,33 +152,34 @@ class Edits:
         return [self._keys.edits(model, part) for part in ("state", "entries", "about", "disabled", "changes")]
 
     async def install(self, model: str, edit: Edit, *, replacing: int | None = None) -> int:
-        """Install an edit, in place of one of its name, and return its version. `replacing` is the version of that
-        one, 0 for none; without it, any.
+        """Install an edit, in place of an installed edit of its name. Returns its version.
+
+        With `replacing`, the installed edit must have that version; 0 means that there must be none.
 
         Raises:
-            VersionDiffers: it is another.
-            EditsFull: the model has too many.
-            BusError: it is too large, or Redis refused it.
-            BusUnavailable: Redis stayed away; it may have been installed.
+            VersionDiffers: the installed version is not `replacing`.
+            EditsFull: the model has the greatest number of edits.
+            BusError: the edit is too large, or Redis refuses.
+            BusUnavailable: Redis does not answer; the edit may have been installed.
         """
         data = encode(edit)
         if len(data) > EDIT_BYTES:
             raise BusError(f"the edit takes {len(data)} bytes, and may take {EDIT_BYTES}")
         before = "" if replacing is None else replacing
-        command = _INSTALL(self._all(model), edit.name, data, before, request_schema_text(), MOST_EDITS, _operation())
+        command = _INSTALL(self._all(model), edit.name, data, before, request_schema_text(), MAX_EDITS, _operation())
         version, other = await self._connections.command(*command)
         if version < 0:
-            raise EditsFull(f"{model!r} has {MOST_EDITS} edits: remove one first")
+            raise EditsFull(f"{model!r} has {MAX_EDITS} edits: remove one first")
         if version == 0:
             raise VersionDiffers(edit.name, other)
         return int(version)
 
     async def remove(self, model: str, name: str, *, version: int | None = None) -> int:
-        """Remove an edit, of this version if one is given. Returns the generation without it.
+        """Remove an edit; with `version`, only that version. Returns the generation of the removal.
 
         Raises:
-            UnknownEdit: there is none such.
-            BusUnavailable: Redis stayed away; it may have been removed.
+            UnknownEdit: the model has no such edit.
+            BusUnavailable: Redis does not answer; the edit may have been removed.
         """
         command = _REMOVE(self._all(model), name, "" if version is None else version, _operation())
         generation = int(await self._connections.command(*command))
@@ -187,7 +188,7 @@ class Edits:
         return generation
 
     async def disable(self, model: str, name: str, version: int, reason: str) -> bool:
-        """Have an edit of this version run on no request from now on. Returns whether that is news."""
+        """Disable an edit of this version on all engines. Returns False if it was disabled or replaced before."""
         command = _DISABLE(self._all(model), name, version, reason, _operation())
         return bool(await self._connections.command(*command))
 
@@ -195,12 +196,12 @@ class Edits:
         """All edits of a model.
 
         Raises:
-            BusUnavailable: Redis stayed away.
+            BusUnavailable: Redis does not answer.
         """
         generation, entries, abouts, disabled = await self._connections.command(*_LOAD(self._all(model)), alone=True)
         data, why = _by_name(entries), _by_name(disabled)
         for name, raw in data.items():
-            if _SHORT < len(raw) <= EDIT_BYTES and await anyio.to_thread.run_sync(_is_too_much, raw):
+            if _SMALL_BYTES < len(raw) <= EDIT_BYTES and await anyio.to_thread.run_sync(_is_too_much, raw):
                 data[name] = b""
         guard, key = self._connections.guard, self._keys.edits(model, "about")
         found = [
@@ -210,40 +211,39 @@ class Edits:
         ]
         number = guard.read(integer, generation, key=self._keys.edits(model, "state"), entry="generation")
         ordered = [one for _, one in sorted(found, key=lambda pair: pair[0])]
-        if len(ordered) > MOST_EDITS:
-            guard.note(key, "", f"it has {len(ordered)} edits, and may have {MOST_EDITS}")
-        return EditSet(number or 0, tuple(ordered[:MOST_EDITS]))
+        if len(ordered) > MAX_EDITS:
+            guard.note(key, "", f"it has {len(ordered)} edits, and may have {MAX_EDITS}")
+        return EditSet(number or 0, tuple(ordered[:MAX_EDITS]))
 
     async def generation(self, model: str) -> int:
-        """The number of the last change of a model's edits; 0 if there was none.
+        """The number of the last change of a model's edits; 0 before the first.
 
         Raises:
-            BusUnavailable: Redis stayed away.
+            BusUnavailable: Redis does not answer.
         """
         key = self._keys.edits(model, "state")
         found = await self._connections.command("HGET", key, "generation")
         return self._connections.guard.read(integer, found or 0, key=key, entry="generation") or 0
 
     def changes(self, model: str) -> EditChanges:
-        """Wakes who follows a model's edits. Whoever asks closes it."""
+        """Waits for changes of a model's edits. The caller closes it."""
         return EditChanges(self._connections, self._keys.edits(model, "changes"))
 
-    async def tell(self, model: str, edit: str, record: bytes) -> None:
-        """Put an encoded `EditRecord` on the stream of an edit.
+    async def publish(self, model: str, edit: str, record: bytes) -> None:
+        """Append an encoded `EditRecord` to the stream of an edit.
 
         Raises:
-            BusError: Redis refused it.
-            BusUnavailable: Redis stayed away; it may stand there.
+            BusError: Redis refuses.
+            BusUnavailable: Redis does not answer; the record may have been appended.
         """
         keys = [self._keys.edit_saves(model, edit), self._keys.edit_sizes(model)]
-        await self._connections.command(*_TELL(keys, edit, STREAM_BYTES, KEEP_S, schema_text(), record))
+        await self._connections.command(*_PUBLISH(keys, edit, STREAM_BYTES, KEEP_S, schema_text(), record))
 
     def records(self, model: str, edit: str, since: str = "now") -> EditRecords:
-        """Follow what an edit leaves, from `since` on: `"start"`, `"now"`, or the id of an entry. Whoever asks closes
-        it.
+        """Follow the saves of an edit from `since` on: `"start"`, `"now"`, or the id of an entry. The caller closes it.
 
         Raises:
-            ValueError: `since` is nothing of that.
+            ValueError: `since` is none of these.
         """
         return EditRecords(self._connections, self._keys.edit_saves(model, edit), since)
 
@@ -257,7 +257,11 @@ def _is_too_much(data: bytes) -> bool:
 
 
 def _installed(name: bytes, about: bytes, data: bytes | None, disabled: bytes) -> tuple[int, Installed]:
-    """An edit, after its place among all. One that cannot be run says why, where it has a name and a version."""
+    """An edit behind its place in the order of edits. `problem` says why an unreadable edit cannot run.
+
+    Raises:
+        ValueError: its name or its entry in `about` is malformed.
+    """
     text = name.decode()
     if not is_edit_name(text):
         raise ValueError("no edit has such a name")
@@ -266,7 +270,7 @@ def _installed(name: bytes, about: bytes, data: bytes | None, disabled: bytes) -
     try:
         check_schema(schema)
         if data is None:
-            raise ValueError("it is not there")
+            raise ValueError("its entry is missing")
         if len(data) > EDIT_BYTES:
             raise ValueError(f"it takes {len(data)} bytes, and may take {EDIT_BYTES}")
         edit = decode_edit(data)
@@ -275,8 +279,8 @@ def _installed(name: bytes, about: bytes, data: bytes | None, disabled: bytes) -
             edit = None
     except (NewerSchema, ValueError) as error:
         problem = f"it cannot be read: {error}"
-    told = disabled.decode("utf-8", "replace")
-    return integer(place), Installed(text, integer(version), integer(time) / 1000, edit, problem, told)
+    reason = disabled.decode("utf-8", "replace")
+    return integer(place), Installed(text, integer(version), integer(time) / 1000, edit, problem, reason)
 
 
 def _by_name(flat: list[bytes]) -> dict[bytes, bytes]:
@@ -290,7 +294,7 @@ def _record(flat: list[bytes]) -> EditRecord:
 
 
 class EditChanges:
-    """Waits for changes, over a link of its own. Not for concurrent use."""
+    """Waits for changes of a model's edits, over a link of its own. Not for concurrent use."""
 
     def __init__(self, connections: Connections, key: str) -> None:
         self._link = connections.link(key)
@@ -298,7 +302,7 @@ class EditChanges:
         self._position = b"0-0"
 
     async def wait(self, block_ms: int) -> None:
-        """Wait for a change since the last call, for up to `block_ms`. It may wake for none.
+        """Wait for a change since the last call, for up to `block_ms` milliseconds. It may return without a change.
 
         Raises:
             BusError: Redis refuses.
@@ -318,7 +322,7 @@ class EditChanges:
             await anyio.sleep(block_ms / 1000)
 
     async def aclose(self) -> None:
-        """Close its connection."""
+        """Close the connection."""
         await self._link.drop()
 
 
@@ -331,14 +335,14 @@ class EditRecords:
         self._link = connections.link(key)
         self._key = key
         self._parse = connections.guard.read
-        #: After the last entry handed out.
+        #: Id of the last entry that was read; `""` until a subscription since `"now"` has started.
         self.position = "0-0" if since == "start" else "" if since == "now" else since
         self._buffer: deque[tuple[str, EditRecord]] = deque()
         self._guard = anyio.ResourceGuard("waiting for the next record of")
         self._closed = False
 
     async def start(self) -> None:
-        """Fix where it begins. Idempotent. While Redis is away it waits.
+        """Find the stream's end, if `since` is `"now"`. Idempotent. Waits while Redis does not answer.
 
         Raises:
             BusError: Redis refuses.
@@ -386,7 +390,7 @@ class EditRecords:
                 self._buffer.append((self.position, record))
 
     async def aclose(self) -> None:
-        """Close its connection. Idempotent."""
+        """Close the connection. Idempotent."""
         self._closed = True
         with anyio.CancelScope(shield=True):
             await self._link.drop()

@@ -1,4 +1,4 @@
-"""The registry of engines: what each serves, under keys that expire unless the engine renews them."""
+"""The registry of engines: an `EngineInfo` for each, under keys that expire unless the engine renews them."""
 
 from __future__ import annotations
 
@@ -27,29 +27,30 @@ class EngineRegistry:
     def __init__(self, connections: Connections, keys: Keys) -> None:
         self._connections = connections
         self._keys = keys
-        #: What engines of this process last registered in whole, but for how much they run, by its digest.
+        #: For each engine of this process, the digest of its last full registration without the changing numbers.
         self._registered: dict[str, bytes] = {}
-        #: For each tree that engines serve, by its digest, one engine with what heartbeats leave out.
+        #: For each digest of a module tree, an engine's full registration, for the fields that heartbeats leave out.
         self._trees: dict[bytes, EngineInfo] = {}
 
     async def register(self, info: EngineInfo, ttl_s: float = 5.0) -> None:
-        """Say that an engine serves, for `ttl_s` seconds from now. Call it again before they are over.
+        """Register an engine for `ttl_s` seconds. The engine calls this again before they have passed.
 
-        A heartbeat carries everything but the model's tree and configuration, which are most of it and do not change.
+        The first call writes the whole entry. Later calls write a heartbeat, which lacks the model's module tree and
+        configuration: these are large and do not change.
 
         Raises:
-            BusUnavailable: Redis stayed away.
+            BusUnavailable: Redis does not answer.
         """
         key, milliseconds = self._keys.engine(info.engine), max(1, round(ttl_s * 1000))
         brief = msgspec.structs.replace(info, modules=[], attributes={}, config={}, tree=_tree_digest(info))
         lasting = digest_bytes(encode(msgspec.structs.replace(brief, running=0, malformed=0)))
         heartbeat = [
             RENEW((self._keys.heartbeat(info.engine),), encode(brief), milliseconds),
-            # Whoever finds it there and nothing behind it removes it.
+            # A process that finds a member of the set without an entry removes the member.
             AfterOthers(("SADD", self._keys.engines(), info.engine)),
         ]
         if self._registered.get(info.engine) == lasting:
-            # Earlier versions read the whole, of which they miss no change but the number of traces.
+            # Clients of earlier versions read the full entry, of which only the changing numbers are out of date.
             with suppress(NotAllowed):
                 there, *_ = await self._connections.commands(("PEXPIRE", key, milliseconds), *heartbeat)
                 if there:
@@ -58,10 +59,10 @@ class EngineRegistry:
         self._registered[info.engine] = lasting
 
     async def unregister(self, engine: str) -> None:
-        """Say that an engine serves no more.
+        """Remove an engine from the registry.
 
         Raises:
-            BusUnavailable: Redis stayed away.
+            BusUnavailable: Redis does not answer.
         """
         self._registered.pop(engine, None)
         await self._connections.commands(
@@ -71,21 +72,21 @@ class EngineRegistry:
         )
 
     async def drain(self, engine: str, *, by: str, within_s: float | None = None) -> None:
-        """Ask an engine to take nothing new, to finish what it runs, and to leave for good.
+        """Ask an engine to take no more submissions, to finish its traces, and to exit.
 
-        What has not ended after `within_s` seconds, if that is given, waits for other engines. It may be asked again;
-        of several times the earliest counts. Nothing comes of it where no such engine serves.
+        With `within_s`, the engine puts the traces that still run after so many seconds back onto the queue. The call
+        may be repeated; the earliest of several limits counts. Without such an engine, the call has no effect.
 
         Raises:
-            BusUnavailable: Redis stayed away; it may have been asked.
+            BusUnavailable: Redis does not answer; the engine may have been asked.
         """
         await self._connections.command(*drain_command(self._keys, engine, by, within_s, CONTROL_S))
 
     async def list(self) -> list[EngineInfo]:
-        """The engines that serve now, by model, then by when they started.
+        """The registered engines, sorted by model, then by start time.
 
         Raises:
-            BusUnavailable: Redis stayed away.
+            BusUnavailable: Redis does not answer.
         """
         key = self._keys.engines()
         members = await self._connections.command("SMEMBERS", key)
@@ -93,12 +94,12 @@ class EngineRegistry:
             name for one in members if (name := self._connections.guard.read(bytes.decode, one, key=key, entry=one))
         ]
         briefs = await self._infos(names, self._keys.heartbeat)
-        # Those of earlier versions have no heartbeat of their own.
+        # Engines of earlier versions have no heartbeat key.
         others = [name for name in names if name not in briefs]
         found = await self._infos(others, self._keys.engine)
         for name in others:
             if name not in found:
-                # Expired. Should it be back this very moment, its next heartbeat enters it again.
+                # It has expired. If the engine registers at this moment, its next heartbeat adds it again.
                 with suppress(NotAllowed):
                     await self._connections.command("SREM", self._keys.engines(), name)
         infos = [info for info in found.values() if info is not None]
@@ -106,7 +107,7 @@ class EngineRegistry:
         return sorted(infos, key=lambda info: (info.model, info.started_at, info.engine))
 
     async def alive(self, *engines: str) -> set[str]:
-        """Which of these engines have renewed their entries of late.
+        """Those of these engines whose registry entries have not expired.
 
         Raises:
             BusUnavailable: Redis does not answer.
@@ -117,7 +118,7 @@ class EngineRegistry:
         return {engine for engine, there in zip(engines, found, strict=True) if there}
 
     async def _infos(self, names: Sequence[str], key: Callable[[str], str]) -> dict[str, EngineInfo | None]:
-        """What stands under these engines' keys, where something does; None where it cannot be read."""
+        """The entries under these engines' keys, by name. A missing entry is left out; an unreadable one is None."""
         if not names:
             return {}
         infos: dict[str, EngineInfo | None] = {}
@@ -128,14 +129,14 @@ class EngineRegistry:
         return infos
 
     async def _with_trees(self, briefs: Sequence[EngineInfo]) -> Sequence[EngineInfo]:
-        """Heartbeats with what they leave out, which is fetched once for each tree, from one of its engines."""
+        """Heartbeats with the fields that they leave out. Fetches these once for each module tree, from any engine."""
         self._trees = {info.tree: self._trees[info.tree] for info in briefs if info.tree in self._trees}
         lacking: dict[bytes, list[str]] = {}
         for info in briefs:
             if info.tree not in self._trees:
                 lacking.setdefault(info.tree, []).append(info.engine)
         while lacking:
-            # Should one have gone this very moment, the next of them has it.
+            # If that engine's entry has expired meanwhile, the loop asks the next engine with the same tree.
             asked = {names.pop(): tree for tree, names in lacking.items()}
             for found in (await self._infos(list(asked), self._keys.engine)).values():
                 if found is not None:
@@ -156,7 +157,7 @@ class EngineRegistry:
 def _info(name: str, data: bytes) -> EngineInfo:
     info = decode_engine(data)
     if info.engine != name:
-        raise ValueError(f"it is said of engine {info.engine[:80]!r}")
+        raise ValueError(f"the entry names engine {info.engine[:80]!r}")
     return info
 
 

@@ -1,16 +1,15 @@
-"""Finished traces, all of them: how many are kept, and how many bytes they take.
+"""Finished traces: their number, their size, and the bounds over them.
 
-What is kept of a finished trace is its stream, its record, its snapshot and its blobs. Each goes by itself when its
-time is over (`retention_s`). A bound over all finished traces drops the oldest sooner
-(`Finished.keep`).
+Redis keeps the stream, record, snapshot and blobs of a finished trace for `retention_s` seconds; then the keys expire.
+A bound over all finished traces drops the oldest ones sooner (`Finished.drop_beyond`).
 
-The script that ends a trace also enters it in its hash tag's list, with what it takes by Redis's own account (`MEMORY
-USAGE`) and the time, by Redis's clock, at which it would go by itself; traces that end are let out of the list again
-when that has passed. The list orders what is dropped and nothing else: only what has its final is ever dropped, so
-that a clock that is wrong drops an older or a younger trace, and none that runs.
+The script that ends a trace adds the trace to a list for its hash tag, with its size as `MEMORY USAGE` reports it and
+with the time at which its keys expire. Scripts that end later traces remove expired ones from the list. The list only
+decides the order of dropping. A script drops a trace only if its final event is there, so a wrong clock never drops a
+running trace.
 
-A list lies in its tag's slot, so that all of this works on Redis Cluster. The bound is compared with the sum over the
-tags. Whoever drops names what is to go: two who do it at once, and see the same, drop the same.
+Each list lies in the slot of its tag, as Redis Cluster requires. The bounds count the sum over all tags. The caller
+names the traces to drop, so two adapters that drop at the same time drop the same traces.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ __all__ = ["Finished"]
 
 logger = logging.getLogger("tracewire")
 
-#: How many candidates of each tag one look takes at least and at most.
-_LEAST, _MOST = 4, 200
+#: How many of the oldest traces of each tag one round fetches, at least and at most.
+_MIN_PAGE, _MAX_PAGE = 4, 200
 
-_LOOK: Final = Script("finished_list")
+_LIST: Final = Script("finished_list")
 _DROP: Final = Script("finished_drop")
 
 
@@ -44,45 +43,45 @@ class Finished:
         self._keys = keys
 
     async def check(self) -> None:
-        """Make sure that Redis says what keys take, without which no bound on bytes holds.
+        """Check that Redis allows `MEMORY USAGE`, which a bound on bytes needs.
 
         Raises:
-            BusError: it does not.
-            BusUnavailable: it stayed away.
+            BusError: Redis does not allow the command.
+            BusUnavailable: Redis does not answer.
         """
         try:
             await self._connections.command("MEMORY", "USAGE", self._keys.ended(self._keys.tags[0]))
         except NotAllowed as error:
             raise BusError(
-                f"a bound on the bytes of finished traces takes the command MEMORY USAGE: {error}"
+                f"a bound on the bytes of finished traces needs the command MEMORY USAGE: {error}"
             ) from error
 
-    async def turn(self, who: str, milliseconds: int) -> bool:
-        """Whether it is this one's turn to look after them: once in this time it is somebody's.
+    async def acquire_turn(self, who: str, milliseconds: int) -> bool:
+        """Acquire the turn to apply the bounds, which one process gets in `milliseconds`. Returns whether `who` got it.
 
         Raises:
-            BusUnavailable: Redis stayed away.
+            BusUnavailable: Redis does not answer.
         """
         reply = await self._connections.command("SET", self._keys.ended_turn(), who, "PX", milliseconds, "NX")
         return reply is not None
 
     async def total(self) -> tuple[int, int]:
-        """How many there are, and how many bytes they take, by Redis's account at the end of each.
+        """The number of finished traces, and their size in bytes as Redis reported it when each trace ended.
 
         Raises:
-            BusUnavailable: Redis stayed away.
+            BusUnavailable: Redis does not answer.
         """
-        counts = await self._look(0)
+        counts = await self._list(0)
         return sum(found[0] for found in counts), sum(found[1] for found in counts)
 
-    async def keep(self, traces: int, nbytes: int) -> int:
-        """Drop the oldest until there are no more than so many, and they take no more bytes than that (0: any number).
+    async def drop_beyond(self, traces: int, nbytes: int) -> int:
+        """Drop the oldest traces until at most `traces` remain, of at most `nbytes` bytes; 0 stands for no bound.
 
-        The oldest are those whose time would be over first. Returns how many were dropped.
+        The oldest traces are those that expire first. Returns the number of dropped traces.
 
         Raises:
             BusError: Redis refuses.
-            BusUnavailable: it stayed away; some may have been dropped.
+            BusUnavailable: Redis does not answer; some traces may have been dropped.
         """
         dropped = 0
         while True:
@@ -90,26 +89,29 @@ class Finished:
             if not _beyond(count, size, traces, nbytes):
                 return dropped
             over = max(count - traces if traces else 0, 1)
-            some = await self._drop_some(traces, nbytes, min(_MOST, max(_LEAST, 2 * over // len(self._keys.tags))))
+            some = await self._drop_some(
+                traces, nbytes, min(_MAX_PAGE, max(_MIN_PAGE, 2 * over // len(self._keys.tags)))
+            )
             dropped += some
             if not some:
-                # Others were at it.
+                # Another adapter drops them at the same time.
                 return dropped
 
-    async def _look(self, oldest: int) -> list[list[Any]]:
+    async def _list(self, oldest: int) -> list[list[Any]]:
+        """For each tag: the number of traces, their bytes, then expiry time, size and id of the `oldest` first ones."""
         keys = self._keys
         return await self._connections.commands(
-            *(_LOOK((keys.ended(tag), keys.ended_bytes(tag)), oldest) for tag in keys.tags)
+            *(_LIST((keys.ended(tag), keys.ended_bytes(tag)), oldest) for tag in keys.tags)
         )
 
     async def _drop_some(self, traces: int, nbytes: int, page: int) -> int:
-        """Drop the oldest that are beyond the bounds, up to where one tag's oldest `page` are all gone."""
+        """Drop the oldest traces beyond the bounds, until the `page` oldest of one tag are all dropped."""
         keys, tags = self._keys, self._keys.tags
-        looks = await self._look(page)
-        count, size = (sum(found[place] for found in looks) for place in (0, 1))
+        lists = await self._list(page)
+        count, size = (sum(found[place] for found in lists) for place in (0, 1))
         oldest = [
             [(found[at], place, found[at + 1], found[at + 2]) for at in range(2, len(found), 3)]
-            for place, found in enumerate(looks)
+            for place, found in enumerate(lists)
         ]
         chosen: dict[str, list[bytes]] = {}
         for _, place, takes, trace in heapq.merge(*oldest):
@@ -118,8 +120,8 @@ class Finished:
             names = chosen.setdefault(tags[place], [])
             names.append(trace)
             count, size = count - 1, size - takes
-            if len(names) == len(oldest[place]) < looks[place][0]:
-                # The next one of this tag is not known here.
+            if len(names) == len(oldest[place]) < lists[place][0]:
+                # The list of this tag goes on beyond `page`.
                 break
         if not chosen:
             return 0

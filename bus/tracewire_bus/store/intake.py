@@ -1,4 +1,4 @@
-"""How one engine takes entries of a queue, and finds those that a broken connection kept from it."""
+"""The intake of one engine: takes entries of a queue, and recovers entries whose reply a broken connection lost."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ __all__ = ["Intake"]
 logger = logging.getLogger("tracewire")
 
 
-#: An engine without work looks at least this often, in seconds, should a token of the bell be lost.
+#: An engine without work asks at least this often, in seconds, in case a token of the bell was lost.
 _POLL_S: Final = 1.0
 
-#: How long an engine leaves what waits to others who have less, in seconds, before it takes it all the same.
+#: How long an engine leaves waiting entries to engines with fewer entries, in seconds, before it takes them itself.
 _YIELD_S: Final = 0.03
 
-#: How long a token of an engine's takes is valid, in seconds. A new one costs a round trip.
+#: How long the token under which an engine takes entries is valid, in seconds. A new one costs a round trip.
 _TOKEN_S: Final = 24 * 3600
 
-#: How long the other suspects wait for the one that an engine has, in seconds.
+#: How long an engine that has a suspect gets no other suspect, in seconds.
 SUSPECT_S: float = 60.0
 
 _TAKE: Final = Script("queue_take")
 
 _RECOVER: Final = Script("queue_recover")
 
-#: Stands for nothing taken, because others are to take it.
-_LATER: Final[list[Taken]] = []
+#: The script replied that engines with fewer entries should take first.
+_YIELD: Final[list[Taken]] = []
 
 
 class Intake:
-    """One engine's claims on one queue."""
+    """One engine's intake from one queue, over a link of its own. Not for concurrent use."""
 
     def __init__(self, link: Link, names: Sequence[str], engine: str, guard: Guard) -> None:
         self.link = link
@@ -51,46 +51,51 @@ class Intake:
         self._names = names
         self._data, self._bell = (names[PARTS.index(part)] for part in ("data", "bell"))
         self._engine = engine
-        #: Traces handed out and not settled yet.
+        #: Traces whose entries this process has and has not settled.
         self.claimed: set[str] = set()
-        #: Redis may hold entries of ours that were never handed out.
-        self._lost = True
-        #: Something that was handed out is to be so again.
-        self._again = False
+        #: Whether Redis may have entries under this engine's name that `take` has not returned.
+        self._recovery_due = True
+        #: Whether `redeliver` was called since the last recovery.
+        self._redelivery_due = False
         self._token = ""
         self._backoff = Backoff()
 
     def redeliver(self, trace: str) -> None:
-        """What was handed out is to be handed out again."""
+        """Have a later `take` return this trace's entry again."""
         self.claimed.discard(trace)
-        self._again = True
+        self._redelivery_due = True
 
     async def take(self, count: int, block_ms: int, room: int) -> list[Taken]:
+        """See `Queue.take`.
+
+        Raises:
+            BusError: Redis refuses.
+        """
         deadline = anyio.current_time() + block_ms / 1000
-        wait_s, patient = 0.0, 1
+        wait_s, may_yield = 0.0, 1
         while True:
             try:
-                if self._lost or self._again:
-                    self._lost, self._again = True, False
+                if self._recovery_due or self._redelivery_due:
+                    self._recovery_due, self._redelivery_due = True, False
                     self._token = uuid.uuid4().hex
                     found = await self._ask(self._recovery(count))
-                    # Lost still if there is any: there may be more.
+                    # Redis may have more of them, so the next call recovers again.
                     if found:
                         return found
-                # Settled only once its reply is here: a call that is cancelled leaves claims behind.
-                self._lost = True
-                more = round(SUSPECT_S * 1e6), len(self.claimed), patient, room
+                # Until the reply is here: a cancelled call may leave entries taken in Redis.
+                self._recovery_due = True
+                more = round(SUSPECT_S * 1e6), len(self.claimed), may_yield, room
                 found = await self._ask(self._call(_TAKE, count, *more), wait_s)
                 if found is None:
                     continue
-                self._lost = False
-                if found is _LATER:
+                self._recovery_due = False
+                if found is _YIELD:
                     await anyio.sleep(_YIELD_S)
-                    wait_s, patient = 0.0, 0
+                    wait_s, may_yield = 0.0, 0
                     continue
-                patient = 1
+                may_yield = 1
                 self._backoff.reset()
-                # What is left of the last millisecond is no time to wait, and 0 would be for ever.
+                # BLPOP with a timeout of 0 would wait for ever.
                 wait_s = min(deadline - anyio.current_time(), _POLL_S)
                 if found or wait_s < 0.001:
                     return found
@@ -111,14 +116,17 @@ class Intake:
         return self._call(_RECOVER, count, _TOKEN_S, *map(to_bytes, self.claimed))
 
     async def _ask(self, call: Sequence[Any], wait_s: float = 0.0) -> list[Taken] | None:
-        """Ask, after waiting for the bell; None where our token is not valid any more. What came is ours."""
-        # In one go, so that whoever hears the bell takes what it rang for.
+        """Wait up to `wait_s` seconds for the bell, execute a script, and claim the entries that it replies.
+
+        Returns `_YIELD` if engines with fewer entries should take first, and None if this engine's token has expired.
+        """
+        # In one pipeline, so that the engine that the bell wakes also takes the entry that rang the bell.
         wait = [("BLPOP", self._bell, wait_s)] if wait_s else []
         *_, reply = await self._replies(*wait, call, timeout_s=wait_s + 30)
         if reply is None:
             return None
         if reply == 1:
-            return _LATER
+            return _YIELD
         large = [one for one in reply if one[3] is None]
         if large:
             (bodies,) = await self._replies(("HMGET", self._data, *(one[0] for one in large)), timeout_s=30)

@@ -1,4 +1,4 @@
-"""Names of everything that the bus keeps in Redis."""
+"""Names of all keys that the bus keeps in Redis."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from zlib import crc32
 
 __all__ = ["TAGS", "Keys"]
 
-#: How many hash tags traces share, and so on how many slots of a cluster they lie.
+#: Number of hash tags of traces. On a cluster each tag is one slot, so traces are spread over this many slots.
 TAGS = 64
 
 
@@ -15,51 +15,60 @@ TAGS = 64
 class Keys:
     """The key names under one prefix.
 
-    All keys of a trace share one hash tag, and so do all of a model's queue: scripts over either work on Redis Cluster.
+    All keys of a trace share one hash tag, and all keys of a model's queue share another. A script on Redis Cluster may
+    use keys of one hash tag only.
+
+    Raises:
+        ValueError: `prefix` has braces.
     """
 
     prefix: str = "tw"
 
     def __post_init__(self) -> None:
         if "{" in self.prefix or "}" in self.prefix:
-            raise ValueError(f"a prefix has no braces, which mark the slots of a cluster; got {self.prefix!r}")
+            raise ValueError(
+                f"a prefix must not have braces: on a cluster, braces mark the slot of a key; got {self.prefix!r}"
+            )
 
     def queue(self, model: str, part: str) -> str:
-        """One of the keys of a model's queue:
+        """A key of a model's queue. `part` is one of:
 
-        - `entries`, hash: of each entry, by its trace, all but its data; `data`, hash: its data.
-        - `taken`, hash: who holds it, of each entry that is taken or withdrawn with its lease.
-        - `turns`, sorted set: the clients with waiting entries, by when their turn is.
-        - `client:<client>`, sorted set: a client's waiting entries, by priority.
-        - `leases`, set: the leases of waiting entries; `lease:<lease>`, set: the waiting entries of one.
-        - `state`, hash: counters, and how fast entries are taken.
-        - `bell`, list: what engines without work block on.
-        - `suspects`, sorted set: waiting entries with one try left, in the order they came.
-        - `holders`, set: the engines that have taken entries.
-        - `engine:<engine>`, string: whose takes count as this engine's.
-        - `caretaker:<role>`, string: who of many looks at all that is taken, for now.
+        - `entries`: hash from trace id to the queue entry without its data. `data`: hash from trace id to its data.
+        - `taken`: hash from trace id to the holder of the entry: an engine, or a mark for entries that were withdrawn
+          with their lease or given up.
+        - `turns`: sorted set of the clients with waiting entries, in the order of their turns.
+        - `client:<client>`: sorted set of a client's waiting entries, by priority.
+        - `leases`: set of the leases of waiting entries. `lease:<lease>`: set of the waiting entries of one lease.
+        - `state`: hash of counters and of the rate at which engines take entries.
+        - `bell`: list that engines without work block on.
+        - `suspects`: sorted set of the waiting entries with one attempt left, in the order of submission.
+        - `holders`: set of the engines that have taken entries.
+        - `engine:<engine>`: string, the token under which this engine takes entries. Redis ignores takes with another.
+        - `caretaker:<role>`: string, the process that has this role at present (`Queue.acquire_role`).
         """
         return f"{self.prefix}:{{{model}}}:queue:{part}"
 
     def submitted(self, model: str, trace: str) -> str:
-        """Says that a trace was submitted, beside its queue."""
+        """Mark of a trace that was submitted to this model, in the slot of the model's queue."""
         return f"{self.prefix}:{{{model}}}:submitted:{trace}"
 
     def edits(self, model: str, part: str) -> str:
-        """One of the keys of a model's standing interventions:
+        """A key of a model's standing interventions. `part` is one of:
 
-        - `entries`, hash: each encoded, by name; `about`, hash: place, version and time of each; `disabled`, hash: why,
-          of those that are.
-        - `state`, hash: counters; `changes`, stream: an entry for each change of them.
+        - `entries`: hash from an edit's name to the encoded edit.
+        - `about`: hash from an edit's name to its place, version, time and schema.
+        - `disabled`: hash from the name of a disabled edit to the reason.
+        - `state`: hash of counters.
+        - `changes`: stream with an entry for each change.
         """
         return f"{self.prefix}:{{{model}}}:edits:{part}"
 
     def edit_saves(self, model: str, edit: str) -> str:
-        """Stream of what one edit left on requests that are no traces: see `edits.py`."""
+        """Stream of the saves of one edit on requests that are not traces: see `edits.py`."""
         return f"{self.prefix}:{{{model}}}:edit-saves:{edit}"
 
     def edit_sizes(self, model: str) -> str:
-        """Hash of how many bytes each of these streams holds."""
+        """Hash from an edit's name to the size of its stream of saves, in bytes."""
         return f"{self.prefix}:{{{model}}}:edit-sizes"
 
     def tag(self, trace: str) -> str:
@@ -76,7 +85,7 @@ class Keys:
         return f"{self.prefix}:{{{self.tag(trace)}}}:events:{trace}"
 
     def record(self, trace: str) -> str:
-        """Hash of what the bus knows of a trace from its submission on: see `trace_records.py`."""
+        """Hash with a trace's record: see `trace_records.py`."""
         return f"{self.prefix}:{{{self.tag(trace)}}}:trace:{trace}"
 
     def snapshot(self, trace: str) -> str:
@@ -84,65 +93,65 @@ class Keys:
         return f"{self.prefix}:{{{self.tag(trace)}}}:snapshot:{trace}"
 
     def changes(self, trace: str) -> str:
-        """Changes of a trace's live parameters that no event tells of yet, by version."""
+        """Hash of the changes of a trace's live parameters that no event has reported yet, by version."""
         return f"{self.prefix}:{{{self.tag(trace)}}}:changes:{trace}"
 
     def operations(self, trace: str) -> str:
-        """The last changes of a trace's live parameters by the id that their controller gave each."""
+        """The latest operations on a trace (steering, pausing, cancelling), by the id that the caller gave each."""
         return f"{self.prefix}:{{{self.tag(trace)}}}:operations:{trace}"
 
     def deadlines(self, tag: str) -> str:
-        """Traces of one hash tag by their deadline, in milliseconds since the epoch."""
+        """Sorted set of the traces of one hash tag, by deadline in milliseconds since the epoch."""
         return f"{self.prefix}:{{{tag}}}:deadlines"
 
     def control(self, tag: str, engine: str) -> str:
-        """Stream of what an engine is to do for its traces of one hash tag."""
+        """Stream of the orders to an engine for its traces of one hash tag: see `control.py`."""
         return f"{self.prefix}:{{{tag}}}:control:{engine}"
 
     def blobs(self, trace: str) -> str:
-        """Hash of a trace's blobs: every chunk of each, under `<blob>:<number>`."""
+        """Hash of the chunks of a trace's blobs. The field of a chunk is `<blob>:<number>`."""
         return f"{self.prefix}:{{{self.tag(trace)}}}:blobs:{trace}"
 
     def firehose(self, tag: str) -> str:
-        """Stream of what becomes of the traces of one hash tag: see `lifecycle.py`."""
+        """Stream of the lifecycle events of all traces of one hash tag: see `lifecycle.py`."""
         return f"{self.prefix}:{{{tag}}}:firehose"
 
     def ended(self, tag: str) -> str:
-        """Finished traces of one hash tag by when their time is over: see `finished.py`."""
+        """Sorted set of the finished traces of one hash tag, by the time at which they expire: see `finished.py`."""
         return f"{self.prefix}:{{{tag}}}:ended"
 
     def ended_bytes(self, tag: str) -> str:
-        """Hash of what each finished trace of one hash tag takes, in bytes, and under `""` of what all take."""
+        """Hash from a finished trace of one hash tag to its size in bytes; the field `""` has the sum."""
         return f"{self.prefix}:{{{tag}}}:ended-bytes"
 
     def ended_turn(self) -> str:
-        """There while somebody has just looked after finished traces."""
+        """Exists for a while after an adapter has checked the bounds of finished traces (`Finished.acquire_turn`)."""
         return f"{self.prefix}:{{{self.tags[0]}}}:ended-turn"
 
     def watch_groups(self) -> str:
-        """Hash of the groups that readers of the firehose share entries in, by name: when each was made."""
+        """Hash from the name of each group of readers of lifecycle events to the token of the reader that made it."""
         return f"{self.prefix}:watch-groups"
 
     def lease(self, lease: str) -> str:
-        """There as long as a client lives."""
+        """Exists as long as the client of this lease renews it."""
         return f"{self.prefix}:lease:{lease}"
 
     def engines(self) -> str:
-        """Set of the ids of engines that have registered; some may be gone."""
+        """Set of the ids of registered engines. It may have engines that no longer run."""
         return f"{self.prefix}:engines"
 
     def engine(self, engine: str) -> str:
-        """What one engine serves, as long as it lives."""
+        """The encoded `EngineInfo` of an engine; expires unless the engine renews it."""
         return f"{self.prefix}:engine:{engine}"
 
     def heartbeat(self, engine: str) -> str:
-        """What one engine serves, but for its model's tree, as of its last heartbeat."""
+        """The encoded `EngineInfo` of an engine's last heartbeat, without the module tree of its model."""
         return f"{self.prefix}:engine:{engine}:now"
 
     def dead(self) -> str:
-        """Stream of queue entries that could not be answered."""
+        """Stream of the dead letters: see `dead_letters.py`."""
         return f"{self.prefix}:dead"
 
     def dead_mark(self, model: str, trace: str) -> str:
-        """Says that a trace's entry has become a dead letter. In the slot of the letters."""
+        """Mark of a trace whose queue entry has become a dead letter, in the slot of the stream of dead letters."""
         return f"{{{self.dead()}}}:{model}:{trace}"

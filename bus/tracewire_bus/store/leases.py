@@ -1,4 +1,4 @@
-"""Leases, by which clients say that they live: their traces are cancelled once their lease has expired."""
+"""Leases of clients. A client renews its lease; once the lease has expired, engines cancel the client's traces."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .keys import Keys
 
 __all__ = ["RENEW", "Leases"]
 
-#: Sets a key that expires, also in a Redis that is full: `RENEW((key,), value, milliseconds)`.
+#: Sets a key that expires, even if Redis has no memory left: `RENEW((key,), value, milliseconds)`.
 RENEW: Final = Script("renew")
 
 
@@ -26,10 +26,11 @@ class Leases:
         self._keys = keys
 
     async def renew(self, lease: str, seconds: float, link: Link | None = None) -> None:
-        """Have a lease last for `seconds` from now. A call over a `link` is tried once.
+        """Make a lease expire `seconds` from now. A call over a `link` is tried once and not repeated.
 
         Raises:
-            BusUnavailable: Redis does not answer, or not at once.
+            BusUnavailable: Redis does not answer; with a `link`, at the first try.
+            BusError: Redis refuses.
         """
         command = RENEW((self._keys.lease(lease),), "", max(1, round(seconds * 1000)))
         if link is None:
@@ -41,7 +42,7 @@ class Leases:
                 raise reply
         except Exception as error:
             if is_transient(error):
-                raise BusUnavailable(f"Redis is away: {error}") from error
+                raise BusUnavailable(f"Redis does not answer: {error}") from error
             raise as_bus_error(error) from error
 
     async def release(self, lease: str) -> None:
@@ -49,7 +50,7 @@ class Leases:
         await self._connections.command("DEL", self._keys.lease(lease))
 
     async def held(self, leases: Sequence[str]) -> set[str]:
-        """Which of these leases last."""
+        """Those of these leases that have not expired."""
         if not leases:
             return set()
         replies = await self._connections.commands(

@@ -1,15 +1,13 @@
-"""The firehose: what becomes of every trace, in a few small entries each, for whoever watches all of them.
+"""Lifecycle events of all traces, on streams of their own (the *firehose*).
 
-There is one stream for each hash tag of traces, so that an entry is written by the script that changes the trace
-itself: when it is queued, accepted, restarted, paused, resumed, and when it ends. The streams are bounded: each keeps
-about 2000 entries, and goes a day after its last one. Who is away for longer misses what was trimmed meanwhile.
+A trace has an entry when it is queued, accepted, restarted, paused or resumed, and when it ends. There is one stream
+for each hash tag of traces, so that the script that changes the trace also writes the entry. A stream keeps about 2000
+entries and expires a day after its last one. A reader that is away for longer misses the trimmed entries.
 
-A `Watch` reads all of them over one connection, and says how far it is by one text. The
-entries of a trace come in their order; those of different traces nearly so.
+A `Watch` reads all streams over one connection. Its position in all of them is one text. The entries of one trace are
+in order, those of different traces nearly so.
 
-A `GroupWatch` is one of several readers that share the entries: each entry goes to
-one of them, and is acknowledged when that one asks for the next. What a reader has not acknowledged for some time goes
-to another. So each entry is handled at least once, and twice if a reader dies, or is slow, in the middle of one.
+`watch_groups.py` has readers that share the entries.
 """
 
 from __future__ import annotations
@@ -50,36 +48,38 @@ __all__ = [
 
 logger = logging.getLogger("tracewire")
 
-#: How long a stream is kept after its last entry, in seconds.
+#: How long Redis keeps a stream after its last entry, in seconds.
 KEEP_S: Final = 24 * 3600
 
-#: How many entries of a stream are read at once.
+#: Number of entries of a stream that one read returns at most.
 PAGE: Final = 64
 
+#: How long one read waits for the first entry, in seconds.
 BLOCK_S: Final = 5.0
 
-#: How often a watch looks on a cluster, in seconds.
+#: How often a watch polls on a cluster, in seconds.
 _POLL_S: Final = 0.2
 
+#: The id of an entry: milliseconds, and number within the millisecond.
 Id = tuple[int, int]
 
 
 class Lifecycle(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that became of a trace.
+    """A lifecycle event of a trace.
 
     Attributes:
-        type: `queued` (submitted), `refused` (it was not queued after all: the queue was full), `accepted`,
-            `restarted`, `paused`, `resumed`, or `final`. Newer versions may tell of more.
-        trace_id: its id.
-        model: name of the model that it was submitted to.
-        client: name of the client that submitted it.
-        engine: the engine that runs it, or ran it last; `""` if none did.
-        attempt: which attempt it is, from 1 on; 0 before the first.
-        time: when, in seconds since the epoch by Redis's clock.
-        status: how it ended, of a final.
-        error: type of the error that it ended with, if any.
-        prompt_tokens, tokens: tokens of all its prompts, and of all that was generated, of a final that an engine
-            wrote; None if nobody counted.
+        type: `queued` (submitted), `refused` (withdrawn, since the queue was full), `accepted`, `restarted`, `paused`,
+            `resumed`, or `final`. Newer versions may have more.
+        trace_id: the trace's id.
+        model: name of the model that the trace was submitted to.
+        client: name of the client that submitted the trace.
+        engine: the engine that runs the trace, or ran it last; `""` if none did.
+        attempt: the attempt, from 1 on; 0 before the first.
+        time: time of the event, in seconds since the epoch by Redis's clock.
+        status: of a `final`, how the trace ended.
+        error: of a `final`, the type of the error that the trace ended with, if any.
+        prompt_tokens, tokens: of a `final` that an engine wrote, the number of tokens of all prompts and of generated
+            tokens; otherwise None.
     """
 
     type: str
@@ -106,7 +106,7 @@ def lifecycle_fields(
     error: str = "",
     usage: Usage | None = None,
 ) -> list[Any]:
-    """An entry's fields. Its client is added by the script, which knows the trace's record."""
+    """The fields of a lifecycle entry, names and values in turn. The script adds the client from the trace's record."""
     fields: list[Any] = ["k", kind, "t", trace, "m", model, "e", engine, "a", attempt]
     if status is not None:
         fields += ["s", status, "x", error]
@@ -119,7 +119,7 @@ def _lifecycle(guard: Guard, key: str, id_: Id, flat: Sequence[bytes]) -> Lifecy
     fields = {name: value.decode("utf-8", "replace") for name, value in zip(flat[::2], flat[1::2], strict=True)}
 
     def number(name: bytes) -> int | None:
-        # An entry stays in its place among those of its trace without its numbers.
+        # An entry whose numbers are malformed is kept without them.
         return guard.read(integer, fields[name], key=key, entry=entry_id(id_)) if name in fields else None
 
     return Lifecycle(
@@ -137,17 +137,17 @@ def _lifecycle(guard: Guard, key: str, id_: Id, flat: Sequence[bytes]) -> Lifecy
     )
 
 
-def _written(places: Iterable[Id]) -> str:
-    """Places in all streams as one text."""
+def _format_places(places: Iterable[Id]) -> str:
+    """The positions in all streams as one text, which `parse_places` reads."""
     packed = zlib.compress(msgspec.msgpack.encode(list(places)))
     return "w1." + base64.urlsafe_b64encode(packed).decode()
 
 
 def parse_places(text: str) -> list[Id]:
-    """Places in all streams.
+    """Read the positions in all streams from a `Watch.position`.
 
     Raises:
-        ValueError: `text` is no position.
+        ValueError: `text` is not a position.
     """
     version, dot, packed = text.partition(".")
     try:
@@ -160,9 +160,7 @@ def parse_places(text: str) -> list[Id]:
         if len(places) != TAGS or any(min(place) < 0 for place in places):
             raise ValueError(text)
     except (ValueError, binascii.Error, zlib.error, msgspec.MsgspecError):
-        raise ValueError(
-            f"a watch begins at 'start', 'now', or a position that a watch told, not at {text[:60]!r}"
-        ) from None
+        raise ValueError(f"a watch begins at 'start', 'now', or a watch's position, not at {text[:60]!r}") from None
     return places
 
 
@@ -171,12 +169,12 @@ def entry_id(id_: Id) -> str:
 
 
 class LifecycleReader:
-    """What both kinds of watch share: one connection that waits, and is opened anew when it breaks."""
+    """Base of both kinds of watch: one connection that waits for entries, and that reopens after it breaks."""
 
     def __init__(self, connections: Connections, keys: Keys) -> None:
         self._link = connections.link()
         self._parser = connections.guard
-        #: On a cluster no command waits for streams of several slots.
+        #: On a cluster no command can wait for streams of several slots, so a watch polls.
         self._polls = connections.clustered
         self._keys = keys
         self._names = [keys.firehose(tag) for tag in keys.tags]
@@ -187,7 +185,7 @@ class LifecycleReader:
         self._closed = False
 
     async def start(self) -> None:
-        """Settle where it begins. Idempotent."""
+        """Find the position where the watch begins. Idempotent."""
         raise NotImplementedError
 
     async def __aenter__(self) -> Self:
@@ -203,7 +201,7 @@ class LifecycleReader:
         return self
 
     async def aclose(self) -> None:
-        """Stop reading. Whoever waits for the next entry gets `ClosedResourceError`. Idempotent."""
+        """Stop reading. A task that waits for the next entry gets `ClosedResourceError`. Idempotent."""
         self._closed = True
         if self._wait is not None:
             self._wait.cancel()
@@ -211,10 +209,10 @@ class LifecycleReader:
             await self._link.drop()
 
     async def _ask(self, *commands: Sequence[Any], timeout_s: float = 30.0) -> list[Any] | None:
-        """The replies; None where the connection broke or Redis is not itself, after a pause.
+        """Execute commands. Returns the replies, or None after a pause if the connection broke or Redis is not ready.
 
         Raises:
-            anyio.ClosedResourceError: it is closed.
+            anyio.ClosedResourceError: the watch is closed.
             BusError: Redis refuses.
         """
         if self._closed:
@@ -242,15 +240,18 @@ class LifecycleReader:
             raise anyio.ClosedResourceError
         return replies
 
-    async def _insist(self, *commands: Sequence[Any]) -> list[Any]:
-        """The replies to what may be carried out twice, however long it takes."""
+    async def _ask_until_answered(self, *commands: Sequence[Any]) -> list[Any]:
+        """Execute idempotent commands, again and again until Redis answers. Returns the replies."""
         while True:
             replies = await self._ask(*commands)
             if replies is not None:
                 return replies
 
-    async def _from_all(self, head: Sequence[Any], places: Iterable[str], wait_s: float = 0.0) -> list[Any] | None:
-        """What a command that reads streams finds after these places in all of them, waiting so long for the first."""
+    async def _read_all(self, head: Sequence[Any], places: Iterable[str], wait_s: float = 0.0) -> list[Any] | None:
+        """Read all streams after these positions by the command `head`, waiting up to `wait_s` seconds for an entry.
+
+        Returns the streams with their entries, or None as `_ask` does.
+        """
         if not self._polls:
             wait = ("BLOCK", max(1, round(wait_s * 1000))) if wait_s else ()
             replies = await self._ask((*head, *wait, "STREAMS", *self._names, *places), timeout_s=wait_s + 30)
@@ -267,7 +268,7 @@ class LifecycleReader:
         return found
 
     def _take(self, reply: Any) -> list[tuple[str, Id]]:
-        """Buffer what Redis replied, in the order of time. Returns what is only known by its id."""
+        """Buffer the entries of a reply, sorted by time. Returns stream and id of each entry that was trimmed."""
         found, gone = [], []
         for key, entries in reply or ():
             name = key.decode()
@@ -283,43 +284,45 @@ class LifecycleReader:
 
 
 class Watch(LifecycleReader):
-    """An async iterator over everything that becomes of traces from `since` on. It never ends by itself.
+    """An async iterator over the lifecycle events of all traces from `since` on. It never ends by itself.
 
-    `since` is `"start"` (what is there), `"now"` (what comes after `start`), or a `position`.
+    `since` is `"start"` (the oldest entry), `"now"` (entries after the call of `start`), or a `position`.
     """
 
     def __init__(self, connections: Connections, keys: Keys, since: str) -> None:
         super().__init__(connections, keys)
         places = None if since == "now" else [(0, 0)] * TAGS if since == "start" else parse_places(since)
-        #: How far each stream was read, and handed out.
+        #: For each stream, the last entry that was read, and the last one that was returned.
         self._read = None if places is None else dict(zip(self._names, places, strict=True))
-        self._told = dict(self._read or {})
+        self._returned = dict(self._read or {})
 
     async def start(self) -> None:
-        """Fix where a watch since `"now"` begins. Idempotent. While Redis is away it waits.
+        """Find the streams' ends, if `since` is `"now"`. Idempotent. Waits while Redis does not answer.
 
         Raises:
-            anyio.ClosedResourceError: it is closed.
+            anyio.ClosedResourceError: the watch is closed.
             BusError: Redis refuses.
         """
         if self._read is None:
-            replies = await self._insist(*(("XREVRANGE", name, "+", "-", "COUNT", 1) for name in self._names))
+            replies = await self._ask_until_answered(
+                *(("XREVRANGE", name, "+", "-", "COUNT", 1) for name in self._names)
+            )
             self._read = {
                 name: parse_id(reply[0][0].decode()) if reply else (0, 0)
                 for name, reply in zip(self._names, replies, strict=True)
             }
-            self._told = dict(self._read)
+            self._returned = dict(self._read)
 
     @property
     def position(self) -> str:
-        """After the last entry handed out, as a text to go on from: what it stands for is the watch's own business.
+        """The position after the last returned entry, as an opaque text for `since`.
 
-        `""` before a watch since `"now"` has started.
+        `""` until a watch since `"now"` has started.
         """
-        return _written(self._told[name] for name in self._names) if self._told else ""
+        return _format_places(self._returned[name] for name in self._names) if self._returned else ""
 
     async def __anext__(self) -> Lifecycle:
-        """The next entry, when there is one. While Redis is away it waits.
+        """The next entry. Waits until there is one.
 
         Raises:
             anyio.ClosedResourceError: the watch or its bus is closed.
@@ -331,7 +334,7 @@ class Watch(LifecycleReader):
             assert self._read is not None
             while not self._buffer:
                 places = map(entry_id, self._read.values())
-                reply = await self._from_all(("XREAD", "COUNT", PAGE), places, BLOCK_S)
+                reply = await self._read_all(("XREAD", "COUNT", PAGE), places, BLOCK_S)
                 if reply is not None:
                     self._take(reply)
                     for name, id_, _ in self._buffer:
@@ -339,5 +342,5 @@ class Watch(LifecycleReader):
             if self._closed:
                 raise anyio.ClosedResourceError
             name, id_, event = self._buffer.popleft()
-            self._told[name] = id_
+            self._returned[name] = id_
             return event

@@ -1,4 +1,4 @@
-"""How much memory Redis has left, and what Redis does when none is left."""
+"""The memory of Redis: how much is left for submissions, and whether Redis evicts keys when none is left."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = ["Memory"]
 
 logger = logging.getLogger("tracewire")
 
-#: Which part of its memory a Redis must have left for new submissions: running traces need it more.
+#: Fraction of its memory that Redis must have left to take a submission. The rest is kept for running traces.
 RESERVE: float = 0.05
-#: How old the figure may be when a trace is submitted, in seconds.
+#: How old the figure may be that a submission is checked with, in seconds.
 _AGE_S: Final = 1.0
 
 
@@ -27,11 +27,11 @@ class Memory:
         self._left = Refreshed(self._ask)
 
     async def prefetch(self) -> None:
-        """Ask ahead what a submission asks first."""
+        """Fetch the figure that the next submission needs, so that the submission itself need not wait for it."""
         await self._left.get(_AGE_S)
 
     async def check_reserve(self) -> None:
-        """Make sure that Redis takes new submissions.
+        """Check that Redis has enough memory left for a new submission.
 
         Raises:
             BusFull: Redis has less than the reserve left.
@@ -39,16 +39,16 @@ class Memory:
         """
         left = await self._left.get(_AGE_S)
         if left is not None and left < RESERVE:
-            raise BusFull(f"Redis has {100 * left:.2g} % of its memory left, and keeps that for traces that run")
+            raise BusFull(f"Redis has {100 * left:.2g} % of its memory left, which is kept for running traces")
 
     async def _ask(self) -> float | None:
-        """Which part Redis has left; None if it has no limit, or does not say."""
+        """Fraction of its memory that Redis has left; None if it has no limit, or does not allow the question."""
         try:
             limit, used, _ = await self.usage()
         except BusUnavailable:
             raise
         except BusError as error:
-            logger.debug("Redis does not say how much memory it has: %s", error)
+            logger.debug("Redis does not report its memory: %s", error)
             return None
         return max(0.0, 1 - used / limit) if limit else None
 
@@ -56,7 +56,7 @@ class Memory:
         """Redis's limit in bytes (0: none), the bytes that it uses, and its eviction policy.
 
         Raises:
-            BusError: Redis does not say.
+            BusError: Redis refuses the command.
             BusUnavailable: Redis does not answer.
         """
         raw = await self._connections.command("INFO", "memory")
@@ -65,7 +65,7 @@ class Memory:
         return int(values.get("maxmemory", 0)), int(values.get("used_memory", 0)), values.get("maxmemory_policy", "")
 
     async def refuse_eviction(self) -> None:
-        """Make sure that Redis never evicts what it holds.
+        """Check that Redis does not evict keys.
 
         Raises:
             BusError: Redis evicts keys when it has no memory left.
@@ -76,10 +76,10 @@ class Memory:
         except BusUnavailable:
             raise
         except BusError as error:
-            logger.warning("Redis does not say what it does when its memory is full: %s", error)
+            logger.warning("Redis does not report whether it evicts keys when its memory is full: %s", error)
             return
         if limit and policy != "noeviction":
             raise BusError(
-                f"this Redis evicts keys when its memory of {limit} bytes is full (maxmemory-policy {policy}), and so "
+                f"this Redis evicts keys when its memory of {limit} bytes is full (maxmemory-policy {policy}), and "
                 "would lose events and submissions: set maxmemory-policy to noeviction"
             )

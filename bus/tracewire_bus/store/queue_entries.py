@@ -1,4 +1,4 @@
-"""The entries of a model's queue, as every script replies them."""
+"""Entries of a model's queue, as the scripts of the queue reply them."""
 
 from __future__ import annotations
 
@@ -25,25 +25,26 @@ __all__ = [
     "to_text",
 ]
 
-#: How long a trace that was submitted is remembered, in seconds, so that it is not queued again and is known to exist.
+#: How long Redis remembers the id of a submitted trace, in seconds. A second submission of that id is not queued.
 REMEMBER_S: Final = 7 * 24 * 3600
 
-#: What a take returns at most, in bytes of data, once it has an entry.
+#: A take stops after the entry that brings its data to this size, in bytes.
 TAKE_BYTES: Final = 8 * 1024 * 1024
 
-#: Larger data does not pass through Lua, which would copy it twice.
+#: Larger data, in bytes, does not pass through Lua, since Lua would copy it twice.
 INLINE_BYTES: Final = 64 * 1024
 
+#: The parts of a queue (see `Keys.queue`) whose keys every script of the queue takes first, in this order.
 PARTS: Final = ("entries", "data", "taken", "state", "turns", "bell", "leases", "client:", "lease:", "suspects")
 
 
 class QueueFull(BusError):
-    """The queue takes no more of this client's submissions now.
+    """The queue is full for this client.
 
     Attributes:
-        waiting: how many wait.
-        limit: how many may.
-        retry_after_s: seconds until there is room again, if entries go on being taken as they were of late.
+        waiting: number of entries that wait.
+        limit: number of entries that may wait.
+        retry_after_s: estimate, in seconds, of when the queue has room again, from the recent rate of takes.
     """
 
     def __init__(self, model: str, waiting: int, limit: int, retry_after_s: float) -> None:
@@ -55,12 +56,16 @@ class QueueFull(BusError):
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """An entry as it was queued. It may be anything: whoever took it decodes it.
+    """A queue entry that was taken, withdrawn or given up. Its data may be malformed: the caller decodes it.
 
-    Its fields are `v` (the submission's schema), `t` (its trace's id) and `d` (the encoded submission). `trace` is the
-    id as text, in which bytes that are not UTF-8 are surrogates. `queued_at` is when it was queued, in seconds since
-    the epoch by Redis's clock. `attempt` counts how often it was taken, this time included; `tries` is how many engines
-    may be lost over it, `lost` how many were, `why` what became of the last one that had it.
+    Attributes:
+        trace: the trace's id. Bytes that are not UTF-8 are surrogates.
+        fields: `v`, the submission's schema; `t`, the trace's id; `d`, the encoded submission, absent if it is large.
+        queued_at: when the client queued it, in seconds since the epoch by Redis's clock.
+        attempt: how often engines have taken it, this time included.
+        tries: how many engines may be lost over it.
+        lost: how many engines were lost over it.
+        why: why the last engine that had it no longer has it; `""` on the first attempt.
     """
 
     trace: str
@@ -74,20 +79,23 @@ class Taken:
 
 @lru_cache(maxsize=256)
 def queue_names(keys: Keys, model: str) -> tuple[str, ...]:
-    """What every script is given first."""
+    """The keys that every script of a model's queue takes first, in the order of `PARTS`."""
     return tuple(keys.queue(model, part) for part in PARTS)
 
 
 def taken_entry(guard: Guard, key: str, reply: Sequence[Any]) -> Taken:
-    """An entry as a script replies it: trace, schema, micros, data or nothing, attempt, tries, lost, reason."""
+    """Decode a script's reply: trace, schema, microseconds since the epoch, data or None, attempt, tries, lost, reason.
+
+    `key` is the key to name if the time is malformed; the entry then has `queued_at` 0.
+    """
     trace, schema, micros, data, attempt, tries, lost, why = reply
     fields = {b"v": schema, b"t": trace} | ({} if data is None else {b"d": data})
-    # An entry that does not say when it was queued is one all the same.
     queued = guard.read(integer, micros, key=key, entry=trace) or 0
     return Taken(to_text(trace), fields, queued / 1e6, attempt, tries, lost, why.decode("utf-8", "replace"))
 
 
 def to_text(raw: bytes) -> str:
+    """Decode UTF-8; other bytes become surrogates, which `to_bytes` turns back."""
     return raw.decode("utf-8", "surrogateescape")
 
 

@@ -1,17 +1,16 @@
-"""Snapshots: the folded state of a trace at one of its events, beside a stream that was trimmed up to that event.
+"""Snapshots: the folded state of a trace at one of its events, beside a stream that is trimmed up to that event.
 
-A stream that may not grow for ever is folded up to its present end, by reading back the last snapshot and the entries
-since. The state is written beside the stream, and the stream is trimmed to what comes after: the snapshot's own event
-stays, so that no stream is ever trimmed to nothing and its next event can be told from a gap. Whoever finds that events
-are gone holds the same after the snapshot as if it had read them.
+The engine that runs a long trace bounds the trace's stream: it reads the last snapshot and the entries since, folds
+them, writes the state beside the stream, and trims the stream. The snapshot's own event stays on the stream, so that a
+reader can tell the stream's next event from a gap. A reader of a trimmed stream goes on from the snapshot, with the
+same state as a reader that has read all events.
 
-A snapshot is a hash of the trace's. Its data lies in chunks, written first, under a name of their own; one script then
-makes them the snapshot, removes those of the one before, and trims. A crash between leaves chunks that the next
-snapshot removes, and a stream as it was. The script refuses a snapshot that is not newer than the one there, and one of
-an engine whose trace another has taken.
+A snapshot is a hash. The engine first writes the data in chunks under a new name. One script then makes these chunks
+the snapshot, removes the chunks of the previous one, and trims the stream. After a crash in between, the stream is
+unchanged and the next snapshot removes the chunks. The script refuses a snapshot that is not newer than the present
+one, and one of an engine whose trace another engine has taken.
 
-A restarted trace starts over: what a snapshot of an earlier attempt holds is of no use from the first event of the next
-one on, which a fold finds by itself.
+A restarted trace starts over, so a fold drops the state of an earlier attempt at the first event of the next one.
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ from .keys import Keys
 
 __all__ = ["CHUNK_BYTES", "Snapshots", "Stored", "Trimmed"]
 
-#: Bytes of one chunk; the last is shorter. One moves in well under 10 ms, in which Redis serves nobody else.
+#: Size of a chunk in bytes; the last is shorter. Redis serves no other client while it moves one, well under 10 ms.
 CHUNK_BYTES: Final = 1024 * 1024
-#: How many entries are read at once.
+#: Number of entries that one read returns at most.
 _PAGE: Final = 128
-#: How long a snapshot is kept whose trace has no end, in seconds: as long as the trace.
+#: How long Redis keeps the snapshot of a trace that has not ended, in seconds: as long as the trace itself.
 _UNFINISHED_S: Final = 7 * 24 * 3600
-#: How often a snapshot is read again that was replaced meanwhile.
+#: How often `read` starts over because a newer snapshot has replaced the one that it was reading.
 _TRIES: Final = 10
 
 _EXPIRE_ONCE: Final = Script("expire_once")
@@ -48,7 +47,13 @@ _COMMIT: Final = Script("snapshot_commit")
 
 
 class Stored(msgspec.Struct, frozen=True, gc=False):
-    """A snapshot as it is kept: the event that it follows, and what `decode_snapshot` takes, in this schema."""
+    """A snapshot as Redis keeps it.
+
+    Attributes:
+        attempt, seq: the last event that is folded into it.
+        schema: the schema of `data`.
+        data: the encoded state, for `decode_snapshot`.
+    """
 
     attempt: int
     seq: int
@@ -57,14 +62,18 @@ class Stored(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def id(self) -> str:
-        """Id of the last event that is folded in it."""
+        """Id of the last event that is folded into it: `<attempt>-<seq>`."""
         return f"{self.attempt}-{self.seq}"
 
 
 class Trimmed(msgspec.Struct, frozen=True):
-    """What became of a stream: of this attempt's events `entries`, of `nbytes` encoded, are now in the snapshot.
+    """The outcome of `Snapshots.take`.
 
-    `state` is the snapshot's size in bytes.
+    Attributes:
+        id: the last event in the snapshot.
+        entries: number of events of this attempt that `take` folded.
+        nbytes: size of these events, encoded, in bytes.
+        state: size of the snapshot in bytes.
     """
 
     id: str
@@ -74,21 +83,21 @@ class Trimmed(msgspec.Struct, frozen=True):
 
 
 class Snapshots:
-    """The snapshots of one bus, over connections of their own, which are opened on first use. Any task may use it."""
+    """The snapshots of one bus, over connections of their own, which open on first use. Any task may use it."""
 
     def __init__(self, connections: Connections, keys: Keys) -> None:
         self._connections = connections
         self._keys = keys
 
     async def aclose(self) -> None:
-        """Close the connections that are idle; those in use are closed after it."""
+        """Close idle connections now, and the others at the end of their commands."""
         await self._connections.aclose()
 
     async def read(self, trace: str) -> Stored | None:
-        """The snapshot of a trace; None if there is none, or it is not whole.
+        """The snapshot of a trace; None if there is none, or if it is malformed or incomplete.
 
         Raises:
-            BusUnavailable: Redis stayed away.
+            BusUnavailable: Redis does not answer.
         """
         key = self._keys.snapshot(trace)
         for _ in range(_TRIES):
@@ -102,29 +111,31 @@ class Snapshots:
             for number in range(where[3]):
                 chunks.append(await self._connections.command("HGET", key, b"%s:%d" % (name, number)))
                 if chunks[-1] is None:
-                    # Replaced by a newer one meanwhile.
+                    # A newer snapshot has replaced it meanwhile.
                     break
             else:
                 return Stored(*where[:3], b"".join(chunks))
         return None
 
     async def take(self, trace: str, attempt: int) -> Trimmed | None:
-        """Fold a trace's stream up to its present end, as the engine that runs this attempt, and trim it to that.
+        """Fold a trace's stream up to its present end, write the snapshot, and trim the stream.
 
-        None where there is nothing to trim: no events of this attempt but its first, an end, or another attempt. May
-        be repeated after any error. One at a time for a trace.
+        The engine that runs `attempt` calls this, one call at a time for a trace. After any error it may call again.
+
+        Returns None if nothing was trimmed: the stream has only the first event of this attempt, or a final, or events
+        of another attempt, or Redis refused the snapshot.
 
         Raises:
-            FoldError: the stream does not go on from its last snapshot: somebody else trimmed it.
-            ValueError: the stream or the snapshot holds what this version cannot read.
-            BusError: Redis refused it.
-            BusUnavailable: Redis stayed away.
+            FoldError: the stream does not go on from its last snapshot, since another process trimmed the stream.
+            ValueError: this version cannot read the stream or the snapshot.
+            BusError: Redis refuses.
+            BusUnavailable: Redis does not answer.
         """
         fold, events = Fold(), self._keys.events(trace)
         stored = await self.read(trace)
         if stored is not None:
             check_schema(stored.schema)
-            # Whatever takes long has its own turn: others share the loop.
+            # Each long computation gets a turn of the event loop of its own.
             await checkpoint()
             fold.resume(decode_snapshot(stored.data, plain=True))
             await checkpoint()
@@ -169,7 +180,7 @@ def _place(attempt: bytes, seq: bytes, schema: bytes, count: bytes) -> tuple[int
 
 
 def _apply(fold: Fold, id_: str, data: bytes) -> None:
-    """Fold an entry, or count it if it is of a kind that this version does not know."""
+    """Fold an entry. An entry of an unknown kind, of a later version, only counts."""
     try:
         event: Any = decode_plain(data)
     except UnknownKind:

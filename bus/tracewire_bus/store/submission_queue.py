@@ -1,27 +1,28 @@
-"""Queues of submissions, one a model: bounded, and fair between clients.
+"""Queues of submissions, one for each model: bounded, and fair between clients.
 
-Clients with waiting entries stand in a ring. A take serves the client whose turn it is, one entry, and puts it at the
-end of the ring; a client that comes, or comes back, joins there. So before an entry at the head of a client's own
-order, each other client is served at most once, however much it has waiting, and leaving and returning gains nothing.
-A client's own entries go by priority, the lower number first, then in the order they came.
+**Order.** Clients with waiting entries form a ring. A take hands out one entry of the client whose turn it is and moves
+that client to the end of the ring. A client that submits again joins at the end. So each other client is served at most
+once before a client's first entry, and a client gains nothing by leaving and returning. A client's own entries go by
+priority, lower numbers first, then in the order of submission.
 
-An entry that was taken stays its engine's until it is settled, or until it is put back where it was: by its engine,
-which leaves, or by whoever finds that its engine's lease is gone (`put_back`). Each take numbers the entry, and that
-number is the attempt under which it runs: whoever took it before is fenced by it. An entry whose engines were lost as
-often as it may be tried is *given up*: held by nobody's name until somebody has ended its trace. One with a single try
-left is a *suspect*. Suspects wait apart, and an engine gets one at a time: what else ran on an engine when it was lost
-does not share the blame to the end. One that takes its time, because it is paused, or hangs, or is long, has its engine
-to itself for a minute only: it has had the time to do harm.
+**Attempts.** A taken entry belongs to its engine until the engine settles it, or until it is put back at its old place:
+by its engine, when that shuts down, or by a process that finds the engine's registry entry expired (`put_back`). Each
+take gives the entry a new number. The number is the attempt under which the trace runs, and it fences earlier engines.
 
-What a take removed from the ring and never handed out, because it was cancelled or its connection broke, is found by
-the engine's next take. That one first puts a new token in Redis, and takes under an old one do nothing: a take that is
-still on its way then cannot take any more.
+**Lost engines.** After `max_attempts` lost engines an entry is *given up*: it is held under a mark instead of an engine
+until a process has ended its trace (`tracewire_bus.recovery`). An entry with one attempt left is a *suspect*. Suspects
+wait apart, and an engine gets one at a time, so that one bad trace does not use up the attempts of the traces beside
+it. After a minute (`intake.SUSPECT_S`) an engine gets another one, although the first still runs.
 
-Each put drops a token on a bell, a list, that engines without work block on, so that one submission wakes one engine.
-The bell is empty when nothing waits.
+**Lost replies.** A cancelled take, or one whose connection broke, may have taken entries in Redis that no caller got.
+The engine's next take recovers them. It first puts a new token into Redis, and Redis ignores takes under an old token,
+so a take that is still on its way has no effect.
 
-All keys of a queue share the model's hash tag. Those of a client or lease are made up in the scripts from names,
-because only Redis knows whose turn it is.
+**Waiting.** Each put adds a token to a list, the *bell*, that engines without work block on, so that one submission
+wakes one engine. The bell is empty when no entry waits.
+
+All keys of a queue share the model's hash tag. The scripts themselves build the keys of clients and leases from names,
+since only Redis knows whose turn it is.
 """
 
 from __future__ import annotations
@@ -55,23 +56,23 @@ __all__ = ["Queue", "claim_command", "settle_command"]
 
 logger = logging.getLogger("tracewire")
 
-#: Who holds what was given up: no engine is called so, nor is a lease held by such a name.
+#: The holder of entries that were given up. No engine has this name, and no withdrawn lease has this mark.
 _GIVEN_UP: Final = b"\1given up"
 
-#: How long one of many looks after a queue for all of them without saying so again, in seconds.
-CARE_S: Final = 2.5
+#: How long a process keeps a role without acquiring it again, in seconds.
+ROLE_S: Final = 2.5
 
-#: How many entries one call of a script puts back.
+#: Number of entries that one call of the script puts back at most.
 _PUT_BACK_AT_ONCE: Final = 100
 
-#: Greatest priority, either way, that a sorted set tells from its neighbour.
-_MOST_PRIORITY: Final = 2**53
+#: Greatest magnitude of a priority: a sorted set holds doubles, which cannot tell greater integers apart.
+_MAX_PRIORITY: Final = 2**53
 
 _PUT: Final = Script("queue_put")
 
 _PUT_BACK: Final = Script("queue_put_back")
 
-_CARE: Final = Script("queue_acquire_role")
+_ACQUIRE_ROLE: Final = Script("queue_acquire_role")
 
 _HELD: Final = Script("queue_held")
 
@@ -85,10 +86,9 @@ _CLAIM: Final = Script("queue_claim")
 
 
 def settle_command(keys: Keys, model: str, trace: str, holder: str = "", attempt: int = 0) -> tuple[Any, ...]:
-    """The command by which an entry that was taken leaves the queue, if `holder` has it (anybody, without), from the
-    take of this number (any, without).
+    """The command that settles a taken entry, which then leaves the queue. Redis may execute it more than once.
 
-    It may be carried out again.
+    With `holder`, only an entry that this engine holds is settled; with `attempt`, only one of this attempt.
     """
     names = [keys.queue(model, part) for part in ("data", "entries", "taken")]
     return AfterOthers(_SETTLE(names, to_bytes(trace), holder, attempt))
@@ -97,21 +97,22 @@ def settle_command(keys: Keys, model: str, trace: str, holder: str = "", attempt
 def claim_command(
     keys: Keys, model: str, engine: str, taken: Taken, *, client: str, priority: int, lease: str
 ) -> tuple[Any, ...]:
-    """The command by which an engine says again that it runs what it has taken; nothing where it is another's by now.
+    """The command by which an engine claims again an entry that it has taken, for a Redis that may have lost the claim.
 
-    `client`, `priority` and `lease` are the submission's, should the whole entry be lost. It may be carried out again.
+    The command does nothing if another engine has the entry by now. If Redis has lost the whole entry, the command
+    writes it again, with the submission's `client`, `priority` and `lease`. Redis may execute it more than once.
     """
     names = [*queue_names(keys, model), keys.submitted(model, taken.trace), keys.queue(model, "holders")]
     return _CLAIM(
         [name.encode("utf-8", "surrogateescape") for name in names],
         *(to_bytes(taken.trace), engine, taken.attempt, taken.fields.get(b"v", b""), round(taken.queued_at * 1e6)),
-        *(client, max(-_MOST_PRIORITY, min(priority, _MOST_PRIORITY)), lease, taken.tries, taken.lost, taken.why),
+        *(client, max(-_MAX_PRIORITY, min(priority, _MAX_PRIORITY)), lease, taken.tries, taken.lost, taken.why),
         *(REMEMBER_S, taken.fields.get(b"d", b"")),
     )
 
 
 class Queue:
-    """The queues on one Redis."""
+    """The queues of all models on one bus."""
 
     def __init__(self, connections: Connections, keys: Keys) -> None:
         self._connections = connections
@@ -120,7 +121,7 @@ class Queue:
         self._intakes: dict[tuple[str, str], Intake] = {}
 
     async def aclose(self) -> None:
-        """Close the engines' connections. What is taken stays so."""
+        """Close the connections of the intakes. Taken entries stay taken."""
         intakes = list(self._intakes.values())
         self._intakes.clear()
         for intake in intakes:
@@ -141,20 +142,30 @@ class Queue:
         tries: int = 1,
         before: Sequence[tuple[Any, ...]] = (),
     ) -> list[Any]:
-        """Queue a trace's submission. A trace that was put before is not queued again, also when it has ended since.
+        """Queue a trace's submission. A trace id that was put before, even if its trace has ended, is not queued again.
 
-        With `limit` entries waiting it is refused, but for a client that has fewer waiting than its share, the limit
-        over the number of clients with waiting entries (itself included): that one is refused at twice the limit.
-        `tries` is how many engines may be lost over it until it is given up.
+        Args:
+            model: the queue's model.
+            trace: the trace's id.
+            data: the encoded submission.
+            schema: the schema of `data`, by default this version's.
+            client: name of the client that submits, whose turn the entry waits for.
+            priority: orders the client's own entries, lower first; clipped to ±2**53.
+            lease: the client's lease, `""` for a detached trace.
+            limit: how many entries may wait; None or 0 for any number. A client that has fewer waiting entries than its
+                share is refused at twice the limit only. Its share is the limit divided by the number of clients with
+                waiting entries, this client included.
+            tries: how many engines may be lost over the entry before it is given up.
+            before: commands to send ahead in the same round trip. Redis may execute them more than once.
 
-        `before` are commands that go to Redis ahead of it, in one round trip; they may be carried out twice. Returns
-        their replies, and whether the trace was put before.
+        Returns:
+            The replies to `before`, then a bool: whether the trace id was put before.
 
         Raises:
-            QueueFull: it was refused.
+            QueueFull: too many entries wait.
             BusFull: Redis has no memory left.
-            BusError: Redis refused it.
-            BusUnavailable: Redis stayed away; it may have been queued, and can be put again.
+            BusError: Redis refuses.
+            BusUnavailable: Redis does not answer. The entry may have been queued; the call may be repeated.
         """
         call = _PUT(
             [*queue_names(self._keys, model), self._keys.submitted(model, trace)],
@@ -162,7 +173,7 @@ class Queue:
                 trace,
                 schema or request_schema_text(),
                 client,
-                max(-_MOST_PRIORITY, min(priority, _MOST_PRIORITY)),
+                max(-_MAX_PRIORITY, min(priority, _MAX_PRIORITY)),
                 lease,
             ),
             *(limit or 0, REMEMBER_S, max(1, tries), data),
@@ -174,15 +185,17 @@ class Queue:
         return [*replies, bool(refused)]
 
     async def take(self, model: str, engine: str, count: int, block_ms: int, room: int | None = None) -> list[Taken]:
-        """Up to `count` entries that no engine has taken, clients in turns, waiting up to `block_ms` for the first.
+        """Take up to `count` waiting entries, clients in turns. Waits up to `block_ms` milliseconds for the first.
 
-        `room` is how many the engine could take, if that is more. Engines that take get equally many: one that has more
-        than others leaves them what waits for a moment.
+        `room` is the number of further entries that the engine could run, if that is more than `count`. Redis spreads
+        entries evenly: an engine with more entries than others leaves waiting entries to them for 30 ms.
 
-        They stay `engine`'s until it calls `done` or `dead_letter`. What was taken by a call that was cancelled or
-        lost its connection, or by an earlier process under this engine's name, comes with a later one. Fewer come
-        where their data is more than some 8 MiB. While Redis is away it returns nothing. Not for concurrent use by one
-        engine.
+        The entries belong to `engine` until it calls `done` or `dead_letter`. A later call returns the entries that a
+        cancelled call, a broken connection or an earlier process of this engine's name has left behind. A call stops at
+        about 8 MiB of data. It returns `[]` while Redis does not answer. Not for concurrent use by one engine.
+
+        Raises:
+            BusError: Redis refuses.
         """
         intake = self._intakes.get((model, engine))
         if intake is None:
@@ -193,34 +206,37 @@ class Queue:
         return await intake.take(count, block_ms, count if room is None else room)
 
     async def done(self, model: str, trace: str, holder: str = "", attempt: int = 0) -> None:
-        """Settle an entry that was taken: it leaves the queue, if `holder` has it (anybody, without), from the take
-        numbered `attempt` (any, without). Idempotent.
+        """Settle a taken entry, which then leaves the queue. Idempotent.
+
+        With `holder`, only an entry that this engine holds is settled; with `attempt`, only one of this attempt.
 
         Raises:
-            BusUnavailable: Redis stayed away.
+            BusUnavailable: Redis does not answer.
         """
         await self._connections.command(*settle_command(self._keys, model, trace, holder, attempt))
-        self.settled(model, trace)
+        self.note_settled(model, trace)
 
     async def holders(self, model: str) -> list[str]:
-        """The engines that have taken entries, and may have some still.
+        """The engines that have taken entries. Some of them may have settled all of theirs.
 
         Raises:
-            BusUnavailable: Redis stayed away.
+            BusUnavailable: Redis does not answer.
         """
         key = self._keys.queue(model, "holders")
         found = await self._connections.command("SMEMBERS", key)
         return [name for one in found if (name := self._connections.guard.read(bytes.decode, one, key=key, entry=one))]
 
     async def acquire_role(self, model: str, role: str, who: str) -> bool:
-        """Whether `who`, of all in this role, is to look at whatever is taken. One at a time is enough: it takes the
-        longer, the more there is. It stays so for who asks again within `CARE_S` seconds.
+        """Acquire a role that one process at a time has, or renew it. Returns whether `who` has it now.
+
+        The process in the role does work for the whole queue (`tracewire_bus.recovery`). It loses the role if it does
+        not call this again within `ROLE_S` seconds.
 
         Raises:
-            BusUnavailable: Redis stayed away.
+            BusUnavailable: Redis does not answer.
         """
         key = self._keys.queue(model, f"caretaker:{role}")
-        return bool(await self._connections.command(*_CARE((key,), who, round(CARE_S * 1000))))
+        return bool(await self._connections.command(*_ACQUIRE_ROLE((key,), who, round(ROLE_S * 1000))))
 
     async def put_back(
         self,
@@ -233,15 +249,23 @@ class Queue:
         attempt: int = 0,
         which: list[tuple[str, int]] | None = None,
     ) -> int:
-        """Let everything (or one trace) that `holder` has taken wait again, ahead of what its clients queued later.
+        """Put the entries that `holder` has taken back at their old places in the queue.
 
-        One trace only if it has it from the take numbered `attempt`, if that is given.
+        Args:
+            model: the queue's model.
+            holder: the engine that has the entries.
+            why: the reason, for readers and dead letters.
+            lost: whether the engine was lost. Then each entry loses one of its tries, and an entry without any is given
+                up.
+            trace: put back this trace's entry only.
+            attempt: with `trace`, put it back only if `holder` has it under this attempt.
+            which: a list that gains each trace that waits again, with the attempt that is over.
 
-        With `lost` it counts as a try of each, and those that had no other left are given up instead. Whoever held them
-        holds them no more. Returns how many wait again; `which` gains them, each with the attempt that is over.
+        Returns:
+            The number of entries that wait again.
 
         Raises:
-            BusUnavailable: Redis stayed away; it may have been done.
+            BusUnavailable: Redis does not answer; some or all may have been put back.
         """
         names = [*queue_names(self._keys, model), self._keys.queue(model, "holders")]
         back = 0
@@ -257,10 +281,10 @@ class Queue:
                 return back
 
     async def still_waiting(self, model: str, traces: Sequence[str]) -> set[str]:
-        """Those of these traces that wait, and that no engine has taken.
+        """Those of these traces whose entries wait, and that no engine has taken.
 
         Raises:
-            BusUnavailable: Redis stayed away.
+            BusUnavailable: Redis does not answer.
         """
         if not traces:
             return set()
@@ -274,10 +298,10 @@ class Queue:
         }
 
     async def given_up(self, model: str) -> list[Taken]:
-        """What was given up, in the order it came, until it is settled. Large ones come without their data.
+        """The entries that were given up and are not settled, in the order of submission. Large ones lack their data.
 
         Raises:
-            BusUnavailable: Redis stayed away.
+            BusUnavailable: Redis does not answer.
         """
         call = _HELD(queue_names(self._keys, model), _GIVEN_UP, TAKE_BYTES, INLINE_BYTES)
         return self._all_taken(model, await self._connections.command(*call, alone=True))
@@ -287,21 +311,21 @@ class Queue:
         return [taken_entry(self._connections.guard, key, one) for one in replies]
 
     def redeliver(self, model: str, engine: str, trace: str) -> None:
-        """Have an entry that `engine` took come again with a later `take`, under the same attempt."""
+        """Have a later `take` return an entry that `engine` has taken again, under the same attempt."""
         intake = self._intakes.get((model, engine))
         if intake is not None:
             intake.redeliver(trace)
 
-    def settled(self, model: str, trace: str) -> None:
-        """An entry has left the queue by the command of `settling`, or is somebody else's."""
+    def note_settled(self, model: str, trace: str) -> None:
+        """Note that an entry was settled by `settle_command`, or belongs to another engine by now."""
         for (of, _), intake in self._intakes.items():
             if of == model:
                 intake.claimed.discard(trace)
 
     async def dead_letter(self, model: str, taken: Taken, reason: str) -> None:
-        """Move an entry that cannot be answered to the dead letters.
+        """Move an entry to the dead letters, with the reason.
 
-        The call may be repeated after a crash or a lost reply: an entry becomes one letter.
+        The call may be repeated after a crash or a lost reply: an entry becomes one dead letter.
 
         Raises:
             BusUnavailable: Redis does not answer.
@@ -314,22 +338,22 @@ class Queue:
         await self.done(model, taken.trace)
 
     async def withdraw(self, model: str, trace: str) -> bool:
-        """Remove an entry that waits. False where it is taken, or was never put.
+        """Remove a waiting entry. Returns False if an engine has taken it, or if it was never put.
 
-        Idempotent: it stays true of a trace that was withdrawn.
+        Idempotent: a second call for a withdrawn trace also returns True.
 
         Raises:
-            BusUnavailable: Redis stayed away; it may have been removed.
+            BusUnavailable: Redis does not answer; the entry may have been removed.
         """
         submitted = to_bytes(self._keys.submitted(model, trace))
         call = _WITHDRAW([*queue_names(self._keys, model), submitted], to_bytes(trace), REMEMBER_S)
         return bool(await self._connections.command(*call))
 
     async def leases(self, model: str) -> list[str]:
-        """The leases that entries wait under, or were withdrawn under and are not settled, in no order.
+        """The leases of all entries that wait, or that were withdrawn with their lease and are not settled.
 
         Raises:
-            BusUnavailable: Redis stayed away.
+            BusUnavailable: Redis does not answer.
         """
         waiting, holders = await self._connections.commands(
             ("SMEMBERS", self._keys.queue(model, "leases")), ("HVALS", self._keys.queue(model, "taken"))
@@ -339,14 +363,13 @@ class Queue:
         return [to_text(lease) for lease in {*waiting, *withdrawn}]
 
     async def withdraw_lease(self, model: str, lease: str) -> list[Taken]:
-        """Withdraw all entries that wait under a lease, and return them in the order they came.
+        """Withdraw all entries that wait under a lease. Returns them in the order of submission.
 
-        No engine takes them any more. They come again with the next call until they are settled, by `done` or with
-        their final, so that none is forgotten whose answer was lost. Large ones come without their data `d`: more than
-        64 KiB each, or what goes beyond 8 MiB in all.
+        No engine can take them any more. Each call returns them again until they are settled (`done`), so that no lost
+        reply loses an entry. Entries of more than 64 KiB, and those beyond 8 MiB in all, lack their data `d`.
 
         Raises:
-            BusUnavailable: Redis stayed away; they may have been withdrawn.
+            BusUnavailable: Redis does not answer; the entries may have been withdrawn.
         """
         call = _WITHDRAW_LEASE(
             queue_names(self._keys, model), to_bytes(lease), _holder(lease), TAKE_BYTES, INLINE_BYTES
@@ -354,20 +377,20 @@ class Queue:
         return self._all_taken(model, await self._connections.command(*call, alone=True))
 
     async def waiting(self, model: str) -> int:
-        """How many entries wait.
+        """The number of waiting entries.
 
         Raises:
-            BusUnavailable: Redis stayed away.
+            BusUnavailable: Redis does not answer.
         """
         key = self._keys.queue(model, "state")
         found = await self._connections.command("HGET", key, "waiting")
         return self._connections.guard.read(integer, found or 0, -GREATEST, key=key, entry="waiting") or 0
 
     async def clients(self, model: str) -> dict[str, int]:
-        """How many entries of each client wait, in the order of their turns.
+        """The number of waiting entries of each client, in the order of the clients' turns.
 
         Raises:
-            BusUnavailable: Redis stayed away.
+            BusUnavailable: Redis does not answer.
         """
         clients = await self._connections.command("ZRANGE", self._keys.queue(model, "turns"), 0, -1)
         own = self._keys.queue(model, "client:").encode()
@@ -376,5 +399,5 @@ class Queue:
 
 
 def _holder(lease: str) -> bytes:
-    """Who holds what was withdrawn under a lease: no engine is called so."""
+    """The holder of entries that were withdrawn under a lease. No engine has such a name."""
     return b"\0" + to_bytes(lease)

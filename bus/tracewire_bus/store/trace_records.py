@@ -1,21 +1,21 @@
-"""Records of traces: what the bus knows of each from its submission on, and what may be asked of one that runs.
+"""Records of traces: the state of each trace from its submission on, and the operations on a running trace.
 
-A trace's record is a hash beside its stream: who submitted it, which engine runs it in which attempt, its deadline, and
-its live parameters with their version and forms. It is changed by scripts only, each of which sees the record and the
-stream at one moment, so that a change is accepted or refused as a whole, cancelled traces never start, and a trace ends
-once:
+A trace's record is a hash beside its stream. It holds the client that submitted the trace, the engine and attempt that
+run it, its deadline, and its live parameters with their version and forms. Only scripts change a record. Each script
+sees the record and the stream at one moment. So a change is accepted or refused as a whole, a cancelled trace never
+starts, and a trace ends once.
 
-- *steering* checks names, forms and version, numbers the change, keeps it until an event has told of it, and puts it
-  on the control stream of the engine that runs the trace, if one does;
-- *opening* is an engine's claim to run it, by the number under which it took it from the queue: the highest runs;
-- *cancelling* asks that engine, or ends the trace at once where none runs it;
-- *sweeping* ends what is past its deadline and runs nowhere.
+- *Steering* checks names, forms and version, numbers the change, and keeps it until an event has reported it. If an
+  engine runs the trace, the script puts the change on that engine's control stream.
+- *Opening* is an engine's claim to run the trace, under the attempt number of its take. The highest attempt runs.
+- *Cancelling* asks the engine that runs the trace, or ends the trace at once if no engine runs it.
+- *Sweeping* ends traces that are past their deadline and that no engine runs.
 
-Whoever ends a trace from outside writes its final event as one of an attempt that follows the last: readers take it as
-the end of what came before, and Redis refuses whatever an engine would still append.
+When another process than the trace's engine ends the trace, the final event has the number of a next attempt. Readers
+take it as the end of the events before it, and Redis refuses later events of the engine.
 
-Everything that a script touches has the trace's hash tag. A script that makes up keys is given one besides that never
-exists (see `cluster.py`).
+All keys that a script uses have the trace's hash tag. A script that builds keys from names also takes a key of that tag
+that never exists (see `cluster.py`).
 """
 
 from __future__ import annotations
@@ -53,22 +53,22 @@ __all__ = [
     "TraceMissing",
 ]
 
-#: How many changes of one trace may wait for their engine.
+#: How many changes of one trace may wait until an event has reported them.
 MAX_CHANGES: Final = 10_000
-#: How long the engine that runs a trace has from its deadline on to end it itself, in milliseconds.
+#: How long after a trace's deadline its own engine may end it before `sweep` does, in milliseconds.
 GRACE_MS: Final = 5000
-#: The farthest deadline, in milliseconds from the submission: some 3000 years, which Lua writes as an integer.
+#: The latest deadline, in milliseconds from the submission: about 3000 years, which Lua still writes as an integer.
 MAX_DEADLINE_MS: Final = 10**14
-#: How long a control stream is kept after its last entry, in seconds.
+#: How long Redis keeps a control stream after its last entry, in seconds.
 CONTROL_S: Final = 24 * 3600
 
-#: Stands in an encoded event for the attempt, or the number, that the script puts there.
+#: Placeholder in an encoded event for the attempt or sequence number that the script writes there.
 _ATTEMPT: Final = 2**32 - 1
 _MARK: Final = b"\xce\xff\xff\xff\xff"
 
-# Fields of a record: m model, c client, p lease, t deadline (ms), e engine, a attempts, s state, v version of the live
-# parameters, x why it was cancelled and xb by whom, z by whom it was paused and zn how often that was changed, r for
-# how long it is kept after its end (s), l:NAME a live value packed, f:NAME its form.
+# Fields of a record: m model, c client, p lease, t deadline (ms), e engine, a attempt, s state, v version of the live
+# parameters, x reason of the cancellation, xb who cancelled, z who paused, zn count of pauses and resumptions,
+# r retention after the end (s), l:NAME a packed live value, f:NAME its form.
 
 _CREATE: Final = Script("record_create")
 _FORGET: Final = Script("record_forget")
@@ -84,10 +84,14 @@ _SWEEP: Final = Script("record_sweep")
 
 
 class SteerRefused(BusError, ValueError):
-    """A change that was not accepted. `reason` is `undeclared`, `form`, `version` or `busy`; `name` the parameter.
+    """A change of live parameters was refused.
 
-    `declared` is the form that it was declared with, for `form`; all declared names, for `undeclared`. `version` is
-    the present one, for `version`.
+    Attributes:
+        reason: `undeclared` (there is no such parameter), `form` (the value's type, dtype or shape differs), `version`
+            (the present version is not the expected one) or `busy` (too many changes wait).
+        name: the parameter, for `undeclared` and `form`.
+        declared: for `form`, the declared form; for `undeclared`, all declared names.
+        version: for `version`, the present version.
     """
 
     def __init__(self, reason: str, message: str, *, name: str = "", declared: str = "", version: int = 0) -> None:
@@ -99,19 +103,19 @@ class SteerRefused(BusError, ValueError):
 
 
 class TraceMissing(BusError, LookupError):
-    """No such trace was submitted, or it has been forgotten."""
+    """No trace of this id was submitted, or its record has expired."""
 
 
 class Overtaken(BusError):
-    """Another engine runs the trace."""
+    """Another engine, or a later attempt, runs the trace."""
 
 
 class TraceElsewhere(BusError, ValueError):
-    """The trace's id belongs to a trace of another model."""
+    """A trace of this id was submitted to another model."""
 
 
 class TraceEnded(BusError):
-    """The trace has ended: nothing about it can change any more."""
+    """The trace has ended, so the operation has no effect."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,11 +128,17 @@ class LiveState:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A trace that an engine begins to run. `left_s` is what is left of its time, `None` if it has no deadline.
+    """A trace's record as an engine opens the trace.
 
-    `live` holds its live parameters as they are now, packed, of version `version`; `changes` those that no event tells
-    of yet, encoded, in order. `cancelled` says by whom and why, if it was; `paused` by whom, if it is to be held, and
-    `pauses` how often that was changed.
+    Attributes:
+        attempt: the attempt that the engine runs.
+        left_s: seconds until the deadline, negative after it; None without a deadline.
+        version: version of the live parameters.
+        live: the live parameters at that version, packed.
+        changes: the changes that no event has reported yet, encoded, in order.
+        cancelled: who cancelled the trace, and the reason; None if it is not cancelled.
+        paused: who paused the trace; None if it is not paused.
+        pauses: count of its pauses and resumptions.
     """
 
     attempt: int
@@ -142,7 +152,10 @@ class Opened:
 
 
 class Records:
-    """The records of all traces on one bus."""
+    """The records of all traces on one bus.
+
+    `retention_s` is how long Redis keeps a trace after its end, in seconds, unless its record says another time.
+    """
 
     def __init__(self, connections: Connections, keys: Keys, retention_s: float) -> None:
         self._connections = connections
@@ -151,7 +164,7 @@ class Records:
         self._guard: Guard = connections.guard
 
     def _base(self, tag: str) -> str:
-        """What precedes every key of a hash tag."""
+        """The prefix of all keys of a hash tag."""
         return f"{self._keys.prefix}:{{{tag}}}:"
 
     # --- a trace's life -----------------------------------------------------------------------------------------------
@@ -159,9 +172,10 @@ class Records:
     def create_command(
         self, submission: Submission, live: Mapping[str, LiveValue], retention_s: float | None = None
     ) -> tuple[Any, ...]:
-        """The command that makes the record of a trace about to be queued, with its live parameters; once.
+        """The command that creates the record of a trace before the trace is queued. A repeat has no effect.
 
-        `retention_s` is how long its engines keep it after its end, if that is known.
+        `live` are the first values of its live parameters. `retention_s` is how long the model's engines keep the trace
+        after its end, in seconds, if the client knows that.
         """
         trace = submission.trace
         deadline = submission.deadline_s
@@ -174,7 +188,7 @@ class Records:
         )
 
     async def forget(self, trace: str, model: str) -> None:
-        """Take back the record of a trace that was not queued for `model` after all."""
+        """Remove the record of a trace that the queue of `model` has refused."""
         await self._connections.command(*_FORGET(self._named(trace), trace, model))
 
     def _named(self, trace: str) -> tuple[str, str, str]:
@@ -182,14 +196,14 @@ class Records:
         return keys.record(trace), keys.deadlines(tag), keys.firehose(tag)
 
     async def open(self, trace: str, engine: str, attempt: int = 1) -> Opened:
-        """Begin to run a trace on `engine` as this attempt; orders for it go there from now on.
+        """Begin to run a trace on `engine` as this attempt. From now on, orders for the trace go to that engine.
 
-        It may be asked again after an answer was lost.
+        The call may be repeated after a lost reply.
 
         Raises:
-            TraceEnded: it has ended already.
-            Overtaken: another engine has begun this attempt, or a later one.
-            Malformed: its record cannot be read.
+            TraceEnded: the trace has ended.
+            Overtaken: another engine has begun this attempt, or a later attempt has begun.
+            Malformed: the record cannot be read.
         """
         keys = self._keys
         reply = await self._connections.command(
@@ -201,7 +215,9 @@ class Records:
         if isinstance(reply, bytes):
             if reply == b"ended":
                 raise TraceEnded(f"trace {trace} has ended")
-            raise Overtaken(f"attempt {attempt} of trace {trace} is not the last one, or another engine's")
+            raise Overtaken(
+                f"another engine has begun attempt {attempt} of trace {trace}, or a later attempt has begun"
+            )
         return self._guard.demand(_opened, *reply, key=keys.record(trace))
 
     def claim_command(
@@ -216,28 +232,29 @@ class Records:
         paused: str | None,
         pauses: int,
     ) -> tuple[Any, ...]:
-        """The command by which an engine says again that it runs this attempt, with the live parameters that it has.
+        """The command by which an engine claims again that it runs this attempt, for a Redis that may have lost that.
 
-        `paused` is who has paused it, if somebody has, after `pauses` pauses and resumptions. A record that knows of
-        more keeps what it says.
-
-        Nothing where a later attempt, or another engine, has begun. It may be carried out again.
+        The command also writes the engine's live parameters and their version, and who has paused the trace (None if
+        nobody has) after `pauses` pauses and resumptions. A record with a greater version or count keeps its own.
+        `closed` says that the trace accepts no more changes. The command has no effect if another engine or a later
+        attempt has begun. Redis may execute it more than once.
         """
         return _CLAIM(
             (self._keys.record(trace), self._keys.events(trace)),
             *(attempt, engine, "closed" if closed else "running", version, REMEMBER_S),
-            # Nobody in particular is somebody, too.
+            # A pause without a name is a pause, too.
             "" if paused is None else paused or "somebody",
             pauses,
             *(part for pair in live.items() for part in pair),
         )
 
     async def overtaken(self, engine: str, attempts: Sequence[tuple[str, int]]) -> list[bool]:
-        """Of each of these traces, whether it has ended, or another engine or a later attempt has begun, since `engine`
-        began this one, whose events are refused then.
+        """For each trace and attempt that `engine` began, whether Redis refuses the attempt's events by now.
+
+        Redis refuses them once the trace has ended, or another engine or a later attempt has begun.
 
         Raises:
-            BusUnavailable: Redis stayed away.
+            BusUnavailable: Redis does not answer.
         """
         if not attempts:
             return []
@@ -260,15 +277,15 @@ class Records:
         ]
 
     async def close(self, trace: str, attempt: int) -> list[bytes]:
-        """Accept no more changes of a trace whose end is near, in this attempt, if it is the last one.
+        """Refuse further changes of a trace that is about to end. No effect if this is not the last attempt.
 
-        Returns those that no event tells of, in order.
+        Returns the changes that no event has reported yet, encoded, in order.
         """
         call = _CLOSE((self._keys.record(trace), self._keys.changes(trace)), attempt)
         return list(await self._connections.command(*call))
 
     async def end(self, trace: str, status: Status, failure: Failure) -> bool:
-        """End a trace here and now, whoever runs it. Returns whether it had not ended before."""
+        """End a trace at once, even if an engine runs it. Returns False if the trace had ended before."""
         keys = self._keys
         if not is_encodable(trace):
             return False
@@ -279,14 +296,14 @@ class Records:
         )
         return bool(await self._connections.command(*call))
 
-    async def wait(self, attempts: Sequence[tuple[str, int]], reason: str) -> int:
-        """Tell of these attempts of traces that they are over, and that their traces wait for another engine.
+    async def publish_waiting(self, attempts: Sequence[tuple[str, int]], reason: str) -> int:
+        """Publish for each trace and attempt that the attempt is over and that the trace waits for another engine.
 
-        Returns of how many that is news: nothing is told where a later attempt has been begun, the trace has ended, or
-        nothing of the attempt has been told.
+        Returns the number of published events. Redis publishes none for a trace that has ended, that a later attempt
+        runs, or whose attempt has not published any event.
 
         Raises:
-            BusUnavailable: Redis stayed away; some may have been told.
+            BusUnavailable: Redis does not answer; some events may have been published.
         """
         keys, calls = self._keys, []
         for trace, attempt in attempts:
@@ -295,19 +312,19 @@ class Records:
                 head, _, tail = event.partition(_MARK)
                 names = (keys.record(trace), keys.events(trace))
                 calls.append(_WAIT(names, attempt, schema_text(), head + _MARK[:1], tail))
-        told = await self._connections.commands(*calls) if calls else []
-        return sum(map(int, told))
+        published = await self._connections.commands(*calls) if calls else []
+        return sum(map(int, published))
 
     async def _final_entry(self, trace: str) -> Any:
-        """A list with the entry of its final event, empty if that is not there."""
+        """A list with the entry of the trace's final event, empty if the trace has not ended."""
         return await self._connections.command("XRANGE", self._keys.events(trace), FINAL_ID, FINAL_ID, alone=True)
 
     async def ended(self, trace: str) -> bool:
-        """Whether its final event is there."""
+        """Whether the trace's final event is on its stream."""
         return bool(await self._final_entry(trace))
 
     async def failed_as(self, trace: str) -> str | None:
-        """The type of the error that a trace has ended with; None if it has not ended so, or cannot be read."""
+        """The type of the error that a trace ended with; None if it ended otherwise, still runs, or is malformed."""
         found = await self._final_entry(trace)
         if not found:
             return None
@@ -319,7 +336,7 @@ class Records:
         return event.error.type if isinstance(event, FinalEvent) and event.error is not None else None
 
     async def left(self, trace: str) -> tuple[bool, float | None]:
-        """Whether a trace is known, and how many seconds are left of its time (`None`: it has no deadline)."""
+        """Whether the trace has a record, and the seconds until its deadline (None if it has no deadline)."""
         (model, due), (seconds, micros) = await self._connections.commands(
             ("HMGET", self._keys.record(trace), "m", "t"), ("TIME",)
         )
@@ -327,14 +344,14 @@ class Records:
         at = None if due is None else self._guard.read(_due, due, key=self._keys.record(trace), entry="t")
         return model is not None, None if at is None else at / 1000 - now
 
-    # --- asked of it from outside -------------------------------------------------------------------------------------
+    # --- operations by clients ----------------------------------------------------------------------------------------
 
     async def live(self, trace: str) -> LiveState:
-        """A trace's live parameters as the bus has them now.
+        """A trace's live parameters as its record has them now.
 
         Raises:
             TraceMissing: there is no such trace.
-            Malformed: its record cannot be read.
+            Malformed: the record cannot be read.
         """
         _check_name(trace)
         flat = await self._connections.command("HGETALL", self._keys.record(trace))
@@ -351,16 +368,16 @@ class Records:
         by: str,
         if_version: int | None = None,
     ) -> int:
-        """Change live parameters, all of `values` at once, and return the version that this makes.
+        """Change live parameters: all of `values` together, or none. Returns their new version.
 
-        It is sent again if the connection breaks under it, and carried out once. `if_version` is the version that they
-        must have.
+        With `if_version`, the change is refused unless the parameters have that version. If the connection breaks, the
+        command is sent again and takes effect once.
 
         Raises:
-            SteerRefused: it does not fit what was declared, or the version is another.
-            TraceEnded: the trace has ended, or is about to.
+            SteerRefused: a value does not fit its declaration, or the version is another, or too many changes wait.
+            TraceEnded: the trace has ended or is about to end.
             TraceMissing: there is no such trace.
-            BusUnavailable: Redis stayed away; it may have been accepted.
+            BusUnavailable: Redis does not answer; the change may have been accepted.
         """
         _check_name(trace)
         keys = self._keys
@@ -403,14 +420,16 @@ class Records:
                 raise SteerRefused("busy", f"{MAX_CHANGES} changes of this trace wait for its engine")
 
     async def cancel(self, trace: str, *, by: str, reason: str, force: bool = False) -> tuple[str, str]:
-        """End a trace as `cancelled`. Returns the engine that was asked to and `""`, or `""` and the trace's model if
-        none runs it: then it has ended, and may wait on its queue still.
+        """End a trace as `cancelled`, or ask its engine to.
 
-        With `force` it is ended here and now, whoever runs it. A second call asks for nothing more. One that is sent
-        again, because the connection broke under it, is told the same.
+        Returns the engine that was asked and `""` if an engine runs the trace. Otherwise the trace has ended now, and
+        the call returns `""` and the trace's model, in whose queue its entry may still wait.
+
+        With `force`, the trace ends now even if an engine runs it. A second call has no further effect. If the
+        connection breaks, the command is sent again and returns the same.
 
         Raises:
-            TraceEnded: it had ended before.
+            TraceEnded: the trace had ended before.
             TraceMissing: there is no such trace.
         """
         _check_name(trace)
@@ -435,12 +454,12 @@ class Records:
                 return "", _text(reply[1])
 
     async def pause(self, trace: str, *, by: str, resume: bool = False) -> bool:
-        """Have a trace held where it is, or, with `resume`, go on. Returns whether that changes anything.
+        """Pause a trace, or, with `resume`, let it go on. Returns False if it was in that state already.
 
-        It is sent again if the connection breaks under it, and carried out once.
+        If the connection breaks, the command is sent again and takes effect once.
 
         Raises:
-            TraceEnded: it has ended, or is about to.
+            TraceEnded: the trace has ended or is about to end.
             TraceMissing: there is no such trace.
         """
         _check_name(trace)
@@ -462,9 +481,9 @@ class Records:
                 return answer == "asked"
 
     async def sweep(self, tags: Sequence[str]) -> list[tuple[str, str]]:
-        """End what is past its deadline and runs nowhere, among the traces of these hash tags.
+        """End the traces of these hash tags that are past their deadline and that no engine runs.
 
-        Returns them, each with its model: they may wait on its queue still.
+        Returns each such trace with its model, in whose queue its entry may still wait.
         """
         failure = Failure(type="DeadlineExceeded", message="its deadline passed before it had ended", field="deadline")
         head, tail = _final("expired", failure)
@@ -485,7 +504,7 @@ class Records:
 
 
 def _operation() -> str:
-    """An id by which what is sent again is done once."""
+    """A random id for an operation. A script ignores a second operation of the same id."""
     return secrets.token_hex(8)
 
 
@@ -523,13 +542,13 @@ def _check_name(trace: str) -> None:
 
 
 def cancellation(by: str, reason: str) -> Failure:
-    """What a cancelled trace ends with."""
+    """The error of a cancelled trace."""
     message = f"cancelled by {by or 'somebody'}" + (f": {reason}" if reason else "")
     return Failure(type="Cancelled", message=message, by=by, reason=reason)
 
 
 def _final(status: Status, failure: Failure) -> tuple[bytes, bytes]:
-    """An encoded final event, before and after the number of its attempt."""
+    """An encoded final event: the bytes before its attempt number, and the bytes after."""
     event = FinalEvent(attempt=_ATTEMPT, seq=0, status=status, error=failure, time=time.time())
     head, mark, tail = encode(event).partition(_MARK)
     assert mark

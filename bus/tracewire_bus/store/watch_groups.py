@@ -1,8 +1,8 @@
-"""Groups of readers that share the lifecycle entries of all traces.
+"""Groups of readers that share the lifecycle events of all traces.
 
-Each entry goes to one reader of a group, and is acknowledged when that reader asks for the next. What a reader has not
-acknowledged for some time goes to another. So each entry is handled at least once, and twice if a reader dies, or is
-slow, in the middle of one.
+Each entry goes to one reader of a group. The reader acknowledges it when it asks for the next. An entry that a reader
+has not acknowledged for some time goes to another reader. So each entry is handled at least once. It is handled twice
+if a reader dies or is slow in the middle of it.
 """
 
 from __future__ import annotations
@@ -26,49 +26,49 @@ __all__ = ["GroupRemoved", "GroupWatch", "Groups"]
 
 logger = logging.getLogger("tracewire")
 
-
-#: How many of each stream's entries one look takes over from readers that are gone.
+#: How many entries of each stream one call takes over from other readers.
 _TAKE_OVER: Final = 8
 
-#: By how much what a leaving reader held is made to look older, in milliseconds.
+#: How much idle time a leaving reader adds to its unacknowledged entries, so that others take them over, in
+#: milliseconds.
 _AGED_MS: Final = 3_600_000
 
 _FORGET: Final = Script("watch_group_forget")
 
-#: After how many of its `idle` times a silent reader that has nothing is forgotten; how many takeovers lie between two
-#: looks for such.
+#: A silent reader without entries is removed after so many times `idle_s`.
 _SILENT: Final = 10
 
+#: Silent readers are looked for once in so many takeovers.
 _SWEEP_EVERY: Final = 10
 
 
 class GroupRemoved(BusError):
-    """The group was removed while this reader was one of it."""
+    """The group was removed while this reader was in it."""
 
 
 class Groups:
-    """The groups that readers share entries in. A group is kept until it is removed; its streams may expire."""
+    """The groups of one bus. A group exists until it is removed, even if its streams expire."""
 
     def __init__(self, connections: Connections, keys: Keys) -> None:
         self._connections = connections
         self._keys = keys
 
     async def names(self) -> list[str]:
-        """All groups.
+        """The names of all groups, sorted.
 
         Raises:
-            BusUnavailable: Redis stayed away.
+            BusUnavailable: Redis does not answer.
         """
         found = await self._connections.command("HKEYS", self._keys.watch_groups())
         return sorted(name.decode("utf-8", "replace") for name in found)
 
     async def remove(self, group: str) -> bool:
-        """Forget a group, with what its readers have not acknowledged. Returns whether there was one.
+        """Remove a group with its unacknowledged entries. Returns False if there is no such group.
 
         Raises:
-            BusUnavailable: Redis stayed away.
+            BusUnavailable: Redis does not answer.
         """
-        # Asked on its own: a removal whose reply was lost is sent again and finds nothing.
+        # If the reply of HDEL is lost, the link sends HDEL again, which then finds nothing: its reply cannot be used.
         there = await self._connections.command("HEXISTS", self._keys.watch_groups(), group)
         await self._connections.command("HDEL", self._keys.watch_groups(), group)
         names = [self._keys.firehose(tag) for tag in self._keys.tags]
@@ -78,17 +78,17 @@ class Groups:
                 try:
                     await self._connections.command("XGROUP", "DESTROY", name, group)
                 except BusError as error:
-                    # It has expired just now.
+                    # The stream has expired meanwhile.
                     logger.debug("group %s of %s was gone already: %s", group, name, error)
         return bool(there)
 
 
 class GroupWatch(LifecycleReader):
-    """An async iterator over the entries that fall to `consumer`, one of the readers of `group`.
+    """An async iterator over the entries for `consumer`, one of the readers of `group`.
 
-    The first reader of a group makes it, from `since` on; for all others `since` says nothing. What `consumer` had not
-    acknowledged when it was last here comes first. `idle_s` is how long a reader may be busy with an entry, in seconds:
-    after that another takes it over.
+    The first reader of a group creates it, from `since` on; for later readers `since` has no effect. Entries that an
+    earlier reader named `consumer` has not acknowledged come first. `idle_s` is how long a reader may handle an entry,
+    in seconds; after that another reader takes the entry over.
     """
 
     def __init__(
@@ -103,31 +103,31 @@ class GroupWatch(LifecycleReader):
             self._first = [entry_id(place) for place in parse_places(since)]
         self._token = f"{int(time.time())}.{secrets.token_hex(8)}"
         self._joined = False
-        #: What is ours is to be read again: perhaps we have some that we do not know of.
-        self._again = True
+        #: Whether Redis may have assigned entries to this reader that it has not got: then it reads them again.
+        self._reread = True
         self._current: tuple[str, Id] | None = None
         self._read_at = 0.0
         self._claim_at = 0.0
         self._cursors = dict.fromkeys(self._names, b"0-0")
-        #: Takeovers until others that are gone are looked for.
+        #: Number of takeovers until the next search for silent readers.
         self._sweep_in = 1
 
     async def start(self) -> None:
-        """Join the group, which is made if there is none. Idempotent. While Redis is away it waits.
+        """Join the group, and create it if there is none. Idempotent. Waits while Redis does not answer.
 
         Raises:
-            anyio.ClosedResourceError: it is closed.
+            anyio.ClosedResourceError: the watch is closed.
             BusError: Redis refuses.
         """
         if not self._joined:
-            # Who was first says so: an answer may be lost.
+            # Reads back whose token was first, since the reply of HSETNX may be lost.
             named = (self._keys.watch_groups(), self._group)
-            _, maker = await self._insist(("HSETNX", *named, self._token), ("HGET", *named))
+            _, maker = await self._ask_until_answered(("HSETNX", *named, self._token), ("HGET", *named))
             await self._make(self._first if maker == self._token.encode() else ["0-0"] * TAGS)
             self._joined = True
 
     async def _make(self, first: Sequence[str]) -> None:
-        """Make the group on every stream that does not know it."""
+        """Create the group on every stream that does not have it, from the ids `first` on."""
         for name, id_ in zip(self._names, first, strict=True):
             while True:
                 try:
@@ -142,10 +142,10 @@ class GroupWatch(LifecycleReader):
                     break
 
     async def __anext__(self) -> Lifecycle:
-        """Acknowledge the last entry, and return the next, when there is one. While Redis is away it waits.
+        """Acknowledge the last entry, and return the next. Waits until there is one.
 
         Raises:
-            GroupRemoved: somebody removed the group.
+            GroupRemoved: the group was removed.
             anyio.ClosedResourceError: the watch or its bus is closed.
             anyio.BusyResourceError: another task waits for the next entry.
             BusError: Redis refuses.
@@ -154,13 +154,13 @@ class GroupWatch(LifecycleReader):
             await self.start()
             if self._current is not None:
                 name, id_ = self._current
-                await self._insist(("XACK", name, self._group, entry_id(id_)))
+                await self._ask_until_answered(("XACK", name, self._group, entry_id(id_)))
                 self._current = None
             while True:
                 if self._buffer and anyio.current_time() - self._read_at > self._idle_s / 2:
-                    # Somebody else may think that we are gone.
+                    # Another reader may have taken over the buffered entries.
                     self._buffer.clear()
-                    self._again = True
+                    self._reread = True
                 if self._buffer:
                     name, id_, event = self._buffer.popleft()
                     self._current = name, id_
@@ -170,26 +170,26 @@ class GroupWatch(LifecycleReader):
     async def _fetch(self) -> None:
         now = anyio.current_time()
         if not self._link.connected:
-            # An answer may have been lost.
-            self._again = True
+            # The reply of the last read may have been lost.
+            self._reread = True
         reading = ("XREADGROUP", "GROUP", self._group, self._consumer, "COUNT")
         try:
-            if self._again:
-                own = await self._from_all((*reading, PAGE), ["0"] * TAGS)
+            if self._reread:
+                own = await self._read_all((*reading, PAGE), ["0"] * TAGS)
                 if own is not None:
                     gone = self._take(own)
                     if gone:
-                        # Trimmed before anybody came to it.
+                        # They were trimmed before a reader got them.
                         await self._ask(*(("XACK", name, self._group, entry_id(id_)) for name, id_ in gone))
-                    self._again = bool(self._buffer or gone)
+                    self._reread = bool(self._buffer or gone)
             elif now >= self._claim_at:
                 await self._take_over()
             else:
-                # Taken for granted only once its reply is here.
-                self._again = True
-                reply = await self._from_all((*reading, 1), [">"] * TAGS, min(BLOCK_S, self._idle_s / 2))
+                # Until the reply is here: a lost reply may have entries for this reader.
+                self._reread = True
+                reply = await self._read_all((*reading, 1), [">"] * TAGS, min(BLOCK_S, self._idle_s / 2))
                 if reply is not None:
-                    self._again = False
+                    self._reread = False
                     self._take(reply)
         except BusError as error:
             if "NOGROUP" not in str(error) and "UNBLOCKED" not in str(error):
@@ -198,7 +198,7 @@ class GroupWatch(LifecycleReader):
         self._read_at = now
 
     async def _take_over(self) -> None:
-        """Take over what others have held for too long."""
+        """Take over entries that other readers have not acknowledged for `idle_s` seconds."""
         idle_ms = max(1, round(self._idle_s * 1000))
         replies = await self._ask(
             *(
@@ -212,38 +212,42 @@ class GroupWatch(LifecycleReader):
         for name, reply in zip(self._names, replies, strict=True):
             self._cursors[name] = reply[0]
             if reply[1]:
-                # They are ours now, whole or not.
-                self._again = True
+                # They belong to this reader now, which reads them next.
+                self._reread = True
         self._sweep_in -= 1
         if self._sweep_in <= 0:
             self._sweep_in = _SWEEP_EVERY
             await self._forget_silent()
 
     async def _forget_silent(self) -> None:
-        """Forget readers that have said nothing for long, and hold nothing. One that lives is made anew as it reads."""
+        """Remove readers that are long silent and have no entries. Redis adds a reader again when that reads."""
         try:
             replies = await self._ask(*(("XINFO", "CONSUMERS", name, self._group) for name in self._names))
             calls = []
             for name, consumers in zip(self._names, replies or [], strict=bool(replies)):
                 for flat in consumers:
-                    said = dict(zip(flat[::2], flat[1::2], strict=True))
-                    silent = said[b"idle"] >= _SILENT * self._idle_s * 1000 and not said[b"pending"]
-                    if silent and said[b"name"] != self._consumer.encode("utf-8", "surrogatepass"):
-                        calls.append(_FORGET((name,), self._group, said[b"name"]))
+                    info = dict(zip(flat[::2], flat[1::2], strict=True))
+                    silent = info[b"idle"] >= _SILENT * self._idle_s * 1000 and not info[b"pending"]
+                    if silent and info[b"name"] != self._consumer.encode("utf-8", "surrogatepass"):
+                        calls.append(_FORGET((name,), self._group, info[b"name"]))
             if calls:
                 await self._ask(*calls)
         except NotAllowed as error:
-            logger.debug("readers of %s that are gone are not this one's to forget: %s", self._group, error)
+            logger.debug("Redis does not allow this reader to remove silent readers of %s: %s", self._group, error)
 
     async def _rejoin(self) -> None:
-        """A stream of the group has expired: what comes into it anew is all new to the group."""
-        (there,) = await self._insist(("HEXISTS", self._keys.watch_groups(), self._group))
+        """Create the group again on streams that have expired. Their new entries are all new to the group.
+
+        Raises:
+            GroupRemoved: the group was removed.
+        """
+        (there,) = await self._ask_until_answered(("HEXISTS", self._keys.watch_groups(), self._group))
         if not there:
             raise GroupRemoved(f"the group {self._group!r} was removed")
         await self._make(["0-0"] * TAGS)
 
     async def aclose(self) -> None:
-        """Stop reading. What was not acknowledged goes to the others soon. Idempotent."""
+        """Stop reading. Other readers soon take over the unacknowledged entries. Idempotent."""
         closed, self._closed = self._closed, True
         if self._wait is not None:
             self._wait.cancel()
@@ -259,6 +263,6 @@ class GroupWatch(LifecycleReader):
                         *(_FORGET((name,), self._group, self._consumer) for name in self._names),
                     )
                 except Exception as error:
-                    logger.debug("what a watch held goes to others in a while only: %r", error)
+                    logger.debug("the entries of a watch go to other readers only after its idle time: %r", error)
         self._buffer.clear()
         await super().aclose()

@@ -83,6 +83,6 @@ class Claims:
                 why = f"engine {engine} runs it no more"
                 await self._bus.queue.put_back(model, engine, why, lost=False, trace=entry.trace, attempt=entry.attempt)
                 if claimed is None:
-                    self._bus.queue.settled(model, entry.trace)
+                    self._bus.queue.note_settled(model, entry.trace)
             if self._acknowledged.get(trace) is entry:
                 del self._acknowledged[trace]

@@ -182,7 +182,7 @@ class Intake:
             )
         except Fenced:
             logger.warning("trace %s has ended already; its rejection was dropped", trace)
-            self._bus.queue.settled(self._info.model, entry.trace)
+            self._bus.queue.note_settled(self._info.model, entry.trace)
 
     def _choose(self, submission: Submission) -> list[RequestEdits]:
         """The standing interventions of each invoke; nothing if none has any.
@@ -225,7 +225,7 @@ class Intake:
                 await self._bus.queue.put_back(
                     self._info.model, self._info.engine, why, lost=False, trace=entry.trace, attempt=entry.attempt
                 )
-                self._bus.queue.settled(self._info.model, entry.trace)
+                self._bus.queue.note_settled(self._info.model, entry.trace)
                 return
             self.refused.reset()
             run = self._run_of(entry, validated, edits, opened)
@@ -329,7 +329,7 @@ class Intake:
                 # Another engine has taken it by now, or the next one will.
                 why = "somebody else wrote to its stream"
                 await self._bus.queue.put_back(model, engine, why, lost=True, trace=entry.trace, attempt=entry.attempt)
-                self._bus.queue.settled(model, entry.trace)
+                self._bus.queue.note_settled(model, entry.trace)
 
 
 def _check_same(declared: bytes, now: bytes) -> None:

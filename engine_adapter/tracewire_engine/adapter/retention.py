@@ -132,9 +132,9 @@ class FinishedRetention:
             await anyio.sleep(self._every_s)
             try:
                 finished = self._bus.finished
-                if not await finished.turn(self._engine, max(1, round(self._every_s * 900))):
+                if not await finished.acquire_turn(self._engine, max(1, round(self._every_s * 900))):
                     continue
-                dropped = await finished.keep(self._traces, self._nbytes)
+                dropped = await finished.drop_beyond(self._traces, self._nbytes)
             except BusError as error:
                 logger.warning("finished traces could not be looked after: %s", error)
                 await anyio.sleep(_PAUSE_S)

@@ -209,7 +209,7 @@ class Adapter:
             else:
                 why = f"engine {engine} was shut down"
                 await self._bus.queue.put_back(model, engine, why, lost=False, which=which)
-            await self._bus.records.wait(which, why)
+            await self._bus.records.publish_waiting(which, why)
             await self._bus.registry.unregister(self._info.engine)
         except BusError as error:
             logger.warning("could not leave the registry, which forgets this engine by itself: %s", error)

@@ -365,7 +365,7 @@ class StandingEdits:
                 while self._records:
                     edit, data = self._records[0]
                     try:
-                        await edits.tell(model, edit, data)
+                        await edits.publish(model, edit, data)
                     except BusUnavailable:
                         raise
                     except BusError as error:

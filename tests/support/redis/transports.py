@@ -71,5 +71,5 @@ async def end_to_end(url: str, prefix: str, *, follower: str = "", engine: str =
             count, size = await keeper.finished.total()
             assert count >= 3
             assert size > 100 * count
-            assert await keeper.finished.keep(1, 0) == count - 1
+            assert await keeper.finished.drop_beyond(1, 0) == count - 1
             assert await bus.records.ended(waits)

@@ -193,7 +193,7 @@ async def test_a_client_that_is_not_connected_yet_says_how(redis_url: str) -> No
 CONNECTING: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a url that is a number": ({"url": 6379}, TypeError, "url: expected text"),
     "a prefix that is a number": ({"prefix": 5}, TypeError, "prefix: expected text"),
-    "a prefix with braces": ({"prefix": "a{b"}, tracewire.ConnectError, "a prefix has no braces"),
+    "a prefix with braces": ({"prefix": "a{b"}, tracewire.ConnectError, "a prefix must not have braces"),
     "a lease of text": ({"lease_ttl": "10"}, TypeError, "lease_ttl: expected a number of seconds"),
     "a short lease": ({"lease_ttl": 0.5}, ValueError, "lease_ttl: expected 1 seconds or more"),
     "an endless lease": ({"lease_ttl": math.inf}, ValueError, "lease_ttl: expected"),

@@ -28,15 +28,15 @@ async def test_what_another_engine_has_begun_is_not_told_to_wait(bus: Bus) -> No
     await bus.submit(Submission(trace="a", model="tiny", invokes=[]))
     await bus.records.open("a", "one", 1)
     # Of which nobody has heard yet.
-    assert await bus.records.wait([("a", 1)], "lost") == 0
+    assert await bus.records.publish_waiting([("a", 1)], "lost") == 0
     async with bus.writer() as writer:
         await writer.append("a", 1, 0, encode(messages.Accepted(attempt=1, seq=0, engine="one", model="tiny")))
-    assert await bus.records.wait([("a", 1), ("unknown", 1)], "lost") == 1
-    assert await bus.records.wait([("a", 1)], "once more") == 0
+    assert await bus.records.publish_waiting([("a", 1), ("unknown", 1)], "lost") == 1
+    assert await bus.records.publish_waiting([("a", 1)], "once more") == 0
     await bus.records.open("a", "two", 2)
-    assert await bus.records.wait([("a", 1)], "lost") == 0
+    assert await bus.records.publish_waiting([("a", 1)], "lost") == 0
     await bus.records.end("a", "failed", Failure(type="x", message="y"))
-    assert await bus.records.wait([("a", 2)], "lost") == 0
+    assert await bus.records.publish_waiting([("a", 2)], "lost") == 0
 
 
 @pytest.mark.usefixtures("_soon")

@@ -251,7 +251,7 @@ class Claims(RuleBasedStateMachine):
         except Overtaken:
             assert run.attempt < trace.attempt or (run.attempt == trace.attempt and run.engine != trace.engine)
             run.over = True
-            self.bus.queue.settled(MODEL, trace.id)
+            self.bus.queue.note_settled(MODEL, trace.id)
         else:
             assert not trace.ended
             assert opened.attempt == run.attempt >= trace.attempt
@@ -323,7 +323,7 @@ class Claims(RuleBasedStateMachine):
             self._settled(trace, run.engine)
         else:
             self._put_back(run.engine, lost=True, only=trace, attempt=run.attempt)
-            self.bus.queue.settled(MODEL, trace.id)
+            self.bus.queue.note_settled(MODEL, trace.id)
 
     @rule(engine=st.sampled_from(ENGINES), lost=st.booleans())
     def put_back(self, engine: str, lost: bool) -> None:

@@ -103,13 +103,13 @@ async def test_what_an_edit_left_is_folded_and_compared(edits: Edits, redis_url:
         )
 
     async with Bus.open(redis_url, prefix=prefix) as bus, edits.watch("a") as told:
-        await bus.edits.tell("tiny", "a", record(digest(whole)))
+        await bus.edits.publish("tiny", "a", record(digest(whole)))
         item = await anext(told)
         assert item.error is not None
         assert (item.version, item.request, item.error.message) == (3, "r", "no")
         assert [rows.tolist() for rows in item.saves["rows"]] == [rows.tolist() for rows in whole]
-        await bus.edits.tell("tiny", "a", record(digest([array])))
-        await bus.edits.tell("tiny", "a", record(digest(whole)))
+        await bus.edits.publish("tiny", "a", record(digest([array])))
+        await bus.edits.publish("tiny", "a", record(digest(whole)))
         with pytest.raises(tracewire.StateMismatch, match="differs from what the engine collected: rows"):
             await anext(told)
         # The next one is read.

@@ -58,7 +58,7 @@ async def test_a_missing_chunk_is_told(bus: Bus, lost: int) -> None:
 async def test_bytes_that_are_not_those_of_the_reference_are_told(bus: Bus, change: bytes) -> None:
     ref = await bus.blobs.store("t", array(2 * CHUNK_BYTES))
     await bus.command("HSET", bus.keys.blobs("t"), f"{ref.blob}:0", change)
-    with pytest.raises(BlobMissing, match="not those"):
+    with pytest.raises(BlobMissing, match="do not match the reference"):
         await bus.blobs.load("t", ref)
 
 

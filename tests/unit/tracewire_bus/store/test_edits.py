@@ -83,7 +83,7 @@ async def test_a_disabled_edit_stays_so_until_it_is_installed_anew(bus: Bus) -> 
 
 
 async def test_there_are_not_too_many_and_none_is_too_large(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_EDITS", 2)
+    monkeypatch.setattr(module, "MAX_EDITS", 2)
     monkeypatch.setattr(module, "EDIT_BYTES", 2000)
     await bus.edits.install(MODEL, edit("a"))
     await bus.edits.install(MODEL, edit("b"))
@@ -129,7 +129,7 @@ async def test_who_follows_is_woken_by_each_change(bus: Bus) -> None:
 async def test_records_come_in_order_from_where_one_likes(bus: Bus) -> None:
     async def tell(number: int) -> None:
         record = EditRecord(edit="a", version=1, engine="e", request=f"r{number}")
-        await bus.edits.tell(MODEL, "a", encode(record))
+        await bus.edits.publish(MODEL, "a", encode(record))
 
     await tell(0)
     async with bus.edit_records(MODEL, "a") as now, bus.edit_records(MODEL, "a", "start") as start:
@@ -147,8 +147,8 @@ async def test_records_come_in_order_from_where_one_likes(bus: Bus) -> None:
 
 
 async def test_an_unreadable_record_is_passed_over(bus: Bus) -> None:
-    await bus.edits.tell(MODEL, "a", b"\xc1")
-    await bus.edits.tell(MODEL, "a", encode(EditRecord(edit="a", version=1, engine="e", request="r")))
+    await bus.edits.publish(MODEL, "a", b"\xc1")
+    await bus.edits.publish(MODEL, "a", encode(EditRecord(edit="a", version=1, engine="e", request="r")))
     async with bus.edit_records(MODEL, "a", "start") as records:
         assert (await anext(records))[1].request == "r"
 
@@ -158,7 +158,7 @@ async def test_a_stream_of_records_is_bounded_in_bytes_and_goes(bus: Bus, monkey
     for number in range(50):
         raw = msgspec.Raw(msgspec.msgpack.encode([["x" * 1000]]))
         record = EditRecord(edit="a", version=1, engine="e", request=f"r{number}", deltas=raw)
-        await bus.edits.tell(MODEL, "a", encode(record))
+        await bus.edits.publish(MODEL, "a", encode(record))
     key = bus.keys.edit_saves(MODEL, "a")
     entries = await bus.command("XRANGE", key, "-", "+")
     assert 5 <= len(entries) <= 10
@@ -167,7 +167,7 @@ async def test_a_stream_of_records_is_bounded_in_bytes_and_goes(bus: Bus, monkey
     assert int(await bus.command("HGET", bus.keys.edit_sizes(MODEL), "a")) == held <= 10_000
     assert 0 < await bus.command("TTL", key) <= module.KEEP_S
     # One that is larger than all may take is kept, alone.
-    await bus.edits.tell(MODEL, "a", b"x" * 20_000)
+    await bus.edits.publish(MODEL, "a", b"x" * 20_000)
     assert len(await bus.command("XRANGE", key, "-", "+")) == 1
 
 
@@ -175,12 +175,12 @@ async def test_what_an_expired_stream_held_counts_no_more(bus: Bus, monkeypatch:
     monkeypatch.setattr(module, "STREAM_BYTES", 10_000)
     key, sizes = bus.keys.edit_saves(MODEL, "a"), bus.keys.edit_sizes(MODEL)
     for _ in range(9):
-        await bus.edits.tell(MODEL, "a", b"x" * 800)
+        await bus.edits.publish(MODEL, "a", b"x" * 800)
     # As it does a day after its last entry, while another edit's entries keep the sizes.
     await bus.command("PEXPIRE", key, 0)
-    await bus.edits.tell(MODEL, "b", b"x" * 800)
+    await bus.edits.publish(MODEL, "b", b"x" * 800)
     for number in range(9):
-        await bus.edits.tell(MODEL, "a", b"x" * 800)
+        await bus.edits.publish(MODEL, "a", b"x" * 800)
         assert int(await bus.command("HGET", sizes, "a")) == 1000 * (number + 1)
     assert await bus.command("XLEN", key) == 9
 

@@ -71,16 +71,16 @@ async def test_the_oldest_go_first_and_no_more_than_must(embedded: str, prefix: 
             count, size = await bus.finished.total()
             assert count == len(names)
             assert size == await taken(bus, *names)
-            assert await bus.finished.keep(0, 0) == 0
-            assert await bus.finished.keep(len(names), size) == 0
-            assert await bus.finished.keep(100, 0) == 50
+            assert await bus.finished.drop_beyond(0, 0) == 0
+            assert await bus.finished.drop_beyond(len(names), size) == 0
+            assert await bus.finished.drop_beyond(100, 0) == 50
             assert await there(bus, *names) == names[50:]
             least = await taken(bus, *names[-20:])
-            assert await bus.finished.keep(0, least) == 80
+            assert await bus.finished.drop_beyond(0, least) == 80
             assert await there(bus, *names) == names[-20:]
             assert await bus.finished.total() == (20, least)
             assert await there(bus, "running") == ["running"]
-            assert await bus.finished.keep(1, 1) == 20
+            assert await bus.finished.drop_beyond(1, 1) == 20
             assert await bus.finished.total() == (0, 0)
             assert await there(bus, "running") == ["running"]
 
@@ -129,7 +129,7 @@ async def test_two_who_drop_at_once_drop_no_more_than_one(bus: Bus, embedded: st
     dropped: list[int] = []
 
     async def drop(one: Bus) -> None:
-        dropped.append(await one.finished.keep(120, 0))
+        dropped.append(await one.finished.drop_beyond(120, 0))
 
     async with Bus.open(embedded, prefix=prefix) as other, anyio.create_task_group() as group:
         for one in (bus, other, bus, other):
@@ -147,7 +147,7 @@ async def test_a_trace_that_runs_is_never_dropped_whatever_the_list_says(bus: Bu
         seconds, _ = await bus.command("TIME")
         await bus.command("ZADD", bus.keys.ended(tag), (int(seconds) + 60) * 1000, "running")
         assert (await bus.finished.total())[0] == 2
-        assert await bus.finished.keep(1, 0) == 0
+        assert await bus.finished.drop_beyond(1, 0) == 0
         assert (await bus.finished.total())[0] == 1
         assert await there(bus, "running", "over") == ["running", "over"]
 
@@ -217,7 +217,7 @@ async def test_engines_drop_what_is_too_much_and_readers_are_told_by_name(client
                     await trace.result()
         await until(lambda: _left(bus, names, 3))
         assert await there(bus, *names) == names[-3:]
-        with anyio.fail_after(PATIENCE), pytest.raises(TraceForgotten, match="kept no longer") as forgotten:
+        with anyio.fail_after(PATIENCE), pytest.raises(TraceForgotten, match="its retention was over") as forgotten:
             await anext(unread)
         assert (forgotten.value.trace_id, forgotten.value.since) == ("t0", "start")
         for late in (client.get_state("t0"), anext(client.subscribe("t0", since="1-1"))):

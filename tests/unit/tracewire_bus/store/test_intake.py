@@ -178,7 +178,7 @@ async def test_a_take_that_comes_too_late_takes_nothing(bus: Bus) -> None:
     intake = bus.queue._intakes["demo", "e"]
     late = intake._call(intake_module._TAKE, 5)
     # Its connection broke, and the next one looked for what it had taken.
-    intake._lost = True
+    intake._recovery_due = True
     assert await take(bus) == []
     await put(bus, "A", range(1))
     await bus.command("DEL", bus.keys.queue("demo", "bell"))
@@ -245,7 +245,7 @@ async def test_two_engines_that_are_disturbed_get_each_entry_once(bus: Bus, pref
                 await until(lambda past=settled: more_than(past))
                 for trace in taken[settled:]:
                     await bus.queue.done("demo", trace)
-                    far.queue.settled("demo", trace)
+                    far.queue.note_settled("demo", trace)
                     settled += 1
 
         async def more_than(number: int) -> bool:
@@ -273,7 +273,7 @@ async def test_one_engine_of_many_looks_at_all_that_is_taken(
     bus: Bus, embedded: str, prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It takes the longer, the more engines there are. Another does when that one has gone, and clients do besides."""
-    monkeypatch.setattr(queue, "CARE_S", 60.0)
+    monkeypatch.setattr(queue, "ROLE_S", 60.0)
     async with Bus.open(embedded, prefix=prefix) as other:
         first, second, client = bus.recovery("tiny"), other.recovery("tiny"), other.recovery("tiny")
         for one, name in ((first, "a"), (second, "b"), (first, "a")):

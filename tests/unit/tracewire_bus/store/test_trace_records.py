@@ -146,7 +146,7 @@ async def test_the_end_of_an_old_attempt_settles_nothing_of_its_engines_new_one(
         assert taken.attempt == attempt
         await bus.records.open("t", engine, attempt)
         assert await bus.queue.put_back("demo", engine, "", lost=False) == 1
-    bus.queue.settled("demo", "t")
+    bus.queue.note_settled("demo", "t")
     (again,) = await bus.queue.take("demo", "one", 1, 0)
     assert again.attempt == 3
     async with bus.writer() as writer:

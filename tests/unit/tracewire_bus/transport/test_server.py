@@ -175,7 +175,7 @@ async def test_standing_interventions_are_an_editors(version: str) -> None:
         changes = engine.edits.changes("tiny")
         await changes.wait(10)
         await changes.aclose()
-        await engine.edits.tell("tiny", "a", encode(EditRecord(edit="a", version=1, engine="e", request="r")))
+        await engine.edits.publish("tiny", "a", encode(EditRecord(edit="a", version=1, engine="e", request="r")))
         for reader in (consumer, editor):
             async with reader.edit_records("tiny", "a", "start") as records:
                 assert (await anext(records))[1].request == "r"

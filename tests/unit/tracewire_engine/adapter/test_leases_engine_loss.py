@@ -54,7 +54,7 @@ async def test_readers_are_told_that_a_trace_waits_for_another_engine(
 ) -> None:
     """Its engine was killed, and the next one is not there for long: whoever looks after the queue says so."""
     monkeypatch.setattr(recovery, "PATIENCE_S", 0.0)
-    monkeypatch.setattr(recovery, "TOLD_S", 0.0)
+    monkeypatch.setattr(recovery, "PUBLISH_AFTER_S", 0.0)
     trace = client.trace("tiny", "hello", acts, max_tokens=20, detach=True)
     await bus.submit(trace._submission)
     (taken,) = await bus.queue.take("tiny", "killed", 1, 100)
