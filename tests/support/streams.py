@@ -56,7 +56,7 @@ async def calls_of_xread(bus: Bus) -> int:
 async def reads(watcher: Bus, bus: Bus, streams: int) -> bool:
     assert bus._reader is not None
     reader = bus._reader
-    return len(reader._streams) == streams and reader._known == reader._taken_up and await _blocked(watcher)
+    return len(reader._streams) == streams and reader._known == reader._added and await _blocked(watcher)
 
 
 async def anext_is_waited_for(bus: Bus, subscription: Subscription) -> None:

@@ -1,4 +1,4 @@
-"""Events that a writer is about to append to traces' streams, and the Redis commands that append them."""
+"""Events that a writer is appending, and the commands that append them."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ __all__ = [
     "texted",
 ]
 
-#: What one entry may hold. Redis closes the connection on a string over 512 MB, and one of 100 MB stalls it.
+#: Most bytes of one entry. Redis closes the connection on a string over 512 MB, and one of 100 MB stalls it.
 ENTRY_BYTES: Final = 256 * 1024 * 1024
-#: How long a trace that never ends is kept, in seconds, from its first event.
+#: How long Redis keeps a trace that never ends, in seconds from its first event.
 UNFINISHED_S: Final = 7 * 24 * 3600
-#: Larger data does not pass through Lua where nothing goes with it, which would copy it twice.
+#: Larger data, in bytes, does not pass through Lua, which would copy it twice, unless the event has effects.
 _INLINE_BYTES: Final = 64 * 1024
-#: What an event costs here besides its data, in bytes, about.
+#: About the memory of an `Append` besides its data, in bytes.
 _OVERHEAD: Final = 500
 
 _AFTER: Final = Script("append_after")
@@ -44,19 +44,19 @@ _APPEND_FINAL: Final = Script("append_final")
 
 
 class Fenced(BusError):
-    """Redis refused the event, because the stream has it already, or has a later one: of a newer attempt, or the final.
+    """The stream has this event or a later one, of a newer attempt or the final, so the event was not appended.
 
-    The writer raises it, too, where Redis has lost more of the stream than the writer can append again.
+    Also raised if Redis has lost more of the stream than the writer can append again.
     """
 
 
 class EntryTooLarge(BusError, ValueError):
-    """The event takes more bytes than one entry of a stream can hold (`ENTRY_BYTES`)."""
+    """The event is larger than one entry may be."""
 
 
 @dataclass(slots=True, eq=False)
 class Append:
-    """One event that is to be appended, and the outcome of the attempt."""
+    """One event that a writer is appending, and its outcome."""
 
     stream: Stream
     key: str
@@ -64,43 +64,46 @@ class Append:
     attempt: int
     data: bytes
     final: bool
-    #: Makes the command of a script that appends the event together with its side effects (records, expiry, lifecycle).
-    #: Called without a schema, it makes a command for the side effects only. `None`: the event has none.
+    #: Makes the command that appends the event and applies its effects, from schema, data and the previous event's id.
+    #: Without a schema, the command only applies the effects. None for an event without effects.
     with_effects: Callable[[str, bytes, str], tuple[Any, ...]] | None
-    #: The fields of its lifecycle entry, packed.
+    #: The packed fields of its lifecycle entry; empty if it has none.
     lifecycle: bytes
-    #: The command that settles its queue entry.
+    #: The command that settles its queue entry, if it settles one.
     settle: tuple[Any, ...] | None
-    #: Done when the append has ended: with its error, or with None. A caller that is cancelled cancels it.
+    #: The error that it failed with, or None, once it has ended. Cancelled with the caller that waits for it.
     outcome: Future[Exception | None]
-    #: Whether Redis may have the event already, because a reply was lost.
+    #: Whether Redis may have it already, since a reply was lost.
     repeated: bool = False
-    #: Whether Redis has refused it for lack of memory.
+    #: Whether Redis refused it for lack of memory.
     refused: bool = False
-    #: Whether its queue entry is settled by a later command, not in the same round trip.
+    #: Whether its queue entry is settled by a command of its own, after the batch.
     settles_late: bool = False
     ended: bool = False
 
     @property
     def moving(self) -> bool:
-        """Whether the append waits for a cluster to finish moving its slot."""
+        """Of a waiting append: whether it waits until a cluster has moved its slot."""
         return self.with_effects is not None and not self.refused
 
     @property
     def size(self) -> int:
-        """The memory that it takes here, in bytes, about."""
+        """Its memory, in bytes."""
         return len(self.data) + _OVERHEAD
 
     @property
     def large(self) -> bool:
-        """Whether its data is too large to pass through a Lua script, which would copy it twice."""
+        """Whether it should not pass through Lua, which would copy it twice."""
         return self.with_effects is None and len(self.data) > _INLINE_BYTES
 
 
 class DeferredCommand(NamedTuple):
-    """A command with the side effects of an event that Redis already has.
+    """A command that belongs to an appended event and waits until a cluster has moved its slot.
 
-    `item` is the append that ends when the command was carried out, and `error` what it ends with.
+    Attributes:
+        command: the command.
+        item: the append that ends after the command, if there is one.
+        error: the error that the append ends with, or None.
     """
 
     command: tuple[Any, ...]
@@ -109,7 +112,7 @@ class DeferredCommand(NamedTuple):
 
 
 class Stream:
-    """The writer's state of one stream that it appends to."""
+    """A writer's state of one stream."""
 
     __slots__ = (
         *("attempt", "base", "firehose", "given_up", "kept", "lost", "over", "patient", "record", "since"),
@@ -117,30 +120,29 @@ class Stream:
     )
 
     def __init__(self, record: str, firehose: str) -> None:
-        #: The keys of the trace's record and of the lifecycle stream.
+        #: The keys of the trace's record and of its stream of lifecycle events.
         self.record, self.firehose = record, firehose
-        #: The id of the last acknowledged event before those in `kept`; `""` if there is none.
+        #: Id of the last acknowledged event before those in `kept`; "" if there is none.
         self.base = ""
-        #: The latest acknowledged appends, which the writer can repeat if a server loses them.
+        #: The acknowledged events that may have to be appended again.
         self.kept: deque[Append] = deque()
-        #: How many appends have not ended.
+        #: Number of appends that have not ended.
         self.under_way = 0
-        #: Appends that wait for memory or for the end of a slot's move, in order; and since when, by the loop's clock.
+        #: Appends that wait for memory or for a slot's move, in order; and since when they wait for memory.
         self.stuck: deque[Append] = deque()
         self.since = 0.0
-        #: Whether appends may wait for memory for as long as the writer's patience lasts.
+        #: Whether appends wait for memory at all.
         self.patient = True
-        #: The attempt that appends now, and the last attempt whose events Redis has lost or another writer has
-        #: replaced.
+        #: The attempt that appends now, and the last attempt that is fenced.
         self.attempt = self.lost = 0
-        #: Whether the final was appended.
+        #: Whether no more events come.
         self.over = False
-        #: Whether waiting appends were given up since the numbering of events was last corrected.
+        #: Whether waiting appends were given up, and `Writer.resume` was not called since.
         self.given_up = False
 
 
 def append_commands(batch: list[Append], schema: str) -> tuple[list[tuple[Any, ...]], list[int]]:
-    """The commands that append a batch, and the index of each event's own command among them."""
+    """The commands that append a batch, and for each append the index of its command among them."""
     commands: list[tuple[Any, ...]] = []
     places: list[int] = []
     last: dict[str, str] = {}
@@ -155,7 +157,7 @@ def append_commands(batch: list[Append], schema: str) -> tuple[list[tuple[Any, .
         else:
             commands.append(("XADD", item.key, item.id, "v", schema, "d", item.data))
         if item.settle is not None:
-            # In the same round trip, unless Redis may have no memory yet for the event before.
+            # In the same round trip, unless Redis may refuse an earlier event of the stream in this batch.
             item.settles_late = bool(previous)
             if not item.settles_late:
                 commands.append(item.settle)
@@ -173,10 +175,11 @@ def effects_command(
     version: int | None,
     lifecycle: Sequence[Any],
 ) -> Callable[[str, bytes, str], tuple[Any, ...]]:
-    """A function that makes the command which appends an event together with its side effects.
+    """A function that makes the command for an event with effects: see `Append.with_effects`.
 
-    `keep_s` is for how long to keep the trace from then on, or `""`. `version` is that of the live parameters which the
-    event reports. `lifecycle` are the fields of its lifecycle entry.
+    `keep_s` is how long Redis keeps the trace after this event, in seconds, or `""` to leave its expiry alone.
+    `version` is the version of the live parameters that the event reports. `lifecycle` are the fields of its lifecycle
+    entry.
     """
     tag = keys.tag(trace)
     names = (
@@ -194,31 +197,33 @@ def effects_command(
         # The lifecycle entry is published with the event, and not again when only its effects are repeated.
         published = lifecycle if schema else ()
         command = script(names, id_, schema, data, keep_s, end, reported, attempt, trace, previous, *published)
-        # With its text: what comes behind it in a pipeline must not overtake it.
+        # With the script's text: a retry after NOSCRIPT would run behind later commands of the pipeline.
         return texted(command)
 
     return make
 
 
 def texted(command: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The command of a script with the script's text in place of its digest."""
     found = with_text(command)
     assert found is not None
     return found
 
 
 def is_moving(reply: object) -> TypeGuard[Exception]:
-    """Whether a cluster's node said that a slot is being moved."""
+    """Whether a cluster's node replied that a slot is being moved."""
     from redis.exceptions import TryAgainError
 
     return isinstance(reply, TryAgainError)
 
 
 def is_away(reply: object) -> bool:
-    """Whether a reply says that a server cannot serve now, for another reason than memory or a slot that moves."""
+    """Whether a server replied that it is not ready, for another reason than memory or a moving slot."""
     return isinstance(reply, Exception) and is_transient(reply) and not is_full(reply) and not is_moving(reply)
 
 
 def is_fence(error: Exception) -> bool:
+    """Whether Redis or a script refused an event since the stream has it or a later one."""
     text = str(error)
     return text.startswith(("FENCED ", "BEHIND ")) or any(
         one in text for one in ("equal or smaller than", "exhausted the last possible ID")
@@ -226,7 +231,7 @@ def is_fence(error: Exception) -> bool:
 
 
 def field_of(fields: Sequence[bytes], name: bytes) -> bytes | None:
-    """A field of an entry as Redis replies it: names and values in turn."""
+    """The value of a field of an entry, which Redis replies as names and values in turn; None if it is missing."""
     for index in range(0, len(fields), 2):
         if fields[index] == name:
             return fields[index + 1]

@@ -1,4 +1,4 @@
-"""Batches: the appends that a writer sends in one round trip, and those that wait for memory or for a slot's move."""
+"""Batches of appends for one round trip, and the streams whose appends wait apart."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from .appends import Append, Stream
 
 __all__ = ["Batch", "StuckStreams"]
 
+#: Most appends of one round trip.
 _ENTRIES: Final = 512
-#: How many bytes of events one round trip brings at most.
+#: Most bytes of events of one round trip.
 ROUND_BYTES: int = 8 * 1024 * 1024
 
 
 class Batch:
-    """The appends of one round trip, while the writer chooses them."""
+    """The appends of one round trip."""
 
     def __init__(self) -> None:
         self.items: list[Append] = []
@@ -26,33 +27,29 @@ class Batch:
 
     @property
     def full(self) -> bool:
-        """Whether the batch has as many appends as one may have."""
+        """Whether the batch has the greatest number of appends."""
         return len(self.items) >= _ENTRIES
 
     def add(self, item: Append) -> bool:
-        """Add an append, unless it does not fit."""
+        """Add an append. Returns False if it does not fit."""
         self._bytes += len(item.data)
-        # A large one would have to pass through Lua if it followed another of its stream.
+        # A large append behind another one of its stream would have to pass through Lua.
         if self.items and (self._bytes > ROUND_BYTES or (item.large and id(item.stream) in self._streams)):
             return False
         self._streams.add(id(item.stream))
         self.items.append(item)
         return True
 
-    def leave_room(self) -> None:
-        """Let one more append fit, however many bytes the batch has."""
-        self._bytes = min(self._bytes, ROUND_BYTES)
-
 
 class StuckStreams:
-    """Streams with appends that wait for memory or for the end of a slot's move: first the one tried longest ago."""
+    """The streams whose appends wait for memory or for a slot's move, in the order of their last tries."""
 
     def __init__(self, give_up_after_s: Callable[[], float]) -> None:
         self._give_up_after_s = give_up_after_s
         self.streams: dict[str, Stream] = {}
         #: When to try them again, by the event loop's clock.
         self.retry_at = 0.0
-        #: Whether the round trip under way tries waiting appends again.
+        #: Whether the batch under way tries them.
         self._retries = False
 
     def __bool__(self) -> bool:
@@ -63,17 +60,17 @@ class StuckStreams:
 
     @property
     def moving(self) -> int:
-        """How many streams wait for a slot to be moved."""
+        """Number of streams that wait for a slot's move."""
         return sum(not stream.stuck[0].refused for stream in self.streams.values() if stream.stuck)
 
     def clear(self) -> list[Append]:
-        """Remove all streams. Returns the appends that waited."""
+        """Drop all streams. Returns the appends that waited."""
         items = [item for stream in self.streams.values() for item in stream.stuck]
         self.streams.clear()
         return items
 
     def retry(self, batch: Batch, now: float) -> list[Stream]:
-        """Add the waiting appends that are due to a batch. Returns the streams that wait for a slot to be moved."""
+        """If a retry is due, add waiting appends to a batch. Returns the streams that wait for a slot's move."""
         self.streams = {key: stream for key, stream in self.streams.items() if stream.stuck}
         self._retries = bool(self.streams) and now >= self.retry_at
         probed: list[Stream] = []
@@ -84,13 +81,12 @@ class StuckStreams:
                     continue
                 while stream.stuck and not batch.full and batch.add(stream.stuck[0]):
                     stream.stuck.popleft()
-            batch.leave_room()
         return probed
 
     def probe(self, batch: Batch, probed: list[Stream]) -> None:
-        """Add the first append of these streams to a batch.
+        """Add the first append of each of these streams to a batch.
 
-        They come behind all else of their slots, which commands on several keys would hold up.
+        They come last in the batch, since a refused command on several keys delays later commands of its slot.
         """
         size = 0
         for stream in probed[: deferred.PROBES]:
@@ -100,17 +96,16 @@ class StuckStreams:
             batch.items.append(stream.stuck.popleft())
 
     def put_back(self, waiting: dict[str, list[Append]], through: set[str], now: float) -> list[tuple[str, Stream]]:
-        """Keep refused appends, by key and in order, for another try.
+        """Let refused appends wait, in order.
 
-        `through` are the keys of the streams that Redis took appends of.
-
-        Returns the keys and streams that have waited for memory for too long, which are removed here.
+        `waiting` has the refused appends of each stream, `through` the streams of which Redis took an append, and `now`
+        is the event loop's time. Removes and returns the streams that have waited for memory for too long.
         """
         first = not self.streams
         gained = any(key in through for key in self.streams)
         for key, items in waiting.items():
             stream = items[0].stream
-            # At the end: all other streams are tried before it.
+            # Moves the stream behind all others that wait.
             if self.streams.pop(key, None) is None:
                 stream.since = now
             self.streams[key] = stream
@@ -125,12 +120,12 @@ class StuckStreams:
                 del self.streams[key]
                 given_up.append((key, stream))
         if self._retries or first:
-            # Without a pause for as long as Redis takes appends.
+            # At once, as long as Redis takes some of them.
             self.retry_at = now if gained and not waiting else now + deferred.RETRY_S
         return given_up
 
     def take(self, queue: deque[Append], batch: Batch) -> None:
-        """Move appends from a queue to a batch while they fit. Those of a stuck stream wait behind what is stuck."""
+        """Move appends from a queue to a batch while they fit. Those of a waiting stream join that stream instead."""
         while queue and not batch.full:
             item = queue[0]
             if item.key in self.streams:

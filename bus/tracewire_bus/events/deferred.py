@@ -1,4 +1,4 @@
-"""Commands that go with events which Redis has, and that wait for a slot of a cluster to be moved."""
+"""Commands that belong to appended events and wait until a cluster has moved their slots."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ __all__ = ["PROBES", "RETRY_S", "DeferredCommands", "MoveWarning"]
 
 logger = logging.getLogger("tracewire")
 
-#: How often what waits for memory, or for a slot to be moved, is tried again, in seconds.
+#: Time between two tries of appends and commands that wait for memory or for a slot's move, in seconds.
 RETRY_S: float = 0.1
-#: So much of what waits for slots to be moved is tried at once.
+#: How many appends or commands that wait for slots to be moved are tried at once.
 PROBES: Final = 64
-#: A slot that is being moved for longer is mentioned in the log, in seconds.
+#: The writer logs a warning if a slot's move takes longer, in seconds.
 _LONG_S: Final = 5.0
 
 Execute = Callable[..., Awaitable[list[Any]]]
 
 
 class DeferredCommands:
-    """The commands that wait, in the order in which they were tried last."""
+    """The waiting commands, in the order of their last tries. `end` ends an append with an error or None."""
 
     def __init__(self, end: Callable[[Append, Exception | None], None]) -> None:
         self._end = end
@@ -39,11 +39,11 @@ class DeferredCommands:
         return len(self._waiting)
 
     def commands(self) -> set[tuple[Any, ...]]:
-        """All that wait."""
+        """All waiting commands."""
         return {one.command for one in self._waiting.values()}
 
     def add(self, command: tuple[Any, ...], item: Append | None, error: Exception | None) -> None:
-        """Have a command wait. `item` ends with it, and with `error`."""
+        """Add a command. `item` ends after the command, with `error`."""
         if not self._waiting:
             self.retry_at = anyio.current_time() + RETRY_S
         self._waiting[next(self._numbers)] = DeferredCommand(command, item, error)
@@ -55,14 +55,14 @@ class DeferredCommands:
         return items
 
     async def retry(self, execute: Execute) -> None:
-        """Try some of the commands again by `execute`, those first that were tried longest ago."""
+        """Try the `PROBES` first commands again by `execute`, which is `Restorer.execute_until_answered`."""
         some = list(self._waiting.items())[:PROBES]
         done = 0
         try:
-            # Each slot's in their order. A tuple: none waits for those of another slot.
+            # As plain tuples, so that the link does not hold a command back for those of other slots.
             replies = await execute(*(tuple(one.command) for _, one in some), moving=True)
         except Exception as problem:
-            logger.warning("what goes with %d events could not be carried out: %s", len(some), problem)
+            logger.warning("commands of %d events failed: %s", len(some), problem)
             for number, one in some:
                 if one.item is not None and self._waiting.pop(number, None) is not None:
                     self._end(one.item, problem)
@@ -76,18 +76,18 @@ class DeferredCommands:
                 done += 1
                 if one.item is not None:
                     self._end(one.item, one.error)
-        # Other appends go in between.
+        # The writer sends other appends in between.
         self.retry_at = anyio.current_time() + (0.0 if done else RETRY_S)
 
 
 class MoveWarning:
-    """Warns of slots whose move takes its time."""
+    """Logs a warning if events wait long for slots to be moved."""
 
     def __init__(self) -> None:
         self._since = self._warn_at = 0.0
 
     def note(self, count: int) -> None:
-        """`count` events wait now for slots to be moved."""
+        """Note that `count` events wait for slots to be moved at present."""
         now = anyio.current_time()
         if not count:
             self._since = 0.0
@@ -96,6 +96,6 @@ class MoveWarning:
         elif now >= self._warn_at:
             self._warn_at = now + _LONG_S
             logger.warning(
-                "%d events have waited for slots that are being moved, for %.0f s: has a move been broken off?",
+                "%d events have waited %.0f s for slots that are being moved: was a move interrupted?",
                 *(count, now - self._since),
             )

@@ -1,21 +1,21 @@
-"""Reading traces' streams: first what is there, then what comes, without a gap or a repeat.
+"""The reader: delivers new entries of all subscribed streams over one connection, without gaps or repeats.
 
-A `Subscription` goes through two states. Behind the stream's end it *pulls*: it
-fetches pages by itself when its consumer asks for more. At the end it is *attached* to the bus's one reader, whose
-connection blocks on all attached streams at once and puts new entries into each subscription's buffer. A buffer is
-bounded: the reader detaches a subscription whose buffer is full, and the subscription pulls again when its consumer has
-emptied the buffer. So a slow consumer costs one page of memory, holds up no other consumer, and loses nothing.
+A `Subscription` has two states. Behind the stream's end it *pulls*: it fetches pages when its consumer asks for the
+next entry. At the end it is *attached* to the bus's reader. The reader's connection blocks on all attached streams at
+once, and the reader puts new entries into each subscription's buffer. Buffers are bounded: the reader detaches a
+subscription whose buffer is full, and the subscription pulls again after its consumer has emptied the buffer. So a slow
+consumer costs a page of memory, delays no other consumer, and misses no entry.
 
-One rule joins the two states. The reader has read each stream up to a *position*; a subscription may attach if it has
-come at least that far, and takes only entries after its own last.
+The reader has read each stream up to a *position*. A subscription may attach if it has read at least that far, and
+takes only entries after its own last.
 
-An engine may have trimmed entries. An attempt's ids are consecutive, so a subscription sees by the next entry whether
-some are gone. In their place it hands out a `Gap` with the folded state after them.
+Redis may have trimmed entries. The ids of an attempt are consecutive, so a subscription sees by the next entry whether
+entries are missing. In their place it yields a `Gap` with the folded state after them.
 
-A whole trace may be gone: its retention was over, or an engine dropped it to make room. Redis writes nothing then that
-would end a blocked read, so the reader checks every few seconds that the traces which it reads still exist.
+A whole trace may expire, or be dropped for newer ones. Redis writes nothing then that would wake a waiting reader, so
+the reader checks at times whether its traces still exist.
 
-On a cluster one command can block on the streams of one slot only, so each slot of traces has a reader of its own.
+On a cluster, one command can wait for streams of one slot only, so there is a reader for each slot.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ __all__ = ["Reader", "SlotReaders"]
 
 logger = logging.getLogger("tracewire")
 
-#: How often the reader checks that its traces exist, in seconds.
-LOOK_S: float = 5.0
+#: How often the reader checks whether its traces still exist, in seconds.
+CHECK_S: float = 5.0
 #: How long one read blocks, in seconds.
 _BLOCK_S: Final = 5.0
 
-#: Likewise on a cluster, in seconds: a read that blocks at a node misses writes to a key that moves to another node.
+#: The same on a cluster, where a waiting read does not see entries of a slot that moves to another node.
 _BLOCK_SLOT_S: Final = 1.0
 
 
 class _Stream:
-    """One stream that the reader reads: its position and its subscriptions, to which it holds weak references."""
+    """The reader's position in one stream, and weak references to its subscriptions."""
 
     __slots__ = ("_references", "position")
 
@@ -68,17 +68,17 @@ class _Stream:
         self._references.pop(id(subscription), None)
 
     def subscriptions(self) -> list[Subscription]:
-        """The attached subscriptions that their consumers still hold."""
+        """The subscriptions that still exist."""
         return [one for reference in list(self._references.values()) if (one := reference()) is not None]
 
 
 class Reader:
-    """Reads all streams at whose end a subscription waits, on one connection.
+    """Reads the streams of all attached subscriptions over one connection.
 
-    A read that blocks does not know of streams that are added meanwhile. `CLIENT UNBLOCK` from another connection ends
-    the read; where Redis does not allow that command, the reader closes its connection and opens it anew.
+    To add a stream while that connection blocks, the reader ends the wait with `CLIENT UNBLOCK` over another
+    connection. If Redis does not allow that command, the reader reconnects.
 
-    On a cluster all its streams share the slot of the key `near`.
+    On a cluster, `near` is a key, and all streams of this reader share its slot.
     """
 
     def __init__(self, connections: Connections, near: str = "") -> None:
@@ -89,23 +89,23 @@ class Reader:
         self._all: weakref.WeakSet[Subscription] = weakref.WeakSet()
         self._wanted = anyio.Event()
         self._poked = anyio.Event()
-        #: How many streams were ever added, and how many of these the read under way covers.
-        self._taken_up = 0
+        #: Number of streams ever added, and how many of them the wait under way includes.
+        self._added = 0
         self._known = 0
         self._wait: anyio.CancelScope | None = None
-        self._looked = -math.inf
-        #: Redis's id of the connection, and the count of `Link.opened` at which it was asked for.
+        self._checked_at = -math.inf
+        #: The connection's id in Redis, and the number (`Link.opened`) of that connection.
         self._client_id: Any = None
         self._identified = 0
         self._may_unblock = True
         self._task: OwnedTask | None = None
 
     def start(self) -> None:
-        """Start its task."""
+        """Start the task that reads."""
         self._task = OwnedTask(self._run, "that reads traces")
 
     async def connect(self) -> None:
-        """Open the connection ahead of need. After a failure the reader connects when it has a stream to read."""
+        """Connect before the first subscription attaches. If that fails, the reader connects later."""
         try:
             await self._identify()
         except Exception as error:
@@ -118,7 +118,7 @@ class Reader:
         self._may_unblock = self._may_unblock and not isinstance(self._client_id, Exception)
 
     async def aclose(self) -> None:
-        """End the reader's task, and close its connection and every subscription."""
+        """Close all subscriptions, end the task and close the connection."""
         for subscription in list(self._all):
             await subscription.aclose()
         task, self._task = self._task, None
@@ -129,26 +129,26 @@ class Reader:
     # --- subscriptions ------------------------------------------------------------------------------------------------
 
     def subscribe(self, key: str, since: str, resync: Resync | None = None, record: str = "") -> Subscription:
-        """A new subscription to the stream `key`, from `since` on. `aclose` closes it if its consumer has not.
+        """A new subscription to the stream `key` from `since` on. `aclose` closes it if its consumer does not.
 
-        `resync` finds the stream's snapshot. Without it, the subscription passes over entries that are gone. `record`
-        is the key of the trace's record, which tells a trace that is gone from one that has not begun.
+        `resync` reads the trace's snapshot; without it, the subscription skips trimmed entries without a `Gap`.
+        `record` is the key of the trace's record, by which the subscription notices that the trace has expired.
         """
         subscription = Subscription(self, self._connections, key, since, resync, record)
         self._all.add(subscription)
         return subscription
 
     def position(self, key: str) -> Id | None:
-        """The id up to which a stream has been read; `None` if the reader does not read it."""
+        """The position in a stream; None if no subscription to it is attached."""
         stream = self._streams.get(key)
         return stream.position if stream is not None else None
 
     def attach(self, subscription: Subscription) -> None:
-        """Attach a subscription, unless the reader has read past its last entry: then it must pull once more."""
+        """Attach a subscription, unless the reader's position is beyond the subscription's: then it must pull first."""
         stream = self._streams.get(subscription.key)
         if stream is None:
             stream = self._streams[subscription.key] = _Stream(subscription.last)
-            self._taken_up += 1
+            self._added += 1
             self._wanted.set()
             self._poked.set()
         elif stream.position > subscription.last:
@@ -157,7 +157,7 @@ class Reader:
         subscription.attached(True)
 
     def detach(self, subscription: Subscription) -> None:
-        """Detach a subscription. Does nothing if it is not attached."""
+        """Detach a subscription. No effect if it is not attached."""
         stream = self._streams.get(subscription.key)
         if stream is not None:
             stream.discard(subscription)
@@ -176,29 +176,29 @@ class Reader:
         backoff = Backoff()
         while True:
             try:
-                await self._look()
+                await self._check()
                 reply, asked = await self._block()
                 backoff.reset()
                 for key, entries in reply:
                     name = key.decode()
                     self._deliver(name, asked[name], parse_entries(entries))
-                # Consumers take what has come before the reader asks for more.
+                # Lets consumers handle these entries before the next read.
                 await checkpoint()
             except Exception as error:
                 await self._failed(error, backoff)
 
-    async def _look(self) -> None:
-        """Detach subscriptions whose traces are gone: each finds that out by itself when it pulls."""
+    async def _check(self) -> None:
+        """Detach the subscriptions whose traces have expired. Each finds that out when it pulls."""
         now = anyio.current_time()
-        if not self._streams or now - self._looked < LOOK_S:
+        if not self._streams or now - self._checked_at < CHECK_S:
             return
-        self._looked = now
+        self._checked_at = now
         waiting = [
             one for stream in self._streams.values() for one in stream.subscriptions() if one.record and one.known
         ]
         if not waiting:
             return
-        # One command tells that all exist, as they nearly always do.
+        # Usually all of them exist, which one command shows.
         records = {one.record for one in waiting}
         (count,) = await self._link.ask(("EXISTS", *records))
         if count == len(records):
@@ -209,23 +209,20 @@ class Reader:
                 self.detach(one)
 
     async def _block(self) -> tuple[Any, dict[str, Id]]:
-        """Read until any stream has new entries.
-
-        Returns Redis's reply, and the position of each stream that was asked.
-        """
+        """Wait for entries of any attached stream. Returns the reply and the positions after which it begins."""
         for key in [key for key, stream in self._streams.items() if not stream]:
-            # The consumer of its last subscription has let go of it without closing it.
+            # The last subscription was garbage-collected without being closed.
             del self._streams[key]
         if not self._streams:
             self._wanted = anyio.Event()
             await self._wanted.wait()
         if not self._link.connected or self._link.opened != self._identified:
             await self._identify()
-        # No await stands between here and the read, so every stream that is added later is unknown to the read.
+        # No await between here and the wait, so `_known` counts exactly the streams that the wait includes.
         asked = {key: stream.position for key, stream in self._streams.items()}
         if not asked:
             return (), asked
-        self._known = self._taken_up
+        self._known = self._added
         reply: Any = None
         try:
             with anyio.CancelScope() as self._wait:
@@ -249,16 +246,15 @@ class Reader:
 
         await self._link.drop()
         pause = backoff.next()
-        # While a cluster moves a slot, its streams lie on two nodes, and no one command reads them all. A reply with
-        # the
-        # entries of all streams may also take longer than the time limit.
+        # While a slot is being moved, its streams are on two nodes, and one command cannot read all of them. After a
+        # timeout, one reply with entries of all streams may be too large.
         apart = isinstance(error, (TryAgainError, TimeoutError))
         if is_transient(error) and not apart:
             logger.log(backoff.level, "the reader waits for Redis: %s", error)
         else:
-            # One of the keys may hold no stream. Each subscription that pulls finds out whether it is its own.
+            # One key may not be a stream. Each subscription pulls and finds out whether it is its own.
             level = logging.DEBUG if isinstance(error, TryAgainError) else logging.WARNING
-            logger.log(level, "the reader lets go of %d streams: %r", len(self._streams), error)
+            logger.log(level, "the reader detaches %d streams: %r", len(self._streams), error)
             for stream in list(self._streams.values()):
                 for subscription in stream.subscriptions():
                     self.detach(subscription)
@@ -267,7 +263,7 @@ class Reader:
     def _deliver(self, key: str, asked: Id, entries: list[tuple[Id, Entry]]) -> None:
         stream = self._streams.get(key)
         if stream is None or not entries or asked > stream.position:
-            # Detached meanwhile, or attached again from an earlier position, after which this reply would leave a gap.
+            # Detached meanwhile; or attached again at an earlier position, after which this reply would leave a gap.
             return
         stream.position = max(stream.position, entries[-1][0])
         for subscription in stream.subscriptions():
@@ -275,13 +271,13 @@ class Reader:
                 self.detach(subscription)
 
     async def _wake(self) -> None:
-        """End the blocked read whenever a stream was added that it does not cover."""
+        """End the wait under way whenever a stream was added that the wait does not include."""
         while True:
             await self._poked.wait()
             self._poked = anyio.Event()
             backoff = Backoff(0.001, 0.5)
-            # Redis may get this before the read that it should end. Then it has no effect, and is sent again.
-            while self._wait is not None and self._known < self._taken_up:
+            # Redis may execute CLIENT UNBLOCK before the read, without effect, so it is repeated.
+            while self._wait is not None and self._known < self._added:
                 await self._interrupt(self._wait)
                 await anyio.sleep(backoff.next())
 
@@ -290,24 +286,24 @@ class Reader:
             try:
                 (reply,) = await self._connections.once(("CLIENT", "UNBLOCK", self._client_id), beside=self._link)
             except Exception as error:
-                logger.debug("the reader could not be woken: %r", error)
+                logger.debug("CLIENT UNBLOCK failed: %r", error)
                 return
             if not isinstance(reply, Exception):
                 return
-            logger.info("Redis does not let the reader be woken (%s); it reconnects instead", reply)
+            logger.info("Redis does not allow CLIENT UNBLOCK (%s); the reader reconnects instead", reply)
             self._may_unblock = False
         wait.cancel()
 
 
 class SlotReaders:
-    """The readers of a cluster: one for each slot with subscriptions."""
+    """The readers of a cluster: one for each slot with a subscription."""
 
     def __init__(self, connections: Connections) -> None:
         self._connections = connections
         self._readers: dict[int | None, Reader] = {}
 
     def subscribe(self, key: str, since: str, resync: Resync | None = None, record: str = "") -> Subscription:
-        """A new subscription, of its slot's reader."""
+        """A new subscription of the reader of its slot: see `Reader.subscribe`."""
         slot = self._connections.slot(key)
         reader = self._readers.get(slot)
         if reader is None:

@@ -1,4 +1,4 @@
-"""What a writer appends again to a server that came back with less than it had acknowledged."""
+"""The restorer: appends events again that a restarted server had acknowledged and has lost."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ __all__ = ["Restorer"]
 
 logger = logging.getLogger("tracewire")
 
-#: What was acknowledged is kept for so many seconds in which Redis answered, and so many bytes. Twice what Redis loses
-#: at most with `appendfsync everysec`.
+#: Acknowledged events are kept for so many seconds in which Redis answered, and up to so many bytes. With `appendfsync
+#: everysec`, Redis loses at most half of these seconds.
 KEEP_S: float = 5.0
 KEEP_BYTES: int = 64 * 1024 * 1024
-#: How often a writer looks whether its server is still the same, in seconds: one that sends nothing, or has several.
-LOOK_S: float = 1.0
-#: How many bytes of events one round trip brings at most.
+#: How often a writer that sends nothing, or that has several servers, checks its connection, in seconds.
+CHECK_S: float = 1.0
+#: Most bytes of events of one round trip.
 _ROUND_BYTES: Final = 8 * 1024 * 1024
 
 _RESTORE: Final = Script("append_lost")
 
 
 class Restorer:
-    """A writer's connection, and what Redis acknowledged over it of late.
+    """A writer's connection, and the recently acknowledged events.
 
-    A server that comes back may have less than it had acknowledged. The restorer appends what is missing again, on each
-    new connection before anything else is sent.
+    On each new connection, the restorer first appends the kept events that the server lacks. `before` is awaited before
+    that, and writes other data again.
     """
 
     def __init__(
@@ -48,50 +48,51 @@ class Restorer:
     ) -> None:
         self.link = connections.link()
         self.streams: dict[str, Stream] = {}
-        #: Makes the commands that write again what else a server may have lost, before any event; and is told that they
-        #: were carried out.
+        #: Makes the commands that claim traces again on a server that may have lost the claims, before any event; and
+        #: the function to call after they were executed.
         self.claims: Callable[[], Iterable[tuple[Any, ...]]] = tuple
         self.claimed: Callable[[], None] = lambda: None
-        #: Which of the link's connections is known to have all that was acknowledged; and when to look again.
-        self.whole = 0
-        self.look_at = 0.0
+        #: The number (`Link.opened`) of the connection whose server has all acknowledged events; 0 before the first.
+        self.restored = 0
+        #: When to check the connection next, by the event loop's clock; 0 for never.
+        self.check_at = 0.0
         self._connections = connections
         self._deferred = deferred
         self._before = before
         self._schema = schema_text()
-        #: What was acknowledged, in that order, and when.
+        #: The acknowledged events with the time of their acknowledgement, oldest first.
         self._kept: deque[tuple[float, Append]] = deque()
         self._kept_bytes = 0
 
     def stream(self, key: str, record: str, lifecycle: str) -> Stream:
-        """The stream of this key, of which something is to be appended."""
+        """The state of the stream of this key; `record` and `lifecycle` are the keys for a new one."""
         found = self.streams.get(key)
         if found is None:
             found = self.streams[key] = Stream(record, lifecycle)
-            self._look_soon()
+            self._schedule_check()
         return found
 
     def drop(self, key: str, stream: Stream) -> None:
-        """Forget a stream of which nothing more comes and nothing is kept."""
+        """Drop the state of a stream if no more events come and none are kept or under way."""
         if stream.over and not stream.kept and not stream.under_way and self.streams.get(key) is stream:
             del self.streams[key]
 
-    def _look_soon(self) -> None:
-        if self.look_at == 0.0:
-            self.look_at = anyio.current_time() + LOOK_S
+    def _schedule_check(self) -> None:
+        if self.check_at == 0.0:
+            self.check_at = anyio.current_time() + CHECK_S
 
     def keep(self, item: Append) -> None:
-        """Redis has it."""
+        """Keep an append that Redis has acknowledged."""
         item.refused = False
         item.stream.kept.append(item)
         self._kept.append((anyio.current_time(), item))
         self._kept_bytes += item.size
-        self._look_soon()
+        self._schedule_check()
 
-    def prune(self, *, looked: bool) -> None:
-        """All of Redis answers, if we have looked, and what it acknowledged longer ago is safe."""
+    def prune(self, *, checked: bool) -> None:
+        """Drop kept events beyond `KEEP_BYTES`, and, if all servers were just checked, those older than `KEEP_S`."""
         now = anyio.current_time()
-        safe = now - KEEP_S if looked else -math.inf
+        safe = now - KEEP_S if checked else -math.inf
         while self._kept and (self._kept[0][0] <= safe or self._kept_bytes > KEEP_BYTES):
             _, item = self._kept.popleft()
             self._kept_bytes -= item.size
@@ -99,21 +100,25 @@ class Restorer:
             stream.base = item.id
             stream.kept.popleft()
             self.drop(item.key, stream)
-        if looked:
-            self.look_at = now + LOOK_S if self.streams else 0.0
+        if checked:
+            self.check_at = now + CHECK_S if self.streams else 0.0
 
     async def execute_until_answered(self, *commands: tuple[Any, ...], moving: bool = False) -> list[Any]:
-        """The replies to commands that may be carried out twice, whatever it takes.
+        """Execute idempotent commands, again and again until Redis answers. Returns the replies.
 
-        With `moving`, a `TryAgainError` for those whose slots are being moved.
+        With `moving`, the reply to a command whose slot is being moved may be a `TryAgainError`; otherwise the call
+        waits for the move.
+
+        Raises:
+            BusError: Redis refuses.
         """
         backoff = Backoff()
         while True:
             try:
                 await self.connect()
                 replies = await self.link.ask(*commands, wait=False)
-                if self.link.opened != self.whole:
-                    # They came from a server that was not brought up to date.
+                if self.link.opened != self.restored:
+                    # The replies came from a server that may lack acknowledged events.
                     continue
                 if any(map(is_away, replies)):
                     await self.link.drop()
@@ -125,49 +130,51 @@ class Restorer:
             await anyio.sleep(backoff.next())
 
     async def connect(self) -> None:
-        """Be connected to a server that has all that was acknowledged."""
+        """Connect, and append acknowledged events that the server lacks. Returns once the server has all of them."""
         await self.link.connect()
-        while self.whole != (opened := self.link.opened):
-            # On a cluster that may open more of them.
-            if self.whole != 0:
+        while self.restored != (opened := self.link.opened):
+            # On a cluster, restoring may open further connections.
+            if self.restored != 0:
                 await self._restore()
-            self.whole = opened
+            self.restored = opened
 
-    async def look(self, pending: Callable[[], bool]) -> None:
-        """See whether the server is still there, and bring the one that is there up to date."""
+    async def check(self, pending: Callable[[], bool]) -> None:
+        """Check that all servers of the streams answer and have all acknowledged events, and prune the kept ones.
+
+        Waits while Redis does not answer, but returns once `pending` says that the writer has appends to send.
+        """
         backoff = Backoff()
         while True:
             try:
                 await self.connect()
-                # On a cluster, every server that has any of them.
-                looks = {self._connections.slot(key): ("EXISTS", key) for key in self.streams}
-                for reply in await self.link.ask(*looks.values()) if looks else ():
+                # On a cluster, one command for each slot that has a stream.
+                probes = {self._connections.slot(key): ("EXISTS", key) for key in self.streams}
+                for reply in await self.link.ask(*probes.values()) if probes else ():
                     if isinstance(reply, Exception):
                         raise reply
-                if self.link.opened != self.whole:
+                if self.link.opened != self.restored:
                     continue
             except Exception as error:
                 logger.log(backoff.level, "the writer waits for Redis: %s", error)
                 if not is_transient(error):
-                    logger.warning("the writer cannot look after its streams: %s", error)
+                    logger.warning("the writer cannot check its streams: %s", error)
                 await anyio.sleep(backoff.next())
                 if pending():
-                    self.look_at = anyio.current_time() + LOOK_S
+                    self.check_at = anyio.current_time() + CHECK_S
                     return
                 continue
-            self.prune(looked=True)
+            self.prune(checked=True)
             return
 
     async def _restore(self) -> None:
-        """Append again what a new server lacks, with all that goes with it.
+        """Append the kept events that a new server lacks, and repeat the effects of all kept events.
 
         Raises:
             redis.exceptions.RedisError: the connection failed.
         """
         if claims := list(self.claims()):
-            # In their order. What is short of memory among them is no more so than the events.
             for reply in await self._ask_all([with_text(claim) or claim for claim in claims]):
-                # Also of one whose slot is being moved: what has been lost of it as well fences it, at worst.
+                # Also of a claim whose slot is being moved: at worst, its trace is fenced.
                 if isinstance(reply, Exception):
                     logger.warning("a trace could not be claimed again: %s", reply)
             self.claimed()
@@ -188,22 +195,21 @@ class Restorer:
                 some, await self._ask_all([self._restoring(key, stream) for key, stream in some]), strict=True
             ):
                 if is_moving(reply):
-                    reply = await self._see_whole(key, stream, reply)
+                    reply = await self._check_moving(key, stream, reply)
                 if isinstance(reply, Exception) or reply in (b"fenced", b"gap"):
-                    logger.warning("stream %s cannot be brought up to date: %s", key, reply)
+                    logger.warning("the lost events of stream %s cannot be appended again: %s", key, reply)
                     stream.lost = stream.attempt
                     continue
                 lacking += reply if isinstance(reply, int) else 0
-                # The firehose was told with the events.
+                # `_RESTORE` has published the lifecycle entries, so only the other effects are repeated.
                 after += [item.with_effects("", b"", "") for item in stream.kept if item.with_effects is not None]
                 after += [item.settle for item in stream.kept if item.settle is not None]
             for command, reply in zip(after, await self._ask_all(after), strict=True):
-                # What settles an entry is not sent where anything before it was refused for now.
                 if (is_moving(reply) or is_full(reply)) and command not in deferred:
                     self._deferred.add(command, None, None)
         if lacking:
-            logger.warning("Redis came back without %d events that it had acknowledged; it has them again", lacking)
-        # This server may be gone in the next moment.
+            logger.warning("Redis had lost %d acknowledged events; they were appended again", lacking)
+        # The new server may fail, too, so the kept events count as acknowledged now.
         now = anyio.current_time()
         self._kept = deque((now, item) for _, item in self._kept)
 
@@ -214,14 +220,14 @@ class Restorer:
         names = key, stream.record, stream.firehose
         return texted(_RESTORE(names, self._schema, stream.base, whole, stream.attempt, *parts))
 
-    async def _see_whole(self, key: str, stream: Stream, problem: Exception) -> Any:
-        """See what a stream lacks of which several keys cannot be asked for while its slot is being moved.
+    async def _check_moving(self, key: str, stream: Stream, problem: Exception) -> Any:
+        """Compare a stream whose slot is being moved with the kept events, since `_RESTORE` needs several keys.
 
-        Returns what `_RESTORE` would have replied.
+        Returns the reply that `_RESTORE` would have given.
 
         Raises:
-            redis.exceptions.RedisError: it lacks something, and gets it when the slot has been moved; or the connection
-                failed.
+            redis.exceptions.RedisError: the stream lacks events, which can be appended after the move (`problem`); or
+                the connection failed.
         """
         (entries,) = await self._ask_all([("XREVRANGE", key, "+", "-", "COUNT", 1)])
         if is_moving(entries):
@@ -247,5 +253,5 @@ class Restorer:
 
 
 def _acknowledged(stream: Stream) -> bool:
-    """Whether Redis has ever acknowledged anything of it."""
+    """Whether Redis has acknowledged any event of the stream."""
     return bool(stream.kept or stream.base)

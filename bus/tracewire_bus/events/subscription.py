@@ -1,4 +1,4 @@
-"""One consumer's place in a trace's event stream, and what it is handed."""
+"""Subscriptions: one consumer's position in a trace's stream, and the entries that it yields."""
 
 from __future__ import annotations
 
@@ -38,32 +38,33 @@ __all__ = [
 
 logger = logging.getLogger("tracewire")
 
-
+#: An entry's id: attempt and sequence number.
 Id = tuple[int, int]
 
+#: Reads a trace's snapshot.
 Resync = Callable[[], Awaitable[Stored | None]]
 
-#: How many entries are asked for at once: by the reader of each stream, and by a pull that does not know their size.
+#: Entries per read: of the reader for each stream, and of a pull before the entries' size is known.
 PAGE: Final = 32
-#: How many a pull asks for at most.
+#: Most entries of one pull.
 PAGE_MOST: Final = 256
-#: About how many the reader asks for of all streams together.
+#: About how many entries the reader asks for in one read of all streams.
 PAGES: Final = 1024
-#: How long a trace must be gone to be gone for good, in seconds. A server that came back may lack it until its engine
-#: or its client has written it again.
+#: How long a known trace must be missing before a subscription raises `StreamGone`, in seconds. After a restart, Redis
+#: may lack a trace until its engine or its client has written it again.
 GONE_S: float = 10.0
 
-#: When a buffer counts as full. A single page may be larger.
+#: A buffer with so many entries or bytes is full. A single page may be larger.
 _BUFFER_ENTRIES, _BUFFER_BYTES = 256, 16 * 1024 * 1024
 
-#: How often a subscription looks for entries that the reader has read and that are gone: for some seconds in all.
+#: How often a subscription asks again for entries that the reader has read and that are missing: some seconds in all.
 _MISSING_TRIES: Final = 12
 
 _FINAL: Final = parse_id(FINAL_ID)
 
 
 class Entry(msgspec.Struct, frozen=True, gc=False):
-    """One entry of a trace's stream: its id, the encoded event, and the schema it was written in."""
+    """One entry of a trace's stream: its id, the encoded event, and the event's schema."""
 
     id: str
     data: bytes
@@ -71,14 +72,14 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def final(self) -> bool:
-        """Whether it is its trace's last."""
+        """Whether this is the trace's final event."""
         return self.id == FINAL_ID
 
 
 class Gap(msgspec.Struct, frozen=True, gc=False):
-    """Entries that are gone: those after `since` (`"start"`: all) up to and with `until`.
+    """Trimmed entries: those after `since` (`"start"` for all) up to and including `until`.
 
-    What follows goes on from `snapshot`, the folded state at `until`.
+    `snapshot` is the folded state after `until`; the next entry follows it.
     """
 
     since: str
@@ -87,37 +88,40 @@ class Gap(msgspec.Struct, frozen=True, gc=False):
 
 
 class EventsLost(BusError):
-    """Entries that a subscription should have read next are gone, and no snapshot holds what they came to.
+    """The next entries of a subscription are missing, and there is no snapshot of the state after them.
 
-    Somebody trimmed the stream by hand, or removed its snapshot. `since` is the last one that was read, `until` the
-    first that is there.
+    Another process than the trace's engine trimmed the stream or removed its snapshot.
+
+    Attributes:
+        since: id of the last entry that was read, or `"start"`.
+        until: id of the first entry that is there.
     """
 
     def __init__(self, since: str, until: str) -> None:
         self.since = since
         self.until = until
         super().__init__(
-            f"the events after {since!r} and before {until} are gone, and there is no snapshot of what they came to: "
-            f"the stream was trimmed by somebody else than its engine"
+            f"the events after {since!r} and before {until} are missing, and there is no snapshot of the state after "
+            f"them: another process than the trace's engine trimmed the stream"
         )
 
 
 class StreamGone(BusError, LookupError):
-    """A trace that was there is there no more: it had ended, and its time was over, or it was dropped to make room.
+    """The trace was removed while it was read: it had ended, and has expired or was dropped for newer traces.
 
-    `since` is the last entry that was read, or `"start"`.
+    `since` is the id of the last entry that was read, or `"start"`.
     """
 
     def __init__(self, key: str, since: str) -> None:
         self.since = since
         super().__init__(
-            f"{key}: what follows {since!r} is gone with its trace, which had ended and was kept no longer: its time "
-            f"was over, or newer traces needed the room"
+            f"{key} was removed while it was read, after {since!r}: the trace had ended, and its retention was over or "
+            f"newer traces needed the room"
         )
 
 
 class _Place(msgspec.Struct, array_like=True):
-    """Just enough of an event to see its number."""
+    """The first fields of an encoded event, up to its number."""
 
     kind: str
     attempt: int
@@ -128,7 +132,7 @@ _place = decoder(_Place)
 
 
 def _number(id_: Id, entry: Entry) -> Id | None:
-    """An entry's place in its trace: its id, but for a final, which says it itself."""
+    """An event's attempt and number: its id, or for a final, the number inside the event. None if that is malformed."""
     if id_ < _FINAL:
         return id_
     try:
@@ -139,13 +143,13 @@ def _number(id_: Id, entry: Entry) -> Id | None:
 
 
 def _follows(last: Id, number: Id) -> bool:
-    """Whether nothing is missing between two places of a trace: an attempt's events count from 0."""
+    """Whether no event is missing between two numbers of a trace. The events of an attempt count from 0."""
     attempt, seq = number
     return seq <= last[1] + 1 if attempt == last[0] else attempt < last[0] or seq == 0
 
 
 def parse_entries(reply: Sequence[Any]) -> list[tuple[Id, Entry]]:
-    """Entries as Redis replies them: `[id, [name, value, ...]]`. Foreign fields are ignored, missing ones empty."""
+    """Decode entries that Redis replies as `[id, [name, value, ...]]`. Ignores unknown fields; missing ones are empty."""
     parsed = []
     for id_, flat in reply:
         if flat and len(flat) == 4 and flat[0] == b"v" and flat[2] == b"d":
@@ -160,23 +164,23 @@ def parse_entries(reply: Sequence[Any]) -> list[tuple[Id, Entry]]:
 
 
 class AttachableReader(Protocol):
-    """What a subscription needs of the reader that serves it at the end of its stream."""
+    """The part of a reader that a subscription uses."""
 
     def attach(self, subscription: Subscription) -> None:
-        """Serve it from the reader's position in its stream on."""
+        """Deliver the stream's entries after the reader's position to the subscription."""
 
     def detach(self, subscription: Subscription) -> None:
-        """Serve it no more."""
+        """Stop delivering entries to the subscription."""
 
     def position(self, key: str) -> Id | None:
-        """How far the reader has read this stream."""
+        """The reader's position in a stream; None if it does not read the stream."""
 
 
 class Subscription:
-    """An async iterator over one trace's entries, ending after the final one.
+    """An async iterator over one trace's entries. It ends after the final one.
 
-    It owns no task and holds no scope between its methods: iterate, drop and close it wherever you like. One task at a
-    time may wait for its next entry; to leave early, call `aclose` (or leave its context).
+    The subscription owns no task and no cancel scope, so any task may iterate, drop or close it. One task at a time may
+    wait for the next entry. To stop early, call `aclose` or leave its context.
     """
 
     def __init__(
@@ -190,20 +194,20 @@ class Subscription:
     ) -> None:
         self._reader = reader
         self._resync = resync
-        #: The key of its trace's record, and whether the trace is known to be, or to have been, there.
+        #: The key of the trace's record, and whether the trace is known to exist or to have existed.
         self.record = record
         self.known = since not in ("start", "now", "0-0")
         self._new = False
         self._gone_since: float | None = None
         self._connections = connections
         self._last: Id | None = (0, 0) if since == "start" else None if since == "now" else parse_id(since)
-        #: The last entry handed out, or where it began.
+        #: The number of the last entry that was yielded, or where the subscription began.
         self._reached = self._last
         self.key = key
         self._buffer: deque[tuple[Id, Entry]] = deque()
         self._bytes = 0
         self._page = PAGE
-        self._handed_out = "" if since in ("start", "now") else since
+        self._yielded = "" if since in ("start", "now") else since
         self._arrived = Signal()
         self._missing = Backoff(0.05, 0.5)
         self._guard = anyio.ResourceGuard("reading from")
@@ -212,12 +216,12 @@ class Subscription:
         self._closed = False
 
     async def start(self) -> None:
-        """Fix where a subscription since `"now"` begins: after what is there at this moment. Idempotent.
+        """Find the stream's present end, if `since` is `"now"`. Idempotent.
 
-        Without it, that moment is when the first entry is asked for.
+        Without this call, such a subscription begins at the stream's end when the first entry is asked for.
 
         Raises:
-            BusUnavailable: Redis could not be reached.
+            BusUnavailable: Redis does not answer.
         """
         if self._last is None:
             last = await tail_id(self._connections, self.key)
@@ -225,9 +229,9 @@ class Subscription:
                 self._last = self._reached = parse_id(last)
 
     def expect(self, *, new: bool = False) -> None:
-        """Its trace is there: should it be found gone, that is no trace to wait for, but an error.
+        """Note that the trace exists: if it is missing later, the subscription raises `StreamGone` instead of waiting.
 
-        Of a `new` one, nothing is to be caught up with.
+        `new` says that the trace was just submitted, so the subscription attaches without a first pull.
         """
         self.known = True
         self._new = new
@@ -243,23 +247,21 @@ class Subscription:
 
     @property
     def position(self) -> str:
-        """Id of the last entry handed out, or the one it began after, `""` if none: read on from there with `since`."""
-        return self._handed_out
+        """Id of the last yielded entry, or of the one that it began after; `""` if none. Another `since` may use it."""
+        return self._yielded
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> Entry | Gap:
-        """The next entry, when there is one; or a gap, where entries that should come next are gone.
-
-        While Redis is away it waits.
+        """The next entry, or a gap in place of trimmed entries. Waits until there is one, also while Redis is away.
 
         Raises:
             StopAsyncIteration: after the final entry.
             anyio.ClosedResourceError: the subscription or its bus is closed.
             anyio.BusyResourceError: another task waits for the next entry.
-            EventsLost: entries are gone, and there is no snapshot of what they came to.
-            StreamGone: all of the trace is gone.
+            EventsLost: entries are missing, and there is no snapshot of the state after them.
+            StreamGone: the trace has expired or was dropped.
             BusError: Redis refuses to read this stream.
         """
         with self._guard:
@@ -280,14 +282,14 @@ class Subscription:
                     await self._pull()
 
     async def aclose(self) -> None:
-        """Stop reading. Whoever waits for the next entry gets `ClosedResourceError`. Idempotent."""
+        """Stop reading. A task that waits for the next entry gets `ClosedResourceError`. Idempotent."""
         self._closed = True
         self._reader.detach(self)
         self._buffer.clear()
         self._arrived.notify()
 
     def _next_number(self) -> Id | None:
-        """The place of the next entry, if nothing is missing before it."""
+        """The number of the next buffered entry; None if entries are missing before it."""
         id_, entry = self._buffer[0]
         number = _number(id_, entry)
         if number is None or self._resync is None:
@@ -298,12 +300,12 @@ class Subscription:
     def _pop(self, number: Id) -> Entry:
         _, entry = self._buffer.popleft()
         self._bytes -= len(entry.data)
-        self._handed_out = entry.id
+        self._yielded = entry.id
         self._reached = number
         return entry
 
     async def _skip(self) -> Gap | None:
-        """Go on from the snapshot: what should come next is gone. None if it is to be tried again."""
+        """Go on from the snapshot, since the next entries are missing. Returns None if Redis does not answer."""
         assert self._resync is not None
         assert self._reached is not None
         try:
@@ -313,17 +315,17 @@ class Subscription:
             return None
         if self._closed:
             return None
-        since = self._handed_out or ("start" if self._reached == (0, 0) else f"{self._reached[0]}-{self._reached[1]}")
+        since = self._yielded or ("start" if self._reached == (0, 0) else f"{self._reached[0]}-{self._reached[1]}")
         if snapshot is None or (at := (snapshot.attempt, snapshot.seq)) <= self._reached:
             raise EventsLost(since, self._buffer[0][1].id)
         while self._buffer and self._buffer[0][0] <= at:
             self._bytes -= len(self._buffer.popleft()[1].data)
         self._last = max(self.last, at)
-        self._reached, self._handed_out = at, snapshot.id
+        self._reached, self._yielded = at, snapshot.id
         return Gap(since, snapshot.id, snapshot)
 
     async def _pull(self) -> None:
-        """Fetch the next page, and attach if that was the last one."""
+        """Fetch the next page, and attach to the reader if that was the last one."""
         try:
             await self.start()
             if self.last >= _FINAL:
@@ -339,7 +341,7 @@ class Subscription:
                 "XREAD", "COUNT", self._page, "STREAMS", self.key, where, alone=True
             )
         except BusUnavailable as error:
-            # The bus waited a while; a consumer waits as long as it likes.
+            # A consumer waits longer than the bus does.
             logger.warning("a subscription waits for Redis: %s", error)
             return
         if self._closed:
@@ -355,8 +357,8 @@ class Subscription:
             mean = sum(len(entry.data) for _, entry in page) // len(page)
             self._page = max(1, min(PAGE_MOST, _BUFFER_BYTES // max(1, mean)))
         elif seen is not None and seen > self.last:
-            # The reader had come further before we asked, and what it read is gone: trimmed, or the key has expired.
-            # Or else a server that came back lacks it, and its writer is about to append it again.
+            # The reader has read further than this pull finds: the entries are trimmed, or the key has expired, or a
+            # restarted server lacks them until their writer appends them again.
             if self._missing.failures < _MISSING_TRIES:
                 await anyio.sleep(self._missing.next())
                 return
@@ -366,13 +368,13 @@ class Subscription:
             self._reader.attach(self)
 
     async def _gone(self) -> bool:
-        """Whether nothing of its trace is there, though it was once. Waits a while, in which it may come back.
+        """Whether a known trace is missing. If so, waits before it returns, since the trace may be written again.
 
         Raises:
-            StreamGone: it has been so for too long.
+            StreamGone: the trace has been missing for `GONE_S` seconds.
         """
         try:
-            # One by one: a slot that is being moved answers to nothing else.
+            # Two commands: while a slot is being moved, a command on two keys is refused.
             there = sum(await self._connections.commands(("EXISTS", self.key), ("EXISTS", self.record)))
         except BusUnavailable as error:
             logger.warning("a subscription waits for Redis: %s", error)
@@ -385,7 +387,7 @@ class Subscription:
         if self._gone_since is None or self._connections.broken_at >= self._gone_since:
             self._gone_since = now
         if now - self._gone_since >= GONE_S:
-            raise StreamGone(self.key, self._handed_out or "start")
+            raise StreamGone(self.key, self._yielded or "start")
         await anyio.sleep(min(self._missing.next(), GONE_S))
         return True
 
@@ -393,18 +395,18 @@ class Subscription:
 
     @property
     def last(self) -> Id:
-        """Id of the last entry in the buffer or before."""
+        """Id of the last entry that was buffered or yielded."""
         assert self._last is not None
         return self._last
 
     def attached(self, yes: bool) -> None:
-        """The reader has taken it up, or let it go; then it pulls when asked for more than its buffer holds."""
+        """Note that the reader has attached or detached this subscription."""
         if self._attached != yes:
             self._attached = yes
             self._arrived.notify()
 
     def take(self, entries: list[tuple[Id, Entry]], *, bounded: bool = True) -> bool:
-        """Buffer what comes after its last entry, as far as there is room. Returns whether it wants more."""
+        """Buffer the entries after the last one, while there is room. Returns whether there is room for more."""
         for id_, entry in entries:
             if id_ <= self.last:
                 continue

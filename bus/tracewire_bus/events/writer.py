@@ -1,24 +1,24 @@
-"""Appending events to traces' streams.
+"""The writer: appends events to the streams of traces.
 
-Appends of many tasks share round trips: one flush is under way at a time, and the next takes all that was queued
-meanwhile. An idle writer sends at once; a busy one sends fewer, larger pipelines.
+**Batches.** Appends of many tasks share round trips. One flush is under way at a time, and the next one takes all
+events that were queued meanwhile. An idle writer sends at once; a busy one sends fewer, larger pipelines.
 
-The id that an event carries is its fence. Redis takes only an id greater than the stream's last, so a stale attempt, a
-repeat, and anything after the final are refused by Redis itself. The writer sends a flush again when the connection
-broke in its middle; an event that Redis had taken the first time is then refused too, and told by its bytes.
+**Fencing.** Redis takes only an id greater than the stream's last. So Redis itself refuses the events of a stale
+attempt, repeats, and events after the final. After a broken connection the writer sends the flush again. Redis refuses
+the events that it took the first time; the writer recognises these by their bytes.
 
-A server that comes back may have less than it had acknowledged: it was killed before its log was on the disk, or is a
-replica that lagged. The writer keeps what was acknowledged of late, and on every new connection, before anything else,
-appends again what is missing, under the same ids. What is lost of a stream is always its end. A stream that has
-anything else, or lacks more than was kept, is *fenced* for the attempt.
+**Lost acknowledgements.** A server that restarted or failed over may have lost events that it had acknowledged. The
+writer keeps recent events, and on each new connection first appends the missing ones again, under the same ids. Redis
+always loses the end of a stream. A stream that has other events instead, or lacks more than the writer kept, is
+*fenced* for the attempt.
 
-A Redis without memory refuses outputs. A refused one holds back what follows it in its own trace and nothing else. It
-is tried again for as long as the writer is patient; then all that waits of its trace fails with `BusFull`. First events
-and finals always fit.
+**Full memory.** A Redis without memory refuses outputs. A refused event holds back the later events of its trace only.
+The writer retries for `patience_s` seconds; then all waiting events of the trace fail with `BusFull`. Redis always
+takes first events and finals.
 
-A node of a cluster refuses what takes several keys of a slot that is being moved: a trace's first event and its final,
-above all. That holds back its own trace likewise, but until the move is over, however long that takes. What goes with
-an event to another slot waits for that one's move, and the event's append with it.
+**Moving slots.** While a cluster moves a slot, its nodes refuse commands on several keys of that slot, above all a
+trace's first event and its final. The refused event holds back its trace until the move is over. A command that goes
+with an event to another slot waits for the move of that slot, and the append ends after it.
 """
 
 from __future__ import annotations
@@ -64,18 +64,19 @@ __all__ = ["Writer"]
 
 logger = logging.getLogger("tracewire")
 
-#: The next flush begins no sooner than this after the last one began, in seconds: for each entry that it carried, and
-#: at most. It leaves a busy publisher's loop half free, and what a trace puts out meanwhile shares an entry.
+#: Least time between the beginnings of two flushes, in seconds: for each entry of the first one, and at most. The pause
+#: leaves a busy adapter's event loop half free, and outputs of a trace in the pause share an entry.
 _PACE_S, _PAUSE_S = 100e-6, 8e-3
-#: A pause that is not worth the timer.
+#: Shorter pauses are left out, in seconds.
 _SHORT_S = 1e-3
 
 
 class Writer:
-    """Appends events for as long as its context is open: `async with bus.writer() as writer`.
+    """Appends events while its context is open: `async with bus.writer() as writer`.
 
-    On a new connection the commands of `restorer.claims` are sent first, and `before` is awaited: they write again what
-    a server may have lost besides events. `patience_s` is how long an event waits for memory, in seconds.
+    `patience_s` is how long an event waits while Redis has no memory, in seconds. `settled` is called with model and
+    trace after an event that settled a queue entry. On a new connection, the writer first executes the commands of
+    `restorer.claims` and awaits `before`, which write again other data that a server may have lost.
     """
 
     def __init__(
@@ -94,16 +95,16 @@ class Writer:
         self._schema = schema_text()
         self._queue: deque[Append] = deque()
         self._stuck = StuckStreams(lambda: self.patience_s)
-        #: What goes with events that Redis has, and waits for its slot to be moved.
+        #: Commands that belong to appended events and wait until a cluster has moved their slots.
         self._deferred = DeferredCommands(self._end)
         self._move_warning = MoveWarning()
-        #: Appends again what a server that came back lacks.
+        #: Owns the connection, and appends lost events again.
         self.restorer = Restorer(connections, self._deferred, before)
-        #: Whether there are several servers, each with some of the streams.
+        #: Whether the streams are on several servers, as on a cluster.
         self._several = connections.slot("") is not None
         self._timer: Timer | None = None
         self.patience_s = patience_s
-        #: Bytes of all events that Redis has not acknowledged yet.
+        #: Size of all events that Redis has not acknowledged, in bytes.
         self.backlog = 0
         self._wanted = Signal()
         self._idle = Signal()
@@ -122,7 +123,7 @@ class Writer:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Send what is queued, for at most 2 seconds, and end. Appends that wait still get `ClosedResourceError`."""
+        """Send queued events for at most 2 seconds, and end. Waiting appends then raise `ClosedResourceError`."""
         task, self._task = self._task, None
         if task is None:
             return
@@ -155,23 +156,29 @@ class Writer:
         live_version: int | None = None,
         lifecycle: Sequence[Any] | None = None,
     ) -> Coroutine[Any, Any, str]:
-        """Queue an encoded event at once. Await what it returns for the event's id, when Redis has it.
+        """Queue an encoded event now. Awaiting the result waits until Redis has the event, and returns the event's id.
 
-        Events are numbered and queued in one order: call it for the next event of a trace before awaiting anything
-        else. While Redis is away the event waits. A cancelled append may still be carried out, so its number is spent.
+        The order of calls is the order of events on the stream, so number and submit an event without awaiting in
+        between. The event waits while Redis does not answer. A cancelled append may still take effect, so its number
+        must not be used again.
 
-        `final` gives the event the greatest id of all and lets the trace expire, its blobs with it. `settles` (a model,
-        the trace of a queue entry, its holder, its attempt) settles that entry in the same round trip, also where the
-        event is refused, unless Redis has lost what was before it. `live_version` says that the event reports all
-        changes of live parameters up to that version. `lifecycle` is what `lifecycle_fields` makes.
+        Args:
+            trace: the trace's id.
+            attempt, seq: the event's number.
+            data: the encoded event.
+            final: gives the event the greatest id of all, and lets the trace and its blobs expire.
+            settles: model, trace, holder and attempt of a queue entry to settle in the same round trip. The entry is
+                also settled if Redis refuses the event, unless Redis has lost earlier events of the stream.
+            live_version: the event reports all changes of live parameters up to this version.
+            lifecycle: fields of a lifecycle entry to publish with the event (`lifecycle_fields`).
 
         Raises:
-            Fenced: the stream holds this event or a later one, or lacks one before it that cannot be appended again.
-            BusFull: Redis had no memory for it for too long, nor for what was queued behind it. Their numbers are free
-                again. All that follows fails likewise until `resume` is called.
-            EntryTooLarge: `data` is larger than an entry may be.
-            BusError: Redis refused it.
-            anyio.ClosedResourceError: the writer is closed, or was before Redis had it.
+            Fenced: the stream has this event or a later one, or has lost earlier events that cannot be appended again.
+            BusFull: Redis had no memory for too long, for this event and those behind it. Their numbers are free again.
+                Later events of the trace fail likewise until the caller calls `resume`.
+            EntryTooLarge: `data` has more than 256 MiB.
+            BusError: Redis refuses.
+            anyio.ClosedResourceError: the writer is closed, or was closed before Redis had the event.
         """
         if self._task is None:
             raise anyio.ClosedResourceError
@@ -197,7 +204,7 @@ class Writer:
         stream.under_way += 1
         self.backlog += item.size
         if stream.given_up:
-            self._end(item, BusFull(f"Redis had no memory left for what was before event {id_}"))
+            self._end(item, BusFull(f"Redis had no memory left for the events before {id_}"))
             return self._outcome(item, None)
         self._queue.append(item)
         self._wanted.notify()
@@ -212,13 +219,13 @@ class Writer:
         return item.id
 
     async def append(self, trace: str, attempt: int, seq: int, data: bytes, final: bool = False, **more: Any) -> str:
-        """`submit`, and wait until Redis has it."""
+        """Call `submit`, and wait until Redis has the event. Returns the event's id."""
         return await self.submit(trace, attempt, seq, data, final, **more)
 
     def resume(self, trace: str, attempt: int) -> int:
-        """Go on after `BusFull`.
+        """Accept events of a trace again after `BusFull`.
 
-        Returns the number of the last event of this attempt that Redis has acknowledged, -1 if there is none.
+        Returns the sequence number of the last event of this attempt that Redis has acknowledged, -1 if there is none.
         """
         stream = self.restorer.streams.get(self._keys.events(trace))
         if stream is not None:
@@ -230,13 +237,13 @@ class Writer:
         return seq if found == attempt else -1
 
     def hurry(self, trace: str) -> None:
-        """This trace is to end: what Redis has no memory for now need not wait for it."""
+        """Let events of a trace that is about to end fail with `BusFull` at once instead of waiting for memory."""
         stream = self.restorer.streams.get(self._keys.events(trace))
         if stream is not None:
             stream.patient = False
 
     def forget(self, trace: str) -> None:
-        """Nothing more will be appended to this trace for now."""
+        """Release the state of a trace for which no more events come."""
         key = self._keys.events(trace)
         stream = self.restorer.streams.get(key)
         if stream is not None:
@@ -247,8 +254,8 @@ class Writer:
 
     async def _run(self) -> None:
         while True:
-            if self._loop.time() >= self.restorer.look_at > 0.0:
-                await self.restorer.look(self._is_pending)
+            if self._loop.time() >= self.restorer.check_at > 0.0:
+                await self.restorer.check(self._is_pending)
             if self._deferred and self._loop.time() >= self._deferred.retry_at:
                 await self._deferred.retry(self.restorer.execute_until_answered)
                 self._warn_of_moves()
@@ -266,7 +273,7 @@ class Writer:
                 if (pause := free - self._loop.time()) > _SHORT_S and self._task is not None:
                     await anyio.sleep(pause)
             except Exception as error:
-                logger.exception("the writer failed on a flush of %d entries", len(batch))
+                logger.exception("the writer failed to flush %d entries", len(batch))
                 for item in batch:
                     self._end(item, error)
             except BaseException:
@@ -278,8 +285,8 @@ class Writer:
                 self._flushing = False
 
     def _wake_later(self) -> None:
-        """Wake the task when something is to be tried again, or looked at."""
-        due = [self.restorer.look_at] if self.restorer.look_at > 0.0 else []
+        """Set the timer that wakes the task for the next retry or check."""
+        due = [self.restorer.check_at] if self.restorer.check_at > 0.0 else []
         if self._stuck:
             due.append(self._stuck.retry_at)
         if self._deferred:
@@ -289,7 +296,7 @@ class Writer:
             return
         if self._timer is not None:
             if not self._timer.cancelled() and self._loop.time() < self._timer.when() <= at:
-                # It rings soon enough.
+                # The timer that is set ends soon enough.
                 return
             self._timer.cancel()
         self._timer = self._loop.call_at(at, self._wanted.notify)
@@ -317,7 +324,11 @@ class Writer:
             item.outcome.set_result(error)
 
     async def _flush(self, batch: list[Append]) -> None:
-        """Bring a batch into Redis, whatever it takes, and end every append in it that does not come to wait apart."""
+        """Send a batch until Redis has answered each append. Ends the appends, but for those that wait apart.
+
+        Raises:
+            BusError: Redis refuses the whole batch.
+        """
         backoff = Backoff()
         waiting: dict[str, list[Append]] = {}
         through: set[str] = set()
@@ -328,14 +339,14 @@ class Writer:
                 batch = self._unfenced(batch)
                 commands, places = append_commands(batch, self._schema)
                 await self.restorer.link.prepare(*commands)
-                if self.restorer.link.opened != self.restorer.whole:
-                    # A server that is new to us has some of their streams: first what it lacks.
+                if self.restorer.link.opened != self.restorer.restored:
+                    # A new connection has some of the streams: `connect` first appends the events that it lacks.
                     continue
                 replies = await self.restorer.link.ask(*commands, stay=True, wait=False) if commands else []
             except Exception as error:
                 if not is_transient(error):
                     raise as_bus_error(error) from error
-                # Some of it may be there.
+                # Redis may have taken some of them.
                 for item in batch:
                     item.repeated = True
                 problem = error
@@ -344,18 +355,18 @@ class Writer:
                 away = [reply for reply in replies if is_away(reply)]
                 batch = await self._take(batch, places, replies, waiting, through)
                 if self.restorer.link.opened != opened:
-                    # Not all of it was known when that server was brought up to date.
-                    self.restorer.whole = -1
+                    # The link reconnected meanwhile, and restored streams without the events of this batch.
+                    self.restorer.restored = -1
                 if not batch:
                     break
                 count, problem = len(batch), away[0]
-                # Perhaps it is no primary any more.
+                # This server may no longer be the primary.
                 await self.restorer.link.drop()
             pause = backoff.next()
             logger.log(backoff.level, "%d entries wait for Redis: %s", count, problem)
             await anyio.sleep(pause)
-        # Of a cluster, some nodes only.
-        self.restorer.prune(looked=not self._several)
+        # On a cluster, only some nodes have answered.
+        self.restorer.prune(checked=not self._several)
         if waiting or self._stuck:
             await self._wait_apart(waiting, through)
 
@@ -367,17 +378,17 @@ class Writer:
         waiting: dict[str, list[Append]],
         through: set[str],
     ) -> list[Append]:
-        """See what came of a batch. Returns what a server that was not itself left of it, to be sent again."""
+        """Handle the replies to a batch. Returns the appends that a server was not ready for, to be sent again."""
         again: list[Append] = []
         held: set[str] = set()
         for item, place in zip(batch, places, strict=True):
             outcome = replies[place]
             if item.settle is not None and not item.settles_late:
-                # What could not be done behind an event is done once more.
+                # A server that was not ready did not settle the entry, so it is settled after the event.
                 behind = replies[place + 1]
                 item.settles_late = isinstance(behind, Exception) and is_transient(behind)
             if item.key in held or (is_away(outcome) and item.key not in waiting):
-                # What is behind it in its stream must not go before it.
+                # Later events of the stream must stay behind it.
                 held.add(item.key)
                 item.repeated = True
                 again.append(item)
@@ -393,24 +404,28 @@ class Writer:
             elif not is_fence(outcome):
                 self._end(item, as_bus_error(outcome))
             elif item.repeated and await self._holds(item):
-                # With all that goes with it, but for its queue entry.
+                # Redis took it the first time, with its effects, but perhaps without settling its queue entry.
                 item.settles_late = True
                 self.restorer.keep(item)
                 await self._conclude(item)
                 through.add(item.key)
             else:
-                await self._conclude(item, Fenced(f"event {item.id} of {item.key} is not after the last one there"))
+                await self._conclude(
+                    item, Fenced(f"event {item.id} of {item.key} does not follow the stream's last event")
+                )
         return again
 
     def _unfenced(self, batch: list[Append]) -> list[Append]:
-        """Those whose streams are as this writer left them."""
+        """The appends of a batch whose streams are not fenced; ends the others with `Fenced`."""
         lost = [item for item in batch if item.attempt <= item.stream.lost]
         for item in lost:
-            self._end(item, Fenced(f"Redis has lost what was before event {item.id} of {item.key}, or has another's"))
+            self._end(
+                item, Fenced(f"Redis has lost events before {item.id} of {item.key}, or has events of another writer")
+            )
         return [item for item in batch if item.attempt > item.stream.lost] if lost else batch
 
     async def _conclude(self, item: Append, error: Exception | None = None) -> None:
-        """End an append, once the queue entry of its event is settled where that was not done with it."""
+        """Settle the append's queue entry, unless that was done in the batch, and end the append."""
         if item.settle is not None and item.settles_late:
             (reply,) = await self.restorer.execute_until_answered(item.settle, moving=True)
             if is_moving(reply):
@@ -423,7 +438,7 @@ class Writer:
         return isinstance(found, list) and bool(found) and field_of(found[0][1], b"d") == item.data
 
     async def _wait_apart(self, waiting: dict[str, list[Append]], through: set[str]) -> None:
-        """Put what was refused back, in order, and give up what has waited for memory for too long."""
+        """Let refused appends wait, in order, and give up streams that have waited for memory for too long."""
         for key, stream in self._stuck.put_back(waiting, through, self._loop.time()):
             await self._give_up(key, stream)
         self._warn_of_moves()
@@ -432,7 +447,7 @@ class Writer:
         self._move_warning.note(len(self._deferred) + self._stuck.moving)
 
     async def _give_up(self, key: str, stream: Stream) -> None:
-        """Fail what waits of a stream, in which nothing may be missing."""
+        """Fail all waiting appends of a stream, since a stream must not have holes."""
         items = [*stream.stuck, *(item for item in self._queue if item.key == key)]
         stream.stuck.clear()
         stream.given_up = True

@@ -22,7 +22,7 @@ from tracewire_bus.wire.messages import Invoke, Submission
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """What waits for a while waits less."""
     monkeypatch.setattr(recovery, "PATIENCE_S", 0.1)
-    monkeypatch.setattr(restore, "LOOK_S", 0.05)
+    monkeypatch.setattr(restore, "CHECK_S", 0.05)
     monkeypatch.setattr("tracewire.traces.presence.GUARD_POLL_S", 0.05)
 
 
@@ -88,7 +88,7 @@ async def test_what_is_appended_again_is_told_once(redis: Server) -> None:
         async def appended_again(lost: int, last: str) -> None:
             opened = writer.restorer.link.opened
             await redis.lose(lost)
-            await until(lambda: writer.restorer.whole == writer.restorer.link.opened > opened)
+            await until(lambda: writer.restorer.restored == writer.restorer.link.opened > opened)
             assert await bus.tail_id("t") == last
 
         await bus.submit(Submission(trace="t", model="m", invokes=[Invoke(prompt="x")], client="me"))

@@ -26,7 +26,7 @@ FAILURE = Failure(type="Test", message="for a test")
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is gone is looked for often, and taken for gone soon."""
-    monkeypatch.setattr(reader, "LOOK_S", 0.05)
+    monkeypatch.setattr(reader, "CHECK_S", 0.05)
     monkeypatch.setattr(subscription, "GONE_S", 0.2)
 
 
@@ -178,7 +178,7 @@ async def test_who_reads_on_is_told_and_does_not_wait_for_ever(bus: Bus) -> None
             pass
     # What it had in its buffer it got.
     assert gone.value.since.startswith("1-")
-    with anyio.fail_after(PATIENCE), pytest.raises(StreamGone, match="kept no longer"):
+    with anyio.fail_after(PATIENCE), pytest.raises(StreamGone, match="its retention was over"):
         await anext(unread)
 
 
@@ -224,7 +224,7 @@ async def test_engines_drop_what_is_too_much_and_readers_are_told_by_name(client
             with pytest.raises(tracewire.UnknownTrace):
                 await late
         again = client.trace("tiny", "a", acts, max_tokens=3, trace_id="t0", detach=True)
-        with pytest.raises(tracewire.TraceIdTaken, match="forgotten but for its id"):
+        with pytest.raises(tracewire.TraceIdTaken, match="expired but for its id"):
             await again.start()
         assert await there(bus, "running") == ["running"]
         await client.cancel("running")

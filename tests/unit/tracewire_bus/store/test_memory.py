@@ -20,7 +20,7 @@ from tracewire_bus.events import restore
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """What waits for a while waits less."""
     monkeypatch.setattr(recovery, "PATIENCE_S", 0.1)
-    monkeypatch.setattr(restore, "LOOK_S", 0.05)
+    monkeypatch.setattr(restore, "CHECK_S", 0.05)
     monkeypatch.setattr("tracewire.traces.presence.GUARD_POLL_S", 0.05)
 
 

@@ -413,7 +413,7 @@ async def test_who_connects_anew_waits_for_no_move(
     cluster: Cluster, prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All that a stream's repair takes is on one node still, but not all that goes with its events."""
-    monkeypatch.setattr("tracewire_bus.events.restore.LOOK_S", 0.1)
+    monkeypatch.setattr("tracewire_bus.events.restore.CHECK_S", 0.1)
     monkeypatch.setattr("tracewire_bus.events.restore.KEEP_S", 0.2)
     async with Bus.open(cluster.url, prefix=prefix) as bus, bus.writer() as writer:
         slot = slot_of(bus.keys, "t")
@@ -487,7 +487,7 @@ async def test_a_node_that_lost_an_end_is_found_while_something_waits_apart(
     cluster: Cluster, prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing else is written to it."""
-    monkeypatch.setattr("tracewire_bus.events.restore.LOOK_S", 0.1)
+    monkeypatch.setattr("tracewire_bus.events.restore.CHECK_S", 0.1)
     async with Bus.open(cluster.url, prefix=prefix) as bus, bus.writer() as writer:
         slot = slot_of(bus.keys, "t")
         await writer.append("t", 1, 0, b"0")

@@ -32,7 +32,7 @@ async def test_nothing_that_python_counts_is_left_of_traces_that_have_ended(
 ) -> None:
     # What Redis has acknowledged is kept for a while, should it come back with less.
     monkeypatch.setattr(restore, "KEEP_S", 0.0)
-    monkeypatch.setattr(restore, "LOOK_S", 0.05)
+    monkeypatch.setattr(restore, "CHECK_S", 0.05)
     monkeypatch.setattr(presence, "GUARD_S", 0.0)
 
     async with tracewire.connect(bus.url, prefix=bus.keys.prefix) as client, serving(bus, free(), info()) as adapter:
