@@ -149,7 +149,7 @@ def _follows(last: Id, number: Id) -> bool:
 
 
 def parse_entries(reply: Sequence[Any]) -> list[tuple[Id, Entry]]:
-    """Decode entries that Redis replies as `[id, [name, value, ...]]`. Ignores unknown fields; missing ones are empty."""
+    """Decode entries, replied as `[id, [name, value, ...]]`. Ignores unknown fields; missing ones become empty."""
     parsed = []
     for id_, flat in reply:
         if flat and len(flat) == 4 and flat[0] == b"v" and flat[2] == b"d":

@@ -56,7 +56,7 @@ class Inputs:
 
         Raises:
             Rejection: one cannot be had, naming it.
-            BusUnavailable: Redis stayed away.
+            BusUnavailable: Redis does not answer.
         """
         async with AsyncExitStack() as held:
             for field, ref in _references(submission):

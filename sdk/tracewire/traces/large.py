@@ -122,7 +122,7 @@ class LargeValues:
 
         Raises:
             ValueMissing: it has expired, or is not whole any more.
-            BusUnavailable: Redis stayed away.
+            BusUnavailable: Redis does not answer.
             ClientClosed: the client is closed.
         """
         with bus_errors():
