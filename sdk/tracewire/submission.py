@@ -364,12 +364,12 @@ def _edit_names(field: str, edits: Any) -> list[str] | None:
 
 
 def checked_interventions(interventions: Any) -> list[Declared]:
-    from tracewire_bus.domain.intervention_checks import DeclarationError, normalized
+    from tracewire_bus.domain.intervention_checks import DeclarationError, normalize
 
     if isinstance(interventions, str | bytes | Mapping) or not isinstance(interventions, Iterable):
         raise TraceRejected("interventions", f"expected a list of interventions, got {shown(interventions)}")
     try:
-        return normalized(list(interventions))
+        return normalize(list(interventions))
     except DeclarationError as error:
         raise TraceRejected(error.field, error.message) from None
 

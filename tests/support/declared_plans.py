@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tracewire_bus.domain.fold import Fold
-from tracewire_bus.domain.intervention_checks import normalized, resolved
+from tracewire_bus.domain.intervention_checks import normalize, substitute_live
 from tracewire_bus.wire.messages import Ablate, Clamp, DecodedOutput, Delta, Final, Live, LogitLens, Probe, Steer
 from tracewire_bus.wire.packing import decoder, pack
 from tracewire_engine.adapter.read_decoder import ChoiceReads, ReadDecoder, extend_encoded_list
@@ -81,7 +81,7 @@ class Request:
         placed = [
             Placed(one, [(f"layer.{layer}.output", True) for layer in layers], len(layers) > 1)
             for one, layers in zip(
-                normalized([one for one, _ in self.declared]), [at for _, at in self.declared], strict=True
+                normalize([one for one, _ in self.declared]), [at for _, at in self.declared], strict=True
             )
         ]
         self.live: dict[str, Any] = {}
@@ -142,7 +142,7 @@ def naive(request: Request, streams: list[torch.Tensor], first: int, count: int,
         for intended, layers in request.declared:
             if layer not in layers:
                 continue
-            one = resolved(intended, request.live)
+            one = substitute_live(intended, request.live)
             reading = isinstance(one, (Probe, LogitLens))
             chosen = []
             for position in range(first, end):

@@ -1,8 +1,9 @@
-"""Engines of one model beside each other: what they must have in common, and what they may differ in.
+"""Compares the engines that serve one model.
 
-A model's queue is all its engines': whichever is free takes a trace, and another may run it again. So what a client
-checked against one engine should hold for all. Sizes must agree: engines that differ in one do not serve the same
-model. What else differs, as when engines of two versions serve side by side, is told, and a block must fit each.
+Any free engine of a model takes the next trace from the model's queue, and another may run the trace again. A client's
+checks against one engine should therefore hold for all. Engines whose sizes differ do not serve the same model, and the
+second refuses to start (`disagreements`). Other properties may differ, for example while two versions run side by side;
+they are reported, and a block must fit every engine (`differences`).
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from typing import Final
 
 from tracewire_bus.wire.messages import EngineInfo
 
-__all__ = ["LEAVING", "differences", "disagreements"]
+__all__ = ["LEAVING_STATES", "differences", "disagreements"]
 
-#: States of engines that take nothing new.
-LEAVING: Final = frozenset(("draining", "lost"))
+#: States (`EngineInfo.state`) of engines that take no new traces.
+LEAVING_STATES: Final = frozenset(("draining", "lost"))
 
-_MUST: Final = ("vocabulary", "hidden_size", "layer_count")
-_SHARED: Final = {name: name for name in _MUST} | {
+_MUST_AGREE: Final = ("vocabulary", "hidden_size", "layer_count")
+_COMPARED: Final = {name: name for name in _MUST_AGREE} | {
     "revision": "revision",
     "dtype": "dtype",
     "max_model_len": "longest sequence",
@@ -31,14 +32,16 @@ _SHARED: Final = {name: name for name in _MUST} | {
 
 
 def disagreements(one: EngineInfo, other: EngineInfo) -> list[str]:
-    """Why two engines do not serve the same model, `hidden_size 8, not 16` for each reason."""
-    pairs = ((name, getattr(one, name), getattr(other, name)) for name in _MUST)
+    """The sizes in which two engines differ, each as `hidden_size 8, not 16`; empty if both can serve one model."""
+    pairs = ((name, getattr(one, name), getattr(other, name)) for name in _MUST_AGREE)
     return [f"{name} {mine}, not {theirs}" for name, mine, theirs in pairs if mine and theirs and mine != theirs]
 
 
 def differences(engines: Sequence[EngineInfo]) -> list[str]:
-    """What engines of one model do not have in common, in words: `revision`, `dtype`, `module tree`, ..."""
+    """The properties in which engines of one model differ: `revision`, `dtype`, `module tree`, ..."""
     first, *others = engines
     return [
-        text for name, text in _SHARED.items() if any(getattr(other, name) != getattr(first, name) for other in others)
+        text
+        for name, text in _COMPARED.items()
+        if any(getattr(other, name) != getattr(first, name) for other in others)
     ]

@@ -1,7 +1,7 @@
-"""Declared interventions, checked: where they apply in a model, and whether what they say can be carried out.
+"""Checks declared interventions against a model, and finds the locations that they apply to.
 
-A client checks before it submits, an adapter before its engine hears of it, with the same code. What remains for the
-engine to find is a vector that does not fit a module whose width nobody published.
+A client checks before submitting, and an adapter before it passes the trace to vLLM, with the same code. The workers
+check only the width of vectors at modules whose width the registry does not have.
 """
 
 from __future__ import annotations
@@ -31,18 +31,19 @@ __all__ = [
     "Site",
     "check",
     "check_encoded",
-    "decoded",
+    "decode_interventions",
     "find_sites",
     "live_name",
-    "normalized",
-    "resolved",
+    "normalize",
+    "substitute_live",
 ]
 
-#: How many interventions one trace may declare, and at how many locations in all.
+#: Interventions that one trace may declare.
 MAX_INTERVENTIONS: Final = 64
+#: Locations of all interventions of a trace together.
 MAX_SITES: Final = 4096
 MAX_TOP_K: Final = 1024
-#: How many characters a location may have.
+#: Characters of a location.
 MAX_AT: Final = 1000
 
 _RESIDUAL = re.compile(r"residual\((.*)\)")
@@ -50,7 +51,7 @@ _SLICE = re.compile(r"(-?\d+)?:(-?\d+)?")
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 
 _KINDS: Final[tuple[type[Declared], ...]] = get_args(Declared)
-#: What may be live besides numbers: fields that hold a vector.
+#: Fields with a vector. These and the numbers can be live parameters.
 _VECTORS: Final[dict[type, str]] = {Steer: "vector", Clamp: "direction", Ablate: "direction"}
 #: Fields that take a number or a `Live`.
 _NUMBERS: Final[dict[type, tuple[str, ...]]] = {
@@ -61,7 +62,12 @@ _Value: TypeAlias = Literal["residual", "output", "input"]
 
 
 class DeclarationError(ValueError):
-    """A declared intervention that cannot be carried out. `field` names the part at fault, as the caller wrote it."""
+    """A declared intervention is invalid, or does not fit the model.
+
+    Attributes:
+        field: the part at fault, such as `interventions[0].at`.
+        message: the reason.
+    """
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(message)
@@ -71,22 +77,28 @@ class DeclarationError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """One location: a module's path, and which of its values. The residual stream is read off a decoder layer."""
+    """One location in a model: a module's path, and which of the module's values.
+
+    The path of a `residual` is that of the decoder layer after which the stream is read.
+    """
 
     path: str
     value: _Value
 
     @property
     def location(self) -> str:
-        """Where an engine that replays CUDA graphs must have a tap to serve it."""
+        """The tap that an engine that replays CUDA graphs needs to serve this site."""
         return f"{self.path}.{'input' if self.value == 'input' else 'output'}"
 
 
 def find_sites(tree: ModuleTree, at: str) -> tuple[list[Site], bool]:
-    """The locations that `at` names, in the model's order, and whether it is a pattern (of one or several).
+    """Find the locations that `at` names (see `DeclaredIntervention`).
+
+    Returns:
+        the locations in the order of the model's modules, and whether `at` is a pattern, which may match several.
 
     Raises:
-        ValueError: it names none; says what is near.
+        ValueError: `at` is malformed or matches nothing; the error suggests a similar path if there is one.
     """
     if len(at) > MAX_AT:
         raise ValueError(f"a location has at most {MAX_AT} characters, got {len(at)}")
@@ -110,8 +122,9 @@ def find_sites(tree: ModuleTree, at: str) -> tuple[list[Site], bool]:
 
 
 def _matches(steps: Sequence[Sequence[str]], path: str) -> bool:
-    """Whether each step of a path has these pieces of text in their order, the first at its beginning and the last at
-    its end, with anything between. What a piece has matched is never tried again, so it takes linear time.
+    """Whether a path matches a pattern. Each item of `steps` is a step of the pattern, split at its `*`s.
+
+    Takes linear time: no piece of the pattern is matched twice.
     """
     known = path.split(".")
     return len(known) == len(steps) and all(map(_step_matches, steps, known))
@@ -136,7 +149,7 @@ def _step_matches(pieces: Sequence[str], step: str) -> bool:
 def _layers(tree: ModuleTree, which: str) -> tuple[list[Site], bool]:
     count = tree.layer_count
     if not count:
-        raise ValueError("this model has no list of decoder layers that residual() could count in")
+        raise ValueError("residual() needs a list of decoder layers, and this model has none")
     if re.fullmatch(r"-?\d+", which):
         index = int(which)
         if not -count <= index < count:
@@ -154,28 +167,28 @@ def _layers(tree: ModuleTree, which: str) -> tuple[list[Site], bool]:
     return [Site(f"{tree.layers}.{index}", "residual") for index in chosen], pattern
 
 
-# --- what a caller wrote ----------------------------------------------------------------------------------------------
+# --- types and values -------------------------------------------------------------------------------------------------
 
 
-def normalized(interventions: Sequence[Any]) -> list[Declared]:
-    """The interventions of a caller, ready to stand in a `Submission`: numbers plain, arrays prepared for the wire.
+def normalize(interventions: Sequence[Any]) -> list[Declared]:
+    """Convert a caller's interventions for `Submission.interventions`: NumPy numbers become floats, arrays are encoded.
 
     Raises:
-        DeclarationError: something in them cannot travel, or is of a type that the field does not take.
+        DeclarationError: a value cannot travel, or is of a type that its field does not accept.
     """
-    return [_normalized(one, f"interventions[{index}]") for index, one in enumerate(interventions)]
+    return [_normalize_one(one, f"interventions[{index}]") for index, one in enumerate(interventions)]
 
 
 _encoder = msgspec.msgpack.Encoder()
 _decode = decoder(list[Declared])
 
 
-def decoded(interventions: Sequence[Declared]) -> list[Declared]:
-    """Normalized interventions as the other end of the bus has them: with arrays."""
+def decode_interventions(interventions: Sequence[Declared]) -> list[Declared]:
+    """Decode the arrays in interventions that `normalize` returned."""
     return cast(list[Declared], _decode(_encoder.encode(interventions)))
 
 
-def _normalized(one: Any, field: str) -> Declared:
+def _normalize_one(one: Any, field: str) -> Declared:
     if not isinstance(one, _KINDS):
         *names, last = (kind.__name__ for kind in _KINDS)
         raise DeclarationError(field, f"expected a {', '.join(names)} or {last}, got {type(one).__qualname__}")
@@ -193,8 +206,10 @@ def _normalized(one: Any, field: str) -> Declared:
                 raise DeclarationError(f"{field}.{name}", str(error)) from None
     plain: Declared = msgspec.structs.replace(one, **changed) if changed else one
     try:
-        # What a struct's constructor does not check: types, and the words that a field takes.
-        msgspec.convert({name: _bare(getattr(plain, name)) for name in plain.__struct_fields__} | _tag(plain), Declared)
+        # The constructor of a msgspec struct checks neither types nor literals.
+        msgspec.convert(
+            {name: _without_arrays(getattr(plain, name)) for name in plain.__struct_fields__} | _tag(plain), Declared
+        )
     except msgspec.ValidationError as error:
         named = re.search(r" - at `\$\.(\w+)", str(error))
         if named is None:
@@ -211,7 +226,7 @@ def _expected(kind: Any) -> str:
     return {str: "a string", int: "an integer"}.get(kind, "a number or Live(name)")
 
 
-def _bare(value: Any) -> Any:
+def _without_arrays(value: Any) -> Any:
     return (
         {"live": value.live} if isinstance(value, Live) else None if isinstance(value, msgspec.msgpack.Ext) else value
     )
@@ -233,7 +248,7 @@ def _vector(value: Any, field: str) -> np.ndarray[Any, Any]:
     return array_of(value)
 
 
-# --- what a model can carry out ---------------------------------------------------------------------------------------
+# --- checks against a model -------------------------------------------------------------------------------------------
 
 
 def check(
@@ -243,13 +258,25 @@ def check(
     hidden_size: int,
     live: Mapping[str, Any],
 ) -> list[tuple[list[Site], bool]]:
-    """Where each intervention applies (none for a `StopWhen`), in this model. Arrays in it are decoded ones.
+    """Check interventions against a model.
+
+    Args:
+        interventions: the interventions, with decoded arrays (`decode_interventions`).
+        tree: the model's modules.
+        hidden_size: the width of the model's residual stream.
+        live: the values of the trace's live parameters, by name.
+
+    Returns:
+        for each intervention its locations and whether its `at` is a pattern, as `find_sites` returns them; no
+        locations for a `StopWhen`.
 
     Raises:
-        DeclarationError: for the first that cannot be carried out.
+        DeclarationError: an intervention is invalid or does not fit the model; the error is of the first such.
     """
     if len(interventions) > MAX_INTERVENTIONS:
-        raise DeclarationError("interventions", f"at most {MAX_INTERVENTIONS} to a trace, got {len(interventions)}")
+        raise DeclarationError(
+            "interventions", f"a trace has at most {MAX_INTERVENTIONS} interventions, got {len(interventions)}"
+        )
     places: list[tuple[list[Site], bool]] = []
     probes: dict[str, tuple[Probe, bool]] = {}
     names: set[str] = set()
@@ -271,7 +298,7 @@ def check(
             raise DeclarationError(f"{field}.at", str(error)) from None
         untapped = next((site.location for site in sites if not tree.serves(site.location)), None)
         if untapped is not None:
-            raise DeclarationError(f"{field}.at", tree.not_tapped(untapped))
+            raise DeclarationError(f"{field}.at", tree.not_tapped_reason(untapped))
         if isinstance(one, LogitLens):
             if any(site.value != "residual" for site in sites):
                 raise DeclarationError(f"{field}.at", f"a logit lens reads the residual stream, not {one.at!r}")
@@ -282,7 +309,7 @@ def check(
         _check_values(one, sites, hidden_size, live, field)
         places.append((sites, pattern))
     if sum(len(sites) for sites, _ in places) > MAX_SITES:
-        raise DeclarationError("interventions", f"at most {MAX_SITES} locations to a trace")
+        raise DeclarationError("interventions", f"the interventions of a trace have at most {MAX_SITES} locations")
     for field, name, vector in _live_names(interventions):
         if name not in live:
             declared = ", ".join(sorted(map(str, live))) or "none"
@@ -297,37 +324,43 @@ def check(
     return places
 
 
-#: How many lists of interventions a tree remembers to fit, and of how many bytes one that is remembered may be.
-_REMEMBERED: Final = 1024
-_LONG: Final = 256 * 1024
+#: Lists of interventions that one tree caches as fitting.
+_CACHED_LISTS: Final = 1024
+#: Encoded size up to which a list of interventions, with its live parameters, is cached.
+_CACHED_BYTES: Final = 256 * 1024
 
 
 def check_encoded(
     interventions: Sequence[Declared], live: bytes, trees: Sequence[ModuleTree], *, hidden_size: int
 ) -> None:
-    """`check` of normalized interventions and packed live parameters, in each of these models. Services send the same
-    ones again and again: those that have been found to fit are told by their bytes.
+    """Check interventions against several models, with a cache: services send the same interventions repeatedly.
+
+    Args:
+        interventions: the interventions as `normalize` returned them.
+        live: the packed dict of the trace's live parameters.
+        trees: the models' modules. Each tree caches the digests of interventions that fit.
+        hidden_size: the width of the models' residual streams.
 
     Raises:
-        DeclarationError: for the first that cannot be carried out.
+        DeclarationError: as for `check`.
     """
     encoded = _encoder.encode(interventions)
     known = b""
-    if len(encoded) + len(live) <= _LONG:
+    if len(encoded) + len(live) <= _CACHED_BYTES:
         known = digest_bytes(_encoder.encode((hidden_size, encoded, live)))
-    if known and all(known in tree.fitting for tree in trees):
+    if known and all(known in tree.fitting_interventions for tree in trees):
         return
-    own, values = decoded(interventions), unpack(live)
+    own, values = decode_interventions(interventions), unpack(live)
     for tree in trees:
         check(own, tree, hidden_size=hidden_size, live=values)
         if known:
-            if len(tree.fitting) >= _REMEMBERED:
-                tree.fitting.clear()
-            tree.fitting.add(known)
+            if len(tree.fitting_interventions) >= _CACHED_LISTS:
+                tree.fitting_interventions.clear()
+            tree.fitting_interventions.add(known)
 
 
-def resolved(one: Declared, live: Mapping[str, Any]) -> Declared:
-    """`one` with live parameters in place of their names."""
+def substitute_live(one: Declared, live: Mapping[str, Any]) -> Declared:
+    """A copy of `one` with the values of live parameters, given by name, in place of each `Live`."""
     changed: dict[str, Any] = {}
     for name in one.__struct_fields__:
         found = live_name(getattr(one, name))
@@ -337,7 +370,10 @@ def resolved(one: Declared, live: Mapping[str, Any]) -> Declared:
 
 
 def live_name(value: Any) -> str | None:
-    """The live parameter that a field refers to, if it does: a `Live`, or one that was decoded as plain data."""
+    """The name of the live parameter that a field's value refers to, or None if the value is none.
+
+    A field of type `Any` has a decoded `Live` as the dict `{"live": name}`.
+    """
     if isinstance(value, Live):
         return value.live
     if isinstance(value, dict) and isinstance(value.get("live"), str):
@@ -401,7 +437,7 @@ def _check_values(
                 _check_bias(one.bias, f"{field}.bias", shape)
         elif one.bias is not None or one.activation != "none":
             part = "bias" if one.bias is not None else "activation"
-            raise DeclarationError(f"{field}.{part}", "goes with a weight")
+            raise DeclarationError(f"{field}.{part}", f"a {part} needs a weight")
     name = _VECTORS.get(type(one), "")
     if name:
         given = getattr(one, name)
@@ -410,7 +446,7 @@ def _check_values(
         if value is None and isinstance(one, Ablate):
             return
         if found is not None and not is_array(value):
-            return  # said of the live parameter
+            return  # `check` reports the type of a live parameter itself
         _check_array(value, f"{field}.{name}", (1, 2) if isinstance(one, Ablate) else (1,), width)
 
 

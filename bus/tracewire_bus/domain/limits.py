@@ -1,7 +1,7 @@
-"""What one submission may be, in bytes and in counts: the same for a client, which sends it, and an engine.
+"""Limits on a submission, in bytes and in counts. Clients and engines check the same limits.
 
-A few bytes can decode to many objects: a megabyte of empty lists takes a hundred. So an engine looks at how much there
-is in a message before it decodes the message (`measure`), and at what is in it
+A small message can decode to many objects: one megabyte of empty lists takes a hundred megabytes of memory. An engine
+therefore counts the values of a message before decoding the message (`measure`), and checks the decoded submission
 afterwards (`check_submission`).
 """
 
@@ -13,6 +13,7 @@ from typing import Final
 from tracewire_bus.wire.live_values import MAX_BYTES as MAX_LIVE_BYTES
 from tracewire_bus.wire.live_values import MAX_NAMES as MAX_LIVE
 from tracewire_bus.wire.messages import Submission
+from tracewire_bus.wire.refs import FROZENSET, SET, TUPLE
 
 from .intervention_checks import MAX_INTERVENTIONS
 
@@ -34,29 +35,36 @@ __all__ = [
     "measure",
 ]
 
-#: How many bytes a submission takes at most, encoded. Large arrays are not part of it: they travel beside it.
+#: Bytes of an encoded submission, without its large arrays, which are sent as blobs.
 MAX_BYTES: Final = 32 * 1024 * 1024
-#: How many values are in it, or in one packed field of it: numbers, texts, keys; and how many lists, dicts and arrays.
+#: Values (numbers, texts, keys and containers) in a submission, or in one packed field of a submission.
 MAX_VALUES: Final = 500_000
+#: Lists, dicts and extensions (such as arrays) among these values.
 MAX_CONTAINERS: Final = 30_000
-#: How many tuples are keys of dicts, or items of sets.
+#: Tuples among these values that are keys of dicts or items of sets.
 MAX_TUPLES: Final = 1024
-#: How deep they nest: what a value may, and the message around it.
+#: Depth to which containers nest: that of a value (`kinds.MAX_DEPTH`), and of the message around it.
 MAX_DEPTH: Final = 80
 MAX_INVOKES: Final = 1024
-#: How many helpers one block has.
+#: Helpers of one block.
 MAX_HELPERS: Final = 256
-#: How many characters the source of one block or helper has, and those of all together.
+#: Characters in the source of one block or helper.
 MAX_SOURCE: Final = 100_000
+#: Characters in the sources of all blocks and helpers together.
 MAX_SOURCES: Final = 1_000_000
-#: How many standing interventions one invoke asks for.
+#: Standing interventions that one invoke asks for.
 MAX_EDITS: Final = 64
-#: How many characters a trace's id has.
+#: Characters of a trace's id.
 MAX_TRACE_ID: Final = 256
 
 
 class LimitExceeded(ValueError):
-    """A submission is more than one may be. `field` says which part of it."""
+    """A submission exceeds a limit.
+
+    Attributes:
+        field: the part of the submission that exceeds it.
+        message: the limit and the actual count.
+    """
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(message)
@@ -65,10 +73,10 @@ class LimitExceeded(ValueError):
 
 
 def check_submission(submission: Submission) -> None:
-    """Refuse a submission that has more of something than it may have, or a number that cannot be.
+    """Check the counts and numbers of a decoded submission.
 
     Raises:
-        LimitExceeded: naming the field and its limit.
+        LimitExceeded: a part exceeds its limit, or the deadline or a line number is out of range.
     """
     blocks = [submission.block, *(invoke.block for invoke in submission.invokes)]
     given = [block for block in blocks if block is not None]
@@ -80,7 +88,7 @@ def check_submission(submission: Submission) -> None:
         ("live", "bytes of live parameters", len(submission.live), MAX_LIVE * MAX_LIVE_BYTES),
         ("edits", "edits", max(map(len, [submission.edits or [], *_edits(submission)])), MAX_EDITS),
     ]:
-        _bound(field, what, count, most)
+        _check_count(field, what, count, most)
     total = 0
     for block in given:
         for name, source, first_line in [
@@ -92,7 +100,7 @@ def check_submission(submission: Submission) -> None:
                 raise LimitExceeded(
                     "block", f"{name[:200]} is longer than {MAX_SOURCE} characters, or starts past line 1000000"
                 )
-    _bound("block", "characters of source, of all blocks and helpers", total, MAX_SOURCES)
+    _check_count("block", "characters of source, of all blocks and helpers", total, MAX_SOURCES)
     deadline = submission.deadline_s
     if deadline is not None and not 0 <= deadline < math.inf:
         raise LimitExceeded("deadline", f"expected seconds from now, got {deadline}")
@@ -102,27 +110,28 @@ def _edits(submission: Submission) -> list[list[str]]:
     return [invoke.edits or [] for invoke in submission.invokes]
 
 
-def _bound(field: str, what: str, count: int, most: int) -> None:
+def _check_count(field: str, what: str, count: int, most: int) -> None:
     if count > most:
         raise LimitExceeded(field, f"a submission has at most {most} {what}, got {count}")
 
 
 def check_size(nbytes: int) -> None:
-    """Refuse a submission that is too large, encoded.
+    """Check the size in bytes of an encoded submission.
 
     Raises:
-        LimitExceeded: it is.
+        LimitExceeded: the size exceeds `MAX_BYTES`.
     """
     if nbytes > MAX_BYTES:
         raise LimitExceeded(
             "submission",
-            f"it takes {nbytes} bytes, and may take {MAX_BYTES}; large values travel beside it when they are arrays",
+            f"the submission takes {nbytes} bytes, and may take {MAX_BYTES}; large values travel beside it when they "
+            "are arrays",
         )
 
 
-#: By the first byte of an encoded value: how many bytes say how much follows, and what follows: 0 bytes, 1 values (in
-#: maps: pairs), 2 an extension's type and bytes.
-_FORMS: Final[dict[int, tuple[int, int]]] = {
+#: Values with a length field, by their first byte: the bytes of the length field, and what the length counts: 0 bytes,
+#: 1 values (in maps: pairs), 2 bytes of an extension, whose type follows the length field.
+_WITH_LENGTH: Final[dict[int, tuple[int, int]]] = {
     **dict.fromkeys((0xC4, 0xD9), (1, 0)),
     **dict.fromkeys((0xC5, 0xDA), (2, 0)),
     **dict.fromkeys((0xC6, 0xDB), (4, 0)),
@@ -132,41 +141,52 @@ _FORMS: Final[dict[int, tuple[int, int]]] = {
     0xC8: (2, 2),
     0xC9: (4, 2),
 }
-#: By the first byte of all others: how many bytes follow, an extension's type among them.
-_SIZES: Final[dict[int, int]] = {
+#: Values of fixed size, by their first byte: the number of bytes that follow, including an extension's type.
+_FIXED_SIZES: Final[dict[int, int]] = {
     **dict(zip(range(0xCA, 0xD4), (4, 8, 1, 2, 4, 8, 1, 2, 4, 8), strict=True)),
     **dict(zip(range(0xD4, 0xD9), (2, 3, 5, 9, 17), strict=True)),
 }
 
 
-#: Extensions that hold values: a tuple, a set, a frozen set.
-_OF_VALUES: Final = frozenset((2, 6, 7))
-_SETS: Final = frozenset((6, 7))
+#: Types of the extensions that contain values: tuples, sets and frozen sets.
+_CONTAINER_EXTENSIONS: Final = frozenset((TUPLE, SET, FROZENSET))
+_SET_EXTENSIONS: Final = frozenset((SET, FROZENSET))
 
 
 def measure(data: bytes | memoryview, field: str, most: int = MAX_VALUES) -> int:
-    """Look through encoded data without decoding it. It says nothing of data that is cut short: decoding does.
+    """Count the values in encoded data without decoding the data.
 
-    Looking takes time with the number of values, of which there may be `most`, and not with their bytes. Returns it.
+    The time depends on the number of values, not on their size. Data that is cut short is not an error here, but raises
+    when it is decoded.
+
+    Args:
+        data: a message or a packed value.
+        field: the part of the submission that `data` is, for the error.
+        most: the limit on the number of values.
+
+    Returns:
+        the number of values, including keys and containers.
 
     Raises:
-        LimitExceeded: of `field`; it holds too many values, containers, or keys that are tuples, or nests too deep.
+        LimitExceeded: `data` has more values, containers, or tuples as keys than allowed, or nests too deep.
     """
-    found = _Measure(field, most)
-    found.look(memoryview(data), 0, False)
-    return found.values
+    counter = _Counter(field, most)
+    counter.count(memoryview(data), 0, False)
+    return counter.values
 
 
-class _Measure:
+class _Counter:
+    """Counts values, containers, and tuples that are keys, and raises when a count exceeds its limit."""
+
     def __init__(self, field: str, most: int) -> None:
         self._field = field
         self._most = most
         self.values = self._containers = self._tuples = 0
 
-    def look(self, data: memoryview, depth: int, of_set: bool) -> None:
-        """Count what stands in `data`, which stands `depth` deep; `of_set` where a set's items do."""
+    def count(self, data: memoryview, depth: int, of_set: bool) -> None:
+        """Count the values in `data`, which is at depth `depth`. `of_set`: `data` is the list of a set's items."""
         end, at = len(data), 0
-        #: Of each container around: how many values are left in it, and whether it is a map.
+        # A stack of the open containers: the values still to come of each, and whether the container is a map.
         left: list[int] = []
         maps: list[bool] = []
         while at < end:
@@ -182,8 +202,8 @@ class _Measure:
                 inside = first & 0x0F
             elif first < 0xC0:
                 at += first & 0x1F
-            elif first in _FORMS:
-                width, kind = _FORMS[first]
+            elif first in _WITH_LENGTH:
+                width, kind = _WITH_LENGTH[first]
                 count = int.from_bytes(data[at : at + width], "big")
                 at += width
                 if kind == 1:
@@ -191,15 +211,15 @@ class _Measure:
                 else:
                     at += self._extension(data, at, count, depth + len(left)) if kind == 2 else count
             elif 0xD4 <= first <= 0xD8:
-                at += self._extension(data, at, _SIZES[first] - 1, depth + len(left))
+                at += self._extension(data, at, _FIXED_SIZES[first] - 1, depth + len(left))
             else:
-                at += _SIZES.get(first, 0)
+                at += _FIXED_SIZES.get(first, 0)
             if inside >= 0:
                 self._containers += 1
                 if self.values + inside > self._most:
                     self.values += inside
                 is_map = 0x80 <= first < 0x90 or first >= 0xDE
-                # Python hashes tuples of numbers in a known way: many can be made to take time that grows as a square.
+                # Hashes of tuples of numbers are predictable: with many colliding keys, a dict takes quadratic time.
                 is_key = maps[-1] and left[-1] % 2 == 0 if left else False
                 self._tuples += not is_map and (is_key or (of_set and len(left) == 1))
                 left.append(inside)
@@ -219,14 +239,14 @@ class _Measure:
             ):
                 raise LimitExceeded(
                     self._field,
-                    f"it holds more than {self._most} values, {MAX_CONTAINERS} lists, dicts and arrays or {MAX_TUPLES} "
-                    f"keys that are tuples, or they nest deeper than {MAX_DEPTH}; many numbers travel as one array",
+                    f"more than {self._most} values, {MAX_CONTAINERS} lists, dicts and arrays or {MAX_TUPLES} keys "
+                    f"that are tuples, or nested deeper than {MAX_DEPTH}; pass many numbers as one array",
                 )
 
     def _extension(self, data: memoryview, at: int, size: int, depth: int) -> int:
-        """Look through an extension whose type is at `at`. Returns how many bytes it takes, its type included."""
+        """Count the values in an extension whose type is at `at`. Returns its bytes, including the type."""
         self._containers += 1
         code = data[at] if at < len(data) else 0
-        if code in _OF_VALUES and depth <= MAX_DEPTH:
-            self.look(data[at + 1 : at + 1 + size], depth + 1, code in _SETS)
+        if code in _CONTAINER_EXTENSIONS and depth <= MAX_DEPTH:
+            self.count(data[at + 1 : at + 1 + size], depth + 1, code in _SET_EXTENSIONS)
         return size + 1

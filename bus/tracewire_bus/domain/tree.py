@@ -1,10 +1,10 @@
-"""The module tree that an engine published: to look at, and to check a block's paths against before it runs.
+"""The module tree of an engine's model, to print and to check a block's paths against before the block runs.
 
-A path names a module under the model, as in `model.layers.2.mlp`; the root's is `""`. The tree is made of what the
-registry says of an engine and needs no model. It prints as nnsight's does.
+A path names a module under the model, such as `model.layers.2.mlp`; the root's path is `""`. The tree is built from the
+engine's entry in the registry and needs no model. Its `repr` is that of nnsight.
 
-`check_block` finds, in a block's source, the paths written out literally that lead
-nowhere. A path that the block computes is for the engine to refuse, when the block asks for it.
+`check_block` finds the literal paths in a block's source that lead to no module. The engine checks a computed path when
+the block uses it.
 """
 
 from __future__ import annotations
@@ -21,29 +21,35 @@ from tracewire_bus.wire.messages import EngineInfo
 
 __all__ = ["ModuleNode", "ModuleTree", "PathProblem", "UnknownModule", "check_block", "index_names"]
 
-#: What nnsight lets a block read or call on any module, besides the module's own attributes.
-MODULE_WORDS: Final = frozenset(
+#: Names that nnsight lets a block read or call on any module, besides the module's own attributes.
+MODULE_ATTRIBUTES: Final = frozenset(
     {
         *("input", "inputs", "output", "outputs", "source", "skip", "next", "path", "iter", "all", "edit", "save"),
         *("get", "modules", "named_modules", "parent", "root", "device", "devices", "to", "cpu", "cuda"),
     }
 )
 
-#: How many blocks' problems a tree remembers, and of how many characters at most.
-_REMEMBERED: Final = 256
-_LONG: Final = 20_000
-#: For how many of a block's problems is looked what is near.
-_NEAREST: Final = 8
+#: Blocks whose problems one tree caches.
+_CACHED_BLOCKS: Final = 256
+#: Characters of source up to which a block's problems, or its index names, are cached or looked for.
+_CACHED_SOURCE: Final = 20_000
+#: Problems of one block for which a similar path is searched; the search is slow.
+_MAX_SUGGESTIONS: Final = 8
 
-#: Words that read or edit a value which only a tap serves, on an engine with CUDA graphs, and that value's name.
-_SERVED: Final = {"output": "output", "outputs": "output", "input": "input", "inputs": "input", "skip": "skip"}
+#: Names that read or edit a value which needs a tap on an engine with CUDA graphs, and the value in the tap's name.
+_TAPPED_VALUES: Final = {"output": "output", "outputs": "output", "input": "input", "inputs": "input", "skip": "skip"}
 
-#: What a block can read or call on the model itself.
-ROOT_WORDS: Final = frozenset({"logits", "samples", "residual", "tokenizer", "config", "generator"})
+#: Names that a block can read or call on the model itself.
+ROOT_ATTRIBUTES: Final = frozenset({"logits", "samples", "residual", "tokenizer", "config", "generator"})
 
 
 class UnknownModule(AttributeError, LookupError):
-    """The model has no module at `path`; the nearest that it has is at `nearest`, if anything is near."""
+    """The model has no module at a path.
+
+    Attributes:
+        path: the path.
+        nearest: a similar path that exists; `None` if there is none.
+    """
 
     def __init__(self, path: str, nearest: str | None = None) -> None:
         self.path = path
@@ -54,31 +60,42 @@ class UnknownModule(AttributeError, LookupError):
 
 @dataclass(frozen=True, slots=True)
 class PathProblem:
-    """A path in a block that leads nowhere, where it stands (lines from 1, columns from 0), and what is near."""
+    """A path in a block's source that leads to no module, or that the engine does not serve.
+
+    Attributes:
+        path: the path.
+        line, column: the path's place in the source; lines count from 1, columns from 0.
+        nearest: a similar path that exists; `None` if there is none, or it was not searched.
+        reason: why the engine does not serve an existing path; `""` if the path does not exist.
+    """
 
     path: str
     line: int
     column: int
     nearest: str | None
-    #: Set where the path exists, but the engine does not serve it: why.
     reason: str = ""
 
 
 class ModuleTree:
     """The modules of an engine's model, by path, in the order in which the model defines them.
 
-    Children are reached as in a block: `tree.model.layers[2].mlp` is a `ModuleNode`.
+    Access children as in a block: `tree.model.layers[2].mlp` is a `ModuleNode`.
+
+    Attributes:
+        layers: the path of the list of decoder layers; `""` if unknown.
+        layer_count: the number of decoder layers.
+        taps: the only locations that an engine with CUDA graphs serves; empty if the engine serves all.
+        checked_blocks: cache of `check_block`.
+        fitting_interventions: cache of `intervention_checks.check_encoded`: digests of interventions that fit.
     """
 
     def __init__(self, info: EngineInfo) -> None:
         self.layers = info.layers
         self.layer_count = info.layer_count
-        #: The only locations that an engine with CUDA graphs serves; empty if it serves all.
         self.taps = frozenset(info.taps)
-        #: What `check_block` found in the blocks that it has seen: services send the same ones again and again.
-        self.checked: dict[tuple[Any, ...], list[PathProblem]] = {}
-        #: Likewise, digests of the interventions that `declared.check_encoded` has found no fault with.
-        self.fitting: set[bytes] = set()
+        # Caches, since services send the same blocks and interventions repeatedly.
+        self.checked_blocks: dict[tuple[Any, ...], list[PathProblem]] = {}
+        self.fitting_interventions: set[bytes] = set()
         self._classes = {module.path: module.cls for module in info.modules} or {"": "Module"}
         self._attributes = {cls: frozenset(names) for cls, names in info.attributes.items()}
         self._children: dict[str, dict[str, str]] = {path: {} for path in self._classes}
@@ -89,7 +106,7 @@ class ModuleTree:
 
     @property
     def paths(self) -> list[str]:
-        """Every path, the root's (`""`) first."""
+        """The paths of all modules, the root's (`""`) first."""
         return list(self._classes)
 
     def knows(self, path: str) -> bool:
@@ -100,53 +117,59 @@ class ModuleTree:
         """Paths of the modules directly under the one at `path`.
 
         Raises:
-            UnknownModule: there is none at `path`.
+            UnknownModule: there is no module at `path`.
         """
-        return list(self._named(path).values())
+        return list(self._children_of(path).values())
 
     def cls(self, path: str = "") -> str:
         """Name of the class of the module at `path`.
 
         Raises:
-            UnknownModule: there is none.
+            UnknownModule: there is no module at `path`.
         """
-        self._named(path)
+        self._children_of(path)
         return self._classes[path]
 
     def child(self, path: str, name: str | int) -> str | None:
-        """Path of a child by name or index, which may count from the end; None if there is no such child."""
-        children = self._named(path)
+        """The path of a child by name or index; None if there is no such child. A negative index counts from the end.
+
+        Raises:
+            UnknownModule: there is no module at `path`.
+        """
+        children = self._children_of(path)
         if isinstance(name, int) and name < 0:
             name += len(children)
         return children.get(str(name))
 
     def readable(self, path: str, name: str) -> bool:
-        """Whether a block can read `name` on the module at `path`, though it is no child module."""
+        """Whether a block can read the attribute `name`, other than a child module, on the module at `path`."""
         return (
             name.startswith("_")
-            or name in MODULE_WORDS
-            or (not path and name in ROOT_WORDS)
+            or name in MODULE_ATTRIBUTES
+            or (not path and name in ROOT_ATTRIBUTES)
             or name in self._attributes.get(self._classes[path], ())
         )
 
     def serves(self, location: str) -> bool:
-        """Whether the engine serves a location, as `model.layers.3.output`, to blocks and declared interventions."""
+        """Whether blocks and declared interventions can use a location, such as `model.layers.3.output`."""
         return not self.taps or location in self.taps
 
-    def not_tapped(self, location: str) -> str:
-        """Why a location is not served."""
+    def not_tapped_reason(self, location: str) -> str:
+        """The text of the error about a location that the engine does not serve."""
         taps = sorted(self.taps)
         shown = ", ".join(taps[:8]) + (", ..." if len(taps) > 8 else "")
         return f"{location!r} is not a tap of this engine, which replays CUDA graphs and serves only {shown}"
 
-    def _words(self, path: str) -> list[str]:
-        return sorted({*MODULE_WORDS, *(() if path else ROOT_WORDS), *self._attributes.get(self._classes[path], ())})
+    def _readable_names(self, path: str) -> list[str]:
+        return sorted(
+            {*MODULE_ATTRIBUTES, *(() if path else ROOT_ATTRIBUTES), *self._attributes.get(self._classes[path], ())}
+        )
 
     def nearest(self, path: str) -> str | None:
-        """The existing path that someone who wrote `path` most likely meant, or None if nothing is near.
+        """The existing path that is most similar to `path`, or None if none is similar; `path` itself if it exists.
 
-        Where `path` goes wrong, a child or a readable name spelled alike; else a path that ends as `path` does; else
-        the most similar one.
+        The search tries, in this order: a similarly spelled child or attribute at the first step that does not exist;
+        the shortest path that ends with `path`; the most similarly spelled path.
         """
         known, rest = self._split(path)
         if not rest:
@@ -154,15 +177,15 @@ class ModuleTree:
         names = self._children[known]
         meant = _similar(rest[0], list(names))
         if meant is not None:
-            return self._further(names[meant], rest[1:])
+            return self._walk_similar(names[meant], rest[1:])
         if len(rest) == 1:
-            word = _similar(rest[0], self._words(known))
+            word = _similar(rest[0], self._readable_names(known))
             if word is not None:
                 return f"{known}.{word}" if known else word
         ends = [other for other in self._classes if other.endswith("." + path)]
         if ends:
             return min(ends, key=len)
-        # Layers repeat: one of each shape is enough to compare with, and then the layer asked for, if it exists.
+        # Layers repeat: compare with one path of each shape, then prefer the layer with the same number.
         shapes: dict[str, str] = {}
         for other in self._classes:
             shapes.setdefault(_shape(other), other)
@@ -173,7 +196,7 @@ class ModuleTree:
         return exact if exact in self._classes else shapes[found[0]]
 
     def _split(self, path: str) -> tuple[str, list[str]]:
-        """The longest known path that `path` begins with, and the steps after it."""
+        """The longest existing path that `path` begins with, and the steps after it."""
         steps = path.split(".") if path else []
         known = ""
         for count, step in enumerate(steps):
@@ -183,8 +206,8 @@ class ModuleTree:
             known = child
         return known, []
 
-    def _further(self, path: str, steps: list[str]) -> str:
-        """As far from `path` along `steps` as there are modules, taking similar names for the same."""
+    def _walk_similar(self, path: str, steps: list[str]) -> str:
+        """Follow `steps` from `path` as long as a child has the same or a similar name; returns the last path."""
         for step in steps:
             name = _similar(step, list(self._children[path]))
             if name is None:
@@ -192,17 +215,17 @@ class ModuleTree:
             path = self._children[path][name]
         return path
 
-    def _named(self, path: str) -> dict[str, str]:
+    def _children_of(self, path: str) -> dict[str, str]:
         try:
             return self._children[path]
         except KeyError:
             raise UnknownModule(path, self.nearest(path)) from None
 
-    # --- to look at ---------------------------------------------------------------------------------------------------
+    # --- access by attribute, and printing ----------------------------------------------------------------------------
 
     @property
     def root(self) -> ModuleNode:
-        """The model itself."""
+        """The node of the model itself."""
         return ModuleNode(self, "")
 
     def __getitem__(self, key: str | int) -> ModuleNode:
@@ -224,11 +247,15 @@ class ModuleTree:
         return self.text("")
 
     def text(self, path: str = "") -> str:
-        """The tree below `path`, indented; modules that repeat are printed once."""
+        """The tree below `path`, indented. Equal consecutive modules of a list are printed once, with their number.
+
+        Raises:
+            UnknownModule: there is no module at `path`.
+        """
         lines: list[str] = []
         run: list[str] = []
         previous = ""
-        for name, child in self._named(path).items():
+        for name, child in self._children_of(path).items():
             body = self.text(child)
             if run and not (name.isdecimal() and run[-1].isdecimal() and body == previous):
                 lines.append(_repeated(run, previous))
@@ -244,7 +271,11 @@ class ModuleTree:
 
 
 class ModuleNode:
-    """One module of a tree, with its `path` and the name of its class. Children by attribute or index."""
+    """One module of a tree. Access its children by attribute, index or path; iterate and take `len` as of a list.
+
+    Attributes:
+        path: the module's path.
+    """
 
     __slots__ = ("_tree", "path")
 
@@ -254,7 +285,7 @@ class ModuleNode:
 
     @property
     def cls(self) -> str:
-        """Name of its class."""
+        """Name of the module's class."""
         return self._tree.cls(self.path)
 
     @overload
@@ -263,10 +294,10 @@ class ModuleNode:
     def __getitem__(self, key: str | int) -> ModuleNode: ...
 
     def __getitem__(self, key: str | int | slice) -> ModuleNode | list[ModuleNode]:
-        """A child by index (from the end if negative) or by path from here; with a slice, a list of children.
+        """A child by index (negative: from the end), a module by its path from here, or a slice of the children.
 
         Raises:
-            UnknownModule: there is none. It names the nearest path that exists.
+            UnknownModule: there is no such module; the error names a similar path.
         """
         if isinstance(key, slice):
             return list(self)[key]
@@ -282,7 +313,7 @@ class ModuleNode:
         if name.startswith("_"):
             raise AttributeError(name)
         if self._tree.child(self.path, name) is None and self._tree.readable(self.path, name):
-            raise AttributeError(_in_a_block(".".join(filter(None, (self.path, name))), name, self.path))
+            raise AttributeError(_only_in_block(".".join(filter(None, (self.path, name))), name, self.path))
         return self[name]
 
     def __dir__(self) -> list[str]:
@@ -306,8 +337,8 @@ class ModuleNode:
         return self._tree.text(self.path)
 
 
-def _in_a_block(path: str, name: str, parent: str) -> str:
-    """Why a name that a block can read cannot be read here."""
+def _only_in_block(path: str, name: str, parent: str) -> str:
+    """The text of the error about an attribute that a block can read, but a `ModuleNode` does not have."""
     if not parent and name == "edit":
         return (
             "'edit' is nnsight's word: await client.edits(model).install(name, block) installs a standing intervention"
@@ -328,7 +359,7 @@ def _repeated(names: list[str], body: str) -> str:
 
 
 def _similar(name: str, names: list[str]) -> str | None:
-    """One of `names` that `name` may stand for: itself, the nearest index, or one spelled alike."""
+    """The item of `names` that is equal to `name`, the nearest index, or similarly spelled; None if there is none."""
     if name in names:
         return name
     if re.fullmatch(r"-?\d+", name):
@@ -355,8 +386,11 @@ _Step: TypeAlias = tuple[str | int, ast.expr]
 
 
 def index_names(source: str) -> frozenset[str]:
-    """The names that a block's source uses as an index or a layer, and binds nowhere itself."""
-    if len(source) > _LONG:
+    """The free names of a block's source that it uses as an index, or as the argument of `residual()`.
+
+    Empty for a source that does not parse or is very long.
+    """
+    if len(source) > _CACHED_SOURCE:
         return frozenset()
     return _index_names(source)
 
@@ -392,22 +426,29 @@ def _index_names(source: str) -> frozenset[str]:
 def check_block(
     tree: ModuleTree, source: str, model_name: str, indices: tuple[tuple[str, int], ...] = ()
 ) -> list[PathProblem]:
-    """Every literal path in `source` from the variable `model_name` that leads to no module and no readable name.
+    """Find the literal paths in a block's source that lead to no module and no readable attribute.
 
-    A chain of attributes and constant indices is followed as long as it goes through modules; a slice, a computed
-    index, a call or an attribute that is no module ends the check of that chain, and `model.get("a.path")` and
-    `model.residual(3)` are checked too. What stands in a `try` with handlers is not: there, a block may be finding
-    out. Nor is anything where `model_name` is bound anew. `indices` are values of `index_names`, which are followed as
-    constants are. A source that does not parse, or nests
-    too deep to be walked, has no problems here.
+    A path is a chain of attributes and constant indices from the variable `model_name`. The check of a chain ends at a
+    slice, a computed index, a call, or an attribute that is not a module; `model.get("a.path")` and `model.residual(3)`
+    are checked, too. The body of a `try` with handlers is not checked, since the block handles an error there, nor a
+    function that rebinds `model_name`.
+
+    Args:
+        tree: the modules of the model.
+        source: the block's source.
+        model_name: the block's name for the model.
+        indices: values of names from `index_names`, which then count as constant indices.
+
+    Returns:
+        the problems in the order of the source; empty for a source that does not parse, or nests too deep.
     """
-    if len(source) > _LONG:
+    if len(source) > _CACHED_SOURCE:
         return _check_block(tree, source, model_name, indices)
-    known = tree.checked.get((source, model_name, indices))
+    known = tree.checked_blocks.get((source, model_name, indices))
     if known is None:
-        if len(tree.checked) >= _REMEMBERED:
-            tree.checked.clear()
-        known = tree.checked[source, model_name, indices] = _check_block(tree, source, model_name, indices)
+        if len(tree.checked_blocks) >= _CACHED_BLOCKS:
+            tree.checked_blocks.clear()
+        known = tree.checked_blocks[source, model_name, indices] = _check_block(tree, source, model_name, indices)
     return known
 
 
@@ -425,9 +466,9 @@ def _check_block(
     except RecursionError:
         return []
     problems = sorted(checker.problems, key=lambda problem: (problem.line, problem.column))
-    # Looking for what is near takes long beside finding a problem.
+    # The search for a similar path is slow.
     return [
-        problem if problem.reason or problem.nearest or place >= _NEAREST else _with_nearest(tree, problem)
+        problem if problem.reason or problem.nearest or place >= _MAX_SUGGESTIONS else _with_nearest(tree, problem)
         for place, problem in enumerate(problems)
     ]
 
@@ -440,7 +481,7 @@ _Scope = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
 
 def _own_scope(node: ast.AST) -> Iterator[ast.AST]:
-    """All nodes below `node` but those inside of functions defined there."""
+    """All nodes below `node`, except those inside functions that are defined there."""
     for child in ast.iter_child_nodes(node):
         yield child
         if not isinstance(child, _Scope):
@@ -448,7 +489,7 @@ def _own_scope(node: ast.AST) -> Iterator[ast.AST]:
 
 
 class _Checker(ast.NodeVisitor):
-    """Follows each chain from the model's name."""
+    """Collects the problems of each chain that starts at the model's name."""
 
     def __init__(self, tree: ModuleTree, model_name: str, indices: Mapping[str, int]) -> None:
         self._tree = tree
@@ -457,7 +498,7 @@ class _Checker(ast.NodeVisitor):
         self.problems: list[PathProblem] = []
 
     def binds(self, node: ast.AST) -> bool:
-        """Whether `node` gives the model's name another meaning."""
+        """Whether `node` binds the model's name."""
         match node:
             case ast.Name(id=name, ctx=ast.Store() | ast.Del()):
                 return name == self._name
@@ -480,30 +521,30 @@ class _Checker(ast.NodeVisitor):
     visit_FunctionDef = visit_AsyncFunctionDef = visit_Lambda = _function
 
     def visit_Try(self, node: ast.Try) -> None:
-        """Skip what a handler may be waiting for."""
+        """Skip the body if there are handlers."""
         inner: list[ast.stmt | ast.ExceptHandler] = [*node.handlers, *node.orelse, *node.finalbody]
         for statement in inner if node.handlers else [*node.body, *inner]:
             self.visit(statement)
 
     def visit_TryStar(self, node: ast.TryStar) -> None:
-        """Likewise."""
+        """Skip the body."""
         for statement in [*node.handlers, *node.orelse, *node.finalbody]:
             self.visit(statement)
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
-        """A chain's outermost step."""
-        self._chain(node)
+        """Check the chain that ends with `node`."""
+        self._check_chain(node)
 
     def visit_Subscript(self, node: ast.Subscript) -> None:
-        """A chain's outermost step."""
-        self._chain(node)
+        """Check the chain that ends with `node`."""
+        self._check_chain(node)
 
     def visit_Call(self, node: ast.Call) -> None:
-        """Perhaps a chain's outermost step."""
-        self._chain(node)
+        """Check the chain that ends with `node`."""
+        self._check_chain(node)
 
-    def _chain(self, outermost: ast.expr) -> None:
-        """Check one chain, and visit what stands in its indices and arguments."""
+    def _check_chain(self, outermost: ast.expr) -> None:
+        """Check one chain, and visit the expressions in its indices and arguments."""
         links: list[ast.expr] = []
         node = outermost
         while True:
@@ -522,27 +563,27 @@ class _Checker(ast.NodeVisitor):
             else:
                 break
         if isinstance(node, ast.Name) and node.id == self._name:
-            self._follow(links[::-1])
+            self._check_links(links[::-1])
         else:
             self.visit(node)
 
-    def _follow(self, links: list[ast.expr]) -> None:
+    def _check_links(self, links: list[ast.expr]) -> None:
         path = ""
         for index, link in enumerate(links):
             following = links[index + 1] if index + 1 < len(links) else None
             match link:
                 case ast.Attribute(attr="get") if self._literal(following) is not None:
-                    path_or_none = self._through(path, [(step, link) for step in self._dotted(following)])
+                    path_or_none = self._walk(path, [(step, link) for step in self._dotted(following)])
                 case ast.Attribute(attr="residual") if not path and isinstance(following, ast.Call):
-                    self._residual(following)
+                    self._check_residual(following)
                     return
-                case ast.Attribute(attr=word) if word in _SERVED and self._tree.child(path, word) is None:
-                    self._served(f"{path}.{_SERVED[word]}", link)
+                case ast.Attribute(attr=word) if word in _TAPPED_VALUES and self._tree.child(path, word) is None:
+                    self._check_served(f"{path}.{_TAPPED_VALUES[word]}", link)
                     return
                 case ast.Attribute(ctx=ast.Load()):
-                    path_or_none = self._through(path, [(link.attr, link)])
+                    path_or_none = self._walk(path, [(link.attr, link)])
                 case ast.Subscript(ctx=ast.Load()) if (key := self._constant(link.slice)) is not None:
-                    path_or_none = self._through(path, [(key, link)])
+                    path_or_none = self._walk(path, [(key, link)])
                 case ast.Call(func=ast.Attribute(attr="get")) if self._literal(link) is not None:
                     continue
                 case _:
@@ -551,19 +592,19 @@ class _Checker(ast.NodeVisitor):
                 return
             path = path_or_none
 
-    def _served(self, location: str, node: ast.AST) -> None:
+    def _check_served(self, location: str, node: ast.AST) -> None:
         if not self._tree.serves(location):
             line, column = getattr(node, "end_lineno", 1), getattr(node, "end_col_offset", 0)
-            reason = self._tree.not_tapped(location)
+            reason = self._tree.not_tapped_reason(location)
             self.problems.append(PathProblem(location, line, column - len(location.rpartition(".")[2]), None, reason))
 
-    def _through(self, path: str, steps: list[_Step]) -> str | None:
-        """The module that `steps` lead to from `path`; None, and perhaps a problem, if they do not end at a module."""
+    def _walk(self, path: str, steps: list[_Step]) -> str | None:
+        """The module that `steps` lead to from `path`, or None. Adds a problem if a step is not even readable."""
         for step, node in steps:
             child = self._tree.child(path, step)
             if child is None:
                 if isinstance(step, int) or not self._tree.readable(path, step):
-                    self._problem(".".join(filter(None, (path, str(step)))), node)
+                    self._add_problem(".".join(filter(None, (path, str(step)))), node)
                 return None
             path = child
         return path
@@ -577,7 +618,7 @@ class _Checker(ast.NodeVisitor):
     def _dotted(self, call: ast.expr | None) -> list[str]:
         return [step for step in (self._literal(call) or "").split(".") if step]
 
-    def _residual(self, call: ast.Call) -> None:
+    def _check_residual(self, call: ast.Call) -> None:
         count = self._tree.layer_count
         if len(call.args) != 1 or call.keywords or not count:
             return
@@ -586,10 +627,10 @@ class _Checker(ast.NodeVisitor):
             nearest = f"residual({count - 1 if layer > 0 else -count})"
             self.problems.append(PathProblem(f"residual({layer})", call.lineno, call.col_offset, nearest))
         elif isinstance(layer, int):
-            self._served(f"{self._tree.layers}.{layer % count}.output", call)
+            self._check_served(f"{self._tree.layers}.{layer % count}.output", call)
 
     def _constant(self, node: ast.expr) -> str | int | None:
-        """A constant index: an int, its negative, or a str."""
+        """The value of a constant index (an int, a negated int, a str, or a name in `indices`), or None."""
         match node:
             case ast.Constant(value=bool()):
                 return None
@@ -602,7 +643,7 @@ class _Checker(ast.NodeVisitor):
                 return -index if isinstance(index, int) else None
         return None
 
-    def _problem(self, path: str, node: ast.expr) -> None:
+    def _add_problem(self, path: str, node: ast.expr) -> None:
         line, column = node.end_lineno or node.lineno, node.end_col_offset or node.col_offset
         if isinstance(node, ast.Attribute):
             column -= len(node.attr.encode())

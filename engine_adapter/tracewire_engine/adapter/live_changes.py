@@ -16,7 +16,7 @@ from typing import Any
 import anyio
 import msgspec
 
-from tracewire_bus.domain.intervention_checks import resolved
+from tracewire_bus.domain.intervention_checks import substitute_live
 from tracewire_bus.transport.backoff import Backoff
 from tracewire_bus.transport.errors import BusError, BusUnavailable
 from tracewire_bus.transport.tasks import Signal
@@ -124,7 +124,7 @@ class LiveTrace:
                 self._values.update(
                     {name: unpack(bytes(packed)) for name, packed in _change.decode(data).values.items()}
                 )
-        return [one for stop in self._stops if isinstance(one := resolved(stop, self._values), StopWhen)]
+        return [one for stop in self._stops if isinstance(one := substitute_live(stop, self._values), StopWhen)]
 
     def report(self, applied: Applied) -> None:
         """The workers have begun a step with a version."""

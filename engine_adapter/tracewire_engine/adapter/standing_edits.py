@@ -20,7 +20,7 @@ import anyio
 import msgspec
 
 from tracewire_bus.bus import Bus
-from tracewire_bus.domain.intervention_checks import DeclarationError, check, normalized
+from tracewire_bus.domain.intervention_checks import DeclarationError, check, normalize
 from tracewire_bus.domain.tree import ModuleTree
 from tracewire_bus.store.edits import RECORD_BYTES, EditSet, Installed, selected
 from tracewire_bus.transport.errors import BusError, BusUnavailable
@@ -96,7 +96,7 @@ def place(interventions: Sequence[Declared], tree: ModuleTree, hidden_size: int,
     """
     try:
         places = check(interventions, tree, hidden_size=hidden_size, live=live)
-        plain = normalized(interventions)
+        plain = normalize(interventions)
     except DeclarationError as error:
         raise Rejection(error.field, error.message) from error
     return [

@@ -20,7 +20,7 @@ import anyio
 import msgspec
 
 from tracewire_bus.bus import BusFull, Fenced, Writer
-from tracewire_bus.domain.intervention_checks import resolved
+from tracewire_bus.domain.intervention_checks import substitute_live
 from tracewire_bus.store.blobs import Blobs
 from tracewire_bus.wire.messages import (
     EngineInfo,
@@ -503,7 +503,7 @@ def _stops(submission: Submission) -> list[StopWhen]:
     if not stops:
         return []
     live = unpack(submission.live)
-    return [one for stop in stops if isinstance(one := resolved(stop, live), StopWhen)]
+    return [one for stop in stops if isinstance(one := substitute_live(stop, live), StopWhen)]
 
 
 def first(error: BaseException) -> Any:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from tracewire_bus.domain.fleet import LEAVING, differences, disagreements
+from tracewire_bus.domain.fleet import LEAVING_STATES, differences, disagreements
 from tracewire_bus.transport.errors import BusError, BusUnavailable
 from tracewire_engine.protocol.cluster import Cluster
 
@@ -461,7 +461,7 @@ async def _stranger(bus: Bus, info: EngineInfo) -> str:
         logger.warning("which other engines serve %s is not known: %s", info.model, error)
         return ""
     for other in engines:
-        if other.model != info.model or other.engine == info.engine or other.state in LEAVING:
+        if other.model != info.model or other.engine == info.engine or other.state in LEAVING_STATES:
             continue
         if why := disagreements(info, other):
             return (

@@ -9,7 +9,7 @@ from typing import Any, assert_never
 import numpy as np
 import torch
 
-from tracewire_bus.domain.intervention_checks import live_name, resolved
+from tracewire_bus.domain.intervention_checks import live_name, substitute_live
 from tracewire_bus.wire.codec import digest_bytes
 from tracewire_bus.wire.messages import Ablate, Clamp, Failure, LogitLens, Probe, Steer, StopWhen
 from tracewire_bus.wire.packing import decoder
@@ -105,7 +105,7 @@ class Op:
     __slots__ = ("bias", "key", "matrix", "numbers", "one", "pattern", "sites")
 
     def __init__(self, placed: Placed, live: dict[str, Any], vectors: VectorCache) -> None:
-        one = self.one = resolved(placed.intervention, live)
+        one = self.one = substitute_live(placed.intervention, live)
         self.sites = [(location, residual) for location, residual in placed.sites]
         self.pattern = placed.pattern
         self.matrix: torch.Tensor | None = None

@@ -13,10 +13,10 @@ from tracewire_bus.domain.intervention_checks import (
     DeclarationError,
     check,
     check_encoded,
-    decoded,
+    decode_interventions,
     find_sites,
-    normalized,
-    resolved,
+    normalize,
+    substitute_live,
 )
 from tracewire_bus.domain.tree import ModuleTree
 from tracewire_bus.wire.codec import decode_submission, encode
@@ -52,7 +52,7 @@ def tree(taps: list[str] | None = None) -> ModuleTree:
 
 
 def checked(*interventions: Any, live: dict[str, Any] | None = None, taps: list[str] | None = None) -> Any:
-    return check(decoded(normalized(interventions)), tree(taps), hidden_size=HIDDEN, live=live or {})
+    return check(decode_interventions(normalize(interventions)), tree(taps), hidden_size=HIDDEN, live=live or {})
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_they_travel_and_live_parameters_are_put_in() -> None:
         Steer("residual(1)", Live("v"), scale=Live("alpha")),
         StopWhen("p", above=Live("alpha"), steps=2),
     ]
-    submission = Submission(trace="t", model="m", invokes=[], interventions=normalized(given))
+    submission = Submission(trace="t", model="m", invokes=[], interventions=normalize(given))
     probe, steer, stop = decode_submission(encode(submission)).interventions
     assert isinstance(probe, Probe)
     assert probe.weight.tolist() == [1.0] * 8
@@ -195,11 +195,11 @@ def test_they_travel_and_live_parameters_are_put_in() -> None:
     live = {"v": V, "alpha": 0.5}
     places = check([probe, steer, stop], tree(), hidden_size=HIDDEN, live=live)
     assert [len(sites) for sites, _ in places] == [1, 1, 0]
-    settled = resolved(steer, live)
+    settled = substitute_live(steer, live)
     assert isinstance(settled, Steer)
     assert settled.vector is V
     assert settled.scale == 0.5
-    assert resolved(stop, live) == StopWhen("p", above=0.5, steps=2)
+    assert substitute_live(stop, live) == StopWhen("p", above=0.5, steps=2)
 
 
 def test_what_has_been_found_to_fit_is_told_by_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,7 +215,7 @@ def test_what_has_been_found_to_fit_is_told_by_its_bytes(monkeypatch: pytest.Mon
     def look(at: str, live: Any, *trees: ModuleTree, hidden_size: int = HIDDEN) -> int:
         before = len(looked)
         steer = Steer(at, np.ones(HIDDEN, np.float32), scale=Live("scale"))
-        check_encoded(normalized([steer]), pack({"scale": live}), trees, hidden_size=hidden_size)
+        check_encoded(normalize([steer]), pack({"scale": live}), trees, hidden_size=hidden_size)
         return len(looked) - before
 
     assert [look("residual(1)", 1.0, here) for _ in range(3)] == [1, 0, 0]
@@ -231,7 +231,7 @@ def test_what_has_been_found_to_fit_is_told_by_its_bytes(monkeypatch: pytest.Mon
     for _ in range(2):
         with pytest.raises(DeclarationError, match="tap"):
             look("residual(2)", 1.0, here, there)
-    monkeypatch.setattr("tracewire_bus.domain.intervention_checks._REMEMBERED", 2)
+    monkeypatch.setattr("tracewire_bus.domain.intervention_checks._CACHED_LISTS", 2)
     for number in range(5):
         assert look("residual(1)", float(number + 10), here) == 1
-    assert len(here.fitting) <= 2
+    assert len(here.fitting_interventions) <= 2

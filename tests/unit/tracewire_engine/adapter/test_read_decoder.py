@@ -11,7 +11,7 @@ from tests.support.declared_plans import (
     DELTAS,
 )
 from tracewire_bus.domain.fold import Fold
-from tracewire_bus.domain.intervention_checks import decoded, normalized
+from tracewire_bus.domain.intervention_checks import decode_interventions, normalize
 from tracewire_bus.wire.messages import Append, DecodedOutput, Final, StopWhen
 from tracewire_engine.adapter.read_decoder import ChoiceReads, StepReads, extend_encoded_list
 from tracewire_engine.protocol.messages import LayoutEntry, Part, Slot
@@ -32,7 +32,7 @@ def folded(reads: ChoiceReads, tokens: int) -> dict[str, Any]:
 
 
 def test_a_stop_condition_counts_steps_in_a_row() -> None:
-    (one,) = decoded(normalized([StopWhen("p", above=1.0, steps=2)]))
+    (one,) = decode_interventions(normalize([StopWhen("p", above=1.0, steps=2)]))
     reads = ChoiceReads([one])
 
     step = StepReads(LayoutEntry("r", 0, 0, [Slot("p", [Part("", "float32", (), 4, 4)])]), 0)

@@ -14,7 +14,7 @@ from tests.support.bus_engine import engine_info
 from tests.support.played_engine import PlayedEngine
 from tests.support.served import failure, many, runs, served, submission
 from tracewire_bus.bus import Bus
-from tracewire_bus.domain.intervention_checks import normalized
+from tracewire_bus.domain.intervention_checks import normalize
 from tracewire_bus.domain.limits import MAX_INVOKES, MAX_SOURCE
 from tracewire_bus.wire.codec import decode_submission, encode
 from tracewire_bus.wire.messages import Invoke, Steer, Submission
@@ -33,7 +33,7 @@ async def test_interventions_are_placed_once_for_each_form_in_which_they_come(bu
             trace="t",
             model="tiny",
             invokes=[Invoke(prompt="p")],
-            interventions=normalized([steer]),
+            interventions=normalize([steer]),
             live=pack(live),
         )
         data = encode(submission)

@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import torch
 
-from tracewire_bus.domain.intervention_checks import normalized
+from tracewire_bus.domain.intervention_checks import normalize
 from tracewire_bus.wire.messages import Declared, Live, Steer
 from tracewire_engine.protocol.messages import Placed
 from tracewire_engine.worker.blocks.live_params import LiveRun
@@ -19,7 +19,7 @@ def test_one_vector_of_many_requests_is_on_the_device_once() -> None:
     vector = np.arange(8, dtype=np.float32)
     found = []
     for scale in (1.0, 2.0):
-        (one,) = normalized([Steer("residual(0)", vector, scale=scale)])
+        (one,) = normalize([Steer("residual(0)", vector, scale=scale)])
         encoded = msgspec.msgpack.encode([Placed(one, [("layer.0.output", True)])])
         found += Declaration(f"r{scale}", 0, encoded, LiveRun(""), known).ops
     first, second = found
@@ -32,7 +32,7 @@ def test_what_requests_bring_alike_is_decoded_once_but_for_what_is_live() -> Non
     vector = np.arange(8, dtype=np.float32)
 
     def two(*interventions: Declared) -> list[Declaration]:
-        encoded = msgspec.msgpack.encode([Placed(one, [("layer.0.output", True)]) for one in normalized(interventions)])
+        encoded = msgspec.msgpack.encode([Placed(one, [("layer.0.output", True)]) for one in normalize(interventions)])
         runs = [LiveRun(f"run{index}") for index in range(2)]
         for index, run in enumerate(runs):
             run.values["scale"] = float(index)
