@@ -30,10 +30,10 @@ def is_sendable_text(value: Any) -> bool:
 
 
 def check_text(field: str, value: Any) -> str:
-    """`value`, if it is a string that can be sent.
+    """Return `value` if it is a string that can be sent as UTF-8. `field` is its name in errors.
 
     Raises:
-        TypeError: it is no string.
+        TypeError: the value is not a string.
         ValueError: it has half of a surrogate pair.
     """
     if not isinstance(value, str):
@@ -44,10 +44,10 @@ def check_text(field: str, value: Any) -> str:
 
 
 def check_seconds(field: str, value: Any, least: float = 0.0, most: float = 1e9) -> float:
-    """A duration in seconds, if it is one, and from `least` to `most`.
+    """Return a duration in seconds, from `least` to `most`. `field` is its name in errors.
 
     Raises:
-        TypeError: it is neither a number nor a `timedelta`.
+        TypeError: the value is neither a number nor a `timedelta`.
         ValueError: it is out of bounds, or NaN.
     """
     seconds = value.total_seconds() if isinstance(value, timedelta) else value
@@ -60,20 +60,20 @@ def check_seconds(field: str, value: Any, least: float = 0.0, most: float = 1e9)
 
 
 def check_limit(field: str, value: Any) -> float:
-    """The seconds that a call may take: a duration of at least 0, or `None` for any time, which is `inf`.
+    """Return the limit on a call's time in seconds: a duration of at least 0, or `inf` for `None`.
 
     Raises:
-        TypeError: it is neither.
+        TypeError: the value is neither a duration nor `None`.
         ValueError: it is negative, or NaN.
     """
     return math.inf if value is None else check_seconds(field, value, most=math.inf)
 
 
 def check_count(field: str, value: Any) -> int:
-    """`value`, if it is a positive integer of at most 31 bits.
+    """Return `value` if it is a positive integer of at most 31 bits. `field` is its name in errors.
 
     Raises:
-        ValueError: it is not.
+        ValueError: the value is not such an integer.
     """
     if type(value) is not int or not 0 < value < 2**31:
         raise ValueError(f"{field}: expected a positive integer, got {shown(value)}")

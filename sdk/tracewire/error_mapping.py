@@ -74,7 +74,7 @@ _CAUSES: tuple[tuple[type[BusError], type[TracewireError], str], ...] = (
 
 @contextmanager
 def bus_errors() -> Iterator[None]:
-    """Turn what the bus raises into an error of the SDK."""
+    """Raise errors of the bus as errors of the SDK."""
     try:
         yield
     except (anyio.ClosedResourceError, BusError) as error:
@@ -82,14 +82,14 @@ def bus_errors() -> Iterator[None]:
 
 
 def connect_error(error: anyio.ClosedResourceError | BusError, before: str = "") -> TracewireError:
-    """What the bus raised, in the caller's terms. `before` stands at the beginning of its message."""
+    """The SDK's error for an error of the bus. Its message begins with `before`."""
     if isinstance(error, anyio.ClosedResourceError):
         return ClientClosed("the client is closed: make another one")
     message = f"{before}{error}"
     if isinstance(error, NoMemory) or is_full(error.__cause__):
         return BusFull(f"{message}: give Redis more memory, or keep fewer finished traces")
     if isinstance(error, GroupRemoved):
-        return UnknownWatchGroup(f"{message}: a watch with the same name makes it anew")
+        return UnknownWatchGroup(f"{message}: a watch with the same name creates it again")
     for cause, kind, advice in _CAUSES:
         if isinstance(error, cause):
             return kind(message + advice)
@@ -98,7 +98,7 @@ def connect_error(error: anyio.ClosedResourceError | BusError, before: str = "")
 
 @contextmanager
 def refusals(model: str, trace_id: str) -> Iterator[None]:
-    """Turn what the bus raises for the submission of a trace to `model` into an error of the SDK."""
+    """Raise errors of the bus for the submission of a trace to `model` as errors of the SDK."""
     with bus_errors():
         try:
             yield

@@ -374,7 +374,7 @@ class BlockError(TraceRejected):
     """The source of a block, or of a function that it calls, cannot travel. `filename` and `line` say where.
 
     Raised when the block is decorated (statements that no block can have, a source that cannot be read) or when it is
-    submitted (names that stand for nothing).
+    submitted (names that are not defined).
     """
 
     def __init__(self, message: str, *, filename: str | None = None, line: int | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Public names are those of the package: tracebacks, `help` and type errors name `tracewire`, not the module within."""
+"""Names `tracewire` as the module of public classes and functions, for tracebacks, `help` and type errors."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ _OURS = frozenset({"tracewire", "tracewire_bus"})
 
 
 def publish(values: Iterable[Any]) -> None:
-    """Name `tracewire` as the module of these classes and functions. Their annotations keep the module to look names
-    up in, which msgspec and `typing.get_type_hints` would otherwise do in `tracewire`.
+    """Name `tracewire` as the module of these classes and functions.
+
+    Annotations of classes become references to the defining module, since msgspec and `typing.get_type_hints` would
+    otherwise look their names up in `tracewire`.
     """
     for value in values:
         if not isinstance(value, type | FunctionType) or value.__module__.partition(".")[0] not in _OURS:

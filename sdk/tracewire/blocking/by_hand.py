@@ -1,4 +1,4 @@
-"""Those parts of the blocking client that are more than a call: its life, and traces that are written inline."""
+"""The parts of the blocking client that are not plain calls: connecting and closing, and inline traces."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["BlockingClient", "InlineTracer"]
 
 
 class BlockingClient(Bridge[AsyncClient]):
-    """How a blocking client is made, connected and closed."""
+    """Base of the blocking client: creates, connects and closes it."""
 
     def __init__(
         self,
@@ -42,13 +42,13 @@ class BlockingClient(Bridge[AsyncClient]):
         raise NotImplementedError
 
     def connect(self) -> Self:
-        """Connect it, and return it. A second call does nothing. Raises what `tracewire.Client.connect` does."""
+        """Connect and return the client: see `tracewire.Client.connect`. A second call does nothing."""
         self._portal.start(self._async.aclose)
         self._portal.call(self._async.connect)
         return self
 
     def close(self) -> None:
-        """Close it, as `tracewire.Client.aclose` does, and end its thread. Any thread may call it, several at once."""
+        """Close the client, as `tracewire.Client.aclose` does, and end its thread. Several threads may call this."""
         self._portal.stop()
 
     def __enter__(self) -> Self:

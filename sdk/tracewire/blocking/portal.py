@@ -69,7 +69,7 @@ class Portal:
         return portal
 
     def call(self, function: Callable[[], Awaitable[T]]) -> T:
-        """Run a coroutine function there, and return what it returns. An interrupt here cancels it."""
+        """Run a coroutine function on the event loop and return its result. An interrupt of this thread cancels it."""
         future: Future[T] = self._running().start_task_soon(function)
         try:
             return future.result()
@@ -81,7 +81,7 @@ class Portal:
             raise
 
     def leave(self, close: Callable[[], Awaitable[None]]) -> None:
-        """Close a handle there, unless its client is closed, which has closed it."""
+        """Close a handle on the event loop, unless its client was closed, which closed the handle."""
         if not self._stopped:
             try:
                 self.call(close)
@@ -89,7 +89,7 @@ class Portal:
                 pass
 
     def run(self, function: Callable[[], T]) -> T:
-        """Run a function there, and return what it returns."""
+        """Run a function on the event loop and return its result."""
 
         async def running() -> T:
             return function()
@@ -97,7 +97,7 @@ class Portal:
         return self.call(running)
 
     def iterate(self, make: Callable[[], AsyncIterator[T]]) -> Iterator[T]:
-        """What an async iterator that is made there yields."""
+        """Iterate over the async iterator that `make` creates on the event loop."""
         iterator = self.run(make)
         try:
             while (item := self.next(iterator)) is not _END:
@@ -157,7 +157,7 @@ def _shut(portal: BlockingPortal, thread: threading.Thread, close: Callable[[], 
         try:
             future.result()
         except CancelledError:
-            # `stop` cancels what is left, this task among it.
+            # `stop` cancels all remaining tasks, this one included.
             pass
         thread.join()
 

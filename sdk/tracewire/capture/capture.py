@@ -1,9 +1,12 @@
-"""What the names of a block stand for, each as it travels.
+"""Capture: finds the value of each name in a block, and makes it a part of the message.
 
-A plain value or an array travels by value; a function or class of the caller's own as source, with what it uses in
-turn; a module, or a class or function of an installed package, by its name; a module of the served model by its path.
-Other values are built on the engine from all of these (`objects.py`). Of a module of the caller's own, and of an object
-whose attributes alone are read, only what the block uses travels.
+- Plain values and arrays travel by value.
+- Functions and classes of the caller travel as source, together with the values of their own names.
+- Modules of installed packages, and their classes and functions, travel by name.
+- Modules of the served model travel by path.
+- Other values travel as source that builds them on the engine from all of these (`objects.py`).
+
+Of the caller's own modules, and of objects whose attributes the block only reads, the used attributes alone travel.
 """
 
 from __future__ import annotations
@@ -44,7 +47,7 @@ __all__ = [
 ]
 
 
-#: Modules that every engine has, whether or not the client does.
+#: Modules that every engine can import, even if the client cannot.
 ENGINE_MODULES = ("nnsight", "torch", "tracewire")
 #: Names that the engine binds in every block.
 ENGINE_NAMES = frozenset({"__name__", "__builtins__", "__doc__", "__debug__"})
@@ -53,41 +56,46 @@ _SCALARS = frozenset({type(None), bool, int, float, complex, str, bytes})
 
 
 class BlockFunction:
-    """Base of `Intervention`: a function whose body is a block. A block cannot call one."""
+    """Base of `Intervention`: a function whose body is a block. A block cannot call another block."""
 
 
 class ModelHandle:
-    """A handle of a served model on this side. In a block, the name of one stands for the model."""
+    """A client's handle of a served model. A name of such a handle means the model itself in a block."""
 
     name: str
 
 
 class Capture:
-    """What the names of one block, and of the functions that it calls, stand for; all in one namespace."""
+    """The captured names of one block and of the functions and classes that it uses, all in one namespace.
+
+    `parameters` are the block's names for the model, the tracer and the live parameters. `bound` are the variables
+    that the caller has bound.
+    """
 
     def __init__(self, parameters: tuple[str, str, str], bound: Mapping[str, Any]) -> None:
         self.helpers: list[Helper] = []
         self.modules: dict[str, str] = {}
         self.imports: dict[str, tuple[str, str]] = {}
-        #: Modules of the model, by path; shared values of the trace, by their names there.
+        #: For each name, the path of a module of the model; and the trace's name of a shared value.
         self.paths: dict[str, str] = {}
         self.shared: dict[str, str] = {}
-        #: Shared values of the trace that a name without another meaning may stand for.
+        #: Names of the trace's shared values that a block's name without a value may mean.
         self.shareable: frozenset[str] = frozenset()
         self._values: dict[str, bytes] = {}
-        #: What the names around a block mean, where that is known: a class that a function defines may use them.
+        #: Values of the names around a `with` block, for classes that the surrounding function defines.
         self.around: Mapping[str, Any] = {}
-        #: The caller's own modules, and objects whose attributes alone are read, by the block's name for them, each
-        #: with a hidden name for every attribute that the block uses.
+        #: The block's names of the caller's own modules, and of objects whose attributes the block only reads. Each has
+        #: a hidden name for every attribute that the block uses.
         self._own_modules: dict[str, dict[str, Any]] = {}
-        #: How the source writes a hidden name.
+        #: For each hidden name, the expression in the caller's source.
         self._written_as: dict[str, str] = {}
+        #: For each bound name, its value and the source that uses the name.
         self._meanings: dict[str, tuple[Any, FunctionSource]] = {}
         self._parameters = parameters
         self._bound = bound
 
     def block(self, name: str, source: FunctionSource) -> Block:
-        """The block of this body, with what was captured."""
+        """The message of the block `name` with the body of `source` and all captured values."""
         text, line = source.body
         return Block(
             name=name,
@@ -107,7 +115,7 @@ class Capture:
         )
 
     def packed(self) -> bytes:
-        """The plain values by name, as `pack` would make them of one dict; each is packed only once."""
+        """The plain values by name, encoded as `pack` encodes one dict. Each value is packed only once."""
         from tracewire_bus.wire.packing import pack
 
         count = len(self._values)
@@ -117,7 +125,12 @@ class Capture:
     # --- names --------------------------------------------------------------------------------------------------------
 
     def names_of(self, function: types.FunctionType, source: FunctionSource, *, block: bool = False) -> None:
-        """Bind every free name of `function` to what it stands for."""
+        """Bind every free name of `function` to its value. `block` says that the function is the block itself.
+
+        Raises:
+            BlockError: a name has no value, or two different ones.
+            UntransportableVariable: a value cannot travel.
+        """
         if not source.free_names:
             return
         closure = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
@@ -148,8 +161,8 @@ class Capture:
                 if value is not MISSING:
                     if name in self._parameters:
                         raise source.error(
-                            f"{name!r} is what the block calls a parameter that the engine binds, and something else "
-                            f"in {source.name}(): pass it to {source.name}() as an argument",
+                            f"{name!r} names a parameter of the block that the engine binds, and another value in "
+                            f"{source.name}(): pass that value to {source.name}() as an argument",
                             line,
                         )
                     self.bind(name, value, source, line)
@@ -160,15 +173,19 @@ class Capture:
                     raise
 
     def is_dead(self, name: str, source: FunctionSource, meaning: Callable[[str], Any]) -> bool:
-        """Whether `source` uses `name` only where a condition, which is known by now, keeps it from running."""
+        """Whether `source` uses `name` only in code that never runs, as under a condition that is known to be false."""
         return is_dead(name, source, lambda one: self._meanings[one][0] if one in self._meanings else meaning(one))
 
     def _is_known(self, name: str) -> bool:
-        """Whether the engine has a meaning for a name that has none here."""
+        """Whether the engine binds a name that has no value here: a variable, a parameter or a builtin."""
         return name in self._bound or name in self._parameters or hasattr(builtins, name)
 
     def bind_absent(self, name: str, source: FunctionSource, line: int) -> None:
-        """Bind a name without a value here: to what the trace shares, or by an `import` statement that did not run."""
+        """Bind a name without a value here: to a shared value of the trace, or by an `import` that did not run here.
+
+        Raises:
+            BlockError: neither exists.
+        """
         if name in self.shareable:
             self.shared[name] = name
             return
@@ -185,15 +202,20 @@ class Capture:
         near = difflib.get_close_matches(name, sorted(one for one in candidates if not one.startswith("_tw_")), 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise source.error(
-            f"the name {name!r} stands for nothing: it is no variable, and neither the closure of {source.name}() "
-            f"nor its module has it{hint} (what exists on the engine only is imported in the body)",
+            f"the name {name!r} is not defined: it is neither a variable of the block nor a name in the closure or the "
+            f"module of {source.name}(){hint} (import modules that only the engine has in the body)",
             line,
         )
 
     # --- values -------------------------------------------------------------------------------------------------------
 
     def bind(self, name: str, value: Any, source: FunctionSource, line: int) -> None:
-        """Bind `name`, used at `line` of `source`, to `value` as it travels."""
+        """Bind `name`, used at `line` of `source`, to `value`.
+
+        Raises:
+            BlockError: the name has another value elsewhere in the block, or the source of the value cannot travel.
+            UntransportableVariable: the value cannot travel.
+        """
         if name in self._meanings:
             before, where = self._meanings[name]
             if not self._same(name, before, value):
@@ -242,35 +264,35 @@ class Capture:
             self._bind_value(name, value, source, line)
 
     def bind_hidden(self, hidden: str, value: Any, spelled: str, source: FunctionSource, line: int) -> None:
-        """Bind a part of a value, which the source writes as `spelled`, to a name of our own."""
+        """Bind a part of a value to a generated name. `spelled` is the expression for the part, for errors."""
         self._written_as[hidden] = spelled
         self.bind(hidden, value, source, line)
 
     def travels_by_name(self, value: Any, source: FunctionSource) -> bool:
-        """Whether the engine has the value by a name, or by its source: a module, a class, a function."""
+        """Whether a value travels by name or as source, not by value: a module, a class or a function."""
         kinds = type | types.FunctionType | types.ModuleType | BlockFunction
         return isinstance(value, kinds) or module_path(value) is not None or _importable("", value, source) is not None
 
     def is_own_class(self, cls: type) -> bool:
-        """Whether a class is of no installed package, so that an engine cannot import it."""
+        """Whether a class belongs to the caller and to no installed package, so that an engine cannot import it."""
         return not _is_installed(str(cls.__module__))
 
     def spelled(self, name: str) -> str:
-        """How the source writes what is bound to `name`."""
+        """The expression in the caller's source for the value that is bound to `name`."""
         return self._written_as.get(name, name)
 
     def parts_of(self, name: str) -> str:
-        """The name of the plain data that an object called `name` is built from."""
+        """The name of the list of plain data from which the engine builds the object `name`."""
         return f"{name}_parts" if name.startswith("_tw_") else f"_tw_{name}_parts"
 
     def add_parts(self, name: str, parts: list[bytes]) -> None:
-        """Send plain data, packed, that an object called `name` is built from."""
+        """Send packed plain data from which the engine builds the object `name`."""
         if parts:
             self._values[self.parts_of(name)] = struct.pack(">BI", 0xDD, len(parts)) + b"".join(parts)
 
     @cached_property
     def objects(self) -> Objects:
-        """What builds values that are more than plain data."""
+        """Builds values that are not plain data."""
         from .objects import Objects
 
         return Objects(self)
@@ -283,7 +305,7 @@ class Capture:
         return (*map(len, self._growing()), len(self.helpers), 0 if objects is None else len(objects))
 
     def _forget(self, marks: tuple[int, ...]) -> None:
-        """Forget what was bound since: all of it was for something that cannot travel."""
+        """Undo all bindings since `marks`, which were made for a value that cannot travel."""
         for held, count in zip(self._growing(), marks, strict=False):
             while len(held) > count:
                 held.popitem()
@@ -316,7 +338,7 @@ class Capture:
             self._import_below(path, use.chain)
 
     def _import_below(self, path: str, chain: tuple[str, ...]) -> None:
-        """`import xml.dom` binds xml alone; what the body reaches through it must be imported too."""
+        """Import the submodules that the body reaches through `path`: `import xml.dom` binds the name xml alone."""
         for step in chain:
             path = f"{path}.{step}"
             if not isinstance(sys.modules.get(path), types.ModuleType):
@@ -324,7 +346,12 @@ class Capture:
             self.modules["_tw_" + path.replace(".", "_")] = path
 
     def _bind_used(self, name: str, owner: Any, source: FunctionSource) -> None:
-        """Bind what `source` uses of a module that no engine has, or of an object."""
+        """Bind the attributes that `source` uses of the caller's own module, or of an object.
+
+        Raises:
+            BlockError: an attribute does not exist, or the source changes it.
+            UntransportableVariable: an attribute cannot travel, or the source uses the module itself.
+        """
         known = self._own_modules.setdefault(name, {})
         for use in source.uses(name):
             value, taken = owner, known
@@ -335,7 +362,7 @@ class Capture:
                 try:
                     value = getattr(value, step)
                 except AttributeError as error:
-                    raise source.error(f"{spelled!r} stands for nothing: {error}", use.line) from None
+                    raise source.error(f"{spelled!r} is not defined: {error}", use.line) from None
                 if isinstance(value, types.ModuleType) and not _is_installed(value.__name__):
                     taken = taken.setdefault(step, {})
                     continue
@@ -348,18 +375,20 @@ class Capture:
             else:
                 spelled = ".".join((name, *use.chain))
                 reason = (
-                    f"{spelled!r} is a module of your own, of which only what is used by name can travel: "
+                    f"{spelled!r} is a module of your own, of which only attributes can travel: "
                     f"write {spelled}.NAME, or import NAME from it"
                 )
                 raise self.untransportable(spelled, reason, source, use.line)
 
     def _changed(self, spelled: str, owner: Any, use: Use, source: FunctionSource) -> BlockError:
         if isinstance(owner, types.ModuleType):
-            return source.error(f"a block cannot change {spelled!r}: what it uses of your module is a copy", use.line)
+            return source.error(
+                f"a block cannot change {spelled!r}: the engine has a copy of your module's attributes", use.line
+            )
         own = spelled.rpartition(".")[2]
         return source.error(
-            f"a block cannot change {spelled!r}: what it uses of {spelled.partition('.')[0]!r} is a copy. Bind a name "
-            f"of the block's own, as in `{own} = ...save()`, and read it from the trace's saves",
+            f"a block cannot change {spelled!r}: the engine has a copy of {spelled.partition('.')[0]!r}. Bind a name "
+            f"of the block instead, as in `{own} = ...save()`, and read it from the trace's saves",
             use.line,
         )
 
@@ -367,7 +396,7 @@ class Capture:
         if hasattr(function, "__wrapped__"):
             raise source.error(
                 f"{self._written_as.get(name, name)}() is decorated, and decorators do not travel: call a function "
-                "without any, and put what the decorator does into its body",
+                "without any, and move the decorator's code into its body",
                 line,
             )
         definition = find(function)
@@ -377,7 +406,7 @@ class Capture:
         for parameter, expression in definition.default_names().items():
             if isinstance(expression, ast.Constant):
                 continue
-            # The default's value here: its expression may evaluate to another on the engine.
+            # The value travels, since the expression may evaluate to another value on the engine.
             hidden = f"_tw_{name}_{parameter}"
             self.bind(hidden, values[parameter], definition, expression.lineno)
             replaced[expression] = hidden
@@ -425,7 +454,7 @@ class Capture:
 
         spelled = self.spelled(name)
         if isinstance(value, ArrayRef):
-            reason = f"{spelled!r} is {value!r} of another trace: pass what its load() returns"
+            reason = f"{spelled!r} is {value!r} of another trace: pass the array that its load() returns"
             raise self.untransportable(spelled, reason, source, line)
         if type(value) not in _SCALARS and not self._is_plain(value):
             self._bind_object(name, value, source, line)
@@ -433,7 +462,7 @@ class Capture:
         try:
             self._values[name] = pack(value)
         except Unsavable as error:
-            # The error that is raised adds the list of types that can travel.
+            # `UntransportableVariable` adds the list of types that can travel, so it is cut off here.
             reason = f"{spelled!r} is of type {type_name(type(value))}: {str(error).partition('; what can: None')[0]}"
             raise self.untransportable(spelled, reason, source, line) from None
 
@@ -457,7 +486,7 @@ class Capture:
 
 
 def _own_module_namespace(name: str, used: Mapping[str, Any]) -> Helper:
-    """What a module of one's own is on the engine: an object with what is used of it."""
+    """Source for the engine's copy of the caller's own module: a namespace of the used attributes."""
 
     def spelled(used: Mapping[str, Any]) -> str:
         items = (f"{key}={value if isinstance(value, str) else spelled(value)}" for key, value in sorted(used.items()))
@@ -467,7 +496,7 @@ def _own_module_namespace(name: str, used: Mapping[str, Any]) -> Helper:
 
 
 def module_path(value: Any) -> str | None:
-    """The path in the model that a handle, a module tree or one of its nodes stands for; None for other values."""
+    """The path in the model of a handle, a module tree or one of its nodes; None for other values."""
     from tracewire_bus.domain.tree import ModuleNode, ModuleTree
 
     if isinstance(value, ModuleNode):
@@ -476,7 +505,7 @@ def module_path(value: Any) -> str | None:
 
 
 def defaults_of(function: types.FunctionType) -> dict[str, Any]:
-    """Default values by parameter, as they were evaluated."""
+    """The evaluated default values of a function, by parameter."""
     return {
         name: parameter.default
         for name, parameter in inspect.signature(function).parameters.items()
@@ -485,12 +514,12 @@ def defaults_of(function: types.FunctionType) -> dict[str, Any]:
 
 
 def _importable(name: str, value: Any, source: FunctionSource) -> tuple[str, str] | None:
-    """Module and attribute by which an engine can import `value`: of an installed package, never of one's own code."""
+    """Module and attribute by which an engine can import `value` from an installed package; None if it cannot."""
     module, qualified = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
     candidates: list[tuple[Any, Any]] = []
     if isinstance(value, type) or callable(value):
         candidates.append((module, qualified))
-        # Builtin functions of extension modules say little about themselves; an import statement may know.
+        # Functions of extension modules often lack a `__module__`, so import statements of the file are tried, too.
         candidates += source.imports.get(name, ())
         candidates += [(star, name) for star, _ in source.imports.get("*", ())]
         candidates += [(root, getattr(value, "__name__", None)) for root in ("torch", "numpy")]
@@ -515,7 +544,7 @@ def _reaches(module: str, path: str, value: Any) -> bool:
 
 
 def _is_installed(module: str) -> bool:
-    """Whether a module belongs to Python or to an installed package, so that an engine can be expected to have it."""
+    """Whether a module belongs to Python or to an installed package, which an engine is expected to have."""
     root = module.partition(".")[0]
     if root == "__main__":
         return False
@@ -528,7 +557,7 @@ def _is_installed(module: str) -> bool:
 
 
 def _is_only_read(name: str, value: Any, source: FunctionSource) -> bool:
-    """Whether `source` does nothing with an object but read attributes of it that are no methods."""
+    """Whether `source` only reads attributes of an object, and none of them is a method."""
     if not _is_open(value):
         return False
     uses = source.uses(name)
@@ -537,21 +566,21 @@ def _is_only_read(name: str, value: Any, source: FunctionSource) -> bool:
 
 
 def _is_open(value: Any) -> bool:
-    """Whether a value is an object of attributes, and no data that is more than these."""
+    """Whether the attributes of a value are all of its state, unlike those of a list or a number."""
     return not isinstance(value, enum.Enum | tuple | list | dict | set | frozenset | str | int | float | bytes)
 
 
 def _is_attribute(value: Any, name: str, unknown: bool) -> bool:
-    """Whether `name` is an attribute of an object, and no method. `unknown` is the answer where the object has none."""
+    """Whether `name` is an attribute of an object and not a method. `unknown` is the answer for a missing attribute."""
     methods = types.FunctionType, classmethod, types.MethodDescriptorType, types.WrapperDescriptorType
     if isinstance(inspect.getattr_static(value, name, None), methods):
         return False
-    # nnsight gives every object a `save`, which a block calls.
+    # On the engine, nnsight gives every object a method `save`.
     return hasattr(value, name) or (unknown and name != "save")
 
 
 def brief(value: Any) -> str:
-    """A short text for a value: itself if it is small, else its type."""
+    """A short text for a value: shape and type of an array, name of a function, module or class, else its `repr`."""
     shape = getattr(value, "shape", None)
     if isinstance(shape, tuple):
         return f"{type_name(type(value))}{list(shape)}"

@@ -1,8 +1,8 @@
-"""A class's own source text: found by its name and its methods, cut out with its decorators, and the names it uses.
+"""The source text of a class: finds it, cuts it out with its decorators, and lists its free names.
 
-Python keeps no line for a class, only for its functions. So the class is looked for by its qualified name in the file
-that its functions, or its module, come from. A class of a notebook without a function of its own is looked for in the
-notebook's cells, the latest first.
+Python keeps the line of a function but not of a class. So `find_class` searches the file of the class's functions, or
+of its module, for the qualified name. A class of a notebook without functions is searched in the notebook's cells, the
+latest first.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _COMPREHENSIONS = frozenset({"listcomp", "setcomp", "dictcomp", "genexpr"})
 
 @dataclass(frozen=True, eq=False)
 class ClassSource(FunctionSource):
-    """A class's syntax tree and the file that it stands in."""
+    """The syntax tree of a class, and its file."""
 
     node: ast.ClassDef
 
     @property
     def first_line(self) -> int:
-        """The line of the first decorator, or of the `class` itself."""
+        """The line of the first decorator, or of the `class` statement."""
         return min([self.node.lineno, *(decorator.lineno for decorator in self.node.decorator_list)])
 
     @property
@@ -45,7 +45,7 @@ class ClassSource(FunctionSource):
         return [self.node]
 
     def text(self, name: str) -> str:
-        """The whole definition, dedented, under another name."""
+        """The dedented definition, with decorators, under another name."""
         if (known := self._definitions.get((name, ()))) is None:
             known = self._definitions[name, ()] = self._text(name)
         return known
@@ -76,16 +76,16 @@ class ClassSource(FunctionSource):
 
     @cached_property
     def eager_names(self) -> dict[str, int]:
-        """Names that Python reads when it defines the class, each with its line: bases, decorators, default values."""
+        """Names that the class statement reads (bases, decorators, default values), each with its line."""
         return self._names(eager=True)
 
     @cached_property
     def late_names(self) -> dict[str, int]:
-        """Names that the functions of the class read when they are called, each with its line."""
+        """Names that the functions of the class read when they run, each with its line."""
         return self._names(eager=False)
 
     def base(self, name: str, cls: type) -> Any:
-        """The base class that the head of the class calls `name`; None if it calls no base so."""
+        """The base class that the class statement names `name`; None if there is none."""
         bases = getattr(cls, "__orig_bases__", cls.__bases__)
         for expression, base in zip(self.node.bases, bases, strict=False):
             if isinstance(expression, ast.Name) and expression.id == name:
@@ -94,10 +94,10 @@ class ClassSource(FunctionSource):
 
     @cached_property
     def checked_class(self) -> bool:
-        """Refuses what does not compile by itself, once.
+        """True once the class was checked.
 
         Raises:
-            BlockError: at the first such line.
+            BlockError: the class has a `global` statement, or does not compile by itself.
         """
         self._check_globals()
         self._compile(self.text(self.node.name), self.first_line)
@@ -105,7 +105,7 @@ class ClassSource(FunctionSource):
 
 
 def _collect(table: symtable.SymbolTable, names: set[str], *, running: bool, eager: bool) -> None:
-    """Add the global names that are read while the class is defined (`eager`), or later."""
+    """Add to `names` the global names that are read while the class is defined (`eager`), or later."""
     if "annotation" in str(table.get_type()):
         return
     if table.get_type() == "function" and table.get_name() not in _COMPREHENSIONS:
@@ -123,10 +123,10 @@ _found: WeakKeyDictionary[type, ClassSource] = WeakKeyDictionary()
 
 
 def find_class(cls: type) -> ClassSource:
-    """The source of a class of the user's own.
+    """The source of a class of the caller.
 
     Raises:
-        BlockError: there is none, or several classes may be it.
+        BlockError: there is no source, or several class statements may be the class's.
     """
     known = _found.get(cls)
     if known is None:
@@ -135,7 +135,7 @@ def find_class(cls: type) -> ClassSource:
 
 
 def functions_of(cls: type) -> Iterator[types.FunctionType]:
-    """The functions that stand in a class's body, however they are wrapped there."""
+    """The functions in a class's body, including those inside properties, class methods and other wrappers."""
     for value in vars(cls).values():
         inner = getattr(value, "__func__", None) or getattr(value, "func", None) or value
         for one in (inner, *(getattr(value, part, None) for part in ("fget", "fset", "fdel"))):
@@ -144,7 +144,7 @@ def functions_of(cls: type) -> Iterator[types.FunctionType]:
 
 
 def globals_of(cls: type) -> Mapping[str, Any]:
-    """The names of the module that a class was defined in."""
+    """The globals of the module that defines a class."""
     module = sys.modules.get(cls.__module__)
     for function in functions_of(cls):
         if function.__module__ == cls.__module__:
@@ -153,10 +153,10 @@ def globals_of(cls: type) -> Mapping[str, Any]:
 
 
 def class_names(cls: type, source: ClassSource, around: Mapping[str, Any], missing: object) -> Callable[[str], Any]:
-    """What the names in a class's source mean: a function that gives `missing` where nothing is known.
+    """A function from a name in a class's source to its value, or to `missing`.
 
-    Its functions know what they take from around the class. A class that a function defines may use other names of
-    that function, which `around` has.
+    It looks names up in the closures of the class's functions, among the class's bases, in `around` (the names around
+    a class that a function defines), and in the module. It raises a `ValueError` for a closure's name without a value.
     """
     cells: dict[str, types.CellType] = {}
     for function in functions_of(cls):
@@ -185,8 +185,8 @@ def _read(cls: type) -> ClassSource:
             return found[0]
         if found:
             raise BlockError(
-                f"the class {cls.__name__} is defined more than once in this file, and nothing tells which one is "
-                "meant: give each a name of its own",
+                f"the class {cls.__name__} is defined more than once in this file: give each definition a name of its "
+                "own",
                 filename=filename,
                 line=found[0].node.lineno,
             )
@@ -203,7 +203,7 @@ def _file_of(cls: type) -> str | None:
 
 
 def _files(cls: type, named: Iterable[str]) -> Iterator[str]:
-    """Where the class may stand, the most likely file first."""
+    """The files that may define the class, the most likely first."""
     files = [*named, *filter(None, [_file_of(cls)])]
     if cls.__module__ == "__main__":
         # The cells of a notebook, by the names that IPython gives them.
@@ -229,7 +229,7 @@ def _candidates(cls: type, filename: str, lines: list[int]) -> list[ClassSource]
 
 
 def _at(statements: Iterable[ast.AST], path: list[str]) -> Iterator[ast.ClassDef]:
-    """The classes at a qualified name below some statements."""
+    """The class statements with a qualified name, below some statements."""
     for node in statements:
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             if node.name != path[0]:
@@ -243,7 +243,7 @@ def _at(statements: Iterable[ast.AST], path: list[str]) -> Iterator[ast.ClassDef
 
 
 def _fits(node: ast.ClassDef, cls: type, lines: list[int]) -> bool:
-    """Whether a class statement may have made `cls`: it has the functions at their lines, and binds the same names."""
+    """Whether a class statement may have made `cls`: its lines contain the functions, and it binds the same names."""
     end, _ = end_of(node)
     if not all(node.lineno <= line <= end for line in lines):
         return False

@@ -1,7 +1,7 @@
-"""Whether a name stands only in code that cannot run: `if DEBUG:`, where `DEBUG` is False.
+"""Finds names that occur only in code that never runs, as under `if DEBUG:` where `DEBUG` is False.
 
-Such a name needs no value on the engine. A condition is known where it is made of constants, of names whose plain
-values travel with the block and which the code binds nowhere, and of attributes that such names have.
+Such a name needs no value on the engine. The value of a condition is known if it consists of constants, of names with
+plain values that travel with the block and that the code does not bind, and of attributes of such names.
 """
 
 from __future__ import annotations
@@ -31,12 +31,15 @@ _COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
 
 
 def is_dead(name: str, source: FunctionSource, meaning: Callable[[str], Any]) -> bool:
-    """Whether `source` uses `name` in code that cannot run, and nowhere else. `meaning` gives the values of names."""
+    """Whether `source` uses `name` only in code that never runs.
+
+    `meaning` returns the value of a name, and raises a `ValueError` for one without a value.
+    """
     return _Reach(source.travelling, meaning).lacks(name)
 
 
 class _Reach:
-    """The code that may run, of some nodes."""
+    """The code that may run, below some nodes."""
 
     def __init__(self, nodes: Iterable[ast.AST], meaning: Callable[[str], Any]) -> None:
         self._nodes = list(nodes)
@@ -49,7 +52,7 @@ class _Reach:
         }
 
     def lacks(self, name: str) -> bool:
-        """Whether none of that code uses `name`."""
+        """Whether no code that may run uses `name`."""
         waiting = list(self._nodes)
         while waiting:
             node = waiting.pop()
@@ -59,7 +62,7 @@ class _Reach:
         return True
 
     def _running(self, node: ast.AST) -> list[ast.AST]:
-        """What may run of a node's parts."""
+        """The children of a node that may run."""
         match node:
             case ast.If(test=test, body=body, orelse=orelse):
                 return [test, *self._branches(test, body, orelse)]
@@ -85,7 +88,7 @@ class _Reach:
         return body if value else orelse
 
     def _value(self, node: ast.expr) -> Any:
-        """The plain value of an expression, if it is known before the code runs."""
+        """The plain value of an expression, or `_UNKNOWN`."""
         value: Any = _UNKNOWN
         match node:
             case ast.Constant(value=constant):
@@ -112,7 +115,7 @@ class _Reach:
         return value if isinstance(value, _PLAIN) else _UNKNOWN
 
     def _object(self, node: ast.expr) -> Any:
-        """What a name, or an attribute in the dict of what one stands for, is."""
+        """The value of a name, or of an attribute in the `__dict__` of one; `_UNKNOWN` otherwise."""
         if isinstance(node, ast.Name):
             if node.id in self._bound:
                 return _UNKNOWN

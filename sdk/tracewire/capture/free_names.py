@@ -1,8 +1,8 @@
-"""Which names a piece of code uses that it has not bound by then: what must come from around it.
+"""Free names of a piece of code: the names that it reads before it has bound them.
 
-For a function, Python itself says which names are free. The body of a `with` block is not a function: a name that it
-binds may be one that it has read before, as in `count = count + 1`, and then it comes from around it after all. So the
-statements are gone through in the order in which they run, with the names that are bound for certain at each.
+Python's symbol table has the free names of a function. The body of a `with` statement is not a function: it may read a
+name before it binds the name, as in `count = count + 1`, and the value then comes from around the body. So `FreeNames`
+follows the statements in the order in which they run, with the names that are certainly bound at each of them.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ _Comprehension = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
 
 
 class FreeNames:
-    """The free names of `statements`, each with the line of its first use.
+    """The free names of `statements`.
 
-    `required` are bound nowhere in them. `possible` are bound somewhere, but perhaps not before they are used: in one
-    branch, or further down.
+    Attributes:
+        required: names that the statements read and never bind, each with the line of its first use.
+        possible: names that the statements bind, but perhaps only after a use or in one branch, each with that line.
     """
 
     def __init__(self, statements: Iterable[ast.stmt]) -> None:
@@ -31,7 +32,7 @@ class FreeNames:
         self.possible = {name: line for name, line in self._free.items() if name in self._stored}
 
     def _flow(self, statements: Iterable[ast.stmt], bound: set[str]) -> set[str]:
-        """Go through statements; `bound` are the names bound before them, and becomes those bound after."""
+        """Follow statements. `bound` has the names that are bound before them; those bound after them are added."""
         for statement in statements:
             self._statement(statement, bound)
         return bound
@@ -148,7 +149,7 @@ class FreeNames:
                 self._expression(condition, inner)
         for part in (node.key, node.value) if isinstance(node, ast.DictComp) else (node.elt,):
             self._expression(part, inner)
-        # What `:=` bound in it is bound around it.
+        # `:=` in a comprehension binds a name around it.
         bound |= inner - own
 
     def _function(self, node: _Function, bound: set[str]) -> None:
@@ -160,7 +161,7 @@ class FreeNames:
         own |= {argument.arg for argument in (arguments.vararg, arguments.kwarg) if argument is not None}
         body: list[ast.stmt] = [ast.Expr(node.body)] if isinstance(node, ast.Lambda) else node.body
         inner = FreeNames(body)
-        # In a function a name is its own or not, wherever it is bound.
+        # Python decides for the whole function whether a name is local.
         for name, line in inner.required.items():
             if name not in own:
                 self._load(name, line, bound)

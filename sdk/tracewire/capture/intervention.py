@@ -1,20 +1,18 @@
-"""Blocks: functions whose bodies run inside a model's forward pass, on the engine, and never here.
+"""Interventions: functions whose bodies, the *blocks*, run in a model's forward pass on the engine.
 
-A block travels as *source text* plus what it uses. So two things decide what a block can be. Its body must mean the
-same without a function around it: it cannot `return`, `yield` or `await`, and nothing that it rebinds comes back
-(`.save()` is the way out). And every name that it uses must stand for something that can travel: a plain value or an
-array (by value), a function or class of one's own (as source, with what it uses in turn), a module, or a class or
-function of an installed package (by name), or a module of the served model (by path). Objects are taken apart into
-these (`objects.py`). Of a module of one's own, what is used of it travels, each thing as if it had been imported by its
-name.
+A block travels as source text with the values of its names. This limits a block in two ways:
 
-The names are looked up when the block is submitted, as a call of the function would look them up then: variables bound
-by `watch(direction=d)` first, then the function's closure, its module's globals, and Python's builtins. A name in a
-function that the block calls is looked up where *that* function was defined. All of them share one namespace on the
-engine, so that a name which means two things in two of them is refused.
+- The body must be valid outside a function: it cannot `return`, `yield` or `await`. Rebinding a name on the engine does
+  not change it here; the block saves its outputs (`.save()`).
+- The value of each name must be able to travel (`capture.py`).
 
-The source need not be runnable here. Modules that exist only on the engine can be imported in the body, or above it
-under `if TYPE_CHECKING:`; `nnsight` and `torch` need no import at all.
+The client looks names up when the block is submitted, as a call of the function would at that time: first the variables
+bound by `watch(direction=d)`, then the function's closure, its module's globals, and Python's builtins. Names in a
+function that the block calls are looked up where that function was defined. On the engine all of them share one
+namespace, so the client refuses a name that has two different values.
+
+The source need not run here. The body can import modules that exist only on the engine, and so can the module above it
+under `if TYPE_CHECKING:`. `nnsight` and `torch` need no import at all.
 """
 
 from __future__ import annotations
@@ -41,11 +39,11 @@ _T = TypeVar("_T")
 
 
 def intervention(function: Callable[..., Any]) -> Intervention:
-    """Make a block of a function `(model, tracer, live, **variables)`, whose body is written as any nnsight block.
+    """Make a block of a function `(model, tracer, live, **variables)` whose body is an nnsight block.
 
-    The first three parameters, whatever they are called, are bound by the engine: the model, the tracer and the live
-    parameters. Further ones are *variables*: bound by calling the intervention, or by their defaults. A parameter such
-    as `**variables` allows variables of any name, each of which the body can use by that name.
+    The engine binds the first three parameters, under any names: the model, the tracer and the live parameters. Further
+    parameters are *variables*. Calling the intervention binds them, and defaults apply to the others. A parameter such
+    as `**variables` allows variables of any name, which the body uses by these names.
 
         @tracewire.intervention
         def watch(model, tracer, live, direction):
@@ -56,18 +54,19 @@ def intervention(function: Callable[..., Any]) -> Intervention:
         client.trace(model, prompt, watch(direction=d))
 
     Raises:
-        BlockError: naming file and line, for what no block can do, and where there is no source.
+        BlockError: the body has statements that no block can have, or its source cannot be read.
+        TypeError: `function` is not a function.
     """
     return Intervention(function)
 
 
 def save(value: _T) -> _T:
-    """In a block: save `value`, and return it, as `value.save()` does. Type checkers know this one.
+    """In a block, save `value` and return it, like `value.save()`, which type checkers do not know.
 
         scores: list[float] = tracewire.save([])
 
     Raises:
-        BlockOnly: it is called outside a block.
+        BlockOnly: the call is outside a block.
     """
     nnsight = sys.modules.get("nnsight")
     if nnsight is None:
@@ -75,12 +74,12 @@ def save(value: _T) -> _T:
     return cast(_T, nnsight.save(value))
 
 
-# How blocks import it, wherever it stands.
+# Blocks import it by this name.
 save.__module__ = "tracewire"
 
 
 class Intervention(BlockFunction):
-    """A block, and the variables bound to it. Calling it binds more of them, and returns a new one."""
+    """A block with variables bound to it. Calling it returns a new intervention with more variables bound."""
 
     __wrapped__: Callable[..., Any]
 
@@ -94,7 +93,7 @@ class Intervention(BlockFunction):
         if hasattr(function, "__wrapped__"):
             raise BlockError(
                 f"{function.__name__} is decorated already, and decorators do not travel: "
-                "put what they do into its body, and leave @tracewire.intervention alone",
+                "move their code into its body, and keep @tracewire.intervention alone",
                 filename=function.__code__.co_filename,
                 line=function.__code__.co_firstlineno,
             )
@@ -106,7 +105,7 @@ class Intervention(BlockFunction):
             raise self._source.error("a lambda holds one expression only: write the intervention as a def")
         if isinstance(node, ast.AsyncFunctionDef):
             raise self._source.error(
-                f"{function.__name__} is a coroutine function; a block runs inside the forward pass: write def"
+                f"{function.__name__} is a coroutine function, and a block runs inside the forward pass: write def"
             )
         self._parameters, self._variables, self._rest = self._read_signature()
         self._source.check_block()
@@ -119,7 +118,7 @@ class Intervention(BlockFunction):
         expected = f"def {self._function.__name__}(model, tracer, live, **variables)"
         if positional[:1] in (["self"], ["cls"]):
             raise self._source.error(
-                f"an intervention is no method: its first parameter is the model, not {positional[0]!r}; "
+                f"an intervention is not a method: its first parameter is the model, not {positional[0]!r}; "
                 f"expected {expected}"
             )
         if arguments.vararg is not None:
@@ -143,7 +142,7 @@ class Intervention(BlockFunction):
         variables = [*positional[3:], *(argument.arg for argument in arguments.kwonlyargs)]
         return first, variables, arguments.kwarg.arg if arguments.kwarg else None
 
-    # --- what it is ---------------------------------------------------------------------------------------------------
+    # --- properties ---------------------------------------------------------------------------------------------------
 
     @property
     def name(self) -> str:
@@ -152,7 +151,7 @@ class Intervention(BlockFunction):
 
     @property
     def parameters(self) -> tuple[str, str, str]:
-        """What the body calls the model, the tracer and the live parameters."""
+        """The body's names for the model, the tracer and the live parameters."""
         return self._parameters
 
     @property
@@ -162,12 +161,12 @@ class Intervention(BlockFunction):
 
     @property
     def source(self) -> str:
-        """The body as it travels."""
+        """The source text of the body."""
         return self._source.body[0]
 
     @property
     def filename(self) -> str:
-        """The file that the source is from."""
+        """The file of the source."""
         return self._source.filename
 
     @property
@@ -194,36 +193,36 @@ class Intervention(BlockFunction):
         """A new intervention with these variables bound as well.
 
         Raises:
-            TypeError: a variable that the function does not take, or one passed by position.
+            TypeError: the function does not take such a variable, or a variable is passed by position.
         """
         if values:
             example = ", ".join(f"{name}=..." for name in self._variables) or "name=..."
             raise TypeError(
-                f"{self.name}() binds variables by name, as in {self.name}({example}); it is not called here"
+                f"{self.name}() binds variables by name, as in {self.name}({example}); only the engine runs its body"
             )
         for name in variables:
             if name in self._parameters:
-                raise TypeError(f"{self.name}(): {name!r} is bound by the engine, and is no variable")
+                raise TypeError(f"{self.name}(): the engine binds {name!r}, which is not a variable")
             if name not in self._variables and (self._rest is None or name == self._rest):
                 taken = ", ".join(self._variables) or "none"
                 raise TypeError(f"{self.name}() takes no variable {name!r} (variables: {taken})")
             if not name.isidentifier() or keyword.iskeyword(name):
-                raise TypeError(f"{self.name}(): {name!r} is no name that a body can use")
+                raise TypeError(f"{self.name}(): {name!r} is not a valid name for a variable")
         bound = Intervention.__new__(Intervention)
         bound.__dict__.update(self.__dict__)
         bound._bound = {**self._bound, **variables}
         return bound
 
     def block(self, shared: Collection[str] = ()) -> Block:
-        """The block as it travels, with the values that the names in it have now.
+        """The message of the block, with the present values of its names.
 
-        `shared` are the names of the trace's shared values, which variables bound to nothing else, and names that the
-        function takes from around it, then stand for.
+        `shared` are the names of the trace's shared values. They apply to variables that are not bound, and to names
+        from around the function.
 
         Raises:
-            BlockError: a name that stands for nothing, or for two different things.
-            UntransportableVariable: a value that cannot travel.
-            TraceRejected: a variable without a value (field `"variables.NAME"`).
+            BlockError: a name is not defined, or has two different values.
+            UntransportableVariable: a value cannot travel.
+            TraceRejected: a variable has no value (field `"variables.NAME"`).
         """
         capture = Capture(self.parameters, self._bound)
         line = self._source.node.lineno
@@ -262,9 +261,9 @@ class Intervention(BlockFunction):
 
 @lru_cache(maxsize=512)
 def live_reads(source: str, tracer: str, live: str) -> tuple[tuple[str, int], ...]:
-    """The live parameters that a block's source reads by name, each with its line there, but for those inside a `try`.
+    """The live parameters that a block's source reads by name outside `try` statements, each with its line there.
 
-    `tracer` and `live` are what the block calls these. None if it gives such a name another meaning.
+    `tracer` and `live` are the block's names for these. Returns `()` if the block rebinds one of these names.
     """
     found: list[tuple[str, int]] = []
     waiting: list[ast.AST] = [ast.parse(source)]

@@ -1,14 +1,13 @@
-"""Values that are more than plain data, as Python source that builds them on the engine.
+"""Objects: generates the Python source that builds a value on the engine that is not plain data.
 
-A block's variables are plain data and arrays (`tracewire_bus.wire.packing`). Anything else that a block may take along
-is taken apart here. What is plain in it travels as data. A *helper* of the block, a few generated lines of source, puts
-it together again from that data and from the classes, functions and modules that the block refers to. Those travel as
-they do when a block names them: a class or function of the user's own as source, one of an installed package by its
-name, a module of the served model by its path. So a value brings nothing to an engine that the block's own source
-could not bring, and nothing is pickled.
+A block's variables are plain data and arrays (`tracewire_bus.wire.packing`). Other values are taken apart here. Their
+plain parts travel as data. A *helper* of the block, a few generated lines of source, builds the value again from that
+data and from classes, functions and modules. These travel as they do when a block names them: the caller's own as
+source, those of an installed package by name, and modules of the served model by path. So a value can do nothing on an
+engine that the block's own source could not do, and nothing is pickled.
 
-The generated source has no data in it, apart from names of attributes. So two submissions with other values have the
-same source, which the engine compiles once.
+The generated source has no data except names of attributes. So submissions with different values have the same source,
+which the engine compiles once.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _SCALARS = frozenset({type(None), bool, int, float, complex, str, bytes})
 _SCALAR_KINDS = frozenset({"int", "float", "complex", "str", "bytes"})
 _CONTAINERS = (list, tuple, set, frozenset)
 
-#: Types whose values are built by a call with plain arguments: the module, the name there, and the arguments.
+#: Types whose values a call builds: module and name of the callable, and a function from a value to the arguments.
 _BY_CALL: dict[type, tuple[str, str, Any]] = {
     range: ("builtins", "range", lambda value: (value.start, value.stop, value.step)),
     slice: ("builtins", "slice", lambda value: (value.start, value.stop, value.step)),
@@ -61,9 +60,9 @@ _BY_TORCH: dict[str, Any] = {"device": lambda value: (str(value),), "Size": lamb
 
 
 def is_plain(value: Any, depth: int = 0) -> bool:
-    """Whether a value is plain data of builtin types and arrays throughout, so that it arrives as it is.
+    """Whether a value consists of builtin types and arrays only, so that packing keeps its types.
 
-    What nests too deep counts as plain: packing refuses it.
+    A value that nests too deep counts as plain, since packing refuses it.
     """
     cls = type(value)
     if cls in _SCALARS or depth > MAX_DEPTH:
@@ -85,39 +84,39 @@ def is_module(value: Any) -> bool:
 
 
 class Names(Protocol):
-    """What one block has been found to use: a `Capture`."""
+    """The part of a `Capture` that `Objects` uses."""
 
     helpers: list[Helper]
     modules: dict[str, str]
 
     def bind_hidden(self, hidden: str, value: Any, spelled: str, source: FunctionSource, line: int) -> None:
-        """Bind a part of a value, which the source writes as `spelled`, to a name of our own."""
+        """See `Capture.bind_hidden`."""
 
     def travels_by_name(self, value: Any, source: FunctionSource) -> bool:
-        """Whether the engine has the value by a name, or by its source: a module, a class, a function."""
+        """See `Capture.travels_by_name`."""
 
     def is_own_class(self, cls: type) -> bool:
-        """Whether a class is of no installed package, so that an engine cannot import it."""
+        """See `Capture.is_own_class`."""
 
     def spelled(self, name: str) -> str:
-        """How the source writes what is bound to `name`."""
+        """See `Capture.spelled`."""
 
     def parts_of(self, name: str) -> str:
-        """The name of the plain data that an object called `name` is built from."""
+        """See `Capture.parts_of`."""
 
     def add_parts(self, name: str, parts: list[bytes]) -> None:
-        """Send plain data, packed, that an object called `name` is built from."""
+        """See `Capture.add_parts`."""
 
     def untransportable(self, name: str, reason: str, source: FunctionSource, line: int) -> UntransportableVariable:
         """The error for a variable that cannot travel."""
 
 
 class Objects:
-    """The objects that one block takes along, each built once."""
+    """The objects of one block. The engine builds each of them once."""
 
     def __init__(self, capture: Names) -> None:
         self._capture = capture
-        #: Names of objects that were built, or of what is bound already, by identity; the objects are held meanwhile.
+        #: By `id`, the name and the object of each known object. The reference keeps the id valid.
         self._known: dict[int, tuple[str, Any]] = {}
         self._count = 0
 
@@ -125,15 +124,15 @@ class Objects:
         return len(self._known)
 
     def forget(self, count: int) -> None:
-        """Forget all but the first `count`, which could not be built."""
+        """Forget all objects but the first `count`."""
         while len(self._known) > count:
             self._known.popitem()
 
     def bind(self, name: str, value: Any, source: FunctionSource, line: int) -> None:
-        """Have a helper build `value` as `name`.
+        """Add a helper to the block that builds `value` and binds `name` to it.
 
         Raises:
-            UntransportableVariable: naming what in it cannot travel, and why.
+            UntransportableVariable: a part of the value cannot travel; the error names the part and the reason.
         """
         builder = _Builder(self, self._capture, name, source, line)
         expression = builder.expression(value, builder.spelled, 0)
@@ -143,8 +142,9 @@ class Objects:
         self._capture.helpers.append(helper)
 
     def bind_made(self, name: str, cls: type, source: FunctionSource, line: int) -> bool:
-        """Have a helper make a class that no class statement made: a namedtuple, or an enumeration. Says whether it is
-        one of these.
+        """Add a helper that makes a class without a class statement: a namedtuple, or an enumeration made by a call.
+
+        Returns False if the class is neither.
         """
         builder = _Builder(self, self._capture, name, source, line)
         expression = builder.made_class(cls)
@@ -156,15 +156,15 @@ class Objects:
         return True
 
     def know(self, value: Any, name: str) -> None:
-        """Remember what the engine calls an object that is bound by a name of the block's."""
+        """Note the engine's name for an object that is bound to a name of the block."""
         self._known[id(value)] = name, value
 
     def name_of(self, value: Any) -> str | None:
-        """The engine's name for an object that was built before."""
+        """The engine's name for a known object; None for others."""
         return known[0] if (known := self._known.get(id(value))) is not None else None
 
     def named(self, value: Any) -> str:
-        """A new hidden name for an object."""
+        """Give an object a new generated name."""
         self._count += 1
         name = f"_tw_{self._count}"
         self._known[id(value)] = name, value
@@ -172,7 +172,7 @@ class Objects:
 
 
 class _Builder:
-    """Makes the statements of one helper."""
+    """Generates the statements of one helper. `name`, `source` and `line` say where the block uses the value."""
 
     def __init__(self, objects: Objects, capture: Names, name: str, source: FunctionSource, line: int) -> None:
         self._objects = objects
@@ -182,11 +182,11 @@ class _Builder:
         self._line = line
         self.spelled = capture.spelled(name)
         self.statements: list[str] = []
-        #: What is plain, packed, as the helper finds it.
+        #: The packed plain parts, by the index that the helper uses.
         self.parts: list[bytes] = []
 
     def refuse(self, where: str, value: Any, reason: str = "") -> UntransportableVariable:
-        """The error for a part that cannot travel."""
+        """The error for the part at `where`, an expression such as `config.layer`, that cannot travel."""
         text = f"{where!r} is of type {type_name(type(value))}"
         return self._capture.untransportable(
             self.spelled, f"{text}: {reason}" if reason else f"{text}, which cannot travel", self._source, self._line
@@ -200,7 +200,7 @@ class _Builder:
         return f"{self._capture.parts_of(self._name)}[{len(self.parts) - 1}]"
 
     def _named(self, value: Any, where: str) -> str:
-        """What travels by a name of its own: modules, classes, functions."""
+        """The engine's name for a module, class or function."""
         name = self._objects.name_of(value)
         if name is None:
             count = len(self._objects)
@@ -222,10 +222,10 @@ class _Builder:
     # --- expressions --------------------------------------------------------------------------------------------------
 
     def expression(self, value: Any, where: str, depth: int) -> str:
-        """Source that makes `value`, which stands at `where`.
+        """An expression that builds `value`. `where` is the part's place in the caller's value, for errors.
 
         Raises:
-            UntransportableVariable: it cannot travel.
+            UntransportableVariable: the value cannot travel.
         """
         if depth > MAX_DEPTH:
             raise self.refuse(self.spelled, value, f"containers nest deeper than {MAX_DEPTH} or refer to themselves")
@@ -253,7 +253,7 @@ class _Builder:
             return self._namedtuple(value, where, depth)
         if is_module(value):
             return self._module(value, where, depth)
-        # A class of its own over plain data arrives as that data.
+        # An instance of a subclass of a builtin container travels as that container.
         if isinstance(value, dict):
             return self._dict(dict(value), where, depth)
         for base in _CONTAINERS:
@@ -278,7 +278,7 @@ class _Builder:
         ordered = isinstance(value, list | tuple)
         numbered: Iterable[tuple[int, Any]] = enumerate(value)
         if not ordered:
-            # What is plain first: a set has no order of its own.
+            # Plain items first, to pack them together.
             numbered = enumerate(sorted(value, key=lambda item: (not is_plain(item), repr(item))))
         for simple, group in groupby(numbered, key=lambda item: is_plain(item[1])):
             pairs = list(group)
@@ -317,7 +317,7 @@ class _Builder:
         except TraceRejected:
             if kind_or_none(value) is None:
                 raise
-            # An IntEnum whose class cannot travel arrives as its number.
+            # A member of an IntEnum whose class cannot travel travels as its number.
             return self._part(value, where)
         if value._name_ in type(value).__members__:
             return f"{made}[{self._part(value._name_, where)}]"
@@ -335,7 +335,7 @@ class _Builder:
         return self._named(cls, f"type({where})")
 
     def made_class(self, cls: Any) -> str | None:
-        """Source that makes a class that a call has made; None if it is none of a sort that is known here."""
+        """An expression for a namedtuple class, or for an enumeration made by a call; None for other classes."""
         where = self.spelled
         if issubclass(cls, tuple) and cls.__bases__ == (tuple,) and hasattr(cls, "_fields"):
             defaults = self._container(list(cls._field_defaults.values()), where, 0)
@@ -350,18 +350,18 @@ class _Builder:
     # --- objects with a state -----------------------------------------------------------------------------------------
 
     def _begin(self, value: Any, made: str) -> str:
-        """Name an object before its parts are made, which may refer to it."""
+        """Name an object before its parts are built, since they may refer to it. `made` is its expression."""
         name = self._objects.named(value)
         self.statements.append(f"{name} = {made}")
         return name
 
     def _object(self, value: Any, where: str, depth: int) -> str:
-        """An instance of the user's own class, or of an installed dataclass: its class and its attributes."""
+        """An instance of the caller's own class or of an installed dataclass, built from its class and attributes."""
         cls = type(value)
         if not (self._capture.is_own_class(cls) or dataclasses.is_dataclass(cls)):
             raise self.refuse(where, value, _hint(value))
         try:
-            # As the engine will: it calls no constructor, which may want what is not known here.
+            # The engine does the same, without the constructor, whose arguments are not known.
             object.__new__(cls)
         except TypeError as error:
             raise self.refuse(where, value, f"it cannot be built from its attributes ({error})") from None
@@ -378,18 +378,19 @@ class _Builder:
         return name
 
     def _module(self, module: Any, where: str, depth: int) -> str:
-        """A `torch.nn.Module`: its class, its weights as arrays, its children, and its other attributes."""
+        """A `torch.nn.Module`, built from its class, weights, buffers, children and other attributes."""
         if any(type(one).__name__.startswith("Uninitialized") for one in module._parameters.values()):
             raise self.refuse(where, module, "its weights have no shape yet: call it once before")
         for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks"):
             if getattr(module, hooks, None):
-                raise self.refuse(where, module, "it has hooks, which do not travel: remove them, or call what they do")
+                reason = "it has hooks, which do not travel: remove them, or call their functions in the block"
+                raise self.refuse(where, module, reason)
         torch = sys.modules["torch"]
         base = self._imported("torch", "nn.Module")
         cls = self._class(type(module), where)
         name = self._begin(module, f"{cls}.__new__({cls})")
         self.statements.append(f"{base}.__init__({name})")
-        # What every module has is made by the base class.
+        # The constructor of the base class makes the attributes that every module has.
         fresh = {*vars(torch.nn.Module()), "_parameters", "_buffers", "_modules"}
         plain, others = _split({key: item for key, item in vars(module).items() if key not in fresh})
         if plain:
@@ -410,7 +411,7 @@ class _Builder:
         return name
 
     def _parameter(self, parameter: Any, where: str) -> str:
-        """A parameter, of which several modules may hold the same one."""
+        """A parameter, which several modules may share."""
         known = self._objects.name_of(parameter)
         if known is None:
             made = f"{self._imported('torch', 'nn.Parameter')}({self._tensor(parameter, where)}, requires_grad=False)"
@@ -430,13 +431,13 @@ def _short(key: Any) -> str:
 
 
 def _split(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Attributes that are plain, and the others."""
+    """The plain attributes, and the others."""
     plain = {key: item for key, item in state.items() if is_plain(item)}
     return plain, {key: item for key, item in state.items() if key not in plain}
 
 
 def _state(value: Any) -> dict[str, Any]:
-    """An object's attributes, in its dict and in its slots."""
+    """An object's attributes, from its `__dict__` and its slots."""
     state = dict(getattr(value, "__dict__", {}))
     for cls in type(value).__mro__:
         slots = vars(cls).get("__slots__", ())
@@ -447,7 +448,7 @@ def _state(value: Any) -> dict[str, Any]:
 
 
 def _hint(value: Any) -> str:
-    """What to write instead of an object that cannot travel."""
+    """Advice for an object that cannot travel."""
     if all(hasattr(type(value), name) for name in ("encode", "decode", "convert_tokens_to_ids")):
         return "the block has the engine's own tokenizer, as model.tokenizer"
-    return "bind what the block uses of it to a name before the block, as in `layer = config.layer`"
+    return "bind the attributes that the block uses to names before the block, as in `layer = config.layer`"

@@ -1,8 +1,8 @@
-"""A function's own source text: found, cut out, dedented, and the names that it uses but does not bind.
+"""The source text of a function: finds it, cuts it out, dedents it, and lists its free names.
 
-What is cut out is the text as it stands in the file, so that line numbers hold and a comment or a string keeps what it
-says; nothing is written anew from a syntax tree. Text that starts a line inside a multi-line string is left as it is,
-where `textwrap.dedent` would change the string.
+The text is cut out of the file unchanged and never generated from a syntax tree, so that line numbers stay valid and
+comments and strings stay as they are. Lines inside a multi-line string keep their indentation, which `textwrap.dedent`
+would change.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ __all__ = ["SOURCES_KEPT", "FunctionSource", "dedent", "end_of", "find", "parse_
 
 _ANNOTATIONS = __future__.annotations.compiler_flag
 
-#: Statements that mean something only inside a function; a block's body runs without one around it.
+#: Statements that are valid only inside a function, with the reason for the error: a block's body runs outside one.
 _REFUSED: dict[type[ast.AST], tuple[str, str]] = {
-    ast.Return: ("return", "it returns nothing; .save() what it should hand out"),
-    ast.Yield: ("yield", "it is no generator; append to a saved list, and what is new in each step is streamed"),
+    ast.Return: ("return", "it has no caller; .save() its outputs"),
+    ast.Yield: ("yield", "it is not a generator; append to a saved list, of which each step streams the new items"),
     ast.YieldFrom: (
         "yield from",
-        "it is no generator; append to a saved list, and what is new in each step is streamed",
+        "it is not a generator; append to a saved list, of which each step streams the new items",
     ),
     ast.Await: ("await", "it runs inside the forward pass, where nothing can be awaited"),
     ast.AsyncFor: ("async for", "it runs inside the forward pass, where nothing can be awaited"),
     ast.AsyncWith: ("async with", "it runs inside the forward pass, where nothing can be awaited"),
-    ast.Nonlocal: ("nonlocal", "what it rebinds stays on the engine and never comes back; .save() it instead"),
-    ast.Global: ("global", "what it rebinds stays on the engine and never comes back; .save() it instead"),
+    ast.Nonlocal: ("nonlocal", "the name is rebound on the engine only; .save() the value instead"),
+    ast.Global: ("global", "the name is rebound on the engine only; .save() the value instead"),
 }
 
 _Scope = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
@@ -47,7 +47,7 @@ _Scope = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
 @dataclass(frozen=True)
 class _File:
-    """One source file, parsed once."""
+    """A parsed source file."""
 
     name: str
     lines: tuple[str, ...]
@@ -56,6 +56,11 @@ class _File:
 
 @lru_cache(maxsize=32)
 def parse_file(name: str, text: str) -> _File:
+    """Parse a source file, once for each text.
+
+    Raises:
+        SyntaxError: `text` is not valid Python.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SyntaxWarning)
         tree = ast.parse(text, name)
@@ -63,15 +68,15 @@ def parse_file(name: str, text: str) -> _File:
 
 
 def _lines(text: str) -> list[str]:
-    """Lines as Python counts them: a form feed or a Unicode line separator ends none."""
+    """The lines of a text as Python counts them: form feeds and Unicode line separators do not end a line."""
     return io.StringIO(text).readlines()
 
 
 def find(function: types.FunctionType) -> FunctionSource:
-    """The source of a function or lambda, from its file, its notebook cell or wherever `linecache` has it.
+    """The source of a function or lambda, from its file, its notebook cell or any other entry of `linecache`.
 
     Raises:
-        BlockError: there is none, or it is not the one that the function was compiled from.
+        BlockError: there is no source, or the file has changed since the function was compiled.
     """
     code = function.__code__
     key = (code, code.co_filename)
@@ -82,7 +87,7 @@ def find(function: types.FunctionType) -> FunctionSource:
     return known
 
 
-#: Sources read so far: what was read first is nearest to what was compiled, and reading takes time.
+#: Sources by code object. The first text that was read is the likeliest to be the one that was compiled.
 _found: dict[tuple[types.CodeType, str], FunctionSource] = {}
 SOURCES_KEPT = 512
 
@@ -128,7 +133,11 @@ def _read(function: types.FunctionType) -> FunctionSource:
 
 
 def _find_lambda(file: _File, code: types.CodeType, name: str) -> ast.Lambda:
-    """The lambda that `code` was compiled from; several may stand on one line."""
+    """The lambda that `code` was compiled from, among those on its line.
+
+    Raises:
+        BlockError: there is none, or several may be it.
+    """
     spans = [position for position in code.co_positions() if None not in position and position[2] != position[3]]
     found = [
         node
@@ -137,11 +146,11 @@ def _find_lambda(file: _File, code: types.CodeType, name: str) -> ast.Lambda:
         and node.lineno == code.co_firstlineno
         and all(_within(position, node.body) for position in spans)
     ]
-    # Around a nested lambda stands another; the innermost that holds all of the code is it.
+    # Of nested lambdas, the innermost one that contains all of the code.
     inner = [node for node in found if not any(other in ast.walk(node.body) for other in found)]
     if len(inner) != 1:
         raise BlockError(
-            "the source of this lambda cannot be told from its neighbours on the line: write it as a def",
+            "this line has several lambdas that may be this one: write it as a def",
             filename=file.name,
             line=code.co_firstlineno,
         )
@@ -161,7 +170,7 @@ def end_of(node: ast.expr | ast.stmt) -> tuple[int, int]:
 
 
 def _parameter_names(arguments: ast.arguments) -> tuple[str, ...]:
-    """Names of all parameters, in the order in which a code object has them."""
+    """Names of all parameters, in the order of `co_varnames`."""
     names = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
     names += [argument.arg for argument in (arguments.vararg, arguments.kwarg) if argument is not None]
     return tuple(names)
@@ -169,17 +178,23 @@ def _parameter_names(arguments: ast.arguments) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Use:
-    """One use of a name: `("nn", "functional", "relu")` for `torch.nn.functional.relu`; `()` for the bare name."""
+    """One use of a name.
+
+    Attributes:
+        chain: the attributes behind the name: `("nn", "functional", "relu")` for `torch.nn.functional.relu`, and `()`
+            for the bare name.
+        line: the line of the use.
+        changed: whether the source assigns or deletes the name or the last attribute.
+    """
 
     chain: tuple[str, ...]
     line: int
-    #: Whether the last of them is assigned or deleted.
     changed: bool
 
 
 @dataclass(frozen=True, eq=False)
 class FunctionSource:
-    """A function's syntax tree and the file that it stands in. Line numbers count from 1, in that file."""
+    """The syntax tree of a function, and its file. Line numbers are those of the file, from 1."""
 
     name: str
     filename: str
@@ -187,14 +202,14 @@ class FunctionSource:
     file: _File
 
     def error(self, message: str, line: int | None = None) -> BlockError:
-        """A `BlockError` at `line` of this file."""
+        """A `BlockError` at `line` of this file; by default, at the function's first line."""
         return BlockError(message, filename=self.filename, line=line or self.node.lineno)
 
     # --- text ---------------------------------------------------------------------------------------------------------
 
     @cached_property
     def body(self) -> tuple[str, int]:
-        """The body alone, dedented, and the line that it starts at. A comment before the first statement is dropped."""
+        """The dedented body, and its first line. Comments before the first statement are left out."""
         assert isinstance(self.node, ast.FunctionDef | ast.With)
         first = self.node.body[0]
         line, column = first.lineno, first.col_offset
@@ -207,9 +222,9 @@ class FunctionSource:
         return dedent(lines, column), line
 
     def definition(self, name: str, replaced: dict[ast.expr, str]) -> str:
-        """The whole definition, dedented, under another name, with some expressions of its head replaced.
+        """The dedented definition under another name, without decorators. A lambda becomes an assignment.
 
-        A lambda becomes an assignment of it. Decorators are left out.
+        `replaced` has the expressions of default values to replace, each with the new text.
         """
         key = name, tuple((*end_of(expression), text) for expression, text in replaced.items())
         if (known := self._definitions.get(key)) is None:
@@ -218,7 +233,7 @@ class FunctionSource:
 
     @cached_property
     def _definitions(self) -> dict[tuple[str, Any], str]:
-        """What `definition` returned: a service submits the same functions again and again."""
+        """Cache of `definition`, since services submit the same functions many times."""
         return {}
 
     def _cut(self, name: str, replaced: dict[ast.expr, str]) -> str:
@@ -251,10 +266,13 @@ class FunctionSource:
 
     @cached_property
     def free_names(self) -> dict[str, int]:
-        """Names that the body uses and binds nowhere, each with the line of its first use.
+        """The names that the body reads and does not bind, each with the line of its first use.
 
-        Names in annotations are not counted: they are not evaluated. Nor are those of default values, which belong to
-        the surrounding scope.
+        Names in annotations and in default values are left out: annotations are not evaluated on the engine, and
+        default values belong to the surrounding scope.
+
+        Raises:
+            BlockError: the source does not compile by itself.
         """
         text = self.definition(getattr(self.node, "name", "_"), {})
         try:
@@ -265,7 +283,7 @@ class FunctionSource:
         if isinstance(self.node, ast.Lambda):
             functions = [child for child in functions if child.get_name() == "lambda"]
         names: set[str] = set()
-        # The last one: lambdas in default values come before it.
+        # The last function: lambdas in default values come before it.
         _collect(functions[-1], names)
         lines: dict[str, int] = {}
         for node in ast.walk(self.node):
@@ -275,12 +293,12 @@ class FunctionSource:
 
     @property
     def travelling(self) -> Sequence[ast.AST]:
-        """What of the node runs on the engine: the body, without decorators and default values."""
+        """The nodes that run on the engine: the body, without decorators and default values."""
         body = self.node.body
         return body if isinstance(body, list) else [body]
 
     def uses(self, name: str) -> list[Use]:
-        """Where `name` is used in this function, each with the attributes that are reached through it there."""
+        """The uses of `name` in this function, sorted by line."""
         found: list[Use] = []
         waiting: list[ast.AST] = list(self.travelling)
         while waiting:
@@ -298,16 +316,16 @@ class FunctionSource:
 
     @cached_property
     def imports(self) -> dict[str, list[tuple[str, str | None]]]:
-        """What the file's `import` statements bind, by name: the module, and the attribute or None."""
+        """For each name that an `import` statement of the file binds: module and attribute, or module and None."""
         return _imports(ast.walk(self.file.tree))
 
     @cached_property
     def module_imports(self) -> dict[str, list[tuple[str, str | None]]]:
-        """The same, of statements at the module's own level (`if TYPE_CHECKING:` included) only."""
+        """The same for the statements at module level only, including those under `if TYPE_CHECKING:`."""
         return _imports(_own_level(self.file.tree.body))
 
     def default_names(self) -> dict[str, ast.expr]:
-        """Expressions of the default values, by parameter."""
+        """The expressions of the default values, by parameter."""
         assert not isinstance(self.node, ast.With | ast.ClassDef)
         arguments = self.node.args
         positional = [*arguments.posonlyargs, *arguments.args]
@@ -320,13 +338,13 @@ class FunctionSource:
                 found[argument.arg] = keyword_default
         return found
 
-    # --- what cannot travel -------------------------------------------------------------------------------------------
+    # --- checks -------------------------------------------------------------------------------------------------------
 
     def check_block(self) -> None:
-        """Refuse what a block cannot do.
+        """Check that the body has no statement that a block cannot have, and compiles by itself.
 
         Raises:
-            BlockError: at the first such line.
+            BlockError: it does not; the error names the line of the first problem.
         """
         assert isinstance(self.node, ast.FunctionDef | ast.With)
         refused = [node for node in _own_level(self.node.body) if type(node) in _REFUSED]
@@ -342,13 +360,13 @@ class FunctionSource:
 
     @cached_property
     def checked_helper(self) -> bool:
-        """Refuses what a function that a block calls cannot do, once.
+        """True once this function, which a block calls, was checked.
 
         Raises:
-            BlockError: at the first such line.
+            BlockError: it is a coroutine function, has a `global` statement, or does not compile by itself.
         """
         if isinstance(self.node, ast.AsyncFunctionDef):
-            raise self.error(f"a block cannot call the coroutine function {self.name}(): nothing can be awaited there")
+            raise self.error(f"a block cannot call the coroutine function {self.name}(): a block cannot await")
         self._check_globals()
         self._compile(self.definition(getattr(self.node, "name", "_"), {}), self.node.lineno)
         return True
@@ -386,7 +404,7 @@ def _line(node: ast.AST) -> int:
 
 
 def _own_level(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
-    """All nodes below, without those of nested functions; what such a function evaluates outside itself is included."""
+    """All nodes below, without the bodies of nested functions, but with their decorators and default values."""
     for node in nodes:
         yield node
         if isinstance(node, _Scope):
@@ -420,7 +438,7 @@ def _collect(table: symtable.SymbolTable, names: set[str]) -> None:
 
 
 def dedent(lines: list[bytes], column: int) -> str:
-    """`lines` less their first `column` bytes of white space, except where a line starts inside a string."""
+    """Join `lines` without their first `column` bytes of white space, except for lines that start inside a string."""
     text = b"".join(lines).decode()
     inside: set[int] = set()
     starts: list[int] = []

@@ -1,4 +1,4 @@
-"""The body of a `with` statement as source: found from the frame that enters it, and checked that it can be skipped."""
+"""Finds the body of a `with` statement in the source by the frame that enters it, and checks that it can be skipped."""
 
 from __future__ import annotations
 
@@ -19,50 +19,50 @@ __all__ = ["WithSource", "find_with"]
 
 @dataclass(frozen=True, eq=False)
 class WithSource(FunctionSource):
-    """The body of a `with` statement, and the file that it stands in."""
+    """The body of a `with` statement, and its file."""
 
     node: ast.With
 
     @cached_property
     def names(self) -> FreeNames:
-        """The names that the body takes from around it."""
+        """The free names of the body."""
         return FreeNames(self.node.body)
 
     @cached_property
     def checked(self) -> bool:
-        """Refuses what a block cannot do, once.
+        """True once the body was checked for statements that no block can have.
 
         Raises:
-            BlockError: at the first such line.
+            BlockError: the body has such a statement; the error names the first one's line.
         """
         self.check_block()
         return True
 
     @property
     def begins(self) -> int:
-        """The line on which the body begins to run."""
+        """The line of the first event when the body runs: its first statement, or that one's first decorator."""
         first = self.node.body[0]
         decorators: list[ast.expr] = getattr(first, "decorator_list", [])
         return min([first.lineno, *(one.lineno for one in decorators)])
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing in the body to run."""
+        """Whether the body has only `pass` and constants."""
         return all(
             isinstance(one, ast.Pass) or (isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant))
             for one in self.node.body
         )
 
 
-#: `with` statements found so far, by where they are entered.
+#: The `with` statements found so far, by code object and bytecode offset.
 _entered: dict[tuple[types.CodeType, int], WithSource] = {}
 
 
 def find_with(frame: types.FrameType, name: str) -> WithSource:
-    """The source of the `with` statement that `frame` is entering; `name` is what it enters, for messages.
+    """The source of the `with` statement that `frame` is entering. `name` is the entered expression, for errors.
 
     Raises:
-        BlockError: it enters none, its source cannot be read, or its body cannot be kept from running there.
+        BlockError: no `with` statement is being entered, or its source cannot be read, or its body cannot be skipped.
     """
     code, line = frame.f_code, frame.f_lineno
     known = _entered.get((code, frame.f_lasti))
@@ -90,7 +90,7 @@ def find_with(frame: types.FrameType, name: str) -> WithSource:
         if isinstance(node, ast.With):
             parts: list[ast.With | ast.expr] = [node, *_contexts(node)]
             spans = [_spans(part) for part in parts]
-            # Python may have been told to keep no columns.
+            # With `-X no_debug_ranges`, Python keeps no columns: then the line decides.
             if place in spans if place[2] is not None else line in [span[0] for span in spans]:
                 found.append(node)
     if not found:
@@ -113,11 +113,11 @@ def find_with(frame: types.FrameType, name: str) -> WithSource:
 def _check_with(source: WithSource, item: int, name: str) -> None:
     node = source.node
     if item != len(node.items) - 1:
-        raise source.error(f"{name} comes last in its with statement: what comes after it would be entered here")
+        raise source.error(f"{name} must be the last item of its with statement: later items would be entered here")
     if source.is_empty:
         return
     if source.begins <= (end_of(node.items[-1].optional_vars or node.items[-1].context_expr)[0]):
-        raise source.error("the block starts on a line of its own, below the with", source.begins)
+        raise source.error("the block must start on a line of its own, below the with", source.begins)
     if isinstance(node.body[0], ast.Try | ast.TryStar):
         # No handler of Python's covers the line of the `try` itself.
         raise source.error(
@@ -134,14 +134,14 @@ def _spans(node: ast.With | ast.expr) -> tuple[int | None, int | None, int | Non
 
 
 def _item(frame: types.FrameType, node: ast.With, place: tuple[int | None, ...]) -> int:
-    """Which of a statement's items is being entered."""
+    """The index of the item of a `with` statement that is being entered."""
     contexts = _contexts(node)
     if len(contexts) == 1:
         return 0
     for index, context in enumerate(contexts):
         if _spans(context) == place:
             return index
-    # Before Python 3.12, all of them stand at the statement's place, one after the other.
+    # Before Python 3.12, all items have the position of the statement, in order.
     entered = [
         one.offset
         for one in dis.get_instructions(frame.f_code)

@@ -32,18 +32,17 @@ __all__ = ["LargeValues", "as_dtype", "fetched", "holds_references", "load", "of
 
 
 async def load(value: Any, *, dtype: str | None = None, exact: bool = False) -> Any:
-    """`value`, such as `result.saves` or `output.delta`, with arrays that NumPy computes with as one expects.
+    """Download the arrays in `value`, such as `result.saves` or `output.delta`, and make them computable in NumPy.
 
         saves = await tracewire.load(result.saves)
         saves["acts"][0].mean()
 
-    Every `ArrayRef` in it is downloaded, one after the other, and checked against its digest; whether an array came as
-    a reference is the engine's choice, by its size. With a `dtype`, such as `"float32"`, all arrays are of that dtype.
-    Otherwise arrays of bfloat16 and of the 8-bit floats become float32 arrays of the same values: NumPy sums those
-    types in their own precision, and saves them without their dtype. With `exact`, arrays keep the dtype that the
-    engine saved, by which digests are compared.
+    The engine sends large arrays as references (`ArrayRef`). The client downloads them one after the other, and
+    compares each with its digest. With a `dtype`, such as `"float32"`, all arrays get that dtype. Otherwise arrays of
+    bfloat16 and of 8-bit floats become float32 arrays of the same values, since NumPy sums those types in their own
+    precision and saves them without their dtype. With `exact`, arrays keep the saved dtype, which digests depend on.
 
-    Lists, tuples and dicts are new; `value` is left as it was. A tuple subclass becomes a tuple.
+    The returned lists, tuples and dicts are new, and `value` is not changed. A tuple subclass becomes a tuple.
 
     Raises:
         ValueMissing: a reference's array has expired, or parts of it are missing.
@@ -56,10 +55,10 @@ async def load(value: Any, *, dtype: str | None = None, exact: bool = False) -> 
 
 
 async def fetched(value: Any) -> Any:
-    """`value` with new containers, and with the arrays that it refers to, which are the caller's to change."""
+    """A copy of `value` with new containers, and with downloaded, writable arrays in place of references."""
     if isinstance(value, ArrayRef):
         array = await value.load()
-        # No other code has this array: its memory was made for this call.
+        # The memory was allocated for this call, so no other code can see a change.
         array.flags.writeable = True
         return array
     if isinstance(value, dict):
@@ -72,7 +71,7 @@ async def fetched(value: Any) -> Any:
 
 
 def holds_references(value: Any) -> bool:
-    """Whether `fetched` would download anything."""
+    """Whether `value` has references, which `fetched` would download."""
     if isinstance(value, dict):
         return any(map(holds_references, value.values()))
     if isinstance(value, list | tuple):
@@ -81,10 +80,10 @@ def holds_references(value: Any) -> bool:
 
 
 def as_dtype(dtype: str | None, *, exact: bool = False) -> Callable[[Any], Any]:
-    """A function that makes arrays of a value arrays of `dtype`, or, without one, such as NumPy computes with.
+    """A function that converts the arrays in a value: see `load`.
 
     Raises:
-        ValueError: no array can be of this dtype, or it is asked for beside `exact`.
+        ValueError: `dtype` names no dtype, or is given together with `exact`.
     """
     import numpy as np
 
@@ -111,17 +110,17 @@ def as_dtype(dtype: str | None, *, exact: bool = False) -> Callable[[Any], Any]:
 
 
 class LargeValues:
-    """Loads the arrays that one trace's events refer to."""
+    """Loads the arrays to which one trace's events refer."""
 
     def __init__(self, trace_id: str, bus: Bus) -> None:
         self.trace_id = trace_id
         self._bus = bus
 
     async def load(self, ref: ArrayRef) -> np.ndarray[Any, Any]:
-        """The array, read-only and checked against the reference's digest.
+        """Download an array and compare it with the reference's digest. The array is read-only.
 
         Raises:
-            ValueMissing: it has expired, or is not whole any more.
+            ValueMissing: the array has expired, or parts of it are missing.
             BusUnavailable: Redis does not answer.
             ClientClosed: the client is closed.
         """
@@ -133,12 +132,12 @@ class LargeValues:
 
 
 async def offload_large_arrays(submission: Submission, bus: Bus) -> Submission:
-    """`submission` with the large arrays among its variables in blobs, and referred to.
+    """A copy of `submission` with references in place of large arrays, which are written to blobs first.
 
-    What several of its prompts use is sent once. Blobs of a trace that no engine accepts expire by themselves.
+    An array that several prompts use is sent once. The blobs of a trace that no engine accepts expire.
     """
     blocks = [submission.block, *(invoke.block for invoke in submission.invokes)]
-    # Taking a digest takes time, and one block alone hardly has an array twice.
+    # Computing digests takes time, and a single block rarely has an array twice.
     sent: dict[bytes, ArrayRef] | None = {} if len([one for one in blocks if one is not None]) > 1 else None
 
     async def moved(block: Block | None) -> Block | None:
@@ -160,9 +159,9 @@ async def offload_large_arrays(submission: Submission, bus: Bus) -> Submission:
 
 
 async def _referring(trace_id: str, packed: bytes, bus: Bus, sent: dict[bytes, ArrayRef] | None) -> bytes:
-    """A packed dict of values by name, with references for its large arrays.
+    """A packed dict of values by name, with references in place of its large arrays.
 
-    `sent` has those that were sent before, by digest.
+    `sent` has the references of arrays that were sent before, by digest.
     """
 
     async def moved(value: Any, name: str) -> Any:

@@ -1,6 +1,6 @@
-"""The state of a trace: its events folded into text, tokens and saves, up to one event or to its end.
+"""The state of a trace: its events folded into text, tokens and saves, up to one event or to the end.
 
-The caller owns the containers in it; arrays are shared and read-only.
+The caller may change the lists and dicts in a state. Its arrays are shared and read-only.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["Choice", "Invoke", "Result", "Saves", "State"]
 class Saves(Values):
     """Saved values by name, with conversions (`to_numpy()`, `to_torch()`, `to_pandas()`, `to_xarray()`).
 
-    Asking for a name that is not there raises a `SaveMissing`, which is a `KeyError`.
+    A missing name raises a `SaveMissing`, which is a `KeyError`.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class Saves(Values):
         super().__init__(values)
         self._trace_id = trace_id
         self._ended = ended
-        #: Why saves could not be sent, by name.
+        #: For each save that could not be sent, the reason.
         self._reasons: dict[str, str] = {}
 
     def __missing__(self, name: Any) -> Any:
@@ -42,7 +42,15 @@ class Saves(Values):
 
 @dataclass
 class Choice:
-    """One sampled sequence of one prompt. `choice` is its index; vLLM's own words say why it ended."""
+    """One sampled sequence of one prompt.
+
+    Attributes:
+        invoke, choice: index of the prompt, and of the sequence among the prompt's.
+        text, token_ids: the sampled text and tokens.
+        token_strings: the tokens as strings, if `token_strings=True` asked for them.
+        saves: the saved values, by name.
+        finish_reason, stop_reason: vLLM's words for why the sequence ended, or None.
+    """
 
     invoke: int
     choice: int
@@ -135,17 +143,18 @@ class State:
         return await self._only("saves").saves.load(name, dtype=dtype, exact=exact)
 
     def to_numpy(self, name: str | None = None, *, dtype: str | None = None) -> Any:
-        """Saves of the only choice as NumPy arrays: `saves.to_numpy`."""
+        """Convert the saves of the only choice to NumPy arrays: see `Values.to_numpy`."""
         return self._only("saves").saves.to_numpy(name, dtype=dtype)
 
     def to_torch(self, name: str | None = None, *, dtype: Any = None, device: Any = None) -> Any:
-        """Saves of the only choice as torch tensors: `saves.to_torch`."""
+        """Convert the saves of the only choice to torch tensors: see `Values.to_torch`."""
         return self._only("saves").saves.to_torch(name, dtype=dtype, device=device)
 
     def to_pandas(self, name: str | None = None) -> Any:
-        """Saves of the only choice as a table: `saves.to_pandas`. Without a name, `token_id` is a column, too,
-        and `token_string` if the engine sent those: row `i` has the token of index `i`, and the item of index `i` of
-        each saved list.
+        """Convert the saves of the only choice to a table: see `Values.to_pandas`.
+
+        Without a name, the table also has the column `token_id`, and `token_string` if the engine sent strings. Row `i`
+        has token `i`, and item `i` of each saved list.
         """
         saves = self._only("saves").saves
         table = saves.to_pandas(name)
@@ -157,16 +166,16 @@ class State:
         return tokens.join(table, how="outer").rename_axis(index="step")
 
     def to_xarray(self, name: str | None = None) -> Any:
-        """Saves of the only choice as labelled arrays: `saves.to_xarray`."""
+        """Convert the saves of the only choice to labelled arrays: see `Values.to_xarray`."""
         return self._only("saves").saves.to_xarray(name)
 
     @property
     def finish_reason(self) -> str | None:
-        """Why the only choice ended, in vLLM's own word; `None` while it runs."""
+        """vLLM's word for why the only choice ended; `None` while it runs."""
         return self._only("finish_reason").finish_reason
 
     def digest(self) -> bytes:
-        """16 bytes that are equal if all choices have equal saves, in any process."""
+        """A digest of all saves, 16 bytes. States with equal saves have equal digests in any process."""
         return self._digest()
 
     def _only(self, what: str) -> Choice:
@@ -201,7 +210,7 @@ def _saves(fold: Fold, trace_id: str, invoke: int, choice: int) -> Saves:
 
 
 def _invokes(fold: Fold, trace_id: str) -> list[Invoke]:
-    """Every choice that there is or will be, so that an index means the same from the first event to the last."""
+    """All choices that exist or will exist, so that an index has the same meaning from the first event to the last."""
     counts: dict[int, int] = {}
     if fold.accepted is not None:
         sampling = fold.accepted.sampling

@@ -1,4 +1,4 @@
-"""What a handle of a model has of its `config.json` and of its tokenizer, on the caller's machine."""
+"""A model's configuration and tokenizer on the client's machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["ModelConfig", "load_tokenizer"]
 
 
 class ModelConfig(Mapping[str, Any]):
-    """A model's configuration: `config.hidden_size`, `config["hidden_size"]`. What nests in it can be read alike."""
+    """A model's configuration: `config.hidden_size` or `config["hidden_size"]`. Nested settings can be read alike."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self._settings = settings
@@ -24,7 +24,7 @@ class ModelConfig(Mapping[str, Any]):
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
-            # Asked of an object that is not set up yet, as copying does.
+            # Copying asks for such names before `__init__` has run.
             raise AttributeError(name)
         if name not in self._settings:
             raise AttributeError(f"the model's configuration has no {name!r}; it has {', '.join(sorted(self))}")
@@ -40,7 +40,7 @@ class ModelConfig(Mapping[str, Any]):
         return len(self._settings)
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it, as plain dicts and lists."""
+        """The configuration as plain dicts and lists."""
         return dict(self._settings)
 
     def __repr__(self) -> str:
@@ -49,13 +49,13 @@ class ModelConfig(Mapping[str, Any]):
 
 @lru_cache(maxsize=8)
 def load_tokenizer(path: str, revision: str) -> Any:
-    """The tokenizer of the model at `path`, a folder or a name in the cache of Hugging Face, from this machine's files.
+    """Load the tokenizer of the model at `path`, a folder or a name in Hugging Face's cache, from this machine's files.
 
     Raises:
-        TokenizerUnavailable: transformers is not installed, or the files are not here.
+        TokenizerUnavailable: transformers is not installed, or the files are not on this machine.
     """
     try:
-        # By name: the client has it as an extra only, and imports it for nothing else.
+        # By name, since transformers is an extra of the client.
         transformers = import_module("transformers")
     except ImportError as error:
         raise TokenizerUnavailable(

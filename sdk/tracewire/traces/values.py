@@ -1,6 +1,6 @@
-"""`Values`: what was saved, by name, and as arrays of NumPy and torch, as tables and as labelled arrays.
+"""`Values`: saved values by name, with conversions to NumPy, torch, pandas and xarray.
 
-The libraries are extras of the client. A conversion imports its own on its first use.
+These libraries are extras of the client. A conversion imports its library when it is first used.
 """
 
 from __future__ import annotations
@@ -27,52 +27,55 @@ _NUMBERS = frozenset({bool, int, float, complex})
 class Values(dict[str, Any]):
     """Values by name: a dict with conversions.
 
-    The conversions take the name of one value, or none for all of them. They put lists together: a list whose items are
-    numbers, or arrays of one shape and dtype, becomes one array `[items, ...]`. The items of a save are mostly one a
-    step. A list of dicts, as a `LogitLens` saves it, becomes a dict of such arrays. Lists whose items differ in shape
-    stay lists of arrays, and text and None stay as they are.
+    A conversion takes the name of one value, or no name for all values. It stacks lists: a list whose items are
+    numbers, or arrays of one shape and dtype, becomes one array `[items, ...]`. A saved list mostly has one item for
+    each step.
+    A list of dicts with the same keys, as a `LogitLens` saves it, becomes a dict of such arrays. A list whose items
+    differ in shape stays a list of arrays. Texts and None are not converted.
 
-    The arrays that a conversion returns are writable. It copies those that are not: what came in an event is a part of
-    the event.
+    The returned arrays are writable. A conversion copies arrays that are not, since those are parts of an event.
 
-    A conversion downloads nothing. `await values.load()` before it makes it work whether a large array came in an event
-    or as a reference, which is the engine's choice.
+    Conversions download nothing. The engine sends a large array as a reference; call `await values.load()` before a
+    conversion, so that the conversion works in both cases.
     """
 
     async def load(self, name: str | None = None, *, dtype: str | None = None, exact: bool = False) -> Any:
-        """The value of this name, or a dict of all, with its references downloaded, one after the other.
+        """Download the references in one value, or in all values, one after the other. Returns the value, or a dict.
 
-        Arrays are of `dtype`, where one is given (`"float32"`). Otherwise those of bfloat16 and of the 8-bit floats
-        become float32, which NumPy computes with, and the others keep theirs; with `exact` all do. What was downloaded
-        takes the place of its reference here, so that nothing is downloaded twice.
+        The returned arrays have the dtype `dtype` (`"float32"`), if one is given. Otherwise arrays of bfloat16 and of
+        8-bit floats become float32, in which NumPy can compute, and other arrays keep their dtype; with `exact`, all
+        keep it. Downloaded arrays replace their references in this dict, so that they are downloaded once.
 
         Raises:
-            ValueMissing: a reference's array has expired, or is not whole any more.
-            ValueError: `dtype` is the name of none.
+            ValueMissing: a reference's array has expired, or parts of it are missing.
+            ValueError: `dtype` names no dtype, or is given together with `exact`.
+            SaveMissing: nothing is saved under the name.
             BusUnavailable: Redis does not answer.
             ClientClosed: the client that read the reference is closed.
         """
         convert = as_dtype(dtype, exact=exact)
         for one in self if name is None else (name,):
             if holds_references(self[one]):
-                # No new key: iterating goes on.
+                # Replaces a value only: adding a key would break the iteration.
                 self[one] = await fetched(self[one])
         return {one: convert(value) for one, value in self.items()} if name is None else convert(self[name])
 
     def to_numpy(self, name: str | None = None, *, dtype: str | None = None) -> Any:
-        """As writable NumPy arrays of `dtype`: by default float32 for bfloat16 and 8-bit floats, and the saved dtype
-        for the others (`dtype="bfloat16"` keeps it, as one of ml_dtypes).
+        """Convert to writable NumPy arrays of `dtype`.
+
+        The default is float32 for bfloat16 and 8-bit floats, and the saved dtype for others. `dtype="bfloat16"` keeps
+        bfloat16, as a dtype of ml_dtypes.
 
         Raises:
             SaveMissing: nothing is saved under the name.
             NotLoaded: a reference in it has not been downloaded.
-            ValueError: `dtype` is the name of none.
+            ValueError: `dtype` names no dtype.
         """
         convert = as_dtype(dtype)
         return self._converted("to_numpy", name, lambda array: _writable(convert(array)))
 
     def to_torch(self, name: str | None = None, *, dtype: Any = None, device: Any = None) -> Any:
-        """As torch tensors of the saved dtype, bfloat16 included, on the CPU: or of `dtype`, on `device`.
+        """Convert to torch tensors of `dtype` on `device`: by default, of the saved dtype, on the CPU.
 
         Raises:
             LibraryMissing: torch is not installed.
@@ -89,12 +92,14 @@ class Values(dict[str, Any]):
         return self._converted("to_torch", name, tensor)
 
     def to_pandas(self, name: str | None = None) -> Any:
-        """One value as a table with a row for each item, or a table of all saved lists.
+        """Convert one value to a table with a row for each item, or all saved lists to one table.
 
-        Numbers, one an item, make a Series. Arrays `[features]`, one an item, make a DataFrame with a column for each
-        feature; arrays of more dimensions have a row for each index of all dimensions but the last. A dict makes a
-        DataFrame with a column for each key. Without a name, the DataFrame has a column for each list, whose cells hold
-        the list's items; values that are no lists are left out.
+        - A list of numbers becomes a Series.
+        - A list of arrays `[features]` becomes a DataFrame with a column for each feature. Arrays of more dimensions
+          have a row for each index of all dimensions but the last.
+        - A dict becomes a DataFrame with a column for each key.
+        - Without a name, the DataFrame has a column for each saved list, with the list's items in the cells. Values
+          that are not lists are left out.
 
         Raises:
             LibraryMissing: pandas is not installed.
@@ -108,7 +113,7 @@ class Values(dict[str, Any]):
         return _table(pandas, name, self.to_numpy(name))
 
     def to_xarray(self, name: str | None = None) -> Any:
-        """One value as a DataArray, or all of them as a Dataset.
+        """Convert one value to a DataArray, or all values to a Dataset.
 
         The first dimension of a list is `step`, with the items' indices; the others are `NAME_1`, `NAME_2` and so on. A
         dict is a Dataset with a variable for each key, called `NAME.KEY`.
@@ -116,7 +121,7 @@ class Values(dict[str, Any]):
         Raises:
             LibraryMissing: xarray is not installed.
             SaveMissing: nothing is saved under the name.
-            NotAnArray: a value is none: text, or a list whose items differ in shape.
+            NotAnArray: a value is a text, or a list whose items differ in shape.
             NotLoaded: a reference in it has not been downloaded.
         """
         xarray = library("xarray", "to_xarray()")
@@ -132,20 +137,20 @@ class Values(dict[str, Any]):
 
 
 def library(name: str, what: str) -> Any:
-    """A library that the client has as an extra, for `what`.
+    """Import a library that is an extra of the client. `what` is the call that needs it, for the error.
 
     Raises:
-        LibraryMissing: it is not installed.
+        LibraryMissing: the library is not installed.
     """
     try:
-        # By name: the client needs none of them.
+        # By name, since type checkers and import checks must not require the extras.
         return import_module(name)
     except ImportError as error:
         raise LibraryMissing(what, name) from error
 
 
 def _stacked(value: Any, what: str, name: str) -> Any:
-    """`value` with NumPy arrays for its arrays, numbers and lists of them, as `Values` says."""
+    """`value` with NumPy arrays in place of arrays, numbers and lists of them: see `Values`."""
     import numpy as np
 
     if isinstance(value, ArrayRef):
@@ -160,7 +165,7 @@ def _stacked(value: Any, what: str, name: str) -> Any:
         return value
     if value and all(type(item) in _NUMBERS for item in value):
         numbers = np.asarray(value)
-        # Integers beyond 64 bits stay what they are.
+        # NumPy has no dtype for integers beyond 64 bits.
         return numbers if numbers.dtype != object else list(value)
     return _joined([_stacked(item, what, name) for item in value])
 
@@ -198,7 +203,7 @@ def _tensor(torch: Any, array: np.ndarray[Any, Any]) -> Any:
         return torch.from_numpy(array)
     if not hasattr(torch, name):
         return torch.from_numpy(array.astype("float32"))
-    # NumPy and torch hand each other none of these types: their bits pass as integers of the same size.
+    # torch.from_numpy takes none of these types, so the bits pass as integers of the same size.
     bits: Any = f"uint{8 * array.dtype.itemsize}"
     return torch.from_numpy(array.view(bits)).view(getattr(torch, name))
 
@@ -207,9 +212,9 @@ def _tensor(torch: Any, array: np.ndarray[Any, Any]) -> Any:
 
 
 def _column(pandas: Any, value: Any) -> Any:
-    """The items of a list as a column: numbers as such, and arrays as cells."""
+    """The items of a list as a column: numbers as the column's values, and arrays as its cells."""
     if isinstance(value, dict):
-        # Of each item its own dict.
+        # Each cell gets the dict of its item.
         lengths = [len(part) for part in value.values()]
         value = [{key: part[index] for key, part in value.items()} for index in range(min(lengths, default=0))]
     if is_array(value) and value.ndim == 1:
@@ -239,7 +244,7 @@ def _series(pandas: Any, name: str, array: np.ndarray[Any, Any]) -> Any:
 
 
 def _index(pandas: Any, shape: tuple[int, ...]) -> Any:
-    """A row for each index of these dimensions, of which the first is the steps'."""
+    """The index of a table with a row for each index of these dimensions; the first one is `step`."""
     names = ["step", *(f"dim_{axis}" for axis in range(1, len(shape)))]
     if len(shape) < 2:
         return pandas.RangeIndex(shape[0] if shape else 1, name="step")
@@ -247,7 +252,10 @@ def _index(pandas: Any, shape: tuple[int, ...]) -> Any:
 
 
 def _labelled(xarray: Any, name: str, saved: Any, value: Any, variable: str | None = None) -> Any:
-    """`value`, which was made of `saved`, with dimensions that `name` names; called `variable`, or `name`."""
+    """A DataArray of `value`, or a Dataset if it is a dict.
+
+    `value` is the stacked form of `saved`. `name` names the dimensions, and `variable` (by default `name`) the result.
+    """
     variable = variable or name
     if isinstance(value, dict):
         parts = [_labelled(xarray, name, saved, part, f"{variable}.{key}") for key, part in value.items()]

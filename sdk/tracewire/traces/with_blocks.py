@@ -290,8 +290,8 @@ def capture_body(
     `shared` names the values that the trace shares by identity, `offered` has them by name.
 
     Raises:
-        BlockError: a name that stands for nothing, or for two different things.
-        UntransportableVariable: a value that cannot travel.
+        BlockError: a name is not defined, or has two different values.
+        UntransportableVariable: a value cannot travel.
     """
     names = source.names
     used = {**names.possible, **names.required}

@@ -243,8 +243,8 @@ def test_what_is_used_of_a_module_of_one_s_own_travels(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("out = mine.wrong(1)", "'mine.wrong' stands for nothing: module 'mine' has no attribute 'wrong'"),
-        ("out = getattr(mine, 'f')", "'mine' is a module of your own, of which only what is used by name can travel"),
+        ("out = mine.wrong(1)", "'mine.wrong' is not defined: module 'mine' has no attribute 'wrong'"),
+        ("out = getattr(mine, 'f')", "'mine' is a module of your own, of which only attributes can travel"),
         ("mine.COUNT = 1", "a block cannot change 'mine.COUNT'"),
         ("out = mine.Own()", "'mine.Own' is a class of your own"),
         ("out = mine.lock", "'mine.lock' is of type _thread.lock"),
@@ -511,7 +511,7 @@ def test_a_function_that_has_its_own_model_is_refused(tmp_path: Path) -> None:
     def watch(model, tracer, live):
         out = use()
 
-    with pytest.raises(BlockError, match=r"pass it to use\(\) as an argument") as caught:
+    with pytest.raises(BlockError, match=r"pass that value to use\(\) as an argument") as caught:
         watch.block()
     assert caught.value.filename == str(tmp_path / "own_model.py")
     assert caught.value.line == 3
@@ -529,7 +529,7 @@ def test_what_is_no_function_of_ones_own() -> None:
     def wrapped(model, tracer, live):
         pass
 
-    with pytest.raises(BlockError, match="put what they do into its body"):
+    with pytest.raises(BlockError, match="move their code into its body"):
         intervention(wrapped)
 
 
@@ -539,7 +539,7 @@ def test_names_that_stand_for_nothing() -> None:
         first = direction
         out = directon * 2  # mark: typo
 
-    with pytest.raises(BlockError, match=r"'directon' stands for nothing.*did you mean 'direction'\?") as caught:
+    with pytest.raises(BlockError, match=r"'directon' is not defined.*did you mean 'direction'\?") as caught:
         watch.block()
     assert caught.value.line == line_of("typo")
     assert caught.value.filename == str(HERE)
@@ -553,7 +553,7 @@ def test_a_name_in_a_function_that_stands_for_nothing() -> None:
     def watch(model, tracer, live):
         out = use()
 
-    with pytest.raises(BlockError, match="'nowhere_at_all' stands for nothing") as caught:
+    with pytest.raises(BlockError, match="'nowhere_at_all' is not defined") as caught:
         watch.block()
     assert caught.value.line == line_of("helper typo")
 
@@ -589,13 +589,19 @@ def hooked() -> torch.nn.Module:
 
 UNTRANSPORTABLE = {
     "a class without source": (type("Made", (), {}), "is a class of your own, .*Made: the source of the class"),
-    "an instance": (Holding(), "'thing.lock' is of type _thread.lock: bind what the block uses .* `layer = config.l"),
+    "an instance": (
+        Holding(),
+        "'thing.lock' is of type _thread.lock: bind the attributes that the block uses .* `layer = config.l",
+    ),
     "a method": (Holding().method, "'thing.__self__.lock' is of type _thread.lock"),
     "a partial": (functools.partial(print, threading.Lock()), r"'thing\[1\]' is of type _thread.lock"),
     "a network with hooks": (hooked(), "of type torch.nn.modules.linear.Linear: it has hooks"),
     "a network of another's": (torch.nn.Sequential(hooked()), "'thing.0' is of type .*Linear: it has hooks"),
     "a lazy network": (torch.nn.LazyLinear(1), "of type .*LazyLinear: its weights have no shape yet: call it once"),
-    "a generator of numbers": (torch.Generator(), "of type torch._C.Generator: bind what the block uses"),
+    "a generator of numbers": (
+        torch.Generator(),
+        "of type torch._C.Generator: bind the attributes that the block uses",
+    ),
     "something deep": ({"a": [1, {"b": Holding()}]}, r"thing\['a'\]\[1\]\['b'\].lock. is of type _thread.lock"),
     "a file": (sys.stdout, "of type"),
     "an object array": (np.array([object()]), "of type numpy.ndarray"),

@@ -38,7 +38,7 @@ def test_a_class_s_own_lines_are_named_in_errors() -> None:
         def go(self):
             return nowhere_at_all  # noqa: F821
 
-    with pytest.raises(BlockError, match="'nowhere_at_all' stands for nothing") as caught:
+    with pytest.raises(BlockError, match="'nowhere_at_all' is not defined") as caught:
         arriving(Wrong())
     assert caught.value.filename == __file__
     assert linecache.getline(__file__, caught.value.line).strip().startswith("return nowhere_at_all")

@@ -477,8 +477,8 @@ def run_with(block: Any, paths: dict[str, Any]) -> dict[str, Any]:
     [
         ("calling", UntransportableVariable, "'self.lock' is of type _thread.lock: .* as in `layer = config.layer`"),
         ("whole", UntransportableVariable, "'self.lock' is of type _thread.lock"),
-        ("changing", BlockError, "cannot change 'self.acts': what it uses of 'self' is a copy.* `acts = ...save"),
-        ("mistaken", BlockError, "'self.layr' stands for nothing: 'Service' object has no attribute 'layr'"),
+        ("changing", BlockError, "cannot change 'self.acts': the engine has a copy of 'self'.* `acts = ...save"),
+        ("mistaken", BlockError, "'self.layr' is not defined: 'Service' object has no attribute 'layr'"),
     ],
 )
 def test_what_self_cannot_lend_is_refused(method: str, error: type[Exception], message: str) -> None:

@@ -301,7 +301,7 @@ SIGNATURES = {
     "def watch(model, tracer):\n    pass": "three parameters first",
     "def watch():\n    pass": r"\(these are positional here: none\)",
     "def watch(*args):\n    pass": r"not by \*args",
-    "def watch(self, model, tracer, live):\n    pass": "no method",
+    "def watch(self, model, tracer, live):\n    pass": "not a method",
     "def watch(model, tracer, *, live):\n    pass": "three parameters first",
     "def watch(model, tracer, amount=1):\n    pass": "'amount' is bound by the engine and has no default",
 }

@@ -69,7 +69,11 @@ UNCAPTURABLE = {
     "return": ("with model.trace('x') as tracer:\n    return 1", BlockError, "'return'"),
     "await": ("with model.trace('x') as tracer:\n    await ran", BlockError, "'await'"),
     "break": ("for _ in [1]:\n    with model.trace('x') as tracer:\n        break", BlockError, "compile"),
-    "not last": ("with model.trace('x') as t, open('/dev/null') as f:\n    ran.append(1)", BlockError, "comes last"),
+    "not last": (
+        "with model.trace('x') as t, open('/dev/null') as f:\n    ran.append(1)",
+        BlockError,
+        "must be the last item",
+    ),
     "not a with": ("model.trace('x').__enter__()", BlockError, "not entered by a with"),
     "an exit stack": (
         "stack = ExitStack()\nstack.enter_context(model.trace('x'))",
@@ -79,7 +83,7 @@ UNCAPTURABLE = {
     "an unknown name": (
         "with model.trace('x') as tracer:\n    a = nowhere.save()",
         BlockError,
-        "'nowhere' stands for nothing",
+        "'nowhere' is not defined",
     ),
     "what cannot travel": (
         "thing = object()\nwith model.trace('x') as tracer:\n    a = thing.save()",
@@ -110,7 +114,7 @@ UNCAPTURABLE = {
         "with model.trace() as tracer:\n    with tracer.invoke('a'):\n        h = model.logits\n"
         "    with tracer.invoke('b'):\n        model.logits = h",
         BlockError,
-        "'h' stands for nothing",
+        "'h' is not defined",
     ),
     "an error of the scope": ("with model.trace() as tracer:\n    a = 1 / 0", ZeroDivisionError, "division"),
     "an invoke outside": ("model.trace('x').invoke('y')", TracewireError, "was given a prompt"),

@@ -136,7 +136,7 @@ async def test_a_value_that_was_changed_is_not_handed_out(client: Client, bus: B
     async with engine(saves_large), client.trace("tiny", "hello") as trace:
         ref = (await trace.result()).saves["acts"][0]
     await bus.command("HSET", bus.keys.blobs(trace.id), f"{ref.blob}:0", bytes(CHUNK_BYTES))
-    with pytest.raises(ValueMissing, match="not those"):
+    with pytest.raises(ValueMissing, match="do not match the reference"):
         await ref.load()
 
 
@@ -184,9 +184,9 @@ async def test_blobs_of_a_trace_that_nobody_takes_expire(client: Client, bus: Bu
 
 def test_a_reference_is_no_variable(client: Client) -> None:
     ref = ArrayRef("float32", (2,), bytes(16), "blob", "acts")
-    with pytest.raises(UntransportableVariable, match="pass what its load"):
+    with pytest.raises(UntransportableVariable, match="pass the array that its load"):
         uses(table=ref, nested=1, few=2).block()
-    with pytest.raises(UntransportableVariable, match="pass what its load") as caught:
+    with pytest.raises(UntransportableVariable, match="pass the array that its load") as caught:
         client.trace("tiny", "hello", live={"bias": ref})
     assert caught.value.field == "live.bias"
 
