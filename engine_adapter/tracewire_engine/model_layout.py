@@ -14,14 +14,14 @@ __all__ = ["find_layers", "find_norm", "takes_residual"]
 
 _LAYER_LISTS = re.compile(r"(^|\.)(layers|h|blocks|decoder_layers|block)$")
 
-#: What stands beside the language model in a model of several senses, or before it.
+#: Modules beside or before the language model in a multimodal model.
 _TOWERS = re.compile(r"(^|\.)(visual|vision\w*|audio\w*|image\w*|\w*encoder)(\.|$)")
 
 
 def find_layers(paths: Iterable[tuple[str, torch.nn.Module]], count: int = 0) -> str:
     """The path of the language model's list of decoder layers, or `""`.
 
-    It is a `ModuleList` by one of its usual names: one of `count` layers, where that is known, or else the longest.
+    The list is a `ModuleList` with one of the usual names: of `count` layers if that is known, or else the longest.
     """
     best, rank = "", (False, False, 0)
     for path, module in paths:

@@ -89,7 +89,7 @@ __all__ = [
     "WrongEventLoop",
 ]
 
-#: What the value of a variable, or a live parameter, can be.
+#: The kinds of values that a variable, or a live parameter, can have.
 TRANSPORTABLE = (
     "numbers, strings, bytes, None, NumPy arrays, torch tensors, and lists, tuples, dicts and sets of them; functions, "
     "classes and networks travel as source, with what they hold, and installed packages by name"
@@ -175,7 +175,7 @@ class PrivateRedisError(ConnectError, NotFoundError):
 class BusUnavailable(ConnectError, RetryableError, ConnectionError):
     """Redis has not answered for the client's `retry_timeout`.
 
-    It may have executed the request, which can be sent again.
+    Redis may have executed the request, which can be sent again.
     """
 
 
@@ -724,7 +724,7 @@ class LibraryMissing(NotFoundError, ImportError):
 
 
 class StoreFull(RetryableError, OSError):
-    """The place that a harvest is written to has no room left. What was written before is whole.
+    """The place that a harvest is written to has no room left. The shards written before are whole.
 
     Attributes:
         to: the harvest's URL.
@@ -755,7 +755,7 @@ class StoreRefused(PermissionDeniedError):
 
 
 class StoreUnavailable(RetryableError, ConnectionError):
-    """The place of a harvest does not answer, or has gone. What was written before is whole if it comes back.
+    """The place of a harvest does not answer, or has gone. The shards written before are whole if it comes back.
 
     Attributes:
         to: the harvest's URL.

@@ -125,7 +125,7 @@ class HarvestOptions(SamplingOptions, total=False):
     repair: bool
     """Whether the prompts of damaged shards are run again."""
     storage_options: Mapping[str, Any] | None
-    """What fsspec is given with the URL, such as credentials."""
+    """The options that fsspec gets with the URL, such as credentials."""
     progress: Callable[[HarvestProgress], object] | None
     """A function that is called whenever a prompt has ended or a shard is written."""
     live: Mapping[str, Any] | None

@@ -97,7 +97,7 @@ class ChoiceState:
 
     @property
     def saves(self) -> dict[str, Any]:
-        """What is saved, by name. Not to be changed."""
+        """The saved values by name. Callers must not change the dict."""
         if not self.records:
             return self.values
         for layout, values in self.records[self._made :]:

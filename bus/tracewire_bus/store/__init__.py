@@ -1,1 +1,1 @@
-"""What Redis keeps: queues, records, blobs, edits, control streams."""
+"""The data that Redis keeps: queues, records, blobs, edits, control streams."""

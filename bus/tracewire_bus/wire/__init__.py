@@ -1,1 +1,1 @@
-"""What is on the wire: messages, values and their encoding."""
+"""The wire format: messages, values and their encoding."""

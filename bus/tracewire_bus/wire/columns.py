@@ -54,7 +54,7 @@ def encode_layout(columns: Sequence[Column]) -> bytes:
 
 
 class ColumnLayout:
-    """What a layout's bytes mean.
+    """A decoded layout of columns.
 
     Attributes:
         names: the saved names, in the order of their values in a record.
@@ -99,7 +99,7 @@ class ColumnLayout:
 
 @lru_cache(maxsize=1024)
 def layout_of(encoded: bytes) -> ColumnLayout:
-    """What a layout's bytes mean.
+    """A decoded layout of columns.
 
     Raises:
         ValueError: they are no layout.

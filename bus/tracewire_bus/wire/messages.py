@@ -396,7 +396,7 @@ class Delete(SaveDelta, tag="d"):
 
 
 class Columns(SaveDelta, tag="c"):
-    """What declared interventions read in one step: each of the layout's names gains one item in its saved list.
+    """The reads of declared interventions in one step: each of the layout's names gains one item in its saved list.
 
     `layout` says which names these are and which bytes of `values` belong to each ([`tracewire_bus.wire.columns`][]).
     A name that comes by `Columns` comes by no other delta of its choice. A list that does not exist yet begins here.
@@ -427,7 +427,7 @@ class Manifest(Message, array_like=True):
 
 
 class ColumnsManifest(Message, array_like=True):
-    """What came by `Columns` for one choice: how many records, and a digest of their digests, in order."""
+    """The number of `Columns` records of one choice, and a digest of their digests, in order."""
 
     invoke: int
     choice: int

@@ -83,7 +83,7 @@ class Control:
         if isinstance(run, list):
             run.append(order)
         elif run is None:
-            # It has ended.
+            # The trace has ended.
             return
         elif order.kind in ("pause", "resume"):
             run.pause.request(order.by, resume=order.kind == "resume", number=order.number)
@@ -107,7 +107,7 @@ class Control:
 
     async def run(self) -> None:
         """Abort the requests of what is to end early, whose run then ends as it was told; and pause and resume."""
-        # What is told of a pause waits for Redis, and nobody's abort waits for that.
+        # Events of a pause wait for Redis; an abort does not wait for them.
         async with anyio.create_task_group() as settling:
             while True:
                 while not self._to_abort and not self._to_pause:

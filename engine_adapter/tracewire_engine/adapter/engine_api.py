@@ -98,7 +98,7 @@ class Carrier(Protocol):
         ...
 
     async def drop(self, path: Path) -> None:
-        """Have the workers forget it. What they have mapped stays with them."""
+        """Have the workers forget the file. Memory that they have mapped stays mapped."""
         ...
 
 

@@ -130,7 +130,7 @@ class PlainRequests:
             reads=chosen.reads,
             reports=self._reports,
             limit=RECORD_BYTES,
-            # What each edit saved goes to a stream of its own.
+            # The saves of each edit go to a stream of its own.
             columns=False,
         )
         return _Edited(name, request, chosen, pending, choices)
@@ -267,7 +267,7 @@ class EditedClient:
                     one.tokens[completion.index] = before + count
                     one.reasons[completion.index] = completion.finish_reason
                 if guard is not None and output.finished:
-                    # What is reported of the last step may come behind its tokens.
+                    # The workers' report of the last step may come after its tokens.
                     await one.pending.wait_reported(one.tokens)
                     if one.pending.failed:
                         await guard.aclose()

@@ -49,7 +49,7 @@ def bound(address: str) -> socket.socket:
     return made
 
 
-#: What anybody may ask of a server that has API keys: whether it lives.
+#: The routes of a server with API keys that need no key: whether the server lives.
 OPEN = frozenset({"/health", "/ping"})
 #: Options of vLLM's own server that mean nothing here, or would open what must stay closed, and what to use instead.
 _REFUSED = {

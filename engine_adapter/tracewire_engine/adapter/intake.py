@@ -119,7 +119,7 @@ class Intake:
             # Its record: the next answer would be the same.
             await self._fail(entry, Failure(type="TraceRejected", message=str(error)))
         except BusError as error:
-            # It is ours still, and comes again, but not at once: the next answer may be the same.
+            # The entry is still held by this engine and comes again, after a pause: Redis may give the same answer.
             logger.warning("queue entry %s could not be served: %s", entry.trace, error)
             await self._back_off()
             self._bus.queue.redeliver(self._info.model, self._info.engine, entry.trace)
@@ -136,7 +136,7 @@ class Intake:
             await self._bus.records.end(entry.trace, "failed", failure)
             await self._bus.queue.done(self._info.model, entry.trace, self._info.engine)
         except BusError as error:
-            # It comes again, and is answered then.
+            # The entry comes again, and is answered then.
             logger.warning("nor could queue entry %s be answered: %s", entry.trace, error)
             await self._back_off()
             self._bus.queue.redeliver(self._info.model, self._info.engine, entry.trace)
@@ -144,7 +144,7 @@ class Intake:
     async def _checked(self, entry: Taken) -> tuple[Validated, list[RequestEdits]] | None:
         """Decode and check an entry, and choose the standing interventions of each invoke, if there are any.
 
-        What cannot be run is answered or dead-lettered, and is `None`.
+        Returns `None` for an entry that cannot run, which is answered or becomes a dead letter.
         """
         trace = entry.fields.get(b"t", b"").decode("utf-8", "replace")
         schema = entry.fields.get(b"v", b"").decode("ascii", "replace")
@@ -206,7 +206,7 @@ class Intake:
         submission = validated.submission
         trace = submission.trace
         while trace in self._claims.runs:
-            # It was taken from us while we ran it, and came back.
+            # Another engine took the trace while this one ran it, and the trace came back.
             await self._lifecycle.changed()
         early: list[Order] = []
         self._claims.runs[trace] = early

@@ -1,6 +1,6 @@
 """Large variables and images of a submission, brought from the bus to where the workers, or the adapter, find them.
 
-What a client put into blobs does not pass through the engine's queues: the adapter writes it to a file in the link's
+Blobs of a client do not pass through the engine's queues: the adapter writes each to a file in the link's
 folder, chunk by chunk, and the workers map the file. Files are named by the digest of the array that they hold, and it
 is checked, so that traces which share a variable share its file; the last of them removes it.
 """
@@ -86,7 +86,7 @@ class Inputs:
             file.users -= 1
             if not file.users:
                 del self._files[path]
-                # What the workers have mapped stays with them.
+                # Memory that the workers have mapped stays mapped.
                 path.unlink(missing_ok=True)
                 if self._carrier is not None and file.begun:
                     # An engine that hangs must not keep its adapter from leaving.

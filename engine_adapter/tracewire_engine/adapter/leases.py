@@ -27,7 +27,7 @@ logger = logging.getLogger("tracewire")
 
 #: Of how many of the traces' hash tags each heartbeat ends what is past its deadline and runs nowhere.
 SWEPT = TAGS // 8
-#: What a heartbeat may take longer than it should before clients get their time anew, in seconds.
+#: By how much a heartbeat may be late before clients get their time anew, in seconds.
 _STALL_S = 1.0
 
 
@@ -91,7 +91,7 @@ class LeaseWatch:
     async def run(self) -> None:
         """See to what nobody else may: clients and engines that are gone, and deadlines.
 
-        It takes as long as there is to do, which must not cost the engine its own entry.
+        The sweep may take long, and must not delay the heartbeat of the engine's own entry.
         """
         while True:
             await anyio.sleep(self._every_s)

@@ -81,16 +81,16 @@ class LiveTrace:
             except ValueError as error:
                 logger.warning("a change of live parameters of run %s could not be read: %s", run, error)
         self._values: dict[str, Any] = unpack(packed)
-        #: What has changed since, packed, by name.
+        #: The packed values that have changed since, by name.
         self.changed: dict[str, bytes] = {}
         self._stops = list(stops)
         #: The last version that the workers were sent, and the last that they reported.
         self.sent = self.applied = version
-        #: What a call that failed did not bring to the workers: it goes along with the next change.
+        #: Values that a failed call did not bring to the workers. The next change takes them along.
         self.undelivered: dict[str, msgspec.Raw] = {}
         #: Whether the workers were sent any.
         self.steered = False
-        #: What is to be told before the next event, as the fields of a `Steered`.
+        #: Changes to publish before the next event, as the fields of a `Steered`.
         self._notes: list[tuple[int, list[tuple[str, int, int]]]] = []
         #: Wakes the tasks that wait for the workers.
         self.on_applied: Callable[[Applied], None] = _ignore
@@ -103,7 +103,7 @@ class LiveTrace:
         """
         change = _read(data, self._forms)
         if change.version <= self.version:
-            # It had been accepted before the run began, and is among its first values.
+            # The change was accepted before the run began, and is among its first values.
             return {}
         self.version = change.version
         self.changed.update({name: bytes(packed) for name, packed in change.values.items()})

@@ -17,7 +17,7 @@ class PauseState:
     """The pauses of one run, which begins as not paused."""
 
     def __init__(self) -> None:
-        #: Who wants the trace paused, if somebody does.
+        #: The client that asked for the pause; `None` if the trace is to run.
         self.wanted_by: str | None = None
         #: The number of the last pause or resumption that was asked for, among all of the trace.
         self.number = 0

@@ -321,7 +321,7 @@ class ReadDecoder:
         self._entries = [StepReads(entry, self._threshold) for entry in layout.entries]
 
     def batch(self, batch: Batch) -> list[tuple[StepReads, int]]:
-        """What each choice of the batch's layout gains, with its token index in this step.
+        """The reads of each choice of the batch's layout, with its token index in this step.
 
         Empty for a batch of another layout.
         """

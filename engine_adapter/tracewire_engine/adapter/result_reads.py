@@ -23,7 +23,7 @@ def _reads_result(sources: tuple[str, ...], tracer: str) -> bool:
     try:
         nodes = [node for source in sources for node in ast.walk(ast.parse(source))]
     except (SyntaxError, ValueError, MemoryError, RecursionError):
-        # What compiles it tells of that.
+        # The compiler reports the error.
         return True
     of_tracer = [
         node

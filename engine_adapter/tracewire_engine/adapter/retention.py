@@ -1,4 +1,4 @@
-"""What is kept: of a running trace that has published more than it may keep, and of all finished traces.
+"""Retention: trims the streams of running traces that exceed their limit, and drops finished traces.
 
 Each run counts what it publishes. When that passes a limit, one task, over connections of its own, has the bus write a
 snapshot of the trace's state and trim its stream (`tracewire_bus/snapshots.py`). Nobody who publishes waits for it.

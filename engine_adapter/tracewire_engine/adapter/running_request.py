@@ -37,9 +37,9 @@ class RunningRequest:
     def publishable(
         self, choice: Choice, steps: list[msgspec.Raw], decode: Callable[[list[int], Prepared], str]
     ) -> tuple[Choice, list[msgspec.Raw]]:
-        """What counts of a choice's new tokens and of what was saved in their steps, where a block may have ended it.
+        """The part of a choice's new tokens, and of the saves of their steps, that belongs to the trace.
 
-        What vLLM sampled behind the token at which a block ended its request is no part of the trace.
+        Tokens that vLLM sampled after a block had ended its request do not belong to the trace.
         """
         published = self.token_ids[choice.index]
         keep = len(choice.token_ids)

@@ -36,7 +36,7 @@ __all__ = [
 #: The names of vLLM's sampling params.
 FIELDS = [name for name in SamplingParams.__struct_fields__ if not name.startswith("_")]
 
-#: What vLLM's structured outputs are described by.
+#: The fields that describe vLLM's structured outputs.
 _CONSTRAINTS = [one.name for one in dataclasses.fields(StructuredOutputsParams) if one.init]
 
 #: How long vLLM may look at a constraint, in seconds, and how many constraints it looks at at once.

@@ -173,7 +173,7 @@ class Adapter:
                 with anyio.move_on_after(self._settings.last_words_s):
                     while self._intake.scopes:
                         await self._lifecycle.changed()
-                # What Redis keeps waiting, such as an entry that is being opened, is put back with all else.
+                # An entry that waits for Redis, such as one that is being opened, is put back with the others.
                 traces.cancel_scope.cancel()
             with anyio.move_on_after(self._settings.last_words_s):
                 await self._standing.flushed()
@@ -221,7 +221,7 @@ class Adapter:
             await anyio.sleep(_BACKPRESSURE_S)
             if not self.engine_paused and not self._claims.runs:
                 continue
-            # What lies in the link is here, too.
+            # Reports in the link count as unpublished, too.
             self._reports.pull()
             waiting = self._writer.backlog + sum(pending.nbytes for pending in self._pending.values())
             waiting += sum(run.nbytes for run in self._claims.running())

@@ -358,7 +358,7 @@ class StandingEdits:
                     except BusUnavailable:
                         raise
                     except BusError as error:
-                        # It would be refused again, and the rest would wait for it. As many failures more ask again.
+                        # Redis would refuse it again, and the rest would wait. As many further failures ask again.
                         self._streaks.pop((name, version), None)
                         logger.error("edit %s could not be disabled, though %s: %s", name, why, error)
                     self._disabling.popleft()
@@ -369,7 +369,7 @@ class StandingEdits:
                     except BusUnavailable:
                         raise
                     except BusError as error:
-                        # It would be refused again.
+                        # Redis would refuse it again.
                         logger.warning("what edit %s left on a request is lost: %s", edit, error)
                     if self._records and self._records[0][1] is data:
                         self._records.popleft()

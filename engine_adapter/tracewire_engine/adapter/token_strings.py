@@ -6,7 +6,7 @@ from typing import Any
 
 __all__ = ["TokenStrings"]
 
-#: What stands for a space in the vocabularies of SentencePiece.
+#: The character for a space in the vocabularies of SentencePiece.
 _SPACE = "\u2581"
 
 

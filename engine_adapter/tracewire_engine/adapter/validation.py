@@ -1,6 +1,6 @@
 """Whether a submission can run on this engine, as far as that shows without the engine and without Redis.
 
-A submission is refused with the field at fault. What is long is examined on a thread, or in a process of its own, while
+A refusal names the field at fault. Long submissions are examined on a thread, or in a process of its own, while
 the event loop serves the other traces.
 """
 
@@ -118,7 +118,7 @@ class Validator:
         Raises:
             LimitExceeded: one does.
         """
-        # What is shorter holds no more than it has bytes.
+        # A shorter part holds at most as many values as bytes.
         long = [(field, data) for field, data in parts if len(data) > _SHORT]
         with suppress(LimitExceeded):
             left = _LIGHT_VALUES

@@ -120,7 +120,7 @@ def _logprobs(entries: Any) -> list[dict[int, tuple[float, int | None, str | Non
     ]
 
 
-#: What a token and a logprob take in this process, in bytes, about.
+#: The memory of a token and of a logprob in this process, in bytes, about.
 _TOKEN_BYTES, _LOGPROB_BYTES = 48, 250
 
 #: How many tokens an engine's first request has, and how many it generates.
@@ -218,7 +218,7 @@ class VllmEngine:
             self._bound_traced(len(token_ids), where)
             # A token served from the prefix cache runs no forward pass, and a block would not see it.
             params.skip_reading_prefix_cache = True
-            # What is edited ends up in the KV cache, and must serve nobody else.
+            # Edited activations end up in the KV cache, and must serve no other request.
             prompt["cache_salt"] = submission.trace
         params.extra_args = extra_args or None
         params.output_kind = RequestOutputKind.DELTA
@@ -259,7 +259,7 @@ class VllmEngine:
         """
         token_ids = await self._prompts.token_ids(invoke, where)
         images = await anyio.to_thread.run_sync(taken, invoke, self.inputs, where) if invoke.media != NO_MEDIA else []
-        # What vLLM makes of a prompt of tokens; given one, it would do so on a thread.
+        # The form that vLLM makes of a prompt of tokens, on a thread, if it gets another form.
         prompt: Any = tokens_input(token_ids)
         if images:
             prompt = await rendered(self.llm, token_ids, images, where)

@@ -38,7 +38,7 @@ _PLACE_S = 60
 #: Ray's object store, which vLLM makes no use of, in a cluster of the engine's own.
 _STORE_BYTES = 128 * 1024 * 1024
 
-#: What a worker must find in its environment when it imports vLLM or torch, which is before vLLM hands on the rest.
+#: Variables that a worker needs when it imports vLLM or torch, before vLLM hands on the rest of the environment.
 _EARLY = ("TORCHDYNAMO_DISABLE", "VLLM_LOGGING_LEVEL", "VLLM_LOGGING_STREAM", "VLLM_USE_V2_MODEL_RUNNER")
 
 

@@ -61,7 +61,7 @@ _LATE = 2
 _WAITING = ("waiting", "kv_holding_waiting", "skipped_waiting")
 
 
-#: What most steps need: entering it costs nothing, and a step is asked for it several times.
+#: The context of most steps, which is entered several times a step at no cost.
 _AS_IT_IS = nullcontext()
 
 
@@ -82,7 +82,7 @@ class _Pausing:
         self.tracewire_paused: set[Any] = set()
         #: Whether all are, those to come included.
         self.tracewire_held = False
-        #: What vLLM does not see among the running requests now, and may take blocks from: the last first.
+        #: Requests hidden from vLLM among the running ones. vLLM may take blocks from them, the last first.
         self.tracewire_aside: list[Any] = []
         self.tracewire_preempted: list[Any] = []
         extra = self.vllm_config.additional_config

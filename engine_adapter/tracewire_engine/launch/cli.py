@@ -214,7 +214,7 @@ async def _check_redis(url: str, prefix: str, counts_bytes: bool) -> None:
             if counts_bytes:
                 await bus.finished.check()
     except BusUnavailable as error:
-        # It may be there when the model is.
+        # Redis may answer by the time the model has loaded.
         logger.warning("%s", error)
 
 
@@ -297,7 +297,7 @@ async def _run(model: Any, link: Any, blobs: Any, info: EngineInfo, options: arg
         fault = await _first_answer(engine, options.first_answer)
     if fault:
         if not engine.lost:
-            # It may be anywhere, and hears nothing.
+            # The engine may hang anywhere, and takes no calls.
             _give_up(engine.model, "it does not answer")
         # A machine of a cluster may come back; all else would be the same again.
         return _refuse(fault, 1 if options.distributed_executor_backend == "ray" else 2)
@@ -442,7 +442,7 @@ async def _log_leftovers(engine: VllmEngine) -> None:
     held: dict[str, int] = {}
     try:
         with anyio.move_on_after(5):
-            # What ended last is forgotten in one more step.
+            # The workers forget the request that ended last in one more step.
             while any((held := await engine.leftovers()).values()):  # noqa: ASYNC110
                 await anyio.sleep(0.05)
             logger.info("leaving: nothing tracked, all KV blocks free")

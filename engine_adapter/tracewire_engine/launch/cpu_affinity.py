@@ -16,7 +16,7 @@ import psutil
 
 __all__ = ["keep_off_workers"]
 
-#: What ZeroMQ calls its threads, which start with the cores of the thread that makes the first socket.
+#: The prefix of the names of ZeroMQ's threads, which start with the cores of the thread that makes the first socket.
 _SENDING = "ZMQbg/"
 
 

@@ -51,7 +51,7 @@ __all__ = ["EngineModel", "UnsupportedSetting", "build_engine", "describe", "ref
 #: How many tokens `AsyncLLM` schedules for a step when nobody says how many.
 _STEP_TOKENS = 2048
 
-#: What EngineCore, a process of its own, builds its scheduler from.
+#: The scheduler that EngineCore, a process of its own, builds.
 SCHEDULER = "tracewire_engine.core.scheduler.pausing_scheduler"
 
 
@@ -137,7 +137,7 @@ class WorkerSettings:
 
     #: Make every trace's manifest from what nnsight's own collect returns, at the cost of that collect.
     check_collect: bool = False
-    #: What a block may take of each step, in seconds (see `time_limit.py`); 0: any time.
+    #: The time that a block may take in each step, in seconds (see `time_limit.py`); 0: any time.
     block_timeout_s: float = 10.0
     #: Saved arrays of more bytes travel in blobs; 0: none does.
     blob_threshold: int = 0

@@ -198,7 +198,7 @@ def _has_token() -> bool:
 def _start_node(address: str, here: str) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "tracewire_engine.launch.ray_cluster", "node", str(os.getpid()), address, here]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TRACEWIRE_")}
-    # What it prints is no business of those who read the adapter's output.
+    # The output of Ray must not mix with the adapter's.
     return subprocess.Popen(command, env=environment, stdout=sys.stderr, process_group=0)
 
 

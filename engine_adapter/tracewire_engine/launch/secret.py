@@ -33,7 +33,7 @@ _OTHER_HUBS = ("MODELSCOPE_API_TOKEN",)
 _HF_TOKEN = "--hf-token"
 #: Environment variable with the descriptor that the secrets are read from.
 _HANDED = "TRACEWIRE_HANDED"
-#: What a pipe holds before it has a reader, at least, in bytes.
+#: The least capacity of a pipe without a reader, in bytes.
 _PIPE = 4096
 _NAMED = re.compile(r"--[\w-]*(?:key|token|password|secret)[\w-]*", re.IGNORECASE)
 _CREDENTIALS = re.compile(r"://[^/\s]*@|://.*@|password=", re.IGNORECASE)

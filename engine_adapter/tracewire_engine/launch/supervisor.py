@@ -31,7 +31,7 @@ logger = logging.getLogger("tracewire")
 #: Environment variable of the adapter: the process id of its supervisor.
 SUPERVISOR_PID = "TRACEWIRE_SUPERVISOR_PID"
 
-#: What an adapter's line begins with that says that it leaves for good, however it ends.
+#: The prefix of the line by which an adapter says that it leaves for good, whatever its exit status.
 DRAINING = "draining "
 
 #: Exit statuses of an adapter that was told to leave, or refuses its settings: it would again.
@@ -70,7 +70,7 @@ class _Supervisor:
         self._tell()
 
     def kill(self, number: int, frame: object) -> None:
-        """End an adapter that has not left. What is below it follows as after any other death."""
+        """Kill an adapter that has not left. Its child processes end as after any other death."""
         child = self._child
         if child is not None:
             os.write(2, b"tracewire engine: the adapter did not leave in time, and is killed\n")
@@ -80,7 +80,7 @@ class _Supervisor:
     def _tell(self) -> None:
         child = self._child
         if child is not None:
-            # It is ours until `_once` has taken its status, and forgets it before.
+            # The process id stays valid until `_once` takes the status, and `_once` forgets the child before that.
             with suppress(ProcessLookupError):
                 os.kill(child.pid, signal.SIGTERM)
 

@@ -33,7 +33,7 @@ logger = logging.getLogger("vllm.tracewire")
 #: How often a TCP connection that is silent is tried, and how long it may stay silent, in seconds.
 _BEAT_S, _SILENT_S = 2, 20
 
-#: What the end of a connection looks like to who made it.
+#: The events of a socket that mean the end of a connection.
 _BROKEN = (
     zmq.EVENT_DISCONNECTED
     | zmq.EVENT_CLOSED

@@ -92,7 +92,7 @@ class HeartbeatReceiver(Receiver):
         looked = time.monotonic()
         while not self._closing.is_set():
             if self._socket.poll(int(_BEAT_S * 1000 / 4)):
-                # What looked like a message may be a connection that is being let in.
+                # The poll may have seen a connection that is being accepted, and no message.
                 with suppress(zmq.Again):
                     who, name = self._socket.recv_multipart(zmq.NOBLOCK)[:2]
                     heard[name] = time.monotonic()

@@ -67,11 +67,11 @@ class FinishRecord(msgspec.Struct, array_like=True):
     stopped: bool = False
     #: How many step records there are of this choice: those with large arrays come by another way than the rest.
     steps: int = 0
-    #: What standing interventions raised on it, by the edit's name.
+    #: The errors that standing interventions raised on the request, by the edit's name.
     edit_errors: dict[str, Failure] = {}
     #: How many tokens it covers: what later steps saved is not in it. -1: all steps.
     tokens: int = -1
-    #: What its block did that its author hardly meant.
+    #: Likely mistakes in the block.
     warnings: list[str] = []
 
 
@@ -99,9 +99,9 @@ class GeneratedChoice(msgspec.Struct, array_like=True):
 
 
 class Generated(msgspec.Struct, array_like=True):
-    """What a request put out, on its way to its block; without choices, nothing that the block could be given.
+    """The output of a request, on its way to its block. Without choices there is no output for the block.
 
-    `tokens` counts those of each choice. What the block saved in later steps does not count.
+    `tokens` has the number of tokens of each choice. Saves of later steps do not count.
     """
 
     request: str

@@ -166,7 +166,7 @@ def elements(arrays: Iterable[HostArray]) -> bytes:
     copy: PinnedCopy | None = None
     start = stop = 0
     for array in arrays:
-        # What lies together is taken together.
+        # Neighbours are taken in one piece.
         if array._copy is not copy or array._start != stop:
             if copy is not None:
                 pieces.append(copy.bytes()[start:stop])

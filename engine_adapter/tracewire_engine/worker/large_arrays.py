@@ -66,7 +66,7 @@ class LargeArrayBudget:
         if not self.threshold:
             return False
         if isinstance(value, torch.Tensor):
-            # What is no dense tensor is refused where values are packed.
+            # Packing refuses tensors that are not dense.
             return (
                 value.layout is torch.strided
                 and value.dtype in TORCH_DTYPES

@@ -37,7 +37,7 @@ class RemoteInputs:
             view, offset = view[written:], offset + written
 
     def drop(self, name: str) -> None:
-        """Forget one, if it is there. Who has mapped it keeps it."""
+        """Forget a file, if it is there. Processes that have mapped the file keep it."""
         descriptor = self._files.pop(name, None)
         if descriptor is not None:
             os.close(descriptor)

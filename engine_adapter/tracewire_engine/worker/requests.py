@@ -96,7 +96,7 @@ class TracedRequests(Requests):
         self.traced: dict[str, RequestProgress] = {}
         self.shared_runs = SharedRuns(blocks.device, budget)
         self.results = RequestResults()
-        #: What locations begin with that are no request's own.
+        #: The prefixes of locations whose values belong to no single request.
         self.encoders: tuple[str, ...] = ()
 
     def add(self, new_requests: list[Any], persistent_objects: dict[str, Any]) -> None:

@@ -66,7 +66,7 @@ from .traced_model import TracedModel
 
 __all__ = ["TracewireRunner"]
 
-#: What a request with a block brings: ours, or nnsight's own.
+#: The arguments that a request with a block has: Tracewire's, or nnsight's own.
 _BLOCKS = {BLOCK_ARG, EDITS_ARG, "nnsight_mediator", "nnsight_edits"}
 
 
@@ -307,7 +307,7 @@ class TracewireRunner(NNsightGPUModelRunner):
             if pipeline is not None:
                 self._send_to_stages(pipeline)
         elif pipeline is not None:
-            # What the blocks marked as saved and hold no more is let go.
+            # Forget saves that the blocks no longer hold.
             self.tracewire_reporter.report_step()
         return output
 

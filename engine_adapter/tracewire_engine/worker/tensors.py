@@ -44,7 +44,7 @@ def to_tensors(value: Any, device: torch.device, folder: Path | RemoteInputs = P
 
     Containers are new, so that a block may change them.
 
-    What only refers to an array is found in `folder` (see `large_inputs.py`).
+    The arrays of references lie in `folder` (see `large_inputs.py`).
     """
     if isinstance(value, np.ndarray):
         return _tensor(value, device)

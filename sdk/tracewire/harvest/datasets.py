@@ -109,7 +109,7 @@ class Dataset:
         if hasattr(source, "__len__"):
             self.total = len(source)
         if type(source).__module__.partition(".")[0] == "datasets":
-            # It reads files, and may download them.
+            # `datasets` reads files, and may download them.
             return _threaded(iter(source))
         return _plain(source)
 
@@ -187,7 +187,7 @@ def _columns(one: Any) -> str:
 
 
 def _plain_form(value: Any) -> Any:
-    """What stands for an array, or another value without a form in JSON, in a prompt's digest."""
+    """The stand-in, in a prompt's digest, for an array or another value that JSON has no form for."""
     if hasattr(value, "tobytes"):
         return [str(getattr(value, "shape", "")), digest(value.tobytes())]
     if hasattr(value, "tolist"):

@@ -64,7 +64,7 @@ class Tensor(msgspec.Struct, omit_defaults=True):
 
 
 class Entry(msgspec.Struct, omit_defaults=True):
-    """What the journal says of a shard.
+    """The journal's entry of one shard.
 
     `prompts` are the keys of its prompts, `digests` those of the prompts themselves. `drops` are the numbers of shards
     that are no part of the harvest any more.
@@ -131,7 +131,7 @@ class Journal:
         return True
 
     def open(self, head: Mapping[str, Any], remarks: Mapping[str, Any]) -> None:
-        """Read it, or begin one. What is there must have the same head; `remarks` may differ.
+        """Read the journal, or begin one. An existing journal must have the same head; `remarks` may differ.
 
         Raises:
             HarvestConflict: there is one of something else.

@@ -1,4 +1,4 @@
-"""What a trace saved, as rows of tensors: which layer and position each row is of, and which rows are kept."""
+"""The saves of a trace as rows of tensors: the layer and position of each row, and the rows that filters keep."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ class Series:
 
 @dataclass(frozen=True)
 class PromptRows:
-    """What a harvest keeps of one prompt. `token_ids` are the prompt's and then those that were sampled; `row` is the
+    """The part of one prompt in a harvest. `token_ids` are the prompt's, then those that were sampled; `row` is the
     prompt's number in the data set.
     """
 

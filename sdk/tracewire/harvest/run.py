@@ -48,12 +48,12 @@ _TRIES = 5
 #: How long a worker waits before it submits a prompt again, in seconds.
 _PAUSE_S = 0.2
 _MOST_PAUSE_S = 5.0
-#: Parts of a submission that a prompt has for itself. What is wrong with another is wrong with every prompt.
+#: Parts of a submission that belong to one prompt. An error in any other part concerns every prompt.
 _OF_PROMPT = ("prompt", "prompts", "sampling", "multi_modal_data")
 
 
 class Submits(Protocol):
-    """What submits traces: a client."""
+    """A client, as far as it submits traces."""
 
     @property
     def trace(self) -> Callable[..., Any]: ...
@@ -61,7 +61,7 @@ class Submits(Protocol):
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run does, and within which bounds.
+    """The parameters of a run, and its bounds.
 
     Attributes:
         values: the format of the values: `safetensors` or `parquet`.
@@ -113,7 +113,7 @@ class Run:
 
         Raises:
             ShardDamaged: a shard of an earlier run is damaged, and nobody asked for a repair.
-            TracewireError: it cannot go on. What was committed stays.
+            TracewireError: the run cannot go on. Committed shards stay.
         """
         await self._begin()
         results_in, results = anyio.create_memory_object_stream[PromptRows | Failed](0)
@@ -210,7 +210,7 @@ class Run:
     # --- one prompt ---------------------------------------------------------------------------------------------------
 
     async def _harvested(self, item: Item) -> PromptRows | Failed:
-        """What comes of a prompt, however often it has to be submitted.
+        """The rows of a prompt, or its failure, after as many submissions as that takes.
 
         Raises:
             TracewireError: no prompt can be harvested.

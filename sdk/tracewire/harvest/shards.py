@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Shard", "decoded_tensors", "part_name", "values_of_table"]
 
-#: What names of dtypes are in safetensors' headers.
+#: The names of dtypes in safetensors' headers, by NumPy's names.
 _DTYPES = {
     "BOOL": "bool",
     "BF16": "bfloat16",

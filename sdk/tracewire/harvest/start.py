@@ -36,7 +36,7 @@ _OF_TRACE = ("deadline", "priority", "live", "edits", "max_attempts", "token_str
 
 
 class Client(Submits, Protocol):
-    """What a harvest needs of a client."""
+    """A client, as far as a harvest needs it."""
 
     @property
     def models(self) -> Any: ...
@@ -137,7 +137,7 @@ def _filters(given: Mapping[str, Any], block: Any) -> Filters:
 
 
 def _head(plan: Plan, served: Model, declared: Sequence[Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """What makes this harvest this one: a place has one harvest."""
+    """The parameters that identify a harvest. A place holds one harvest."""
     filters = plan.filters
     positions = filters.positions
     sampling = {one: value for one, value in plan.options.items() if one not in ("interventions", *_OF_TRACE)}

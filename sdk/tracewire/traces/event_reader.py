@@ -114,7 +114,7 @@ class EventReader:
         except msgspec.MsgspecError as error:
             raise MalformedEvent(f"trace {self.trace_id}: event {entry.id} cannot be read: {error}") from error
         if isinstance(event, Output | Shared):
-            # What was saved is decoded later.
+            # The saves are decoded when a caller asks for them.
             event.__dict__["_loader"] = self._large.load
         return event
 

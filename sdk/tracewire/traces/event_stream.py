@@ -65,7 +65,7 @@ class _Text:
         self._trace_id = trace_id
         self._named = invoke is not None or choice is not None
         self._wanted = (invoke or 0, choice or 0)
-        #: What was handed out, in pieces.
+        #: The text handed out so far, in pieces.
         self._handed: list[str] = []
         #: How many characters an attempt that repeats the text has put out; None once it has caught up.
         self._repeated: int | None = None

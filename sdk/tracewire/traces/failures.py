@@ -38,7 +38,7 @@ class TraceFailed(TracewireError):
         result: what had been generated and saved until then.
     """
 
-    #: What the caller can do, at the end of the error's text.
+    #: Advice for the caller, at the end of the error's text.
     _advice: ClassVar[str] = ""
 
     def __init__(

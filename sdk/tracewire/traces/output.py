@@ -198,7 +198,7 @@ class Gap:
         return State(self.trace_id, fold)
 
     def snapshot(self) -> Snapshot:
-        """What a fold goes on from.
+        """The snapshot from which a fold goes on.
 
         Raises:
             MalformedEvent: it cannot be read.

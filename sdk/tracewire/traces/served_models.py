@@ -63,7 +63,7 @@ class ModelInfo:
     differs: tuple[str, ...] = ()
     retention_s: float = 0.0
     loras: tuple[str, ...] = ()
-    #: What a prompt can have beside text, on all of them: `"image"`, or nothing.
+    #: What prompts can have beside text on all of the engines: `"image"`, or nothing.
     modalities: tuple[str, ...] = ()
     path: str = ""
     config: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)

@@ -159,7 +159,7 @@ class Trace(EventStream[Item]):
             try:
                 await bus.submit(submission, model.info.queue_limit, model.info.retention_s or None)
             except anyio.get_cancelled_exc_class():
-                # It may be there: nobody would leave it.
+                # Redis may have the trace, which no client would cancel later.
                 if not submission.detach:
                     await self._cancel_as_left()
                 raise

@@ -92,7 +92,7 @@ class WithBody:
 
     @property
     def scope(self) -> Mapping[str, Any]:
-        """What names mean around it."""
+        """The values of the names around the `with` block."""
         return ChainMap(self.frame.f_locals, self.frame.f_globals)
 
 
@@ -145,7 +145,7 @@ class TraceScope:
         self.prompts: list[PromptInput] = []
         #: First values of what the invokes share, by name.
         self.shared = shared
-        #: What the scope itself has saved, by identity, and held.
+        #: The objects that the scope itself has saved, by identity. The scope keeps them alive.
         self._saved: dict[int, Any] = {}
         self._names: dict[int, str] = {}
         self._namespace: dict[str, Any] = {}
@@ -255,7 +255,7 @@ def _is_save_function(function: Any) -> bool:
 
 
 class _WithCapture(Capture):
-    """What the names of a `with` body stand for."""
+    """Finds the values of the names in a `with` body."""
 
     def __init__(self, parameters: tuple[str, str, str], tracer: Trace, shared: Mapping[int, str]) -> None:
         super().__init__(parameters, {})

@@ -58,7 +58,7 @@ class RowBatcher(VLLMBatcher):
     _pieces: Sequence[Any] = ()
 
     def begin(self, value: Any) -> None:
-        """Split `value` by requests. It stays split until `end`; what blocks put in its place is not."""
+        """Split `value` by requests until `end`. Replacements by blocks are not split."""
         self.busy = True
         if self.clone_reads or not self.counts or not torch.is_inference_mode_enabled():
             # To autograd, several views made by one call are not the same as views made one by one.
@@ -122,7 +122,7 @@ class RowBatcher(VLLMBatcher):
 class BlockServing(Interleaver):
     """nnsight's interleaver, which looks once at each block to know who is parked here, and who is parked where."""
 
-    #: What locations begin with that are no request's own.
+    #: The prefixes of locations whose values belong to no single request.
     encoders: tuple[str, ...] = ()
     #: Under tensor parallelism, the other ranks.
     ranks: Ranks | None = None
@@ -135,7 +135,7 @@ class BlockServing(Interleaver):
         return NO_SKIP
 
     def put_skipped(self, provider: str, value: Any) -> Any:
-        """A module's output, with what blocks that skip it have in its place. What does not fit ends its block."""
+        """A module's output with the replacements of blocks that skip it. One that does not fit ends its block."""
         parts = self.skipped.pop(provider, None)
         if parts is None:
             return value

@@ -94,7 +94,7 @@ class LiveRuns:
         if run is None:
             run = self.runs[name] = LiveRun(name)
         if not run.requests:
-            # What a change has brought before its first request counts.
+            # Values of a change that came before the run's first request take precedence.
             run.values = {**unpack(packed), **run.values}
         run.requests[request_id] = request, choice
         return run

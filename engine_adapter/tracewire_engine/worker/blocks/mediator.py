@@ -79,17 +79,17 @@ class BlockMediator(Mediator):
         #: Whether its frames are being let go of.
         self._ending = False
         super().__init__(code, glbls, lcls)
-        # What nnsight sets when a mediator arrives by pickle, which ours does not.
+        # nnsight sets this when a mediator arrives by pickle, which this one does not.
         self.presaved: set[str] = set()
-        #: What the block raised, with its traceback, however it was thrown in.
+        #: The exception of the block, with its traceback, also if the exception was thrown into the block.
         self.raised: BaseException | None = None
         self.compiled: CompiledSource | None = None
         #: Of a standing intervention: whether its request ends with it if it raises.
         self.fatal = False
         self.live = LiveRun("")
-        #: What it has saved, by name, between a step's end and its report.
+        #: The block's saves by name, between a step's end and its report.
         self.found: dict[str, Any] | None = None
-        #: What stands for saved objects that cannot travel themselves, by identity.
+        #: Stand-ins for saved objects that cannot travel, by identity of the object.
         self.made: dict[int, tuple[Any, Any]] = {}
         self.streams = ResidualReads()
         #: Where the block asked for this step's samples, to change them perhaps: a frame, its instruction and line.
@@ -164,7 +164,7 @@ class BlockMediator(Mediator):
         self.raised = self.exception = self.pending = self.transform = self.found = self.asked_samples = None
         self.made.clear()
         self.caches: list[Any] = []
-        # What the block made may have a word to say when it goes, which takes part in its time.
+        # Finalizers of the block's objects count towards the block's time.
         worker, budget = partial(setattr, self, "worker", None), watchdog.Budget()
         for let_go in (worker, partial(release_frames, errors), self.lcls.shared.clear, self.lcls.clear):
             try:

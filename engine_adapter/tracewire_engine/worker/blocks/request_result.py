@@ -33,7 +33,7 @@ class RequestResults:
         self._early: OrderedDict[str, tuple[RequestOutput | None, list[int]]] = OrderedDict()
 
     def take(self, encoded: bytes) -> tuple[str, list[Any]]:
-        """Whose word has come, and who has waited for it. It is kept for who ends later."""
+        """Take the output of a request. Returns the request's name, and the choices that waited for the output."""
         generated = _generated.decode(encoded)
         self._early[generated.request] = output_of(generated), generated.tokens
         while len(self._early) > EARLY:
@@ -70,7 +70,7 @@ def output_of(generated: Generated) -> RequestOutput | None:
                 {token: Logprob(logprob, rank, text) for token, (logprob, rank, text) in entry.items()}
                 for entry in choice.logprobs
             ]
-        # What vLLM itself sums up.
+        # The sum that vLLM itself reports.
         total = None
         if logprobs is not None:
             total = sum(

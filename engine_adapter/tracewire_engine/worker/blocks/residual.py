@@ -48,7 +48,7 @@ class ResidualReads:
         return made
 
     def replace(self, hidden: torch.Tensor, residual: torch.Tensor | None, value: torch.Tensor) -> None:
-        """Make `value` the stream. What was read before counts no more."""
+        """Make `value` the stream, and forget earlier reads."""
         self._read.clear()
         self._write(hidden, residual, value)
 

@@ -93,7 +93,7 @@ def prune(mediator: Any, held: Mapping[str, Any]) -> None:
         nnsight_tracer._saves().difference_update(gone)
         let_go = [marked.pop(key) for key in gone]
         try:
-            # It may have a word to say when it goes.
+            # Its finalizer may run code of the block.
             with watchdog.turn(building=True):
                 let_go.clear()
         except Exception as exception:

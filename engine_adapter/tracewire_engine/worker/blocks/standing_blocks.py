@@ -34,7 +34,7 @@ class EditedRequest(Request):
 
     def __init__(self, request_id: str) -> None:
         super().__init__(request_id)
-        #: What edits raised on it, by name, as far as it was looked at; and the first that ends the request.
+        #: The errors of edits noted so far, by the edit's name; and the first error that ends the request.
         self.edit_errors: dict[str, Failure] = {}
         self.fatal: Any = None
 

@@ -63,7 +63,7 @@ _told_to_end = False
 _modules: dict[str, ModuleType] = {}
 _needed: dict[str, ModuleType] = {}
 _module_count = 0
-#: What puts back what importing a module anew has replaced.
+#: Functions that undo what a second import of a module has replaced.
 _on_restored: list[Callable[[], None]] = []
 
 

@@ -194,7 +194,7 @@ def raw(values: torch.Tensor) -> torch.Tensor:
 
 
 Results: TypeAlias = list[tuple[Collector, dict[str, torch.Tensor]]]
-"""What the collectors of a step have read, in their order."""
+"""The reads of the collectors of a step, in the order of the collectors."""
 
 
 class Arrangement:

@@ -106,9 +106,9 @@ class Ranks:
         #: Which step is under way: they are counted alike on all ranks.
         self.step = 0
         self._announced: set[BlockKey] = set()
-        #: What has failed on another rank, and on which.
+        #: The failures on other ranks: the rank, and its failure.
         self._elsewhere: dict[BlockKey, tuple[int, Failure]] = {}
-        #: What was noted of other ranks and not handed out yet.
+        #: Notes of other ranks that `differing` has not returned yet.
         self._unread: list[tuple[BlockKey, bool]] = []
         self._inbox: list[deque[Any]] = [deque() for _ in range(self.count)]
         context: zmq.Context[Any] = zmq.Context.instance()
@@ -170,7 +170,7 @@ class Ranks:
     # --- a step -----------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """A step begins. What the others have told before it is noted."""
+        """Begin a step: note the messages that other ranks sent before it."""
         self.step += 1
         self._receive(0)
         for inbox in self._inbox:
@@ -190,12 +190,12 @@ class Ranks:
                 if isinstance(message, _StepOver):
                     break
                 if isinstance(message, _AtOperation):
-                    # It waits there for this rank, which has passed that point.
+                    # The other rank waits there for this one, which has passed that point.
                     for key in message.keys:
                         self.fail(BlockKey(*key), self._unmatched)
                 self._note(message)
             theirs = {BlockKey(*key): how for key, how in message.ended}
-            # What had ended here before is not ended anew by another rank that has heard of it.
+            # A block that had ended here before does not end again when another rank repeats that.
             for key in (theirs.keys() - (self._announced - ended.keys())) | ended.keys():
                 if theirs.get(key) != ended.get(key) and (key in theirs or ended[key] == "ended"):
                     self._elsewhere.setdefault(key, (rank, _how(theirs.get(key), ended.get(key))))
@@ -243,7 +243,7 @@ class Ranks:
                 if message is None:
                     agreed.clear()
                 elif isinstance(message, _StepOver):
-                    # It has passed this point.
+                    # The other rank has passed this point.
                     self._inbox[rank].appendleft(message)
                     agreed.clear()
                 elif isinstance(message, _AtOperation):

@@ -27,7 +27,7 @@ _TAG = 7321
 
 
 class StageUpdate(NamedTuple):
-    """What a stage tells of one request's blocks in a step: its own, whose name is empty, and standing ones.
+    """A stage's message on one request's blocks in a step: its own block, whose name is empty, and standing ones.
 
     `ended` when none of the blocks will ask for anything more; `errors` are those that were not told before.
     """

@@ -40,7 +40,7 @@ __all__ = ["Entry", "StagedMediator", "StagesDiffer"]
 #: Where every copy is served by itself.
 _OURS = (LIVE, RESULT, None)
 
-#: What a log has besides nnsight's events: something that `tracer.cache()` recorded.
+#: The kind of a log's entry that `tracer.cache()` recorded; all others are nnsight's events.
 _CACHED = "CACHED"
 
 
@@ -114,7 +114,7 @@ class StagedMediator(BlockMediator):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.log: list[Entry] = []
-        #: What other stages served and this copy has not been fed.
+        #: Values that other stages served and that this copy has not got yet.
         self.incoming: deque[Entry] = deque()
         #: The live parameters of the step that the block is at, which may be behind the one that the model is at.
         self.live_values: dict[str, Any] | None = None

@@ -203,7 +203,7 @@ def _refuse_source(envoy: Envoy) -> Any:
 
 
 class _HereEnvoy(Envoy):
-    """A module that this stage holds and another does not. What a call returns is sent to the others."""
+    """A module that this stage holds and another does not. The stage sends the results of its calls to the others."""
 
     source = property(_refuse_source)
 
