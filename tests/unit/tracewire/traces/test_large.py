@@ -186,7 +186,7 @@ def test_a_reference_is_no_variable(client: Client) -> None:
     ref = ArrayRef("float32", (2,), bytes(16), "blob", "acts")
     with pytest.raises(UntransportableVariable, match="pass the array that its load"):
         uses(table=ref, nested=1, few=2).block()
-    with pytest.raises(UntransportableVariable, match="pass the array that its load") as caught:
+    with pytest.raises(UntransportableVariable, match="pass what its load") as caught:
         client.trace("tiny", "hello", live={"bias": ref})
     assert caught.value.field == "live.bias"
 
