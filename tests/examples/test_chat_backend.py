@@ -830,7 +830,7 @@ async def test_a_lost_engine_shows_as_a_restart(http: httpx.AsyncClient, engine:
     async def script(stage: Stage) -> None:
         await stage.accept()
         await stage.save(" lost", {"meter": 0.0})
-        await stage.bus.records.wait([(stage.trace, stage.attempt)], "the engine stopped answering")
+        await stage.bus.records.publish_waiting([(stage.trace, stage.attempt)], "the engine stopped answering")
         await stage.restart("the engine stopped answering")
         await stage.accept()
         await stage.save(" again", {"meter": 0.0})

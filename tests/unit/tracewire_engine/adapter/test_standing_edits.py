@@ -20,7 +20,7 @@ async def test_what_is_told_waits_for_redis_and_is_told_in_order(bus: Bus, monke
     monkeypatch.setattr(module, "_LOOK_MS", 1)
     edits = await standing(bus)
     chosen = edits.choose(None)
-    whole, away = Edits.tell, 3
+    whole, away = Edits.publish, 3
 
     async def tell(self: Edits, model: str, edit: str, record: bytes) -> None:
         nonlocal away
@@ -31,7 +31,7 @@ async def test_what_is_told_waits_for_redis_and_is_told_in_order(bus: Bus, monke
             raise BusError("refused")
         await whole(self, model, edit, record)
 
-    monkeypatch.setattr(Edits, "tell", tell)
+    monkeypatch.setattr(Edits, "publish", tell)
     async with anyio.create_task_group() as group:
         group.start_soon(edits.publish)
         for number in range(4):
