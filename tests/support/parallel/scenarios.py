@@ -31,6 +31,8 @@ from tracewire import (
     TraceEnded,
     TraceFailed,
 )
+from tracewire_bus.wire.columns import layout_of
+from tracewire_bus.wire.messages import Columns
 
 __all__ = ["SCENARIOS", "TIES", "check_events", "check_restarted", "outcome", "same"]
 
@@ -82,7 +84,10 @@ def steps(events: list[Any]) -> dict[tuple[int, int, int], list[tuple[str, Any]]
     for event in events:
         if isinstance(event, Output):
             for offset, deltas in enumerate(event.deltas):
-                kinds = [(type(delta).__name__, delta.path) for delta in deltas]
+                kinds = [
+                    (type(delta).__name__, layout_of(delta.layout).names if isinstance(delta, Columns) else delta.path)
+                    for delta in deltas
+                ]
                 # The order of names is nobody's.
                 found[event.invoke, event.choice, event.index + offset] = sorted(
                     kinds, key=lambda kind: str(kind[1][0])
