@@ -28,7 +28,7 @@ from tracewire_bus.bus import Bus
 from tracewire_bus.store.queue_entries import Taken
 from tracewire_bus.transport.embedded import EmbeddedServer
 from tracewire_bus.wire import codec, messages
-from tracewire_bus.wire.codec import encode, schema_text
+from tracewire_bus.wire.codec import encode, request_schema_text, schema_text
 from tracewire_bus.wire.columns import NUMBER, Column, ColumnPart, encode_layout
 from tracewire_bus.wire.digests import digest
 from tracewire_bus.wire.messages import Block, Helper, Invoke, Live, ModuleInfo, Versions
@@ -358,7 +358,7 @@ async def _at_work(url: str) -> None:
         waiting = client.trace("tiny", "waiting", acts(), trace_id="waiting", deadline=10**10, **options)
         await waiting.start()
         submission = messages.Submission(trace="buried", model="tiny", invokes=[Invoke(prompt="buried")])
-        entry = Taken("buried", {b"v": schema_text().encode(), b"t": b"buried", b"d": encode(submission)}, 0.0)
+        entry = Taken("buried", {b"v": request_schema_text().encode(), b"t": b"buried", b"d": encode(submission)}, 0.0)
         await bus.queue.dead_letter("tiny", entry, "its engines were lost")
         await bus.blobs.put("middle", "blob", 0, b"\1" * 24)
 

@@ -24,7 +24,7 @@ from tracewire_bus.bus import Bus
 from tracewire_bus.domain.fold import Fold
 from tracewire_bus.wire import messages
 from tracewire_bus.wire.codec import decode_event, encode, schema_text
-from tracewire_bus.wire.messages import SCHEMA, FirstToken, Invoke, Message, Submission
+from tracewire_bus.wire.messages import REQUEST_SCHEMA, SCHEMA, FirstToken, Invoke, Message, Submission
 from tracewire_bus.wire.packing import wire
 
 PATIENCE = 20
@@ -35,6 +35,8 @@ SCHEMAS = sorted(folder.name for folder in record.HERE.iterdir() if folder.name[
 
 #: What stands on entries of the next minor version.
 NEXT = f"{SCHEMA[0]}.{SCHEMA[1] + 1}"
+#: Likewise on submissions.
+NEXT_REQUEST = f"{REQUEST_SCHEMA[0]}.{REQUEST_SCHEMA[1] + 1}"
 
 
 def written(schema: str, file: str) -> dict[str, Any]:
@@ -250,9 +252,11 @@ async def test_orders_entries_and_lifecycles_of_a_later_minor_version_are_passed
 @pytest.mark.parametrize(
     ("schema", "body", "status", "says"),
     [
-        pytest.param(NEXT, {}, "finished", None, id="fields more"),
-        pytest.param(NEXT, {"interventions": [{"do": "dance"}]}, "rejected", "dance", id="an unknown intervention"),
-        pytest.param(f"{SCHEMA[0] + 1}.0", {}, "rejected", "update it", id="a later major version"),
+        pytest.param(NEXT_REQUEST, {}, "finished", None, id="fields more"),
+        pytest.param(
+            NEXT_REQUEST, {"interventions": [{"do": "dance"}]}, "rejected", "dance", id="a strange intervention"
+        ),
+        pytest.param(f"{REQUEST_SCHEMA[0] + 1}.0", {}, "rejected", "update it", id="a later major version"),
     ],
 )
 async def test_a_submission_of_a_later_version_runs_or_is_refused_with_the_reason(

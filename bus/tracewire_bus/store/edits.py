@@ -38,7 +38,7 @@ from tracewire_bus.wire.codec import (
     schema_text,
 )
 from tracewire_bus.wire.ids import parse_id
-from tracewire_bus.wire.messages import Edit, EditRecord
+from tracewire_bus.wire.messages import REQUEST_SCHEMA, Edit, EditRecord
 
 from .keys import Keys
 
@@ -268,7 +268,7 @@ def _installed(name: bytes, about: bytes, data: bytes | None, disabled: bytes) -
     place, version, time, schema = about.decode().split(" ", 3)
     edit, problem = None, ""
     try:
-        check_schema(schema)
+        check_schema(schema, REQUEST_SCHEMA)
         if data is None:
             raise ValueError("its entry is missing")
         if len(data) > EDIT_BYTES:

@@ -18,7 +18,7 @@ from tracewire_bus.domain.limits import LimitExceeded, check_size, check_submiss
 from tracewire_bus.domain.tree import ModuleTree
 from tracewire_bus.wire.codec import NewerSchema, check_schema, decode_submission
 from tracewire_bus.wire.live_values import LiveError, unpack_live
-from tracewire_bus.wire.messages import Block, EngineInfo, Failure, Submission
+from tracewire_bus.wire.messages import REQUEST_SCHEMA, Block, EngineInfo, Failure, Submission
 from tracewire_bus.wire.packing import unpack
 
 from .block_sources import Sources
@@ -78,7 +78,7 @@ class Validator:
             Rejection, LimitExceeded, NewerSchema: it cannot run here; see `refusal`.
             ValueError: it is no submission, or another trace's.
         """
-        check_schema(schema)
+        check_schema(schema, REQUEST_SCHEMA)
         submission, light = await self._decode(data)
         if submission.trace != trace:
             raise ValueError(f"its entry names trace {trace[:300]!r}, its body {submission.trace[:300]!r}")

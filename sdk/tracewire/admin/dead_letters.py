@@ -16,7 +16,7 @@ from tracewire.traces.large import offload_large_arrays
 from tracewire.traces.model import Model, model_name
 from tracewire_bus.store.blobs import BlobMissing
 from tracewire_bus.wire.codec import NewerSchema, check_schema, decode_submission
-from tracewire_bus.wire.messages import Block, Submission
+from tracewire_bus.wire.messages import REQUEST_SCHEMA, Block, Submission
 from tracewire_bus.wire.packing import pack, unpack
 from tracewire_bus.wire.refs import ArrayRef
 
@@ -60,7 +60,7 @@ class DeadLetter:
         """A dead letter of the bus, decoded."""
         submission, problem = None, None
         try:
-            check_schema(letter.schema)
+            check_schema(letter.schema, REQUEST_SCHEMA)
             submission = decode_submission(letter.data)
         except (NewerSchema, msgspec.MsgspecError) as error:
             problem = str(error)

@@ -23,7 +23,8 @@ import pytest
 import tracewire
 from tests.support.engine_inside import counts, engine_inside, forgotten
 from tracewire import Client, Model, Output, Probe, Steer
-from tracewire_bus.wire.messages import Append
+from tracewire_bus.wire.columns import layout_of
+from tracewire_bus.wire.messages import Append, Columns
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 PLACES, BLOCKS, BLOCK_SIZE, LENGTH, STEP = 4, 24, 32, 640, 128
@@ -125,14 +126,12 @@ def assert_each_step_told_once(events: list[Any], count: int) -> None:
     """Every token index in one output, with one item of the block's list and one of the probe's."""
     outputs = [event for event in events if isinstance(event, Output)]
     assert [output.index + place for output in outputs for place in range(len(output.token_ids))] == list(range(count))
-    for name in ("streams", "probed"):
-        items = [
-            [item for delta in step if isinstance(delta, Append) and delta.path == (name,) for item in delta.items]
-            for output in outputs
-            for step in output.deltas
-        ]
-        # The first comes with the name.
-        assert [len(step) for step in items[1:]] == [1] * (count - 1), name
+    steps = [step for output in outputs for step in output.deltas]
+    appended = [[len(delta.items) for delta in step if isinstance(delta, Append)] for step in steps]
+    # The first comes with the name.
+    assert appended[1:] == [[1]] * (count - 1)
+    read = [[layout_of(delta.layout).names for delta in step if isinstance(delta, Columns)] for step in steps]
+    assert read == [[("probed",)]] * count
 
 
 async def test_preempted_traces_are_what_they_are_alone(engine: Any, client: Client, model: Model) -> None:
