@@ -238,7 +238,7 @@ class Bus:
         creation = self.records.create_command(submission, unpack_live(submission.live), retention_s)
         await self.memory.check_reserve()
         try:
-            created, before = await self.queue.put(
+            created, has_left = await self.queue.put(
                 model,
                 trace,
                 data,
@@ -259,9 +259,9 @@ class Bus:
         if isinstance(created, bytes):
             await self.queue.withdraw(model, trace)
             raise TraceElsewhere(f"trace {trace} was submitted to model {created.decode('utf-8', 'replace')!r}")
-        if created and before:
-            # The submission's mark is there, but the record was not: the trace has ended and its keys have expired.
-            await self.records.forget(trace, model)
+        if created and has_left and await self.records.forget(trace, model):
+            # No engine ran the trace on the new record, as one does when the same trace is submitted twice at a time.
+            # So the trace ended earlier, and its keys have expired.
             raise TraceEnded(f"trace {trace} has ended, and has expired but for its id")
 
     async def submitted(self, *traces: tuple[str, str]) -> set[str]:

@@ -159,7 +159,7 @@ class Queue:
             before: commands to send ahead in the same round trip. Redis may execute them more than once.
 
         Returns:
-            The replies to `before`, then a bool: whether the trace id was put before.
+            The replies to `before`, then a bool: whether the trace id was put before and has left the queue since.
 
         Raises:
             QueueFull: too many entries wait.

@@ -187,9 +187,13 @@ class Records:
             *_flat(live),
         )
 
-    async def forget(self, trace: str, model: str) -> None:
-        """Remove the record of a trace that the queue of `model` has refused."""
-        await self._connections.command(*_FORGET(self._named(trace), trace, model))
+    async def forget(self, trace: str, model: str) -> bool:
+        """Remove the record of a trace that the queue of `model` has refused.
+
+        Returns False if the record stays: no such record, another model's, or an engine runs the trace or has ended it.
+        """
+        call = _FORGET((*self._named(trace), self._keys.events(trace)), trace, model)
+        return bool(await self._connections.command(*call))
 
     def _named(self, trace: str) -> tuple[str, str, str]:
         keys, tag = self._keys, self._keys.tag(trace)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import anyio
 import msgspec
@@ -27,11 +28,11 @@ async def test_a_trace_that_two_submit_at_once_keeps_its_record(embedded: str, p
             await bus.submit(submission)
         forget = bus.records.forget
 
-        async def forgetting(trace: str, model: str) -> None:
+        async def forgetting(trace: str, model: str) -> bool:
             for submission in full:
                 assert await other.queue.withdraw("tiny", submission.trace)
             await other.submit(one, 1)
-            await forget(trace, model)
+            return await forget(trace, model)
 
         bus.records.forget = forgetting  # type: ignore[method-assign]
         with pytest.raises(QueueFull):
@@ -40,6 +41,38 @@ async def test_a_trace_that_two_submit_at_once_keeps_its_record(embedded: str, p
         assert await other.records.left("one") != (False, None)
         await other.cancel("one", by="somebody")
         assert await other.queue.waiting("tiny") == 0
+
+
+@pytest.mark.parametrize("meanwhile", ["nothing", "taken", "run", "cancelled"])
+async def test_a_trace_that_two_submit_at_once_is_queued_by_one(
+    embedded: str, prefix: str, bus: Bus, monkeypatch: pytest.MonkeyPatch, meanwhile: str
+) -> None:
+    """Redis carries out the other's commands between the two commands of the first, whose record the other finds."""
+    one = Submission(trace="one", model="tiny", invokes=[Invoke(prompt="x")], detach=True)
+    commands = bus.queue._connections.commands
+    async with Bus.open(embedded, prefix=prefix) as other:
+
+        async def interleaved(*calls: Any, **options: Any) -> list[Any]:
+            if len(calls) == 1:
+                return await commands(*calls, **options)
+            create, put = calls
+            created = await commands(create)
+            await other.submit(one)
+            if meanwhile == "cancelled":
+                await other.cancel("one", by="somebody")
+            elif meanwhile != "nothing":
+                assert [taken.trace for taken in await other.queue.take("tiny", "e", 5, 0)] == ["one"]
+            if meanwhile == "run":
+                await other.records.open("one", "e", 1)
+                await other.queue.done("tiny", "one")
+            return [*created, *await commands(put, **options)]
+
+        with monkeypatch.context() as patch:
+            patch.setattr(bus.queue._connections, "commands", interleaved)
+            await bus.submit(one)
+        assert await bus.exists("one")
+        assert await bus.queue.waiting("tiny") == (1 if meanwhile == "nothing" else 0)
+        assert await bus.records.ended("one") == (meanwhile == "cancelled")
 
 
 async def test_a_submission_is_taken_by_one_engine_and_settled(bus: Bus) -> None:
