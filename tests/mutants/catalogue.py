@@ -198,8 +198,8 @@ MUTANTS = (
     _of(
         f"{_BUS}/lua/queue_put.lua",
         "a-trace-is-queued-twice",
-        "if not call('SET', submitted, 1, 'EX', remember, 'NX') then return 1 - call('HEXISTS', queue.entries, trace) end",
-        "call('SET', submitted, 1, 'EX', remember)",
+        "if not call('SET', submitted, 1, 'EX', remember, 'NX') then return",
+        "if not call('SET', submitted, 1, 'EX', remember) then return",
         _SUBMISSION_QUEUE + "::test_a_trace_is_queued_once_however_often_it_is_submitted",
     ),
     _of(
