@@ -12,7 +12,6 @@ Each error is below exactly one of seven bases, which say what a caller can do: 
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 from typing import Any
 
@@ -667,7 +666,9 @@ class SaveMissing(NotFoundError, KeyError):
         if reason:
             message = f"what trace {trace_id} saved as {name!r} could not be sent: {reason}"
         else:
-            near = difflib.get_close_matches(str(name), names, 1)
+            from difflib import get_close_matches
+
+            near = get_close_matches(str(name), names, 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             held = ", ".join(names) or "nothing"
             so_far = "" if ended else " so far"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
@@ -153,5 +152,7 @@ def check_names(given: Iterable[str], kind: type[SamplingOptions], field: str = 
     known: frozenset[str] = getattr(kind, "__optional_keys__")  # noqa: B009  (mypy does not know it of a class)
     for name in given:
         if name not in known:
-            near = difflib.get_close_matches(name, sorted(known), 1)
+            from difflib import get_close_matches
+
+            near = get_close_matches(name, sorted(known), 1)
             raise UnknownOption(field + name, name, near[0] if near else None)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 __all__ = ["HarvestProgress"]
 
 
-@dataclass(frozen=True)
-class HarvestProgress:
+class HarvestProgress(msgspec.Struct, frozen=True):
     """How far a harvest is, or what came of it.
 
     Attributes:

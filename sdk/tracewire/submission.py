@@ -6,16 +6,16 @@ The checks here need no engine. An error names the part at fault as the caller w
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import keyword
 import math
 import re
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
 from datetime import timedelta
 from typing import Any, Literal, TypeAlias, Unpack
+
+import msgspec
 
 from tracewire.capture.capture import ModelHandle
 from tracewire.capture.intervention import Intervention, live_reads
@@ -82,8 +82,7 @@ class Prompt:
         return f"Prompt({', '.join(parts)})"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Settings:
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """The keyword arguments of `Client.trace` other than sampling params, with their defaults."""
 
     prompts: Sequence[PromptInput] | None = None
@@ -100,7 +99,7 @@ class Settings:
     token_strings: bool = False
 
 
-_SETTINGS = frozenset(field.name for field in fields(Settings))
+_SETTINGS = frozenset(Settings.__struct_fields__)
 
 
 def split_options(given: Mapping[str, Any], prompts: Sequence[PromptInput] | None) -> tuple[Settings, dict[str, Any]]:
@@ -424,7 +423,9 @@ def _check_live(block: Block, live: Any) -> None:
     declared = sorted(live or {})
     for name, line in live_reads(block.source, *block.parameters[1:]):
         if name not in declared:
-            near = difflib.get_close_matches(name, declared, 1)
+            from difflib import get_close_matches
+
+            near = get_close_matches(name, declared, 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise TraceRejected(
                 f"live.{name}",

@@ -17,6 +17,7 @@ CHEAP = ("a-delta-is-folded-twice", "a-trace-is-queued-twice", "the-checker-miss
 
 #: A quick test, and the file whose mutants it is to notice.
 _TEST = "tests/unit/tracewire_bus/store/test_keys.py::test_keys_of_a_trace_share_a_tag_and_so_do_those_of_a_queue"
+_CLASS = "class Keys(msgspec.Struct, frozen=True):"
 _KEYS = "bus/tracewire_bus/store/keys.py"
 
 
@@ -46,7 +47,7 @@ def test_only_a_test_that_fails_as_tests_do_counts() -> None:
             _of_keys("unnoticed", "Names of all keys that", "The names of all keys that"),
             _of_keys("not imported", "from zlib import crc32", "from zlib import crc33 as crc32"),
             _of_keys("undefined", 'return f"t{crc32(', 'return f"t{crc34('),
-            _of_keys("not compiled", "class Keys:", "class Keys"),
+            _of_keys("not compiled", _CLASS, "class Keys"),
         ]
     )
     assert found["noticed"].killers == [_TEST]
@@ -61,8 +62,8 @@ def test_only_a_test_that_fails_as_tests_do_counts() -> None:
     [
         ("no such text", _TEST, "occurs 0 times"),
         ("return", _TEST, "times in bus/tracewire_bus/store/keys.py, not once"),
-        ("class Keys:", "tests/unit/tracewire_bus/store/test_keys.py::test_that_there_is_not", "there is no test"),
-        ("class Keys:", "tests/bus/test_that_there_is_not.py::test_names", "there is no test"),
+        (_CLASS, "tests/unit/tracewire_bus/store/test_keys.py::test_that_there_is_not", "there is no test"),
+        (_CLASS, "tests/bus/test_that_there_is_not.py::test_names", "there is no test"),
     ],
 )
 def test_a_mutant_that_has_rotted_is_told(old: str, test: str, said: str) -> None:

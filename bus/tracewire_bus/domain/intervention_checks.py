@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, cast, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -75,8 +74,7 @@ class DeclarationError(ValueError):
         self.message = message
 
 
-@dataclass(frozen=True, slots=True)
-class Site:
+class Site(msgspec.Struct, frozen=True):
     """One location in a model: a module's path, and which of the module's values.
 
     The path of a `residual` is that of the decoder layer after which the stream is read.

@@ -10,12 +10,12 @@ the block uses it.
 from __future__ import annotations
 
 import ast
-import difflib
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Final, TypeAlias, overload
+
+import msgspec
 
 from tracewire_bus.wire.messages import EngineInfo
 
@@ -58,8 +58,7 @@ class UnknownModule(AttributeError, LookupError):
         super().__init__(f"no module at {path!r}{hint}")
 
 
-@dataclass(frozen=True, slots=True)
-class PathProblem:
+class PathProblem(msgspec.Struct, frozen=True):
     """A path in a block's source that leads to no module, or that the engine does not serve.
 
     Attributes:
@@ -189,7 +188,9 @@ class ModuleTree:
         shapes: dict[str, str] = {}
         for other in self._classes:
             shapes.setdefault(_shape(other), other)
-        found = difflib.get_close_matches(_shape(path), [shape for shape in shapes if shape], n=1, cutoff=0.6)
+        from difflib import get_close_matches
+
+        found = get_close_matches(_shape(path), [shape for shape in shapes if shape], n=1, cutoff=0.6)
         if not found:
             return None
         exact = _fill(found[0], re.findall(r"\d+", path))
@@ -365,7 +366,9 @@ def _similar(name: str, names: list[str]) -> str | None:
     if re.fullmatch(r"-?\d+", name):
         indices = [int(other) for other in names if other.isdecimal()]
         return str(min(indices, key=lambda index: abs(index - int(name)))) if indices else None
-    found = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    from difflib import get_close_matches
+
+    found = get_close_matches(name, names, n=1, cutoff=0.6)
     return found[0] if found else None
 
 
@@ -474,7 +477,7 @@ def _check_block(
 
 
 def _with_nearest(tree: ModuleTree, problem: PathProblem) -> PathProblem:
-    return replace(problem, nearest=tree.nearest(problem.path))
+    return msgspec.structs.replace(problem, nearest=tree.nearest(problem.path))
 
 
 _Scope = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)

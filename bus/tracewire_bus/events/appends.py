@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, TypeGuard
+
+import msgspec
 
 from tracewire_bus.store.keys import Keys
 from tracewire_bus.transport.errors import BusError, is_full, is_transient
@@ -54,8 +55,7 @@ class EntryTooLarge(BusError, ValueError):
     """The event is larger than one entry may be."""
 
 
-@dataclass(slots=True, eq=False)
-class Append:
+class Append(msgspec.Struct, eq=False):
     """One event that a writer is appending, and its outcome."""
 
     stream: Stream

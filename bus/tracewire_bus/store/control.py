@@ -10,11 +10,11 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Literal
 
 import anyio
+import msgspec
 
 from tracewire_bus.transport.backoff import Backoff
 from tracewire_bus.transport.errors import as_bus_error, is_transient
@@ -40,8 +40,7 @@ _KINDS: Final = frozenset(("steer", "cancel", "pause", "resume", "drain"))
 _DRAIN: Final = Script("control_drain")
 
 
-@dataclass(frozen=True, slots=True)
-class Order:
+class Order(msgspec.Struct, frozen=True):
     """An order to an engine.
 
     Attributes:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 from tracewire_bus.transport.pool import Connections
 from tracewire_bus.transport.scripts import Script
@@ -20,8 +21,7 @@ _MOST: Final = 10_000
 _ADD: Final = Script("dead_letter_add")
 
 
-@dataclass(frozen=True, slots=True)
-class DeadLetter:
+class DeadLetter(msgspec.Struct, frozen=True):
     """A queue entry that no engine could answer, or that was given up after `max_attempts` lost engines.
 
     Attributes:

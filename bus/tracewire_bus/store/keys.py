@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from zlib import crc32
+
+import msgspec
 
 __all__ = ["TAGS", "Keys"]
 
@@ -11,8 +12,7 @@ __all__ = ["TAGS", "Keys"]
 TAGS = 64
 
 
-@dataclass(frozen=True)
-class Keys:
+class Keys(msgspec.Struct, frozen=True):
     """The key names under one prefix.
 
     All keys of a trace share one hash tag, and all keys of a model's queue share another. A script on Redis Cluster may

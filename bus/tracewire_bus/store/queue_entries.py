@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final
+
+import msgspec
 
 from tracewire_bus.transport.errors import BusError
 from tracewire_bus.transport.guard import Guard, integer
@@ -54,8 +55,7 @@ class QueueFull(BusError):
         super().__init__(f"{waiting} submissions wait for {model!r}, the limit is {limit}")
 
 
-@dataclass(frozen=True, slots=True)
-class Taken:
+class Taken(msgspec.Struct, frozen=True):
     """A queue entry that was taken, withdrawn or given up. Its data may be malformed: the caller decodes it.
 
     Attributes:

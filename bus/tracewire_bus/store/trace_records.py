@@ -23,7 +23,6 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Final
 
 import msgspec
@@ -118,16 +117,14 @@ class TraceEnded(BusError):
     """The trace has ended, so the operation has no effect."""
 
 
-@dataclass(frozen=True, slots=True)
-class LiveState:
+class LiveState(msgspec.Struct, frozen=True):
     """A trace's live parameters: their version, and their values by name."""
 
     version: int
     values: dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Opened:
+class Opened(msgspec.Struct, frozen=True):
     """A trace's record as an engine opens the trace.
 
     Attributes:
@@ -145,7 +142,7 @@ class Opened:
     left_s: float | None
     version: int
     live: bytes
-    changes: list[bytes] = field(default_factory=list)
+    changes: list[bytes] = msgspec.field(default_factory=list)
     cancelled: tuple[str, str] | None = None
     paused: str | None = None
     pauses: int = 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -33,8 +32,7 @@ __all__ = ["DeadLetter", "DeadLetters"]
 _PAGE = 100
 
 
-@dataclass(frozen=True)
-class DeadLetter:
+class DeadLetter(msgspec.Struct, frozen=True):
     """A submission in the dead-letter queue.
 
     Attributes:

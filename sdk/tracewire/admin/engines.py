@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import anyio
+import msgspec
 
 from tracewire.checks import Duration, check_limit, check_seconds, check_text
 from tracewire.error_mapping import bus_errors
@@ -26,8 +26,7 @@ __all__ = ["Draining", "Engine", "Engines"]
 _LOOK_S = 0.2
 
 
-@dataclass(frozen=True)
-class Engine:
+class Engine(msgspec.Struct, frozen=True):
     """A live engine.
 
     Attributes:

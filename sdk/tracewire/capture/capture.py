@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import ast
 import builtins
-import difflib
 import enum
 import inspect
 import struct
@@ -199,7 +198,9 @@ class Capture:
             self.modules[name] = name
             return
         candidates = {*self._parameters, *self._meanings, *vars(builtins)}
-        near = difflib.get_close_matches(name, sorted(one for one in candidates if not one.startswith("_tw_")), 1)
+        from difflib import get_close_matches
+
+        near = get_close_matches(name, sorted(one for one in candidates if not one.startswith("_tw_")), 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise source.error(
             f"the name {name!r} is not defined: it is neither a variable of the block nor a name in the closure or the "

@@ -14,7 +14,6 @@ import symtable
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -29,8 +28,7 @@ __all__ = ["ClassSource", "class_names", "find_class"]
 _COMPREHENSIONS = frozenset({"listcomp", "setcomp", "dictcomp", "genexpr"})
 
 
-@dataclass(frozen=True, eq=False)
-class ClassSource(FunctionSource):
+class ClassSource(FunctionSource, frozen=True, eq=False, dict=True):
     """The syntax tree of a class, and its file."""
 
     node: ast.ClassDef

@@ -17,9 +17,10 @@ import tokenize
 import types
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
+
+import msgspec
 
 from tracewire.errors import BlockError
 
@@ -45,8 +46,7 @@ _REFUSED: dict[type[ast.AST], tuple[str, str]] = {
 _Scope = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
 
-@dataclass(frozen=True)
-class _File:
+class _File(msgspec.Struct, frozen=True):
     """A parsed source file."""
 
     name: str
@@ -176,8 +176,7 @@ def _parameter_names(arguments: ast.arguments) -> tuple[str, ...]:
     return tuple(names)
 
 
-@dataclass(frozen=True)
-class Use:
+class Use(msgspec.Struct, frozen=True):
     """One use of a name.
 
     Attributes:
@@ -192,8 +191,7 @@ class Use:
     changed: bool
 
 
-@dataclass(frozen=True, eq=False)
-class FunctionSource:
+class FunctionSource(msgspec.Struct, frozen=True, eq=False, dict=True):
     """The syntax tree of a function, and its file. Line numbers are those of the file, from 1."""
 
     name: str

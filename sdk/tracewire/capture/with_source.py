@@ -6,7 +6,6 @@ import ast
 import dis
 import linecache
 import types
-from dataclasses import dataclass
 from functools import cached_property
 
 from tracewire.errors import BlockError
@@ -17,8 +16,7 @@ from .source import SOURCES_KEPT, FunctionSource, end_of, parse_file
 __all__ = ["WithSource", "find_with"]
 
 
-@dataclass(frozen=True, eq=False)
-class WithSource(FunctionSource):
+class WithSource(FunctionSource, frozen=True, eq=False, dict=True):
     """The body of a `with` statement, and its file."""
 
     node: ast.With

@@ -6,10 +6,10 @@ import argparse
 import json
 import socket
 import sys
-from dataclasses import asdict
 from typing import Any
 
 import anyio
+import msgspec
 
 from tracewire.client import Client, connect
 from tracewire.errors import ConnectError
@@ -69,7 +69,7 @@ async def _engines(options: argparse.Namespace) -> int:
     async with connect(options.url, prefix=options.prefix) as client:
         engines = await client.engines.list(model=options.model)
     if options.json:
-        print(json.dumps([asdict(engine) for engine in engines], indent=2))
+        print(json.dumps([msgspec.structs.asdict(engine) for engine in engines], indent=2))
         return 0
     for engine in engines:
         versions = " ".join(f"{name} {version}" for name, version in engine.versions.items() if version)

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import anyio
 import anyio.abc
 import anyio.to_thread
+import msgspec
 
 from tracewire.errors import (
     BrokenStream,
@@ -160,7 +161,7 @@ class Run:
                     "(take another place, or the data set as it was)",
                 )
             if item.key in skipped:
-                self._progress = replace(self._progress, skipped=self._progress.skipped + 1)
+                self._progress = msgspec.structs.replace(self._progress, skipped=self._progress.skipped + 1)
                 continue
             yield item
 
@@ -191,7 +192,7 @@ class Run:
         async with shards:
             async for shard in shards:
                 await anyio.to_thread.run_sync(partial(self._store, shard))
-                self._progress = replace(self._progress, shards=self._progress.shards + 1)
+                self._progress = msgspec.structs.replace(self._progress, shards=self._progress.shards + 1)
                 self._tell()
 
     def _store(self, shard: Shard) -> None:
@@ -273,15 +274,15 @@ class Run:
     def _count(self, one: PromptRows | Failed) -> None:
         now = self._progress
         if isinstance(one, Failed):
-            self._progress = replace(now, failed=now.failed + 1)
+            self._progress = msgspec.structs.replace(now, failed=now.failed + 1)
         else:
             tokens, nbytes = now.tokens + len(one.token_ids), now.bytes + one.nbytes
-            self._progress = replace(now, prompts=now.prompts + 1, tokens=tokens, bytes=nbytes)
+            self._progress = msgspec.structs.replace(now, prompts=now.prompts + 1, tokens=tokens, bytes=nbytes)
         self._tell()
 
     def _tell(self) -> HarvestProgress:
         total = self._dataset.total
-        self._progress = replace(self._progress, seconds=time.monotonic() - self._began, total=total)
+        self._progress = msgspec.structs.replace(self._progress, seconds=time.monotonic() - self._began, total=total)
         if self._report is not None:
             self._report(self._progress)
         return self._progress

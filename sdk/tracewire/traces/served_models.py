@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import anyio
+import msgspec
 
 from tracewire.error_mapping import bus_errors
 from tracewire.errors import UnknownModel
@@ -96,8 +97,7 @@ class ModelInfo:
         )
 
 
-@dataclass(frozen=True)
-class ServedModel:
+class ServedModel(msgspec.Struct, frozen=True):
     """A model with the engines that serve it. `trees` are their module trees, each once: a block must fit all."""
 
     info: ModelInfo

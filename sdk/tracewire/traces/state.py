@@ -6,9 +6,10 @@ The caller may change the lists and dicts in a state. Its arrays are shared and 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from tracewire.errors import AmbiguousResult, SaveMissing
 from tracewire_bus.wire.messages import SHARED_INVOKE, Accepted, Failure, Manifest, Status, Usage
@@ -40,30 +41,28 @@ class Saves(Values):
         raise SaveMissing(self._trace_id, name, self, self._reasons.get(name, ""), self._ended)
 
 
-@dataclass
-class Choice:
+class Choice(msgspec.Struct):
     """One sampled sequence of one prompt.
 
     Attributes:
         invoke, choice: index of the prompt, and of the sequence among the prompt's.
         text, token_ids: the sampled text and tokens.
-        token_strings: the tokens as strings, if `token_strings=True` asked for them.
         saves: the saved values, by name.
         finish_reason, stop_reason: vLLM's words for why the sequence ended, or None.
+        token_strings: the tokens as strings, if `token_strings=True` asked for them.
     """
 
     invoke: int
     choice: int
     text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    token_strings: list[str] | None = field(default=None, kw_only=True)
-    saves: Saves = field(default_factory=lambda: Saves())
+    token_ids: list[int] = msgspec.field(default_factory=list)
+    saves: Saves = msgspec.field(default_factory=lambda: Saves())
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    token_strings: list[str] | None = None
 
 
-@dataclass
-class Invoke:
+class Invoke(msgspec.Struct):
     """One prompt of a trace, with its choices in order."""
 
     index: int

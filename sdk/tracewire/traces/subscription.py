@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
 from collections.abc import AsyncIterator, Iterable
 from typing import TYPE_CHECKING
@@ -180,7 +179,9 @@ class Subscription(EventStream[Event]):
         """Log a warning for each name that the trace never saved."""
         saved = _saved(final)
         for name in sorted(_missing(final, names)):
-            near = difflib.get_close_matches(name, saved, 1)
+            from difflib import get_close_matches
+
+            near = get_close_matches(name, saved, 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             logger.warning(
                 "a subscription to trace %s asked for the save %r, which the trace never had (it has %s)%s",
