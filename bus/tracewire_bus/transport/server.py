@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import time
 from functools import cache
 from typing import Any, Final, Protocol
 
@@ -19,12 +20,19 @@ logger = logging.getLogger("tracewire")
 
 
 CONNECT_S: Final = 5.0
+#: How long connections share the certificates that one of them has read from disk, in seconds. Connections that open
+#: later read what stands there then.
+CERTIFICATES_S: float = 60.0
 
 #: What URLs of a Redis begin with.
 SCHEMES: Final = (
     *("redis", "rediss", "unix"),
     *("redis+sentinel", "rediss+sentinel", "redis+cluster", "rediss+cluster"),
 )
+
+
+#: By TLS settings: until when connections share a TLS context of redis-py's, and the context.
+_tls_contexts: dict[str, tuple[float, Any]] = {}
 
 
 class Transport(Protocol):
@@ -88,11 +96,25 @@ class Server:
 
     def _made(self) -> Any:
         made = self._factory.make_connection()
+        if hasattr(made, "ssl_context"):
+            made.ssl_context = self._shared_tls(made.ssl_context)
         if not on_trio():
             return made
         from .anyio_connection import AnyioConnection
 
         return AnyioConnection(made)
+
+    def _shared_tls(self, own: Any) -> Any:
+        """The TLS context of this server's settings: `own`, or one that another connection has used.
+
+        Reading the system's certificates takes longer than connecting, and no other task runs meanwhile.
+        """
+        settings = self._factory.connection_kwargs
+        key = repr(sorted((name, value) for name, value in settings.items() if name.startswith("ssl_")))
+        now = time.monotonic()
+        for old in [one for one, (until, _) in _tls_contexts.items() if until <= now]:
+            del _tls_contexts[old]
+        return _tls_contexts.setdefault(key, (now + CERTIFICATES_S, own))[1]
 
     async def holds(self, connection: Any) -> bool:
         """There is no other."""

@@ -10,6 +10,7 @@ from typing import Any
 import anyio
 import numpy as np
 import pytest
+from redis.exceptions import ConnectionError
 
 import tracewire
 from tests.support import ROOT
@@ -19,6 +20,8 @@ from tests.support.redis.servers import BINARIES, Cluster, running_servers
 from tests.support.redis.transports import end_to_end
 from tracewire import ConnectError
 from tracewire_bus.bus import Bus, BusError, NotAllowed
+from tracewire_bus.transport import server
+from tracewire_bus.transport.server import Server, discard
 from tracewire_bus.wire.codec import encode
 from tracewire_bus.wire.live_values import live_values
 from tracewire_bus.wire.messages import Block, Edit, EditRecord, Invoke, Submission
@@ -48,6 +51,33 @@ async def test_everything_by_tls_with_client_certificates(version: str, prefix: 
 
 
 @pytest.mark.parametrize("version", BINARIES)
+async def test_certificates_are_read_once_for_many_connections_and_again_after_a_while(
+    version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    certificates = Certificates.make(tmp_path)
+    (tmp_path / "other").mkdir()
+    other = Certificates.make(tmp_path / "other")
+    async with behind_tls(version, certificates) as address:
+        settings = [f"rediss://{address}?{one.query}" for one in (certificates, other)]
+        right, again, wrong = (Server(url) for url in (settings[0], settings[0], settings[1]))
+        connections = [await right.open()]
+        # From now on, the authority in the file is not the server's.
+        authority = certificates.authority.read_bytes()
+        certificates.authority.write_bytes(other.authority.read_bytes())
+        connections += [await right.open(), await again.open()]
+        with pytest.raises(ConnectionError, match="CERTIFICATE_VERIFY_FAILED"):
+            await wrong.open()
+        monkeypatch.setattr(server, "_tls_contexts", {})
+        monkeypatch.setattr(server, "CERTIFICATES_S", 0.0)
+        with pytest.raises(ConnectionError, match="CERTIFICATE_VERIFY_FAILED"):
+            await right.open()
+        certificates.authority.write_bytes(authority)
+        connections.append(await right.open())
+        for connection in connections:
+            await discard(connection)
+
+
+@pytest.mark.parametrize("version", BINARIES)
 async def test_sentinels_by_tls(version: str, prefix: str, tmp_path: Path) -> None:
     certificates = Certificates.make(tmp_path)
     async with running_servers(version) as servers, named_by_tls(servers, certificates) as start:
@@ -66,7 +96,7 @@ async def test_sentinels_by_tls(version: str, prefix: str, tmp_path: Path) -> No
 async def test_a_cluster_by_tls(version: str, prefix: str, tmp_path: Path) -> None:
     certificates = Certificates.make(tmp_path)
     async with running_servers(version) as servers, named_by_tls(servers, certificates) as start:
-        cluster = Cluster([await start(cluster_enabled="yes") for _ in range(3)], version)
+        cluster = Cluster([await start(cluster_enabled="yes", cluster_node_timeout=2000) for _ in range(3)], version)
         await cluster.join()
         addresses = ",".join(node.front for node in cluster.nodes[:2])
         await end_to_end(f"rediss+cluster://{addresses}?{certificates.query}", prefix)
@@ -90,14 +120,14 @@ def test_both_files_say_the_same() -> None:
 async def with_users(version: str) -> AsyncIterator[Callable[[str], str]]:
     """The URL for each role, of a server with the rules that are shipped."""
     async with running_servers(version) as servers:
-        server = await servers.start(settings=[("aclfile", rules(version))])
+        started = await servers.start(settings=[("aclfile", rules(version))])
         for role in ROLES:
             # Nobody gets in before this.
             with pytest.raises(BusError, match="credentials"):
-                async with Bus.open(f"redis://tracewire-{role}:x@{server.address}"):
+                async with Bus.open(f"redis://tracewire-{role}:x@{started.address}"):
                     pass
-            await server.ask("ACL", "SETUSER", f"tracewire-{role}", f">secret of {role}")
-        yield lambda role: f"redis://tracewire-{role}:secret%20of%20{role}@{server.address}"
+            await started.ask("ACL", "SETUSER", f"tracewire-{role}", f">secret of {role}")
+        yield lambda role: f"redis://tracewire-{role}:secret%20of%20{role}@{started.address}"
 
 
 def of(trace: str) -> Submission:
