@@ -150,11 +150,11 @@ async def test_the_tower_is_not_served(client: Client, model: Model) -> None:
     def looks(model, tracer, live):
         seen = model.model.connector.output.save()
 
-    with pytest.raises(InterventionError, match="the images of all requests at once") as caught:
+    with pytest.raises(InterventionError, match="once on the images of all requests") as caught:
         await run(client, model, prompt(SMALL), looks)
     assert caught.value.type == "NotByToken"
     assert caught.value.source == "seen = model.model.connector.output.save()"
-    with pytest.raises(TraceFailed, match="the images of all requests at once") as failed:
+    with pytest.raises(TraceFailed, match="once on the images of all requests") as failed:
         await run(client, model, prompt(SMALL), interventions=[Probe("tower", "model.vision_model")])
     assert "model.vision_model" in str(failed.value)
 

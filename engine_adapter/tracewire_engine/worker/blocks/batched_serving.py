@@ -1,13 +1,14 @@
-"""How blocks are served at a location, in fewer calls than nnsight's own way takes.
+"""Serves blocks at a location with fewer calls than nnsight needs.
 
 nnsight serves any run: one invoke or many, values of any nesting, blocks that wait for each other. On an engine the
-common case is narrow: many blocks of one request each are parked at one location, whose value is a tensor or a tuple of
-tensors with a row for each token. Each call for each block counts here, since the model waits. What differs from
-nnsight is how often something is looked up, never what a block is handed; all else goes nnsight's own way.
+common case is narrow: many blocks, each of another request, are parked at one location, whose value is a tensor or a
+tuple of tensors with a row for each token. The model waits meanwhile, so every Python call for every block counts.
+This module looks things up less often than nnsight. Blocks are handed the same values, and every case but the common
+one is left to nnsight.
 
-One thing is different: `.skip()`. To nnsight a module can only be skipped by all that share its batch, and a block that
-skips one beside another request would end the engine. Here the module runs for all, and what a block puts in the place
-of its output is put there, at the block's own rows.
+Only `.skip()` behaves differently. nnsight can skip a module only if all requests of the batch skip it, so one block
+that skips a module beside another request would end the engine. Here the module runs for all requests, and the
+replacement that a block gives to `.skip()` is written over the module's output at the block's own rows.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ _NOTHING: Any = object()
 
 
 def _converted(edited: torch.Tensor, full: torch.Tensor, name: str) -> torch.Tensor:
-    """`edited` as what it replaces is kept; integers that do not fit become the least or the greatest that do.
+    """`edited`, with the dtype and the device of `full`. Integers beyond the dtype's range are clamped to it.
 
     Raises:
-        ValueError: it would have to be rounded to integers.
+        ValueError: `full` holds integers and `edited` does not.
     """
     if not full.is_floating_point() and not full.is_complex():
         if edited.is_floating_point() or edited.is_complex():
@@ -48,20 +49,24 @@ def _converted(edited: torch.Tensor, full: torch.Tensor, name: str) -> torch.Ten
 
 
 class RowBatcher(VLLMBatcher):
-    """nnsight's batcher, which splits a value `[tokens, ...]`, or a tuple of such, once for all blocks of a visit."""
+    """nnsight's batcher, but it splits a value once for all blocks of a visit.
+
+    It does so for a tensor `[tokens, ...]` and for a tuple of such tensors.
+    """
 
     #: Whether blocks are being served.
     busy = False
-    #: How many tokens each request of the step has, in the order of the rows; none while rows are requests.
+    #: How many tokens each request of the step has, in the order of the rows; empty where a row is a request's, not a
+    #: token's.
     counts: Sequence[int] = ()
     _whole: Any = _NOTHING
     _pieces: Sequence[Any] = ()
 
     def begin(self, value: Any) -> None:
-        """Split `value` by requests until `end`. Replacements by blocks are not split."""
+        """Split `value` by requests for `rows`, until `end`. A value that a block has replaced is not split again."""
         self.busy = True
         if self.clone_reads or not self.counts or not torch.is_inference_mode_enabled():
-            # To autograd, several views made by one call are not the same as views made one by one.
+            # Autograd forbids changing in place one of several views that a single call made.
             return
         if type(value) is tuple:
             if value and all(self._splits(item) for item in value):
@@ -74,21 +79,23 @@ class RowBatcher(VLLMBatcher):
         return type(item) is _Tensor and item.ndim > 0 and item.shape[0] == self.total
 
     def rows(self, value: Any, mediator: Any) -> Any:
-        """The result of `narrow` for a block's own rows."""
+        """The rows of `value` that belong to a block's request, as `narrow` would return them."""
         if value is self._whole:
             return self._pieces[mediator.row]
         return self.narrow(value, mediator.batch_group)
 
     def widen(self, full: Any, group: Any, edited: Any) -> Any:
-        """`full` with a block's own rows replaced, as nnsight has it; of another shape they would break everybody's.
+        """`full` with the rows of `group` replaced by `edited`.
+
+        Rows of another shape or type would break the other requests of the step, so they are refused.
 
         Raises:
-            ValueError: what the block gives is not made like what it was served.
+            ValueError: `edited` has another structure, shape or kind of number than the rows that it replaces.
         """
         return super().widen(full, group, edited if group is None else self._fitting(full, group, edited, "it"))
 
     def _fitting(self, full: Any, group: Any, edited: Any, name: str) -> Any:
-        """`edited`, of the dtype and on the device of what it replaces."""
+        """`edited`, with the dtype and the device of the rows that it replaces; `name` is for the errors."""
         if isinstance(full, _Tensor):
             wanted = tuple(self._narrow_tensor(full, group).shape)
             if not isinstance(edited, _Tensor):
@@ -107,35 +114,39 @@ class RowBatcher(VLLMBatcher):
                 raise ValueError(f"{name} is replaced by a dict of {sorted(map(str, full))}")
             return {key: self._fitting(full[key], group, edited[key], f"{name}[{key!r}]") for key in full}
         if isinstance(edited, _Tensor):
-            raise ValueError(f"{name} is {type(full).__name__} here, and is not replaced by a tensor")
+            raise ValueError(f"{name} is {type(full).__name__} here and cannot be replaced by a tensor")
         return edited
 
     def assemble_skip(self, running: Any) -> Any:
-        """The value that blocks put in place of a module's output, unchanged: see `BlockServing.put_skipped`."""
+        """Return the value unchanged: `BlockServing.put_skipped` writes the replacements of skipped modules."""
         return running
 
     def end(self) -> None:
-        """Forget the value."""
+        """Forget the value that `begin` split."""
         self._whole, self._pieces, self.busy = _NOTHING, (), False
 
 
 class BlockServing(Interleaver):
-    """nnsight's interleaver, which looks once at each block to know who is parked here, and who is parked where."""
+    """nnsight's interleaver, but one pass over the blocks finds those parked at a location and where each one waits."""
 
     #: The prefixes of locations whose values belong to no single request.
     encoders: tuple[str, ...] = ()
-    #: Under tensor parallelism, the other ranks.
+    #: Under tensor parallelism, this rank's connection to the other ranks.
     ranks: Ranks | None = None
-    #: By the location of a module's output, what blocks want there of this visit, with the rows.
+    #: By the location of a module's output: the replacements of blocks that skip the module on this visit, each with
+    #: the rows that it replaces.
     skipped: dict[str, list[tuple[Any, Any]]]
 
     def keep_skipped(self, provider: str, value: SkipParts) -> Any:
-        """Note what blocks that skip a module put in place of its output; returns what has the module run."""
+        """Keep the replacements that blocks gave to `.skip()` for `put_skipped`. The module runs all the same."""
         self.skipped[provider.removesuffix("skip") + "output"] = value.parts
         return NO_SKIP
 
     def put_skipped(self, provider: str, value: Any) -> Any:
-        """A module's output with the replacements of blocks that skip it. One that does not fit ends its block."""
+        """A module's output with the replacements of blocks that skip it written in.
+
+        A replacement that does not fit ends its block with the error.
+        """
         parts = self.skipped.pop(provider, None)
         if parts is None:
             return value
@@ -165,7 +176,7 @@ class BlockServing(Interleaver):
             or not self.defer_exceptions
             or self.is_sharded(provider)
             or type(self.batcher) is not RowBatcher
-            # A block that runs modules by itself, in the midst of being served.
+            # A block that is being served called a module, which came by here.
             or self.batcher.busy
         ):
             return super().handle(provider, value)
@@ -175,7 +186,7 @@ class BlockServing(Interleaver):
         watchdog.start_shared_timer()
         try:
             batcher.begin(value)
-            # Serving one can release another into parking here.
+            # A block that is served can release another one, which then parks here too.
             while ready:
                 for mediator in ready:
                     try:
@@ -190,12 +201,15 @@ class BlockServing(Interleaver):
         return batcher.assemble_skip(value)
 
     def is_sharded(self, location: str) -> bool:
-        """Whether each rank has a part of the value there."""
+        """Whether each tensor-parallel rank holds only a part of the value at a location."""
         fragments = self.fragments
         return fragments is not None and fragments.enabled and bool(fragments.fragmented(location))
 
     def _agree(self, provider: str, ranks: Ranks) -> None:
-        """Before a value is made whole: leave none waiting for it here that does not wait on all ranks."""
+        """Agree with the other ranks on the blocks that wait here, before the ranks gather a sharded value.
+
+        A block that does not wait for the value on all ranks is ended.
+        """
         watching = self.observers.get(provider, ())
         if provider not in self.parked and not watching:
             return
@@ -209,7 +223,7 @@ class BlockServing(Interleaver):
             self.observers[provider] = [observer for observer in watching if observer[0].key.cache in agreed]
 
     def _agreed_parts(self, provider: str, parts: list[tuple[Any, Any]], ranks: Ranks) -> list[tuple[Any, Any]]:
-        """Of what blocks have in place of a sharded output, what they have on all ranks; the others' blocks end."""
+        """The replacements of a sharded output that blocks give on all ranks. Other blocks that skip it are ended."""
         rows = [group for group, _ in parts]
         skipping = {one.key: one for one in self.mediators if any(one.batch_group is group for group in rows)}
         skipping = {key: one for key, one in skipping.items() if one.exception is None}
@@ -221,20 +235,20 @@ class BlockServing(Interleaver):
 
     @staticmethod
     def _fail(mediator: Any, exception: BaseException) -> None:
-        """Have a block's exception be its end; one of serving it is raised in it first, at the line that asked."""
+        """End a block with an exception. A block that still runs has it raised first, at the line that asked."""
         if mediator.alive:
             with watchdog.turn(getattr(mediator, "budget", None)):
                 try:
                     mediator.worker.parent = getcurrent()
                     mediator.pending = mediator.worker.throw(exception)
                     return
-                except BaseException as thrown:  # as a rule, the same
+                except BaseException as thrown:  # usually the exception that was thrown in
                     exception = thrown
         mediator.exception = exception
         mediator.pending = None
 
     def _look(self, provider: str) -> list[Any]:
-        """The blocks that wait for this visit of `provider`. Notes where every block waits."""
+        """The blocks that wait for this visit of `provider`. Also updates `parked`, the locations of all blocks."""
         reached = self.counts.get(provider, 0)
         parked: set[str] = set()
         ready = []

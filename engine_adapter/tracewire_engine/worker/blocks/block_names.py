@@ -1,7 +1,8 @@
-"""The module that classes of blocks say they are from.
+"""The module that classes defined in a block name as their `__module__`.
 
-Annotations in a block are text. `dataclasses` looks the text of `ClassVar`, `InitVar` and `KW_ONLY` up in the module of
-the class, by name, and fails without a module. So this one has these names, and nothing else.
+Annotations in a block are text. To recognise `ClassVar`, `InitVar` and `KW_ONLY` in such text, `dataclasses` looks the
+names up in the module of the class, and fails if there is no such module. This module holds these names and nothing
+else.
 """
 
 from __future__ import annotations

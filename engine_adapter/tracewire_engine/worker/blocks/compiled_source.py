@@ -38,8 +38,12 @@ class CompiledSource:
         return code
 
     def loop(self, line: int) -> str | None:
-        """Where a `for` over `range()` begins that has a line of the block in its body and whose numbers are no index
-        there: it stands for steps, perhaps. The innermost one; `None` if there is none.
+        """Find the innermost `for` over `range()` around a line of the block that indexes nothing with its numbers.
+
+        The author of such a loop may have meant it to go through the steps of the generation.
+
+        Returns:
+            The loop's first line as `filename:line`, or `None` if there is no such loop.
         """
         if self._loops is None:
             tree = compile("\n" * (self.first_line - 1) + self.source, "<block>", "exec", ast.PyCF_ONLY_AST)
@@ -51,12 +55,13 @@ class CompiledSource:
         return f"{filename}:{max(loop.lineno for loop in around)}"
 
     def forget(self) -> None:
+        """Drop the source text from `linecache`."""
         for label in self.files:
             linecache.cache.pop(label, None)
 
 
 def _counts_steps(loop: ast.For) -> bool:
-    """Whether a loop is over `range()`, and none of its numbers picks a part of anything."""
+    """Whether a loop is over `range()`, and its body indexes nothing with its numbers."""
     called = loop.iter.func if isinstance(loop.iter, ast.Call) else None
     if not isinstance(called, ast.Name) or called.id != "range":
         return False

@@ -1,8 +1,8 @@
-"""From a block's source text to a running nnsight worker, inside the process that holds the model.
+"""Makes an nnsight mediator of a block's source text, in the process that holds the model.
 
-The worker compiles the source once for all requests that send the same text, and never unpickles anything. It binds
-what a request brings of its own (variables, live parameters) for each request, so one request's block cannot change
-another's.
+The worker compiles the source once for all requests that send the same text, and unpickles nothing of it. It binds the
+values that come with a request (variables, live parameters) for that request alone, so one request's block cannot
+change another's.
 
 The block runs as nnsight runs a `with` body: its statements run at the top level of a scope of their own, so that the
 names they bind can be saved by name.
@@ -42,7 +42,7 @@ _NOTHING: Mapping[str, Any] = types.MappingProxyType({})
 
 
 class BlockCache:
-    """Compiled blocks by the digest of their text, the least recently used dropped beyond `size`."""
+    """Compiled blocks, by the digest of their text. Beyond `size` of them, the least recently used one is dropped."""
 
     def __init__(
         self,
@@ -60,13 +60,19 @@ class BlockCache:
         self._compiled: OrderedDict[bytes, CompiledSource] = OrderedDict()
 
     def mediator(self, block: bytes, live: LiveRun, shared: Mapping[str, Any] = _NOTHING) -> BlockMediator:
-        """A worker for one request from an encoded `Block`, the live parameters of its run and what its trace shares.
+        """Make the mediator of one request's block.
 
-        Raises whatever compiling, importing a module or decoding a value raises; the caller makes it the request's
-        error.
+        Args:
+            block: a `Block`, encoded with msgpack.
+            live: the live parameters of the request's run.
+            shared: the values that all blocks of the trace share, by the name of each in the trace.
+
+        Raises:
+            BaseException: any exception of compiling the source, importing a module, decoding a value or running a
+                helper's definition; the caller makes it the request's error.
         """
         message = _blocks.decode(block)
-        # By its text alone: the values that come with it are the request's own, and may be large.
+        # The key covers the text alone: the values that come with a block are the request's own, and may be large.
         key = digest_bytes(_encoder.encode((message.name, message.source, message.filename, message.first_line)))
         key += digest_bytes(_encoder.encode(message.helpers))
         compiled = self._compiled.get(key)
@@ -100,7 +106,7 @@ class BlockCache:
         variables: dict[str, Any] = to_tensors(unpack(message.variables), self.device, self.folder)
         variables.update({name: shared[own] for name, own in message.shared.items()})
         if compiled.helpers:
-            # Helpers see the block's variables as their globals; defined together, they see each other.
+            # Helpers have the block's variables as their globals. Defined in one scope, they also see each other.
             shared = {**scope, **variables}
             for code in compiled.helpers:
                 exec(code, shared)

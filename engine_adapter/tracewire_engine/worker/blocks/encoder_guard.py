@@ -1,9 +1,9 @@
 """Refuses locations in the encoders of a multimodal model, which no block can read.
 
-A vision tower, a projector run when an image comes, once for all images of a step, whichever request they belong to;
-their values have no row for each token of a request, so that a block could not be handed its own. What comes of them
-serves every request with the same image besides. The language model's modules are served, and see an image's positions
-as they see the prompt's.
+An encoder (a vision tower, a projector) runs once for all images of a step, whichever request they belong to. Its
+values have no row for each token of a request, so a block could not be handed its own part. vLLM also caches an
+encoder's output and uses it for every request with the same image. The language model's modules are served as usual,
+at an image's positions as at the prompt's tokens.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import torch
 
 __all__ = ["NotByToken", "encoder_locations", "refuse_encoders"]
 
-#: Children of the model's root that run on tokens, wherever the language model is.
+#: Children of the model's root that run on tokens, even if the language model is another child.
 _BY_TOKEN = ("lm_head", "logits_processor")
 
 
 class NotByToken(LookupError):
-    """A location in an encoder is asked for: it is no request's own."""
+    """A block asks for a location in an encoder, whose values belong to no single request."""
 
 
 def encoder_locations(model: torch.nn.Module) -> tuple[str, ...]:
-    """The prefixes of locations in this model's encoders; none in a text model."""
+    """The prefixes of all locations in this model's encoders, such as `model.vision_tower.`; none in a text model."""
     whole: Any = model
     if not getattr(whole, "supports_multimodal", False):
         return ()
@@ -33,13 +33,13 @@ def encoder_locations(model: torch.nn.Module) -> tuple[str, ...]:
     except NotImplementedError:
         language = None
     path = next((path for path, module in model.named_modules() if module is language), "")
-    # Where the language model is not told apart, the model may say which its towers are.
+    # If the model does not name its language model, it may name its towers.
     beside = _beside(model, path) if path else getattr(model, "_tower_model_names", ())
     return tuple(f"model.{name}." for name in beside)
 
 
 def _beside(model: torch.nn.Module, path: str, under: str = "") -> Iterator[str]:
-    """Paths of the modules that are neither at `path`, nor above it, nor below it: the topmost of each."""
+    """The topmost modules that are neither at `path` nor above or below it, by path, but for those run on tokens."""
     first, _, rest = path.partition(".")
     for name, child in model.named_children():
         if name != first:
@@ -50,13 +50,17 @@ def _beside(model: torch.nn.Module, path: str, under: str = "") -> Iterator[str]
 
 
 def refuse_encoders(beginnings: tuple[str, ...], location: str) -> None:
-    """Raise if a location, as `model.vision_tower.output`, is in an encoder.
+    """Refuse a location that is in an encoder.
+
+    Args:
+        beginnings: the result of `encoder_locations`.
+        location: such as `model.vision_tower.output`.
 
     Raises:
-        NotByToken: saying so.
+        NotByToken: the location is in an encoder.
     """
     if beginnings and location.startswith(beginnings):
         raise NotByToken(
-            f"{location.removeprefix('model.')!r} is not served: it runs on the images of all requests at once; "
-            "the language model's modules are, at the images' positions too"
+            f"{location.removeprefix('model.')!r} cannot be read: the module runs once on the images of all requests; "
+            "a block can read the language model's modules, also at the images' positions"
         )

@@ -1,4 +1,8 @@
-"""Exceptions of blocks as failures that name the user's own line. Their tracebacks are cleared."""
+"""Turns exceptions of blocks into failures that name the user's own line, and frees what their tracebacks hold.
+
+A block can define exception classes whose attributes and methods lie. So this module reads an exception's `__dict__`,
+`__traceback__`, `__cause__` and `__context__` by the descriptors of the builtin classes.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ from .compiled_source import CompiledSource
 
 __all__ = ["as_failure", "attributes", "failure_of", "is_stop", "release_frames"]
 
-#: An exception's own, whatever its class says of them.
+#: The descriptor of an exception's own attributes, which its class cannot override.
 attributes: Any = BaseException.__dict__["__dict__"]
 
 _trace: Any = BaseException.__dict__["__traceback__"]
@@ -33,7 +37,7 @@ _members: Any = BaseExceptionGroup.__dict__["exceptions"]
 
 
 def release_frames(errors: Iterable[BaseException | None]) -> None:
-    """Let go of the frames that exceptions, and what they came of, have passed."""
+    """Clear the frames in the tracebacks of exceptions, of their causes and contexts, and of the members of groups."""
     waiting, seen = list(errors), set[int]()
     while waiting:
         error = waiting.pop()
@@ -41,7 +45,7 @@ def release_frames(errors: Iterable[BaseException | None]) -> None:
             continue
         seen.add(id(error))
         for trace in (_trace.__get__(error), dict.pop(attributes.__get__(error), "__intervention_tb__", None)):
-            # Anybody can call anything so.
+            # A block can set an attribute of this name to any object.
             if type(trace) is types.TracebackType:
                 traceback.clear_frames(trace)
         waiting += (_cause.__get__(error), _context.__get__(error))
@@ -52,14 +56,20 @@ def release_frames(errors: Iterable[BaseException | None]) -> None:
 
 
 def as_failure(error: Failure | dict[str, Any] | None) -> Failure | None:
-    """A request's error as a failure: our own form, or the form in which nnsight captures exceptions."""
+    """A request's error as a `Failure`; nnsight has captured exceptions as a dict."""
     if isinstance(error, dict):
         return Failure(type=error["type_name"], message=error["message"], field="block")
     return error
 
 
 def failure_of(exception: BaseException, compiled: CompiledSource | None, *, hint: str = "") -> Failure:
-    """The failure at the user's own line: the deepest frame of the traceback that is the user's."""
+    """Describe an exception of a block by the user's own line: the deepest frame of the traceback in the user's code.
+
+    Args:
+        exception: raised by the block, or while the block was built.
+        compiled: the block's compiled source, or `None` if it could not be compiled.
+        hint: is appended to the message.
+    """
     kind = marks.class_name(type(exception))
     try:
         with watchdog.turn(building=True):
@@ -73,7 +83,7 @@ def failure_of(exception: BaseException, compiled: CompiledSource | None, *, hin
     try:
         with watchdog.turn(building=True):
             frames = list(_frames(exception))
-    except Exception:  # its traceback is of its own making
+    except Exception:  # the block made the traceback itself
         frames = []
     filename: str | None = None
     line: int | None = None
@@ -108,14 +118,14 @@ def _builtin(exception: BaseException) -> str | None:
 
 
 def _frames(exception: BaseException) -> Iterable[traceback.FrameSummary]:
-    """The frames that an exception has passed, or what it came of."""
+    """The frames of an exception's traceback; of a `BlockExit`, those of the exception that caused it."""
     cause = exception.__cause__ if isinstance(exception, watchdog.BlockExit) and exception.__cause__ else exception
     trace = dict.get(attributes.__get__(cause), "__intervention_tb__")
     return traceback.extract_tb(trace if type(trace) is types.TracebackType else _trace.__get__(cause))
 
 
 def _printable(text: str, most: int) -> str:
-    """The beginning of a text, as one that can be encoded."""
+    """The first `most` characters of a text, with lone surrogates escaped so that it can be encoded as UTF-8."""
     return str.__getitem__(text, slice(most)).encode("utf-8", "backslashreplace").decode()
 
 

@@ -1,10 +1,10 @@
-"""Live parameters in the worker: changed between two steps, on all ranks alike, and read by what runs.
+"""Live parameters in the worker: they change between two steps, and on all ranks between the same two.
 
-The adapter broadcasts what has changed for all its traces in one call, which every rank receives between the same two
-steps. It takes effect when the next step begins: declared interventions are planned anew with the new values, and a
-block that reads `live.alpha` gets those of the step that it reads them for. A block runs ahead of the model (its loop's
-next turn begins while the model is still in the step before), so a read that is meant for a later step waits for that
-step's beginning, as a read of a module's output does.
+The adapter broadcasts the changes of all its traces in one call, which every rank receives between the same two steps.
+A change takes effect when the next step begins. The worker then plans declared interventions anew with the new values,
+and a block that reads `live.alpha` gets the value of the step that it reads it for. A block runs ahead of the model:
+the next turn of its loop begins while the model is still in the step before. A read that is meant for a later step
+therefore waits until that step begins, as a read of a module's output does.
 
 The values belong to a *run*, one attempt of a trace, and are shared by all its requests.
 """
@@ -24,7 +24,7 @@ from tracewire_engine.worker.tensors import to_tensors
 
 __all__ = ["LIVE", "LiveRun", "LiveRuns", "LiveValues"]
 
-#: The location that a step's beginning counts as, for blocks that wait for it.
+#: The location at which blocks wait for the beginning of a step.
 LIVE = "tracewire.live"
 
 _changes = decoder(tuple[float, dict[str, tuple[int, dict[str, Any]]], list[str]])
@@ -37,9 +37,9 @@ class LiveRun:
         self.name = name
         self.version = 0
         self.values: dict[str, Any] = {}
-        #: By the scheduler's name: the adapter's name of the request, and its choice.
+        #: By the scheduler's request id: the adapter's request id, and the index of the choice.
         self.requests: dict[str, tuple[str, int]] = {}
-        #: Whether it was ever changed: then it stays until the adapter says that the run is over.
+        #: Whether a change ever came. If so, this object is kept until the adapter says that the run is over.
         self.changed = False
 
 
@@ -49,13 +49,18 @@ class LiveRuns:
     def __init__(self) -> None:
         self.runs: dict[str, LiveRun] = {}
         self._pending: dict[str, tuple[int, dict[str, Any]]] = {}
-        #: When the oldest of what is pending was sent, and when the last steps began.
+        #: When the adapter sent the oldest pending change, and when the last steps began (`time.time()`).
         self._sent = 0.0
         self._begun: deque[float] = deque(maxlen=32)
 
     def steer(self, encoded: bytes) -> list[str]:
-        """Take changes, for the next step on, and forget runs that are over, which it returns: see
-        `link.encode_changes`.
+        """Take changes that take effect with the next step, and forget runs that are over.
+
+        Args:
+            encoded: as `encode_changes` of `link/step_link.py` returns it.
+
+        Returns:
+            The names of the runs that are over.
         """
         over: list[str]
         sent, changes, over = _changes(encoded)
@@ -71,11 +76,14 @@ class LiveRuns:
 
     @property
     def late(self) -> int:
-        """How many steps have begun since what was applied last was sent, the one that it was applied in included."""
+        """How many steps have begun since the adapter sent the changes that were applied last.
+
+        The step that applied them counts too.
+        """
         return sum(began >= self._sent for began in self._begun)
 
     def apply(self) -> list[LiveRun]:
-        """Let what was taken hold from the step on that begins. Returns the runs that it changed."""
+        """Begin a step: put the changes that were taken into effect. Returns the runs that changed."""
         self._begun.append(time.time())
         if not self._pending:
             return []
@@ -89,7 +97,15 @@ class LiveRuns:
         return changed
 
     def join(self, name: str, packed: bytes, request_id: str, request: str, choice: int) -> LiveRun:
-        """Enter a request of a run, whose live parameters began as `packed`."""
+        """Enter a request of a run.
+
+        Args:
+            name: the run's name.
+            packed: the live parameters that the submission declared, packed.
+            request_id: the scheduler's request id.
+            request: the adapter's request id.
+            choice: the index of the choice.
+        """
         run = self.runs.get(name)
         if run is None:
             run = self.runs[name] = LiveRun(name)
@@ -100,7 +116,7 @@ class LiveRuns:
         return run
 
     def leave(self, name: str, request_id: str) -> None:
-        """A request of a run is over."""
+        """Remove a request that is over. The run goes with its last request, unless a change was applied to it."""
         run = self.runs.get(name)
         if run is not None:
             run.requests.pop(request_id, None)
@@ -125,7 +141,7 @@ class LiveValues:
         value, converted = values.get(name, run.values[name]), self.__dict__["_converted"]
         found = converted.get(name)
         if found is None or found[0] is not value:
-            # The block's own: it may change it.
+            # Converted for this block alone, which may change the tensor in place.
             found = converted[name] = value, to_tensors(value, self._device)
         return found[1]
 
@@ -139,11 +155,11 @@ class LiveValues:
 
 
 def _wait_for_step() -> Mediator | None:
-    """Wait for the step that the running block is at, if the model has not begun it; and return its mediator."""
+    """Wait until the model begins the step that the running block is at. Returns the block's mediator."""
     own = getattr(getcurrent(), "mediator", None)
     mediator: Mediator | None = own() if own is not None else None
     if mediator is None or mediator.iteration is None:
-        # Not in a block; or the block was served something of this step, and follows the model.
+        # No block runs here, or the block was already served a value of this step, so the step has begun.
         return mediator
     if mediator.iteration >= mediator.occurrence(LIVE):
         Mediator.value(LIVE)

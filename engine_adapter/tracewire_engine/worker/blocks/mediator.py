@@ -1,4 +1,4 @@
-"""nnsight's mediator of a block: the greenlet that runs the block's code, and what the code may ask for."""
+"""nnsight's mediator of a block: the greenlet that runs the block's code, and the requests that the code may make."""
 
 from __future__ import annotations
 
@@ -34,23 +34,24 @@ logger = logging.getLogger("vllm.tracewire")
 #: nnsight's locations of `tracer.result`, and of `model.samples`.
 RESULT, SAMPLES = "result", "model.samples"
 
-#: How often a block may ask for one location within one step, and how many turns of a loop over steps may ask for
-#: nothing within one: a fraction of a second of everybody's time.
+#: How often in a row a block may ask for one location within one step. All requests wait meanwhile; so many take a
+#: fraction of a second.
 MOST_REQUESTS = 1 << 14
 
+#: How many turns in a row of a loop over steps may ask the model for nothing.
 MOST_IDLE = 1 << 16
 
 
 class SameStep(RuntimeError):
-    """A block asks for what it has been handed over and over, within one step."""
+    """A block asks for the same location over and over within one step, or its loop over steps asks for nothing."""
 
 
 class NotInVocabulary(ValueError):
-    """A block put something in place of a sampled token that is no token of the model's."""
+    """A block replaced a sampled token by a number that is no token id of the model."""
 
 
 class UntappedLocation(LookupError):
-    """A block asks for a location that an engine with CUDA graphs does not serve: it has no tap there."""
+    """A block asks for a location at which an engine that replays CUDA graphs has no tap, and so cannot serve it."""
 
 
 class BlockMediator(Mediator):
@@ -60,39 +61,42 @@ class BlockMediator(Mediator):
     pending: Any
     worker: Any
 
-    #: Under tensor parallelism, the other ranks, and what this block is called among them.
+    #: Under tensor parallelism: the connection to the other ranks, and the key under which all ranks know this block.
     ranks: Any = None
     key: Any = None
-    #: Whether the ranks have compared how it ended.
+    #: Whether the ranks have compared how this block ended.
     compared = False
 
     def __init__(self, code: types.CodeType, glbls: dict[str, Any], lcls: dict[str, Any]) -> None:
-        #: Its time in each step.
+        #: How much time this block may still take in the step.
         self.budget = watchdog.Budget()
-        #: How many requests it has made of the model; what it asked for last, and how often on end.
+        #: How many locations it has asked for; the location and step that it asked for last; and how often in a row it
+        #: asked for that.
         self.asked = 0
         self._last: tuple[str, int | None] = ("", None)
         self._repeated = 0
-        #: Whether it has gone through steps; and, by line, what it has asked for there again and again, and how often.
+        #: Whether it has used `tracer.iter`. And, by line of the block: the location that the line has asked for
+        #: repeatedly within a step, and how often.
         self.iterated = False
         self.again: dict[int, tuple[str, int]] = {}
-        #: Whether its frames are being let go of.
+        #: Whether `dispose` is freeing its frames.
         self._ending = False
         super().__init__(code, glbls, lcls)
-        # nnsight sets this when a mediator arrives by pickle, which this one does not.
+        # nnsight sets this when it unpickles a mediator, and this one is not pickled.
         self.presaved: set[str] = set()
-        #: The exception of the block, with its traceback, also if the exception was thrown into the block.
+        #: The exception with which the block's code ended, also if the exception was thrown into the block.
         self.raised: BaseException | None = None
         self.compiled: CompiledSource | None = None
-        #: Of a standing intervention: whether its request ends with it if it raises.
+        #: Of a standing intervention: whether an exception of it also ends the request.
         self.fatal = False
         self.live = LiveRun("")
         #: The block's saves by name, between a step's end and its report.
         self.found: dict[str, Any] | None = None
-        #: Stand-ins for saved objects that cannot travel, by identity of the object.
+        #: Saved objects that cannot travel and the plain values sent in their place, by `id` of the object.
         self.made: dict[int, tuple[Any, Any]] = {}
         self.streams = ResidualReads()
-        #: Where the block asked for this step's samples, to change them perhaps: a frame, its instruction and line.
+        #: Where the block last asked for the sampled tokens: a frame, its instruction and its line. An error of a token
+        #: that the block put there names this line.
         self.asked_samples: tuple[types.FrameType, int, int] | None = None
 
     @property
@@ -102,7 +106,7 @@ class BlockMediator(Mediator):
 
     @exception.setter
     def exception(self, exception: BaseException | None) -> None:
-        # nnsight's way, and each of ours, to say that a block has failed, or stopped, in this step.
+        # nnsight and this package both set this when a block fails, or stops, in this step.
         self._exception = exception
         if exception is not None and self.ranks is not None:
             stopped = partial(Failure, type="tracer.stop()", message="the block stopped there")
@@ -111,14 +115,14 @@ class BlockMediator(Mediator):
             )
 
     def _announce(self, what: Any, *, caches: bool) -> None:
-        """Tell the other ranks that the block asks for nothing more here; nor do its caches, or they go on."""
+        """Tell the other ranks that the block asks for nothing more here; with `caches`, nor do its caches."""
         self.ranks.fail(self.key, what)
         if caches and self.caches:
             self.ranks.fail(self.key.cache, what)
 
     @property
     def ended(self) -> str:
-        """How it has ended: `"failed"`, `"stopped"`, `"ended"` (at its end), or not at all (`""`)."""
+        """How the block has ended: `"failed"`, `"stopped"` (by `tracer.stop()`) or `"ended"`; `""` while it runs."""
         if self._exception is not None:
             return "stopped" if is_stop(self._exception) else "failed"
         return "ended" if self.worker is not None and self.worker.dead else ""
@@ -137,11 +141,15 @@ class BlockMediator(Mediator):
         self.pending, self.exception = None, error
 
     def saved(self) -> dict[str, Any]:
-        """The values that the block has saved and still binds to a name, by name, as they travel."""
+        """The values that the block has saved and still binds to a name, by name, as plain values that can travel."""
         return {name: plain(value, self.made) for name, value in marks.saved(self).items()}
 
     def serve_result(self, result: Any) -> bool:
-        """Serve `tracer.result`, if the block waits for it, and let it run on."""
+        """Serve `tracer.result` if the block waits for it, and let the block run on.
+
+        Returns:
+            Whether the block was waiting for the result.
+        """
         pending = self.pending
         if not self.alive or pending is None or (pending.event, pending.provider) != (Event.VALUE, RESULT):
             return False
@@ -154,24 +162,24 @@ class BlockMediator(Mediator):
         return True
 
     def dispose(self) -> None:
-        """Let go of all that the block held. Its scope, frames and traceback refer to each other, and to tensors.
+        """Free all that the block held. Its scope, frames and traceback refer to each other and to tensors.
 
-        Left to a garbage collection, which counts objects and not their bytes, they would keep the device's memory; and
-        it would come in the middle of some other step.
+        The garbage collector counts objects and not their bytes. Left to it, these tensors would keep the device's
+        memory for long, and the collection would then interrupt some other step.
         """
         self._ending = True
         errors = [self.raised, self.exception]
         self.raised = self.exception = self.pending = self.transform = self.found = self.asked_samples = None
         self.made.clear()
         self.caches: list[Any] = []
-        # Finalizers of the block's objects count towards the block's time.
+        # Finalizers of the block's objects are the block's code, so their time is limited too.
         worker, budget = partial(setattr, self, "worker", None), watchdog.Budget()
         for let_go in (worker, partial(release_frames, errors), self.lcls.shared.clear, self.lcls.clear):
             try:
                 with watchdog.turn(budget, building=True):
                     let_go()
-            except Exception as exception:  # out of its time, or out of anything of the block's
-                logger.debug("an ended block did not let go of what it held: %s", type(exception).__name__)
+            except Exception as exception:  # the time limit's, or one that the block's objects raise
+                logger.debug("freeing the objects of an ended block failed: %s", type(exception).__name__)
 
     def switch(self, *args: Any) -> Any:
         outer = watchdog.begin(self.budget)
@@ -191,7 +199,7 @@ class BlockMediator(Mediator):
                 self.streams.write_back()
 
     def _handle(self, provider: str, value: Any) -> Any:
-        # A read that is due, as most are, by nnsight's steps; the rest is nnsight's.
+        # Most calls serve a read that is due now. This does what nnsight does for it; nnsight handles the others.
         pending: Any = self.pending
         batcher = self.interleaver.batcher
         if pending is not None and type(batcher) is RowBatcher:
@@ -206,7 +214,8 @@ class BlockMediator(Mediator):
         return super().handle(provider, value)
 
     def wanted(self, location: str) -> int:
-        # Asked of every request that the block makes, in the block's own frame. nnsight would let it wait for ever.
+        # nnsight calls this for every location that the block asks for, in the block's own greenlet, so what is raised
+        # here is raised at the block's line. Without these checks the block would wait for ever.
         refuse_encoders(self.interleaver.encoders, location)
         taps = self.interleaver.taps
         if taps and location not in taps and location.rpartition(".")[2] in ("input", "output", "skip"):
@@ -223,8 +232,8 @@ class BlockMediator(Mediator):
             self._last, self._repeated = (location, occurrence), 0
         elif self._repeated == MOST_REQUESTS:
             raise SameStep(
-                f"{location.removeprefix('model.')!r} was asked for {MOST_REQUESTS} times within one step, and is the "
-                "same each time; `for step in tracer.iter[:]` goes from step to step"
+                f"the block asked for {location.removeprefix('model.')!r} {MOST_REQUESTS} times within one step, in "
+                "which it is the same each time; `for step in tracer.iter[:]` goes from step to step"
             )
         elif not self.iterated:
             line = self._line()
@@ -233,7 +242,7 @@ class BlockMediator(Mediator):
         return occurrence
 
     def _line(self) -> int:
-        """The line that the block itself is at, outside its functions; 0 if it is at none."""
+        """The line of the block's top level that is being executed; 0 if there is none."""
         frame: types.FrameType | None = sys._getframe(2)
         files = self.compiled.files if self.compiled is not None else {}
         line = 0
@@ -244,7 +253,13 @@ class BlockMediator(Mediator):
         return line
 
     def warnings(self, tokens: int) -> list[str]:
-        """A warning for the author of a block that has ended, whose request has so many tokens."""
+        """Warnings for the author of a block that has ended.
+
+        A block that loops over `range()` where it should loop over `tracer.iter` reads the same step again and again.
+
+        Args:
+            tokens: how many tokens the request has generated.
+        """
         if tokens < 2 or self.iterated or self.compiled is None:
             return []
         found = []
@@ -259,7 +274,7 @@ class BlockMediator(Mediator):
         return found
 
     def _note_line(self) -> None:
-        """Remember the line of the block's that is about to ask for the samples."""
+        """Remember the line of the block that asks for the sampled tokens."""
         frame: types.FrameType | None = sys._getframe(1)
         files = self.compiled.files if self.compiled is not None else {}
         while frame is not None and frame.f_code.co_filename not in files:
@@ -269,9 +284,15 @@ class BlockMediator(Mediator):
     def not_in_vocabulary(
         self, tokens: list[int], size: int, where: tuple[types.FrameType, int, int] | None
     ) -> NotInVocabulary:
-        """The error of a block that left `tokens` as its request's samples, which it had asked for at `where`."""
+        """Make the error of a block that replaced its request's sampled tokens by invalid ones.
+
+        Args:
+            tokens: the invalid numbers that the block left there.
+            size: of the model's vocabulary.
+            where: what `asked_samples` was when the block asked for the samples.
+        """
         error = NotInVocabulary(
-            f"model.samples holds token ids of this model, 0 to {size - 1}; the block left {tokens[0]} there"
+            f"model.samples takes token ids of this model, 0 to {size - 1}; the block left {tokens[0]} there"
         )
         if where is not None:
             attributes.__get__(error)["__intervention_tb__"] = types.TracebackType(None, *where)
@@ -291,10 +312,11 @@ class BlockMediator(Mediator):
 
 
 class Steps(Iterations):
-    """nnsight's `tracer.iter`, whose turns do not run ahead of the model without end.
+    """nnsight's `tracer.iter`, but its loops cannot run ahead of the model without end.
 
-    A turn of an open loop that has asked the model for nothing is over with its step: the next one waits for the next
-    step's beginning. It ends, as such loops do, with the request. A loop with an end runs on to it.
+    If a turn of an open loop (`tracer.iter[:]`) asks the model for nothing, the next turn waits until the next step
+    begins. So the loop ends with its request, as nnsight's open loops do. A loop with an end does not wait; it raises
+    `SameStep` after `MOST_IDLE` turns in a row that ask for nothing.
     """
 
     def __getitem__(self, key: Any) -> Steps:
@@ -315,8 +337,8 @@ class Steps(Iterations):
                     Mediator.value(LIVE)
             elif idle == MOST_IDLE:
                 raise SameStep(
-                    f"{MOST_IDLE} turns of this loop have asked the model for nothing, within one step; a loop over "
-                    "some steps is `tracer.iter[0:1]`, and one that is done ends with `break`"
+                    f"{MOST_IDLE} turns of this loop have asked the model for nothing within one step; to loop over a "
+                    "few steps write for example `tracer.iter[0:1]`, and leave a loop that is done with `break`"
                 )
             else:
                 idle += 1
@@ -325,22 +347,20 @@ class Steps(Iterations):
 
 
 class BlockTracer(VLLMTracer):
-    """The `tracer` of a block, without a `with` block of its own: `iter`, `all()`, `stop()`, `cache()`, `result`, and
-    ours, `live`.
-    """
+    """The `tracer` of a block: nnsight's `iter`, `all()`, `stop()`, `cache()` and `result`, and Tracewire's `live`."""
 
     def __init__(self, envoy: Any, live: LiveValues) -> None:
         super().__init__(envoy, "__call__")
-        #: The trace's live parameters, as the block's third name has them.
+        #: The trace's live parameters, which the block's third parameter is bound to as well.
         self.live = live
 
     @property
     def iter(self) -> Steps:
-        """nnsight's."""
+        """The steps of the generation: `for step in tracer.iter[:]`, as in nnsight."""
         return Steps()
 
     def cache(self, *args: Any, **kwargs: Any) -> CacheView:
-        """nnsight's, of copies."""
+        """nnsight's `tracer.cache`, but the cache keeps copies. Takes the same arguments."""
         view = super().cache(*args, **kwargs)
         view._cache.__class__ = CopyingCache
         return view

@@ -1,8 +1,9 @@
-"""Objects that nnsight and vLLM hand to a block, as plain values that can travel.
+"""Turns objects that nnsight and vLLM hand to a block into plain values that can travel.
 
-A `tracer.cache()` becomes a dict: for each module's path, a list with a dict for each visit, of its `output` and its
-`inputs` (positional, by name) as far as they were recorded. A `tracer.result` becomes a dict of the fields of vLLM's
-`RequestOutput`. Each is made once for an object, and grows with it, so that what is new in a step is all that is sent.
+A `tracer.cache()` becomes a dict by module path. Each path has a list of its visits, and each visit is a dict with the
+recorded `output` and `inputs` (positional ones, then those by name). A `tracer.result` becomes a dict of fields of
+vLLM's `RequestOutput`. The plain value is made once for an object and grows with it, so that each step sends only what
+is new.
 """
 
 from __future__ import annotations
@@ -18,10 +19,13 @@ __all__ = ["CopyingCache", "plain", "trim"]
 
 
 class CopyingCache(Cache):
-    """nnsight's cache, which keeps copies. A tensor that is on the device asked for would be the model's own buffer."""
+    """nnsight's cache, but it keeps copies.
+
+    Without a copy, a tensor that is already on the wanted device is the model's own buffer, which the model overwrites.
+    """
 
     def subscriptions(self) -> dict[str, tuple[str, str]]:
-        """nnsight's, but for what is no request's own."""
+        """nnsight's subscriptions, without the locations in encoders, whose values belong to no single request."""
         found: dict[str, tuple[str, str]] = super().subscriptions()
         encoders: tuple[str, ...] = getattr(self.model.interleaver, "encoders", ())
         return {at: kept for at, kept in found.items() if not at.startswith(encoders)} if encoders else found
@@ -37,12 +41,17 @@ class CopyingCache(Cache):
 
 
 def plain(value: Any, made: dict[int, tuple[Any, Any]]) -> Any:
-    """`value`, or what stands for it. `made` holds what was made before, with what it was made of, by identity."""
+    """The plain value of `value`, or `value` itself if it needs none.
+
+    Args:
+        value: an object that a block has saved.
+        made: by `id` of an object, the object and the plain value made of it earlier. It is extended.
+    """
     if type(value) is CacheView:
         _, known = made.setdefault(id(value), (value, {}))
         _extend(known, value._cache)
         return known
-    # By its type: what it says of itself may be a block's own doing.
+    # Not `isinstance`: a block can define a class whose `__class__` lies.
     if issubclass(type(value), RequestOutput):
         if id(value) not in made:
             made[id(value)] = value, _output(value)
@@ -63,7 +72,7 @@ def _extend(known: dict[str, list[Any]], cache: Cache) -> None:
 
 
 def trim(made: dict[int, tuple[Any, Any]]) -> None:
-    """Let caches forget what was taken from the values that stand for them."""
+    """Drop the entries of caches that were taken out of the plain values made of them."""
     for value, known in made.values():
         if type(value) is CacheView:
             entries = value._cache.entries

@@ -1,9 +1,10 @@
-"""The adapter's word on a request's end: at which token it is, and `tracer.result`, vLLM's finished output.
+"""The adapter's messages about ended requests: how many tokens each choice has, and `tracer.result`.
 
-A block that waits for the result when its request ends is kept, parked, until the adapter has sent what was generated;
-it then runs on to its end, and is reported. So is a request whose end the adapter finds in its output, by a stop string
-or a stop condition: by then the scheduler may have ended it at a later token. The adapter's word and the scheduler's
-may come in either order.
+The worker keeps the parked block of an ended request in two cases. In one, the block waits for `tracer.result`, vLLM's
+finished output, which the adapter has and sends. In the other, the adapter finds the request's end, by a stop string or
+a stop condition, and by then the scheduler may have ended the request at a later token. When the adapter's message has
+come, the block runs on to its end and the worker reports it. The adapter's message may come before or after the
+scheduler's notice that the request has ended.
 """
 
 from __future__ import annotations
@@ -21,19 +22,23 @@ __all__ = ["RequestResults", "output_of"]
 
 _generated = msgspec.msgpack.Decoder(Generated)
 
-#: How many outputs are kept that came before the scheduler's word.
+#: How many of the adapter's messages are kept.
 EARLY = 1024
 
 
 class RequestResults:
-    """The outputs of ended requests as the adapter sent them, and the ended requests that wait for theirs, by name."""
+    """The adapter's messages about ended requests, and the ended requests that wait for one, by the adapter's id."""
 
     def __init__(self) -> None:
         self.waiting: dict[str, list[Any]] = {}
         self._early: OrderedDict[str, tuple[RequestOutput | None, list[int]]] = OrderedDict()
 
     def take(self, encoded: bytes) -> tuple[str, list[Any]]:
-        """Take the output of a request. Returns the request's name, and the choices that waited for the output."""
+        """Take the adapter's message about a request.
+
+        Returns:
+            The request's id, and the choices that waited for the message.
+        """
         generated = _generated.decode(encoded)
         self._early[generated.request] = output_of(generated), generated.tokens
         while len(self._early) > EARLY:
@@ -41,25 +46,25 @@ class RequestResults:
         return generated.request, self.waiting.pop(generated.request, [])
 
     def has(self, request: str) -> bool:
-        """Whether the word on a request has come."""
+        """Whether the adapter's message about a request has come."""
         return request in self._early
 
     def output(self, request: str) -> RequestOutput | None:
-        """The output of a request, if it has come."""
+        """vLLM's finished output of a request; `None` if it has not come, or if the message had none."""
         return self._early.get(request, (None, []))[0]
 
     def tokens(self, request: str, choice: int) -> int | None:
-        """How many tokens a choice has put out, if the word has come."""
+        """How many tokens a choice has generated; `None` if the adapter's message has not come."""
         counts = self._early.get(request, (None, []))[1]
         return counts[choice] if choice < len(counts) else None
 
     def forget(self, request: str) -> None:
-        """Nobody asks for the word on it any more."""
+        """Drop the adapter's message about a request."""
         self._early.pop(request, None)
 
 
 def output_of(generated: Generated) -> RequestOutput | None:
-    """vLLM's output, as it would have put it out at once; `None` where there is none."""
+    """The finished output as vLLM itself would have made it; `None` if the message has no choices."""
     if not generated.choices:
         return None
     outputs = []

@@ -1,10 +1,10 @@
-"""The residual stream, by the name that people use for it: `model.residual(i)`.
+"""The residual stream in blocks: `model.residual(i)`.
 
-What a decoder layer returns is not the same thing in every model. On Llama-like models in vLLM a layer returns
+Decoder layers return different things in different models. On Llama-like models in vLLM a layer returns
 `(hidden, residual)`: `hidden` is the output of its MLP alone, and the residual stream after the layer is the sum of
-both, which the next layer's norm computes. Others return one tensor, which is the stream. Others again (Cohere's,
-StableLM's, Granite's hybrids) return two of which the next layer takes the first alone: it is the stream, and the other
-one a leftover. A block that reads or bends the stream should not have to know.
+both, which the next layer's norm computes. Other models return one tensor, which is the stream. Still others (Cohere's,
+StableLM's, Granite's hybrids) return two tensors, of which the next layer takes the first alone: the first is the
+stream, and the second is left over. `model.residual(i)` is the stream on all of them.
 """
 
 from __future__ import annotations
@@ -24,12 +24,15 @@ class _Reading:
     version: int
     hidden: torch.Tensor
     residual: torch.Tensor | None
-    #: How often the stream had been replaced when this was it.
+    #: How often the stream had been replaced when it was read.
     at: int
 
 
 class ResidualReads:
-    """The residual streams that a block has read on this visit of a layer: what it changes in place, the layer gets."""
+    """The residual streams that a block has read on this visit of a layer.
+
+    If the block changes one in place, the change is written back to the layer's output.
+    """
 
     def __init__(self) -> None:
         self._read: list[_Reading] = []
@@ -39,9 +42,9 @@ class ResidualReads:
         return bool(self._read)
 
     def read(self, hidden: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-        """The stream that is the sum of these halves, as a new tensor."""
+        """The stream as a new tensor: the sum of the two halves, or a copy of `hidden` if there is no other half."""
         self._take()
-        # Not an inference tensor: those do not count their changes.
+        # Inference tensors do not count in-place changes (`_version`), so this must be an ordinary one.
         with torch.inference_mode(False):
             made = hidden.clone() if residual is None else hidden + residual
         self._read.append(_Reading(made, made._version, hidden, residual, self._replaced))
@@ -53,10 +56,12 @@ class ResidualReads:
         self._write(hidden, residual, value)
 
     def write_back(self) -> None:
-        """Make what was changed in place the stream; the layer is left, and what was read there counts no more.
+        """Write readings that were changed in place to the layer's output, and forget all readings.
+
+        Called when the model leaves the layer.
 
         Raises:
-            RuntimeError: two readings were changed, and the second does not have what the first changed.
+            RuntimeError: the block changed two readings in place, so that the second change would undo the first.
         """
         try:
             self._take()
@@ -64,7 +69,8 @@ class ResidualReads:
             self._read.clear()
 
     def _take(self) -> None:
-        # A reading stays one until the layer is left: `output[:] += f(output)` reads twice before it changes the first.
+        # A reading is kept until the model leaves the layer, since `output[:] += f(output)` reads twice before it
+        # changes the first reading.
         for reading in self._read:
             if reading.made._version != reading.version:
                 if reading.at != self._replaced:
@@ -77,7 +83,7 @@ class ResidualReads:
 
     def _write(self, hidden: torch.Tensor, residual: torch.Tensor | None, value: torch.Tensor) -> None:
         self._replaced += 1
-        # Written in place, and the other half cleared: the next norm's sum is then exactly `value`.
+        # The other half is set to zero, so that the sum in the next norm is exactly `value`.
         hidden[:] = value
         if residual is not None:
             residual.zero_()
@@ -86,16 +92,16 @@ class ResidualReads:
 class Residual:
     """The residual stream after decoder layer `index`, at this request's tokens of the step.
 
-    `output` reads it, shape `[tokens, hidden_size]`: all prompt tokens in the first step, then one token a step. It is
-    a value of its own, safe to keep. Assigning to `output` replaces the stream for the rest of the forward pass; the
-    replacement must have the same shape. So does changing what was read in place (`output[-1] += v`), up to the
-    block's next read elsewhere in the model.
+    `output` reads it, shape `[tokens, hidden_size]`: all prompt tokens in the first step, then one token a step. The
+    tensor is a copy and safe to keep. Assigning to `output` replaces the stream for the rest of the forward pass; the
+    replacement must have the same shape. Changing in place what was read (`output[-1] += v`) replaces the stream too,
+    until the block reads something elsewhere in the model.
     """
 
     def __init__(self, layer: Any, index: int, is_sum: bool = True) -> None:
         self._layer = layer
         self.index = index
-        #: Whether the stream is the sum of what the layer returns, if that is two tensors.
+        #: Of a layer that returns two tensors: whether the stream is their sum, not the first alone.
         self._is_sum = is_sum
 
     def _streams(self) -> ResidualReads:

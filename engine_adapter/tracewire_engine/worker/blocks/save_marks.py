@@ -1,11 +1,11 @@
-"""Which objects a block has saved, told apart from every other block's.
+"""Records which objects each block has saved, apart from every other block's.
 
 nnsight marks a saved object by its `id` in one set for all blocks of a worker's thread, and empties the set only when
-no request is in flight. On an engine that is never idle two things go wrong with that: an id left behind by a freed
-object comes to name some later one, and a small integer, being one object for everybody, counts as saved in every
-block once it was saved in one. Here every mark belongs to the block that made it and holds the object, so that its id
-stays taken until the block ends. A marked object that nothing else holds any more can never be bound to a name, and
-is let go at the end of the step.
+no request is in flight. On an engine that is never idle this fails in two ways. The id of a freed object can come to
+name a later one. And a small integer, which is one object in the whole process, counts as saved in every block once
+one block has saved it. Here every mark belongs to the block that made it and holds the object, so the id stays taken
+until the block ends. If nothing but its mark holds an object any more, the block can no longer bind it to a name, and
+the mark is dropped at the end of the step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["NoName", "class_name", "install", "prune", "release", "saved"]
 
 logger = logging.getLogger("vllm.tracewire")
 
-# References to a marked object that nobody else holds: the dict's, and getrefcount's own argument.
+# How many references an object has that only its mark holds: the dict's, and the argument of getrefcount.
 _OURS = 2
 
 
@@ -41,12 +41,12 @@ _save = nnsight_tracer.save
 
 
 def install() -> None:
-    """Put our marks in place of nnsight's, in this process."""
+    """Replace nnsight's marks by this module's, in this process."""
     nnsight_tracer.mark = _mark
 
 
 def remount() -> None:
-    """Put nnsight's `save` back on every object: importing nnsight anew has replaced it."""
+    """Put the `save` of this process's nnsight back on every object, after a second import of nnsight replaced it."""
     from nnsight._c import mount
 
     mount(_save, "save")
@@ -57,7 +57,7 @@ def saved(mediator: Any) -> dict[str, Any]:
     marked: dict[int, Any] = mediator.__dict__.get("marked") or {}
     found = {name: value for name, value in mediator.lcls.items() if id(value) in marked and type(name) is str}
     if len(found) < len(marked):
-        # Perhaps because it has been bound to something else than a name, as a key of `globals()`.
+        # The block may have bound it under a key that is no name, for example in `globals()`.
         for name, value in mediator.lcls.items():
             if type(name) is not str and id(value) in marked:
                 found[f"<{class_name(type(name))}>"] = NO_NAME
@@ -65,14 +65,14 @@ def saved(mediator: Any) -> dict[str, Any]:
 
 
 class NoName:
-    """Stands for what is saved under something that is no name: it cannot travel."""
+    """Stands for a value saved under a key that is not a string. It cannot travel, so the save fails."""
 
 
 NO_NAME = NoName()
 
 
 def class_name(cls: type) -> str:
-    """The name of a class, whatever its metaclass answers."""
+    """The name of a class, at most 200 characters. The metaclass, which may be a block's, is not asked."""
     name: str = _class_name.__get__(cls)
     return name.encode("utf-8", "backslashreplace").decode()[:200]
 
@@ -81,9 +81,11 @@ _class_name: Any = type.__dict__["__name__"]
 
 
 def prune(mediator: Any, held: Mapping[str, Any]) -> None:
-    """Forget what this block marked and nothing holds any more. Called between steps, when every block is parked.
+    """Drop the marks of objects that nothing else holds any more. Called between steps, when every block is parked.
 
-    `held` is what it binds to names, as `saved` has it.
+    Args:
+        mediator: of the block.
+        held: the block's saves by name, as `saved` returns them.
     """
     marked: dict[int, Any] | None = mediator.__dict__.get("marked")
     if not marked or (len(marked) == 1 and held):
@@ -93,15 +95,15 @@ def prune(mediator: Any, held: Mapping[str, Any]) -> None:
         nnsight_tracer._saves().difference_update(gone)
         let_go = [marked.pop(key) for key in gone]
         try:
-            # Its finalizer may run code of the block.
+            # An object's finalizer may be the block's code.
             with watchdog.turn(building=True):
                 let_go.clear()
         except Exception as exception:
-            logger.debug("what a block held no more did not go: %s", type(exception).__name__)
+            logger.debug("freeing objects that a block no longer holds failed: %s", type(exception).__name__)
 
 
 def release(mediator: Any) -> None:
-    """Forget all that this block marked: it has ended."""
+    """Drop all marks of a block that has ended."""
     marked: dict[int, Any] | None = mediator.__dict__.pop("marked", None)
     if marked:
         nnsight_tracer._saves().difference_update(marked)

@@ -1,10 +1,9 @@
-"""Values that all blocks of a trace share, in the worker: one object each, however many requests there are.
+"""Values that all blocks of a trace share, in the worker: one object for each value, whatever the number of requests.
 
-What is shared belongs to no request, so it outlives each: from the first that joins until the last that the trace has
-is over, whether they run in one batch or one after the other. The adapter names all requests beforehand
-(`SharedValues`), because the scheduler may end one before another has begun. What the blocks have changed is found at
-the end of a step as a block's own saves are, and reported once, as that of a request which does not exist: the share's
-own name.
+Shared values live from the trace's first request until its last one is over, whether the requests run in one batch or
+one after the other. The adapter names all requests beforehand (`SharedValues`), because the scheduler may end one
+before another has begun. At the end of a step the worker finds what the blocks have changed, as it does for a block's
+own saves. It reports that once, under the name of the run in place of a request's id.
 """
 
 from __future__ import annotations
@@ -32,17 +31,17 @@ class SharedRun:
         self.name = share.name
         self.values = values
         self.tracker = SaveTracker(budget)
-        #: How many steps of it have been reported.
+        #: How many steps of this run have been reported.
         self.steps = 0
         self._left = {(request, choice) for request, choices in share.members.items() for choice in range(choices)}
 
     def leave(self, request: str, choice: int) -> bool:
-        """A request's choice is over; whether all are."""
+        """Note that a request's choice is over. Returns whether all choices of all requests are."""
         self._left.discard((request, choice))
         return not self._left
 
     def dispose(self) -> None:
-        """Let go of the values."""
+        """Free the values."""
         self.values.clear()
 
 
@@ -56,9 +55,10 @@ class SharedRuns:
         self._members: dict[str, str] = {}
 
     def join(self, encoded: bytes) -> SharedRun:
-        """Enter a request of a trace that shares something.
+        """Enter a request of a trace that has shared values. The first one of a run decodes the values.
 
-        Raises whatever decoding a value raises.
+        Raises:
+            Exception: any exception of decoding a value.
         """
         share = _shares.decode(encoded)
         run = self.runs.get(share.name)
@@ -69,7 +69,11 @@ class SharedRuns:
         return run
 
     def leave(self, request: str, choice: int) -> SharedRun | None:
-        """A request's choice is over, whether or not it ever ran. Returns what it shared, if it was the last."""
+        """Note that a request's choice is over, whether or not it ever ran.
+
+        Returns:
+            The run, which is forgotten, if this was its last choice; else `None`.
+        """
         run = self.runs.get(self._members.get(request, ""))
         if run is None or not run.leave(request, choice):
             return None
@@ -77,10 +81,10 @@ class SharedRuns:
         return run
 
     def run_name(self, request: str) -> str | None:
-        """Which run a request is in, by the adapter's names."""
+        """The name of the run that a request belongs to; `request` is the adapter's id."""
         return self._members.get(request)
 
     def forget(self, name: str) -> None:
-        """Drop a run, if it is there: some of its requests may never come."""
+        """Drop a run, if it is there. Called for a run whose remaining requests will never come."""
         if self.runs.pop(name, None) is not None:
             self._members = {request: run for request, run in self._members.items() if run != name}

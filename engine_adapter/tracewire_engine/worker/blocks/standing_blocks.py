@@ -1,8 +1,8 @@
-"""Standing interventions in the worker: the blocks that a request carries beside its own.
+"""Standing interventions in the worker: the blocks of edits that run beside a request's own block.
 
-Each is a mediator of its own, with its own scope and marks, among nnsight's *copies* of registered blocks: so nnsight
-starts and serves them before the request's own block, which reads what they left behind. What they save is reported
-with the request's own saves, as `<edit>/<name>`.
+Each edit has a mediator with a scope and marks of its own. The mediators are among nnsight's *copies* of registered
+blocks, so nnsight starts and serves them before the request's own block, which therefore reads values as the edits left
+them. The worker reports the saves of an edit with the request's own, under the name `<edit>/<name>`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _blocks = msgspec.msgpack.Decoder(list[EditBlock])
 
 
 class EditedRequest(Request):
-    """nnsight's record of a request that has copies of edits."""
+    """nnsight's record of a request, with the blocks of edits that apply to it."""
 
     def __init__(self, request_id: str) -> None:
         super().__init__(request_id)
@@ -39,16 +39,23 @@ class EditedRequest(Request):
         self.fatal: Any = None
 
     def take(self, encoded: bytes, cache: BlockCache) -> None:
-        """Make copies of the edits that it brings. One that cannot be made counts as having raised."""
+        """Make the mediators of the request's edits. An edit whose mediator cannot be made counts as having raised.
+
+        Args:
+            encoded: a list of `EditBlock`, encoded with msgpack.
+            cache: makes the mediators.
+        """
         try:
             edits = _blocks.decode(encoded)
         except (ValueError, TypeError) as error:
-            self.error = Failure(type=type(error).__name__, message=f"its edits cannot be read: {error}", field="edits")
+            self.error = Failure(
+                type=type(error).__name__, message=f"the request's edits cannot be read: {error}", field="edits"
+            )
             return
         for edit in edits:
             try:
                 mediator = cache.mediator(bytes(edit.block), LiveRun(""))
-            except BaseException as exception:  # what a module or a helper's definition raises, SystemExit included
+            except BaseException as exception:  # a module or a helper's definition can raise anything, SystemExit too
                 self._failed(edit.name, failure_of(exception, None), edit.fatal)
                 continue
             mediator.fatal = edit.fatal
@@ -64,19 +71,19 @@ class EditedRequest(Request):
 
     @property
     def has_failed(self) -> bool:
-        """Whether an edit has raised with which the request ends."""
+        """Whether a fatal edit has raised, which ends the request."""
         return self.fatal is not None or any(
             mediator.fatal and mediator.exception is not None and not is_stop(mediator.exception)
             for _, mediator in self.mediators()
         )
 
     def mediators(self) -> Iterator[tuple[str, BlockMediator]]:
-        """Its edits by name, in order."""
+        """The mediators of the request's edits with the edits' names, in the order in which they run."""
         copies: dict[str, BlockMediator] = self.copies
         yield from copies.items()
 
     def note_errors(self) -> None:
-        """Note what edits have raised since the last call; the request has failed if it ends with one of them."""
+        """Note the exceptions of edits since the last call. One of a fatal edit becomes the request's error."""
         for name, mediator in self.mediators():
             exception: Any = mediator.exception
             if exception is not None and name not in self.edit_errors and not is_stop(exception):
@@ -90,14 +97,14 @@ class EditedRequest(Request):
             self.fatal = _named(name, failure)
 
     def prune(self) -> None:
-        """Let go, between steps, of what its edits marked and nothing holds any more."""
+        """Drop the marks of objects that the edits no longer hold. Called between steps."""
         for _, mediator in self.mediators():
             found = mediator.found
             mediator.found = None
             marks.prune(mediator, marks.saved(mediator) if found is None else found)
 
     def dispose(self) -> None:
-        """Let go of all that its edits held."""
+        """Free all that the edits held."""
         for _, mediator in self.mediators():
             marks.release(mediator)
             mediator.dispose()

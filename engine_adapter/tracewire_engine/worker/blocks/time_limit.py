@@ -1,15 +1,15 @@
-"""A block that does not come back must not hold the engine.
+"""Limits the time that a block takes, so that no block can stall the engine.
 
-A block runs on the thread that runs the model: while it computes, every request waits. What each block may take is
-therefore limited, step by step: all its turns within one step, wherever the model serves it, draw on one `Budget`. So
-does whatever reads what it has saved or raised, which can be code of its own. A timer signal keeps the limit: it
-interrupts Python code, sleeps and locks on the main thread, where vLLM's workers run the model. It cannot interrupt C
-code that does not return to the interpreter, nor does it stop a block that catches everything, again and again; blocks
-of people who would do that belong on an engine of their own.
+A block runs on the thread that runs the model, and every request waits while it computes. So each block has a `Budget`
+of time for each step, which all its turns in the step share, wherever the model serves it. Code that reads what a block
+has saved or raised runs under a limit too, because reading can call the block's own methods. A timer signal enforces
+the limit: it interrupts Python code, sleeps and locks on the main thread, where vLLM's workers run the model. It cannot
+interrupt C code that does not return to the interpreter, nor does it stop a block that catches every exception again
+and again. Run blocks of users whom you do not trust so far on an engine of their own.
 
-What is the process's, a block can change: handlers of signals, and the modules that are loaded. It is looked at before
-blocks run, and put back. A signal to end that comes in a block's turn is kept until the turn is over, since it would be
-the block's error.
+A block can change two things of the process: its signal handlers and its loaded modules. Both are checked before blocks
+run, and put back. If a SIGTERM comes during a block's turn, the process handles it when the turn is over, because the
+handler's exception would otherwise be raised in the block.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ __all__ = [
 
 logger = logging.getLogger("vllm.tracewire")
 
-#: Less is not set on the timer, which takes 0 for an order to stop.
+#: The shortest time that is set on the timer, since 0 would stop it.
 _LEAST_S = 0.001
-#: A block that has taken no more of its step than this may have it once more: the timer is not set anew for it.
+#: While the timer is shared, it is set anew for a block only if the block has used more of its time than this.
 _SLACK_S = 0.05
 
 _limit_s = 0.0
 _building = False
 _step = 0
 _shielded = False
-#: Whether the timer runs from one turn to the next, and whether signals are ours to handle here.
+#: Whether one setting of the timer serves several turns, and whether this module handles the process's signals.
 _timer_shared = False
 _guarding = False
-#: How the process ends when it is told to; and whether it was told to in a block's turn.
+#: The handler of SIGTERM that was there before this module's; and whether a SIGTERM came during a block's turn.
 _terminate: Any = None
 _told_to_end = False
-#: The modules that were loaded before any block ran; those without which none runs; and how many there were before the
-#: turn under way.
+#: The modules that were loaded before any block ran; those of them that blocks need to run; and how many modules were
+#: loaded before the current turn.
 _modules: dict[str, ModuleType] = {}
 _needed: dict[str, ModuleType] = {}
 _module_count = 0
@@ -68,7 +68,7 @@ _on_restored: list[Callable[[], None]] = []
 
 
 class BlockExit(RuntimeError):
-    """A block raised something that would end the process (`SystemExit`, `KeyboardInterrupt`): turned into an error."""
+    """Stands for an exception of a block that would end the process, such as `SystemExit` or `KeyboardInterrupt`."""
 
 
 class BlockTimeout(Exception):
@@ -76,7 +76,7 @@ class BlockTimeout(Exception):
 
 
 class Budget:
-    """The time that one block has for each step; what it has left of it."""
+    """The time that one block may still take in a step: `left_s` seconds of the step numbered `step`."""
 
     __slots__ = ("left_s", "step")
 
@@ -85,7 +85,7 @@ class Budget:
         self.left_s = 0.0
 
 
-#: Whose turn is under way, and since when.
+#: The budget of the block whose turn is running, and since when (`time.monotonic()`).
 _running: Budget | None = None
 _began = 0.0
 
@@ -95,14 +95,14 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
         return
     left = _began + _running.left_s - time.monotonic()
     if left > 0:
-        # Set for an earlier turn.
+        # The timer was set for an earlier turn.
         _start(left)
         return
     # The timer may ring just after the block has parked: the model must not be hit then.
     if _building or getattr(getcurrent(), "mediator", None) is not None:
         raise BlockTimeout(
-            f"the block ran for {_limit_s:g} s within one step, while every request waited for it; a loop that is to "
-            "go from step to step is `for step in tracer.iter[:]`, and one that is done ends with `break`"
+            f"the block ran for {_limit_s:g} s within one step, while every request waited for it; to loop over the "
+            "steps write `for step in tracer.iter[:]`, and leave a loop that is done with `break`"
         )
 
 
@@ -118,10 +118,16 @@ def _keep_termination(number: int, frame: FrameType | None) -> None:
 
 
 def limit_turns(seconds: float) -> None:
-    """Allow each block `seconds` of each step (0: any time), on this process's main thread. Called once, there."""
+    """Limit the time of each block in each step. Called once, on the process's main thread.
+
+    On another thread no timer can interrupt blocks; this then logs a warning and sets no limit.
+
+    Args:
+        seconds: 0 for no limit.
+    """
     global _limit_s, _guarding
     if threading.current_thread() is not threading.main_thread():
-        logger.warning("blocks run on a thread that no timer can interrupt here: what they take has no time limit")
+        logger.warning("blocks run without a time limit: they are not on the main thread, where a timer can interrupt")
         return
     _limit_s = max(0.0, seconds)
     _guarding = True
@@ -129,14 +135,14 @@ def limit_turns(seconds: float) -> None:
 
 
 def _guard() -> None:
-    """Put the handlers of signals back, if they are not ours."""
+    """Install this module's signal handlers, if others are installed."""
     global _terminate
     if not _guarding or threading.current_thread() is not threading.main_thread():
         return
     if _limit_s and signal.getsignal(signal.SIGALRM) is not _interrupt:
         signal.signal(signal.SIGALRM, _interrupt)
     current = signal.getsignal(signal.SIGTERM)
-    # None: it is not Python's.
+    # None: the handler was not installed from Python.
     if current is not _keep_termination and current is not None:
         if _terminate is None:
             _terminate = current
@@ -144,9 +150,11 @@ def _guard() -> None:
 
 
 def keep_modules(prefixes: tuple[str, ...], on_restored: Callable[[], None]) -> None:
-    """Put loaded modules back when a block has taken any away; those named so, also when it has put others there.
+    """Remember the loaded modules, to put them back if a block removes any.
 
-    `on_restored` is called when that was done.
+    Args:
+        prefixes: of the names of modules that are also put back if a block has replaced them.
+        on_restored: is called after modules were put back.
     """
     _modules.update({name: module for name, module in sys.modules.items() if isinstance(module, ModuleType)})
     _needed.update({name: module for name, module in _modules.items() if name.startswith(prefixes)})
@@ -154,7 +162,7 @@ def keep_modules(prefixes: tuple[str, ...], on_restored: Callable[[], None]) -> 
 
 
 def _put_modules_back() -> None:
-    logger.warning("a block has taken modules of the process away: they are put back")
+    logger.warning("a block has removed or replaced modules of the process in sys.modules; they are put back")
     for name, module in _modules.items():
         sys.modules.setdefault(name, module)
     sys.modules.update(_needed)
@@ -163,7 +171,7 @@ def _put_modules_back() -> None:
 
 
 def begin_step() -> None:
-    """A step begins, in which each block has its time anew."""
+    """Begin a step: each block has its full time again. Restores signal handlers and modules that a block changed."""
     global _step
     _step += 1
     _guard()
@@ -174,7 +182,11 @@ def begin_step() -> None:
 
 
 def begin(budget: Budget) -> Budget | None:
-    """A turn of the block with this budget begins. Returns whose turn it interrupts, for `end`."""
+    """Begin a turn of the block with this budget.
+
+    Returns:
+        The budget of the turn that this one interrupts, if any; pass it to `end`.
+    """
     global _running, _began, _module_count
     now = time.monotonic()
     outer = _running
@@ -191,7 +203,7 @@ def begin(budget: Budget) -> Budget | None:
 
 
 def end(outer: Budget | None) -> None:
-    """End this turn. The turn of `outer` goes on, if there is one."""
+    """End the current turn, and continue the turn that it interrupted, whose budget is `outer`."""
     global _running, _began
     now = time.monotonic()
     if _running is not None:
@@ -216,7 +228,7 @@ def _end_process() -> None:
 
 
 def start_shared_timer() -> None:
-    """Several turns follow: set the timer once for all of them. Each still has its own time."""
+    """Set the timer once for the turns that follow, until `stop_shared_timer`. Each still has a budget of its own."""
     global _timer_shared
     if _limit_s and _running is None:
         _guard()
@@ -225,7 +237,7 @@ def start_shared_timer() -> None:
 
 
 def stop_shared_timer() -> None:
-    """They are over."""
+    """Stop the timer that `start_shared_timer` set."""
     global _timer_shared
     if _timer_shared and _running is None:
         _timer_shared = False
@@ -233,15 +245,16 @@ def stop_shared_timer() -> None:
 
 
 def _start(seconds: float) -> None:
-    # Rings again each second, for a block that swallowed the first.
+    # The timer fires again each second, for a block that swallowed the first exception.
     signal.setitimer(signal.ITIMER_REAL, max(seconds, _LEAST_S), 1.0)
 
 
 @contextmanager
 def shielded(*, waiting: bool = False) -> Iterator[None]:
-    """Let nothing be interrupted meanwhile: what has run out of its time is, within a second, afterwards.
+    """Keep the time limit from interrupting this context. A block whose time is up is interrupted within 1 s after it.
 
-    `waiting` for others is no part of a block's time.
+    Args:
+        waiting: whether the context waits for other processes, which does not count as the block's time.
     """
     global _began, _shielded
     _shielded, since = True, time.monotonic()
@@ -255,11 +268,16 @@ def shielded(*, waiting: bool = False) -> Iterator[None]:
 
 @contextmanager
 def turn(budget: Budget | None = None, *, building: bool = False) -> Iterator[None]:
-    """Run one turn of a block under the limit; `building` for what runs outside its own greenlet: what builds it, and
-    what reads or frees what it has made. Without a budget it has one of its own.
+    """Run one turn of a block under the time limit.
+
+    Args:
+        budget: of the block; without one the turn has a full budget of its own.
+        building: whether the code runs outside the block's greenlet, as code does that builds a block, or reads or
+            frees its objects.
 
     Raises:
-        BlockExit: in place of what would end the process.
+        BlockTimeout: the time is up.
+        BlockExit: the code raised an exception that would end the process.
     """
     global _building
     before, _building = _building, building

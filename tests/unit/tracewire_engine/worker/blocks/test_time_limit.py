@@ -198,7 +198,7 @@ def test_one_location_is_not_asked_for_without_end(runner: Any, monkeypatch: pyt
         error = finishes[name].error
         assert error is not None
         assert (error.type, error.source) == ("SameStep", "model.model.layers[2].output")
-        assert "'model.layers.2.output' was asked for" in error.message
+        assert "asked for 'model.layers.2.output'" in error.message
     assert rounds.link.steps["later"][-1].index == 2
     innocent_saved(rounds, 4)
 
