@@ -21,14 +21,22 @@ ENDS = {
     """,
     "an interrupt": """
         import signal, threading
-        main = threading.main_thread().ident
+        main, interrupted = threading.main_thread().ident, threading.Event()
+
+        def interrupt():
+            # Python misses a signal that comes just before a thread begins to wait for a lock.
+            while not interrupted.is_set():
+                signal.pthread_kill(main, signal.SIGINT)
+                interrupted.wait(1)
+
         with tracewire.blocking.Client(url, prefix=prefix) as client:
             trace = client.trace("tiny", "x")
             assert next(trace).text == "one"
             try:
-                threading.Thread(target=signal.pthread_kill, args=(main, signal.SIGINT)).start()
+                threading.Thread(target=interrupt).start()
                 next(trace)
             except KeyboardInterrupt:
+                interrupted.set()
                 print("interrupted", trace.status)
             assert trace.cancel()
     """,
