@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import AsyncIterator, Iterator
 from itertools import count
 from pathlib import Path
@@ -63,6 +64,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if "starts_engine" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.engine)
     items.sort(key=lambda item: _E2E in item.path.parents)
+
+
+def pytest_collection_finish() -> None:
+    """Have garbage collections leave out what collecting the tests has loaded, which stays: each would take a second."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Have the interpreter's last collection take it all: nanobind complains of what is left then."""
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")
