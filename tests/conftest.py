@@ -72,7 +72,7 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def pytest_unconfigure() -> None:
+def pytest_sessionfinish() -> None:
     """Have the interpreter's last collection take it all: nanobind complains of what is left then."""
     gc.unfreeze()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 
 from tracewire_engine.link.shared_ring import LEAST_BYTES, Place, RingCopy
@@ -12,8 +14,14 @@ from tracewire_engine.worker.host_copy import PinnedCopy
 SIZE = 16 * LEAST_BYTES
 
 
+@cache
+def _pattern(size: int) -> torch.Tensor:
+    return (torch.arange(size, dtype=torch.int64) * 31).to(torch.uint8)
+
+
 def filled(size: int, number: int) -> torch.Tensor:
-    return (torch.arange(size, dtype=torch.int64) * 31 + number).to(torch.uint8)
+    # Of uint8, the sum wraps around.
+    return _pattern(size) + number % 256
 
 
 def place_of(found: RingCopy | None) -> Place:

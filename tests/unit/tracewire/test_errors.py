@@ -190,6 +190,7 @@ async def EventsLost(world: World) -> None:
 
 @raises
 async def TraceForgotten(world: World) -> None:
+    world.monkeypatch.setattr("tracewire_bus.events.subscription.GONE_S", 0.2)
     async with world.engine(), world.client.trace("tiny", "hello", trace_id="t") as trace:
         await trace.result()
         subscription = world.client.subscribe("t")

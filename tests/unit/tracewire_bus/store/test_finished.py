@@ -27,6 +27,7 @@ FAILURE = Failure(type="Test", message="for a test")
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is gone is looked for often, and taken for gone soon."""
     monkeypatch.setattr(reader, "CHECK_S", 0.05)
+    monkeypatch.setattr(reader, "_BLOCK_S", 0.2)
     monkeypatch.setattr(subscription, "GONE_S", 0.2)
 
 
