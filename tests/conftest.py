@@ -67,7 +67,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Have garbage collections leave out what collecting the tests has loaded, which stays: each would take a second."""
+    """Have garbage collections leave out what collecting the tests has loaded: each would take a second."""
     gc.collect()
     gc.freeze()
 
