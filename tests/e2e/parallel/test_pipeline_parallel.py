@@ -50,7 +50,7 @@ async def test_it_is_as_on_one_rank(
 REFUSED = {
     "weights of the first": (blocks.weights(layer=1), "weight is on pipeline stage 0 only", "down_proj.weight"),
     "weights of the last": (blocks.weights(layer=6), "weight is on pipeline stage 1 only", "down_proj.weight"),
-    "a call back": (blocks.calls_back, "which has done its part of this step", "mlp(late)"),
+    "a call back": (blocks.calls_back, "which has finished its part of this step", "mlp(late)"),
     "passed meanwhile": (blocks.too_late, "the model had passed it before model.layers.5.mlp", "residual(2)"),
     "inside a module": (blocks.inside, "are not served under pipeline parallelism", ".source"),
     "a call of all": (blocks.calls_all, "cannot be called", "model.model("),

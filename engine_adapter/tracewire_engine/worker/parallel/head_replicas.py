@@ -1,9 +1,9 @@
-"""The final norm and the head on every pipeline stage, so that a block can look through them at any layer.
+"""Copies the final norm and the head to every pipeline stage, so that a block can apply them at any layer.
 
-A logit lens calls modules that only the last stage has, on values of all stages, one after the other. Waiting for the
-last stage each time would be too late for the next layer of an earlier one. These modules are small beside a stage, so
-the others get copies of them when the model is loaded. What cannot be copied (a quantized head, one of more than
-`LIMIT` bytes) stays where it is.
+A logit lens calls modules that only the last stage has, on values of all stages, one after the other. An earlier stage
+cannot wait for the last one each time, because its own next layers run meanwhile. These modules are small compared with
+a stage, so the other stages get copies when the model is loaded. A quantized head and a head of more than `LIMIT` bytes
+are not copied.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["LIMIT", "replicate"]
 
 logger = logging.getLogger("vllm.tracewire")
 
-#: Bytes of a head, on one rank, up to which it is copied.
+#: The largest head, in bytes on one rank, that is copied.
 LIMIT = 2 * 1024**3
 
 _HEAD, _PROCESSOR = "lm_head", "logits_processor"
@@ -67,10 +67,10 @@ def _specs(model: torch.nn.Module) -> list[_Spec]:
 
 
 def _built(spec: _Spec, model: torch.nn.Module) -> torch.nn.Module:
-    """A module as `spec` says, its tensors not yet filled.
+    """Build the module that `spec` describes. Its tensors are not filled yet.
 
     Raises:
-        ValueError: this stage has nothing to make it of.
+        ValueError: this stage cannot build such a module.
     """
     made: torch.nn.Module
     known = spec.attributes
@@ -90,7 +90,7 @@ def _built(spec: _Spec, model: torch.nn.Module) -> torch.nn.Module:
             prefix=_HEAD,
         )
     else:
-        # A norm of the same class and size, which each layer has.
+        # Copy a norm of the same class and size from one of this stage's layers.
         for module in model.modules():
             if type(module).__name__ == spec.kind and _shapes(module) == spec.tensors:
                 made = copy.deepcopy(module)
@@ -98,9 +98,9 @@ def _built(spec: _Spec, model: torch.nn.Module) -> torch.nn.Module:
         else:
             raise ValueError(f"no {spec.kind} of that size on this stage")
         if any(made.__dict__.get(name) != value for name, value in known.items()):
-            raise ValueError(f"this stage's {spec.kind} is set otherwise")
+            raise ValueError(f"this stage's {spec.kind} has other settings")
     if _shapes(made) != spec.tensors:
-        raise ValueError("it would be of another shape")
+        raise ValueError("its tensors would have other shapes")
     return made
 
 
@@ -109,7 +109,16 @@ def _shapes(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def replicate(group: GroupCoordinator, model: torch.nn.Module, config: VllmConfig, device: torch.device) -> None:
-    """Give each stage of `group` the modules at the end of the model. Called on all of them, once it is loaded."""
+    """Give each stage of `group` copies of the final norm and the head. Every stage calls it after loading its part.
+
+    A module that one of the stages cannot build is copied to none.
+
+    Args:
+        group: the pipeline group.
+        model: this stage's part of the model; the copies are put into it.
+        config: vLLM's.
+        device: of the copies.
+    """
     told: list[Any] = [_specs(model) if group.is_last_rank else None]
     torch.distributed.broadcast_object_list(told, src=group.ranks[-1], group=group.cpu_group)
     specs: list[_Spec] = told[0]
@@ -123,12 +132,12 @@ def replicate(group: GroupCoordinator, model: torch.nn.Module, config: VllmConfi
         try:
             if existing is not None and not isinstance(existing, PPMissingLayer):
                 if spec.tensors:
-                    raise ValueError("this stage has one of its own")
+                    raise ValueError("this stage has a module of its own there")
                 made.append(existing)
                 continue
             with set_current_vllm_config(config), torch.device(device):
                 made.append(_built(spec, model))
-        except Exception as exception:  # of models unlike the usual
+        except Exception as exception:  # an unusual model: its blocks do without the copy
             logger.warning("no copy of %s on pipeline stage %d: %s", spec.path, group.rank_in_group, exception)
             made.append(None)
     able: list[Any] = [None] * group.world_size

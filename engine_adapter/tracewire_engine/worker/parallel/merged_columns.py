@@ -1,8 +1,9 @@
-"""Layers that vLLM merges into one and shards, read and written with their columns as on one rank.
+"""Puts the columns of merged layers in order under tensor parallelism, as if there were one rank.
 
-A `QKVParallelLinear` computes queries, keys and values at once, a `MergedColumnParallelLinear` several projections.
-Each rank has a part of every one of them, so the ranks' outputs one after the other, which is what nnsight gathers, are
-queries, keys and values of the first rank, then those of the second. Here they are put in the layer's own order.
+A `QKVParallelLinear` computes queries, keys and values at once, and a `MergedColumnParallelLinear` several projections.
+Each rank has a part of every projection. nnsight gathers the ranks' outputs one after the other: the queries, keys and
+values of the first rank, then those of the second. This module reorders the columns to all queries, all keys, all
+values, and back.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ __all__ = ["ColumnFragments", "gathered", "piece"]
 
 
 class ColumnFragments(VLLMFragments):
-    """nnsight's, which also knows how the columns of merged layers are spread."""
+    """nnsight's fragments, which in addition know how the columns of merged layers are spread over the ranks."""
 
     def whole(self, location: str, value: Any) -> tuple[Any, Any]:
         whole, undo = super().whole(location, value)
@@ -34,7 +35,12 @@ class ColumnFragments(VLLMFragments):
         return apply(whole, lambda tensor: piece(tensor, *merged), torch.Tensor)
 
     def _merged(self, location: str) -> tuple[list[int], int, int, int] | None:
-        """Columns of each projection on a rank, how many ranks, how many hold the same keys, and which this one is."""
+        """How a merged layer's output is spread; `None` for another location.
+
+        Returns:
+            The columns of each projection on a rank, the number of ranks, how many ranks hold the same keys and
+            values, and this rank's index.
+        """
         module, side = self.rules[location]
         if side != "output" or not isinstance(module, MergedColumnParallelLinear | QKVParallelLinear):
             return None
@@ -43,9 +49,13 @@ class ColumnFragments(VLLMFragments):
 
 
 def gathered(tensor: torch.Tensor, sizes: list[int], ranks: int, replicas: int) -> torch.Tensor:
-    """`[..., columns]` of all ranks, one after the other, as `[..., columns]` of one layer.
+    """Reorder the columns of all ranks to the order of the unsharded layer. `piece` is the inverse, for one rank.
 
-    `sizes` are the columns of each projection on a rank; all but the first are the same on `replicas` ranks.
+    Args:
+        tensor: `[..., columns]`, the ranks' outputs one after the other.
+        sizes: the columns of each projection on a rank.
+        ranks: how many ranks there are.
+        replicas: on how many ranks each part of a projection but the first is repeated.
     """
     if tensor.shape[-1] != sum(sizes) * ranks:
         return tensor
@@ -55,7 +65,7 @@ def gathered(tensor: torch.Tensor, sizes: list[int], ranks: int, replicas: int) 
 
 
 def piece(tensor: torch.Tensor, sizes: list[int], ranks: int, replicas: int, rank: int) -> torch.Tensor:
-    """One rank's part of `[..., columns]` of the layer: the other way round."""
+    """Take one rank's part, as that rank holds it, of `[..., columns]` in the order of the unsharded layer."""
     totals = [size * ranks // (1 if place == 0 else replicas) for place, size in enumerate(sizes)]
     parts = tensor.split(totals, dim=-1)
     return torch.cat(

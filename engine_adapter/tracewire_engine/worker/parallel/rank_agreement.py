@@ -1,19 +1,22 @@
-"""Blocks under tensor parallelism: the ranks agree on who is still there.
+"""Blocks under tensor parallelism: the ranks agree on the blocks that take part in each collective operation.
 
-Every rank runs every block, on values that are whole on all of them. To make a sharded value whole takes a collective
-operation, which each rank enters because its own copy of a block asks for it. Copies can part: one runs out of its
-time, one finds no memory. The others would then wait in the operation for ever, and with them all requests.
+Every rank runs a copy of every block, on values that are whole on all ranks. Gathering a sharded value takes a
+collective operation, and each rank enters it because its own copy of a block asks for the value. The copies of a block
+can diverge: one runs out of its time, or out of memory. The other ranks would then wait in the operation for ever, and
+all requests with them.
 
-So each rank has a way to each other one, beside vLLM's own, on which messages keep their order:
+So each rank has a socket to every other rank, beside vLLM's own connections. Messages on it keep their order:
 
-- A copy that fails is told to all at once.
-- Before an operation that depends on blocks, each rank tells whose copies ask for it there, and waits to hear the same
-  of the others or that the copies there have failed. What not all ask for is left out on all, and its blocks end.
-- At a step's end the others tell the first rank, which alone reports, which blocks have ended in it and how. The first
-  rank compares that with its own before it reports the step, behind its answer to EngineCore (`deferred_report.py`).
+- A rank tells all others at once when a copy of a block fails on it.
+- Before an operation that depends on blocks, each rank sends the blocks that ask for it there. It then waits until each
+  other rank has sent the same, or has sent that the copies there failed. A block that does not ask on all ranks takes
+  part on none and is ended.
+- At a step's end the other ranks send the first rank, which alone reports, which blocks have ended in the step and how.
+  The first rank compares that with its own blocks before it reports the step, after its answer to EngineCore
+  (`deferred_report.py`).
 
-A block that ends otherwise on one rank than on another ends its request with an error that names the rank. Ranks that
-never agree, since a copy takes another way without failing, wait for each other for a limited time.
+If a block ends differently on two ranks, its request ends with an error that names the rank. If a copy takes another
+path without failing, the ranks never agree; they wait for each other for a limited time.
 """
 
 from __future__ import annotations
@@ -44,23 +47,24 @@ __all__ = ["DECLARED", "BlockKey", "Ranks", "RanksDiffer"]
 #: The name of a request's declared interventions, among those of its blocks: its own (empty), and standing ones.
 DECLARED = "\0interventions"
 
-#: How long a rank waits for the others at a collective operation: so many times a block's limit, and so long at least.
+#: How long a rank waits for the others at a collective operation: `_TIMES` times a block's time limit, and at least
+#: `_LEAST_S` seconds.
 _TIMES, _LEAST_S = 3, 30.0
 
 
 class RanksDiffer(RuntimeError):
-    """A block, or an intervention, did something else on one tensor-parallel rank than on another."""
+    """A block or a declared intervention behaved differently on two tensor-parallel ranks."""
 
 
 class BlockKey(NamedTuple):
-    """A block, or the declared interventions, of a request, by the scheduler's name of it."""
+    """Names one block of a request, or the request's declared interventions. `request` is the scheduler's id."""
 
     request: str
     name: str
 
     @property
     def cache(self) -> BlockKey:
-        """Its caches, which go on when the block has come to its end."""
+        """The key of the block's caches, which go on recording when the block's code has ended."""
         return BlockKey(self.request, f"{self.name}\0cache")
 
 
@@ -70,21 +74,21 @@ class _Message(msgspec.Struct, array_like=True, tag=True):
 
 
 class _CopyFailed(_Message, tag="f"):
-    """A copy has failed."""
+    """The copy of a block has failed on the sending rank."""
 
     key: tuple[str, str]
     failure: Failure
 
 
 class _AtOperation(_Message, tag="a"):
-    """The rank is at an operation, for these."""
+    """The sending rank is at the operation `what`, on behalf of the blocks `keys`."""
 
     what: str
     keys: list[tuple[str, str]]
 
 
 class _StepOver(_Message, tag="o"):
-    """The step is over, and these have ended in it: how (`"failed"`, `"stopped"`, `"ended"`)."""
+    """The step is over on the sending rank; the blocks that ended in it, each `"failed"`, `"stopped"` or `"ended"`."""
 
     ended: list[tuple[tuple[str, str], str]]
 
@@ -94,21 +98,21 @@ _decoder = msgspec.msgpack.Decoder(_CopyFailed | _AtOperation | _StepOver)
 
 
 class Ranks:
-    """This rank's end. On the model's thread alone."""
+    """This rank's connection to the other ranks. Used on the model's thread alone."""
 
     def __init__(self, group: GroupCoordinator, address: str, limit_s: float) -> None:
         self.index: int = group.rank_in_group
         self.count: int = group.world_size
-        #: How long to wait for the others; `None`: as long as it takes.
+        #: How long to wait for the others, in seconds; `None` for no limit.
         self._patience_s = max(_LEAST_S, _TIMES * limit_s) if limit_s else None
-        #: Requests whose blocks or interventions all ranks have, whatever has become of them here.
+        #: Requests that brought blocks or declared interventions to all ranks, even if this rank could not take them.
         self.requests: set[str] = set()
-        #: Which step is under way: they are counted alike on all ranks.
+        #: The number of the current step, which is the same on all ranks.
         self.step = 0
         self._announced: set[BlockKey] = set()
-        #: The failures on other ranks: the rank, and its failure.
+        #: The blocks that failed on another rank: that rank, and the failure there.
         self._elsewhere: dict[BlockKey, tuple[int, Failure]] = {}
-        #: Notes of other ranks that `differing` has not returned yet.
+        #: Blocks that failed or ended differently on other ranks and that `differing` has not returned yet.
         self._unread: list[tuple[BlockKey, bool]] = []
         self._inbox: list[deque[Any]] = [deque() for _ in range(self.count)]
         context: zmq.Context[Any] = zmq.Context.instance()
@@ -150,13 +154,13 @@ class Ranks:
     # --- telling ----------------------------------------------------------------------------------------------------
 
     def fail(self, key: BlockKey, failure: Callable[[], Failure]) -> None:
-        """A copy has failed here: tell the others, once."""
+        """Tell the other ranks, once, that the copy of a block has failed here."""
         if key not in self._announced and key.request in self.requests:
             self._announced.add(key)
             self._send(_CopyFailed(self.index, self.step, key, failure()))
 
     def forget(self, request: str) -> None:
-        """A request is over."""
+        """Forget a request that is over."""
         self.requests.discard(request)
         if self._announced or self._elsewhere:
             self._announced = {key for key in self._announced if key.request != request}
@@ -178,19 +182,22 @@ class Ranks:
                 self._note(inbox.popleft())
 
     def send_ended(self, ended: dict[BlockKey, str]) -> None:
-        """Tell the first rank, from another one, that the step is over, and what has ended in it."""
+        """Tell the first rank which blocks have ended here in this step. Called on the other ranks."""
         assert self._to_first is not None
         self._to_first.send(_encoder.encode(_StepOver(self.index, self.step, list(ended.items()))))
 
     def compare_ended(self, ended: dict[BlockKey, str]) -> None:
-        """Hear the same of all others, on the first rank. Waits for it; what differs from `ended` is noted."""
+        """Compare the blocks that have ended in this step with those of all other ranks, for `differing` to return.
+
+        Called on the first rank. Waits for the messages that the other ranks send with `send_ended`.
+        """
         for rank in range(1, self.count):
             while True:
                 message = self._next(rank, None)
                 if isinstance(message, _StepOver):
                     break
                 if isinstance(message, _AtOperation):
-                    # The other rank waits there for this one, which has passed that point.
+                    # The other rank waits at an operation for this rank, which has finished the step without it.
                     for key in message.keys:
                         self.fail(BlockKey(*key), self._unmatched)
                 self._note(message)
@@ -202,9 +209,11 @@ class Ranks:
                     self._unread.append((key, True))
 
     def differing(self) -> list[tuple[BlockKey, RanksDiffer, bool]]:
-        """What has ended on another rank and must here, if it has not; noted since this was asked last.
+        """The blocks that failed or ended differently on another rank, since the last call.
 
-        And whether it has been compared: then it has ended otherwise here, or not.
+        Returns:
+            For each block its key, the error that must end it here, and whether the ends of both ranks were compared,
+            so that the block is known to have ended differently (or not at all) here.
         """
         unread, self._unread = self._unread, []
         known = [(key, sure) for key, sure in unread if key.request in self.requests and key in self._elsewhere]
@@ -217,19 +226,26 @@ class Ranks:
         at = f" (line {failure.line})" if failure.line else ""
         return RanksDiffer(
             f"under tensor parallelism a block runs once on each rank and must do the same on all of them; on {where} "
-            f"it did not: {failure.type}: {failure.message}{at}"
+            f"this block did not: {failure.type}: {failure.message}{at}"
         )
 
     @staticmethod
     def _unmatched() -> Failure:
-        return Failure(type="RanksDiffer", message="not all ranks came by the same place of the model with it")
+        return Failure(type="RanksDiffer", message="its copies did not ask for the same value on all ranks")
 
     # --- collective operations --------------------------------------------------------------------------------------
 
     def agree(self, what: str, keys: Iterable[BlockKey]) -> set[BlockKey]:
-        """Before the collective operation `what`, on behalf of `keys`: those of them for which all ranks are there.
+        """Agree with the other ranks, before a collective operation, on the blocks that take part in it.
 
-        If there are none, no rank enters it. What is left out is to end with `difference`. Waits for the other ranks.
+        Waits for the other ranks. If the result is empty, no rank enters the operation.
+
+        Args:
+            what: a name of the operation.
+            keys: the blocks that ask for it on this rank.
+
+        Returns:
+            The blocks that ask for it on all ranks. The caller ends the others with `difference`.
         """
         asked = set(keys) - self._announced
         agreed = set(asked)
@@ -243,7 +259,7 @@ class Ranks:
                 if message is None:
                     agreed.clear()
                 elif isinstance(message, _StepOver):
-                    # The other rank has passed this point.
+                    # The other rank has finished the step without this operation.
                     self._inbox[rank].appendleft(message)
                     agreed.clear()
                 elif isinstance(message, _AtOperation):
@@ -260,7 +276,11 @@ class Ranks:
         return agreed
 
     def call(self, envoy: Any, forward: Callable[[], Any]) -> Any:
-        """Run a module that a block calls, if it is one whose parts are on all ranks, once they are all there."""
+        """Run a module that a block calls. If it is sharded, first agree that the block calls it on all ranks.
+
+        Raises:
+            RanksDiffer: the block does not call the module on all ranks.
+        """
         mediator = getattr(getcurrent(), "mediator", None)
         mediator = None if mediator is None else mediator()
         key = getattr(mediator, "key", None)
@@ -272,14 +292,14 @@ class Ranks:
             raise self.difference(key)
         self._calling = True
         try:
-            # Interrupted in the midst of it, this rank would leave the others there.
+            # If the time limit interrupted this rank inside the operation, the others would wait in it for ever.
             with watchdog.shielded():
                 return forward()
         finally:
             self._calling = False
 
     def watch_calls(self) -> None:
-        """Have modules that blocks of this process call go by `call`."""
+        """Route the calls of modules by blocks of this process through `call`."""
         for kind in (Envoy, ParallelEnvoy):
             kind.__call__ = _called(kind.__call__, self)
 
@@ -293,7 +313,7 @@ class Ranks:
                 self._unread.append((key, False))
 
     def _next(self, rank: int, until: float | None) -> Any:
-        """The next message of a rank; `None` if none has come by then."""
+        """The next message of a rank; `None` if none has come by `until` (`time.monotonic()`; `None` for no limit)."""
         inbox = self._inbox[rank]
         while not inbox:
             left = None if until is None else until - time.monotonic()
@@ -303,7 +323,7 @@ class Ranks:
         return inbox.popleft()
 
     def _receive(self, timeout_ms: int | None) -> None:
-        """Take what has come, after so long at most (`None`: however long it takes)."""
+        """Wait for a message, at most `timeout_ms` (`None` for no limit), and put all that have come in the inboxes."""
         if not self._pull.poll(timeout_ms):
             return
         try:
@@ -315,7 +335,7 @@ class Ranks:
 
 
 def _how(theirs: str | None, ours: str | None) -> Failure:
-    return Failure(type="RanksDiffer", message=f"it {theirs or 'goes on'} there and {ours or 'goes on'} here")
+    return Failure(type="RanksDiffer", message=f"the block {theirs or 'goes on'} there and {ours or 'goes on'} here")
 
 
 def _called(call: Callable[..., Any], ranks: Ranks) -> Callable[..., Any]:
@@ -326,7 +346,7 @@ def _called(call: Callable[..., Any], ranks: Ranks) -> Callable[..., Any]:
 
 
 def _is_parallel(module: torch.nn.Module) -> bool:
-    """Whether running it takes the other ranks."""
+    """Whether running a module takes a collective operation of all ranks."""
     known = module.__dict__.get("_tracewire_parallel")
     if known is None:
         known = any(

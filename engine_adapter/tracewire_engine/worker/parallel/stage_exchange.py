@@ -27,9 +27,9 @@ _TAG = 7321
 
 
 class StageUpdate(NamedTuple):
-    """A stage's message on one request's blocks in a step: its own block, whose name is empty, and standing ones.
+    """A stage's update about the blocks of one request in a step: its own block, named `""`, and those of edits.
 
-    `ended` when none of the blocks will ask for anything more; `errors` are those that were not told before.
+    `ended` is set when none of the blocks will ask for anything more. `errors` are those not sent before.
     """
 
     request: str
@@ -39,14 +39,14 @@ class StageUpdate(NamedTuple):
 
 
 class StageState(NamedTuple):
-    """One request on one stage: the copies of its blocks by name, and its failure."""
+    """One request on one stage: the copies of its blocks, and their failures, by the block's name."""
 
     copies: dict[str, StagedMediator]
     errors: dict[str, Failure]
 
 
 class Message(NamedTuple):
-    """A stage's update for the others in a step; `read` and `failures` are of declared interventions (`plan.py`)."""
+    """A stage's message to another in a step. `read` and `failures` belong to declared interventions (`plan.py`)."""
 
     updates: list[StageUpdate]
     read: list[Any]
@@ -54,11 +54,11 @@ class Message(NamedTuple):
 
 
 class _Tensors:
-    """The tensors of a message, on their way from one device to another in one copy."""
+    """The tensors of a message, which are copied to host memory together."""
 
     def __init__(self) -> None:
         self.found: list[torch.Tensor] = []
-        #: dtype, shape, first byte
+        #: For each tensor its dtype, its shape and its first byte.
         self.table: list[tuple[str, tuple[int, ...], int]] = []
         self.size = 0
 
@@ -72,7 +72,7 @@ class _Tensors:
         return len(self.table) - 1
 
     def bytes(self) -> torch.Tensor:
-        """All of them, in host memory."""
+        """The bytes of all tensors, as one tensor in host memory."""
         if not self.found:
             return torch.empty(0, dtype=torch.uint8)
         if any(flat.device != self.found[0].device for flat in self.found):
@@ -125,25 +125,26 @@ class RequestRegistry(Protocol):
         """The copies of a request's blocks, by name."""
 
     def fail(self, update: StageUpdate) -> None:
-        """Take what failed on another stage."""
+        """Take the failures of a request's blocks on another stage."""
 
 
 class Pipeline:
-    """This stage's end of the logs."""
+    """Sends this stage's logs to the other stages and takes theirs."""
 
     def __init__(self, group: GroupCoordinator, topology: Topology, device: torch.device) -> None:
         self._group = group
         self.topology = topology
         self._device = device
-        #: Steps of which later stages have yet to tell, each with the requests that shared.
+        #: Steps of which the logs of later stages have not come yet, each with the requests in its logs.
         self._due: deque[frozenset[str]] = deque()
         self._sent: list[tuple[Any, torch.Tensor]] = []
         #: Requests with a block that has not ended on all stages, each with the stages on which it has.
         self.blocks: dict[str, set[int]] = {}
         #: Requests with declared interventions on other stages than the last.
         self.early: set[str] = set()
-        #: Of the step under way: which requests have something to share, in the same order on all stages.
+        #: Of the current step: the requests whose blocks may have log entries, in the same order on all stages.
         self.sharing: list[str] = []
+        #: Whether the current step has reads of declared interventions on earlier stages.
         self.reads = False
         self._sent_errors: dict[str, set[str]] = {}
 
@@ -154,17 +155,17 @@ class Pipeline:
 
     @property
     def count(self) -> int:
-        """How many requests it holds anything for."""
+        """How many requests this stage holds state for."""
         return max(len(self.blocks), len(self.early), len(self._sent_errors))
 
     def forget(self, request: str) -> None:
-        """A request is over."""
+        """Forget a request that is over."""
         self.blocks.pop(request, None)
         self.early.discard(request)
         self._sent_errors.pop(request, None)
 
     def begin(self, scheduled: Collection[str]) -> None:
-        """A step begins with these requests: decide, as all stages do alike, what of it is shared."""
+        """Begin a step with these requests. Every stage decides in the same way which of them are in the logs."""
         blocks = self.blocks
         self.sharing = [request for request in scheduled if request in blocks] if blocks else []
         self.reads = bool(self.early) and not self.early.isdisjoint(scheduled)
@@ -172,9 +173,9 @@ class Pipeline:
     # --- receiving --------------------------------------------------------------------------------------------------
 
     def catch_up(self, requests: Collection[str], registry: RequestRegistry) -> None:
-        """Take what later stages served in earlier steps of these requests. Waits for it.
+        """Take the logs of later stages of earlier steps with these requests. Waits for them.
 
-        A stage has been sent all it needs for those steps, so it is not waiting for this one.
+        The later stages have all that they need for those steps, so they do not wait for this one in turn.
         """
         due = self._due
         if not due:
@@ -189,13 +190,13 @@ class Pipeline:
             self.topology.catching_up = False
 
     def take_earlier(self, registry: RequestRegistry) -> list[Message]:
-        """Take what earlier stages served in the step under way. Waits for it."""
+        """Take the messages of earlier stages in the current step. Waits for them."""
         if not self.sharing and not self.reads:
             return []
         return self._take(range(self.index), registry)
 
     def _take(self, stages: range, registry: RequestRegistry) -> list[Message]:
-        # All of them first: who is fed from one looks at what will come of the others.
+        # Receive from all stages first: a block that is fed from one looks at the entries of the others.
         received = [(stage, self._receive(stage)) for stage in stages]
         queue: list[tuple[int, int, StagedMediator]] = []
         for stage, message in received:
@@ -239,7 +240,13 @@ class Pipeline:
     # --- sending ----------------------------------------------------------------------------------------------------
 
     def send_step(self, share: Callable[[str], StageState], read: list[Any], failures: dict[str, Failure]) -> None:
-        """This stage's part of the step is over: send the others what it served. Waits for nobody."""
+        """Send the other stages what this one served in its part of the step. Does not wait for them.
+
+        Args:
+            share: returns the state of a request on this stage.
+            read: the values that declared interventions read here.
+            failures: of declared interventions, by the scheduler's request id.
+        """
         self._sent = [(work, data) for work, data in self._sent if not work.is_completed()]
         later = range(self.index + 1, self.topology.count) if self.sharing or self.reads else ()
         earlier = range(self.index) if self.sharing else ()
@@ -250,7 +257,7 @@ class Pipeline:
         tensors = _Tensors()
         try:
             body = _pickled(Message(updates, read, failures), tensors)
-        except Exception:  # of a value that a block was served
+        except Exception:  # a value that a block was served cannot be pickled
             updates = [self._sendable(one) for one in updates]
             tensors = _Tensors()
             body = _pickled(Message(updates, read, failures), tensors)
@@ -263,7 +270,7 @@ class Pipeline:
             for part in data_of:
                 work = torch.distributed.isend(part, self._group.ranks[stage], group=self._group.cpu_group, tag=_TAG)
                 self._sent.append((work, part))
-        # Told with the step, as everybody else learns it with the step.
+        # Noted after sending, since the other stages learn it from this message.
         for one in updates:
             if one.ended:
                 self._end(one.request, self.index)
@@ -283,22 +290,23 @@ class Pipeline:
 
     @staticmethod
     def _sendable(update: StageUpdate) -> StageUpdate:
-        """The same without what cannot be pickled, which the request fails with."""
+        """The update without the logs that cannot be pickled. Each of these becomes an error of the request."""
         logs, errors = {}, dict(update.errors)
         for name, log in update.logs.items():
             try:
                 _pickled(log, _Tensors())
                 logs[name] = log
             except Exception as exception:
-                message = f"what the block was served cannot be sent to other pipeline stages: {exception}"
+                message = f"a value that the block was served cannot be sent to other pipeline stages: {exception}"
                 errors.setdefault(name, Failure(type=type(exception).__name__, message=message, field="block"))
         return update._replace(logs=logs, errors=errors)
 
 
 class PipelineMixin:
-    """For a platform's model runner: its stage of the pipeline is completed once it has loaded its part of the model.
+    """Mixed into a platform's model runner: completes the module tree of its stage after loading.
 
-    Stands before vLLM's runner and after nnsight's, whose tree is built over what this leaves.
+    In the order of base classes it comes before vLLM's runner and after nnsight's, which builds its tree of the
+    completed modules.
     """
 
     tracewire_pipeline: Pipeline | None = None
@@ -313,7 +321,7 @@ class PipelineMixin:
         runner: Any = self
         model: torch.nn.Module = runner.get_model()
         if not group.is_first_rank and runner.intermediate_tensors is None:
-            # vLLM makes the buffer to receive in when it warms up, which it does not on a CPU.
+            # vLLM makes the receive buffer when it warms up, which it does not do on a CPU.
             buffers: Any = model
             runner.intermediate_tensors = buffers.make_empty_intermediate_tensors(
                 batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
@@ -327,7 +335,12 @@ class PipelineMixin:
 
 
 def stage_state(copies: dict[str, StagedMediator], error: Any) -> StageState:
-    """One request on one stage: the copies of its blocks by name, and its error, in our form or nnsight's."""
+    """The state of one request on one stage.
+
+    Args:
+        copies: of the request's blocks, by name.
+        error: the request's error, a `Failure` or nnsight's dict, or `None`.
+    """
     errors: dict[str, Failure] = {}
     for name, mediator in copies.items():
         if mediator.exception is not None and not is_stop(mediator.exception):

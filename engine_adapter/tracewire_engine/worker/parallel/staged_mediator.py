@@ -1,21 +1,21 @@
-"""Blocks under pipeline parallelism: every stage runs the block, and each is told what the others served.
+"""Blocks under pipeline parallelism: every stage runs the block, and sends the others the values that it served.
 
-A stage's forward pass comes by its own modules only. A block parks at locations of all of them, so its copy on a stage
-also parks at locations that this stage will never come by. Each stage therefore keeps a log of what it served to the
-block (what was asked, where, and the value) and sends it to the others, whose copies are fed from it as if the model
-had come by:
+A stage's forward pass runs its own modules only. A block reads locations of all stages, so its copy on a stage also
+parks at locations that this stage never runs. Each stage therefore keeps a log of the values that it served to the
+block (the event, the location and the value) and sends the log to the other stages. These feed their copies of the
+block from it, as if the model had run there:
 
     stage 0    forward of step t ──┬──────────────────────────▶  before its next step with that request: fed by stage 1
                                    │ log: what stage 0 served                 ▲
     stage 1                        └▶ fed by stage 0, forward of step t, samples ┘ log: what stage 1 served
 
-Logs go over the CPU group of vLLM's pipeline group, beside the activations. Only what blocks asked for travels, and a
-step in which nobody shares anything sends nothing. Whether a step does is known to every stage alike, from what the
-scheduler has told all of them and what the logs have told since, so that no stage waits for a log that nobody sends.
+Logs go over the CPU group of vLLM's pipeline group, beside the activations. They hold only values that blocks asked
+for, and a step without such values sends nothing. Each stage knows whether a step sends logs from what the scheduler
+has told all stages and from the logs themselves. So no stage waits for a log that is never sent.
 
-The copies must do the same. Where one takes another way than its log (a random number that the block did not seed, a
-clock), or fails alone, the request fails on all stages. The last stage samples and has been told everything, so it
-alone reports.
+All copies of a block must do the same. If a copy departs from the log (because of a random number that the block did
+not seed, or a clock) or fails alone, the request fails on all stages. The last stage samples and has received all logs,
+so it alone reports.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from .topology import OtherStage, Topology
 
 __all__ = ["Entry", "StagedMediator", "StagesDiffer"]
 
-#: Where every copy is served by itself.
+#: Locations that every stage serves to its own copy.
 _OURS = (LIVE, RESULT, None)
 
 #: The kind of a log's entry that `tracer.cache()` recorded; all others are nnsight's events.
@@ -45,13 +45,13 @@ _CACHED = "CACHED"
 
 
 class StagesDiffer(RuntimeError):
-    """A block did something else on one pipeline stage than on another."""
+    """A block behaved differently on two pipeline stages."""
 
 
 class Entry(NamedTuple):
-    """One thing that a stage served to a block: the event's name, where, at which occurrence, and the value read.
+    """One request of a block that a stage served: the event's name, the location, its occurrence and the value read.
 
-    `order` counts what the stage served, to whichever block: it is served in the same order elsewhere.
+    `order` counts all that the stage has served, over all blocks. Other stages feed their copies in this order.
     """
 
     event: str
@@ -62,12 +62,12 @@ class Entry(NamedTuple):
 
 
 def _kept(value: Any) -> Any:
-    """A served value as it is now: the block, and the model after it, may change it in place."""
+    """A copy of a served value, since the block, and the model after it, may change the value in place."""
     return apply(value, torch.clone, torch.Tensor)
 
 
 class _LoggedCache(CopyingCache):
-    """A `tracer.cache()` that also sees what passes on other stages."""
+    """A `tracer.cache()` that enters its records in the log, for the caches on other stages."""
 
     def _record(self, path: str, key: str, value: Any) -> None:
         super()._record(path, key, value)
@@ -79,7 +79,10 @@ class _LoggedCache(CopyingCache):
 
 
 class _Random:
-    """Torch's random numbers for one block: the same on all stages, whose generators other requests use differently."""
+    """Gives one block the same torch random numbers on all stages.
+
+    The stages' own generators differ, since other requests draw from them differently.
+    """
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -114,28 +117,29 @@ class StagedMediator(BlockMediator):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.log: list[Entry] = []
-        #: Values that other stages served and that this copy has not got yet.
+        #: Log entries of other stages that this copy has not been fed yet.
         self.incoming: deque[Entry] = deque()
-        #: The live parameters of the step that the block is at, which may be behind the one that the model is at.
+        #: The live parameters of the step that the block is at. The block may be behind the model.
         self.live_values: dict[str, Any] | None = None
         self._fed = False
         self._random = _Random(0)
-        #: How often each location had been passed when the block began to wait for a later stage's module.
+        #: The module of a later stage that the block waits for, and how often the model had passed each location when
+        #: the wait began.
         self._waited: tuple[str, dict[str, int]] | None = None
 
     @property
     def over(self) -> bool:
-        """Whether the block will ask for nothing more."""
+        """Whether the block and its caches will ask for nothing more."""
         if self.exception is not None:
             return True
         return self.worker is not None and self.worker.dead and not self.caches
 
     def name(self, request: str) -> None:
-        """Say whose block it is, on all stages alike, before it is started."""
+        """Seed the block's random numbers by its request, which is the same on all stages. Called before it starts."""
         self._random = _Random(zlib.crc32(request.encode()))
 
     def begin_step(self) -> None:
-        """The model begins a step with this request."""
+        """Note that the model begins a step with this request."""
         self._waited = None
         self.live_values = self.live.values
 
@@ -155,7 +159,7 @@ class StagedMediator(BlockMediator):
                     cache.__dict__["mediator"] = self
 
     def note(self, event: str, location: str, occurrence: int, value: Any) -> None:
-        """Enter in the log what this stage has served."""
+        """Enter a value that this stage has served in the log."""
         topology: Topology = self.interleaver.topology
         topology.served += 1
         self.log.append(Entry(event, location, occurrence, value, topology.served))
@@ -178,12 +182,16 @@ class StagedMediator(BlockMediator):
             self._check_passed(location)
         if owner is None or owner == topology.index or self.iteration is not None:
             return asked
-        # Not counted here: a module is taken to be passed once a step.
+        # This stage cannot count how often another one passes a module, and takes it for once a step.
         steps: int = self.occurrence(LIVE)
         return max(0, steps if owner < topology.index or topology.catching_up else steps - 1)
 
     def _check_passed(self, location: str) -> None:
-        """Refuse what the model has come by here while the block waited for a later stage."""
+        """Refuse a location that the model has passed on this stage while the block waited for a later stage.
+
+        Raises:
+            OtherStage: the model has passed it.
+        """
         assert self._waited is not None
         module, passed = self._waited
         before, now = passed.get(location, 0), self.occurrence(location)
@@ -193,18 +201,18 @@ class StagedMediator(BlockMediator):
             raise OtherStage(
                 f"{_short(location)} is on pipeline stage {topology.index}, and the model had passed it before "
                 f"{_short(module)}, which stage {topology.owner(f'{module}()')} holds, could be called in this step: "
-                "ask for what is on earlier stages before calling modules of later ones"
+                "read the locations of earlier stages before you call modules of later ones"
             )
 
     def called(self, path: str, result: Any) -> None:
-        """The block has called a module that this stage holds, and others do not."""
+        """Log the block's call of a module that this stage holds and other stages do not."""
         self.note(Event.VALUE.name, f"{path}()", 0, _kept(result))
 
     def calls_elsewhere(self, path: str) -> None:
-        """The block calls a module that another stage holds; what it returned there will be fed.
+        """Prepare the block's call of a module that another stage holds, whose result that stage's log will bring.
 
         Raises:
-            OtherStage: an earlier one's, which has done its part of this step.
+            OtherStage: the module is on an earlier stage, which has finished its part of this step.
         """
         topology: Topology = self.interleaver.topology
         owner = topology.owner(f"{path}()")
@@ -212,8 +220,8 @@ class StagedMediator(BlockMediator):
         if owner < topology.index:
             if not self.incoming or self.incoming[0].location != f"{path}()":
                 raise OtherStage(
-                    f"{_short(path)} is on pipeline stage {owner}, which has done its part of this step: it can be "
-                    f"called only before the block asks for anything of stage {topology.index}"
+                    f"{_short(path)} is on pipeline stage {owner}, which has finished its part of this step: a block "
+                    f"can call it only before it asks for anything of stage {topology.index}"
                 )
         elif self._waited is None:
             counts, start = self.interleaver.counts, self.counts_at_start
@@ -222,7 +230,10 @@ class StagedMediator(BlockMediator):
     # --- fed by other stages ----------------------------------------------------------------------------------------
 
     def feed(self) -> None:
-        """Serve the first of what is `incoming`. Raises nothing: see `exception`."""
+        """Serve the first of the `incoming` entries to the block.
+
+        Raises nothing: an error of the block is in `exception` afterwards.
+        """
         if not self.incoming:
             return
         entry = self.incoming[0]
@@ -234,11 +245,11 @@ class StagedMediator(BlockMediator):
         pending = self.pending
         if pending is None:
             if self.exception is None:
-                self._differ(f"it has ended here, and asked for {_short(entry.location)} on another stage")
+                self._differ(f"it has ended here, but asked for {_short(entry.location)} on another stage")
             self.incoming.clear()
             return
         if pending.provider != entry.location or pending.event.name != entry.event or self._other_step(entry):
-            self._differ(f"it asks for {_short(pending)} here, and for {_short(entry.location)} on another stage")
+            self._differ(f"it asks for {_short(pending)} here, but for {_short(entry.location)} on another stage")
             self.incoming.clear()
             return
         self.incoming.popleft()
@@ -261,7 +272,7 @@ class StagedMediator(BlockMediator):
     def _differ(self, how: str) -> None:
         error = StagesDiffer(
             f"under pipeline parallelism a block runs once on each stage and must do the same on all of them: {how}. "
-            "Seed random numbers in the block, and let nothing depend on a clock or on what is outside the model"
+            "Seed random numbers in the block, and do not let it depend on a clock or on anything outside the model"
         )
         self.halt(error)
 

@@ -1,9 +1,10 @@
 """Which pipeline stage holds which module, and stand-ins for the modules that another stage holds.
 
-Under pipeline parallelism a stage has built only its own modules. A block runs on every stage and names modules of all
-of them, so each stage's tree is completed: where a module is missing there is a stand-in with the same name, the same
-children and the same plain attributes. Its values come from its own stage (`staged_mediator.py`). What a stand-in
-cannot give, its tensors and methods, is refused by name.
+Under pipeline parallelism vLLM builds on each stage only that stage's modules. A block runs on every stage and names
+modules of all of them, so this module completes each stage's tree. In the place of a missing module it puts a stand-in
+with the same name, the same children and the same plain attributes. The values of a stand-in come from the stage that
+holds the module (`staged_mediator.py`). A stand-in has no tensors and methods: asking for one raises an error that
+names it.
 """
 
 from __future__ import annotations
@@ -27,20 +28,20 @@ _LATE = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f", "final
 
 
 class OtherStage(RuntimeError):
-    """A block asks a pipeline stage for what only another one can give, or can no longer give in this step."""
+    """A block asks for something that its stage cannot give: only another stage has it, or it is over in this step."""
 
 
 class _Module:
-    """The description of a module between stages: its class, its plain attributes, and the names of the others."""
+    """The description of a module that stages exchange: its class, plain attributes and other attributes' names."""
 
     def __init__(self, kind: str, plain: dict[str, Any], names: list[str], first: str) -> None:
         self.kind, self.plain, self.names = kind, plain, names
-        #: The first path of this very module: another one is an alias.
+        #: The first path of this module in the tree. Any other path of it is an alias.
         self.first = first
 
 
 def described(model: torch.nn.Module) -> dict[str, _Module]:
-    """The modules that this stage holds, by path, aliases included."""
+    """Describe the modules that this stage holds, by path, aliases included."""
     first: dict[int, str] = {}
     found: dict[str, _Module] = {}
     for path, module in model.named_modules(remove_duplicate=False):
@@ -56,7 +57,7 @@ def described(model: torch.nn.Module) -> dict[str, _Module]:
 
 
 class StandIn(PPMissingLayer):
-    """In place of a module that another stage holds."""
+    """Takes the place of a module that another stage holds."""
 
     def __init__(self, path: str, described: _Module, stage: int) -> None:
         super().__init__()
@@ -65,12 +66,12 @@ class StandIn(PPMissingLayer):
         self.__dict__.update(described.plain)
 
     def __getattr__(self, name: str) -> Any:
-        # vLLM, which looks for many things on many modules, is told that there is none.
+        # Only a block gets this error. vLLM probes modules for attributes too, and gets the usual AttributeError.
         if name in self.__dict__.get("tracewire_names", ()) and getattr(getcurrent(), "mediator", None) is not None:
             raise OtherStage(
                 f"{self.tracewire_path}.{name} is on pipeline stage {self.tracewire_stage} only. A block runs on every "
-                "stage, and of another stage's modules it can have the values that pass through them, change these, "
-                "and call the modules; not their weights and methods"
+                "stage. It can read and change the values that pass through another stage's modules, and call these "
+                "modules; their weights and methods are out of its reach"
             )
         return super().__getattr__(name)
 
@@ -82,20 +83,21 @@ class StandIn(PPMissingLayer):
 
 
 class Topology:
-    """Which stage holds which modules. Equal on every stage but for `index`, the stage's own number.
+    """Which stage holds which modules. It is the same on every stage, except for `index`, the stage's own number.
 
-    A module that several stages hold and whose parts are on different ones (the whole decoder, say) is entered on the
-    first of them and left on the last. One that several hold whole runs on one only.
+    Some modules, such as the whole decoder, have their parts on several stages: the input of such a module is on the
+    first of these stages and its output on the last. A module that several stages hold whole runs on one of them.
     """
 
     def __init__(self, index: int, trees: list[dict[str, _Module]]) -> None:
         self.index = index
         self.count = len(trees)
         self._trees = trees
-        #: By path, the stages on which its input and its output are.
+        #: By a module's path, the stage that has its input and the stage that has its output.
         self.stages: dict[str, tuple[int, int]] = {}
+        #: Paths of modules whose parts are on several stages.
         self.split: set[str] = set()
-        #: On all stages, so that each can call it by itself.
+        #: Paths of modules that all stages hold whole, so that each stage can call them by itself.
         self.everywhere: set[str] = set()
         holders: dict[str, list[int]] = {}
         for stage, tree in enumerate(trees):
@@ -114,13 +116,13 @@ class Topology:
             self.stages[path] = owner, owner
             if len(held) == self.count:
                 self.everywhere.add(path)
-        #: Whether later stages are telling what they served in a step that is over here.
+        #: Whether this stage is taking the logs of later stages, of a step that it has finished itself.
         self.catching_up = False
-        #: How many messages this stage has sent the others, and how many things it has served to blocks.
+        #: How many messages this stage has sent to other stages, and how many values it has served to blocks.
         self.messages = 0
         self.served = 0
         self._owners: dict[str, int | None] = {}
-        #: Locations that the model comes by on this stage, though they are another's.
+        #: Locations that the model passes on this stage although another stage serves them.
         self.elsewhere = frozenset(
             f"{_envoy_path(path)}.{side}"
             for path, (entered, left) in self.stages.items()
@@ -131,11 +133,11 @@ class Topology:
 
     @property
     def last(self) -> int:
-        """The stage that samples, and reports."""
+        """The index of the last stage, which samples and reports."""
         return self.count - 1
 
     def owner(self, location: str) -> int | None:
-        """The stage that a location is on; `None` for what is on all of them."""
+        """The stage that serves a location; `None` if every stage does."""
         try:
             return self._owners[location]
         except KeyError:
@@ -149,14 +151,14 @@ class Topology:
         if location.endswith("()"):
             path = f"{path}.{side}".removeprefix(".")
         elif not path and side not in ("input", "skip"):
-            # The root's output, and what the model samples from.
+            # The root module's output, the logits and the samples.
             return self.last
         while path not in self.stages:
             path = path.rpartition(".")[0]
         return self.stages[path][0 if side == "input" else 1]
 
     def complete(self, model: torch.nn.Module) -> None:
-        """Put stand-ins into this stage's tree for all that is missing."""
+        """Put stand-ins into this stage's tree for all modules that it lacks."""
         own: dict[str, torch.nn.Module] = dict(model.named_modules(remove_duplicate=False))
         own = {path: module for path, module in own.items() if not isinstance(module, PPMissingLayer)}
         for stage, tree in enumerate(self._trees):
@@ -172,7 +174,7 @@ class Topology:
                 own[parent]._modules[name] = own[path] = made
 
     def adopt(self, root: Envoy) -> None:
-        """Have calls of modules that are not everywhere carried out on one stage, for all."""
+        """Make blocks' calls of modules run on the stage that holds the module, unless all stages hold it."""
         for path in self.stages:
             if not path or path in self.everywhere:
                 continue
@@ -216,11 +218,11 @@ class _HereEnvoy(Envoy):
 
 
 class _ParallelHereEnvoy(_HereEnvoy, ParallelEnvoy):
-    """The same, of a module that is sharded."""
+    """A `_HereEnvoy` of a module that is sharded by tensor parallelism."""
 
 
 class _ElsewhereEnvoy(Envoy):
-    """A module that another stage holds. A call waits for what it returns there."""
+    """A module that another stage holds. A call waits for the result of the call on that stage."""
 
     source = property(_refuse_source)
 

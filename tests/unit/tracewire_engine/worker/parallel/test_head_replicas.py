@@ -27,7 +27,7 @@ def test_it_is_a_copy_of_a_norm_that_this_stage_has() -> None:
 
 
 @pytest.mark.parametrize(
-    ("norm", "says"), [(Norm(16), "no Norm of that size"), (Norm(8, eps=1e-6), "Norm is set otherwise")]
+    ("norm", "says"), [(Norm(16), "no Norm of that size"), (Norm(8, eps=1e-6), "Norm has other settings")]
 )
 def test_without_one_of_its_size_and_settings_it_stays_where_it_is(norm: Norm, says: str) -> None:
     with pytest.raises(ValueError, match=says):

@@ -254,7 +254,7 @@ def test_a_call_of_the_last_stage_is_too_late_for_one_between() -> None:
 @pytest.mark.parametrize(
     ("block", "stage", "words"),
     [
-        (calls_back, 1, "done its part of this step"),
+        (calls_back, 1, "finished its part of this step"),
         (too_late, 0, "the model had passed it before model.layers.2"),
         (weight, 0, r"model.layers.3.weight is on pipeline stage 1 only"),
     ],
