@@ -123,7 +123,7 @@ def engine(starting: EngineProcess) -> Iterator[EngineProcess]:
     starting.stop()
     # Whatever the tests did with it.
     said = starting.log.read_text()
-    assert "leaving: nothing tracked, all KV blocks free" in said
+    assert "exiting: vLLM holds no request, and all KV blocks are free" in said
     # Nor do libraries complain of anything that is left when its interpreters end.
     assert "nanobind" not in said
 

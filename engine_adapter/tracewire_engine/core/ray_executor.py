@@ -1,11 +1,11 @@
-"""vLLM's Ray executor, with our workers in it: on a CPU too, and with a cluster that was chosen before.
+"""Extends vLLM's Ray executor to CPUs, and makes it use the cluster that the adapter chose.
 
-vLLM's `RayExecutorV2` starts a Ray actor for each rank and then talks to them by its own message queues, as its
+vLLM's `RayExecutorV2` starts a Ray actor for each rank and talks to the actors by vLLM's own message queues, as vLLM's
 multiprocess executor does. It refuses CPUs, because vLLM's CPU platform names no Ray device. `TracewireRayExecutor`
-runs there as well: an actor takes a bundle of one CPU, and binds its threads to the cores that
-`VLLM_CPU_OMP_THREADS_BIND` gives its rank. On a GPU it changes only how the cluster is joined and left.
+also runs on CPUs: an actor takes a bundle of one CPU, and binds its threads to the cores that
+`VLLM_CPU_OMP_THREADS_BIND` gives its rank. On a GPU it changes only how the engine joins and leaves the cluster.
 
-This module is imported in the adapter, in EngineCore, which is the driver, and in each worker.
+The adapter, EngineCore (Ray's driver) and each worker import this module.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if _CPU and not current_platform.ray_device_key:
 
 #: How long the cluster may take to give the engine its devices, in seconds. vLLM would wait for half an hour.
 _PLACE_S = 60
-#: Ray's object store, which vLLM makes no use of, in a cluster of the engine's own.
+#: The size of Ray's object store in a cluster that the engine starts. vLLM does not use the store.
 _STORE_BYTES = 128 * 1024 * 1024
 
 #: Variables that a worker needs when it imports vLLM or torch, before vLLM hands on the rest of the environment.
@@ -46,14 +46,15 @@ class TracewireRayWorker(ray_executor_v2.RayWorkerProc):  # type: ignore[misc, u
     """The Ray actor of one rank."""
 
     def get_node_and_physical_gpu_ids(self) -> tuple[str, list[int]]:
-        """On which node it is, with which devices: on a CPU, its rank stands for one."""
+        """The id of the actor's node, and its devices. On a CPU, the rank stands for a device."""
         if not _CPU:
             return super().get_node_and_physical_gpu_ids()  # type: ignore[no-any-return]
         return ray.get_runtime_context().get_node_id(), [self._init_kwargs["rank"]]
 
     def initialize_worker(self, local_rank: int, *args: Any, **kwargs: Any) -> None:
-        """Build the worker, once it is known who else is on this node."""
-        # vLLM would ask for the way to the Internet, and Gloo what the machine's own name resolves to: the loopback.
+        """Build the worker. The executor calls it when it knows the ranks on each node."""
+        # By default vLLM takes the address of the route to the Internet, and Gloo that of the host name, which may be
+        # the loopback's.
         address = ray.util.get_node_ip_address()
         os.environ.setdefault("VLLM_HOST_IP", address)
         card = _card_of(address)
@@ -61,7 +62,7 @@ class TracewireRayWorker(ray_executor_v2.RayWorkerProc):  # type: ignore[misc, u
             os.environ.setdefault("GLOO_SOCKET_IFNAME", card)
         if _CPU:
             ranks = kwargs.pop("assigned_physical_gpu_ids", None) or [0]
-            # The environment that the driver hands on comes first: it may say how to bind.
+            # Set the environment that the driver passes on first, since it may have VLLM_CPU_OMP_THREADS_BIND.
             if len(args) > 2 and args[2]:
                 for name, value in args[2].items():
                     os.environ.setdefault(name, value)
@@ -77,10 +78,11 @@ class TracewireRayWorker(ray_executor_v2.RayWorkerProc):  # type: ignore[misc, u
 
 
 def _tell_nodes_apart(node: str) -> None:
-    """Have vLLM's ranks on a CPU share memory only with those of the same node.
+    """Make vLLM's CPU ranks share memory only with ranks on the same node.
 
-    It asks whether their groups have the same name, which they have on two machines as well, and then one waits for
-    memory that the other has opened elsewhere. Those of different names talk by Gloo.
+    vLLM lets ranks share memory if their groups have the same name. Groups on two machines can have the same name, and
+    one would then wait for memory that the other opened on its own machine. This adds the node to the name. Ranks whose
+    names differ talk by Gloo.
     """
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 
@@ -101,8 +103,8 @@ class TracewireRayExecutor(ray_executor_v2.RayExecutorV2):  # type: ignore[misc,
     """vLLM's executor over Ray actors, in the cluster that the adapter chose."""
 
     def _init_executor(self) -> None:
-        # vLLM hands the driver's whole environment on to the workers. What is the adapter's own stays here: the
-        # password of its Redis, and the parent that its processes die with.
+        # vLLM passes the driver's whole environment to the workers. The adapter's own variables must not go there: the
+        # Redis URL with its password, and the process id that marks the adapter's descendants.
         for name in [name for name in os.environ if name.startswith("TRACEWIRE_")]:
             del os.environ[name]
         cluster = msgspec.convert(self.vllm_config.additional_config[RAY_CLUSTER], Cluster)
@@ -125,7 +127,7 @@ class TracewireRayExecutor(ray_executor_v2.RayExecutorV2):  # type: ignore[misc,
             return
         options: dict[str, Any] = {}
         if _CPU:
-            # A bundle of one stands for one rank, whatever number of cores it is bound to.
+            # Each rank takes a bundle of one CPU, however many cores its threads are bound to.
             options["num_cpus"] = self.parallel_config.world_size
         ray.init(address="local", include_dashboard=False, object_store_memory=_STORE_BYTES, **options)
 
@@ -135,7 +137,7 @@ class TracewireRayExecutor(ray_executor_v2.RayExecutorV2):  # type: ignore[misc,
         if not group.wait(_PLACE_S):
             free = ray.available_resources().get(kind, 0)
             raise RuntimeError(
-                f"the Ray cluster has not given this engine {self.parallel_config.world_size} {kind} within "
+                f"the Ray cluster did not give this engine {self.parallel_config.world_size} {kind} within "
                 f"{_PLACE_S} s: {free:g} of {ray.cluster_resources().get(kind, 0):g} are free"
             )
         return group
@@ -148,14 +150,14 @@ class TracewireRayExecutor(ray_executor_v2.RayExecutorV2):  # type: ignore[misc,
 
     @staticmethod
     def _get_actor_resource_kwargs() -> dict[str, Any]:
-        # On a CPU the bundle is all: an actor of no CPUs in a bundle of one.
+        # On a CPU, the actor itself asks for no CPUs, and runs in its bundle of one.
         return {} if _CPU else dict(ray_executor_v2.RayExecutorV2._get_actor_resource_kwargs())
 
     def shutdown(self) -> None:
-        """End the workers, and leave the cluster: one of our own ends with that."""
+        """End the workers and leave the cluster. A cluster that this engine started ends too."""
         if not ray.is_initialized():
-            # Ray would join anew to end actors that it does not know then.
+            # Ray would otherwise join the cluster again, to end actors that it does not know any more.
             self.ray_worker_handles: list[Any] = []
         super().shutdown()
-        # Else two of its processes would outlive the engine by minutes.
+        # Without this, two of Ray's processes would outlive the engine by minutes.
         ray.shutdown()

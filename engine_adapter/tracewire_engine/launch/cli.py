@@ -1,10 +1,12 @@
-"""`tracewire engine MODEL`: one engine adapter, and a supervisor that starts it again when it has died.
+"""`tracewire engine MODEL`: an engine adapter, and a supervisor that starts another one if it dies.
 
-Besides its own options it takes every option of vLLM's engine (`--max-model-len`, `--tensor-parallel-size`, ...). It
-prints `ready ENGINE` on its standard output each time it serves, logs to standard error, and leaves on SIGTERM or
-SIGINT after what runs has ended. So it does when it is asked to on the bus (`tracewire drain`), and prints
-`draining ENGINE` then. It exits with 0 then, and with 2 on settings that it refuses; with `--restarts 0`, or
-when its engine dies again and again, with what the adapter ended with: 1 when its engine died.
+Besides its own options the command takes every option of vLLM's engine (`--max-model-len`, `--tensor-parallel-size`,
+...). It logs to standard error. Each time the engine begins to serve, it prints `ready ENGINE` on standard output. On
+SIGTERM or SIGINT the engine takes no more traces and exits when the running ones have ended. It does the same when it
+is asked to on the bus (`tracewire drain`), and then prints `draining ENGINE`.
+
+Exit statuses: 0 after a drain, 2 if the command refuses its settings. If the engine dies and is not restarted (with
+`--restarts 0`, or after repeated failures), the status is that of the last adapter, which is 1 if vLLM died.
 """
 
 from __future__ import annotations
@@ -49,38 +51,38 @@ __all__ = ["LOOP", "demo_model", "main", "settle_memory"]
 
 logger = logging.getLogger("tracewire")
 
-#: How long an adapter may take to leave, besides what it drains, before it is killed, in seconds.
+#: How long an adapter may take to exit, in seconds, in addition to draining. Then the supervisor kills it.
 _GRACE_S = 30.0
 
-#: How soon is looked again for a Redis that was away when the model had loaded, in seconds.
+#: How often a loaded engine tries to reach a Redis that does not answer, in seconds.
 _REDIS_S = 1.0
 
 _LOG = "%(asctime)s %(name)s %(levelname)s %(message)s"
 
-#: The event loop that an adapter runs on: uvloop where it is installed, as it is with vLLM's server.
+#: anyio's options for the adapter's event loop: uvloop if it is installed, which vLLM's server requires.
 LOOP = {"use_uvloop": find_spec("uvloop") is not None}
 
 
 def demo_model() -> Path:
-    """Folder of the model that ships with the project: in a checkout or in an installed package.
+    """The folder of the model that ships with the project, in the installed package or in a checkout.
 
     Raises:
-        FileNotFoundError: it is in neither.
+        FileNotFoundError: neither has it.
     """
     here = Path(__file__).resolve().parents[1]
     for folder in (here / "demo_model", here.parents[1] / "examples" / "demo_model" / "model"):
         if (folder / "config.json").is_file():
             return folder
-    raise FileNotFoundError("the demo model is not installed; name a model's folder instead of 'demo'")
+    raise FileNotFoundError("the demo model is not installed; give a model's folder instead of 'demo'")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command; returns the exit status."""
+    """Run the command. Returns the exit status."""
     given = Given.take(sys.argv[1:] if arguments is None else arguments)
     arguments = given.arguments
     supervisor = os.environ.pop(SUPERVISOR_PID, "")
     if supervisor:
-        # A SIGKILL is meant for the whole engine.
+        # If the supervisor is killed, the engine must end too.
         die_with_parent(int(supervisor))
         with ExitStack() as loading:
             loading.enter_context(hub_token(given.secrets))
@@ -90,7 +92,7 @@ def main(arguments: list[str] | None = None) -> int:
     early.add_argument("--restarts", type=int)
     early.add_argument("--drain", type=float, default=10.0)
     options, _ = early.parse_known_args(arguments)
-    # EngineCore may drain for as long, behind the adapter.
+    # EngineCore may drain for as long again, after the adapter.
     grace_s = 2 * max(0.0, options.drain) + _GRACE_S
     command = [sys.executable, "-m", "tracewire_engine.launch.cli", *shown(arguments)]
     return supervise(command, options.restarts, grace_s, given)
@@ -99,13 +101,19 @@ def main(arguments: list[str] | None = None) -> int:
 def _adapter(
     arguments: list[str], secrets: Mapping[str, str] = MappingProxyType({}), loaded: Callable[[], None] = lambda: None
 ) -> int:
-    """Serve until told to stop. `loaded` is called when the model is."""
+    """Run the adapter until it is told to stop. Returns the exit status.
+
+    Args:
+        arguments: of the command.
+        secrets: of the command, by environment variable.
+        loaded: is called when the model has loaded.
+    """
     # vLLM reads these when it is first imported.
     os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    # Garbage collection is off until the model has loaded: it would take a sixth of the time of the imports.
+    # Faster startup: garbage collection, which takes a sixth of the time of the imports, is off until the model loaded.
     gc.disable()
     from .engine_builder import UnsupportedSetting
 
@@ -114,11 +122,11 @@ def _adapter(
     options.loaded = loaded
     try:
         vllm_arguments = _vllm_arguments(options)
-        # Before the model is loaded, which takes its time.
+        # Checked first, because loading the model takes long.
         anyio.run(_check_redis, options.url, options.prefix, options.retain_total_bytes > 0)
         options.listener = _listener(options, secrets)
     except (UnsupportedSetting, BusError, ValueError) as error:
-        # A ValueError is a URL that is none of a Redis, or an address or option of the HTTP server.
+        # A ValueError is about the Redis URL, or about the address or an option of the HTTP server.
         return _refuse(error)
     try:
         if vllm_arguments.distributed_executor_backend != "ray":
@@ -129,7 +137,7 @@ def _adapter(
         with joined(options.ray_address, devices, current_platform.ray_device_key or "CPU") as cluster:
             return _serve(vllm_arguments, options, cluster)
     except ClusterUnavailable as error:
-        # The supervisor tries again: a machine of it may have gone for a while.
+        # With status 1 the supervisor tries again: a machine of the cluster may be away for a while.
         return _refuse(error, 1)
     except (ClusterError, UnsupportedSetting) as error:
         return _refuse(error)
@@ -145,14 +153,14 @@ def _refuse(error: object, status: int = 2) -> int:
 
 
 def _parsed(arguments: list[str], secrets: Mapping[str, str]) -> argparse.Namespace:
-    """Our own options and vLLM's. Exits with 2 if one of ours is wrong."""
+    """Parse Tracewire's options and vLLM's. Exits the process with status 2 if one is wrong."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     parser = FlexibleArgumentParser(prog="tracewire engine", description="Serve a model to the bus.")
     add_options(parser.add_argument_group("tracewire"), secrets)
     AsyncEngineArgs.add_cli_args(parser)
-    # A trace's priority is to reach vLLM's scheduler, unless the operator chooses otherwise.
+    # With this policy vLLM's scheduler respects a trace's priority. The operator can choose another one.
     parser.set_defaults(scheduling_policy="priority")
     options: argparse.Namespace = parser.parse_args(arguments)
     try:
@@ -162,7 +170,7 @@ def _parsed(arguments: list[str], secrets: Mapping[str, str]) -> argparse.Namesp
     options.model = options.model_folder
     if options.model == "demo":
         options.model, options.name = str(demo_model()), options.name or "demo"
-        # A small model on a small machine: do not reserve the machine for it.
+        # The demo model is small. vLLM's default would reserve most of the machine's memory for its KV cache.
         if options.kv_cache_memory_bytes is None:
             options.kv_cache_memory_bytes = 512 * 1024 * 1024
     options.name = options.name or Path(options.model).name
@@ -171,10 +179,10 @@ def _parsed(arguments: list[str], secrets: Mapping[str, str]) -> argparse.Namesp
 
 
 def _vllm_arguments(options: argparse.Namespace) -> Any:
-    """vLLM's own arguments.
+    """vLLM's engine arguments of the options.
 
     Raises:
-        UnsupportedSetting: one of them is not supported.
+        UnsupportedSetting: Tracewire does not support one of them.
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
 
@@ -183,16 +191,16 @@ def _vllm_arguments(options: argparse.Namespace) -> Any:
     arguments = AsyncEngineArgs.from_cli_args(options)
     refuse_unsupported(arguments)
     if getattr(arguments, "shutdown_timeout", None) == 0:
-        # When a SIGTERM goes to all processes at once, EngineCore then finishes what runs, as the adapter does.
+        # If SIGTERM goes to all processes at once, EngineCore then lets running requests end, as the adapter does.
         arguments.shutdown_timeout = max(1, math.ceil(options.drain))
     return arguments
 
 
 def _listener(options: argparse.Namespace, secrets: Mapping[str, str]) -> socket.socket | None:
-    """The socket on which HTTP is served, if it is: bound before the model is loaded, which takes its time.
+    """Bind the socket of the HTTP API, before the model is loaded. `None` without `--openai`.
 
     Raises:
-        ValueError: `--openai`, or an option of its server, cannot be carried out.
+        ValueError: the address of `--openai`, or an option of its server, is wrong or cannot be used.
     """
     if options.openai is None:
         return None
@@ -214,7 +222,7 @@ async def _check_redis(url: str, prefix: str, counts_bytes: bool) -> None:
             if counts_bytes:
                 await bus.finished.check()
     except BusUnavailable as error:
-        # Redis may answer by the time the model has loaded.
+        # Not an error yet: Redis may answer when the model has loaded.
         logger.warning("%s", error)
 
 
@@ -229,14 +237,14 @@ def _serve(vllm_arguments: Any, options: argparse.Namespace, cluster: Cluster | 
     from .cpu_affinity import keep_off_workers
     from .engine_builder import WorkerSettings, build_engine, describe
 
-    # Workers of a cluster that is not our own may be anywhere.
+    # The workers of a cluster that this engine did not start may be on any machine.
     host = None if cluster is None or cluster.own else options.link_host or cluster.node
     with (
         LinkReceiver(host) as link,
         BlobReceiver(link.address, link.guard) as blobs,
         HeartbeatReceiver(blobs.address, link.guard, options.worker_patience) as pulse,
     ):
-        # Built on the main thread, which the kernel ties the engine's processes to.
+        # Built on the main thread, because the kernel ends the engine's processes with the thread that started them.
         model = build_engine(
             vllm_arguments,
             pulse.address,
@@ -255,8 +263,8 @@ def _serve(vllm_arguments: Any, options: argparse.Namespace, cluster: Cluster | 
         pulse.on_loss(partial(_give_up, model))
         try:
             if current_platform.is_cpu() and (rest := keep_off_workers()):
-                logger.info("everything but the workers runs on cores %s", sorted(rest))
-            # Its settings are asked for with every output.
+                logger.info("the engine's processes other than the workers run on cores %s", sorted(rest))
+            # vLLM reads its environment variables with every output; the cache makes that cheap.
             enable_envs_cache()
             info = describe(model, options.name, options.capacity, options.queue_limit)
             settle_memory()
@@ -264,24 +272,24 @@ def _serve(vllm_arguments: Any, options: argparse.Namespace, cluster: Cluster | 
         finally:
             model.vllm_entrypoint.shutdown()
             model.vllm_entrypoint = None
-            # What is exempt from garbage collection at the interpreter's end, Triton's bindings report as leaked.
+            # At the interpreter's end, Triton's bindings report frozen objects as leaked.
             gc.unfreeze()
 
 
 def settle_memory() -> None:
-    """Have garbage collections of this process hold its traces up as little as can be."""
-    # What has been built by now stays: a collection that walks it all would hold every trace up.
+    """Set up garbage collection of this process so that it delays traces as little as possible."""
+    # All objects that exist by now stay. Without this, every full collection would walk them while all traces wait.
     gc.collect()
     gc.freeze()
-    # Little that traces are made of is garbage, and looking through it was a tenth of the adapter's time. A collection
-    # of the second generation looks at 40,000 objects at most, which takes some 20 ms on a slow core.
+    # Traces leave little garbage, and with the default thresholds collections took a tenth of the adapter's time. With
+    # these, a collection of the second generation looks at 40,000 objects at most, which takes 20 ms on a slow core.
     gc.set_threshold(10_000, 3, 20)
     gc.enable()
 
 
 def _give_up(model: ServedModel, why: str) -> None:
-    """End an engine of which a part is gone: EngineCore's end is what everything else follows from."""
-    logger.error("the engine is given up: %s", why)
+    """Kill EngineCore of an engine that has lost a part. The engine's other processes end after it."""
+    logger.error("ending the engine: %s", why)
     for process in model.vllm_entrypoint.engine_core.resources.engine_manager.processes:
         process.kill()
 
@@ -297,9 +305,9 @@ async def _run(model: Any, link: Any, blobs: Any, info: EngineInfo, options: arg
         fault = await _first_answer(engine, options.first_answer)
     if fault:
         if not engine.lost:
-            # The engine may hang anywhere, and takes no calls.
+            # The engine hangs, so it cannot be asked to shut down.
             _give_up(engine.model, "it does not answer")
-        # A machine of a cluster may come back; all else would be the same again.
+        # In a cluster another try may help, since a machine may come back (1). Elsewhere it would fail again (2).
         return _refuse(fault, 1 if options.distributed_executor_backend == "ray" else 2)
     async with AsyncExitStack() as held:
         bus = Bus.open(options.url, prefix=options.prefix, retention_s=options.retention)
@@ -351,7 +359,7 @@ def _settings(options: argparse.Namespace) -> Settings:
 async def _http_api(
     engine: VllmEngine, adapter: Adapter, info: EngineInfo, options: argparse.Namespace
 ) -> HttpApi | None:
-    """vLLM's HTTP server on this engine, if it is to be served. `info` says where from then on."""
+    """Make vLLM's HTTP server on this engine, and set its URL in `info`. `None` without `--openai`."""
     if options.listener is None:
         return None
     from tracewire_engine.adapter.http_server import HttpApi
@@ -374,13 +382,16 @@ async def _stop_on_signals(adapter: Adapter) -> None:
 
 
 async def _print_when(event: anyio.Event, line: str) -> None:
-    """Print a line for the operator, and for the supervisor, when an event is set."""
+    """When an event is set, print a line, which the operator and the supervisor read."""
     await event.wait()
     print(line, flush=True)
 
 
 async def _open(bus: Bus, held: AsyncExitStack) -> bool:
-    """Open the bus, and hold it open; else whether to try again: the model is loaded, and need not be so again.
+    """Open the bus, and close it with `held`. If Redis does not answer, wait a moment.
+
+    Returns:
+        Whether the bus is open. If not, the caller tries again, since the model is loaded by then.
 
     Raises:
         BusError: this Redis cannot be used.
@@ -388,7 +399,7 @@ async def _open(bus: Bus, held: AsyncExitStack) -> bool:
     try:
         await held.enter_async_context(bus)
     except BusUnavailable as error:
-        logger.warning("this engine waits for Redis to serve: %s", error)
+        logger.warning("this engine cannot serve yet, and waits for Redis: %s", error)
         await anyio.sleep(_REDIS_S)
         return False
     try:
@@ -399,7 +410,7 @@ async def _open(bus: Bus, held: AsyncExitStack) -> bool:
 
 
 async def _untapped(engine: VllmEngine) -> str:
-    """The complaint about an engine whose CUDA graphs leave interventions out; empty if they do not."""
+    """An error message if vLLM captured CUDA graphs without taps, in which no intervention would run; else `""`."""
     from tracewire_engine.adapter.engine_api import EngineLost
 
     from .engine_builder import versions
@@ -407,70 +418,73 @@ async def _untapped(engine: VllmEngine) -> str:
     try:
         graphs = await engine.untapped_graphs()
     except EngineLost as error:
-        return f"vLLM was lost before its first request: {error}"
+        return f"vLLM died before its first request: {error}"
     if not graphs:
         return ""
     return (
-        f"--tap: vLLM {versions().vllm} captured {len(graphs)} CUDA graphs without a place for taps, so that no "
-        f"intervention would run in them (the first is {graphs[0]}); use a version of vLLM that Tracewire names as "
-        "supported, or leave --tap out"
+        f"--tap: vLLM {versions().vllm} captured {len(graphs)} CUDA graphs without taps, so no intervention would run "
+        f"in them (the first is {graphs[0]}); use a version of vLLM that Tracewire's documentation lists as supported, "
+        "or leave --tap out"
     )
 
 
 async def _first_answer(engine: VllmEngine, patience_s: float) -> str:
-    """The complaint about an engine that does not answer its first request; empty if it does."""
+    """Run a trial request. Returns an error message if vLLM does not answer it; else `""`."""
     from tracewire_engine.adapter.engine_api import EngineLost
 
     try:
         with anyio.fail_after(patience_s):
             await engine.try_out()
     except EngineLost:
-        return "vLLM died of its first request, so it cannot run this model here as it is set up; its error is above"
+        return "vLLM died at its first request, so it cannot run this model with these settings; its error is above"
     except TimeoutError:
         return f"vLLM did not answer its first request within {patience_s:g} s (--first-answer)"
     return ""
 
 
 async def _stop_with(api: HttpApi, adapter: Adapter) -> None:
-    """Take no HTTP requests any more when the adapter takes no traces."""
+    """Stop taking HTTP requests when the adapter stops taking traces."""
     await adapter.stopping.wait()
     api.stop()
 
 
 async def _log_leftovers(engine: VllmEngine) -> None:
-    """Say what an engine without traces still holds: what is left after a moment is a leak."""
+    """Log what an engine without traces still holds. Anything left after a moment is a leak."""
     held: dict[str, int] = {}
     try:
         with anyio.move_on_after(5):
-            # The workers forget the request that ended last in one more step.
+            # The workers forget the last ended request in one more step.
             while any((held := await engine.leftovers()).values()):  # noqa: ASYNC110
                 await anyio.sleep(0.05)
-            logger.info("leaving: nothing tracked, all KV blocks free")
+            logger.info("exiting: vLLM holds no request, and all KV blocks are free")
             return
-    except Exception as error:  # told to stop at the same time
-        logger.info("leaving: what vLLM still holds is not known: %s", error)
+    except Exception as error:  # vLLM was stopped at the same time
+        logger.info("exiting: could not ask vLLM for requests that it still holds: %s", error)
         return
-    logger.warning("leaving with something left of requests: %s", held)
+    logger.warning("exiting although vLLM still holds state of requests: %s", held)
 
 
 async def _stranger(bus: Bus, info: EngineInfo) -> str:
-    """Why it must not serve beside the engines that serve this model's name now: one message, or none."""
+    """Why this engine must not serve beside the engines that serve the same model name: an error message, or `""`.
+
+    Differences that are no reason are logged.
+    """
     try:
         engines = await bus.registry.list()
     except BusError as error:
-        logger.warning("which other engines serve %s is not known: %s", info.model, error)
+        logger.warning("could not find out which other engines serve %s: %s", info.model, error)
         return ""
     for other in engines:
         if other.model != info.model or other.engine == info.engine or other.state in LEAVING_STATES:
             continue
         if why := disagreements(info, other):
             return (
-                f"engine {other.engine} serves another model as {info.model!r} (this one has {'; '.join(why)}): "
-                "give this one another --name, or drain that one first"
+                f"engine {other.engine} serves another model as {info.model!r} (this engine has {'; '.join(why)}): "
+                "give this engine another --name, or drain that one first"
             )
         if differs := differences([info, other]):
             logger.warning(
-                "engine %s serves %s too, and differs in: %s; a block must fit both",
+                "engine %s serves %s too, but differs in: %s; blocks must work on both engines",
                 *(other.engine, info.model, ", ".join(differs)),
             )
     return ""

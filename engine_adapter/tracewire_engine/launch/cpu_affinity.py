@@ -1,8 +1,8 @@
-"""Which cores an engine's processes run on.
+"""Keeps an engine's other processes off the cores of its workers.
 
-On a CPU, vLLM binds its workers to cores of their own and leaves some to everything else. Nothing keeps everything else
-there, though: a process that wakes up on a worker's core takes it from the model, and the other threads of an operation
-wait for the one that was there.
+On a CPU, vLLM binds its workers to cores of their own and leaves some cores to the other processes. But nothing keeps
+the other processes on those. A process that wakes up on a worker's core takes the core from one thread of the model,
+and all other threads of the operation wait for that thread.
 """
 
 from __future__ import annotations
@@ -21,21 +21,22 @@ _SENDING = "ZMQbg/"
 
 
 def keep_off_workers() -> set[int]:
-    """Keep this process and its descendants off the cores to which some of them, the workers, are bound.
+    """Keep this process and its descendants off the cores to which its workers are bound.
 
-    The workers' own threads that send what they report move as well. To be called when the workers have run their model
-    once: threads are bound as they start.
+    The workers' threads that send reports are moved too. Call this after the workers have run their model once, because
+    vLLM binds threads as they start.
 
-    Returns the cores that are left to them; none if nothing was changed, because no worker is bound or no core is left.
+    Returns:
+        The cores of the other processes. Empty if nothing was changed, because no worker is bound or no core is left.
     """
-    if not hasattr(os, "sched_setaffinity"):  # Linux has it
+    if not hasattr(os, "sched_setaffinity"):  # not Linux
         return set()
     own = os.sched_getaffinity(0)
     bound: set[int] = set()
     free = [thread for thread, _, _ in _threads(os.getpid())]
     for process in psutil.Process().children(recursive=True):
         threads = list(_threads(process.pid))
-        # A worker's operations have several threads, each bound to a core of its own.
+        # The threads that compute the model are each bound to one core.
         model = [cores for _, name, cores in threads if cores < own and not name.startswith(_SENDING)]
         bound.update(*model)
         free += [thread for thread, name, _ in threads if not model or name.startswith(_SENDING)]

@@ -1,8 +1,8 @@
-"""vLLM's `AsyncLLM` with our workers, and the description of it that goes into the registry.
+"""Builds vLLM's `AsyncLLM` with Tracewire's workers, and describes the engine for the registry.
 
-The engine is built by nnsight's own `VLLM` model in its async mode, with our worker class in place of nnsight's:
-CUDA-graph taps and the choice of vLLM's first model runner are then nnsight's, and follow it. Chunked prefill and
-prefix caching, which nnsight turns off, are as vLLM has them: our scheduler keeps traced requests out of both.
+nnsight's `VLLM` model builds the engine in its async mode, with Tracewire's worker class in place of nnsight's. So
+nnsight itself sets up taps in CUDA graphs and chooses vLLM's first model runner. nnsight would turn chunked prefill and
+prefix caching off. Here both are as vLLM has them, since Tracewire's scheduler keeps traced requests out of both.
 """
 
 from __future__ import annotations
@@ -48,37 +48,37 @@ from .parent_death import ADAPTER_PID
 
 __all__ = ["EngineModel", "UnsupportedSetting", "build_engine", "describe", "refuse_unsupported", "versions"]
 
-#: How many tokens `AsyncLLM` schedules for a step when nobody says how many.
+#: How many tokens `AsyncLLM` schedules for a step by default.
 _STEP_TOKENS = 2048
 
-#: The scheduler that EngineCore, a process of its own, builds.
+#: The dotted path of the function that makes EngineCore's scheduler.
 SCHEDULER = "tracewire_engine.core.scheduler.pausing_scheduler"
 
 
 class UnsupportedSetting(ValueError):
-    """An engine setting under which blocks or deltas would not be right. The message names it and the reason."""
+    """A setting under which Tracewire would not work correctly. The message names the setting and the reason."""
 
 
 class EngineModel(VLLM):
-    """nnsight's vLLM model, whose workers are ours."""
+    """nnsight's vLLM model, with Tracewire's workers."""
 
     _WORKER_CLS = "tracewire_engine.worker.worker.TracewireWorker"
-    #: The adapters that prompts can ask for.
+    #: The LoRA adapters that prompts can ask for.
     loras: Sequence[LoRARequest] = ()
 
     def _load_meta(self, repo_id: str, **kwargs: Any) -> torch.nn.Module:
-        # What is made of weights for the device's kernels has no place in a tree without weights, and on a CPU cannot
-        # be made of the experts of a mixture.
+        # After loading, vLLM converts weights for the device's kernels. This tree has no weights to convert, and on a
+        # CPU the conversion of a mixture's experts would fail.
         with mock.patch.object(base_loader, "process_weights_after_loading", return_value=None):
             tree: torch.nn.Module = super()._load_meta(repo_id, **kwargs)
         return tree
 
 
 def refuse_unsupported(arguments: AsyncEngineArgs) -> None:
-    """Refuse, before anything is started, what this engine cannot do right.
+    """Refuse settings of vLLM under which Tracewire would not work correctly. Called before anything is started.
 
     Raises:
-        UnsupportedSetting: for the first such setting.
+        UnsupportedSetting: names the first such setting.
     """
     if os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "") not in ("", "0"):
         raise UnsupportedSetting(
@@ -91,7 +91,7 @@ def refuse_unsupported(arguments: AsyncEngineArgs) -> None:
         )
     refused = [
         (
-            # `secret.py` takes the value out of a command line: another form is an abbreviation, or a file of options.
+            # `secret.py` takes the value out of the command line. This one came by an abbreviation or an options file.
             "--hf-token",
             isinstance(getattr(arguments, "hf_token", None), str),
             "vLLM would hand this token to the workers, where blocks can read it; use --hf-token=TOKEN or HF_TOKEN",
@@ -99,7 +99,7 @@ def refuse_unsupported(arguments: AsyncEngineArgs) -> None:
         (
             "--speculative-config",
             bool(getattr(arguments, "speculative_config", None)),
-            "a step would sample several tokens, so that a save could not be given to the token of its step",
+            "a step would sample several tokens, and a save could not be assigned to one of them",
         ),
         (
             "--data-parallel-size",
@@ -109,21 +109,22 @@ def refuse_unsupported(arguments: AsyncEngineArgs) -> None:
         (
             "--stream-interval",
             (getattr(arguments, "stream_interval", 1) or 1) > 1,
-            "vLLM would hold outputs back, and every delta with them",
+            "vLLM would hold outputs back, and the deltas with them",
         ),
         (
             "--scheduler-cls",
             getattr(arguments, "scheduler_cls", None) is not None,
-            "requests are paused and resumed by a scheduler of Tracewire's own",
+            "Tracewire needs its own scheduler, which pauses and resumes requests",
         ),
         (
-            # With two stages one step at most is on its way when the next is decided upon: of a request that was not
-            # in it every token is known. With more, a token of it may still be under way, which vLLM's first model
-            # runner has on the device for the step right behind it only, and the request would go on with another.
+            # With two stages, at most one step is running when the scheduler plans the next one, so every token of a
+            # request that is not in that step is known. With more stages, the request's last token may still be in an
+            # earlier step. vLLM's first model runner keeps such a token on the device for the directly following step
+            # only, so after resting for a step the request would go on with a wrong token.
             "--async-scheduling",
             bool(getattr(arguments, "async_scheduling", None))
             and (getattr(arguments, "pipeline_parallel_size", 1) or 1) > 2,
-            "with more than two pipeline stages a request that rests for a step would go on with a wrong token",
+            "with more than two pipeline stages, a request that is paused for a step would go on with a wrong token",
         ),
     ]
     for option, present, reason in refused:
@@ -137,11 +138,11 @@ class WorkerSettings:
 
     #: Make every trace's manifest from what nnsight's own collect returns, at the cost of that collect.
     check_collect: bool = False
-    #: The time that a block may take in each step, in seconds (see `time_limit.py`); 0: any time.
+    #: The time that a block may take in each step, in seconds (see `time_limit.py`); 0 for no limit.
     block_timeout_s: float = 10.0
-    #: Saved arrays of more bytes travel in blobs; 0: none does.
+    #: Saved arrays of more bytes than this travel in blobs; 0 for none.
     blob_threshold: int = 0
-    #: How many bytes of preempted traces' KV each worker keeps in host memory; what is more is computed anew.
+    #: How many bytes of KV cache of preempted traces each worker keeps in host memory; the rest is recomputed.
     kept_bytes: int = 8 << 30
     #: How long workers on other machines and the adapter wait for each other, in seconds (see `liveness.py`).
     worker_patience_s: float = 30.0
@@ -156,13 +157,21 @@ def build_engine(
     loras: Mapping[str, str] | None = None,
     cluster: Cluster | None = None,
 ) -> EngineModel:
-    """Start `AsyncLLM` (its processes included) and return nnsight's model around it.
+    """Start `AsyncLLM` with all its processes. Blocks until the engine is ready.
 
-    Blocks until the engine is ready. `vllm_entrypoint` of the result is the `AsyncLLM`. `loras` has the folders of LoRA
-    adapters by name, in PEFT's format. With a `cluster`, the workers are Ray actors in it.
+    Args:
+        arguments: vLLM's.
+        link_address: of the adapter, for the workers.
+        taps: patterns of the locations that CUDA graphs serve; without any, the engine uses no CUDA graphs.
+        settings: of the workers.
+        loras: the folders of LoRA adapters in PEFT's format, by name.
+        cluster: if given, the workers are Ray actors in it.
+
+    Returns:
+        nnsight's model. Its `vllm_entrypoint` is the `AsyncLLM`.
 
     Raises:
-        UnsupportedSetting: the model, or how it is to be served, is not supported.
+        UnsupportedSetting: Tracewire does not support the model or a setting.
     """
     settings = settings or WorkerSettings()
     refuse_unsupported(arguments)
@@ -190,24 +199,24 @@ def build_engine(
 
 
 def _prepare_process() -> None:
-    """Set what vLLM and nnsight find in this process, and in those that it starts."""
+    """Set environment variables for vLLM and nnsight, in this process and those that it starts."""
     os.environ[ADAPTER_PID] = str(os.getpid())
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     if current_platform.is_cpu():
-        # nnsight's meta tree empties the accelerator's cache, which raises where there is none.
+        # nnsight empties the accelerator's cache when it makes its meta tree, which fails without an accelerator.
         from vllm.v1.worker.cpu_model_runner import _set_torch_accelerator_to_noop
 
         _set_torch_accelerator_to_noop()
-        # The engine is eager, but vLLM compiles a helper of logprobs on first use, which holds every request up for
-        # seconds on a CPU.
+        # The engine is eager, but vLLM compiles a helper for logprobs on first use. On a CPU all requests would wait
+        # seconds for that.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 
 def _engine_options(arguments: AsyncEngineArgs, settings: WorkerSettings, loras: Mapping[str, str]) -> dict[str, Any]:
-    """The options of vLLM's engine: those of `arguments` that are not vLLM's own choice, and what we add.
+    """The options of vLLM's engine: `arguments` where they differ from vLLM's defaults, and Tracewire's additions.
 
     Raises:
-        UnsupportedSetting: how the model is to be served is not supported.
+        UnsupportedSetting: Tracewire does not support a combination of options.
     """
     options: dict[str, Any] = {
         field.name: getattr(arguments, field.name)
@@ -217,7 +226,7 @@ def _engine_options(arguments: AsyncEngineArgs, settings: WorkerSettings, loras:
     options["scheduler_cls"] = SCHEDULER
     options.update(_scheduling(arguments))
     if arguments.pipeline_parallel_size > 2:
-        # See `refuse_unsupported`; left to itself, vLLM 0.25 switches it on.
+        # See `refuse_unsupported`. vLLM 0.25 turns it on by default.
         options["async_scheduling"] = False
     if arguments.pipeline_parallel_size > 1 and settings.check_collect:
         raise UnsupportedSetting(
@@ -230,13 +239,13 @@ def _engine_options(arguments: AsyncEngineArgs, settings: WorkerSettings, loras:
 
 
 def _scheduling(arguments: AsyncEngineArgs) -> dict[str, Any]:
-    """Options under which plain requests are chunked and cached as vLLM does it, and any traced prompt fits a step.
+    """Options with which vLLM chunks and caches plain requests as usual, and any traced prompt fits in one step.
 
-    The workers can take a prompt of the model's length in one step, unless `max_num_batched_tokens` says otherwise; how
-    many tokens a step has when it need not is the scheduler's to keep to (`STEP_TOKENS`).
+    The workers can take a prompt of the model's maximum length in one step, unless `max_num_batched_tokens` is set. In
+    steps without such a prompt, the scheduler keeps to the usual number of tokens (`STEP_TOKENS`).
     """
     config = arguments.create_model_config()
-    # Named, so that nnsight's own defaults do not count: what is None, vLLM decides.
+    # Passed even if None, so that nnsight does not set its own defaults. vLLM decides on those that are None.
     options: dict[str, Any] = {
         "enable_prefix_caching": arguments.enable_prefix_caching,
         "enable_chunked_prefill": arguments.enable_chunked_prefill,
@@ -254,10 +263,10 @@ def _scheduling(arguments: AsyncEngineArgs) -> dict[str, Any]:
 
 
 def _adapters(arguments: AsyncEngineArgs, loras: Mapping[str, str]) -> dict[str, Any]:
-    """Options under which vLLM serves these adapters, by name their folders.
+    """Options with which vLLM serves these LoRA adapters, given as folders by name.
 
     Raises:
-        UnsupportedSetting: one of them is none that it can serve.
+        UnsupportedSetting: vLLM cannot serve one of them.
     """
     ranks = []
     for name, folder in loras.items():
@@ -271,7 +280,7 @@ def _adapters(arguments: AsyncEngineArgs, loras: Mapping[str, str]) -> dict[str,
     least = next(rank for rank in known if rank >= max(ranks))
     places = arguments.max_loras
     if current_platform.is_cpu():
-        # There, vLLM counts a request without an adapter, beside one with, as of the last place: which stays empty.
+        # On a CPU, vLLM assigns requests without an adapter to the last place if others have one. So it must be empty.
         places = max(places, len(loras) + 1)
     return {"enable_lora": True, "max_lora_rank": max(arguments.max_lora_rank, least), "max_loras": places}
 
@@ -286,7 +295,7 @@ def _changed(arguments: AsyncEngineArgs, field: dataclasses.Field[Any]) -> bool:
 
 
 def versions() -> Versions:
-    """Versions of what this engine runs."""
+    """The versions of Tracewire, vLLM, nnsight and torch in this process."""
 
     def of(*names: str) -> str:
         for name in names:
@@ -301,18 +310,25 @@ def versions() -> Versions:
     )
 
 
-#: How many characters one value of a model's configuration may have, as JSON, to be published.
+#: The longest value of a model's configuration that is published, in characters of JSON.
 _LONGEST_SETTING = 64 * 1024
 
 
 def published_config(config: Any) -> dict[str, Any]:
-    """A model's configuration, as its `config.json` would have it, without values that are very long."""
+    """A model's configuration as in its `config.json`, without values of more than `_LONGEST_SETTING` characters."""
     settings: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
     return {name: value for name, value in settings.items() if len(json.dumps(value)) <= _LONGEST_SETTING}
 
 
 def describe(model: EngineModel, name: str, capacity: int, queue_limit: int = 0) -> EngineInfo:
-    """The registry's entry of this engine: its model's tree, sizes and versions."""
+    """Make the registry's entry of this engine: its model's module tree, sizes and versions.
+
+    Args:
+        model: the result of `build_engine`.
+        name: by which clients ask for the model.
+        capacity: how many traces the engine runs at once.
+        queue_limit: how many submissions may wait for the model; 0 for any number.
+    """
     config = model.vllm_entrypoint.model_config
     module: torch.nn.Module = model._module
     layers = find_layers(module.named_modules(), getattr(config.hf_text_config, "num_hidden_layers", 0))
@@ -342,7 +358,7 @@ def describe(model: EngineModel, name: str, capacity: int, queue_limit: int = 0)
         capacity=capacity,
         queue_limit=queue_limit,
         started_at=time.time(),
-        # Of the envoy tree, whose root is "model".
+        # Taps name paths of the envoy tree, whose root is "model".
         taps=[tap.removeprefix("model.") for tap in model.taps],
         loras=[one.lora_name for one in model.loras],
         modalities=modalities(model.vllm_entrypoint),

@@ -16,7 +16,7 @@ __all__ = ["add_options", "redis_url"]
 
 
 def whole(least: int) -> Callable[[str], int]:
-    """A converter of argparse: a whole number of at least `least`."""
+    """Make an argparse converter for a whole number of at least `least`."""
 
     def convert(text: str) -> int:
         try:
@@ -31,7 +31,7 @@ def whole(least: int) -> Callable[[str], int]:
 
 
 def seconds(least: float, *, forever: bool = False) -> Callable[[str], float]:
-    """A converter of argparse: a number of seconds of at least `least`; with `forever`, infinity too."""
+    """Make an argparse converter for a number of seconds of at least `least`. `forever` allows `inf` too."""
 
     def convert(text: str) -> float:
         try:
@@ -46,7 +46,7 @@ def seconds(least: float, *, forever: bool = False) -> Callable[[str], float]:
 
 
 def name_and_folder(text: str) -> tuple[str, str]:
-    """A converter of argparse: `NAME=FOLDER`."""
+    """An argparse converter for `NAME=FOLDER`."""
     name, _, folder = text.partition("=")
     if not name or not folder:
         raise argparse.ArgumentTypeError(f"expected NAME=FOLDER, got {text!r}")
@@ -55,34 +55,34 @@ def name_and_folder(text: str) -> tuple[str, str]:
 
 # whole: a table of options
 def add_options(group: argparse._ArgumentGroup, secrets: Mapping[str, str]) -> None:
-    """Add our own options, beside vLLM's, to a parser's group. `secrets` may have the Redis URL."""
-    group.add_argument("model_folder", metavar="MODEL", help="a Hugging Face model's folder or name, or 'demo'")
-    group.add_argument("--name", help="the name that clients ask for (default: the last part of MODEL)")
+    """Add Tracewire's options, which come beside vLLM's, to a parser's group. `secrets` may hold the Redis URL."""
+    group.add_argument("model_folder", metavar="MODEL", help="a Hugging Face model: its folder or name, or 'demo'")
+    group.add_argument("--name", help="the name by which clients ask for the model (default: the last part of MODEL)")
     group.add_argument(
         "--url", default=secrets.get(URL) or os.environ.get(URL), help="Redis URL (default: $TRACEWIRE_URL)"
     )
-    group.add_argument("--url-file", metavar="FILE", help="a file that holds the Redis URL, in place of --url")
+    group.add_argument("--url-file", metavar="FILE", help="read the Redis URL from this file, in place of --url")
     group.add_argument("--prefix", default="tw", help="prefix of all keys on Redis")
-    group.add_argument("--capacity", type=int, default=256, help="traces taken at once")
+    group.add_argument("--capacity", type=int, default=256, help="how many traces this engine runs at once")
     group.add_argument(
         "--queue-limit",
         type=whole(0),
         default=4096,
         metavar="SUBMISSIONS",
-        help="how many submissions may wait for the model before further ones are refused (0: any number)",
+        help="how many submissions may wait for the model; Redis refuses further ones (0: any number)",
     )
     group.add_argument(
-        "--drain", type=float, default=10.0, metavar="SECONDS", help="how long traces may go on after SIGTERM"
+        "--drain", type=float, default=10.0, metavar="SECONDS", help="how long running traces may go on after SIGTERM"
     )
     group.add_argument(
-        "--restarts", type=int, metavar="TIMES", help="how often to start again when the engine died (default: always)"
+        "--restarts", type=int, metavar="TIMES", help="how often to restart an engine that died (default: always)"
     )
     group.add_argument(
         "--tap",
         action="append",
         default=[],
         metavar="PATTERN",
-        help="keep CUDA graphs, and serve this location in them (repeatable), as model.layers.*.output",
+        help="keep CUDA graphs, and serve these locations in them (repeatable), for example model.layers.*.output",
     )
     group.add_argument(
         "--lora",
@@ -104,58 +104,58 @@ def add_options(group: argparse._ArgumentGroup, secrets: Mapping[str, str]) -> N
         type=whole(0),
         default=THRESHOLD_BYTES,
         metavar="BYTES",
-        help="saved arrays of more bytes than this are downloaded on demand (0: none is)",
+        help="clients download saved arrays of more bytes than this on demand (0: no array)",
     )
     group.add_argument(
         "--kept-kv-bytes",
         type=whole(0),
         default=8 << 30,
         metavar="BYTES",
-        help="how much KV of preempted traces each worker keeps in host memory; what is more is computed anew",
+        help="how much KV cache of preempted traces each worker keeps in host memory; the rest is recomputed",
     )
     group.add_argument(
         "--retain-events",
         type=whole(0),
         default=0,
         metavar="N",
-        help="trim a running trace's stream when it has more events than this; a consumer that missed some gets the "
-        "state instead (default 0: keep all)",
+        help="trim a running trace's stream when it has more events than this; a consumer that missed events gets the "
+        "trace's state in place of them (default 0: keep all)",
     )
     group.add_argument(
         "--retain-bytes",
         type=whole(0),
         default=0,
         metavar="BYTES",
-        help="likewise, when its events take more bytes than this (default 0: any number)",
+        help="trim a running trace's stream when its events take more than this (default 0: any number)",
     )
     group.add_argument(
         "--retain-traces",
         type=whole(0),
         default=0,
         metavar="N",
-        help="how many finished traces to keep on this Redis, of all models: the oldest are dropped first, whatever "
-        "--retention says (default 0: any number)",
+        help="how many finished traces of all models to keep on this Redis; the oldest are dropped first, even within "
+        "--retention (default 0: any number)",
     )
     group.add_argument(
         "--retain-total-bytes",
         type=whole(0),
         default=0,
         metavar="BYTES",
-        help="likewise, when all finished traces take more bytes of Redis than this (default 0: any number)",
+        help="how much of Redis finished traces may take; the oldest are dropped first (default 0: any number)",
     )
     group.add_argument(
         "--buffer-bytes",
         type=whole(1),
         default=256 * 1024 * 1024,
         metavar="BYTES",
-        help="how much may wait for a Redis that is away or slow before the engine is paused",
+        help="how many bytes of events may wait while Redis is slow or does not answer; then the engine pauses",
     )
     group.add_argument(
         "--memory-patience",
         type=seconds(0, forever=True),
         default=60.0,
         metavar="SECONDS",
-        help="how long a trace waits for a Redis whose memory is full before it fails",
+        help="how long a trace waits while the memory of Redis is full, before it fails",
     )
     group.add_argument(
         "--retention",
@@ -168,64 +168,64 @@ def add_options(group: argparse._ArgumentGroup, secrets: Mapping[str, str]) -> N
         "--ray-address",
         default=os.environ.get("RAY_ADDRESS") or None,
         metavar="ADDRESS",
-        help="with --distributed-executor-backend ray: HOST:PORT of a cluster, 'auto' for the one that runs here, "
-        "'local' for one of this engine's own (default: $RAY_ADDRESS, else auto if there is one, else local)",
+        help="with --distributed-executor-backend ray: HOST:PORT of a cluster, 'auto' for the cluster on this "
+        "machine, 'local' to start one for this engine (default: $RAY_ADDRESS, else auto if one runs, else local)",
     )
     group.add_argument(
         "--link-host",
         metavar="ADDRESS",
-        help="with a Ray cluster: this machine's address for the workers (default: the one that Ray knows it by)",
+        help="with a Ray cluster: the address of this machine that workers connect to (default: its address in Ray)",
     )
     group.add_argument(
         "--worker-patience",
         type=seconds(2),
         default=30.0,
         metavar="SECONDS",
-        help="with a Ray cluster: how long nothing is heard of a worker before the engine is given up",
+        help="with a Ray cluster: how long a worker may be silent before this engine ends",
     )
     group.add_argument(
         "--engine-patience",
         type=seconds(10),
         default=120.0,
         metavar="SECONDS",
-        help="how long vLLM may take to answer, or to report a step, before it is given up: longer than any step",
+        help="how long vLLM may take to answer or to report a step, before this engine ends; longer than any step",
     )
     group.add_argument(
         "--openai",
         metavar="HOST:PORT",
-        help="serve vLLM's OpenAI-compatible HTTP API, too, with standing interventions on its requests",
+        help="also serve vLLM's OpenAI-compatible HTTP API, with standing interventions on its requests",
     )
     group.add_argument(
         "--openai-option",
         action="append",
         default=[],
         metavar="OPTION",
-        help="an option of vLLM's HTTP server (repeatable), as --openai-option=--chat-template=FILE",
+        help="an option of vLLM's HTTP server (repeatable), for example --openai-option=--chat-template=FILE",
     )
     group.add_argument(
         "--first-answer",
         type=seconds(0),
         default=600.0,
         metavar="SECONDS",
-        help="how long the engine's first request, a trial before it serves, may take (0: no trial)",
+        help="how long vLLM may take for a trial request before this engine serves (0: no trial)",
     )
     group.add_argument(
         "--check-collect",
         action="store_true",
-        help="check every trace's saves against what nnsight's own collect returns (costs throughput)",
+        help="check every trace's saves against those of nnsight's own collect (costs throughput)",
     )
     group.add_argument(
         "--log-stats",
         action="store_true",
-        help="keep vLLM's own statistics, its line in the log every ten seconds (costs throughput)",
+        help="log vLLM's statistics, a line every ten seconds (costs throughput)",
     )
 
 
 def redis_url(options: argparse.Namespace) -> str:
-    """The Redis URL that the options name.
+    """The Redis URL of the options.
 
     Raises:
-        ValueError: they name none, or a file that cannot be read.
+        ValueError: the options give no URL, or a file that cannot be read.
     """
     url: str | None = options.url
     if options.url_file is not None:
@@ -234,5 +234,5 @@ def redis_url(options: argparse.Namespace) -> str:
         except OSError as error:
             raise ValueError(f"--url-file: {error}") from error
     if not url:
-        raise ValueError("--url is required (or --url-file, or set TRACEWIRE_URL): the Redis that clients use")
+        raise ValueError("--url, --url-file or TRACEWIRE_URL is required: the URL of the Redis that clients use")
     return url

@@ -1,8 +1,8 @@
-"""No process outlives the one that started it.
+"""Makes each process of an engine end when the process that started it ends.
 
-vLLM's EngineCore does not watch its parent: when the process that holds `AsyncLLM` is killed outright, EngineCore lives
-on with its memory. vLLM loads the functions of the entry-point group `vllm.general_plugins` early in EngineCore and in
-every worker; `register` is ours there, and asks the kernel (Linux) to send SIGKILL to the process when its parent goes.
+vLLM's EngineCore does not watch its parent: if the process with `AsyncLLM` is killed by SIGKILL, EngineCore goes on and
+keeps its memory. vLLM calls the functions of the entry-point group `vllm.general_plugins` early in EngineCore and in
+every worker. `register` is one of them. It asks the kernel (Linux) to send the process SIGKILL when its parent dies.
 """
 
 from __future__ import annotations
@@ -21,10 +21,14 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Have the kernel kill this process with SIGKILL when its parent dies; at once if `parent` is not its parent.
+    """Ask the kernel to send this process SIGKILL when its parent dies.
 
-    The signal is tied to the *thread* that started this process, so a process must be started by a thread that lives
-    as long as the parent does. Does nothing where the kernel has no such signal.
+    The kernel watches the *thread* that started this process. So a process must be started by a thread that lives as
+    long as the parent does. Does nothing on a system other than Linux.
+
+    Args:
+        parent: the expected process id of the parent. If the parent is another process, the expected one has died
+            already, and this process is killed at once.
     """
     try:
         libc = ctypes.CDLL(None, use_errno=True)
@@ -36,12 +40,12 @@ def die_with_parent(parent: int | None = None) -> None:
 
 
 def register() -> None:
-    """Plugin entry point: tie a descendant of an adapter to its parent. A no-op in any other vLLM process."""
+    """The plugin that vLLM calls: end this process with its parent, if it descends from an adapter. Else do nothing."""
     adapter = os.environ.get(ADAPTER_PID, "")
     if adapter and adapter != str(os.getpid()):
-        # In a group of its own, so that a Ctrl-C at the terminal reaches the adapter alone, which drains first.
+        # In a process group of its own, so that a Ctrl-C at the terminal reaches the adapter alone, which drains first.
         if os.getpgid(0) == os.getpgid(os.getppid()):
             os.setpgid(0, 0)
         die_with_parent()
-        # The adapter collects no garbage while it starts, and a process that is forked begins as it is then.
+        # The adapter turns garbage collection off while it starts, and a forked process inherits that.
         gc.enable()

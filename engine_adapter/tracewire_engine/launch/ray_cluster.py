@@ -1,11 +1,12 @@
-"""Which Ray cluster an engine's workers run in, found and checked before the engine is built.
+"""Finds and checks the Ray cluster for an engine's workers, before the engine is built.
 
-Three ways lead to one. `local` starts one for this engine, which ends with it. `auto` is the one that runs on this
-machine, as `ray start` left it. `HOST:PORT` is one that runs elsewhere. A driver needs a Ray node on its own machine:
-where there is none, this machine joins with a node of no resources for as long as the engine lives.
+There are three choices. `local` starts a cluster for this engine, which ends with it. `auto` uses the cluster that
+`ray start` started on this machine. `HOST:PORT` uses a cluster whose head is at that address. An engine needs a Ray
+node on its own machine. If there is none, this machine joins the cluster as a node without resources while the engine
+lives.
 
-Ray and vLLM wait in silence, some of them for ever, for a cluster that does not answer or is too small. So a process of
-its own asks first, within limits of time, and what it finds wrong is said in a sentence.
+If a cluster does not answer or is too small, Ray and vLLM wait silently, in some cases for ever. So this module first
+asks the cluster from a separate process with time limits, and reports problems in an error message.
 """
 
 from __future__ import annotations
@@ -30,23 +31,23 @@ from .parent_death import die_with_parent
 
 __all__ = ["ClusterError", "ClusterUnavailable", "joined", "parse_address"]
 
-#: How long a cluster's address may take to answer, a cluster to tell what it has, and a node to join, in seconds.
+#: Time limits, in seconds: to connect to a cluster's head, to ask the cluster for its resources, and to join it.
 _CONNECT_S, _ASK_S, _JOIN_S = 5.0, 30.0, 60.0
 
 
 class ClusterError(RuntimeError):
-    """There is no cluster that this engine could run in. The message names the setting and what to do."""
+    """This engine has no Ray cluster to run in. The message names the setting and what to do."""
 
 
 class ClusterUnavailable(ClusterError):
-    """There may be one later: it does not answer, or lacks a machine."""
+    """The cluster does not answer or is too small at present; a later try may succeed."""
 
 
 def parse_address(address: str) -> tuple[str, int]:
-    """Host and port of a cluster's head.
+    """The host and the port of a cluster's head.
 
     Raises:
-        ClusterError: it is no `HOST:PORT`.
+        ClusterError: `address` is not of the form `HOST:PORT`.
     """
     if "://" in address:
         raise ClusterError(
@@ -59,24 +60,25 @@ def parse_address(address: str) -> tuple[str, int]:
         host, port = "", 0
     if not port:
         raise ClusterError(
-            f"the Ray address {address!r} is none: give HOST:PORT of the cluster's head, 'auto' for the cluster that "
-            "runs on this machine, or 'local' for one of this engine's own"
+            f"the Ray address {address!r} is not valid: give HOST:PORT of the cluster's head, 'auto' for the cluster "
+            "that runs on this machine, or 'local' to start one for this engine"
         )
     return host, port
 
 
 @contextmanager
 def joined(address: str | None, devices: int, kind: str) -> Iterator[Cluster]:
-    """The cluster to run in, with this machine a node of it for as long as the context lasts.
+    """Find the cluster to run in, and make this machine a node of it while the context lasts.
 
     Args:
-        address: `"local"`, `"auto"`, `HOST:PORT`, or `None` for the one that runs here, else a local one.
+        address: `"local"`, `"auto"` or `HOST:PORT`; `None` for the cluster on this machine if one runs, else a local
+            one.
         devices: how many devices the engine needs.
-        kind: Ray's name of them, `"CPU"` or `"GPU"`.
+        kind: Ray's name of the devices, `"CPU"` or `"GPU"`.
 
     Raises:
-        ClusterError: what was given cannot be one.
-        ClusterUnavailable: there is none, it does not answer, or it is too small.
+        ClusterError: `address` is not valid, or Ray is not installed.
+        ClusterUnavailable: no cluster runs, it does not answer, or it is too small.
     """
     if find_spec("ray") is None:
         raise ClusterError("--distributed-executor-backend ray needs Ray: pip install 'tracewire[ray]'")
@@ -91,7 +93,7 @@ def joined(address: str | None, devices: int, kind: str) -> Iterator[Cluster]:
         if found is None:
             raise ClusterUnavailable(
                 "no Ray cluster runs on this machine (--ray-address auto): start one with `ray start --head`, "
-                "or give the HOST:PORT of its head, or 'local' for one of this engine's own"
+                "or give the HOST:PORT of a cluster's head, or 'local' to start one for this engine"
             )
         address = str(found)
     host, port = parse_address(address)
@@ -110,10 +112,10 @@ def joined(address: str | None, devices: int, kind: str) -> Iterator[Cluster]:
 
 
 def _reach(host: str, port: int) -> str:
-    """This machine's address on the way to a cluster's head.
+    """The address of this machine from which it connects to a cluster's head.
 
     Raises:
-        ClusterUnavailable: nothing answers there.
+        ClusterUnavailable: the connection fails.
     """
     try:
         with socket.create_connection((host, port), timeout=_CONNECT_S) as connection:
@@ -125,7 +127,11 @@ def _reach(host: str, port: int) -> str:
 
 
 def _ask(*question: str) -> Any:
-    """Ask Ray in a process of its own, which may hang or crash."""
+    """Ask Ray a question in a separate process, since Ray may hang or crash.
+
+    Raises:
+        ClusterUnavailable: there is no answer in time, or the answer is an error.
+    """
     environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0"}
     environment.pop("RAY_ADDRESS", None)
     command = [sys.executable, "-m", "tracewire_engine.launch.ray_cluster", *question]
@@ -133,7 +139,7 @@ def _ask(*question: str) -> Any:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_ASK_S)
     except subprocess.TimeoutExpired as error:
         said = error.stderr.decode(errors="replace") if isinstance(error.stderr, bytes) else error.stderr or ""
-        raise ClusterUnavailable(f"the Ray cluster has not answered within {_ASK_S:g} s{_last_words(said)}") from error
+        raise ClusterUnavailable(f"the Ray cluster did not answer within {_ASK_S:g} s{_last_words(said)}") from error
     answer = done.stdout.rpartition("\n{")[2] if "\n{" in done.stdout else done.stdout.removeprefix("{")
     if done.returncode or not answer:
         raise ClusterUnavailable(f"the Ray cluster could not be asked{_last_words(done.stderr)}")
@@ -150,7 +156,12 @@ def _last_words(text: str) -> str:
 
 @contextmanager
 def _node(address: str, here: str) -> Iterator[str]:
-    """This machine's address in the cluster, which it joins as a node of no resources if it is none yet."""
+    """This machine's address in the cluster. If it is no node yet, it joins as one without resources.
+
+    Raises:
+        ClusterError: the cluster requires a token that is not set.
+        ClusterUnavailable: this machine could not join in time.
+    """
     try:
         nodes = _ask("nodes", address)["nodes"]
     except ClusterError as error:
@@ -158,10 +169,10 @@ def _node(address: str, here: str) -> Iterator[str]:
             raise
         if not _has_token():
             raise ClusterError(
-                f"the Ray cluster at {address} asks for a token: set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to its "
-                "head's (`ray get-auth-token` prints it there)"
+                f"the Ray cluster at {address} requires a token: set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to the "
+                "head's token (`ray get-auth-token` prints it there)"
             ) from error
-        # Ray shows its token by itself to a cluster that it has found on this machine, not to one at an address.
+        # Ray sends its token by itself to a cluster that it found on this machine, but not to one given by address.
         os.environ["RAY_AUTH_MODE"] = "token"
         nodes = _ask("nodes", address)["nodes"]
     ours = _addresses() | {here}
@@ -190,7 +201,7 @@ def _node(address: str, here: str) -> Iterator[str]:
 
 
 def _has_token() -> bool:
-    """Whether Ray would find a token."""
+    """Whether Ray finds a token in the environment or in its file."""
     named = any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
     return named or (Path.home() / ".ray" / "auth_token").is_file()
 
@@ -203,7 +214,7 @@ def _start_node(address: str, here: str) -> subprocess.Popen[bytes]:
 
 
 def _raylets() -> list[list[str]]:
-    """The command lines of the Ray nodes on this machine, found as Ray itself does."""
+    """The command lines of the Ray nodes on this machine, found in the way that Ray finds them."""
     import psutil
 
     found = psutil.process_iter(["name", "cmdline"])
@@ -211,7 +222,7 @@ def _raylets() -> list[list[str]]:
 
 
 def _runs_here(node: str) -> bool:
-    """Whether the node of this address has its process on this machine."""
+    """Whether the Ray node with this address runs on this machine."""
     return any(f"--node_ip_address={node}" in command for command in _raylets())
 
 
@@ -228,7 +239,7 @@ def _addresses() -> set[str]:
 def _find() -> Mapping[str, Any]:
     from ray._private.services import canonicalize_bootstrap_address
 
-    # Ray also remembers the last cluster that this machine was a node of.
+    # Without a running node, Ray would return the last cluster that this machine was a node of.
     if not _raylets():
         return {"address": None}
     try:
@@ -257,7 +268,7 @@ def _describe(address: str, node: str) -> Mapping[str, Any]:
 def _main(question: str, *arguments: str) -> None:
     if question == "node":
         parent, address, here = arguments
-        # Ray's processes are tied to `ray start --block`, and so to the adapter.
+        # Ray's processes end with `ray start --block`, and so with the adapter.
         die_with_parent(int(parent))
         ray = shutil.which("ray", path=str(Path(sys.executable).parent)) or "ray"
         options = ["--num-cpus=0", "--num-gpus=0", f"--node-ip-address={here}", "--disable-usage-stats", "--block"]

@@ -1,12 +1,14 @@
-"""The secrets of an engine's command, kept where the code of blocks does not find them.
+"""Keeps the secrets of an engine's command where the code of blocks cannot find them.
 
-A command line stands in the process list, and every process that is started inherits the environment; blocks run in
-such a process. So the command, once it has been started with a secret in either, starts itself anew (in the same
-process) without, and hands the secrets on through a pipe, which is read once. The supervisor hands them to each adapter
-in the same way. The token of the Hugging Face hub is needed by the processes that load the model: they find it in a
-file, which is gone when the model has loaded, before any block runs. The value of `--hf-token` goes the same way, since
-vLLM would keep it in the workers' configuration. ModelScope's client reads its token from the environment only, so that
-token stays with the adapter.
+Anyone can read a command line in the process list, and every child process inherits the environment. Blocks run in such
+a child process. So if the command line or the environment holds a secret, the command replaces itself (by `execve`, in
+the same process) by a command without it. It hands the secrets on through a pipe, which is read once. The supervisor
+hands them to each adapter in the same way.
+
+The processes that load the model need the token of the Hugging Face hub. They find it in a file, which is removed when
+the model has loaded, before any block runs. The value of `--hf-token` takes the same way, since vLLM would keep it in
+the workers' configuration. ModelScope's client reads its token from the environment only, so that token stays in the
+adapter, and the workers do not get it.
 """
 
 from __future__ import annotations
@@ -24,16 +26,16 @@ from typing import Self
 
 __all__ = ["API_KEY", "URL", "Given", "hub_token", "shown"]
 
-#: Environment variables that hold secrets of ours: of the bus's Redis, and of the HTTP API's clients.
+#: Environment variables with Tracewire's secrets: the URL of the bus's Redis, and the key of the HTTP API's clients.
 URL, API_KEY = "TRACEWIRE_URL", "VLLM_API_KEY"
-#: Those that hold a token of the model hub, the one that counts first.
+#: Environment variables with a token of the Hugging Face hub. The first one that is set counts.
 _HUB = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
-#: Those of other hubs, which no file can hand on.
+#: Environment variables with tokens of other hubs, whose clients read them from no file.
 _OTHER_HUBS = ("MODELSCOPE_API_TOKEN",)
 _HF_TOKEN = "--hf-token"
-#: Environment variable with the descriptor that the secrets are read from.
+#: Environment variable with the file descriptor of the pipe from which a process reads its secrets.
 _HANDED = "TRACEWIRE_HANDED"
-#: The least capacity of a pipe without a reader, in bytes.
+#: How many bytes a pipe holds without a reader, at least.
 _PIPE = 4096
 _NAMED = re.compile(r"--[\w-]*(?:key|token|password|secret)[\w-]*", re.IGNORECASE)
 _CREDENTIALS = re.compile(r"://[^/\s]*@|://.*@|password=", re.IGNORECASE)
@@ -42,17 +44,17 @@ _HIDDEN = "***"
 
 @dataclass
 class Given:
-    """The input of a command: its arguments, and the secrets of its environment."""
+    """The input of a command: its arguments and its secrets, by the name of the environment variable."""
 
     arguments: list[str]
     secrets: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def take(cls, arguments: Sequence[str]) -> Self:
-        """The input that was handed to this process; else these arguments and its environment.
+        """Take the input of this process: from the pipe if it was given one, else these arguments and its environment.
 
-        The environment has no secret any more then. A process whose environment or command line shows one is
-        replaced by itself without.
+        If the environment or the command line shows a secret, this does not return. It replaces the process by the same
+        command without the secret, which then takes its input from a pipe.
         """
         if descriptor := os.environ.pop(_HANDED, ""):
             with open(int(descriptor), encoding="utf-8", errors="surrogateescape") as pipe:
@@ -71,12 +73,17 @@ class Given:
         return given
 
     def hand(self) -> tuple[str, dict[str, str]]:
-        """A descriptor from which another process takes this, once; and the environment that it is started with."""
+        """Prepare to hand this input to another process.
+
+        Returns:
+            The descriptor of a pipe, which the other process must inherit and from which `take` reads once; and the
+            environment for the other process.
+        """
         told = json.dumps({"arguments": self.arguments, "secrets": self.secrets}).encode()
         reading, writing = os.pipe()
         try:
             if len(told) > _PIPE:
-                # On Linux, where a larger one is needed: it must hold all before anybody reads.
+                # The pipe must hold everything before another process reads. Only Linux can enlarge a pipe.
                 _enlarge(writing, len(told))
             os.write(writing, told)
         finally:
@@ -85,13 +92,16 @@ class Given:
 
 
 def _without_hub_token(arguments: Sequence[str]) -> tuple[list[str], str]:
-    """The arguments without a value of `--hf-token`, and that value. Without one it means the token that is stored."""
+    """Take the value of `--hf-token` out of the arguments. Returns the other arguments and the value, or `""`.
+
+    `--hf-token` without a value stays in the arguments: vLLM then uses the token that the hub's client has stored.
+    """
     kept: list[str] = []
     token = ""
     waiting = False
     for argument in arguments:
         name, equals, value = argument.partition("=")
-        # vLLM takes its options with underscores, too.
+        # vLLM also accepts its options with underscores.
         named = name.replace("_", "-") == _HF_TOKEN
         if waiting and not argument.startswith("-"):
             kept.pop()
@@ -111,7 +121,7 @@ def _enlarge(pipe: int, size: int) -> None:
 
 
 def shown(arguments: Sequence[str]) -> list[str]:
-    """Arguments of the command as others may see them: without what may be a secret."""
+    """The command's arguments for a process list or a log: possible secrets are replaced by `***`."""
     found: list[str] = []
     secret = False
     for argument in arguments:
@@ -121,7 +131,7 @@ def shown(arguments: Sequence[str]) -> list[str]:
             secret = False
         elif option == "--openai-option" and equals:
             (hidden,) = shown([value])
-            # A value of its own belongs to the option before, whichever that was.
+            # A value without an option may belong to the option before it, so it is hidden.
             found.append(f"{option}={hidden if value.startswith('-') else _HIDDEN}")
         else:
             secret = bool(_NAMED.fullmatch(option)) and not equals
@@ -135,7 +145,7 @@ def shown(arguments: Sequence[str]) -> list[str]:
 
 @contextmanager
 def hub_token(secrets: dict[str, str]) -> Iterator[None]:
-    """Have this process, and those that it starts, find the model hub's token for as long as the context lasts."""
+    """Let this process and its children find the Hugging Face hub's token in a file, which the context removes."""
     token = next((secrets[name] for name in _HUB if secrets.get(name)), None)
     if token is None:
         yield
@@ -144,6 +154,6 @@ def hub_token(secrets: dict[str, str]) -> Iterator[None]:
         path = Path(folder) / "token"
         path.touch(mode=0o600)
         path.write_text(token)
-        # Where the hub's client looks; it reads this name when it is imported.
+        # The hub's client reads this environment variable when it is imported.
         os.environ["HF_TOKEN_PATH"] = str(path)
         yield

@@ -1,10 +1,10 @@
-"""The process that starts an adapter, and starts it again when it has died.
+"""The supervisor: a process that starts an adapter, and starts another one if it dies.
 
-An adapter whose engine is lost ends: what it ran waits on the bus for another. The supervisor imports nothing of vLLM,
-so that it stays small and cannot die of what an engine dies of. It passes on what the adapter prints, hands it SIGTERM
-and SIGINT as SIGTERM, and takes care that no process of the last engine is left, with the memory it holds, when the
-next one starts. An adapter that has not left some time after it was told to is killed with all below it. When the
-supervisor dies itself, all below it die with it.
+An adapter whose engine is lost ends, and its traces wait on the bus for another engine. The supervisor imports nothing
+of vLLM, so it stays small and does not fail for an engine's reasons. It copies the adapter's output to its own. It
+passes SIGTERM and SIGINT to the adapter as SIGTERM. If the adapter does not exit in time after that, the supervisor
+kills it, and its child processes end with it. Before it starts the next adapter, it kills the processes that the last
+one left behind, since they hold memory. If the supervisor dies, all its descendants die too.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ logger = logging.getLogger("tracewire")
 #: Environment variable of the adapter: the process id of its supervisor.
 SUPERVISOR_PID = "TRACEWIRE_SUPERVISOR_PID"
 
-#: The prefix of the line by which an adapter says that it leaves for good, whatever its exit status.
+#: The prefix of the line that an adapter prints when it was asked to drain. It is not restarted, whatever its status.
 DRAINING = "draining "
 
-#: Exit statuses of an adapter that was told to leave, or refuses its settings: it would again.
+#: Exit statuses after which an adapter is not restarted: it was told to leave, or it refuses its settings.
 _FOR_GOOD = (0, 2)
 #: Waits between two starts, in seconds: the first, and the longest.
 _FIRST_S, _MOST_S = 1.0, 60.0
-#: How many starts in a row may end without an engine that serves.
+#: After how many starts in a row that never came to serve the supervisor gives up.
 _VAIN = 5
-#: How soon a signal ends a wait, in seconds; how long the last words of an adapter may take; and how often is looked
-#: for what it left behind.
+#: How often a wait checks for a signal, in seconds; how long to wait for the rest of a dead adapter's output, in
+#: seconds; and how many rounds of killing the processes that it left behind there are.
 _LOOK_S, _RELAY_S, _ROUNDS = 0.1, 5.0, 3
 _PR_SET_CHILD_SUBREAPER = 36
-#: How long an adapter may take to leave, in seconds, where nobody says.
+#: How long an adapter may take to exit after SIGTERM, in seconds, by default.
 GRACE_S = 60.0
 
 
@@ -54,15 +54,16 @@ class _Supervisor:
         self._given = given
         self._grace_s = grace_s
         self._child: subprocess.Popen[bytes] | None = None
-        #: No event of `threading`: a signal's handler that interrupts its own thread would wait for its lock for ever.
+        #: Not a `threading.Event`: a signal handler that interrupts its own thread could wait for the event's lock for
+        #: ever.
         self._stopping = False
         #: Whether the adapter that runs now has served.
         self._served = False
-        #: Whether it was asked on the bus to leave.
+        #: Whether the adapter was asked on the bus to drain.
         self._draining = False
 
     def stop(self, number: int, frame: object) -> None:
-        """Hand a signal on."""
+        """Signal handler: pass the signal to the adapter, and limit its time to exit."""
         if not self._stopping:
             # Counted from the first signal: further signals do not extend the time.
             signal.setitimer(signal.ITIMER_REAL, self._grace_s)
@@ -70,10 +71,10 @@ class _Supervisor:
         self._tell()
 
     def kill(self, number: int, frame: object) -> None:
-        """Kill an adapter that has not left. Its child processes end as after any other death."""
+        """Signal handler of the timer: kill an adapter that did not exit in time. Its children end with it."""
         child = self._child
         if child is not None:
-            os.write(2, b"tracewire engine: the adapter did not leave in time, and is killed\n")
+            os.write(2, b"tracewire engine: the adapter did not exit in time and is killed\n")
             with suppress(ProcessLookupError):
                 os.kill(child.pid, signal.SIGKILL)
 
@@ -93,11 +94,11 @@ class _Supervisor:
                 return status
             vain = 0 if self._served else vain + 1
             lasted = time.monotonic() - began
-            logger.error("the adapter ended with %d after %.0f s", status, lasted)
+            logger.error("the adapter exited with status %d after %.0f s", status, lasted)
             if left == 0 or vain == _VAIN:
                 return status
             pause = min(_MOST_S, _FIRST_S * 2**vain) * random.uniform(0.5, 1.0)
-            logger.warning("starting it again in %.1f s", pause)
+            logger.warning("starting the adapter again in %.1f s", pause)
             if self._stopped_within(pause):
                 return 0
         return 0
@@ -109,11 +110,12 @@ class _Supervisor:
         return self._stopping
 
     def _once(self) -> int:
-        """Run one adapter to its end; its exit status."""
+        """Run one adapter to its end. Returns its exit status, 128 plus the signal's number if a signal killed it."""
         self._served = False
         handed, environment = self._given.hand()
         try:
-            # In a group of its own: a Ctrl-C at the terminal comes by us. On this thread, which the kernel ties it to.
+            # In a process group of its own: a Ctrl-C at the terminal reaches the supervisor, which passes it on.
+            # Started on the main thread, because the kernel ends the adapter with the thread that started it.
             child = self._child = subprocess.Popen(
                 self._command,
                 stdout=subprocess.PIPE,
@@ -132,12 +134,12 @@ class _Supervisor:
         self._child = None
         status = child.wait()
         _end_children()
-        # Nobody has the other end any more, so it ends; whether it has served is known then.
+        # No process holds the pipe's other end any more, so the thread ends, and has seen whether the adapter served.
         relay.join(_RELAY_S)
         return status if status >= 0 else 128 - status
 
     def _relay(self, lines: IO[bytes]) -> None:
-        """Pass on what an adapter prints, to its end: one that nobody reads from would stand still."""
+        """Copy the adapter's output until it ends. An adapter whose output is not read would block."""
         for line in lines:
             self._served = self._served or line.startswith(b"ready ")
             self._draining = self._draining or line.startswith(DRAINING.encode())
@@ -145,16 +147,19 @@ class _Supervisor:
                 sys.stdout.buffer.write(line)
                 sys.stdout.buffer.flush()
             except (OSError, ValueError) as error:
-                logger.debug("what the adapter prints reaches nobody: %s", error)
+                logger.debug("the adapter's output could not be copied: %s", error)
 
 
 def _countdown(count: int | None) -> Sequence[int] | range:
-    """How many starts are left after this one, for each; without end for `None`."""
+    """For each start, how many more starts are left after it. Practically endless for `None`."""
     return range(sys.maxsize - 1, -1, -1) if count is None else range(count, -1, -1)
 
 
 def _reap_until(pid: int) -> None:
-    """Wait until this child has ended, and leave its status. Others that end meanwhile are orphans, and ours."""
+    """Wait until this child has ended, without taking its exit status.
+
+    Other children that end meanwhile are orphans that the supervisor adopted; their status is taken.
+    """
     while True:
         found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
         if found is None or found.si_pid == pid:
@@ -164,16 +169,16 @@ def _reap_until(pid: int) -> None:
 
 
 def _end_children() -> None:
-    """Kill what is left of an adapter's children: they are ours, once it is gone."""
+    """Kill the processes that an adapter left behind, which this process has adopted."""
     import psutil
 
-    # Again, for what they started meanwhile.
+    # In several rounds, since a process may start another one before it is killed.
     for _ in range(_ROUNDS):
         left = psutil.Process().children(recursive=True)
         if not left:
             return
         for process in left:
-            # Some end by themselves, with their parents.
+            # Some processes end by themselves when their parents do.
             with suppress(psutil.Error):
                 if process.status() != psutil.STATUS_ZOMBIE:
                     logger.warning("killing process %d, which outlived its adapter", process.pid)
@@ -184,17 +189,24 @@ def _end_children() -> None:
 def supervise(
     command: Sequence[str], restarts: int | None, grace_s: float = GRACE_S, given: Given | None = None
 ) -> int:
-    """Run `command`, an adapter, and again when it has died, up to `restarts` times (`None`: any number).
+    """Run an adapter, and start another one when it dies.
 
-    Each is handed what was `given`. After SIGTERM or SIGINT it has `grace_s` seconds to leave, and is killed then, with
-    all that it has started.
-    Returns the exit status that is to be ours: the last adapter's. Gives up after some starts in a row of which none
-    came to serve. On Linux, what its children leave behind is adopted, and ended.
+    Gives up after `_VAIN` starts in a row that never came to serve. On Linux, it adopts and kills the processes that an
+    adapter leaves behind.
+
+    Args:
+        command: of the adapter.
+        restarts: how often to start another adapter; `None` for any number.
+        grace_s: how long an adapter may take to exit after SIGTERM or SIGINT, in seconds. Then it is killed.
+        given: the arguments and secrets to hand to each adapter.
+
+    Returns:
+        The exit status of the last adapter, or 0 if a signal came between two adapters.
     """
     try:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     except (OSError, AttributeError):
-        logger.debug("processes that an adapter leaves behind cannot be adopted here")
+        logger.debug("this system cannot adopt the processes that an adapter leaves behind")
     supervisor = _Supervisor(command, grace_s, given or Given([]))
     signal.signal(signal.SIGALRM, supervisor.kill)
     for number in (signal.SIGTERM, signal.SIGINT):

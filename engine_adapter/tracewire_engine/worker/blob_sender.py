@@ -1,8 +1,8 @@
-"""The worker's end of the link for large arrays: a thread that digests and sends them, in chunks.
+"""The worker's end of the link for large arrays: a thread that digests them and sends them in chunks.
 
-Requests take turns, a chunk each, so that a small array does not wait behind a large one of another request. When Redis
-is slow the thread waits, and the model does not. From a request's first large array on, the thread also sends what the
-request reports, in order behind the chunks.
+Requests take turns of one chunk each, so that a small array does not wait behind a large one of another request. When
+Redis is slow, the thread waits and the model does not. From a request's first large array on, the thread also sends the
+request's reports, so that they arrive after the chunks that they refer to.
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class BlobSender:
-    """The worker's end. `step` and `finish` are for the model's thread and return at once."""
+    """Sends large arrays and the reports that refer to them. The model's thread calls `step` and `finish`.
+
+    Both return at once.
+    """
 
     def __init__(self, link_address: str) -> None:
         from tracewire_engine.worker.large_arrays import encode
@@ -51,17 +54,27 @@ class BlobSender:
         self._encode = encode
         self._new: queue.SimpleQueue[tuple[_Lane, Iterator[None]]] = queue.SimpleQueue()
         self._failed: dict[_Lane, Failure] = {}
-        # Ends with its process.
+        # A daemon thread, which ends with the process.
         threading.Thread(target=self._run, name="tracewire blobs", daemon=True).start()
 
     def step(self, record: StepRecord, deltas: list[Delta], taken: list[LargeArray]) -> None:
-        """Send `taken`, then `record` with `deltas`, which may refer to them."""
+        """Send a step's large arrays, then its record with the deltas that refer to them.
+
+        Args:
+            record: of the step; its deltas are set here.
+            deltas: of the step.
+            taken: the large arrays that the step froze.
+        """
         lane = (record.request, record.choice)
         self._new.put((lane, self._step(lane, time.time(), record, deltas, taken)))
 
     def finish(self, record: FinishRecord, ending: Ending | None, checked: Checked | None) -> None:
-        """Compare the end of a choice's saves, send what it brings, then `record` with it. `checked` is called with the
-        manifest first. Without an `ending`, `record` is sent as it is.
+        """Send the end of a choice.
+
+        Args:
+            record: is sent last, with the last deltas and the manifest.
+            ending: the choice's final saves, to compare with what was sent; without it the record is sent as it is.
+            checked: is called with the manifest before it is sent.
         """
         lane = (record.request, record.choice)
         self._new.put((lane, self._finish(lane, time.time(), record, ending, checked)))
@@ -83,7 +96,7 @@ class BlobSender:
                 try:
                     if next(jobs[0], jobs) is not jobs:
                         continue
-                except Exception as error:  # one request's: the thread is everybody's
+                except Exception as error:  # it fails one request; the thread serves all
                     self._fail(lane, error)
                 jobs.popleft()
                 if not jobs:
@@ -116,7 +129,7 @@ class BlobSender:
         self._send(Report(time=ended_at, finishes=[record]))
 
     def _send(self, report: Report) -> None:
-        # As the link's, of one report.
+        # The same encoding as the step link's, of a single report.
         encode_reports([report], self._buffer)
         self._socket.send(self._buffer)
 
@@ -141,7 +154,7 @@ class BlobSender:
             for array in arrays:
                 for number, chunk in enumerate(array.chunks()):
                     head = _encoder.encode(BlobChunk(lane[0], array.blob, number))
-                    # Not copied: the frame holds the array's memory until it is sent.
+                    # ZeroMQ does not copy the chunk: its frame refers to the array's memory until it is sent.
                     self._socket.send_multipart([head, chunk], copy=False)
                     yield
                 array.release()
@@ -150,8 +163,8 @@ class BlobSender:
                 array.release()
 
     def _fail(self, lane: _Lane, error: Exception) -> None:
-        """The trace fails, the engine and the other traces do not."""
+        """Note the error of a choice's large saves, which fails its trace and no other."""
         logger.error("could not send the large saves of %s", lane[0], exc_info=error)
         self._failed.setdefault(
-            lane, Failure(type=type(error).__name__, message=f"its large saves could not be read: {error}")
+            lane, Failure(type=type(error).__name__, message=f"the large saves could not be read: {error}")
         )

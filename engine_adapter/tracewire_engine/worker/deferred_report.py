@@ -1,7 +1,7 @@
-"""The work that a worker does after it has answered EngineCore.
+"""Defers a step's report until the worker has answered EngineCore.
 
-EngineCore waits for a step's tokens and decides upon the next step when it has them; the worker has nothing to do then.
-So what a step still has to report is encoded and sent in that time, behind the answer instead of before it.
+EngineCore waits for a step's tokens, and plans the next step when it has them. The worker has nothing to do meanwhile,
+so it encodes and sends the step's report in that time, after its answer instead of before it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ logger = logging.getLogger("vllm.tracewire")
 
 
 class DeferredReport:
-    """Work that waits for the answer to be under way. Where answers do not come by, it is done at once."""
+    """Holds a piece of work until the worker has sent its answer. Does it at once if `attach` was never called."""
 
     def __init__(self) -> None:
         self._answering = False
@@ -25,10 +25,10 @@ class DeferredReport:
         self._failure: Exception | None = None
 
     def defer(self, work: Callable[[], None]) -> None:
-        """Do `work` once the answer to the call being carried out has been handed over.
+        """Do `work` once the answer to the current call has been sent.
 
         Raises:
-            Exception: what earlier work raised.
+            Exception: the exception of earlier work.
         """
         self.run()
         if self._answering:
@@ -37,10 +37,10 @@ class DeferredReport:
             work()
 
     def run(self) -> None:
-        """Do now what is left to do.
+        """Do the deferred work now, if there is any.
 
         Raises:
-            Exception: what it raised, or what earlier work did.
+            Exception: the exception of this work, or of earlier work.
         """
         failure, self._failure = self._failure, None
         if failure is not None:
@@ -50,7 +50,11 @@ class DeferredReport:
             work()
 
     def attach(self, process: Any) -> None:
-        """Have each answer of vLLM's class of worker processes `process` followed by the work that waits for it."""
+        """Patch vLLM's class of worker processes, so that the deferred work is done after each answer.
+
+        Args:
+            process: vLLM's class `WorkerProc`.
+        """
         answer = process.handle_output
 
         @functools.wraps(answer)
@@ -60,7 +64,7 @@ class DeferredReport:
             try:
                 self.run()
             except Exception as error:
-                # Raised here, it would be a second answer to the same call.
+                # vLLM would send an exception raised here as a second answer to the same call.
                 logger.exception("a step could not be reported")
                 self._failure = error
 

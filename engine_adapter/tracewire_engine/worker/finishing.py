@@ -1,4 +1,4 @@
-"""The ends of a worker's requests: their blocks are wound up, and what they saved is reported whole."""
+"""Ends the blocks of requests that are over, and reports what they saved in full."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _Counted: TypeAlias = Callable[[Mapping[str, Any]], dict[str, Any]]
 
 
 class RequestFinisher:
-    """Ends the blocks of requests that the scheduler has ended, and reports what they saved."""
+    """Ends the blocks of requests that the scheduler has ended, and reports their saves."""
 
     def __init__(
         self,
@@ -51,7 +51,12 @@ class RequestFinisher:
         self._collect = collect
 
     def finish_requests(self, finished: set[str], tokens: dict[str, int]) -> None:
-        """Wind up the blocks of requests that the scheduler has ended after so many tokens, report and forget them."""
+        """End the blocks of requests that the scheduler has ended, report the requests and forget them.
+
+        Args:
+            finished: the scheduler's ids of the requests.
+            tokens: how many tokens each request has, where the scheduler knows it.
+        """
         requests = self._requests
         for request_id in finished:
             progress = requests.traced.pop(request_id, None)
@@ -84,14 +89,14 @@ class RequestFinisher:
                 requests.results.forget(request.engine_id)
 
     def wind_up(self, request: Request, progress: RequestProgress) -> None:
-        """End the block of a request that is over, and report it."""
+        """End the blocks of a request that is over, and report the request."""
         requests = self._requests
         mediator: BlockMediator | None = request.mediator
         covered = self._covered(request, progress)
         counted = self._rewind(request, progress, covered)
         if mediator is not None:
             with warnings.catch_warnings():
-                # A loop that outran its request has ended as loops do here: nothing to warn an operator of.
+                # nnsight warns of a loop that still waits for a step. That is how loops over steps end here.
                 warnings.simplefilter("ignore")
                 with time_limit.turn():
                     if progress.asks_result and isinstance(mediator, BlockMediator):
@@ -119,15 +124,20 @@ class RequestFinisher:
             requests.ranks.forget(request.id)
 
     def _covered(self, request: Request, progress: RequestProgress) -> int | None:
-        """How many tokens a request has that is over: of all that end it, what comes first counts."""
+        """How many tokens a request that is over has; `None` if that is not known.
+
+        The scheduler, the adapter and the request's blocks can each have ended it. The least number counts.
+        """
         told = self._requests.results.tokens(request.engine_id, request.index)
         ended = None if progress.ended_at is None else progress.ended_at + 1
         counts = [count for count in (progress.tokens, told, ended) if count is not None]
         return min(counts, default=None)
 
     def _rewind(self, request: Request, progress: RequestProgress, covered: int | None) -> _Counted:
-        """Undo what the blocks of a request saved in steps of tokens that it does not have; returns how to read what
-        they have saved in the end.
+        """Undo the saves that a request's blocks made in steps whose tokens are not part of the request.
+
+        Returns:
+            A function that turns the blocks' saves into those that count.
         """
         if covered is None or covered > progress.last or self._reporter.link is None:
             return dict
@@ -147,7 +157,7 @@ class RequestFinisher:
     def _report_finish(
         self, request: Request, progress: RequestProgress, covered: int | None, read_counted: _Counted
     ) -> None:
-        """Report a request's end: how its blocks ended, and what of their saves the steps' reports did not bring."""
+        """Report a request's end: how its blocks ended, and the part of their saves that no step's report had."""
         tracker = progress.tracker
         record = FinishRecord(request.engine_id, request.index, NO_DELTAS, steps=progress.steps)
         record.tokens = -1 if covered is None else covered
@@ -167,20 +177,20 @@ class RequestFinisher:
         try:
             with tracker.guard():
                 ending = tracker.ending(saves, 0, request.index)
-                # Large arrays do not pass in the order of the link, so the adapter cannot take digests as they pass.
+                # Large arrays do not travel in the order of the link, so the adapter cannot digest them on the way.
                 ending.passed = not tracker.large
-                # On a GPU, the values to compare are still on their way to the host: the model does not wait for them.
+                # On a GPU the values to compare are still being copied to the host, and the model does not wait.
                 later = tracker.large or (tracker.late and self._collect is None)
                 if not later:
                     deltas, record.manifest, _ = ending.compare()
                     record.deltas = msgspec.Raw(encode(deltas))
                 progress.take_failure()
                 error = error or progress.failure
-                # nnsight would read a save that cannot be read, too.
+                # nnsight's collect would fail on a save that cannot be read.
                 if self._collect is not None and tracker.broken is None:
                     collected = self._collect(request)
                     check(record.manifest)
-        except Exception as exception:  # a save of a hostile type: the trace fails, the engine does not
+        except Exception as exception:  # a save of a hostile type fails its trace, not the engine
             logger.exception("could not report the saves of %s", request.engine_id)
             error = error or failure_of(exception, None, hint=" (while its saves were read)")
         record.save_errors = tracker.errors
@@ -188,12 +198,12 @@ class RequestFinisher:
             record.edit_errors = request.edit_errors
         if covered is None or progress.ended_at is None or progress.ended_at < covered:
             self._add_outcome(record, request, progress, error)
-        # Else the block ended the request in the step of a token that the request does not have.
+        # Otherwise the block ended in the step of a token that is not part of the request, which does not count.
         self._reporter.finish(record, ending if later else None, check)
 
     @staticmethod
     def _add_outcome(record: FinishRecord, request: Request, progress: RequestProgress, error: Failure | None) -> None:
-        """Add how a request's block ended: with `error` or its own failure, by `tracer.stop()`, or with warnings."""
+        """Add to the record how a request's block ended: with an error, by `tracer.stop()`, or with warnings."""
         mediator = request.mediator
         if error is None and mediator is not None:
             if mediator.exception is not None:
@@ -201,18 +211,18 @@ class RequestFinisher:
                 if not record.stopped:
                     error = failure_of(mediator.exception, mediator.compiled, hint=_hint(mediator.exception))
             elif getattr(mediator, "nnsight_error", None) is not None and mediator.raised is not None:
-                # When its request ended, the block still waited for a location that the model had run past.
+                # When its request ended, the block still waited for a location that the model had passed before.
                 error = failure_of(mediator.raised, mediator.compiled)
         record.error = error
         if error is None and isinstance(mediator, BlockMediator):
             record.warnings = mediator.warnings(progress.last + 1)
 
     def _report_shared_end(self, run: SharedRun) -> None:
-        """Report what a trace's shared values are in the end: all its requests are over."""
+        """Report the final shared values of a trace, all of whose requests are over."""
         tracker, record = run.tracker, FinishRecord(run.name, 0, NO_DELTAS, steps=run.steps)
         try:
             with tracker.guard():
-                # A dict of its own: it may be compared on another thread, later.
+                # A copy of the dict, since another thread may compare it later.
                 ending = tracker.ending(dict(run.values), 0, 0)
                 ending.passed = not tracker.large
                 record.save_errors = tracker.errors
@@ -231,7 +241,7 @@ class RequestFinisher:
 
 
 def _hint(exception: BaseException) -> str:
-    """For a module path that does not exist: the nearest one that does."""
+    """A hint for the message of an error about a module path that does not exist: the nearest name that does."""
     if not isinstance(exception, AttributeError) or not exception.name:
         return ""
     owner = exception.obj if isinstance(exception.obj, Envoy) else None
@@ -244,7 +254,7 @@ def _hint(exception: BaseException) -> str:
 
 
 def _waits_for_result(request: Request) -> bool:
-    """Whether its block is parked at `tracer.result`."""
+    """Whether the request's block is parked at `tracer.result`."""
     mediator = request.mediator
     pending = getattr(mediator, "pending", None)
     return mediator is not None and mediator.alive and pending is not None and pending.provider == RESULT

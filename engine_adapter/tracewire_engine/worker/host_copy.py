@@ -1,11 +1,11 @@
-"""Arrays of one step, brought to host memory together.
+"""Copies the tensors that blocks saved in a step to host memory together.
 
-What is encoded must be in host memory, as bytes. One copy a tensor would make a GPU's step wait many times, and on
-any device several calls a tensor cost more than its bytes do. A `HostCopy` therefore joins all tensors of one dtype
-that it is told of in advance, copies them at once, and hands out slices.
+To encode an array, the worker needs its bytes in host memory. One copy for each tensor would stall a GPU's step many
+times, and on any device the calls for each tensor cost more than copying its bytes. A `HostCopy` therefore joins all
+tensors of one dtype that it is told of in advance, copies them at once, and hands out slices.
 
-On a GPU the copy of a step is not waited for: it is under way while the next step is prepared, and what is made of its
-bytes is made one step later.
+On a GPU nothing waits for the copy of a step: it runs while the next step is prepared, and the worker encodes its bytes
+one step later.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["TORCH_DTYPES", "HostArray", "HostCopy", "PinnedCopy", "elements", "encoded_late"]
 
-#: How many bytes the pinned memory of a copy has at least, and of how many it is kept for the next: PyTorch keeps more.
+#: The smallest piece of pinned memory that is allocated, and the largest that is kept for later copies, in bytes.
 _LEAST_PINNED, _MOST_PINNED = 4096, 16 << 20
 #: The names of torch's dtypes that can travel.
 TORCH_DTYPES: dict[torch.dtype, str] = {
@@ -39,7 +39,7 @@ TORCH_DTYPES: dict[torch.dtype, str] = {
 
 
 def _plain(tensor: Any) -> bool:
-    """Whether a tensor's elements can be joined with others': dense, and nothing left to be carried out."""
+    """Whether a tensor can be joined with others: it is dense, without gradient, conjugation or negation pending."""
     return (
         type(tensor) is torch.Tensor
         and tensor.layout is torch.strided
@@ -50,13 +50,13 @@ def _plain(tensor: Any) -> bool:
 
 
 class PinnedCopy:
-    """A copy of a tensor of bytes to host memory, perhaps under way.
+    """A copy of a tensor of bytes to host memory, which may still be running.
 
-    On a GPU it arrives in pinned memory, which is lent: making it anew costs more than copying. What is lent has a
-    power of two of bytes, so that steps of a batch that grows and shrinks share a few.
+    On a GPU the copy goes to pinned memory that is reused, since allocating it costs more than copying. The pieces of
+    pinned memory have sizes of a power of two, so that steps of a growing and shrinking batch share a few.
     """
 
-    #: By their size.
+    #: Free pieces of pinned memory, each with its event, by size.
     _free: ClassVar[dict[int, list[tuple[torch.Tensor, torch.cuda.Event]]]] = {}
     _lock: ClassVar[threading.Lock] = threading.Lock()
 
@@ -83,22 +83,22 @@ class PinnedCopy:
 
     @property
     def settled(self) -> bool:
-        """Whether they have been read before, or never were anywhere else."""
+        """Whether the bytes are in ordinary host memory: they were read before, or were on the host from the start."""
         return self._settled is not None
 
     def lend(self) -> memoryview:
-        """The bytes, good until `release`; waits for them."""
+        """The bytes, valid until `release`. Waits for the copy."""
         if self._settled is not None:
             return self._settled
         self._copied.synchronize()
         return memoryview(self._pinned.numpy())
 
     def fill(self, batch: Batch) -> None:
-        """Put the bytes in `batch`, where they are good until `release`; waits for them."""
+        """Set the data of `batch` to the bytes, which are valid until `release`. Waits for the copy."""
         batch.data = self.lend()
 
     def release(self) -> None:
-        """End what `lend` gave."""
+        """Give the pinned memory back. The bytes that `lend` returned are no longer valid."""
         if self._settled is None:
             self._settled = memoryview(b"")
             self._give_back()
@@ -109,7 +109,7 @@ class PinnedCopy:
                 self._free.setdefault(self._lent.nbytes, []).append((self._lent, self._copied))
 
     def bytes(self) -> memoryview:
-        """The bytes, to keep; waits for them. For any thread."""
+        """The bytes, valid for good. Waits for the copy. Any thread may call it."""
         if self._settled is None:
             self._copied.synchronize()
             with self._lock:
@@ -123,7 +123,7 @@ class PinnedCopy:
 
 
 class HostArray:
-    """An array in host memory, or on its way there. It stands in a delta until the delta is encoded."""
+    """An array whose copy to host memory is done or running. A delta holds it until the delta is encoded."""
 
     __slots__ = ("_copy", "_digest", "_dtype", "_shape", "_start", "_stop")
 
@@ -133,40 +133,40 @@ class HostArray:
         self._digest = b""
 
     def raw(self) -> memoryview:
-        """Its elements; waits for them."""
+        """The array's elements as bytes. Waits for the copy."""
         return self._copy.bytes()[self._start : self._stop]
 
     def payload(self) -> bytes:
-        """Its payload, made anew."""
+        """The array's payload on the wire. Each call encodes it anew."""
         return array_payload(self._dtype, self._shape, self.raw())
 
     def appended(self, name: str) -> bytes:
-        """The encoded deltas of a step that adds it to the list `name`, and nothing else; waits for its elements."""
+        """The encoded deltas of a step that only appends this array to the list `name`. Waits for the copy."""
         head, _ = array_header(self._dtype, self._shape, self._stop - self._start)
         return b"".join((_appending(name), head, self.raw()))
 
     def digest(self) -> bytes:
-        """Its digest, taken when it is first asked for."""
+        """The array's digest, which the first call computes."""
         if not self._digest:
             self._digest = array_digest(array_header(self._dtype, self._shape, self._stop - self._start)[1], self.raw())
         return self._digest
 
     def same(self, other: HostArray) -> bool:
-        """Whether the other has the same elements, in the same shape."""
+        """Whether the other array has the same dtype, shape and elements. Waits for both copies."""
         return self.alike(other) and self.raw().tobytes() == other.raw().tobytes()
 
     def alike(self, other: HostArray) -> bool:
-        """Whether the other has this one's dtype and shape."""
+        """Whether the other array has the same dtype and shape."""
         return self._shape == other._shape and self._dtype == other._dtype
 
 
 def elements(arrays: Iterable[HostArray]) -> bytes:
-    """The elements of arrays, one after the other; waits for them."""
+    """The elements of arrays as bytes, one array after the other. Waits for their copies."""
     pieces: list[memoryview] = []
     copy: PinnedCopy | None = None
     start = stop = 0
     for array in arrays:
-        # Neighbours are taken in one piece.
+        # Arrays that lie next to each other in one copy are taken in one piece.
         if array._copy is not copy or array._start != stop:
             if copy is not None:
                 pieces.append(copy.bytes()[start:stop])
@@ -184,10 +184,10 @@ def _appending(name: str) -> bytes:
 
 
 def encoded_late(value: Any) -> Any:
-    """For an encoder of deltas: a `HostArray` as it stands on the wire.
+    """The `enc_hook` of the encoder of deltas: a `HostArray` in its form on the wire.
 
     Raises:
-        NotImplementedError: it is something else.
+        NotImplementedError: `value` is not a `HostArray`.
     """
     if isinstance(value, HostArray):
         return encoded_array(value.payload())
@@ -195,11 +195,11 @@ def encoded_late(value: Any) -> Any:
 
 
 class HostCopy:
-    """Saved values in host memory: arrays of the tensors it was primed with, and anything else on demand.
+    """Brings saved values to host memory: the tensors given to `prime` together, and any other value on demand.
 
-    It knows tensors by identity, so it is good for as long as they are held, and for one moment of their contents.
-    Tensors of more than `threshold` bytes (0: none) are not its business: see `large_arrays.py`. On a GPU nothing is
-    waited for until it is asked for, and `under_way` names the last copy that was begun.
+    It finds tensors by identity. So it is valid only while the tensors are held, and for one moment of their contents.
+    It leaves tensors of more than `threshold` bytes (0 for no limit) to `large_arrays.py`. On a GPU it waits for a copy
+    only when the bytes are asked for; `under_way` is the copy that was begun last.
     """
 
     def __init__(self, threshold: int = 0) -> None:
@@ -209,7 +209,10 @@ class HostCopy:
         self._copies: dict[int, torch.Tensor] = {}
 
     def prime(self, tensors: Iterable[Any]) -> None:
-        """Copy tensors to the host, all of one dtype and device in one go. Others are left for later."""
+        """Begin the copies of tensors to the host: one copy for each dtype and device.
+
+        Tensors that are not dense, are empty, large, or of a dtype that cannot travel are left out.
+        """
         alike: dict[tuple[torch.dtype, torch.device, torch.Size], dict[int, torch.Tensor]] = {}
         for tensor in tensors:
             if _plain(tensor):
@@ -224,7 +227,7 @@ class HostCopy:
             if dtype in TORCH_DTYPES and device.type != "meta" and 0 < size <= self._most:
                 groups.setdefault((dtype, device), []).append((shape, found))
         for (dtype, device), group in groups.items():
-            # Copies even of one: what is kept is how it is now.
+            # `stack` copies even a single tensor, so that later changes to it do not matter.
             joined = [torch.stack(list(found.values())).view(-1) for _, found in group]
             copy = PinnedCopy((joined[0] if len(joined) == 1 else torch.cat(joined)).view(torch.uint8))
             if device.type == "cuda":
@@ -237,11 +240,11 @@ class HostCopy:
                     start += size
 
     def array(self, tensor: torch.Tensor) -> HostArray | None:
-        """A tensor that the copy was primed with."""
+        """The host copy of a tensor that was given to `prime`, or `None`."""
         return self._arrays.get(id(tensor))
 
     def __call__(self, value: Any) -> Any:
-        """`value` with every tensor in it in host memory."""
+        """`value` with every tensor in it copied to host memory. Waits for the copies."""
         return self._local(value, 0) if torch.cuda.is_available() else value
 
     def _local(self, value: Any, depth: int) -> Any:

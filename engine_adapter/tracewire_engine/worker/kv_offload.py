@@ -1,16 +1,17 @@
-"""The KV blocks that traced requests leave: a worker keeps a copy of them and zeroes them.
+"""Keeps a copy of the KV cache of preempted traced requests, and zeroes the KV blocks that traced requests leave.
 
-vLLM computes what it has preempted anew, all tokens in one step. A block would then see all of them at once, once more,
-and what it had changed at earlier positions would be changed as the step at hand has it. So the scheduler
-(`scheduler.py`) counts what a traced request had computed as computed, and the workers see to it that it is: each
-copies its own share of the request's KV blocks before the step in which others may write to them, and puts it into the
-blocks that the request is given later. A recurrent layer's state is a block like any other, and as it was after the
+A KV block is a piece of vLLM's paged KV cache; it has nothing to do with a block of code. vLLM recomputes a preempted
+request: all its tokens so far, in one step. The request's code would then see all these tokens again at once, and would
+change earlier positions as it changes the current one. So the scheduler (`scheduler.py`) counts the computed tokens of
+a preempted traced request as still computed, and the workers make that true. Each worker copies its own part of the
+request's KV blocks before the step in which other requests may write to them, and later writes the copy into the KV
+blocks that the request is given then. The state of a recurrent layer lies in KV blocks too, as it was after the
 request's last step.
 
-What an intervention makes of activations may be infinite or NaN, and then so are keys and values computed from them.
-The next request that is given such a KV block writes to its first slots only. An attention kernel that reads the others
-and multiplies what it finds there by a weight of zero gets NaN: vLLM's kernels for CPUs do, and kernels are free to. So
-the blocks that a traced request leaves are zeroed before anybody else writes to them.
+An intervention can make activations infinite or NaN, and then also the keys and values computed from them. The next
+request that is given such a KV block writes only to its first slots. An attention kernel may read the other slots and
+multiply them by a weight of zero, which gives NaN; vLLM's kernels for CPUs do so. So the worker zeroes the KV blocks
+that a traced request leaves before another request writes to them.
 """
 
 from __future__ import annotations
@@ -27,18 +28,23 @@ class _SavedBlocks:
     __slots__ = ("groups", "places", "tensors")
 
     def __init__(self, groups: list[list[int]], places: dict[int, int], tensors: list[torch.Tensor]) -> None:
-        #: The blocks that the request had, by KV cache group.
+        #: The ids of the KV blocks that the request had, by KV cache group.
         self.groups = groups
-        #: Where in the copies each of them is.
+        #: The row of each KV block in the copies, by the block's id.
         self.places = places
         self.tensors = tensors
 
 
 class KVBlocks:
-    """A worker's KV caches as blocks.
+    """A worker's KV caches, seen as KV blocks.
 
-    `caches` are the runner's (tensors, or lists of tensors), in each of which one of the first two dimensions counts
-    `blocks` blocks, or so many times some number of smaller ones.
+    Args:
+        caches: the runner's KV caches, tensors or lists of tensors. One of the first two dimensions of each has
+            `blocks` entries, or a multiple of that if vLLM cuts its blocks into smaller ones there.
+        blocks: how many KV blocks there are.
+
+    Raises:
+        ValueError: a cache has no such dimension.
     """
 
     def __init__(self, caches: Iterable[Any], blocks: int) -> None:
@@ -47,14 +53,14 @@ class KVBlocks:
         self.views: list[torch.Tensor] = []
         seen: set[tuple[int, Any, Any]] = set()
         for cache in _flat(caches):
-            # Layers that share their KV.
+            # Layers can share one KV cache.
             key = cache.data_ptr(), cache.shape, cache.stride()
             if key not in seen:
                 seen.add(key)
                 self.views.append(self._view(cache, _block_dimension(cache, blocks)))
 
     def zero(self, ids: Collection[int]) -> None:
-        """Zero these blocks, in the order of what the device is doing."""
+        """Zero the KV blocks with these ids, in order with the device's other work."""
         device: torch.device | None = None
         for cache in self.views:
             if cache.device != device:
@@ -69,7 +75,7 @@ class KVBlocks:
 
 
 class PreemptedKVCache:
-    """The KV of preempted requests that this worker keeps, by the scheduler's name of each."""
+    """This worker's copies of the KV cache of preempted requests, in host memory, by the scheduler's request id."""
 
     def __init__(self, blocks: KVBlocks) -> None:
         self._caches = blocks.views
@@ -79,15 +85,20 @@ class PreemptedKVCache:
         return len(self._saved)
 
     def save(self, request: str, groups: Iterable[Iterable[int]]) -> None:
-        """Copy the blocks that a request had, a list of ids for each group, with 0 where it had none."""
+        """Copy the KV blocks that a request had: a list of block ids for each KV cache group, 0 for no block."""
         held = [list(group) for group in groups]
-        # Block 0 stands for none.
+        # The id 0 means no block.
         ids = sorted({block for group in held for block in group} - {0})
         tensors = [cache.index_select(0, self._index(ids, cache)).cpu() for cache in self._caches]
         self._saved[request] = _SavedBlocks(held, {block: place for place, block in enumerate(ids)}, tensors)
 
     def restore(self, request: str, groups: Iterable[Iterable[int]]) -> None:
-        """Write what was kept of a request, if anything was, into the blocks that it has now, and forget it."""
+        """Write the copy of a request's KV blocks, if there is one, into the blocks that it has now, and drop the copy.
+
+        Args:
+            request: the scheduler's id.
+            groups: the ids of the blocks that the request has now, as for `save`.
+        """
         kept = self._saved.pop(request, None)
         if kept is None:
             return
@@ -104,7 +115,7 @@ class PreemptedKVCache:
             cache.index_copy_(0, self._index(list(pairs), cache), values)
 
     def forget(self, requests: Collection[str]) -> None:
-        """Drop what is kept of requests that are over."""
+        """Drop the copies of requests that are over."""
         for request in self._saved.keys() & requests:
             del self._saved[request]
 

@@ -1,4 +1,4 @@
-"""Large arrays among the saves: frozen at their step, and digested and sent when the model does not wait for it.
+"""Large arrays among the saves: frozen in their step, then digested and sent on another thread.
 
 Encoding and digesting 100 MB takes a tenth of a second, in which every request would wait. The model's thread therefore
 only *freezes* an array above the threshold: it copies the array on its own device. It does not even copy an array whose
@@ -28,12 +28,15 @@ from .host_copy import TORCH_DTYPES, HostCopy, encoded_late
 
 __all__ = ["LargeArray", "LargeArrayBudget", "LargeTuple", "SaveSnapshot", "encode"]
 
-#: Bytes of frozen arrays that a worker holds at most between their step and their departure.
+#: The most bytes of frozen arrays that a worker holds between their step and their sending.
 MAX_RESERVED_BYTES = 8 * 1024**3
 
 
 class LargeArrayBudget:
-    """The budget of a worker for large arrays: those of more than `threshold` bytes (0: no array is large)."""
+    """Counts the bytes of large arrays that a worker holds.
+
+    An array of more than `threshold` bytes is large (0: none is). At most `limit` bytes are held at once.
+    """
 
     def __init__(self, threshold: int = THRESHOLD_BYTES, limit: int = MAX_RESERVED_BYTES) -> None:
         self.threshold = threshold
@@ -47,17 +50,17 @@ class LargeArrayBudget:
         """Count `nbytes` as held.
 
         Raises:
-            Unsavable: that would be more than the limit.
+            Unsavable: the worker would hold more than the limit.
         """
         with self._lock:
             if self.reserved + nbytes > self.limit:
                 raise Unsavable(
-                    (), f"{self.reserved} bytes of large arrays wait for the bus already, of at most {self.limit}"
+                    (), f"{self.reserved} bytes of large arrays wait for the bus already; at most {self.limit} may"
                 )
             self.reserved += nbytes
 
     def free(self, nbytes: int) -> None:
-        """Count them no more."""
+        """Stop counting `nbytes` as held."""
         with self._lock:
             self.reserved -= nbytes
 
@@ -78,9 +81,10 @@ class LargeArrayBudget:
 
 
 class LargeArray:
-    """An array as it was at one moment. Made on the model's thread, everything else is for one other thread.
+    """A copy of an array as it was at one moment.
 
-    `name` is the saved name that it was found under; `blob` the name of the blob that it becomes.
+    The model's thread makes it; one other thread does everything else with it. `name` is the name of the save that
+    holds the array, and `blob` the name of the blob that the array is sent as.
     """
 
     __slots__ = (
@@ -98,10 +102,16 @@ class LargeArray:
     )
 
     def __init__(self, value: Any, name: str, budget: LargeArrayBudget, *, still: bool = False) -> None:
-        """Freeze `value`. With `still`, its block has ended: nothing changes it any more but who shares its memory.
+        """Freeze `value`.
+
+        Args:
+            value: a tensor or an array.
+            name: of the save.
+            budget: counts the copy.
+            still: whether the block has ended. An array whose memory nothing shares is then not copied.
 
         Raises:
-            Unsavable: too much is held already.
+            Unsavable: the worker holds too many bytes already.
         """
         self.name = name
         self.blob = new_blob()
@@ -113,7 +123,7 @@ class LargeArray:
         self._arrived: Any = None
         self.dtype = TORCH_DTYPES[value.dtype] if isinstance(value, torch.Tensor) else value.dtype.name
         self._frozen: Any = value
-        #: Whether it is the value itself, which nothing will change.
+        #: Whether this holds the value itself, without a copy, because nothing can change it any more.
         self.borrowed = still and _is_unshared(value) and not budget.changes(value)
         if self.borrowed:
             return
@@ -135,11 +145,14 @@ class LargeArray:
     def digest(self) -> bytes:
         """The array's digest, once its chunks have been gone through."""
         if self._digest is None:
-            raise RuntimeError("a large array was asked for its digest before it was taken")
+            raise RuntimeError("the digest of a large array was read before its chunks were gone through")
         return self._digest
 
     def chunks(self) -> Iterator[memoryview]:
-        """Its bytes in chunks, digested on the way. The views hold the memory for as long as they live."""
+        """The array's bytes in chunks of `CHUNK_BYTES`. Going through them all computes the digest.
+
+        Each view keeps the array's memory alive.
+        """
         raw = raw_bytes(array_of(self._host()))
         state = array_hash(self.dtype, self.shape)
         for start in range(0, len(raw), CHUNK_BYTES):
@@ -151,28 +164,28 @@ class LargeArray:
     def _host(self) -> Any:
         if self._arrived is None:
             return self._frozen
-        # Beside the model's own stream, which has made the copy by then.
+        # On a stream of its own, once the model's stream has made the copy, so that the model is not held up.
         self._arrived.synchronize()
         with torch.cuda.stream(torch.cuda.Stream(self._frozen.device)):
             return self._frozen.cpu()
 
     def release(self) -> None:
-        """Let go of the bytes; the digest stays."""
+        """Free the bytes. The digest stays."""
         self._frozen = None
         reserved, self._reserved = self._reserved, 0
         self._budget.free(reserved)
 
     def ref(self) -> ArrayRef:
-        """The reference that travels in its place."""
+        """The reference that travels in the array's place."""
         return ArrayRef(self.dtype, self.shape, self.digest, self.blob, self.name)
 
 
 def _is_unshared(value: Any) -> bool:
-    """Whether nobody else can change a tensor's memory: it lies on the host, and in no other tensor's storage."""
+    """Whether a tensor lies on the host and shares its memory with no other tensor."""
     if type(value) is not torch.Tensor or value.device.type != "cpu":
         return False
     count = getattr(torch._C, "_storage_Use_Count", None)
-    # The tensor, and the storage object made to ask.
+    # Two uses: the tensor's own, and that of the storage object made for this call.
     return count is not None and count(value.untyped_storage()._cdata) <= 2
 
 
@@ -218,24 +231,24 @@ encode = msgspec.msgpack.Encoder(enc_hook=_encoded).encode
 
 
 class SaveSnapshot:
-    """Saved values as they are at one moment, for one choice's tracker: small ones by a `HostCopy`, large ones frozen.
+    """Saved values at one moment, for one choice's tracker: small arrays are in a `HostCopy`, large ones are frozen.
 
-    Values are known by identity, so that one array saved under two names is frozen once.
+    Arrays are found by identity, so one that is saved under two names is frozen once.
     """
 
     __slots__ = ("_budget", "_frozen", "_still", "array", "local", "taken", "texts")
 
     def __init__(self, host: HostCopy, budget: LargeArrayBudget, *, still: bool = False) -> None:
-        #: A small tensor that the host copy was primed with.
+        #: Returns the host copy of a small tensor that was given to `HostCopy.prime`, or `None`.
         self.array = host.array
-        #: A value with every tensor in host memory.
+        #: Returns a value with every tensor in it copied to host memory.
         self.local = host
         self._budget = budget
         self._still = still
         self._frozen: dict[int, Frozen] = {}
         #: The large arrays frozen so far.
         self.taken: list[LargeArray] = []
-        #: How many bytes the texts and bytes take that were found so far.
+        #: How many bytes the saved texts and byte strings found so far take.
         self.texts = 0
 
     def frozen(self, value: Any) -> Frozen | None:
@@ -243,10 +256,14 @@ class SaveSnapshot:
         return self._frozen.get(id(value))
 
     def freeze(self, value: Any, path: tuple[Any, ...]) -> Frozen | None:
-        """`value` frozen, if it is a large array or a tuple that holds one; None for all else.
+        """Freeze `value` if it is a large array or a tuple that holds one; returns `None` for any other value.
+
+        Args:
+            value: a saved value, or an item of one.
+            path: where it is: the save's name, then the keys of items.
 
         Raises:
-            Unsavable: it cannot travel.
+            Unsavable: the value cannot travel, or the worker holds too many bytes already.
         """
         known = self._frozen.get(id(value))
         if known is not None:
@@ -276,7 +293,7 @@ class SaveSnapshot:
         return self._budget.is_large(value)
 
     def _copy(self, value: Any, path: tuple[Any, ...]) -> Any:
-        """A copy that shares nothing which can change, with large arrays frozen."""
+        """A deep copy of a tuple's item, with large arrays frozen."""
         if len(path) > MAX_DEPTH:
             raise Unsavable(path[:3], f"containers nest deeper than {MAX_DEPTH} or refer to themselves")
         if isinstance(value, tuple):
@@ -290,6 +307,6 @@ class SaveSnapshot:
         if isinstance(value, set):
             value = set(value)
         local = self.local(value)
-        # Refused here and now, under the name that it has.
+        # A value that cannot travel is refused here, where its name is known.
         wire(local, path)
         return np.array(array_of(local)) if isinstance(local, (torch.Tensor, np.ndarray)) else local

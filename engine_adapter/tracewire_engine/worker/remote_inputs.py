@@ -1,7 +1,7 @@
-"""Submissions' large variables on a machine that cannot see the adapter's files: in the memory of each worker.
+"""Keeps the large variables of submissions in a worker on a machine that cannot see the adapter's files.
 
-The adapter sends a file of the link's folder in pieces, between steps (`VllmEngine.carry`). Each is kept in a file
-without a name, which goes with its process and is mapped as the adapter's own would be.
+The adapter sends each file in pieces, between steps (`VllmEngine.carry`). The worker keeps it in an anonymous file in
+memory, which ends with the worker's process and which it maps as it would map the adapter's own file.
 """
 
 from __future__ import annotations
@@ -22,12 +22,18 @@ class RemoteInputs:
         self._files: dict[str, int] = {}
 
     def __truediv__(self, name: str) -> Path:
-        """Where to read the one of this name, as in a folder."""
-        # A name that nobody sent exists nowhere, and is said to be missing.
+        """The path at which to read the file of this name, as with a `Path` of a folder."""
+        # For a name that the adapter has not sent, a path that does not exist: opening it raises FileNotFoundError.
         return Path(f"/proc/self/fd/{self._files[name]}" if name in self._files else f"/nonexistent/{name}")
 
     def write(self, name: str, offset: int, piece: bytes) -> None:
-        """Keep a piece. The one at offset 0 begins anew."""
+        """Keep a piece of a file. A piece at offset 0 begins the file anew.
+
+        Args:
+            name: of the adapter's file.
+            offset: where the piece begins, in bytes.
+            piece: the bytes.
+        """
         if offset == 0:
             self.drop(name)
             self._files[name] = os.memfd_create(f"tracewire-{name}")
@@ -44,5 +50,5 @@ class RemoteInputs:
 
 
 def inputs_at(link_address: str) -> Path | RemoteInputs:
-    """Where a worker finds large variables: the adapter's own folder on its machine, else what it will be sent."""
+    """Where a worker finds large variables: in the adapter's folder on the same machine, or else sent to it."""
     return RemoteInputs() if is_remote(link_address) else inputs_folder(link_address)

@@ -1,7 +1,7 @@
-"""The reports of a worker's steps: what each live request gained in a step, in one message for all of them.
+"""Reports a worker's steps to the adapter: the new saves of all live requests in one message a step.
 
-The reporting rank (the first of its tensor-parallel group, on the last pipeline stage) has a link. The other ranks run
-the same blocks and read the same saves, and send nothing.
+Only the reporting rank (the first of its tensor-parallel group, on the last pipeline stage) has a link to the adapter.
+The other ranks run the same blocks and read the same saves, but send nothing.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ encode = msgspec.msgpack.Encoder(enc_hook=encoded_late).encode
 
 NO_DELTAS = msgspec.Raw(encode([]))
 
-#: How many steps may wait for their bytes before the model waits for them.
+#: How many reports may wait for bytes on their way to the host before the model waits for them.
 MAX_WAITING = 2
 
-#: If steps follow one another faster than this, in seconds, reports that wait for a copy are sent two at a time.
+#: If steps follow each other faster than this, in seconds, reports with copied bytes are sent two at a time.
 PACE_S = 0.0025
 
 
 class PendingReport:
-    """A step's report, and the deltas and bytes that it still lacks: they are on their way to the host."""
+    """A step's report, with the deltas and bytes that are still being copied to the host."""
 
     def __init__(self, report: Report) -> None:
         self.report = report
@@ -63,7 +63,7 @@ class PendingReport:
         return bool(report.finishes or report.applied) or any(step.ended for step in report.steps)
 
     def complete(self) -> Report:
-        """The whole report, good until `release`; waits for its bytes."""
+        """The complete report, valid until `release`. Waits for the copies."""
         for record, deltas, progress in self.steps:
             _encode(record, deltas, progress)
         if self.batch is not None and self.report.batch is not None:
@@ -71,13 +71,13 @@ class PendingReport:
         return self.report
 
     def release(self) -> None:
-        """Free the memory that the report's bytes lie in, once it was sent."""
+        """Give back the memory of the report's bytes, after sending."""
         if self.batch is not None:
             self.batch.release()
 
 
 class StepReporter:
-    """Gathers what the requests of each step gained, and sends it to the adapter in the order of the steps."""
+    """Gathers the new saves of the requests of each step, and sends them to the adapter in the order of the steps."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class StepReporter:
         self._requests = requests
         self._declared: DeclaredRequests = requests.declared
         self._lens = lens
-        #: The report of the step under way.
+        #: The report of the current step.
         self.unsent = PendingReport(Report())
         #: Reports of earlier steps whose bytes may still be on their way to the host, the earliest first.
         self._waiting: deque[PendingReport] = deque()
@@ -100,22 +100,28 @@ class StepReporter:
         self._sent_at = 0.0
 
     def pending(self) -> bool:
-        """Whether the step under way, or one before it, may have something to send."""
+        """Whether the current step or an earlier one may have something to send."""
         return bool(self._requests.traced or self._declared.plan is not None or self._waiting)
 
     def applied(self, changes: list[Applied]) -> None:
-        """Add to the report from which token on changes of live parameters take effect."""
+        """Add changes of live parameters to the report, with the tokens from which they take effect."""
         self.unsent.report.applied.extend(changes)
 
     def finish(self, record: FinishRecord, ending: Ending | None = None, checked: Checked | None = None) -> None:
-        """Send a finish record: by the thread of large arrays, which first compares `ending`, if one is given."""
+        """Report the end of a choice.
+
+        Args:
+            record: is sent with the step's report.
+            ending: if given, the blob sender's thread compares it and sends the record instead.
+            checked: see `BlobSender.finish`.
+        """
         if ending is not None and self._blobs is not None:
             self._blobs.finish(record, ending, checked)
         else:
             self.unsent.report.finishes.append(record)
 
     def report_step(self) -> None:
-        """Add what this step's requests and their shared values gained to the report."""
+        """Add the new saves of this step's requests, and their new shared values, to the report."""
         requests = self._requests
         live: list[tuple[Request, RequestProgress, dict[str, Any]]] = []
         new: list[Any] = []
@@ -126,7 +132,7 @@ class StepReporter:
             progress.last = progress.index
             request = requests.requests[request_id]
             mediator = request.mediator
-            # As recorded a moment ago, if its block was in the step.
+            # If the block was in the step, `TracedRequests.record` noted its saves a moment ago.
             saves = getattr(mediator, "found", None)
             edited = isinstance(request, EditedRequest)
             if saves is None or edited:
@@ -144,27 +150,33 @@ class StepReporter:
             self._read_saves(live, new)
 
     def _read_saves(self, live: list[tuple[Request, RequestProgress, dict[str, Any]]], new: list[Any]) -> None:
-        """Add to the report what these requests and the shared values gained; `new` are tensors not yet copied."""
+        """Add the new saves of these requests, and all new shared values, to the report.
+
+        Args:
+            live: the requests with their progress and saves.
+            new: tensors among the saves to copy to the host; those of shared values are added.
+        """
         shared = list(self._requests.shared_runs.runs.values())
         for run in shared:
             run.tracker.collect_new(run.values, new)
         host = HostCopy(self._requests.budget.threshold)
         try:
             host.prime(new)
-        except Exception:  # out of memory, say: each trace then copies its own, and fails on its own
+        except Exception:  # for example, out of memory: each trace then copies its own arrays, and fails alone
             logger.exception("the arrays of a step could not be copied together")
         late = host.under_way is not None
         for request, progress, saves in live:
             tracker = progress.tracker
             try:
                 deltas = tracker.step(saves, host, still=_blocks_are_over(request), index=progress.index)
-            except Exception as exception:  # its trace fails, the engine does not
+            except Exception as exception:  # it fails the trace, not the engine
                 logger.exception("could not read the saves of %s", request.engine_id)
                 deltas = []
                 progress.failure = progress.failure or failure_of(exception, None, hint=" (while its saves were read)")
             progress.take_failure()
             if progress.ended_at is not None:
-                # The tracker took these saves to undo them at the end: other blocks run until the request is aborted.
+                # The blocks have ended this request, and other blocks of it run until it is aborted. The tracker took
+                # these saves only to undo them at the end.
                 continue
             ended = _early_end(request, progress)
             if ended:
@@ -185,9 +197,14 @@ class StepReporter:
         *,
         late: bool,
     ) -> None:
-        """Send a step's record by the way of its request: behind its large arrays, or with the step's report.
+        """Send a step's record behind the large arrays of its request if it has any, else with the step's report.
 
-        `late`: the bytes of the deltas are on their way to the host, so they are encoded when the report is sent.
+        Args:
+            record: of the step.
+            deltas: of the step.
+            tracker: of the request.
+            progress: of the request; `None` for shared values.
+            late: whether the bytes are still being copied to the host, so that the deltas are encoded at sending.
         """
         if tracker.large and self._blobs is not None:
             self._blobs.step(record, deltas, tracker.taken)
@@ -199,11 +216,11 @@ class StepReporter:
             _encode(record, deltas, progress)
 
     def _report_shared(self, run: SharedRun, host: HostCopy) -> None:
-        """Add the new values of a trace's shared values in this step, if there are any, to the report."""
+        """Add the changes of a trace's shared values in this step, if there are any, to the report."""
         tracker = run.tracker
         try:
             deltas = tracker.step(run.values, host)
-        except Exception:  # values of a hostile type: they stay as last sent
+        except Exception:  # values of a hostile type stay as last sent
             logger.exception("could not read the shared values of %s", run.name)
             return
         if not deltas:
@@ -231,7 +248,7 @@ class StepReporter:
             unsent.batch = unsent.copy = link.put(flat, unsent.report) or PinnedCopy(flat)
 
     def send(self, *, wait: bool = False) -> None:
-        """Send the reports whose bytes have reached the host, in order. `wait`: wait for the others, and send all."""
+        """Send the reports whose bytes are on the host, in order. With `wait`, wait for the copies and send all."""
         unsent, waiting = self.unsent, self._waiting
         report = unsent.report
         if report.steps or report.finishes or report.applied or report.batch is not None:
@@ -261,12 +278,12 @@ class StepReporter:
 
 
 def _blocks_are_over(request: Request) -> bool:
-    """Whether all blocks of this request have ended, in any way."""
+    """Whether the code of all blocks of this request has ended, in any way."""
     return all(mediator.worker is None or mediator.worker.dead for mediator in request.workers())
 
 
 def _early_end(request: Request, progress: RequestProgress) -> str:
-    """Whether this request's block ended it early: `"stop"`, `"error"` or `""`."""
+    """How this request's block ended it early: `"stop"` (`tracer.stop()`) or `"error"`; `""` if it did not."""
     if request.error is not None or progress.failure is not None:
         return "error"
     exception = None if request.mediator is None else request.mediator.exception
@@ -276,12 +293,12 @@ def _early_end(request: Request, progress: RequestProgress) -> str:
 
 
 def _encoded(deltas: list[Any]) -> bytes:
-    """A step's deltas as they go on the wire; waits for their arrays."""
+    """Encode a step's deltas. Waits for the copies of their arrays."""
     delta = deltas[0]
     if len(deltas) == 1 and type(delta) is Append and len(delta.items) == 1 and len(delta.path) == 1:
         item = delta.items[0]
         if type(item) is HostArray:
-            # The same bytes as the encoder's, made faster.
+            # A shortcut for the most common case; the encoder would give the same bytes.
             return item.appended(delta.path[0])
     return encode(deltas)
 
@@ -291,7 +308,7 @@ def _encode(record: StepRecord, deltas: list[Any], progress: RequestProgress | N
     try:
         record.deltas = msgspec.Raw(_encoded(deltas))
     except Exception as exception:
-        logger.exception("could not encode what %s saved", record.request)
+        logger.exception("could not encode the saves of %s", record.request)
         if progress is not None:
             progress.failure = progress.failure or failure_of(exception, None, hint=" (while its saves were encoded)")
             progress.ended_at = record.index if progress.ended_at is None else progress.ended_at

@@ -38,28 +38,29 @@ __all__ = ["RequestProgress", "TracedRequests", "extra_arguments", "saves_of"]
 
 
 class RequestProgress:
-    """How far a live request with a block has been reported; nnsight's own record of it is `Request`."""
+    """How far a live request with a block has been reported. nnsight's own record of the request is `Request`."""
 
     __slots__ = (*("asks_result", "ended_at", "failure", "index", "last", "steps", "tells_end", "tokens", "tracker"),)
 
     def __init__(self, budget: LargeArrayBudget) -> None:
         self.tracker = SaveTracker(budget)
+        #: The index of the token that the current step samples; negative if it samples none for this request.
         self.index = -1
         #: The index of the token in whose step its blocks ended the request, if they did.
         self.ended_at: int | None = None
-        #: Why its saves could not be read.
+        #: The error of reading the request's saves, if that failed.
         self.failure: Failure | None = None
-        #: The index of the last token in whose step its saves were looked at; and how many steps have been reported.
+        #: The index of the last token in whose step the saves were read; and how many steps have been reported.
         self.last = -1
         self.steps = 0
-        #: Whether only the adapter knows at which token it ends; and how many tokens it put out, by the scheduler.
+        #: Whether only the adapter knows at which token the request ends; and how many tokens the scheduler counted.
         self.tells_end = False
         self.tokens: int | None = None
-        #: Whether its block asks for what the request put out.
+        #: Whether the request's block uses `tracer.result`.
         self.asks_result = False
 
     def take_failure(self) -> None:
-        """Fail if one of its saves could not be read."""
+        """Set `failure` if a save could not be read."""
         broken = self.tracker.broken
         if broken is not None and self.failure is None:
             name, exception = broken
@@ -69,8 +70,8 @@ class RequestProgress:
 class TracedRequests(Requests):
     """nnsight's registry of requests, extended: blocks arrive as source text, and each request has its progress.
 
-    A request without a block is not registered here, so that it costs a step nothing; `declared` has its declared
-    interventions.
+    A request without a block is not registered here, so that it costs a step nothing. The declared interventions of all
+    requests are in `declared`.
     """
 
     out: set[Any]
@@ -85,12 +86,12 @@ class TracedRequests(Requests):
     ) -> None:
         super().__init__()
         self.pipeline = pipeline
-        #: Under tensor parallelism, the other ranks.
+        #: Under tensor parallelism, the connection to the other ranks.
         self.ranks: Ranks | None = None
         self.blocks = blocks
         self.declared = declared
         self.live = live
-        #: By the scheduler's name, the run of each request that has live parameters.
+        #: By the scheduler's request id, the name of the run of each request that has live parameters.
         self.runs: dict[str, str] = {}
         self.budget = budget
         self.traced: dict[str, RequestProgress] = {}
@@ -104,7 +105,7 @@ class TracedRequests(Requests):
         ranks = self.ranks
         for data in new if ranks is not None else ():
             assert ranks is not None
-            # By what it brings, which all ranks see alike.
+            # Decided by the request's arguments, which are the same on all ranks.
             if not {BLOCK_ARG, EDITS_ARG, DECLARED_ARG}.isdisjoint(extra_arguments(data)):
                 ranks.requests.add(data.req_id)
         self._add(new_requests, persistent_objects)
@@ -114,7 +115,7 @@ class TracedRequests(Requests):
         pipeline = self.pipeline
         for data in new if pipeline is not None else ():
             assert pipeline is not None
-            # By what it brings, which all stages see alike, and not by what has become of it here.
+            # Decided by the request's arguments, which are the same on all stages, even if it failed on this one.
             if not {BLOCK_ARG, EDITS_ARG}.isdisjoint(extra_arguments(data)):
                 pipeline.blocks[data.req_id] = set()
                 request = self.requests[data.req_id]
@@ -131,7 +132,7 @@ class TracedRequests(Requests):
             request = self.requests[data.req_id]
             try:
                 live = self._join(data.req_id, request, arguments)
-            except Exception as exception:  # values that are none
+            except Exception as exception:  # live parameters that cannot be decoded
                 live, request.error = LiveRun(""), failure_of(exception, None)
             names = self._declare(data.req_id, request, arguments, live)
             if block is None and edits is None and request.error is None and not request.workers():
@@ -150,11 +151,11 @@ class TracedRequests(Requests):
                 share = arguments.get(SHARED_ARG)
                 shared = {} if share is None else self.shared_runs.join(share).values
                 request.mediator = self.blocks.mediator(block, live, shared)
-            except BaseException as exception:  # what a module or a helper's definition raises, SystemExit included
+            except BaseException as exception:  # a module or a helper's definition can raise anything, SystemExit too
                 request.error = failure_of(exception, None)
 
     def _announce(self, request_id: str, ranks: Ranks) -> None:
-        """Tell the other ranks if a request could not be taken here, and have its blocks tell if they fail."""
+        """Tell the other ranks if a request could not be taken here, and let its blocks report later failures."""
         request = self.requests.get(request_id)
         failure = None if request is None else as_failure(request.error)
         if failure is not None:
@@ -173,7 +174,7 @@ class TracedRequests(Requests):
         return self.live.join(run, packed, request_id, request.engine_id, request.index)
 
     def leave(self, request_id: str) -> None:
-        """A request is over: forget what it had to do with live parameters."""
+        """Remove a request that is over from its run of live parameters."""
         run = self.runs.pop(request_id, None)
         if run is not None:
             self.live.leave(run, request_id)
@@ -189,14 +190,17 @@ class TracedRequests(Requests):
             declaration = Declaration(request.engine_id, request.index, encoded, live, self.declared.decoded)
             for location in declaration.locations if self.encoders else ():
                 refuse_encoders(self.encoders, location)
-        except Exception as exception:  # too large for the device, say
+        except Exception as exception:  # for example, too large for the device
             request.error = Failure(type=type(exception).__name__, message=str(exception), field="interventions")
             return []
         self.declared.add(request_id, declaration)
         return declaration.names
 
     def exclude_missed_steps(self, model: Any) -> None:
-        """Let no worker count as its own what passed in steps that it was not in: `scope`'s, before the next step."""
+        """Exclude locations passed in steps without a block from the block's counts.
+
+        nnsight's `scope` does this, but under pipeline parallelism it must happen before the next step.
+        """
         counts = model.interleaver.counts
         for mediator in self.out:
             start = mediator.counts_at_start
@@ -207,7 +211,7 @@ class TracedRequests(Requests):
         self.out = set()
 
     def copies(self, request: str) -> dict[str, Any]:
-        """A request's blocks in this process: standing ones by name, and its own (empty)."""
+        """The mediators of a request in this process: those of edits by name, and the request's own under `""`."""
         known = self.requests.get(request)
         if known is None:
             return {}
@@ -217,7 +221,7 @@ class TracedRequests(Requests):
         return found
 
     def with_sharers(self, requests: set[str]) -> set[str]:
-        """These requests, and all whose blocks share values with theirs."""
+        """The given requests, and all requests whose blocks share values with theirs."""
         shared = self.shared_runs
         if not shared.runs:
             return requests
@@ -226,7 +230,7 @@ class TracedRequests(Requests):
         return requests | sharers
 
     def fail(self, update: StageUpdate) -> None:
-        """Take what failed on another pipeline stage, unless it has failed here too."""
+        """Take the failures of another pipeline stage, except those of blocks that failed here too."""
         request, copies = self.requests.get(update.request), self.copies(update.request)
         for name, error in update.errors.items():
             mediator = copies.get(name)
@@ -238,8 +242,9 @@ class TracedRequests(Requests):
                 mediator.halt(StagesDiffer(error.message))
 
     def has_ended(self, request_id: str) -> bool:
-        """Whether the blocks of a request have ended it, on all ranks alike. The model goes on with it until it is
-        aborted, which is no part of it: none of its blocks is served any more.
+        """Whether the blocks of a request have ended it, which is the same on all ranks.
+
+        The model still computes such a request until the adapter aborts it, but no block of it is served any more.
         """
         request = self.requests.get(request_id)
         if request is None:
@@ -258,10 +263,10 @@ class TracedRequests(Requests):
         model.interleaver.batcher.counts = ()
 
     def harvest(self, finished: set[str]) -> None:
-        """Nothing: what edits saved is reported with the request's own saves."""
+        """Do nothing: the saves of edits are reported with the request's own."""
 
     def record(self, mediator: Any) -> None:
-        """Note the names that hold something saved. Errors are read off the mediator when its request is reported."""
+        """Note the block's saves. The reporter reads errors from the mediator later."""
         if isinstance(mediator, BlockMediator):
             mediator.found = mediator.saved()
             mediator.nnsight_saved = set(mediator.found)
@@ -279,5 +284,5 @@ def saves_of(request: Request) -> dict[str, Any]:
 
 
 def extra_arguments(data: Any) -> dict[str, Any]:
-    """The `extra_args` of a new request, by which the adapter passes our arguments."""
+    """The `extra_args` of a new request, in which the adapter passes Tracewire's arguments."""
     return getattr(data.sampling_params, "extra_args", None) or {}

@@ -1,15 +1,16 @@
-"""Our model runner: nnsight's runner, with blocks that arrive as source text and saves that leave step by step.
+"""Tracewire's model runner: nnsight's runner, but blocks arrive as source text and saves are sent step by step.
 
 nnsight's runner interleaves blocks with the forward pass, the logits and the samples. This one differs in two ways. A
-block arrives as source text in its request's `extra_args` (`blocks/compiler.py`), instead of as a pickled mediator. The
-saves of all live requests leave by the link in one message a step (`reporting.py`), sent by the thread that runs the
-blocks; where the worker has a process of its own, after that thread has answered `sample_tokens`. A request's state
-goes when the scheduler says that the request is over (`finishing.py`). Neither way takes an RPC. Another thread digests
-large arrays and sends the reports of requests that have any (`large_arrays.py`, `blob_sender.py`).
+block arrives as source text in its request's `extra_args` (`blocks/compiler.py`), instead of as a pickled mediator. And
+the thread that runs the blocks sends the saves of all live requests over the link, in one message a step
+(`reporting.py`). If the worker has a process of its own, the thread does so after it has answered `sample_tokens`. The
+runner frees a request's state when the scheduler says that the request is over (`finishing.py`). None of this takes an
+RPC. Another thread digests large arrays, and sends the reports of requests that have any (`large_arrays.py`,
+`blob_sender.py`).
 
-These methods of vLLM's runner carry it:
+It overrides these methods of vLLM's runner:
 
-* `load_model`: the model, the registry of requests and the reporter are made over what vLLM has loaded.
+* `load_model`: after vLLM has loaded the model, the envoy tree, the registry of requests and the reporter are made.
 * `_update_states`: the scheduler has decided upon a step. Ended requests are reported, new ones join, changes of live
   parameters take effect, and declared interventions are planned.
 * `execute_model`: the forward pass, whose hooks serve blocks and declared interventions.
@@ -86,7 +87,7 @@ class TracewireRunner(NNsightGPUModelRunner):
         self._prepare_model(pipeline)
         self._prepare_requests(pipeline, LargeArrayBudget(config.get(BLOB_THRESHOLD, 0)))
         self.tracewire_ranks: Ranks | None = None
-        #: Whether the step under way has blocks or interventions, which all ranks know alike.
+        #: Whether the current step has blocks or declared interventions. The same on all ranks.
         self.tracewire_traced_step = False
         if get_tp_group().world_size > 1:
             self.tracewire_ranks = Ranks(get_tp_group(), address, config.get(BLOCK_TIMEOUT, 0.0))
@@ -100,7 +101,7 @@ class TracewireRunner(NNsightGPUModelRunner):
         self._prepare_reports(address, check_collect=bool(config.get(CHECK_COLLECT)))
 
     def _prepare_model(self, pipeline: Pipeline | None) -> None:
-        """Make nnsight's model of vLLM's module ours: its residual stream, its interleaver and its batches."""
+        """Extend nnsight's model of vLLM's module: the residual stream, the interleaver and the batcher."""
         module, model = self.get_model(), self.nnsight_model
         model.__class__ = TracedModel
         interleaver = model.interleaver
@@ -125,7 +126,7 @@ class TracewireRunner(NNsightGPUModelRunner):
         self.tracewire_phases = frozenset(value._location(model) for value in (kind.logits, kind.samples))
 
     def _prepare_requests(self, pipeline: Pipeline | None, budget: LargeArrayBudget) -> None:
-        """Replace nnsight's registry of requests by ours."""
+        """Replace nnsight's registry of requests by Tracewire's."""
         budget.changes = self._changes
         model, kind = self.nnsight_model, BlockMediator if pipeline is None else StagedMediator
         blocks = BlockCache(model, self.device, self.tracewire_inputs, kind=kind)
@@ -134,8 +135,8 @@ class TracewireRunner(NNsightGPUModelRunner):
 
     def _prepare_reports(self, address: str, *, check_collect: bool) -> None:
         """Open the links to the adapter on the rank that reports."""
-        # Every rank runs every block and gathers what the block reads, so one rank's values are enough. Of a pipeline's
-        # stages, the last has them in the step that they belong to.
+        # Every rank runs every block and gathers the values that the block reads, so one rank's values are enough. Of
+        # a pipeline's stages, the last has them in the step that they belong to.
         reports = bool(address) and get_tp_group().rank_in_group == 0 and get_pp_group().is_last_rank
         link, blobs = (LinkSender(address), BlobSender(address)) if reports else (None, None)
         requests = self.nnsight_requests
@@ -147,7 +148,7 @@ class TracewireRunner(NNsightGPUModelRunner):
         self.tracewire_deferred.run()
         book = self.nnsight_requests
         if book.traced or book.results.waiting or scheduler_output.scheduled_new_reqs:
-            # Code of blocks runs in this step, or may.
+            # Code of blocks may run in this step.
             time_limit.begin_step()
         output = super().execute_model(scheduler_output, intermediate_tensors)
         pipeline = self.tracewire_pipeline
@@ -203,14 +204,14 @@ class TracewireRunner(NNsightGPUModelRunner):
                 declared.supply(message.read)
             if pipeline.sharing:
                 self.nnsight_model.interleaver.reindex()
-        # A step without tokens is the last one for now.
+        # vLLM runs a step without tokens when no request is left, so no later step would send the waiting reports.
         self.tracewire_reporter.send(wait=not scheduler_output.total_num_scheduled_tokens)
         return corrections
 
     def _leave_blocks(self, scheduler_output: Any) -> None:
-        """Copy the KV of traced requests that were just preempted, and zero the blocks that traced requests have left.
+        """Copy the KV blocks of traced requests that were just preempted, and zero those that traced requests left.
 
-        From now on those blocks are anybody's.
+        From this step on, other requests may write to these KV blocks.
         """
         unclean: list[int] = getattr(scheduler_output, "tracewire_unclean", [])
         leaving: dict[str, Any] = getattr(scheduler_output, "tracewire_leaving", {})
@@ -228,7 +229,7 @@ class TracewireRunner(NNsightGPUModelRunner):
             self.tracewire_blocks.zero(unclean)
 
     def _applied(self, run: LiveRun, scheduled: dict[str, int]) -> Applied:
-        """The first token of each choice of a run that is computed with its changed live parameters."""
+        """The first token of each choice of a run that is computed with the run's changed live parameters."""
         first = []
         for request_id, (request, choice) in run.requests.items():
             state = self.requests.get(request_id)
@@ -237,27 +238,27 @@ class TracewireRunner(NNsightGPUModelRunner):
             if request_id in scheduled:
                 index = state.num_computed_tokens + scheduled[request_id] - state.num_prompt_tokens
             else:
-                # Preempted, say: it samples its next token in some later step.
+                # For example, a preempted request: it samples its next token in a later step.
                 index = len(state.output_token_ids)
             first.append((request, choice, max(0, index)))
         return Applied(run.name, run.version, first, self.nnsight_requests.live.late)
 
     def _scope_step(self, scheduler_output: Any) -> Any:
-        """vLLM's update of its states, then nnsight's part: nothing, in a step that has no block and gets none."""
+        """Run vLLM's update of its states, then nnsight's, which is left out if no request of the step has a block."""
         book = self.nnsight_requests
         fresh = scheduler_output.scheduled_new_reqs
         if book.requests or book.templates or any(_BLOCKS & extra_arguments(data).keys() for data in fresh):
             corrections = super()._update_states(scheduler_output)
             if self.tracewire_pipeline is not None:
                 self._begin_shared(self.tracewire_pipeline, scheduler_output.num_scheduled_tokens)
-            # The step begins, for blocks that wait for its live parameters.
+            # Blocks that wait for the step's beginning, to read live parameters, run on.
             self.nnsight_model.interleaver.handle(LIVE, None)
             return corrections
         corrections = super(NNsightGPUModelRunner, self)._update_states(scheduler_output)
         if fresh:
             book.add(fresh, self.nnsight_persistent_objects)
             if book.requests:
-                # One that could not be taken: it is there to be reported.
+                # A request that failed on arrival was registered, so that it is reported.
                 tokens = scheduler_output.num_scheduled_tokens
                 book.scope(self.nnsight_model, [(name, tokens[name]) for name in self.input_batch.req_ids])
         self.nnsight_model.interleaver.batcher.total = scheduler_output.total_num_scheduled_tokens
@@ -266,14 +267,14 @@ class TracewireRunner(NNsightGPUModelRunner):
         return corrections
 
     def _begin_shared(self, pipeline: Pipeline, scheduled: dict[str, int]) -> None:
-        """A step begins: note whose blocks share it with other pipeline stages."""
+        """Begin a step: note the blocks that exchange logs with other pipeline stages in it."""
         pipeline.begin(scheduled)
         for request_id in pipeline.sharing:
             for mediator in self.nnsight_requests.copies(request_id).values():
                 mediator.begin_step()
 
     def _send_to_stages(self, pipeline: Pipeline) -> None:
-        """This stage's part of the step is over: tell the others."""
+        """Send the other stages what this one served in its part of the step."""
         book, declared = self.nnsight_requests, self.tracewire_declared
 
         def share(request_id: str) -> StageState:
@@ -284,7 +285,7 @@ class TracewireRunner(NNsightGPUModelRunner):
             return
         failures = declared.failures()
         for request_id in pipeline.early - declared.live.keys():
-            # Its interventions could not be made here.
+            # This stage could not decode or place the request's declared interventions.
             if request_id in book.requests and (error := share(request_id).errors.get("")) is not None:
                 failures[request_id] = error
         pipeline.send_step(share, declared.read(), failures)
@@ -293,7 +294,7 @@ class TracewireRunner(NNsightGPUModelRunner):
         stepped = self.execute_model_state is not None
         self.tracewire_unwatched = stepped and self._skip_sampling_phases()
         if self.tracewire_unwatched:
-            # vLLM's own; nnsight's would scope every block anew and copy the logits, for nobody.
+            # vLLM's method. nnsight's would scope every block anew and copy the logits, and no block reads them.
             output = super(NNsightGPUModelRunner, self).sample_tokens(*args, **kwargs)
             self.nnsight_requests.record_saves()
         else:
@@ -307,12 +308,12 @@ class TracewireRunner(NNsightGPUModelRunner):
             if pipeline is not None:
                 self._send_to_stages(pipeline)
         elif pipeline is not None:
-            # Forget saves that the blocks no longer hold.
+            # Nothing is reported here; this drops the marks of saves that the blocks no longer hold.
             self.tracewire_reporter.report_step()
         return output
 
     def _skip_sampling_phases(self) -> bool:
-        """Whether no block of this step waits for the logits or the samples; they then count as having come by."""
+        """Whether no block of this step waits for the logits or the samples. If so, they are counted as passed."""
         interleaver = self.nnsight_model.interleaver
         phases = self.tracewire_phases
         if not interleaver.parked.isdisjoint(phases):
@@ -322,25 +323,31 @@ class TracewireRunner(NNsightGPUModelRunner):
         return True
 
     def _sample(self, *args: Any, **kwargs: Any) -> Any:
-        # vLLM's own; what nnsight's adds is below.
+        # vLLM's method. The code below does what nnsight's override would add.
         output: Any = super(NNsightGPUModelRunner, self)._sample(*args, **kwargs)
         if not self.tracewire_unwatched:
             with self._still_running() as interleaver:
                 drawn = output.sampled_token_ids
-                # Waiting for them, or for another block that does.
+                # Blocks that wait for the samples, or for another block that does.
                 parked = [one for one in interleaver.mediators if one.pending is not None]
                 asking = [one for one in parked if one.pending.provider in (SAMPLES, None)]
-                # nnsight's own mediators do not note the line.
+                # A mediator of nnsight has no `asked_samples`.
                 asked = [(one, getattr(one, "asked_samples", None)) for one in asking]
-                # Blocks may keep what they are served, and write to it later: that is not what the model goes on with.
+                # Blocks get a copy: they may keep it and write to it later, when the model uses the original.
                 served = type(self.nnsight_model).samples.provide(self.nnsight_model, drawn.clone() if asked else drawn)
                 output.sampled_token_ids = self._checked(served.clone(), drawn, asked) if asked else drawn
         return output
 
     def _checked(self, served: torch.Tensor, drawn: torch.Tensor, asked: list[tuple[Any, Any]]) -> torch.Tensor:
-        """The tokens `[requests, 1]` that blocks have left, where they are of the vocabulary, or else those drawn.
+        """Check the tokens that blocks left in place of the sampled ones.
 
-        Anything else would end the worker in the next step's embedding. The block that left it ends with an error.
+        A token id outside the vocabulary would crash the worker in the next step's embedding. So it is replaced by the
+        sampled token, and the block that left it is ended with an error.
+
+        Args:
+            served: the token ids `[requests, 1]` after the blocks.
+            drawn: the token ids `[requests, 1]` that the model sampled.
+            asked: the mediators that asked for the samples, each with its `asked_samples`.
         """
         size = self.model_config.get_vocab_size()
         valid = ((served >= 0) & (served < size)).all(-1)
@@ -355,13 +362,13 @@ class TracewireRunner(NNsightGPUModelRunner):
         return torch.where(valid.unsqueeze(-1), served, drawn)
 
     def _finish_erred(self, sampler_output: Any) -> None:
-        """Nothing: a block that ended is reported, and the adapter aborts its request. No token is forced."""
+        """Do nothing. nnsight would force an end token; here the adapter aborts the request of a block that ended."""
 
     # --- reporting --------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def _report(self) -> None:
-        """Report a step, behind its answer where that can be."""
+        """Report a step: the saves of blocks, then the reads of declared interventions."""
         if self.tracewire_ranks is not None and self.tracewire_traced_step:
             self._compare_ranks(self.tracewire_ranks)
         reporter = self.tracewire_reporter
@@ -370,7 +377,7 @@ class TracewireRunner(NNsightGPUModelRunner):
         reporter.send()
 
     def _compare_ranks(self, ranks: Ranks) -> None:
-        """Compare what has ended in this step with the other ranks, of which the first reports."""
+        """Compare the blocks that have ended in this step with those on the other ranks. The first rank reports."""
         ended: dict[BlockKey, str] = {}
         for request_id in ranks.requests:
             for name, mediator in self.nnsight_requests.copies(request_id).items():
@@ -384,7 +391,7 @@ class TracewireRunner(NNsightGPUModelRunner):
             self._end_differing(ranks)
 
     def _end_differing(self, ranks: Ranks) -> None:
-        """End here what has ended otherwise on another rank."""
+        """End the blocks and declared interventions here that have failed, or ended differently, on another rank."""
         book = self.nnsight_requests
         for key, error, sure in ranks.differing():
             failure = Failure(type=type(error).__name__, message=str(error), field="block")
@@ -400,18 +407,18 @@ class TracewireRunner(NNsightGPUModelRunner):
                 request.error = request.error or failure
 
     def _lens(self, values: torch.Tensor) -> torch.Tensor | None:
-        """Logits `[rows, vocabulary]` of residual streams `[rows, hidden]`; `None` on a rank that is not given them."""
+        """Logits `[rows, vocabulary]` of residual streams `[rows, hidden]`; `None` on ranks that vLLM gives none."""
         if self.tracewire_norm is None:
-            raise ValueError("this model has no final norm that could be told")
+            raise ValueError("no final norm was found in this model")
         normed = self.tracewire_norm(values)
-        # Cohere's gives its residual back as well.
+        # Cohere's norm also returns the residual.
         logits: torch.Tensor | None = self.get_model().compute_logits(
             normed[0] if isinstance(normed, tuple) else normed
         )
         return logits
 
     def _changes(self, tensor: Any) -> bool:
-        """Whether a tensor is KV cache, which a block can reach and later steps write to."""
+        """Whether a tensor lies in the KV cache, which a block can reach and later steps write to."""
         address = tensor.untyped_storage().data_ptr()
         return any(
             cache.untyped_storage().data_ptr() == address
@@ -421,7 +428,7 @@ class TracewireRunner(NNsightGPUModelRunner):
 
     def _collected(self, request: Request) -> dict[str, Any]:
         """The saves of a finished request as nnsight's own collect returns them: gathered, pickled and unpickled."""
-        # By the scheduler's id, which names this choice alone; nnsight then files it under the id's stem.
+        # Collected by the scheduler's id, which names this choice alone. nnsight files it under the id's stem.
         ids, book = [request.id], self.nnsight_requests.requests
         book[request.id] = request
         payload = self.collect_nnsight(ids, ids)
@@ -431,16 +438,19 @@ class TracewireRunner(NNsightGPUModelRunner):
         return saves
 
     def tracewire_steer(self, changes: bytes) -> None:
-        """Take changes of live parameters, which hold from the next step on; by RPC, between two steps."""
+        """Take changes of live parameters, which take effect with the next step. Called by RPC, between two steps."""
         for name in self.nnsight_requests.live.steer(changes):
             self.nnsight_requests.shared_runs.forget(name)
 
     @torch.inference_mode()
     def tracewire_result(self, generated: bytes) -> None:
-        """Take what a request put out in all, and wind up its blocks that wait for it; by RPC, between two steps."""
+        """Take the adapter's message about an ended request, and end its blocks that waited for the message.
+
+        Called by RPC, between two steps.
+        """
         requests = self.nnsight_requests
         name, waiting = requests.results.take(generated)
-        # In the mode in which vLLM's workers run steps, on any device: blocks may change in place what they read there.
+        # In inference mode, as in vLLM's steps: the blocks may change tensors in place that they read there.
         for request, progress in waiting:
             self.tracewire_finisher.wind_up(request, progress)
         if not any(other.engine_id == name for other in requests.requests.values()):
@@ -448,7 +458,7 @@ class TracewireRunner(NNsightGPUModelRunner):
         self.tracewire_reporter.send(wait=True)
 
     def tracewire_untapped(self) -> list[str]:
-        """CUDA graphs that were captured without any tap, though this worker's part of the model has some; by RPC."""
+        """Descriptions of CUDA graphs that have no tap, if this worker's part of the model has taps. Called by RPC."""
         taps = self.nnsight_model.interleaver.taps
         pipeline = self.tracewire_pipeline
         if pipeline is not None:
@@ -456,7 +466,7 @@ class TracewireRunner(NNsightGPUModelRunner):
         return without_taps(vars(self)["model"]) if taps else []
 
     def tracewire_request_count(self) -> int:
-        """How many requests this worker still holds anything for: 0 when the engine is idle. A leak gauge, by RPC."""
+        """How many requests this worker still holds state for; 0 when the engine is idle. A check for leaks, by RPC."""
         book = self.nnsight_requests
         ranks = () if self.tracewire_ranks is None else self.tracewire_ranks.requests
         held = (

@@ -42,7 +42,7 @@ from .large_arrays import Frozen, LargeArray, LargeArrayBudget, LargeTuple, Save
 
 __all__ = ["Ending", "SaveTracker"]
 
-#: Items of one list looked at again in one step, besides its new ones; longer lists are gone through in turns.
+#: How many known items of one list are checked again in one step. Longer lists are checked in turns.
 WINDOW = 256
 
 
@@ -186,7 +186,7 @@ class _Undo:
 
 
 class SaveTracker:
-    """The shadow of one choice's saves. `budget` decides which arrays are large; without one, none is."""
+    """The shadow of one choice's saves. `budget` decides which arrays are large; without it, none is."""
 
     def __init__(self, budget: LargeArrayBudget | None = None) -> None:
         self._budget = budget or LargeArrayBudget(0)

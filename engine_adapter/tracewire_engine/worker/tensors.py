@@ -1,4 +1,4 @@
-"""Values that arrived, as tensors of the worker's device."""
+"""Turns the arrays of submissions into tensors on the worker's device."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _torch_dtype(name: str) -> torch.dtype:
 
 
 def _tensor(array: np.ndarray[Any, Any], device: torch.device) -> torch.Tensor:
-    """A tensor of its own memory from a decoded array, of the same dtype (bfloat16 and the float8s included)."""
+    """A tensor with memory of its own from a decoded array, of the same dtype (bfloat16 and the float8s included)."""
     name = array.dtype.name
     dtype = _torch_dtype(name)
     flat = bytearray(array.tobytes())
@@ -33,7 +33,7 @@ def _tensor(array: np.ndarray[Any, Any], device: torch.device) -> torch.Tensor:
 
 
 def _mapped(ref: ArrayRef, device: torch.device, folder: Path | RemoteInputs) -> torch.Tensor:
-    """A tensor of its own memory from the file of a large array. Pages are read, and copied, as they are needed."""
+    """A tensor over the file of a large array, mapped copy-on-write: pages are read, and copied, as they are needed."""
     dtype = _torch_dtype(ref.dtype)
     flat = torch.from_file(str(input_path(folder, ref)), shared=False, size=ref.nbytes, dtype=torch.uint8)
     return flat.view(dtype).reshape(ref.shape).to(device)
@@ -42,9 +42,12 @@ def _mapped(ref: ArrayRef, device: torch.device, folder: Path | RemoteInputs) ->
 def to_tensors(value: Any, device: torch.device, folder: Path | RemoteInputs = Path()) -> Any:
     """`value` with every array in it as a tensor on `device`, and every dtype as torch's.
 
-    Containers are new, so that a block may change them.
+    Containers are copied, so that a block may change them.
 
-    The arrays of references lie in `folder` (see `large_inputs.py`).
+    Args:
+        value: as `unpack` returns it.
+        device: of the tensors.
+        folder: where the files of large arrays lie, which references name (see `large_inputs.py`).
     """
     if isinstance(value, np.ndarray):
         return _tensor(value, device)

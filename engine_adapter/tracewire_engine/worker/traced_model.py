@@ -1,4 +1,4 @@
-"""The model as a block sees it."""
+"""The `model` of a block."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["TracedModel"]
 
 
 class TracedModel(VLLM):
-    """nnsight's envoy over vLLM's module, with `residual(i)` in addition."""
+    """nnsight's envoy of vLLM's model, with `residual(i)` in addition."""
 
     def residual(self, index: int) -> Residual:
         """The residual stream after decoder layer `index` (negative counts from the last).

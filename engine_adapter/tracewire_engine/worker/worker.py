@@ -1,7 +1,7 @@
-"""The worker class that vLLM starts in its own processes, over the worker of the platform at hand.
+"""The worker class that vLLM starts in its own processes. It extends vLLM's worker for the platform.
 
-vLLM's worker builds its model runner in `init_device`; the runner's class is then swapped for one that also interleaves
-and reports. The swap adds behaviour and no constructor state, so nothing of vLLM's own start is patched.
+vLLM's worker builds its model runner in `init_device`. The class of that runner is then replaced by one that also runs
+blocks and reports. The replacement adds no state to the constructor, so nothing of vLLM's own start needs a patch.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ else:
 
 
 class _Runner(TracewireRunner, PipelineMixin, _PlatformRunner):
-    """Our runner over the platform's own."""
+    """Tracewire's runner over the platform's."""
 
 
 class TracewireWorker(_PlatformWorker):
-    """The platform's vLLM worker with our model runner."""
+    """vLLM's worker for the platform, with Tracewire's model runner."""
 
     def init_device(self) -> None:
-        """Build the platform's runner, and make it ours.
+        """Build the platform's runner, and turn it into Tracewire's.
 
         Raises:
-            NotImplementedError: vLLM built a runner that cannot interleave (its V2 runner, or another platform's).
+            NotImplementedError: vLLM built a runner on which blocks cannot run (its V2 runner, or another platform's).
         """
         if current_platform.is_cpu() and torch.cpu._is_amx_tile_supported():
-            # Linux kills a process that uses AMX's tiles without having asked for them. vLLM's attention does not ask,
-            # and relies on a matrix product before it that does: there need not be one, as under tensor parallelism.
+            # Linux kills a process that uses AMX's tiles without having asked for them. vLLM's attention does not ask.
+            # It relies on an earlier matrix product that did, and under tensor parallelism there may be none.
             torch.cpu._init_amx()
         super().init_device()
         runner = self.model_runner
@@ -59,9 +59,9 @@ class TracewireWorker(_PlatformWorker):
         runner.__class__ = _Runner
 
     def compile_or_warm_up_model(self) -> Any:
-        """Warm up, and leave what is there by then out of garbage collections, in which all requests would wait.
+        """Warm up, and exempt all objects that exist by then from garbage collection, which stalls all requests.
 
-        vLLM does so for EngineCore, and not for a worker in a process of its own.
+        vLLM does so for EngineCore, but not for a worker in a process of its own.
         """
         result = super().compile_or_warm_up_model()
         self.model_runner.tracewire_deferred.attach(WorkerProc)
@@ -75,30 +75,30 @@ class TracewireWorker(_PlatformWorker):
         return result
 
     def tracewire_steer(self, changes: bytes) -> None:
-        """Change live parameters from the next step on, by `collective_rpc`."""
+        """Change live parameters from the next step on. The adapter calls this by `collective_rpc`, as all below."""
         self.model_runner.tracewire_steer(changes)
 
     def tracewire_result(self, generated: bytes) -> None:
-        """Hand a block what its request has put out, by `collective_rpc`."""
+        """Take the adapter's message about an ended request: its tokens, and vLLM's output for `tracer.result`."""
         self.model_runner.tracewire_result(generated)
 
     def tracewire_untapped(self) -> list[str]:
-        """CUDA graphs that would leave interventions out, by `collective_rpc`."""
+        """Descriptions of CUDA graphs without a tap, in which no intervention would run."""
         found: list[str] = self.model_runner.tracewire_untapped()
         return found
 
     def tracewire_request_count(self) -> int:
-        """How many requests the runner holds anything for, by `collective_rpc`."""
+        """How many requests the runner holds state for; 0 on an idle engine."""
         count: int = self.model_runner.tracewire_request_count()
         return count
 
     def tracewire_input(self, name: str, offset: int, piece: bytes) -> None:
-        """Keep a piece of a large variable, by `collective_rpc`; where the adapter's files are out of sight only."""
+        """Keep a piece of a large variable, on a machine that cannot see the adapter's files (`RemoteInputs.write`)."""
         self.model_runner.tracewire_inputs.write(name, offset, piece)
 
     def tracewire_drop_input(self, name: str) -> None:
-        """Forget one, by `collective_rpc`."""
+        """Drop a large variable that `tracewire_input` brought."""
         self.model_runner.tracewire_inputs.drop(name)
 
-    #: nnsight's own collect, for comparison with what was streamed.
+    #: nnsight's own collect, for `--check-collect`.
     collect_nnsight = NNsightGPUWorker.collect_nnsight

@@ -50,7 +50,7 @@ def test_settings_that_would_be_wrong_are_refused_with_the_reason(
     ("kind", "options", "said"),
     [
         # vLLM's kernels for a CPU take its recurrent layers in bfloat16 alone, which they say when a request comes.
-        ("qwen3_next", ["--dtype", "float32"], "vLLM died of its first request"),
+        ("qwen3_next", ["--dtype", "float32"], "vLLM died at its first request"),
         ("gpt2", ["--first-answer", "0.000001"], "vLLM did not answer its first request within 1e-06 s"),
     ],
 )

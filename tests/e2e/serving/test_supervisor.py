@@ -33,5 +33,5 @@ async def test_the_command_ends_for_good_on_a_redis_that_it_refuses(tmp_path: Pa
             ended = await anyio.to_thread.run_sync(adapter_command, tmp_path, *options)
     assert ended.returncode == 2, ended.stderr
     assert ("maxmemory-policy allkeys-lru" if problem == "it evicts" else "MEMORY USAGE") in ended.stderr
-    assert "starting it again" not in ended.stderr
+    assert "starting the adapter again" not in ended.stderr
     assert ended.stdout == ""

@@ -53,7 +53,7 @@ def test_an_engine_with_graphs_without_taps_is_refused() -> None:
     engine._patience_s = 60.0
     engine.llm = SimpleNamespace(collective_rpc=call)
     engine.model = SimpleNamespace(taps=(TAP,))
-    assert re.match(r"--tap: .* 1 CUDA graphs without a place for taps", anyio.run(_untapped, engine))
+    assert re.match(r"--tap: .* 1 CUDA graphs without taps", anyio.run(_untapped, engine))
     # One without taps is eager: there is nothing to ask.
     engine.model = SimpleNamespace(taps=())
     assert anyio.run(_untapped, engine) == ""

@@ -46,5 +46,5 @@ def test_the_url_is_an_option_s_a_file_s_or_a_secret(tmp_path: Path, monkeypatch
     assert redis_url(_parsed(secrets={URL: "redis://secret"})) == "redis://secret"
     with pytest.raises(ValueError, match=r"--url-file: .*no-such"):
         redis_url(_parsed("--url-file", str(tmp_path / "no-such")))
-    with pytest.raises(ValueError, match="--url is required"):
+    with pytest.raises(ValueError, match="--url, --url-file or TRACEWIRE_URL is required"):
         redis_url(_parsed())

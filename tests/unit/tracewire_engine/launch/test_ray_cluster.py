@@ -29,7 +29,7 @@ def test_addresses(address: str, parsed: tuple[str, int]) -> None:
     "address", ["head", "head:", ":6379", "head:x", "head:0", "head:70000", "", "ray://head:10001"]
 )
 def test_what_is_no_address(address: str) -> None:
-    with pytest.raises(ClusterError, match=r"Ray address .* (is none|is not supported)"):
+    with pytest.raises(ClusterError, match=r"Ray address .* (is not valid|is not supported)"):
         parse_address(address)
 
 

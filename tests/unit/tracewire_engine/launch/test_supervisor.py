@@ -177,7 +177,7 @@ def test_signals_that_come_all_at_once(tmp_path: Path) -> None:
     )
     with process:
         assert process.stderr is not None
-        assert "the adapter ended with 1" in process.stderr.readline()
+        assert "the adapter exited with status 1" in process.stderr.readline()
         for _ in range(200):
             for number in (signal.SIGTERM, signal.SIGINT):
                 process.send_signal(number)
