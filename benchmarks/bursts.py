@@ -32,6 +32,7 @@ import tracewire
 from benchmarks.bus import cpu_s
 from benchmarks.processes import at_least, show, start
 from benchmarks.scripted import ScriptedEngine, Token, _Outputs, scripted_info
+from tests.support.fake_engine import FakeEngine
 from tracewire_bus.bus import Bus
 from tracewire_bus.transport.embedded import EmbeddedServer
 from tracewire_bus.wire.messages import ModuleInfo
@@ -44,13 +45,14 @@ from tracewire_engine.protocol.messages import FinishRecord, Report
 MODEL, HIDDEN = "bursts", 2048
 
 
-class InstantEngine(ScriptedEngine):
+class InstantEngine(FakeEngine):
     """Puts out one token of each request, at once and in this process; notes when each was started."""
 
+    prepare, decode = ScriptedEngine.prepare, ScriptedEngine.decode
+
     def __init__(self) -> None:
+        super().__init__()
         self.started: list[float] = []
-        self._reports: list[Report] = []
-        self._reported = asyncio.Event()
 
     async def start(self, request: str, prepared: Prepared, priority: int) -> _Outputs:
         """Put out its token when whoever started it has gone on."""
@@ -61,18 +63,7 @@ class InstantEngine(ScriptedEngine):
 
     def _put(self, request: str, outputs: _Outputs) -> None:
         outputs.put(Token(request, 5, " word", "length"))
-        self._reports.append(Report(time.time(), finishes=[FinishRecord(request, 0, _NO_DELTAS)]))
-        self._reported.set()
-
-    def ready(self) -> list[Report]:
-        """The ends of requests that were not asked for yet."""
-        found, self._reports = self._reports, []
-        self._reported.clear()
-        return found
-
-    async def arrived(self) -> None:
-        """Wait for one."""
-        await self._reported.wait()
+        self.report(Report(time.time(), finishes=[FinishRecord(request, 0, _NO_DELTAS)]))
 
 
 def adapter(url: str) -> None:

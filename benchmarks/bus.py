@@ -191,7 +191,6 @@ class Role:
                 text=True,
                 cwd=ROOT,
             )
-        self.next("ready")
 
     def next(self, key: str) -> dict[str, Any]:
         """Its next answer that has `key`."""
@@ -244,6 +243,8 @@ class Bench:
         self._roles: list[Role] = []
         for role in ("pacer", "adapter", "bare", *["subscriber"] * processes):
             self._roles.append(Role(role, folder, url, len(self._roles)))
+        for started in self._roles:
+            started.next("ready")
         self._bare = self._roles[2]
         self._subscribers = self._roles[3:]
         self._pacer: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)

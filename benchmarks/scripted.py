@@ -11,19 +11,16 @@ the age of each token, also of one that came merged with later ones.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import struct
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
-import anyio
 import msgspec
 import zmq
 import zmq.asyncio
 
+from tests.support.fake_engine import FakeEngine, MergedOutputs
 from tracewire_bus.wire.arrays import array_header, array_payload, encoded_array
 from tracewire_bus.wire.digests import array_digest, list_digest
 from tracewire_bus.wire.messages import Append, EngineInfo, Manifest, ModuleInfo, Set, Submission
@@ -31,7 +28,6 @@ from tracewire_engine.adapter.engine_api import Choice, Prepared
 from tracewire_engine.link.step_link import LinkReceiver, LinkSender
 from tracewire_engine.protocol.messages import (
     Batch,
-    Changes,
     FinishRecord,
     Layout,
     LayoutEntry,
@@ -213,45 +209,25 @@ class Pacer:
             self._link.send(Report(now, finishes=finishes))
 
 
-class _Outputs:
-    """A request's outputs at the adapter: those that nobody has taken yet are merged, as vLLM's collector does."""
-
-    cached_tokens = 0
-    prompt_logprobs: tuple[()] = ()
-
-    def __init__(self) -> None:
-        self._waiting: Choice | None = None
-        self._ready = asyncio.Event()
+class _Outputs(MergedOutputs):
+    """A request's outputs at the adapter."""
 
     def put(self, token: Token) -> None:
         """Take a token."""
-        if self._waiting is None:
-            self._waiting = Choice(0, [token.token_id], token.text, finish_reason=token.finish_reason)
-            self._ready.set()
+        if self.waiting is None:
+            self.waiting = Choice(0, [token.token_id], token.text, finish_reason=token.finish_reason)
+            self.ready.set()
         else:
-            self._waiting.token_ids.append(token.token_id)
-            self._waiting.text += token.text
-            self._waiting.finish_reason = token.finish_reason
-
-    async def get(self) -> tuple[list[Choice], bool]:
-        """As the seam has it."""
-        while self._waiting is None:
-            await self._ready.wait()
-        choice, self._waiting = self._waiting, None
-        self._ready.clear()
-        return [choice], choice.finish_reason is not None
-
-    def size(self) -> int:
-        """As the seam has it."""
-        return 0 if self._waiting is None else 48 * len(self._waiting.token_ids) + len(self._waiting.text)
+            self.waiting.token_ids.append(token.token_id)
+            self.waiting.text += token.text
+            self.waiting.finish_reason = token.finish_reason
 
 
-class ScriptedEngine:
-    """The adapter's half: an `Engine` whose outputs come from a pacer."""
-
-    lost = False
+class ScriptedEngine(FakeEngine):
+    """The adapter's half: an `Engine` whose outputs come from a pacer, and whose reports come over the link."""
 
     def __init__(self, folder: Path, link: LinkReceiver) -> None:
+        super().__init__()
         context = zmq.asyncio.Context.instance()
         self._link = link
         self._commands = zmq.Context.instance().socket(zmq.PUSH)
@@ -291,36 +267,6 @@ class ScriptedEngine:
         self._commands.send(_encode(Command("start", request, prepared.params)))
         return outputs
 
-    async def abort(self, request: str) -> None:
-        """Scripted requests run to their end."""
-
-    async def steer(self, changes: Changes, over: list[str], since: float) -> None:
-        """Scripted requests have nothing to steer."""
-
-    async def give_result(self, result: bytes) -> None:
-        """No scripted block asks for it."""
-
-    async def pause(self, request: str) -> bool:
-        """Scripted requests know no pause."""
-        return False
-
-    async def resume(self, request: str) -> bool:
-        """Nor this."""
-        return False
-
-    async def pause_all(self) -> None:
-        """Nor this: what they put out merges."""
-
-    async def takes_requests(self) -> bool:
-        """Always."""
-        return True
-
-    async def answers(self) -> None:
-        """At once."""
-
-    async def resume_all(self) -> None:
-        """Nor this."""
-
     def decode(self, token_ids: list[int], prepared: Prepared) -> str:
         """The text of these tokens."""
         return _TEXT * len(token_ids)
@@ -332,17 +278,3 @@ class ScriptedEngine:
     async def arrived(self) -> None:
         """Wait for it."""
         await self._link.arrived()
-
-    async def large(self) -> AsyncIterator[Any]:
-        """No large arrays."""
-        await anyio.sleep_forever()
-        yield
-
-    @property
-    def inputs(self) -> Path:
-        """No large variables either."""
-        return Path("/nonexistent")
-
-    @property
-    def carrier(self) -> None:
-        """Nothing to carry."""

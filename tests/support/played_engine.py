@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import anyio
 import msgspec
 
 from tests.support.bus_engine import engine_info
+from tests.support.fake_engine import FakeEngine
 from tracewire_bus.bus import Bus
 from tracewire_bus.wire.messages import Submission
 from tracewire_engine.adapter.engine_api import Choice, Prepared
@@ -48,24 +48,14 @@ class PlayedOutputs:
         return 0
 
 
-class PlayedEngine:
+class PlayedEngine(FakeEngine):
     """An engine without a model. What it was asked to do stands in `asked`."""
 
-    inputs = Path("/nonexistent")
-    carrier = None
-
     def __init__(self) -> None:
-        self.lost = False
+        super().__init__()
         self.requests: dict[str, PlayedOutputs] = {}
         self.started = anyio.Event()
         self.asked: list[tuple[str, Any]] = []
-        self._ready: list[Report] = []
-        self._arrived = anyio.Event()
-
-    def report(self, report: Report) -> None:
-        """What workers would."""
-        self._ready.append(report)
-        self._arrived.set()
 
     async def prepare(
         self,
@@ -100,9 +90,6 @@ class PlayedEngine:
         """Change live parameters."""
         self.asked.append(("steer", changes))
 
-    async def give_result(self, result: bytes) -> None:
-        """No scripted block asks for it."""
-
     async def pause(self, request: str) -> bool:
         """Hold."""
         self.asked.append(("pause", request))
@@ -117,38 +104,13 @@ class PlayedEngine:
         """Make no more tokens."""
         self.asked.append(("hold", ""))
 
-    async def takes_requests(self) -> bool:
-        """As long as it plays."""
-        return True
-
-    async def answers(self) -> None:
-        """At once."""
-
     async def resume_all(self) -> None:
         """Make them again."""
         self.asked.append(("go on", ""))
 
-    def token_strings(self, token_ids: list[int]) -> list[str]:
-        return [f"<{token_id}>" for token_id in token_ids]
-
     def decode(self, token_ids: list[int], prepared: Prepared) -> str:
         """The text."""
         return "x" * len(token_ids)
-
-    def ready(self) -> list[Report]:
-        """What was reported."""
-        reports, self._ready = self._ready, []
-        self._arrived = anyio.Event()
-        return reports
-
-    async def arrived(self) -> None:
-        """Wait for it."""
-        await self._arrived.wait()
-
-    async def large(self) -> AsyncIterator[Any]:
-        """No large arrays."""
-        await anyio.sleep_forever()
-        yield
 
 
 @asynccontextmanager

@@ -23,7 +23,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from hashlib import blake2b
-from pathlib import Path
 from time import time
 from typing import Any
 
@@ -32,6 +31,7 @@ import msgspec
 
 import tracewire
 from tests.support.bus_engine import engine_info
+from tests.support.fake_engine import FakeEngine, MergedOutputs
 from tracewire_bus import recovery
 from tracewire_bus.bus import Bus
 from tracewire_bus.transport.link import Link
@@ -76,22 +76,17 @@ def expected(prompt: str, tokens: int, seed: int | None = None) -> tuple[list[in
     return ids, [[float(token), float(index)] for index, token in enumerate(ids)]
 
 
-class _Request:
-    """A request, and what of it nobody has taken yet: merged, as vLLM's collector does."""
-
-    cached_tokens = 0
-    prompt_logprobs: tuple[()] = ()
+class _Request(MergedOutputs):
+    """A request, and what of it nobody has taken yet."""
 
     def __init__(self, name: str, prepared: Prepared) -> None:
+        super().__init__()
         self.name = name
         self.prompt, self.tokens, self.seed, self.run = prepared.params
         self.index = 0
         self.digests: list[bytes] = []
         self.over = False
         self.held = False
-        self.waiting: Choice | None = None
-        self.ready = asyncio.Event()
-        self.lost = False
 
     def step(self) -> StepRecord:
         """Its next token."""
@@ -105,13 +100,7 @@ class _Request:
 
     def put(self, choice: Choice) -> None:
         """Hand tokens over."""
-        if self.waiting is None:
-            self.waiting = choice
-            self.ready.set()
-        else:
-            self.waiting.token_ids.extend(choice.token_ids)
-            self.waiting.text += choice.text
-            self.waiting.finish_reason = choice.finish_reason
+        super().put(choice)
         self.over = self.over or choice.finish_reason is not None
 
     def finish(self) -> FinishRecord:
@@ -119,22 +108,8 @@ class _Request:
         manifest = [Manifest(0, 0, "acts", "list", self.index, list_digest(self.digests))] if self.digests else []
         return FinishRecord(self.name, 0, msgspec.Raw(_encode([])), manifest, steps=self.index)
 
-    async def get(self) -> tuple[list[Choice], bool]:
-        """As the seam has it."""
-        while self.waiting is None:
-            if self.lost:
-                raise EngineLost("the scripted engine was told to die")
-            await self.ready.wait()
-        choice, self.waiting = self.waiting, None
-        self.ready.clear()
-        return [choice], choice.finish_reason is not None
 
-    def size(self) -> int:
-        """As the seam has it."""
-        return 0 if self.waiting is None else 48 * len(self.waiting.token_ids) + len(self.waiting.text)
-
-
-class ScriptedEngine:
+class ScriptedEngine(FakeEngine):
     """An `Engine` that steps all its requests together, each time `pace` returns; for ever by itself, in `run`.
 
     A prompt that begins with `kill` kills its process in the step after its first token, and one with `die` only the
@@ -142,15 +117,13 @@ class ScriptedEngine:
     """
 
     def __init__(self, pace: Callable[[], Awaitable[None]]) -> None:
+        super().__init__()
         self._pace = pace
         self._requests: dict[str, _Request] = {}
         self._begun = asyncio.Event()
-        self._reports: list[Report] = []
-        self._arrived = asyncio.Event()
         #: Versions of live parameters that the next step begins with, by run.
         self._steered: dict[str, int] = {}
-        self.lost = self.told_to_stop = False
-        self.holding = False
+        self.told_to_stop = self.holding = False
         #: How often it has stepped.
         self.steps = 0
 
@@ -191,15 +164,13 @@ class ScriptedEngine:
             if request.over:
                 finishes.append(request.finish())
                 del self._requests[request.name]
-        self._reports.append(Report(time(), records, finishes, applied=applied))
-        self._arrived.set()
+        self.report(Report(time(), records, finishes, applied=applied))
 
     def _flush_aborted(self) -> None:
         finishes = [request.finish() for request in self._requests.values() if request.over]
         for finish in finishes:
             del self._requests[finish.request]
-        self._reports.append(Report(time(), [], finishes))
-        self._arrived.set()
+        self.report(Report(time(), [], finishes))
 
     def die(self) -> None:
         """Be lost, as an engine whose processes have died."""
@@ -251,9 +222,6 @@ class ScriptedEngine:
         """How many requests it has that have not ended."""
         return len(self._requests)
 
-    async def give_result(self, result: bytes) -> None:
-        """No scripted block asks for it."""
-
     async def pause(self, request: str) -> bool:
         """Hold it."""
         running = self._requests.get(request)
@@ -277,43 +245,13 @@ class ScriptedEngine:
         """Whether nobody has told it to stop."""
         return not self.told_to_stop
 
-    async def answers(self) -> None:
-        """At once."""
-
     async def resume_all(self) -> None:
         """Make steps again."""
         self.holding = False
 
-    def token_strings(self, token_ids: list[int]) -> list[str]:
-        return [f"<{token_id}>" for token_id in token_ids]
-
     def decode(self, token_ids: list[int], prepared: Prepared) -> str:
         """The text of these tokens."""
         return "".join(f" {token}" for token in token_ids)
-
-    def ready(self) -> list[Report]:
-        """What has been reported since the last call."""
-        reports, self._reports = self._reports, []
-        self._arrived.clear()
-        return reports
-
-    async def arrived(self) -> None:
-        """Wait for a report."""
-        await self._arrived.wait()
-
-    async def large(self) -> AsyncIterator[Any]:
-        """No large arrays."""
-        await anyio.sleep_forever()
-        yield
-
-    @property
-    def inputs(self) -> Path:
-        """No large variables either."""
-        return Path("/nonexistent")
-
-    @property
-    def carrier(self) -> None:
-        """Nothing to carry."""
 
 
 @asynccontextmanager
