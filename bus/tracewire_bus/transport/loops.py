@@ -114,10 +114,8 @@ def running_loop() -> Loop:
 
 def current_loop() -> Loop | None:
     """The event loop that runs here, if one does."""
-    try:
-        return running_loop()
-    except RuntimeError:
-        return None
+    # Asked by each call of a client.
+    return running_loop() if on_trio() else asyncio._get_running_loop()
 
 
 def semaphore(count: int) -> AbstractAsyncContextManager[Any, Any]:
