@@ -2,8 +2,8 @@
 
 `tests/conftest.py` has these hooks. Each async test of `ROOMS` that starts no engine is collected twice. The second
 item has `trio` in its id. One run of trio serves the item's own fixtures and the test; fixtures of wider scopes stay
-those of asyncio, since they hand out URLs and processes. A test that has the
-engine's adapter in its process stays with asyncio.
+those of asyncio, since they hand out URLs and processes. A test that has the engine's adapter in its
+process stays with asyncio.
 """
 
 from __future__ import annotations
