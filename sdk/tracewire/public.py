@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable
 from types import FunctionType
 from typing import Any, ForwardRef
 
@@ -24,8 +25,38 @@ def publish(values: Iterable[Any]) -> None:
         if isinstance(value, type):
             own = inspect.get_annotations(value)
             if any(isinstance(one, str) for one in own.values()):
-                value.__annotations__ = {name: _reference(one, value.__module__) for name, one in own.items()}
+                _keep_annotations(value, {name: _reference(one, value.__module__) for name, one in own.items()})
         value.__module__ = "tracewire"
+
+
+if sys.version_info >= (3, 14):
+    from annotationlib import Format
+
+    def _keep_annotations(value: type, references: dict[str, Any]) -> None:
+        # A reader that has namespaces of its own looks references up there, and not in their module.
+        del value.__annotations__
+        value.__annotate__ = _evaluated_later(references)
+
+    def _evaluated_later(references: dict[str, Any]) -> Callable[[int], dict[str, Any]]:
+        """The function that Python calls once for the annotations of a class, in a format of annotationlib."""
+
+        def annotate(format_: int) -> dict[str, Any]:
+            return {name: _given(one, format_) for name, one in references.items()}
+
+        return annotate
+
+    def _given(annotation: Any, format_: int) -> Any:
+        if not isinstance(annotation, ForwardRef):
+            return annotation
+        if format_ == Format.STRING:
+            return annotation.__forward_arg__
+        # A name that only type checkers import stays a reference.
+        return annotation.evaluate(format=Format.FORWARDREF)
+
+else:
+
+    def _keep_annotations(value: type, references: dict[str, Any]) -> None:
+        value.__annotations__ = references
 
 
 def _reference(annotation: Any, module: str) -> Any:
