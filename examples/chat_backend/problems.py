@@ -70,7 +70,7 @@ def of_bus(error: TracewireError) -> Problem:
     """The HTTP problem for an error of the SDK."""
     match error:
         case RetryableError():
-            return Problem(503, str(error), retry_after=error.retry_after or RETRY_AFTER_S)
+            return Problem(503, str(error), retry_after=error.retry_after)
         case VersionConflict():
             return Problem(409, error.message, field="if_version", version=error.version)
         case SteerRejected():

@@ -125,11 +125,11 @@ class RetryableError(TracewireError):
     """The request was not executed, or the client cannot know whether it was. The caller can repeat it later.
 
     Attributes:
-        retry_after: seconds until another attempt may succeed, or None if that is unknown. `Overloaded` computes it
-            from the queue. The others have None: another attempt succeeds only once a Redis or an engine is back.
+        retry_after: seconds to wait before another attempt. `Overloaded` computes it from the queue. The other classes
+            have one pause each, since the client cannot know when a Redis, an engine or a store is back.
     """
 
-    retry_after: float | None = None
+    retry_after: float = 1.0
 
 
 class PermissionDeniedError(TracewireError, PermissionError):
@@ -174,7 +174,7 @@ class PrivateRedisError(ConnectError, NotFoundError):
 class BusUnavailable(ConnectError, RetryableError, ConnectionError):
     """Redis has not answered for the client's `retry_timeout`.
 
-    Redis may have executed the request, which can be sent again.
+    Redis may have executed the request, which can be sent again. The client waits for Redis again for `retry_timeout`.
     """
 
 
@@ -286,6 +286,8 @@ class BusFull(RetryableError):
 
     Traces that end and expire make room (`tracewire engine --retention`), and so does more `maxmemory`.
     """
+
+    retry_after = 5.0
 
 
 class UnknownTrace(NotFoundError):
@@ -471,6 +473,8 @@ class InvalidChange(SteerRejected, InvalidRequestError):
 
 class TooManyChanges(SteerRejected, RetryableError):
     """Too many changes of the trace's live parameters wait for its engine, which takes them between two steps."""
+
+    retry_after = 0.1
 
     def __init__(self, trace_id: str, message: str) -> None:
         super().__init__(trace_id, "live", message, reason="busy")
@@ -732,6 +736,8 @@ class StoreFull(RetryableError, OSError):
         file: the file that was written, below it.
     """
 
+    retry_after = 60.0
+
     def __init__(self, to: str, file: str, reason: str) -> None:
         self.to = to
         self.file = file
@@ -762,6 +768,8 @@ class StoreUnavailable(RetryableError, ConnectionError):
         to: the harvest's URL.
         file: the file that was to be written or read, below it.
     """
+
+    retry_after = 5.0
 
     def __init__(self, to: str, file: str, reason: str) -> None:
         self.to = to

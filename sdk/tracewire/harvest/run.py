@@ -225,7 +225,7 @@ class Run:
                 tries += not isinstance(error, RetryableError | UnknownModel)
                 if (failed := self._failure(item, error, tries)) is not None:
                     return failed
-                wait = error.retry_after if isinstance(error, Overloaded) and error.retry_after else pause
+                wait = error.retry_after if isinstance(error, Overloaded) else pause
             else:
                 self._away_since = None
                 self._failures = 0

@@ -90,6 +90,8 @@ class BusFilled(TraceFailed, RetryableError):
 
     _advice = " (submit it again once Redis has room)"
 
+    retry_after = 5.0
+
 
 class EngineFailed(TraceFailed):
     """The engine could not go on with the trace, because of a defect: `type` and `message` say what the engine found.

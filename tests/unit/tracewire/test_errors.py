@@ -605,11 +605,26 @@ async def EditFailed(world: World) -> None:
 # --- the tests --------------------------------------------------------------------------------------------------------
 
 
+def sections() -> dict[str, str]:
+    """What the page says of each error, by its class's name."""
+    return dict(re.findall(r"^### `(\w+)`\n(.*?)(?=^##|\Z)", PAGE.read_text(), re.MULTILINE | re.DOTALL))
+
+
 def shown() -> dict[str, str]:
-    """What the page shows of each error, by its class's name."""
-    found = re.findall(r"^### `(\w+)`\n(.*?)(?=^##|\Z)", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    """The texts of each error on the page, by its class's name."""
     text = re.compile(r"^```text\n(.*?)\n```$", re.MULTILINE | re.DOTALL)
-    return {name: "\n".join(text.findall(body)) for name, body in found}
+    return {name: "\n".join(text.findall(body)) for name, body in sections().items()}
+
+
+def expect_retry_after(name: str, error: BaseException) -> None:
+    """Check that an error says how long to wait, as the page says, if the caller can make its request again."""
+    stated = re.search(r"`retry_after` is (?:between ([\d.]+) and )?([\d.]*\d)", sections()[name])
+    assert (stated is not None) == isinstance(error, tracewire.RetryableError)
+    if stated is not None:
+        least, most = stated.groups()
+        assert isinstance(error, tracewire.RetryableError)
+        assert isinstance(error.retry_after, float)
+        assert float(least or most) <= error.retry_after <= float(most)
 
 
 def test_the_page_has_every_error_below_its_base() -> None:
@@ -670,6 +685,7 @@ async def test_an_error_reads_as_the_page_shows_it(
         monkeypatch.undo()
     assert isinstance(error, LEAVES[name]), repr(error)
     assert type(error) is LEAVES[name] or name == "InterventionError"
+    expect_retry_after(name, error)
     pattern = ".+".join(map(re.escape, shown()[name].split("...")))
     assert re.fullmatch(pattern, str(error), re.DOTALL), f"{name}: {error}"
     for again in (copy.copy(error), pickle.loads(pickle.dumps(error))):  # noqa: S301
@@ -684,7 +700,6 @@ async def test_an_overloaded_model_says_when_to_come_back(embedded: str, prefix:
         await client.trace("tiny", "hello").start()
         with pytest.raises(tracewire.RetryableError) as caught:
             await client.trace("tiny", "hello").start()
-    assert caught.value.retry_after is not None
     assert 0.1 <= caught.value.retry_after <= 60
 
 
