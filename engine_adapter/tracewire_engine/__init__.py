@@ -1,12 +1,12 @@
-"""The engine adapter: hosts vLLM's `AsyncLLM` with nnsight's interleaving in its workers, and publishes to the bus.
+"""The engine adapter: runs vLLM's `AsyncLLM` with nnsight in its workers, and publishes traces to the bus.
 
-Two kinds of process run this package. The *adapter* (`service.py`, `trace_run.py`, `cli.py`) owns the bus connection
-and `AsyncLLM`. The *workers* (`worker.py`, `runner.py`, `compiler.py`, `save_tracker.py`), started by vLLM, run the
-blocks. One `step_link.py` socket leads from the second to the first.
+The *adapter* process (`adapter/`) owns the bus connection and `AsyncLLM`. vLLM starts *EngineCore* (`core/`), which
+schedules requests, and the *workers* (`worker/`), which run the blocks. The workers report to the adapter over the
+sockets of `link/`. `launch/` starts and ends these processes, and `protocol/` has the messages between them.
 """
 
-# nnsight puts a `save` attribute on every object. anyio's attribute sets refuse attributes they do not know when they
-# are defined, and anyio defines them when first asked for: ask before anything here imports nnsight.
+# nnsight puts a `save` attribute on every object. anyio defines its attribute sets when they are first imported, and
+# refuses unknown attributes then. So import them before any module here imports nnsight.
 from anyio.abc import SocketAttribute as _SocketAttribute  # noqa: F401
 from anyio.streams.file import FileStreamAttribute as _FileStreamAttribute  # noqa: F401
 from anyio.streams.tls import TLSAttribute as _TLSAttribute  # noqa: F401

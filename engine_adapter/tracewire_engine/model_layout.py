@@ -1,4 +1,4 @@
-"""Where a model has its decoder layers and its last norm, and whether its layers take the residual stream apart."""
+"""Finds a model's decoder layers and its final norm, and whether its layers pass the residual stream separately."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ def find_norm(model: torch.nn.Module, layers: str) -> torch.nn.Module | None:
 
 
 def takes_residual(layers: Iterable[torch.nn.Module]) -> bool:
-    """Whether decoder layers take the `residual` that they are handed, so that the stream is the sum of both.
+    """Whether decoder layers use the `residual` that they are given, so that the stream is the sum of two tensors.
 
-    Read off the source of their `forward`: whether it uses the argument before it binds the name anew. Where there is
-    no source, they are taken to be as most are.
+    Found in the source of `forward`: whether it uses the argument `residual` before it assigns to the name. Without a
+    source, the layers are taken to use it, as those of most models do.
     """
     return any(_takes_residual(kind) for kind in {type(layer) for layer in layers})
 

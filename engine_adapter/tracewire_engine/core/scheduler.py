@@ -1,35 +1,35 @@
-"""vLLM's scheduler, which can also pause single requests, and knows those with interventions from plain ones.
+"""Extends vLLM's scheduler: it can pause single requests, and treats requests with interventions differently.
 
-Plain requests are scheduled as vLLM does: long prompts in chunks, what is cached of them not at all. A request with
-interventions, a *traced* one, is different in three ways:
+vLLM schedules plain requests as usual: long prompts in chunks, and cached prefixes not at all. A request with
+interventions, a *traced* request, differs in three ways:
 
-- Its prompt is computed in one step, since a block is to see it whole. When it does not fit beside what else a step
-  would compute, the next step makes room for it: prompts that are under way in chunks rest, and the step may have as
-  many tokens as the workers can take, as far as they are needed.
-- Its KV blocks never enter the prefix cache. What is computed under an edit serves nobody else, and blocks without a
-  future are the first to be used again, so that they do not push out what plain requests share.
-- When it is preempted, the workers copy its KV blocks to the host (`kv_offload.py`) and back when it goes on. It is not
-  computed anew, and what it reads and edits is what it would have been.
+- Its prompt is computed in one step, because a block must see it whole. If it does not fit into a step beside the other
+  requests, the scheduler makes room in the next step. Prompts that are being computed in chunks rest for that step, and
+  the step may have more tokens than usual, up to the number that the workers can take.
+- Its KV blocks never enter the prefix cache, because values computed under an edit are of no use to other requests.
+  vLLM reuses uncached KV blocks first, so they do not push out prefixes that plain requests share.
+- If it is preempted, the workers copy its KV blocks to the host (`kv_offload.py`), and back when it continues. It is
+  not recomputed, so its interventions read and edit each token once.
 
-The workers zero the KV blocks that a traced request leaves, before anybody else writes to them (`kv_offload.py` says
+The workers zero the KV blocks that a traced request leaves, before another request writes to them (`kv_offload.py` says
 why).
 
-A paused request is not scheduled, and takes neither a step's tokens nor a place among the running requests. It stays in
-vLLM's own queues, where an abort, and a token that is still on its way, find it. Only while vLLM decides on a step, or
-counts what is left to do, is it set aside from them. Its KV blocks stay its own until somebody finds none free: then
-paused requests are preempted first.
+A paused request is not scheduled. It takes neither tokens of a step nor a place among the running requests. It stays in
+vLLM's own queues, where an abort or the token of a running step can find it. It is taken out of them only while vLLM
+plans a step or counts the requests with work to do. It keeps its KV blocks until another request needs one and none is
+free; then paused requests are preempted first.
 
-An engine that has nothing but paused requests is idle to vLLM, and waits for messages. It makes one step without tokens
-before, so that the workers report the last step that had any.
+vLLM sees an engine with nothing but paused requests as idle, and waits for messages. Before that, the scheduler makes
+one step without tokens, so that the workers report the last step that had tokens.
 
-With each step the workers are told how many tokens those traced requests have put out that ended since the last one.
-They may have been in later steps: an abort, and with async scheduling any end, comes when the next step is under way.
+With each step the scheduler tells the workers how many tokens each traced request has that ended since the last step.
+The request may have been in later steps too. An abort, and with async scheduling any end, comes while the next step is
+already running.
 
-EngineCore builds the scheduler from a dotted path, [`pausing_scheduler`][], and answers the utility calls
-`tracewire_pause`, `tracewire_resume`, `tracewire_hold` (which pauses all there are, and all that come),
-`tracewire_end` (which aborts requests and tells how many tokens each has) and `tracewire_counts` from then on.
-A step that has been given to the workers is not called back: a pause takes hold after at most one such step, or two
-with async scheduling.
+EngineCore builds the scheduler from a dotted path, [`pausing_scheduler`][]. From then on EngineCore answers these
+utility calls: `tracewire_pause`, `tracewire_resume`, `tracewire_hold` (pauses all requests, later ones included),
+`tracewire_end` (aborts requests, and returns how many tokens each has) and `tracewire_counts`. A step that was given to
+the workers is not called back. So a pause takes effect after at most one more step, or two with async scheduling.
 """
 
 from __future__ import annotations
@@ -50,18 +50,19 @@ from tracewire_engine.protocol.keys import BLOCK_ARG, DECLARED_ARG, EDITS_ARG, K
 
 __all__ = ["PausingAsyncScheduler", "PausingScheduler", "pausing_scheduler"]
 
-#: How many bytes of KV a worker keeps of preempted requests, unless `additional_config` says otherwise.
+#: How many bytes of KV cache of preempted requests a worker keeps, by default.
 _KEPT_BYTES = 8 << 30
 
-#: A full block enters the prefix cache with an allocation as soon as its last token is known, which is up to two steps
-#: after the one that computes it was decided on. (With more steps under way, it does with the token's output.)
+#: vLLM puts a full KV block into the prefix cache at an allocation when the block's last token is known. That is up to
+#: this many steps after the step that computes the token was planned. (If more steps are running, vLLM does so when it
+#: handles the token's output.)
 _LATE = 2
 
-#: vLLM's queues of requests that do not run: each version has two of them.
+#: The attributes with vLLM's queues of requests that do not run. Each version of vLLM has two of them.
 _WAITING = ("waiting", "kv_holding_waiting", "skipped_waiting")
 
 
-#: The context of most steps, which is entered several times a step at no cost.
+#: A context that changes nothing, for most steps.
 _AS_IT_IS = nullcontext()
 
 
@@ -80,9 +81,10 @@ class _Pausing:
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.tracewire_paused: set[Any] = set()
-        #: Whether all are, those to come included.
+        #: Whether all requests are paused, later ones included.
         self.tracewire_held = False
-        #: Requests hidden from vLLM among the running ones. vLLM may take blocks from them, the last first.
+        #: Running requests that are hidden from vLLM at the moment. If KV blocks run out, they are preempted, the last
+        #: first.
         self.tracewire_aside: list[Any] = []
         self.tracewire_preempted: list[Any] = []
         extra = self.vllm_config.additional_config
@@ -92,20 +94,20 @@ class _Pausing:
             )
         #: Whether the last step had tokens.
         self.tracewire_stepped = False
-        #: The traced request that did not fit what the last step had left.
+        #: A traced request whose prompt did not fit into the last step.
         self.tracewire_unfit: Any = None
-        #: Which KV blocks the workers are to copy to the host before the next step, by request, a list for each group
-        #: (0: none at that place); and whose they hold: how many.
+        #: The KV blocks that the workers must copy to the host before the next step, by request id: a list of block ids
+        #: for each KV cache group, 0 for no block. And how many blocks the workers hold of each preempted request.
         self.tracewire_leaving: dict[str, list[list[int]]] = {}
         self.tracewire_kept: dict[Any, int] = {}
         self.tracewire_preemptions = self.tracewire_steps = 0
-        #: How many tokens each traced request has put out that ended since the last step.
+        #: How many tokens each traced request has that ended since the last step.
         self.tracewire_ends: dict[str, int] = {}
         manager: Any = self.kv_cache_manager  # type: ignore[attr-defined]
         self._allocate = manager.allocate_slots
-        # The one place where running and waiting requests alike learn that there are no free blocks.
+        # vLLM calls this for running and for waiting requests, so this is where a lack of free blocks shows.
         manager.allocate_slots = self._allocate_slots
-        #: Which KV blocks traced requests have, and which of those that they left the workers have not zeroed.
+        #: The ids of KV blocks that traced requests have; and of those that they left and the workers must still zero.
         self.tracewire_edited: set[int] = set()
         self.tracewire_unclean: list[int] = []
         self._for_traced = False
@@ -113,28 +115,28 @@ class _Pausing:
         self._take_from_pool, self._give_to_pool = pool.get_new_blocks, pool.free_blocks
         pool.get_new_blocks, pool.free_blocks = self._taken_blocks, self._given_blocks
         coordinator: Any = manager.coordinator
-        #: How many positions a block holds where one more token can need nothing but a block, and 1 elsewhere; how many
-        #: full blocks of each request are in the prefix cache; and what an allocation of nothing returns.
+        #: For a simple KV cache (`_is_simple`), how many positions a block holds, else 1; how many full blocks of each
+        #: request are in the prefix cache; and the result of an allocation without new blocks.
         self._block_size, self._cached = 1, None
         self._nothing: Any = manager.empty_kv_cache_blocks
         if self.vllm_config.speculative_config is None and _is_simple(manager):
             (simple,) = coordinator.single_type_managers
             self._block_size, self._cached = simple.block_size, simple.num_cached_block
         self._cache = coordinator.cache_blocks
-        # Through which all blocks go into the prefix cache.
+        # vLLM puts all blocks into the prefix cache through this function.
         coordinator.cache_blocks = self._cache_blocks
         groups: Any = self.kv_cache_config.kv_cache_groups  # type: ignore[attr-defined]
         self._keepable = int(extra.get(KEPT_BYTES, _KEPT_BYTES) / _block_bytes(groups)) if _can_keep(groups) else 0
 
     def pause_requests(self, request_ids: Iterable[str]) -> int:
-        """Leave these out of every step until they are resumed; returns how many of them there still are."""
+        """Leave these requests out of every step until they are resumed. Returns how many of them have not ended."""
         found = {self.requests[request_id] for request_id in request_ids if request_id in self.requests}
         alive = {request for request in found if not request.is_finished()}
         self.tracewire_paused |= alive
         return len(alive)
 
     def resume_requests(self, request_ids: Iterable[str]) -> int:
-        """Let these go on; returns how many of them were paused."""
+        """Resume these requests. Returns how many of them were paused."""
         names = set(request_ids)
         found = {request for request in self.tracewire_paused if request.request_id in names}
         found = {request for request in found if not request.is_finished()}
@@ -142,23 +144,23 @@ class _Pausing:
         return len(found)
 
     def hold(self, on: bool) -> None:
-        """Leave all requests out of every step, or all but the paused in again."""
+        """With `on`, leave all requests out of every step; else only those that are paused singly."""
         self.tracewire_held = on
 
     def schedule(self, *args: Any, **options: Any) -> Any:
-        """vLLM's next step, without the paused."""
+        """Let vLLM plan the next step without paused requests, and add the messages for the workers to it."""
         with self._set_aside(), self._make_room():
             output: Any = super().schedule(*args, **options)  # type: ignore[misc]
         self.tracewire_stepped = output.total_num_scheduled_tokens > 0
         self.tracewire_steps += self.tracewire_stepped
-        # The workers look for it before they write to any block.
+        # The workers read these before they write to any KV block.
         output.tracewire_leaving, self.tracewire_leaving = self.tracewire_leaving, {}
         output.tracewire_ends, self.tracewire_ends = self.tracewire_ends, {}
         output.tracewire_unclean, self.tracewire_unclean = self.tracewire_unclean, []
         return output
 
     def tokens(self, request_ids: Iterable[str]) -> dict[str, int]:
-        """How many tokens each of these has put out, of those that have not ended."""
+        """How many tokens each of these requests has generated. Requests that have ended are left out."""
         found = [self.requests[request_id] for request_id in request_ids if request_id in self.requests]
         return {request.request_id: request.num_output_tokens for request in found if not request.is_finished()}
 
@@ -168,7 +170,7 @@ class _Pausing:
         return super()._free_request(request, *args, **options)  # type: ignore[misc]
 
     def counts(self) -> dict[str, int]:
-        """The contents of the queues and of the KV cache, for tests and for the search for leaks."""
+        """Numbers of requests, preemptions, steps and KV blocks, for tests and for finding leaks."""
         pool: Any = self.kv_cache_manager.block_pool  # type: ignore[attr-defined]
         return {
             "requests": len(self.requests),
@@ -176,19 +178,19 @@ class _Pausing:
             "kept": len(self._still_kept()),
             "preemptions": self.tracewire_preemptions,
             "steps": self.tracewire_steps,
-            # One is vLLM's own, which stands for no block.
+            # vLLM keeps block 0 to stand for no block.
             "blocks": pool.num_gpu_blocks - 1,
             "free_blocks": pool.get_num_free_blocks(),
         }
 
     def get_num_unfinished_requests(self) -> int:
-        """How many requests there is something to do for."""
+        """How many requests have work to do: those that are not paused."""
         with self._set_aside():
             count: int = super().get_num_unfinished_requests()  # type: ignore[misc]
         return count
 
     def has_requests(self) -> bool:
-        """Whether to make a step."""
+        """Whether EngineCore must make a step."""
         return bool(super().has_requests()) or (self.tracewire_stepped and bool(self._still_paused()))  # type: ignore[misc]
 
     def _still_paused(self) -> set[Any]:
@@ -199,9 +201,10 @@ class _Pausing:
         return self.tracewire_paused
 
     def _set_aside(self) -> AbstractContextManager[None]:
-        """Show vLLM its queues without the paused, and no more running requests than it may have.
+        """A context in which vLLM sees no paused requests, and no more running requests than may run at once.
 
-        There can be more: while a request was paused, its place was another's. It then waits for one, blocks and all.
+        There can be more, because another request may have taken the place of a paused one that was then resumed. The
+        extra requests wait for a place and keep their KV blocks.
         """
         paused, limit = self._still_paused(), self._places()
         if self.lora_config is not None:
@@ -209,9 +212,9 @@ class _Pausing:
         return self._without(paused, limit) if paused or len(self.running) > limit else _AS_IT_IS
 
     def _beyond_loras(self, paused: set[Any]) -> set[Any]:
-        """Running requests of more LoRA adapters than a step may have: who came first goes first.
+        """The running requests whose LoRA adapters are too many for one step. Earlier requests take precedence.
 
-        While a request was paused, another adapter's got the place of its own.
+        There can be too many, because another adapter may have taken the place of a paused request's adapter.
         """
         using = [one for one in self.running if one.lora_request is not None and one not in paused]
         taken: set[int] = set()
@@ -236,7 +239,7 @@ class _Pausing:
         try:
             yield
         finally:
-            # Behind those that ran meanwhile; waiting ones before those that wait.
+            # Running requests go behind those that ran meanwhile, waiting ones before the others that wait.
             self.running.extend(aside)
             for queue, out in taken:
                 queue.prepend_requests(reversed(out))
@@ -248,9 +251,10 @@ class _Pausing:
         return getattr(self, "max_num_active_reqs", None) or self.max_num_running_reqs
 
     def _make_room(self) -> AbstractContextManager[None]:
-        """Show vLLM a step in which the traced prompt fits that did not fit the last one, if there is one.
+        """A context in which the step has room for the traced prompt that did not fit into the last one, if any.
 
-        Prompts under way in chunks rest for the step; if the others' tokens are too many beside it, they do too.
+        Prompts that are being computed in chunks rest for the step. If the generating requests leave too few tokens,
+        they rest too.
         """
         request, self.tracewire_unfit = self.tracewire_unfit, None
         if request is None or request.is_finished() or len(self.running) >= self._places():
@@ -277,23 +281,23 @@ class _Pausing:
         finally:
             self.max_num_scheduled_tokens, config.long_prefill_token_threshold = usual, threshold
             setattr(self, places, limit)
-            # In their order, without the preempted ones; new requests come behind them.
+            # Restore the order, without requests that were preempted; new requests come last.
             gone = set(going) - set(self.running)
             fresh = [one for one in self.running if one not in going]
             self.running = [one for one in before if one not in gone] + fresh
 
     def _victim(self) -> Any:
-        """The request to preempt among those set aside: the last without interventions, or else the last."""
+        """Take the request to preempt out of those set aside: the last plain one, or else the last."""
         aside = self.tracewire_aside
         return aside.pop(next((place for place in range(len(aside) - 1, -1, -1) if _is_plain(aside[place])), -1))
 
     def _allocate_slots(self, request: Any, num_new_tokens: int, *args: Any, **options: Any) -> Any:
-        """vLLM's allocation, which finds the blocks of those set aside when there are no others.
+        """Replaces vLLM's allocation of KV blocks for a request. It can also take the blocks of requests set aside.
 
-        A traced prompt gets blocks as a whole, or none yet. Most tokens of a request that generates have a place in a
-        block that it has: that is not asked for.
+        A traced prompt gets blocks for the whole prompt, or none yet. If the next token of a generating request fits
+        into a block that it has, vLLM is not asked at all.
         """
-        # Of each request in each step, so as few questions as can be.
+        # Called for each request in each step, so the common case comes out early.
         if request.status is not RequestStatus.RUNNING:
             if not _is_plain(request) and self._is_cut(request, num_new_tokens, *args, **options):
                 self.tracewire_unfit = request
@@ -305,7 +309,10 @@ class _Pausing:
         return self._allocate_or_take(request, num_new_tokens, *args, **options)
 
     def _allocate_kept(self, request: Any, *args: Any, **options: Any) -> Any:
-        """Blocks of a request that goes on with what the workers kept of it: as if its KV came from elsewhere."""
+        """Allocate KV blocks for a preempted request whose KV the workers hold.
+
+        vLLM is told that the KV of its computed tokens comes from outside, as from a KV connector.
+        """
         options["num_external_computed_tokens"] = computed = request.num_computed_tokens
         request.num_computed_tokens = 0
         try:
@@ -314,29 +321,29 @@ class _Pausing:
             request.num_computed_tokens = computed
 
     def _is_cut(self, request: Any, num_new_tokens: int, num_new_computed_tokens: int = 0, **options: Any) -> bool:
-        """Whether vLLM would compute only a part of what is to be computed of a request that is about to run."""
+        """Whether vLLM would cut the prompt of a request that is about to run, and compute only a part of it."""
         computed = (
             request.num_computed_tokens + num_new_computed_tokens + options.get("num_external_computed_tokens", 0)
         )
         left: int = request.num_tokens - computed
         most: int = self.scheduler_config.max_num_batched_tokens
-        # What no step can take is let through, so that it does not stand in everybody's way.
+        # A prompt that fits into no step is cut all the same, so that it does not block the queue for ever.
         return num_new_tokens < left <= most
 
     def _allocate_or_take(self, request: Any, *args: Any, **options: Any) -> Any:
-        """vLLM's allocation, with the blocks of those set aside while there are no others."""
+        """Allocate KV blocks as vLLM does. While none are free, preempt requests that are set aside."""
         blocks = self._allocate_for(request, *args, **options)
         while blocks is None and self.tracewire_aside:
             victim = self._victim()
             self._preempt_request(victim, time.monotonic())
-            # Not to be scheduled in this very step.
+            # It must not be scheduled again in this very step.
             self.waiting.remove_request(victim)
             self.tracewire_preempted.append(victim)
             blocks = self._allocate_for(request, *args, **options)
         return blocks
 
     def _allocate_for(self, request: Any, *args: Any, **options: Any) -> Any:
-        """vLLM's allocation; what a traced request is given is noted as its own."""
+        """Allocate KV blocks as vLLM does, and note those of a traced request."""
         self._for_traced = not _is_plain(request)
         try:
             return self._allocate(request, *args, **options)
@@ -344,14 +351,17 @@ class _Pausing:
             self._for_traced = False
 
     def _taken_blocks(self, *args: Any, **options: Any) -> list[Any]:
-        """vLLM's own allocation of free blocks, for any request."""
+        """Replaces the block pool's allocation, which serves all requests, to note the blocks of traced ones."""
         blocks: list[Any] = self._take_from_pool(*args, **options)
         if self._for_traced:
             self.tracewire_edited.update([block.block_id for block in blocks])
         return blocks
 
     def _given_blocks(self, blocks: Iterable[Any], *args: Any, **options: Any) -> None:
-        """vLLM's way of giving them back: at a request's end, when it is preempted, and behind a sliding window."""
+        """Replaces the block pool's release of blocks, to find those of traced requests that must be zeroed.
+
+        vLLM calls it at a request's end, when a request is preempted, and for blocks behind a sliding window.
+        """
         edited = self.tracewire_edited
         if not edited:
             self._give_to_pool(blocks, *args, **options)
@@ -364,7 +374,7 @@ class _Pausing:
                 self.tracewire_unclean.append(block.block_id)
 
     def _cache_blocks(self, request: Any, num_computed_tokens: int) -> None:
-        """vLLM's way into the prefix cache, for plain requests with a block that is not there yet."""
+        """Replaces vLLM's function that puts blocks into the prefix cache: it does so for plain requests only."""
         cached = self._cached
         if cached is not None and num_computed_tokens // self._block_size <= cached.get(request.request_id, 0):
             return
@@ -372,12 +382,13 @@ class _Pausing:
             self._cache(request, num_computed_tokens)
 
     def _preempt_request(self, request: Any, *args: Any, **options: Any) -> None:
-        """vLLM's, which forgets what was computed; of a traced request, the workers keep it."""
+        """Preempt a request as vLLM does. Of a traced request, let the workers keep the KV that it has computed."""
         computed = request.num_computed_tokens
         held: list[list[int]] = []
-        # vLLM 0.25 lets a preempted request go on whatever is still on its way: one token is there by then.
+        # vLLM 0.25 resumes a preempted request even if tokens of it are still being computed. At most one may be: it is
+        # known by then.
         settled = hasattr(request, "num_stale_output_tokens") or request.num_output_placeholders <= 1
-        # Dropped, it is because the KV is no longer valid.
+        # vLLM sets `drop_stale_output` if the KV is no longer valid.
         if not _is_plain(request) and computed and settled and not options.get("drop_stale_output", False):
             held = self._held(request.request_id, computed)
         super()._preempt_request(request, *args, **options)  # type: ignore[misc]
@@ -390,14 +401,17 @@ class _Pausing:
             self.tracewire_leaving[request.request_id] = held
 
     def _held(self, request_id: str, computed: int) -> list[list[int]]:
-        """The blocks with the first `computed` tokens of a request, by group; 0 where a sliding window has left one."""
+        """The ids of the KV blocks with a request's first `computed` tokens, by KV cache group.
+
+        The id is 0 where a sliding window has moved past the block.
+        """
         manager: Any = self.kv_cache_manager  # type: ignore[attr-defined]
         sizes = [one.block_size for one in manager.coordinator.single_type_managers]
         pairs = zip(manager.get_block_ids(request_id), sizes, strict=True)
         return [list(blocks[: -(-computed // size)]) for blocks, size in pairs]
 
     def _still_kept(self) -> dict[Any, int]:
-        """How many blocks the workers hold of each preempted request."""
+        """How many KV blocks the workers hold of each preempted request."""
         kept = self.tracewire_kept
         for request in [one for one in kept if one.is_finished() or one.status != RequestStatus.PREEMPTED]:
             del kept[request]
@@ -405,7 +419,7 @@ class _Pausing:
 
 
 def _is_simple(manager: Any) -> bool:
-    """Whether all that a KV cache holds of a request are blocks of positions that stay until its end, of one kind."""
+    """Whether a KV cache has one kind of block, of full attention, so that a request keeps its blocks to its end."""
     managers = manager.coordinator.single_type_managers
     return (
         len(managers) == 1
@@ -415,15 +429,16 @@ def _is_simple(manager: Any) -> bool:
 
 
 def _specs(group: Any) -> list[Any]:
-    """The contents of a block for each layer of a KV cache group."""
+    """The KV cache specification of each layer of a KV cache group."""
     inner = getattr(group.kv_cache_spec, "kv_cache_specs", None)
     return list(inner.values()) if inner else [group.kv_cache_spec] * len(group.layer_names)
 
 
 def _can_keep(groups: Any) -> bool:
-    """Whether what a request has computed is in its blocks and nowhere else, as it was after its last step.
+    """Whether copying a request's KV blocks saves all that it has computed.
 
-    Attention's are blocks of positions. A recurrent layer has one, with its state, unless states are cached for others.
+    This holds for attention layers. It holds for recurrent layers, whose state lies in one block, unless vLLM caches
+    their states for other requests.
     """
     return bool(groups) and all(
         isinstance(spec, AttentionSpec)
@@ -434,13 +449,13 @@ def _can_keep(groups: Any) -> bool:
 
 
 def _block_bytes(groups: Any) -> int:
-    """How many bytes a block has, in all layers of a worker."""
+    """How many bytes a KV block takes in all layers of a worker."""
     size: int = max(sum(spec.page_size_bytes for spec in _specs(group)) for group in groups)
     return size
 
 
 def _tokens_left(request: Any) -> int:
-    """How many tokens of a running request are to be computed: 1 when it generates."""
+    """How many tokens of a running request are still to be computed: 1 if it generates."""
     left: int = request.num_tokens + request.num_output_placeholders - request.num_computed_tokens
     return left
 
@@ -448,18 +463,18 @@ def _tokens_left(request: Any) -> int:
 def _is_plain(request: Any) -> bool:
     plain: bool | None = getattr(request, "tracewire_plain", None)
     if plain is None:
-        # Found out once: it is asked of each request in each step.
+        # Cached on the request, since each step asks this of each request.
         arguments = getattr(request.sampling_params, "extra_args", None) or {}
         plain = request.tracewire_plain = arguments.keys().isdisjoint((BLOCK_ARG, DECLARED_ARG, EDITS_ARG))
     return plain
 
 
 class PausingScheduler(_Pausing, Scheduler):
-    """vLLM's scheduler that knows each step's tokens before it decides on the next."""
+    """vLLM's synchronous scheduler, which knows each step's tokens before it plans the next step, with pauses."""
 
 
 class PausingAsyncScheduler(_Pausing, AsyncScheduler):
-    """vLLM's scheduler that decides on a step while the one before runs."""
+    """vLLM's asynchronous scheduler, which plans a step while the one before runs, with pauses."""
 
 
 def _pause(core: Any, request_ids: list[str]) -> int:
@@ -488,7 +503,12 @@ def _counts(core: Any) -> dict[str, int]:
 
 
 def pausing_scheduler(vllm_config: Any, **options: Any) -> _Pausing:
-    """Make EngineCore's scheduler, and let EngineCore answer calls about it: what `scheduler_cls` names."""
+    """Make EngineCore's scheduler, and add the utility calls to EngineCore. vLLM's option `scheduler_cls` names this.
+
+    Args:
+        vllm_config: of the engine; decides between the synchronous and the asynchronous scheduler.
+        options: the other arguments that vLLM gives a scheduler.
+    """
     EngineCore.tracewire_pause, EngineCore.tracewire_resume, EngineCore.tracewire_hold = _pause, _resume, _hold
     EngineCore.tracewire_counts, EngineCore.tracewire_end = _counts, _end
     kind = PausingAsyncScheduler if vllm_config.scheduler_config.async_scheduling else PausingScheduler

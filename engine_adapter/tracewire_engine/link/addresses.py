@@ -1,14 +1,14 @@
-"""Where the workers find their adapter, and who may connect there.
+"""Addresses of the adapter's sockets, and the keys that protect them.
 
-On one machine both ends are unix sockets in a folder that only their user can enter. Workers on other machines need TCP
-addresses, which anybody can reach: those sockets speak CURVE, ZeroMQ's own encryption, and the adapter takes only who
-shows the key pair that its workers were given. The keys are made anew by each adapter and kept nowhere.
+On one machine the sockets are unix sockets in a folder that only their user can enter. Workers on other machines need
+TCP, which any host on the network can reach. So TCP sockets use CURVE, ZeroMQ's encryption, and the adapter accepts
+only connections with the key pair that it gave its workers. Each adapter makes new keys and stores them nowhere.
 
 An address is one string: `ipc:///run/x/link`, or `tcp://10.0.0.1:4711?blobs=4712&server=...`, with the ports of the
 other sockets and the keys in hexadecimal.
 
-Over TCP a connection can break and come back, and what was under way is then lost without a word. So a worker whose
-connection breaks ends: its engine is then lost as a whole, and its traces go on elsewhere.
+A TCP connection can break and be established again, and messages on the way are then lost silently. So a worker whose
+connection breaks kills itself. Its engine then ends as a whole, and other engines take over the traces.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["Guard", "bind", "connect", "die", "endpoint", "extended", "host_and_
 
 logger = logging.getLogger("vllm.tracewire")
 
-#: How often a TCP connection that is silent is tried, and how long it may stay silent, in seconds.
+#: How often a silent TCP connection gets a heartbeat, and how long it may stay silent, in seconds.
 _BEAT_S, _SILENT_S = 2, 20
 
 #: The events of a socket that mean the end of a connection.
@@ -54,15 +54,20 @@ class _Pair(NamedTuple):
 
 
 class Guard:
-    """The adapter's keys: its own, and the one pair that all its workers show."""
+    """The adapter's CURVE keys: its own pair, and the pair that all its workers use."""
 
     def __init__(self) -> None:
         self._server, self._workers = _Pair.new(), _Pair.new()
 
     def protect(self, context: zmq.Context[Any], socket: zmq.Socket[Any]) -> Callable[[], None]:
-        """Let only this adapter's workers connect to `socket`, of a `context` that nobody has protected yet.
+        """Let only this adapter's workers connect to `socket`. Call it before the socket is bound.
 
-        Before it is bound. Returns what is to be called before the context is destroyed.
+        Args:
+            context: of the socket. Only one socket of a context can be protected.
+            socket: to protect.
+
+        Returns:
+            A function to call before the context is destroyed.
         """
         authenticator = ThreadAuthenticator(zmq.Context.shadow(context.underlying))
         authenticator.start()
@@ -73,11 +78,11 @@ class Guard:
         return authenticator.stop
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Whether who shows the public key `key` may connect; asked by pyzmq."""
+        """Whether a client with the public key `key` may connect. pyzmq calls it."""
         return key == self._workers.public
 
     def parameters(self) -> dict[str, str]:
-        """The parts of an address that the workers must know. A secret."""
+        """The keys as parameters of an address, for the workers. They are secret."""
         return {
             "server": _hexadecimal(self._server.public),
             "public": _hexadecimal(self._workers.public),
@@ -105,12 +110,12 @@ def endpoint(address: str, role: str = "link") -> str:
 
 
 def extended(address: str, role: str, bound: str) -> str:
-    """`address` with the socket `role` in it, which is bound to the endpoint `bound`."""
+    """Add the port of the socket `role`, which is bound to the endpoint `bound`, to a remote address."""
     return f"{address}&{urlencode({role: bound.rpartition(':')[2]})}" if is_remote(address) else address
 
 
 def bind(socket: zmq.Socket[Any], at: str) -> str:
-    """Bind to an endpoint, `tcp://HOST:*` for any free port; returns the endpoint that it became."""
+    """Bind a socket to an endpoint; `tcp://HOST:*` means any free port. Returns the actual endpoint."""
     if at.startswith("tcp://["):
         socket.setsockopt(zmq.IPV6, 1)
     socket.bind(at)
@@ -118,7 +123,13 @@ def bind(socket: zmq.Socket[Any], at: str) -> str:
 
 
 def connect(socket: zmq.Socket[Any], address: str, role: str = "link") -> None:
-    """Connect a worker's socket. If the address is remote, the end of the connection is this process's end."""
+    """Connect a worker's socket. If the address is remote, this process kills itself when the connection ends.
+
+    Args:
+        socket: to connect.
+        address: of the adapter.
+        role: which of the adapter's sockets to connect to: `"link"`, `"blobs"` or `"pulse"`.
+    """
     if is_remote(address):
         keys = parse_qs(address.partition("?")[2])
         server, public, secret = (z85.encode(bytes.fromhex(keys[name][0])) for name in ("server", "public", "secret"))
@@ -139,17 +150,17 @@ def _watch(monitor: zmq.Socket[Any], role: str) -> None:
         event = zmq.Event(recv_monitor_message(monitor)["event"])
     except zmq.ZMQError:  # the process ends
         return
-    die(f"its connection to the adapter ({role}) is gone: {event.name}")
+    die(f"its connection to the adapter ({role}) ended: {event.name}")
 
 
 def die(why: str) -> None:
-    """End this process now, as whatever killed it would have: no thread and no collective operation can hold it up."""
+    """Kill this process by SIGKILL, which no thread and no collective operation can hold up, and log the reason."""
     logger.error("this worker ends: %s", why)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """The host and the port of `HOST:PORT`, in which an IPv6 host stands in brackets.
+    """The host and the port of `HOST:PORT`; an IPv6 host is in brackets.
 
     Raises:
         ValueError: `address` is not of this form.

@@ -1,10 +1,10 @@
-"""The adapter's end of the link for large arrays, beside the link of the steps' reports.
+"""The adapter's end of the link for large arrays.
 
-A worker's `BlobSender` digests large arrays on a thread and pushes them in chunks over a socket of their own. Both ends
-queue a few chunks only: when Redis is slow, the thread waits, and the model does not.
+A worker's `BlobSender` digests large arrays on a thread, and sends them in chunks over a socket separate from that of
+the steps' reports. Both ends queue only a few chunks: when Redis is slow, the thread waits and the model does not.
 
-A request's reports take this way too from its first large array on, in order behind the chunks. An adapter that has
-written everything before a report has therefore written the blobs that the report refers to.
+From a request's first large array on, its reports take this way too, in order behind the chunks. So when the adapter
+reaches a report, it has already written the blobs that the report refers to.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ __all__ = ["QUEUED_CHUNKS", "BlobChunk", "BlobReceiver"]
 
 logger = logging.getLogger("vllm.tracewire")
 
-#: Chunks that a socket's end queues at most.
+#: The most chunks that each end of the socket queues.
 QUEUED_CHUNKS = 8
 
 
 class BlobChunk(msgspec.Struct, array_like=True):
-    """One chunk of a request's blob. Its bytes are a frame of their own, and `data` once it was received."""
+    """One chunk of a request's blob. Its bytes travel in a separate frame; the receiver sets `data` to them."""
 
     request: str
     blob: str
@@ -45,12 +45,10 @@ _reports = msgspec.msgpack.Decoder(list[Report])
 
 
 class BlobReceiver(Receiver):
-    """The adapter's end: yields chunks and reports, in the order in which the worker sent each request's.
-
-    `address` is the link's with this socket in it; `guard` is the link's.
-    """
+    """The adapter's end: yields chunks and reports. Those of one request come in the order in which they were sent."""
 
     def __init__(self, link_address: str, guard: Guard | None = None) -> None:
+        """Bind the socket. `address` is then `link_address` with this socket added; `guard` is the link's."""
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.PULL)
         self._socket.setsockopt(zmq.RCVHWM, QUEUED_CHUNKS)
@@ -67,12 +65,12 @@ class BlobReceiver(Receiver):
         self._context.destroy(linger=0)
 
     async def items(self) -> AsyncIterator[BlobChunk | Report]:
-        """Yield every chunk and report. Never ends by itself. Nothing more is received than a few chunks ahead."""
+        """Yield every chunk and report, without end. At most a few chunks are received in advance."""
         while True:
             try:
                 frames = await self._socket.recv_multipart(copy=False)
             except zmq.Again:
-                # A connection that is being let in can look like a message.
+                # The socket can signal a message while it only accepts a connection.
                 continue
             try:
                 if len(frames) == 1:
@@ -81,8 +79,8 @@ class BlobReceiver(Receiver):
                     continue
                 chunk = _chunks.decode(frames[0].buffer)
             except msgspec.MsgspecError:
-                # A defect, but one request's: its trace ends with an error, the others go on.
-                logger.exception("a message of the workers could not be read")
+                # A defect that costs one request: its trace ends with an error, and the others go on.
+                logger.exception("a message of a worker could not be decoded")
                 continue
             chunk.data = frames[1].buffer
             yield chunk

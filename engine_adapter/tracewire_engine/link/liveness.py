@@ -1,11 +1,13 @@
-"""A worker and its adapter look whether the other is still there, when they are on different machines.
+"""Heartbeats between the adapter and workers on other machines, so that each finds out if the other is gone.
 
-On one machine the kernel tells. Across a network that was cut nobody does: a step waits in a collective operation, and
-Ray finds out when its own health checks have failed, which takes as long as its cluster was set to. So each worker
-sends a beat a second, which the adapter answers. A worker that hears nothing for the *patience* ends itself, and sets
-its device free; an adapter that misses a worker for as long gives its engine up.
+On one machine the kernel ends a worker whose parent dies. If the network between two machines fails, there is no such
+signal: a step waits in a collective operation, and Ray notices only when its own health checks fail, which depends on
+the cluster's settings. So each worker sends a heartbeat every second, and the adapter answers it. If a worker gets no
+answer for the *patience*, it kills itself and thereby frees its device. If the adapter gets no heartbeat from a worker
+for as long, it ends its engine.
 
-Beats have a thread of their own on both sides. A process that holds the interpreter lock for so long counts as dead.
+Both sides use a thread of their own for heartbeats. A process that holds the interpreter lock for longer than the
+patience counts as dead.
 """
 
 from __future__ import annotations
@@ -29,9 +31,16 @@ _BEAT_S = 1.0
 
 
 class HeartbeatSender:
-    """The worker's end. `name` tells the adapter's log who it is."""
+    """The worker's end: sends heartbeats, and kills this process if the adapter does not answer."""
 
     def __init__(self, address: str, name: str, patience_s: float) -> None:
+        """Start the thread.
+
+        Args:
+            address: of the adapter.
+            name: of this worker, for the adapter's log.
+            patience_s: how long to wait for an answer, in seconds.
+        """
         self._address = address
         self._name = name.encode()
         self._patience_s = patience_s
@@ -55,12 +64,19 @@ class HeartbeatSender:
 
 
 class HeartbeatReceiver(Receiver):
-    """The adapter's end. `address` is the link's with this socket in it.
+    """The adapter's end: answers heartbeats, and reports workers that stay silent.
 
-    Where workers are on this machine only, it does nothing.
+    It does nothing if all workers are on this machine.
     """
 
     def __init__(self, link_address: str, guard: Guard | None = None, patience_s: float = 30.0) -> None:
+        """Bind the socket and start the thread. `address` is then `link_address` with this socket added.
+
+        Args:
+            link_address: of the adapter.
+            guard: the link's.
+            patience_s: how long a worker may be silent, in seconds.
+        """
         self.address = link_address
         self._patience_s = patience_s
         self._lost: Callable[[str], None] | None = None
@@ -78,7 +94,7 @@ class HeartbeatReceiver(Receiver):
         self._thread.start()
 
     def on_loss(self, lost: Callable[[str], None]) -> None:
-        """Call `lost` once, on a thread, with a sentence that says which worker has been silent for too long."""
+        """Have the thread call `lost` once if workers are silent for too long, with a message that names them."""
         self._lost = lost
 
     def close(self) -> None:
@@ -92,18 +108,18 @@ class HeartbeatReceiver(Receiver):
         looked = time.monotonic()
         while not self._closing.is_set():
             if self._socket.poll(int(_BEAT_S * 1000 / 4)):
-                # The poll may have seen a connection that is being accepted, and no message.
+                # The socket can signal a message while it only accepts a connection.
                 with suppress(zmq.Again):
                     who, name = self._socket.recv_multipart(zmq.NOBLOCK)[:2]
                     heard[name] = time.monotonic()
                     self._socket.send_multipart([who, b""], zmq.NOBLOCK)
             last, looked = looked, time.monotonic()
             if looked - last > self._patience_s / 2:
-                # This process did not run: what has come meanwhile is still to be read.
+                # This process did not run for a while, and heartbeats that came meanwhile are still to be read.
                 heard = dict.fromkeys(heard, looked)
             silent = [name.decode(errors="replace") for name, at in heard.items() if looked - at > self._patience_s]
             if silent and self._lost is not None:
                 lost, self._lost = self._lost, None
-                lost(f"nothing has been heard for {self._patience_s:g} s of {', '.join(silent)}")
+                lost(f"no heartbeat came for {self._patience_s:g} s from {', '.join(silent)}")
         self._unprotect()
         self._context.destroy(linger=0)

@@ -1,10 +1,10 @@
-"""Shared memory between the worker that reports and its adapter: a ring buffer for what declared interventions read.
+"""Shared memory between the reporting worker and its adapter: a ring buffer for the reads of declared interventions.
 
-The bytes of a large step lie in the buffer, and the link's message says where; a GPU copies them there itself. That
-spares the model's thread two copies a step, and the adapter as many. The worker makes the memory, a file without a
-name, tells the adapter of it, and uses it once the adapter has opened it. Steps lie one after the other, and the
-adapter
-takes them in that order. Where an adapter is behind and the buffer has no room, the bytes go in the message.
+The bytes of a large step go into the buffer, and the link's message gives their place. A GPU copies them there itself.
+That saves the model's thread two copies a step, and the adapter two. The worker makes the buffer, an anonymous file in
+memory, sends the adapter its path, and uses it after the adapter has opened it. The steps lie in the buffer one after
+the other, and the adapter takes them in that order. If the adapter is behind and the buffer is full, the bytes go into
+the message.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ _NAME: Final = re.compile(r"/proc/[0-9]+/fd/[0-9]+")
 
 
 class RingBuffer:
-    """The worker's end of the buffer. For one thread."""
+    """The worker's end of the buffer. Only one thread may use it."""
 
     def __init__(self, size: int = RING_BYTES) -> None:
         """Make a buffer of `size` bytes.
 
         Raises:
-            OSError: the system has no memory for it, or no such memory.
+            OSError: the system has no shared memory, or too little.
         """
         import torch
 
@@ -62,7 +62,7 @@ class RingBuffer:
         except BaseException:
             os.close(self._descriptor)
             raise
-        #: The path by which the adapter opens it.
+        #: The path by which the adapter opens the buffer.
         self.name = f"/proc/{os.getpid()}/fd/{self._descriptor}"
         self._counts = memoryview(self._map)[:16].cast("Q")
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8, offset=_HEADER)
@@ -107,13 +107,15 @@ class RingBuffer:
             try:
                 error: Any = torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), self._size, 0)
                 self._pinned = int(error) == 0
-            except Exception as exception:  # of a build for other devices, say
+            except Exception as exception:  # for example, a torch build for other devices
                 error, self._pinned = exception, False
             if not self._pinned:
                 # CUDA keeps the error, and PyTorch would raise it at the next kernel.
                 with suppress(Exception):
                     torch.empty(1, device="cuda").fill_(0)
-                logger.warning("what is read goes in messages: shared memory cannot be pinned (%s)", error)
+                logger.warning(
+                    "shared memory cannot be pinned (%s): the link's messages carry the reads of interventions", error
+                )
         return self._pinned
 
 
@@ -154,11 +156,11 @@ class RingReader:
             ValueError: the path is not one of a worker's buffer, or the file could shrink.
         """
         if not _NAME.fullmatch(name):
-            raise ValueError(f"no shared memory of a worker's: {name!r}")
+            raise ValueError(f"not the path of a worker's shared memory: {name!r}")
         descriptor = os.open(name, os.O_RDWR | os.O_CLOEXEC)
         try:
             if fcntl.fcntl(descriptor, _GET_SEALS) & _SEALS != _SEALS:
-                raise ValueError(f"{name} could be cut off while it is read")
+                raise ValueError(f"{name} could be truncated while the adapter reads it")
             self._map = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
         finally:
             os.close(descriptor)
@@ -173,7 +175,7 @@ class RingReader:
         """
         start = _HEADER + place.start
         if not 0 <= place.start <= place.start + place.size <= len(self._map) - _HEADER:
-            raise ValueError(f"no place in the shared memory: {place}")
+            raise ValueError(f"outside the shared memory: {place}")
         data = self._map[start : start + place.size]
         self._counts[_TAKEN] = place.end
         return memoryview(data)

@@ -1,8 +1,9 @@
-"""The one-way link from the workers to their adapter, which carries what blocks saved in each step, without an RPC.
+"""The one-way link from the workers to their adapter, which carries the new saves of each step without an RPC.
 
-The reporting worker pushes one message a step for all its requests, over a ZeroMQ socket whose own thread does the
-sending, so that the model never waits for the adapter's event loop. The adapter pairs each record with vLLM's output of
-the same request, choice and token index. Values inside are already encoded for the bus and pass through untouched.
+The reporting worker sends one message a step for all its requests, over a ZeroMQ socket. ZeroMQ's own thread does the
+sending, so the model never waits for the adapter's event loop. The adapter pairs each record with vLLM's output of the
+same request, choice and token index. The values in a record are already encoded for the bus, and the adapter passes
+them on unchanged.
 """
 
 from __future__ import annotations
@@ -64,14 +65,14 @@ def _encodable_finish(record: FinishRecord) -> FinishRecord:
     try:
         _encoder.encode(record)
     except Exception as error:
-        failure = Failure(type=type(error).__name__, message=f"what its block saved could not be encoded: {error!r}")
+        failure = Failure(type=type(error).__name__, message=f"the block's saves could not be encoded: {error!r}")
         steps, tokens = record.steps, record.tokens
         return FinishRecord(record.request, record.choice, _NO_DELTAS, error=failure, steps=steps, tokens=tokens)
     return record
 
 
 class LinkSender:
-    """The worker's end. Sending never blocks the model: the socket queues without a limit; the adapter drains it."""
+    """The worker's end. Sending never blocks the model: the socket queues messages without a limit."""
 
     def __init__(self, address: str) -> None:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
@@ -94,7 +95,7 @@ class LinkSender:
                 self._ring = RingBuffer()
                 report.ring = self._ring.name
             except OSError as error:
-                logger.warning("what is read goes in messages: there is no shared memory (%s)", error)
+                logger.warning("no shared memory (%s): the link's messages carry the reads of interventions", error)
         return None if self._ring is None else self._ring.put(tensor)
 
     def send(self, *reports: Report) -> None:
@@ -103,12 +104,12 @@ class LinkSender:
         The caller may reuse the memory that they refer to after this returns.
         """
         encode_reports(reports, self._buffer)
-        # Copied: sending without one wakes a Python thread for each message, which the model would wait for.
+        # Copied: sending without a copy wakes a Python thread for each message, which the model would wait for.
         self._socket.send(self._buffer)
 
 
 class Receiver:
-    """A resource that its context closes."""
+    """A resource that is closed when its `with` block ends."""
 
     def __enter__(self) -> Self:
         return self
@@ -124,10 +125,10 @@ class Receiver:
 
 
 class LinkReceiver(Receiver):
-    """The adapter's end: binds a socket in a private folder and hands out reports.
+    """The adapter's end: binds a socket in a private folder, and returns the reports that come.
 
-    The engine needs the address before it starts, so the constructor makes the folder; `close` removes it. With `host`,
-    an address of this machine, workers on other machines can connect, with keys that are part of `address`.
+    The constructor makes the folder, because the engine needs the address before it starts. `close` removes it. With
+    `host`, an address of this machine, workers on other machines can connect; `address` then contains their keys.
     """
 
     def __init__(self, host: str | None = None) -> None:
@@ -163,7 +164,7 @@ class LinkReceiver(Receiver):
             ring.close()
 
     def ready(self) -> list[Report]:
-        """The reports that have come since the last call, in the order in which the worker sent them."""
+        """The reports that came since the last call, in the order in which the worker sent them. Does not wait."""
         found: list[Report] = []
         while True:
             try:
@@ -173,14 +174,14 @@ class LinkReceiver(Receiver):
             try:
                 reports = _decoder.decode(message)
             except msgspec.MsgspecError:
-                # A defect that costs one step: the traces whose records it held end with an error, the others go on.
-                logger.exception("a report of the workers could not be read")
+                # A defect that costs one step: traces with records in it end with an error, and the others go on.
+                logger.exception("a report of a worker could not be decoded")
                 continue
             for report in reports:
                 try:
                     self._take(report)
                 except (IndexError, ValueError):
-                    logger.exception("what a step has read could not be found")
+                    logger.exception("the reads of a step could not be found in shared memory")
                     report.batch = None
             found += reports
 
@@ -194,8 +195,8 @@ class LinkReceiver(Receiver):
             try:
                 self._ring = RingReader(report.ring)
             except (OSError, ValueError) as error:
-                # The worker sends the bytes in its messages then.
-                logger.warning("what is read comes in messages: no shared memory (%s)", error)
+                # The worker uses the buffer only if the adapter has opened it.
+                logger.warning("no shared memory (%s): the link's messages carry the reads of interventions", error)
         batch = report.batch
         if batch is not None and batch.place is not None:
             if self._ring is None:
@@ -203,7 +204,7 @@ class LinkReceiver(Receiver):
             batch.data = self._ring.take(batch.place)
 
     async def arrived(self) -> None:
-        """Wait until `ready` has something."""
+        """Wait until a message has come for `ready`."""
         loop = asyncio.get_running_loop()
         descriptor = int(self._socket.getsockopt(zmq.FD))
         # The descriptor signals changes only, so the state is read before each wait.

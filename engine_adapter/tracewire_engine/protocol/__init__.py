@@ -1,1 +1,1 @@
-"""The messages between an engine's processes."""
+"""The messages, names and addresses that an engine's processes share."""

@@ -1,4 +1,4 @@
-"""Which Ray cluster an engine runs in, and which cores of a machine in it each rank gets."""
+"""The Ray cluster of an engine, and the cores that each rank gets on its machine."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ __all__ = ["Cluster", "cores_of"]
 
 
 class Cluster(msgspec.Struct):
-    """A cluster to run in. `address` is `"local"` for one that is still to be started, else `HOST:PORT` of its head."""
+    """A Ray cluster. `address` is the `HOST:PORT` of its head, or `"local"` if the engine is to start the cluster."""
 
     address: str
-    #: This machine's address in it.
+    #: This machine's address in the cluster.
     node: str = ""
 
     @property
     def own(self) -> bool:
-        """Whether it is this engine's own, and ends with it."""
+        """Whether the engine starts the cluster itself, so that the cluster ends with it."""
         return self.address == "local"
 
 
@@ -26,14 +26,16 @@ def cores_of(bind: str, rank: int, local_rank: int, world: int, neighbours: int,
     """The cores that a rank's threads run on.
 
     Args:
-        bind: `VLLM_CPU_OMP_THREADS_BIND`: a list of cores for each rank, as `"0-3|4-7"`: of all ranks, or of those on
-            this machine; `"auto"` to share what there is; `"nobind"`.
-        rank: among all `world` ranks.
-        local_rank: among the `neighbours` on this machine.
-        cores: what this process may use.
+        bind: the value of `VLLM_CPU_OMP_THREADS_BIND`. A list of cores for each rank, such as `"0-3|4-7"`, either for
+            all ranks or for those on this machine; `"auto"` to divide the cores evenly; `"nobind"` to bind no thread.
+        rank: the rank's number among all.
+        local_rank: the rank's number among those on this machine.
+        world: how many ranks there are.
+        neighbours: how many ranks are on this machine.
+        cores: the cores that this process may use.
 
     Raises:
-        ValueError: no list of cores is meant for it.
+        ValueError: `bind` has no list of cores for this rank.
     """
     if bind == "nobind":
         return list(cores)
@@ -45,8 +47,8 @@ def cores_of(bind: str, rank: int, local_rank: int, world: int, neighbours: int,
     index = rank if len(lists) == world else local_rank
     if index >= len(lists):
         raise ValueError(
-            f"VLLM_CPU_OMP_THREADS_BIND={bind!r} has {len(lists)} lists of cores; rank {rank} is number {local_rank} "
-            f"on its machine, of {world} in all: give one for each rank, or for each on the machine"
+            f"VLLM_CPU_OMP_THREADS_BIND={bind!r} has {len(lists)} lists of cores, and none for rank {rank} (number "
+            f"{local_rank} on its machine, of {world} ranks): give a list for each rank, or for each on the machine"
         )
     return [core for span in lists[index].split(",") for core in _span(span)]
 

@@ -1,4 +1,4 @@
-"""How the files are named that hold a submission's large values: the adapter writes them, and the workers map them."""
+"""The names of the files for a submission's large values, which the adapter writes and the workers map."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["InputFolder", "input_path"]
 
 
 class InputFolder(Protocol):
-    """A folder, or what stands for one: on another machine, the files that a worker was sent."""
+    """A folder, or on another machine the files that a worker was sent (`RemoteInputs`)."""
 
     def __truediv__(self, name: str, /) -> Path:
         """The path of the file of this name."""

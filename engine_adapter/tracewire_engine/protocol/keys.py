@@ -1,4 +1,4 @@
-"""Names that the adapter and the workers agree on, apart from both so that neither imports the other's libraries."""
+"""Names that the adapter and the workers share, in a module that imports neither side's libraries."""
 
 from __future__ import annotations
 
@@ -24,35 +24,41 @@ __all__ = [
     "inputs_folder",
 ]
 
-#: Keys of a request's `SamplingParams.extra_args`: an encoded `Block`, its encoded declared interventions (a list of
-#: `Placed`), their packed live parameters, the run that these belong to, the encoded blocks of standing interventions
-#: (a list of `EditBlock`), an encoded `Share`, whether its block asks for what the request put out in the end, and
-#: whether the adapter alone knows at which token it ends.
+# Keys of a request's `SamplingParams.extra_args`.
+
+#: The request's encoded `Block`.
 BLOCK_ARG = "tracewire_block"
+#: Its declared interventions: an encoded list of `Placed`.
 DECLARED_ARG = "tracewire_declared"
+#: The packed live parameters of its run.
 LIVE_ARG = "tracewire_live"
+#: The name of its run, to which the live parameters belong.
 RUN_ARG = "tracewire_run"
+#: The blocks of standing interventions: an encoded list of `EditBlock`.
 EDITS_ARG = "tracewire_edits"
+#: The values that the trace's blocks share: an encoded `SharedValues`.
 SHARED_ARG = "tracewire_shared"
+#: Whether the request's block uses `tracer.result`.
 RESULT_ARG = "tracewire_result"
+#: Whether only the adapter knows at which token the request ends.
 END_ARG = "tracewire_end"
 
 #: Key of vLLM's `additional_config` under which the workers find the adapter's address.
 LINK_ADDRESS = "tracewire_link"
 
-#: Key of `additional_config`: take the digests in a final's manifest from what nnsight's own collect returns.
+#: Key of `additional_config`: whether to take the digests of a final's manifest from nnsight's own collect.
 CHECK_COLLECT = "tracewire_check_collect"
 
-#: Key of `additional_config`: how long one turn of a block may take, in seconds.
+#: Key of `additional_config`: how long a block may take in one step, in seconds; 0 for no limit.
 BLOCK_TIMEOUT = "tracewire_block_timeout"
 
 #: Key of `additional_config`: arrays of more bytes than this travel in blobs; 0 for none.
 BLOB_THRESHOLD = "tracewire_blob_threshold"
 
-#: Key of `additional_config`: how many bytes of the KV of preempted requests a worker may keep in host memory.
+#: Key of `additional_config`: how many bytes of KV cache of preempted requests a worker may keep in host memory.
 KEPT_BYTES = "tracewire_kept_bytes"
 
-#: Key of `additional_config`: how many tokens the scheduler puts into a step, whatever more the workers can take.
+#: Key of `additional_config`: how many tokens the scheduler usually puts into a step. The workers can take more.
 STEP_TOKENS = "tracewire_step_tokens"
 
 #: Key of `additional_config`: the Ray cluster that the engine's executor joins (`ray_cluster.Cluster`, as a dict).
@@ -63,5 +69,5 @@ WORKER_PATIENCE = "tracewire_worker_patience"
 
 
 def inputs_folder(link_address: str) -> Path:
-    """Folder of the files that hold submissions' large variables, on the adapter's machine: the link's."""
+    """The folder of the files for submissions' large variables: that of the link's socket, on the adapter's machine."""
     return Path(link_address.removeprefix("ipc://")).parent

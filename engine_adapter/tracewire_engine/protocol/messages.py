@@ -29,7 +29,10 @@ __all__ = [
 
 
 class Place(NamedTuple):
-    """Where bytes lie: from `start` on, `size` of them. With them, `end` bytes have been put in since the beginning."""
+    """The place of bytes in the ring buffer: `size` bytes from `start` on.
+
+    `end` counts all bytes that were put into the buffer from the beginning, these included.
+    """
 
     start: int
     size: int
@@ -51,11 +54,11 @@ class StepRecord(msgspec.Struct, array_like=True):
 
 
 class FinishRecord(msgspec.Struct, array_like=True):
-    """The end of one choice of one request: what was saved since its last step, and what it holds in all.
+    """The end of one choice of one request: the saves since its last step record, and a manifest of all saves.
 
-    `deltas` is an encoded `list[Delta]` that brings a fold of all step records to what nnsight collects. `request` is
-    unknown to the adapter when it was no trace. An entry of `manifest` without a digest is a list of arrays that holds
-    what was sent, compared byte for byte: the adapter knows the digest.
+    `deltas` is an encoded `list[Delta]`. Applied to a fold of all step records, it gives the values that nnsight
+    collects. The adapter does not know `request` if it was no trace's. An entry of `manifest` without a digest is a
+    list of arrays that equals, byte for byte, the one that was sent; the adapter knows its digest.
     """
 
     request: str
@@ -65,21 +68,21 @@ class FinishRecord(msgspec.Struct, array_like=True):
     save_errors: dict[str, str] = {}
     error: Failure | None = None
     stopped: bool = False
-    #: How many step records there are of this choice: those with large arrays come by another way than the rest.
+    #: How many step records of this choice there are. Those with large arrays travel over another socket.
     steps: int = 0
     #: The errors that standing interventions raised on the request, by the edit's name.
     edit_errors: dict[str, Failure] = {}
-    #: How many tokens it covers: what later steps saved is not in it. -1: all steps.
+    #: How many tokens of the choice count; saves of later steps are not part of it. -1 if all steps count.
     tokens: int = -1
     #: Likely mistakes in the block.
     warnings: list[str] = []
 
 
 class SharedValues(msgspec.Struct, array_like=True):
-    """The values that all requests of a trace share, on their way to the workers with each request.
+    """The values that all requests of a trace share. Each request brings them to the workers.
 
-    `name` is that of the request as which it is reported. `members` has the names of all the trace's requests, with the
-    number of their choices; `values` the packed first values by name.
+    The workers report them like the saves of a request called `name`. `members` has the ids of all requests of the
+    trace, with the number of choices of each. `values` has the packed initial values by name.
     """
 
     name: str
@@ -99,7 +102,7 @@ class GeneratedChoice(msgspec.Struct, array_like=True):
 
 
 class Generated(msgspec.Struct, array_like=True):
-    """The output of a request, on its way to its block. Without choices there is no output for the block.
+    """The adapter's message to the workers about an ended request. `choices` is empty if its block needs no output.
 
     `tokens` has the number of tokens of each choice. Saves of later steps do not count.
     """
@@ -112,10 +115,10 @@ class Generated(msgspec.Struct, array_like=True):
 
 
 class Placed(msgspec.Struct, array_like=True):
-    """A declared intervention on its way to the workers, with its locations in the model.
+    """A declared intervention for the workers, with its locations in the model.
 
-    Each site is a location (`"model.model.layers.3.output"`) and whether the residual stream is meant. `pattern` says
-    that the caller's words could name several.
+    Each site is a location (`"model.model.layers.3.output"`) and whether the residual stream there is meant. `pattern`
+    says that the caller gave a pattern, which can match several locations.
     """
 
     intervention: Declared
@@ -124,7 +127,7 @@ class Placed(msgspec.Struct, array_like=True):
 
 
 class EditBlock(msgspec.Struct, array_like=True):
-    """The block of a standing intervention on its way to the workers. `fatal`: if it raises, the request ends."""
+    """The block of a standing intervention for the workers. If `fatal`, an exception of it ends the request."""
 
     name: str
     block: msgspec.Raw
@@ -132,7 +135,7 @@ class EditBlock(msgspec.Struct, array_like=True):
 
 
 class Part(msgspec.Struct, array_like=True):
-    """Where one array of one item lies in a batch's bytes. `key` is its key in the item, `""` if it is the item."""
+    """The place of one array of an item in a batch's bytes. `key` is its key in the item, `""` for the whole item."""
 
     key: str
     dtype: str
@@ -142,16 +145,16 @@ class Part(msgspec.Struct, array_like=True):
 
 
 class Slot(msgspec.Struct, array_like=True):
-    """The item that one saved name gains in a step."""
+    """The item that is appended to one saved name in a step."""
 
     name: str
     parts: list[Part]
 
 
 class LayoutEntry(msgspec.Struct, array_like=True):
-    """The saves of declared interventions for one choice. `index` is that of the token of the layout's first step.
+    """The saves of declared interventions for one choice.
 
-    In the step after it the index is one more, and so on.
+    `index` is the index of the token that the layout's first step samples. Each later step adds one.
     """
 
     request: str
@@ -161,16 +164,17 @@ class LayoutEntry(msgspec.Struct, array_like=True):
 
 
 class Layout(msgspec.Struct, array_like=True):
-    """Whose the bytes of a batch are, for as long as the composition of the steps stays the same."""
+    """Assigns the bytes of batches to choices and names, as long as consecutive steps have the same requests."""
 
     id: int
     entries: list[LayoutEntry]
 
 
 class Batch(msgspec.Struct, array_like=True):
-    """The reads of declared interventions in one step, for all requests: bytes by the layout `layout`, its `step`-th.
+    """The reads of declared interventions in one step, for all requests, as bytes.
 
-    They are in `data`, or in the ring buffer at `place`, from which the link's receiver takes them.
+    `layout` is the id of the layout that describes the bytes, and `step` counts the steps with it from 0. The bytes are
+    in `data`, or in the ring buffer at `place`, from which the link's receiver copies them to `data`.
     """
 
     layout: int
@@ -180,11 +184,11 @@ class Batch(msgspec.Struct, array_like=True):
 
 
 class Applied(msgspec.Struct, array_like=True):
-    """Live parameters of a run are at this version from the step on that is about to run.
+    """Reports that the next step is the first with version `version` of a run's live parameters.
 
-    `first` has, for each of its choices in the workers, the request, the choice and the index of the next token that it
-    samples, which is the first with these values. `steps` counts the steps begun since the adapter
-    read the change, this one included.
+    `first` has, for each choice of the run in the workers, the request, the choice and the index of the first token
+    that is sampled with these values. `steps` counts the steps that have begun since the adapter read the change, this
+    one included.
     """
 
     run: str
@@ -193,20 +197,20 @@ class Applied(msgspec.Struct, array_like=True):
     steps: int = 1
 
 
-#: By run, a version of its live parameters, and the packed values that changed.
+#: By the name of a run: the new version of its live parameters, and the packed values that changed.
 Changes: TypeAlias = dict[str, tuple[int, dict[str, msgspec.Raw]]]
 
 
 class Report(msgspec.Struct, array_like=True):
-    """All records of one step. `time` is when it ended, in seconds since the epoch by the worker's clock."""
+    """All records of one step. `time` is when the step ended, in seconds since the epoch by the worker's clock."""
 
     time: float = 0.0
     steps: list[StepRecord] = []
     finishes: list[FinishRecord] = []
-    #: Sent before the first batch that it describes.
+    #: A new layout, sent with the first batch that it describes.
     layout: Layout | None = None
     batch: Batch | None = None
-    #: Of what this step's records, and those of all later ones, were made with.
+    #: The changes of live parameters with which this step and all later ones were computed.
     applied: list[Applied] = []
-    #: Where the worker's ring buffer is to be opened, said once.
+    #: The path of the worker's ring buffer, sent once.
     ring: str = ""

@@ -157,7 +157,7 @@ async def test_a_host_with_a_rank_is_cut_off(
         await until_none(cluster.outside, "tracewire", 30)
         await until_none(cluster.outside, "raylet", 30)
         # Which of the ranks is there is Ray's choice.
-        assert re.search(f"nothing has been heard for {PATIENCE_S} s of rank [01] on host-b", log.read_text())
+        assert re.search(f"no heartbeat came for {PATIENCE_S} s from rank [01] on host-b", log.read_text())
         assert f"its adapter has not answered for {PATIENCE_S} s" in last_words(cluster.other)
 
 

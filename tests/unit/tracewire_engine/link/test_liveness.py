@@ -26,7 +26,7 @@ async def test_a_worker_ends_with_its_adapter() -> None:
         process = stack.enter_context(worker(ends.address))
         await reports(ends.link, 1)
         ends.link.close()
-        assert "connection to the adapter (link) is gone" in await ended(process)
+        assert "connection to the adapter (link) ended" in await ended(process)
 
 
 @asynccontextmanager
@@ -61,7 +61,7 @@ async def test_silence_ends_both() -> None:
                 assert way.hold(True, True) == 1
                 assert "has not answered for 2 s" in await ended(process)
             assert await anyio.to_thread.run_sync(told.wait, 30)
-            assert lost == ["nothing has been heard for 2 s of the far worker"]
+            assert lost == ["no heartbeat came for 2 s from the far worker"]
 
 
 def test_a_poll_that_was_wrong_stops_no_pulse() -> None:

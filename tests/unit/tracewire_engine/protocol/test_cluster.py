@@ -28,5 +28,5 @@ def test_cores(bind: str, rank: int, local_rank: int, world: int, neighbours: in
 
 
 def test_no_cores_for_a_rank() -> None:
-    with pytest.raises(ValueError, match=r"VLLM_CPU_OMP_THREADS_BIND='0\|1' has 2 lists of cores; rank 2 is number 2"):
+    with pytest.raises(ValueError, match=r"VLLM_CPU_OMP_THREADS_BIND='0\|1' has 2 lists of cores, and none for rank 2"):
         cores_of("0|1", 2, 2, 4, 4, [0, 1])
