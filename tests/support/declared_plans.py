@@ -14,9 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tracewire_bus.domain.fold import Fold
 from tracewire_bus.domain.intervention_checks import normalize, substitute_live
+from tracewire_bus.wire.codec import extend_encoded_list
 from tracewire_bus.wire.messages import Ablate, Clamp, DecodedOutput, Delta, Final, Live, LogitLens, Probe, Steer
 from tracewire_bus.wire.packing import decoder, pack
-from tracewire_engine.adapter.read_decoder import ChoiceReads, ReadDecoder, extend_encoded_list
+from tracewire_engine.adapter.read_decoder import ChoiceReads, ReadDecoder
 from tracewire_engine.link.step_link import encode_changes
 from tracewire_engine.protocol.messages import Placed
 from tracewire_engine.worker.blocks.live_params import LiveRuns

@@ -12,6 +12,7 @@ from tracewire_bus.store.keys import Keys
 from tracewire_bus.transport.errors import BusError, is_full, is_transient
 from tracewire_bus.transport.loops import Future
 from tracewire_bus.transport.scripts import Script, with_text
+from tracewire_bus.wire.pieces import Pieces
 
 __all__ = [
     "ENTRY_BYTES",
@@ -62,11 +63,11 @@ class Append(msgspec.Struct, eq=False):
     key: str
     id: str
     attempt: int
-    data: bytes
+    data: bytes | Pieces
     final: bool
     #: Makes the command that appends the event and applies its effects, from schema, data and the previous event's id.
     #: Without a schema, the command only applies the effects. None for an event without effects.
-    with_effects: Callable[[str, bytes, str], tuple[Any, ...]] | None
+    with_effects: Callable[[str, bytes | Pieces, str], tuple[Any, ...]] | None
     #: The packed fields of its lifecycle entry; empty if it has none.
     lifecycle: bytes
     #: The command that settles its queue entry, if it settles one.
@@ -174,7 +175,7 @@ def effects_command(
     keep_s: int | str,
     version: int | None,
     lifecycle: Sequence[Any],
-) -> Callable[[str, bytes, str], tuple[Any, ...]]:
+) -> Callable[[str, bytes | Pieces, str], tuple[Any, ...]]:
     """A function that makes the command for an event with effects: see `Append.with_effects`.
 
     `keep_s` is how long Redis keeps the trace after this event, in seconds, or `""` to leave its expiry alone.
@@ -193,7 +194,7 @@ def effects_command(
         "" if version is None else version,
     )
 
-    def make(schema: str, data: bytes, previous: str) -> tuple[Any, ...]:
+    def make(schema: str, data: bytes | Pieces, previous: str) -> tuple[Any, ...]:
         # The lifecycle entry is published with the event, and not again when only its effects are repeated.
         published = lifecycle if schema else ()
         command = script(names, id_, schema, data, keep_s, end, reported, attempt, trace, previous, *published)

@@ -41,6 +41,7 @@ from tracewire_bus.transport.pool import Connections
 from tracewire_bus.transport.tasks import OwnedTask, Signal
 from tracewire_bus.wire.codec import schema_text
 from tracewire_bus.wire.ids import event_id, parse_id
+from tracewire_bus.wire.pieces import Pieces
 
 from .appends import (
     ENTRY_BYTES,
@@ -149,7 +150,7 @@ class Writer:
         trace: str,
         attempt: int,
         seq: int,
-        data: bytes,
+        data: bytes | Pieces,
         final: bool = False,
         *,
         settles: tuple[str, str, str, int] | tuple[str, str, str] | None = None,
@@ -218,7 +219,9 @@ class Writer:
             self._settled(*settles[:2])
         return item.id
 
-    async def append(self, trace: str, attempt: int, seq: int, data: bytes, final: bool = False, **more: Any) -> str:
+    async def append(
+        self, trace: str, attempt: int, seq: int, data: bytes | Pieces, final: bool = False, **more: Any
+    ) -> str:
         """Call `submit`, and wait until Redis has the event. Returns the event's id."""
         return await self.submit(trace, attempt, seq, data, final, **more)
 

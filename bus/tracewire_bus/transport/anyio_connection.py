@@ -126,8 +126,8 @@ class AnyioConnection:
         """
         await self.send_packed_command(_packed(command))
 
-    async def send_packed_command(self, packed: bytes) -> None:
-        """Send commands that are packed.
+    async def send_packed_command(self, packed: bytes | Sequence[bytes | memoryview]) -> None:
+        """Send commands that are packed, in one buffer or in several.
 
         Raises:
             redis.exceptions.ConnectionError: the connection broke.
@@ -137,7 +137,7 @@ class AnyioConnection:
         if self._stream is None:
             raise ConnectionError("Connection closed")
         try:
-            await self._stream.send(packed)
+            await self._stream.send(packed if isinstance(packed, bytes) else b"".join(packed))
         except _BROKEN as error:
             raise ConnectionError(f"Error while writing to socket: {_why(error)}") from error
 

@@ -32,6 +32,8 @@ from typing import Any, Final
 
 import anyio
 
+from tracewire_bus.wire.pieces import Pieces
+
 from .backoff import Backoff
 from .errors import WrongTopology, is_transient
 from .link import COMMAND_S, AfterOthers, Link
@@ -302,7 +304,7 @@ class ClusterLink(Link):
         timeout_s: float = COMMAND_S,
         stay: bool = False,
         wait: bool = True,
-        packed: bytes | None = None,
+        packed: bytes | Pieces | None = None,
     ) -> list[Any]:
         """Send `commands` and return their raw replies; a refused one's is its `ResponseError`.
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final
 
 import anyio
 import anyio.lowlevel
+
+from tracewire_bus.wire.pieces import LARGE_BYTES, Pieces
 
 from .errors import is_demoted, named
 from .scripts import with_text
@@ -74,7 +76,7 @@ class Link:
         timeout_s: float = COMMAND_S,
         stay: bool = False,
         wait: bool = True,
-        packed: bytes | None = None,
+        packed: bytes | Pieces | None = None,
     ) -> list[Any]:
         """Send `commands` together and return their raw replies; a refused one's is its `ResponseError`.
 
@@ -104,7 +106,7 @@ class Link:
         return await self.ask(*commands)
 
     async def exchange(
-        self, commands: Sequence[Sequence[Any]], timeout_s: float, packed: bytes | None = None
+        self, commands: Sequence[Sequence[Any]], timeout_s: float, packed: bytes | Pieces | None = None
     ) -> list[Any]:
         """Send `commands` and read a reply to each, whatever it says."""
         from redis.exceptions import ConnectionError, ResponseError
@@ -116,7 +118,7 @@ class Link:
         replies: list[Any] = []
         try:
             with anyio.fail_after(timeout_s):
-                await connection.send_packed_command(packed)
+                await connection.send_packed_command(packed.buffers if type(packed) is Pieces else packed)
                 for _ in commands:
                     try:
                         replies.append(await connection.read_response())
@@ -138,8 +140,8 @@ class Link:
             self._spare = connection
 
 
-def pack_commands(commands: Sequence[Sequence[Any]]) -> bytes:
-    """Commands as they go over the wire.
+def pack_commands(commands: Sequence[Sequence[Any]]) -> bytes | Pieces:
+    """Commands as they go over the wire; `Pieces` if an argument is large.
 
     Scripts that an `AfterOthers` follows go with their texts: one that Redis did not know would be sent again, and so
     carried out, after what is to come after it.
@@ -154,4 +156,46 @@ def pack_commands(commands: Sequence[Sequence[Any]]) -> bytes:
     if last:
         ahead = [one if isinstance(one, AfterOthers) else with_text(one) or one for one in commands[:last]]
         commands = [*ahead, *commands[last:]]
-    return b"".join(map(pack, commands))
+    packed: list[bytes | memoryview] = []
+    for command in commands:
+        if any(_is_large(argument) for argument in command):
+            packed += _in_pieces(command)
+        else:
+            packed.append(pack(command))
+    if sum(map(len, packed)) < LARGE_BYTES:
+        return b"".join(packed)
+    return Pieces(_coalesced(packed))
+
+
+def _is_large(argument: object) -> bool:
+    kind = type(argument)
+    return kind is Pieces or (kind is bytes and len(argument) >= LARGE_BYTES)  # type: ignore[arg-type]
+
+
+def _in_pieces(command: Sequence[Any]) -> Iterator[bytes | memoryview]:
+    """One command as it goes over the wire, without a copy of its large arguments."""
+    yield b"*%d\r\n" % len(command)
+    for argument in command:
+        if type(argument) is Pieces:
+            yield b"$%d\r\n" % len(argument)
+            yield from argument.buffers
+        else:
+            if not isinstance(argument, (bytes, str, int, float)):
+                raise TypeError(f"a {type(argument).__name__} cannot be an argument of a command")
+            data = argument if isinstance(argument, bytes) else str(argument).encode()
+            yield b"$%d\r\n" % len(data)
+            yield data
+        yield b"\r\n"
+
+
+def _coalesced(buffers: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:
+    """The same bytes, small buffers joined with their neighbours."""
+    small: list[bytes | memoryview] = []
+    for buffer in buffers:
+        if len(buffer) < LARGE_BYTES:
+            small.append(buffer)
+            continue
+        yield b"".join(small)
+        small.clear()
+        yield buffer
+    yield b"".join(small)

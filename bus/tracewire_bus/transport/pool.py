@@ -31,6 +31,8 @@ from .urls import parsed, redacted
 if TYPE_CHECKING:
     from .cluster import Cluster
     from .guard import Guard
+from tracewire_bus.wire.pieces import Pieces
+
 from .backoff import Backoff
 from .errors import BusFull, BusUnavailable, as_bus_error, copy_of, is_full, is_transient
 from .link import Link, pack_commands
@@ -218,7 +220,7 @@ class Connections:
                 return
             replies = await link.ask(
                 *[command for call in calls for command in call.commands],
-                packed=b"".join([call.packed for call in calls]),
+                packed=b"".join([bytes(call.packed) for call in calls]),
             )
         except BaseException as error:
             await self._broke(link, error)
@@ -230,7 +232,7 @@ class Connections:
             if not call.replies.done():
                 call.replies.set_result(own)
 
-    async def _lend(self, commands: Sequence[Sequence[Any]], packed: bytes, beside: Link | None) -> list[Any]:
+    async def _lend(self, commands: Sequence[Sequence[Any]], packed: bytes | Pieces, beside: Link | None) -> list[Any]:
         if self._closed:
             raise anyio.ClosedResourceError
         link = self._idle.pop() if self._idle else self.link()
@@ -335,7 +337,7 @@ class _Call:
 
     __slots__ = ("aboard", "commands", "packed", "replies", "trip")
 
-    def __init__(self, commands: Sequence[Sequence[Any]], packed: bytes, replies: Future[list[Any]]) -> None:
+    def __init__(self, commands: Sequence[Sequence[Any]], packed: bytes | Pieces, replies: Future[list[Any]]) -> None:
         self.commands = commands
         self.packed = packed
         self.replies = replies

@@ -7,7 +7,7 @@ Encoders and decoders are built once, on first use. An event of a kind that only
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, TypeAlias, TypeVar, Union, cast, get_args, overload
 
@@ -30,10 +30,12 @@ from .messages import (
     Message,
     Notice,
     OutputBase,
+    RawOutput,
     Snapshot,
     Submission,
 )
 from .packing import decoder
+from .pieces import LARGE_BYTES, Pieces, flatten
 
 __all__ = [
     "AnyEvent",
@@ -51,6 +53,8 @@ __all__ = [
     "decode_submission",
     "digest_bytes",
     "encode",
+    "encode_output",
+    "extend_encoded_list",
     "request_schema_text",
     "schema_text",
 ]
@@ -89,7 +93,14 @@ class _Tag(msgspec.Struct, array_like=True):
 
 @cache
 def _encoder() -> msgspec.msgpack.Encoder:
-    return msgspec.msgpack.Encoder()
+    return msgspec.msgpack.Encoder(enc_hook=_joined)
+
+
+def _joined(value: Any) -> msgspec.Raw:
+    """What `Pieces` stand for, which are encoded already."""
+    if type(value) is not Pieces:
+        raise TypeError(f"a {type(value).__name__} cannot be encoded")
+    return msgspec.Raw(bytes(value))
 
 
 @cache
@@ -116,6 +127,38 @@ def _deltas_decoder() -> Callable[[bytes | memoryview], Any]:
 def encode(message: Message) -> bytes:
     """Encode a message in msgpack. The caller must have prepared the values in the message with `packing.wire`."""
     return _encoder().encode(message)
+
+
+def encode_output(output: RawOutput) -> bytes | Pieces:
+    """Encode an output. Large deltas are not copied: with these, the result is `Pieces`."""
+    steps = output.deltas
+    if sum(map(_size, steps)) < LARGE_BYTES:
+        return encode(output)
+    output.deltas = []
+    without = encode(output)
+    output.deltas = steps
+    # The deltas are the last field but one. An empty list is one byte.
+    tail = _encoder().encode(output.token_strings)
+    head = without[: -len(tail) - 1] + b"\xdd" + len(steps).to_bytes(4, "big")
+    return Pieces([head, *flatten(step if type(step) is Pieces else bytes(step) for step in steps), tail])
+
+
+def _size(step: msgspec.Raw | Pieces) -> int:
+    return len(step) if type(step) is Pieces else memoryview(step).nbytes  # type: ignore[arg-type]
+
+
+def extend_encoded_list(raw: bytes | memoryview, more: Sequence[bytes | Pieces]) -> Pieces:
+    """An encoded list with more encoded items at its end."""
+    first = raw[0]
+    if first & 0xF0 == 0x90:
+        count, start = first & 0x0F, 1
+    elif first == 0xDC:
+        count, start = int.from_bytes(raw[1:3], "big"), 3
+    else:
+        count, start = int.from_bytes(raw[1:5], "big"), 5
+    count += len(more)
+    head = bytes([0x90 | count]) if count < 16 else b"\xdd" + count.to_bytes(4, "big")
+    return Pieces([head, raw[start:], *flatten(more)])
 
 
 @overload

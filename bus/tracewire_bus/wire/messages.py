@@ -21,6 +21,7 @@ from typing import Any, ClassVar, Literal, TypeAlias
 import msgspec
 
 from .ids import FINAL_ID
+from .pieces import Pieces
 
 __all__ = [
     "MAX_MEDIA_BYTES",
@@ -530,9 +531,11 @@ class DecodedOutput(OutputBase, tag="o"):
 
 
 class RawOutput(OutputBase, tag="o"):
-    """A `DecodedOutput` with encoded deltas. The adapter writes this form, so as not to re-encode a worker's deltas."""
+    """A `DecodedOutput` with encoded deltas. The adapter writes this form, so as not to re-encode a worker's deltas:
+    `codec.encode_output` encodes it.
+    """
 
-    deltas: list[msgspec.Raw] = []  # type: ignore[assignment]
+    deltas: list[msgspec.Raw | Pieces] = []  # type: ignore[assignment]
     token_strings: list[str] | None = None
 
 

@@ -15,12 +15,14 @@ from typing import Protocol
 import msgspec
 
 from tracewire_bus.transport.tasks import Signal
+from tracewire_bus.wire.codec import extend_encoded_list
 from tracewire_bus.wire.messages import StopWhen
+from tracewire_bus.wire.pieces import Pieces
 from tracewire_engine.protocol.messages import FinishRecord, StepRecord
 
 from .digests import PassingDigests
 from .live_changes import LiveTrace
-from .read_decoder import ChoiceReads, StepReads, extend_encoded_list
+from .read_decoder import ChoiceReads, StepReads
 
 __all__ = ["ENDING_S", "LATE_S", "REPORT_S", "PendingChoice", "PendingRecords", "ReportMissing", "ReportSource"]
 
@@ -104,7 +106,7 @@ class PendingChoice:
             raw = self.take(index) if covered < 0 or index < covered else _NO_DELTAS
             more = self.reads.steps.get(index) if index < tokens else None
             if more or raw != _NO_DELTAS:
-                found.append(extend_encoded_list(bytes(raw), more) if more else raw)
+                found.append(msgspec.Raw(bytes(extend_encoded_list(bytes(raw), more))) if more else raw)
         return found
 
     def end_at(self, index: int, ended: str, reason: str) -> None:
@@ -234,7 +236,7 @@ class PendingRecords:
             return True
         return (not self._block or index in one.steps) and (not self._reads or index in one.reads.steps)
 
-    async def steps(self, choice: int, first: int, count: int) -> list[msgspec.Raw]:
+    async def steps(self, choice: int, first: int, count: int) -> list[msgspec.Raw | Pieces]:
         """The encoded deltas of token indices `first` to `first + count - 1`, when the workers have reported them.
 
         An index that no worker will report, because the choice has ended, has no deltas. Neither has an index behind
@@ -262,7 +264,7 @@ class PendingRecords:
             if index in one.steps:
                 self._nbytes -= _size(one.steps[index])
             self._nbytes -= sum(map(len, one.reads.steps.get(index, ())))
-        found = [one.take(index) for index in wanted]
+        found: list[msgspec.Raw | Pieces] = [one.take(index) for index in wanted]
         found += [_NO_DELTAS] * (count - len(found))
         if self._reads:
             for place, index in enumerate(wanted):

@@ -21,10 +21,11 @@ from tracewire_bus.wire.columns import NUMBER, Column, ColumnPart, encode_layout
 from tracewire_bus.wire.digests import array_digest, dict_digest, digest, list_digest
 from tracewire_bus.wire.messages import Append, ColumnsManifest, Manifest, Set, StopWhen
 from tracewire_bus.wire.packing import wire
+from tracewire_bus.wire.pieces import Pieces
 from tracewire_bus.wire.refs import ArrayRef
 from tracewire_engine.protocol.messages import Batch, Layout, LayoutEntry, Part, Slot
 
-__all__ = ["ChoiceReads", "Item", "ReadDecoder", "StepReads", "Strings", "extend_encoded_list"]
+__all__ = ["ChoiceReads", "Item", "ReadDecoder", "StepReads", "Strings"]
 
 _encoder = msgspec.msgpack.Encoder()
 #: Finds the strings of tokens by their ids.
@@ -153,13 +154,10 @@ class _Plan:
         self.head = b"\x93\xa1c" + _encoder.encode(self.layout) + b"\xc6" + size.to_bytes(4, "big")
         self.numbers = [(item.name, found) for item in columns if (found := _number_part(item.slot)) is not None]
 
-    def record(self, data: memoryview) -> tuple[bytes, bytes]:
-        """The encoded delta of the columns, and its digest."""
-        pieces = [data[start:end] for start, end in self.pieces]
-        if len(pieces) == 1:
-            return b"".join((self.head, pieces[0])), record_digest(self.layout, pieces[0])
-        values = b"".join(pieces)
-        return self.head + values, record_digest(self.layout, values)
+    def record(self, data: memoryview) -> tuple[Pieces, bytes]:
+        """The encoded delta of the columns, and its digest. Copies the values: `data` may change afterwards."""
+        values = b"".join([data[start:end] for start, end in self.pieces])
+        return Pieces((self.head, values)), record_digest(self.layout, values)
 
 
 def _column(slot: Slot) -> Column:
@@ -186,7 +184,7 @@ class ChoiceReads:
     def __init__(self, stops: Sequence[StopWhen] = (), *, columns: bool = True) -> None:
         #: Finds the strings of token ids, which the items of logit lenses then have too.
         self.strings: Strings | None = None
-        self.steps: dict[int, list[bytes]] = {}
+        self.steps: dict[int, list[bytes | Pieces]] = {}
         #: Large arrays, by the name of their blob. The bus must have them before the deltas that refer to them.
         self.blobs: list[tuple[str, bytes]] = []
         self._columns = columns
@@ -211,7 +209,7 @@ class ChoiceReads:
         if reads is not self._reads:
             self._reads, self._plan = reads, self._planned(reads.items)
         plan = self._plan
-        deltas: list[bytes] = []
+        deltas: list[bytes | Pieces] = []
         numbers: dict[str, Sequence[float]] = {}
         if plan.layout:
             encoded, found = plan.record(data)
@@ -240,7 +238,7 @@ class ChoiceReads:
         return self.strings is not None and any(part.key == "token_ids" for part in item.slot.parts)
 
     def _take_single(
-        self, index: int, items: Sequence[Item], data: memoryview, deltas: list[bytes]
+        self, index: int, items: Sequence[Item], data: memoryview, deltas: list[bytes | Pieces]
     ) -> dict[str, Sequence[float]]:
         """Add a delta for each of these items. Returns their numbers, by name."""
         digests: list[tuple[str, bytes]] = []
@@ -328,17 +326,3 @@ class ReadDecoder:
         if batch.layout != self._layout:
             return []
         return [(reads, reads.index + batch.step) for reads in self._entries]
-
-
-def extend_encoded_list(raw: bytes | memoryview, more: Sequence[bytes]) -> msgspec.Raw:
-    """An encoded list with more encoded items at its end."""
-    first = raw[0]
-    if first & 0xF0 == 0x90:
-        count, start = first & 0x0F, 1
-    elif first == 0xDC:
-        count, start = int.from_bytes(raw[1:3], "big"), 3
-    else:
-        count, start = int.from_bytes(raw[1:5], "big"), 5
-    count += len(more)
-    head = bytes([0x90 | count]) if count < 16 else b"\xdd" + count.to_bytes(4, "big")
-    return msgspec.Raw(b"".join((head, raw[start:], *more)))

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from tracewire_bus.wire.pieces import Pieces
 from tracewire_engine.protocol.messages import Generated, GeneratedChoice
 
 from .engine_api import Choice, Outputs, Prepared
@@ -35,8 +36,8 @@ class RunningRequest:
         self.given = False
 
     def publishable(
-        self, choice: Choice, steps: list[msgspec.Raw], decode: Callable[[list[int], Prepared], str]
-    ) -> tuple[Choice, list[msgspec.Raw]]:
+        self, choice: Choice, steps: list[msgspec.Raw | Pieces], decode: Callable[[list[int], Prepared], str]
+    ) -> tuple[Choice, list[msgspec.Raw | Pieces]]:
         """The part of a choice's new tokens, and of the saves of their steps, that belongs to the trace.
 
         Tokens that vLLM sampled after a block had ended its request do not belong to the trace.

@@ -39,6 +39,7 @@ from tracewire_bus.wire.messages import (
     Usage,
 )
 from tracewire_bus.wire.packing import unpack
+from tracewire_bus.wire.pieces import Pieces
 from tracewire_engine.protocol.messages import Applied
 
 from .engine_api import Choice, Engine, EngineLost, Rejection
@@ -396,7 +397,7 @@ class TraceRun:
             # No task waits for reports of this request. The workers sent a change's first token before its step began.
             self._reports.pull()
         first = len(request.token_ids[choice.index])
-        steps = [_NO_DELTAS] * len(choice.token_ids)
+        steps: list[msgspec.Raw | Pieces] = [_NO_DELTAS] * len(choice.token_ids)
         sampled_at = time.time()
         if request.pending is not None:
             steps = await request.pending.steps(choice.index, first, len(choice.token_ids))

@@ -10,8 +10,18 @@ import msgspec
 
 from tracewire_bus.bus import Writer
 from tracewire_bus.store.lifecycle import lifecycle_fields
-from tracewire_bus.wire.codec import encode
-from tracewire_bus.wire.messages import Accepted, EngineInfo, Event, Final, Paused, RawSteered, Restarted, Resumed
+from tracewire_bus.wire.codec import encode, encode_output
+from tracewire_bus.wire.messages import (
+    Accepted,
+    EngineInfo,
+    Event,
+    Final,
+    Paused,
+    RawOutput,
+    RawSteered,
+    Restarted,
+    Resumed,
+)
 
 from .retention import Tally
 
@@ -89,7 +99,7 @@ class TraceStream:
 
     def _queue(self, event: Event, *, final: bool = False) -> Coroutine[Any, Any, str]:
         event.attempt, event.seq = self._attempt, self.seq + 1
-        data = encode(event)
+        data = encode_output(event) if type(event) is RawOutput else encode(event)
         queued = self._writer.submit(
             self._trace,
             event.attempt,

@@ -12,8 +12,9 @@ from tests.support.declared_plans import (
 )
 from tracewire_bus.domain.fold import Fold
 from tracewire_bus.domain.intervention_checks import decode_interventions, normalize
+from tracewire_bus.wire.codec import extend_encoded_list
 from tracewire_bus.wire.messages import Append, DecodedOutput, Final, StopWhen
-from tracewire_engine.adapter.read_decoder import ChoiceReads, StepReads, extend_encoded_list
+from tracewire_engine.adapter.read_decoder import ChoiceReads, StepReads
 from tracewire_engine.protocol.messages import LayoutEntry, Part, Slot
 
 
