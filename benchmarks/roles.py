@@ -220,7 +220,8 @@ def own(options: dict[str, Any]) -> None:
         async def drain() -> None:
             while True:
                 await link.arrived()
-                link.ready()
+                for _ in link.ready():
+                    pass
 
         draining = asyncio.ensure_future(drain())
         await serve({}, lambda workload: plain_round(model.vllm_entrypoint, workload))

@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import struct
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -271,7 +272,7 @@ class ScriptedEngine(FakeEngine):
         """The text of these tokens."""
         return _TEXT * len(token_ids)
 
-    def ready(self) -> list[Report]:
+    def ready(self) -> Iterable[Report]:
         """What the pacer has reported over the link."""
         return self._link.ready()
 

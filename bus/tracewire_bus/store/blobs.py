@@ -25,6 +25,7 @@ from tracewire_bus.transport.pool import Connections
 from tracewire_bus.transport.scripts import Script
 from tracewire_bus.wire.arrays import array_from_raw, array_of, raw_bytes
 from tracewire_bus.wire.digests import array_hash, content_hash
+from tracewire_bus.wire.pieces import Pieces
 from tracewire_bus.wire.refs import ArrayRef
 
 from .keys import Keys
@@ -133,9 +134,10 @@ class Blobs:
 
     async def _put(self, trace: str, blob: str, number: int, chunk: Any, *, refuse_full: bool) -> None:
         key, field = self._keys.blobs(trace), f"{blob}:{number}"
-        commands: list[tuple[Any, ...]] = [_BEGIN((key,), UNACCEPTED_S, field, chunk)]
+        data = Pieces([chunk])
+        commands: list[tuple[Any, ...]] = [_BEGIN((key,), UNACCEPTED_S, field, data)]
         if number:
-            commands = [("HSET", key, field, chunk), _EXPIRE_ONCE((key,), UNACCEPTED_S)]
+            commands = [("HSET", key, field, data), _EXPIRE_ONCE((key,), UNACCEPTED_S)]
         # Idempotent: a repeat writes the same field.
         await self._connections.commands(*commands, refuse_full=refuse_full)
 

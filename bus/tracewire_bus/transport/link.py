@@ -141,7 +141,7 @@ class Link:
 
 
 def pack_commands(commands: Sequence[Sequence[Any]]) -> bytes | Pieces:
-    """Commands as they go over the wire; `Pieces` if an argument is large.
+    """Commands as they go over the wire; `Pieces` if an argument is `Pieces`.
 
     Scripts that an `AfterOthers` follows go with their texts: one that Redis did not know would be sent again, and so
     carried out, after what is to come after it.
@@ -157,32 +157,32 @@ def pack_commands(commands: Sequence[Sequence[Any]]) -> bytes | Pieces:
         ahead = [one if isinstance(one, AfterOthers) else with_text(one) or one for one in commands[:last]]
         commands = [*ahead, *commands[last:]]
     packed: list[bytes | memoryview] = []
+    whole = True
     for command in commands:
-        if any(_is_large(argument) for argument in command):
-            packed += _in_pieces(command)
-        else:
+        try:
             packed.append(pack(command))
-    if sum(map(len, packed)) < LARGE_BYTES:
-        return b"".join(packed)
-    return Pieces(_coalesced(packed))
-
-
-def _is_large(argument: object) -> bool:
-    kind = type(argument)
-    return kind is Pieces or (kind is bytes and len(argument) >= LARGE_BYTES)  # type: ignore[arg-type]
+        except TypeError:
+            packed += _in_pieces(command)
+            whole = False
+    return b"".join(packed) if whole else Pieces(_coalesced(packed))
 
 
 def _in_pieces(command: Sequence[Any]) -> Iterator[bytes | memoryview]:
-    """One command as it goes over the wire, without a copy of its large arguments."""
+    """One command as it goes over the wire, without a copy of the buffers of its arguments.
+
+    Raises:
+        TypeError: an argument is of a type that no command can hold.
+    """
     yield b"*%d\r\n" % len(command)
     for argument in command:
         if type(argument) is Pieces:
             yield b"$%d\r\n" % len(argument)
             yield from argument.buffers
         else:
-            if not isinstance(argument, (bytes, str, int, float)):
-                raise TypeError(f"a {type(argument).__name__} cannot be an argument of a command")
-            data = argument if isinstance(argument, bytes) else str(argument).encode()
+            kind = type(argument)
+            if kind not in (bytes, memoryview, str, int, float):
+                raise TypeError(f"a {kind.__name__} cannot be an argument of a command")
+            data = argument if kind in (bytes, memoryview) else str(argument).encode()
             yield b"$%d\r\n" % len(data)
             yield data
         yield b"\r\n"

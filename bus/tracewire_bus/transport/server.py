@@ -98,11 +98,13 @@ class Server:
         made = self._factory.make_connection()
         if hasattr(made, "ssl_context"):
             made.ssl_context = self._shared_tls(made.ssl_context)
-        if not on_trio():
-            return made
-        from .anyio_connection import AnyioConnection
+        if on_trio():
+            from .anyio_connection import AnyioConnection
 
-        return AnyioConnection(made)
+            return AnyioConnection(made)
+        from .asyncio_connection import AsyncioConnection
+
+        return AsyncioConnection(made)
 
     def _shared_tls(self, own: Any) -> Any:
         """The TLS context of this server's settings: `own`, or one that another connection has used.

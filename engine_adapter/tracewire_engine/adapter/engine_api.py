@@ -6,7 +6,7 @@ load and fault tests of the bus put a scripted engine behind the same seam.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -211,8 +211,11 @@ class Engine(Protocol):
         """The string of each token, special tokens included."""
         ...
 
-    def ready(self) -> list[Report]:
-        """The workers' reports since the last call, step by step."""
+    def ready(self) -> Iterable[Report]:
+        """The workers' reports since the last call, step by step.
+
+        The caller takes all of them at once. The bytes of a report's batch are valid until the next report is taken.
+        """
         ...
 
     async def arrived(self) -> None:

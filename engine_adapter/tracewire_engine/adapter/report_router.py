@@ -44,10 +44,10 @@ class ReportRouter:
 
     def pull(self) -> bool:
         """Route the reports that have come. Returns whether there were any."""
-        reports = self._engine.ready()
-        for report in reports:
+        before = self.count
+        for report in self._engine.ready():
             self.take(report)
-        return bool(reports)
+        return self.count > before
 
     def add_waiter(self) -> None:
         """Have `run` route reports as they come, until `remove_waiter`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
@@ -429,7 +429,7 @@ class VllmEngine:
     def token_strings(self, token_ids: list[int]) -> list[str]:
         return self._prompts.strings(token_ids)
 
-    def ready(self) -> list[Report]:
+    def ready(self) -> Iterable[Report]:
         return self._link.ready()
 
     async def arrived(self) -> None:

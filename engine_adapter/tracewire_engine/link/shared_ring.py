@@ -1,9 +1,9 @@
 """Shared memory between the reporting worker and its adapter: a ring buffer for the reads of declared interventions.
 
 The bytes of a large step go into the buffer, and the link's message gives their place. A GPU copies them there itself.
-That saves the model's thread two copies a step, and the adapter two. The worker makes the buffer, an anonymous file in
+That saves the model's thread two copies a step, and the adapter three. The worker makes the buffer, an anonymous file in
 memory, sends the adapter its path, and uses it after the adapter has opened it. The steps lie in the buffer one after
-the other, and the adapter takes them in that order. If the adapter is behind and the buffer is full, the bytes go into
+the other, and the adapter releases them in that order. If the adapter is behind and the buffer is full, the bytes go into
 the message.
 """
 
@@ -28,7 +28,7 @@ __all__ = ["LEAST_BYTES", "RingBuffer", "RingCopy", "RingReader"]
 logger = logging.getLogger("vllm.tracewire")
 
 #: Size of the buffer, in bytes.
-RING_BYTES: Final = 16 << 20
+RING_BYTES: Final = 64 << 20
 #: A step with fewer bytes goes in the message.
 LEAST_BYTES: Final = 8 << 10
 #: Size of the header, in bytes: two 64-bit numbers, whether the adapter has the buffer open, and how far it has taken
@@ -164,11 +164,12 @@ class RingReader:
             self._map = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
         finally:
             os.close(descriptor)
+        self._bytes = memoryview(self._map).toreadonly()
         self._counts = memoryview(self._map)[:16].cast("Q")
         self._counts[_OPENED] = 1
 
-    def take(self, place: Place) -> memoryview:
-        """A copy of the bytes at a place. The worker may reuse the place and all before it from now on.
+    def view(self, place: Place) -> memoryview:
+        """The bytes at a place, valid until `release`.
 
         Raises:
             ValueError: the place lies outside the buffer.
@@ -176,14 +177,18 @@ class RingReader:
         start = _HEADER + place.start
         if not 0 <= place.start <= place.start + place.size <= len(self._map) - _HEADER:
             raise ValueError(f"outside the shared memory: {place}")
-        data = self._map[start : start + place.size]
+        return self._bytes[start : start + place.size]
+
+    def release(self, place: Place) -> None:
+        """Let the worker reuse a place and all before it."""
         self._counts[_TAKEN] = place.end
-        return memoryview(data)
 
     def close(self) -> None:
-        """Unmap the buffer."""
+        """Unmap the buffer. If views of it are left, the system unmaps it when the last of them is gone."""
         self._counts.release()
-        self._map.close()
+        self._bytes.release()
+        with suppress(BufferError):
+            self._map.close()
 
     def __enter__(self) -> Self:
         return self

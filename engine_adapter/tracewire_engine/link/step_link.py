@@ -12,7 +12,7 @@ import asyncio
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -28,7 +28,7 @@ from .shared_ring import LEAST_BYTES, RingBuffer, RingCopy, RingReader
 
 if TYPE_CHECKING:
     import torch
-from tracewire_engine.protocol.messages import Changes, FinishRecord, Report, StepRecord
+from tracewire_engine.protocol.messages import Changes, FinishRecord, Place, Report, StepRecord
 
 __all__ = ["LinkReceiver", "LinkSender", "encode_changes", "encode_reports"]
 
@@ -163,14 +163,16 @@ class LinkReceiver(Receiver):
         if ring is not None:
             ring.close()
 
-    def ready(self) -> list[Report]:
-        """The reports that came since the last call, in the order in which the worker sent them. Does not wait."""
-        found: list[Report] = []
+    def ready(self) -> Iterator[Report]:
+        """The reports that have come since the last call, in the order in which the worker sent them.
+
+        The bytes of a report's batch may lie in shared memory: they are valid until the next report is asked for.
+        """
         while True:
             try:
                 message = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
-                return found
+                return
             try:
                 reports = _decoder.decode(message)
             except msgspec.MsgspecError:
@@ -179,14 +181,21 @@ class LinkReceiver(Receiver):
                 continue
             for report in reports:
                 try:
-                    self._take(report)
+                    used = self._locate(report)
                 except (IndexError, ValueError):
                     logger.exception("the reads of a step could not be found in shared memory")
-                    report.batch = None
-            found += reports
+                    report.batch = used = None
+                yield report
+                if used is not None and self._ring is not None:
+                    if report.batch is not None:
+                        # A late reader gets an error, and not the bytes of a later step.
+                        report.batch.data.release()
+                    self._ring.release(used)
 
-    def _take(self, report: Report) -> None:
-        """Open the worker's ring buffer if the report names one, and take this step's bytes from it.
+    def _locate(self, report: Report) -> Place | None:
+        """Open the worker's ring buffer if the report names one, and find this step's bytes in it.
+
+        Returns the place in the buffer that is to be released afterwards, if the bytes lie there.
 
         Raises:
             ValueError: the report names a place outside the buffer.
@@ -201,7 +210,9 @@ class LinkReceiver(Receiver):
         if batch is not None and batch.place is not None:
             if self._ring is None:
                 raise ValueError("a report refers to shared memory that is not open")
-            batch.data = self._ring.take(batch.place)
+            batch.data = self._ring.view(batch.place)
+            return batch.place
+        return None
 
     async def arrived(self) -> None:
         """Wait until a message has come for `ready`."""

@@ -32,7 +32,7 @@ async def test_strangers_are_refused(role: str, knows: str) -> None:
         assert monitor.poll(30000)
         seen = parse_monitor_message(monitor.recv_multipart())["event"]
         assert seen & REFUSED
-        assert ends.link.ready() == []
+        assert list(ends.link.ready()) == []
         socket.disable_monitor()
         context.destroy(linger=0)
 

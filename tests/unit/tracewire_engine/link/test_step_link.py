@@ -19,19 +19,22 @@ from tracewire_engine.worker.remote_inputs import inputs_at
 async def test_over_the_link_bytes_come_in_order_whichever_way_they_take() -> None:
     with LinkReceiver() as receiver:
         sender = LinkSender(receiver.address)
-        found: list[Report] = []
+        found: list[Batch] = []
         shared = 0
         for step in range(300):
             # More than the ring holds in all, and a receiver that looks seldom.
-            shared += send(sender, step, filled(200_000, step))
+            shared += send(sender, step, filled(800_000, step))
             if step % 100 in (0, 99):
                 while len(found) <= step:
                     await receiver.arrived()
-                    found += receiver.ready()
-        assert [report.batch.step for report in found if report.batch] == list(range(300))
-        for step, report in enumerate(found):
-            assert report.batch is not None
-            assert bytes(report.batch.data) == filled(200_000, step).numpy().tobytes()
+                    for report in receiver.ready():
+                        assert report.batch is not None
+                        assert bytes(report.batch.data) == filled(800_000, len(found)).numpy().tobytes()
+                        found.append(report.batch)
+        assert [batch.step for batch in found] == list(range(300))
+        # The bytes of a report before are the worker's again.
+        with pytest.raises(ValueError, match="released"):
+            bytes(next(batch for batch in found if batch.place is not None).data)
         # The first goes before the receiver has it open; of a hundred that nobody takes, not all have room.
         assert 150 < shared < 290
 
