@@ -13,7 +13,7 @@ import re
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Literal, TypeAlias, Unpack
+from typing import Any, Literal, TypeAlias, TypeVar, Unpack
 
 import msgspec
 
@@ -97,7 +97,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     trace_id: str | None = None
     shared: Mapping[str, Any] | None = None
     token_strings: bool = False
+    on_lag: Literal["hold", "thin"] = "hold"
 
+
+ChoiceT = TypeVar("ChoiceT", bound=str)
 
 _SETTINGS = frozenset(Settings.__struct_fields__)
 
@@ -153,6 +156,7 @@ def make_submission(
         edits=_edit_names("edits", options.edits),
         shared=packed,
         token_strings=options.token_strings,
+        on_lag=_choice("on_lag", options.on_lag, "hold", "thin"),
     )
 
 
@@ -444,9 +448,15 @@ def _deadline_seconds(deadline: Any) -> float | None:
     return float(seconds)
 
 
+def _choice(field: str, given: ChoiceT, *allowed: ChoiceT) -> ChoiceT:
+    if given not in allowed:
+        expected = " or ".join(repr(one) for one in allowed)
+        raise TraceRejected(field, f"expected {expected}, got {shown(given)}")
+    return given
+
+
 def _attempt_limit(on_engine_loss: str, most: int) -> int:
-    if on_engine_loss not in ("restart", "fail"):
-        raise TraceRejected("on_engine_loss", f"expected 'restart' or 'fail', got {shown(on_engine_loss)}")
+    _choice("on_engine_loss", on_engine_loss, "restart", "fail")
     if type(most) is not int or not 0 < most <= 100:
         raise TraceRejected("max_attempts", f"expected a number from 1 to 100, got {shown(most)}")
     return 1 if on_engine_loss == "fail" else most

@@ -54,6 +54,7 @@ __all__ = [
     "HeldChoice",
     "Helper",
     "Invoke",
+    "Lagging",
     "Live",
     "LogitLens",
     "Manifest",
@@ -85,7 +86,7 @@ __all__ = [
 #: The schema that this package writes, `(major, minor)`. A stream entry has it as the text `"major.minor"`.
 SCHEMA: tuple[int, int] = (2, 0)
 #: The schema of what clients ask engines for, submissions and edits: older engines read it, too.
-REQUEST_SCHEMA: tuple[int, int] = (1, 2)
+REQUEST_SCHEMA: tuple[int, int] = (1, 3)
 
 PathKey: TypeAlias = Any
 """One step of a path into a saved value: a list's index, or a dict's key (str, int, float, bool, bytes or None)."""
@@ -323,7 +324,8 @@ class Submission(Message):
     another starts the trace again from its beginning; after `max_attempts` engines were lost, the trace fails.
 
     `edits` names the standing interventions that the submission asks for (`Edit`); `None` and an empty list differ.
-    With `token_strings` the engine sends a string with each token id: of prompts, outputs and logit lenses.
+    With `token_strings` the engine sends a string with each token id: of prompts, outputs and logit lenses. `on_lag`
+    says what the engine does while Redis takes the trace's events more slowly than it makes them (`Lagging`).
     """
 
     trace: str
@@ -342,6 +344,7 @@ class Submission(Message):
     edits: list[str] | None = None
     shared: bytes = b"\x80"
     token_strings: bool = False
+    on_lag: Literal["hold", "thin"] = "hold"
 
 
 # --- standing interventions -------------------------------------------------------------------------------------------
@@ -635,6 +638,22 @@ class Resumed(Event, tag="resumed"):
     time: float = 0.0
 
 
+class Lagging(Event, tag="lagging"):
+    """Events of the trace wait in the engine's adapter, since Redis takes them more slowly than the engine makes them.
+
+    `action` says what the engine does from now on, as the submission's `on_lag` asks for: `"held"`, it makes no tokens
+    for the trace; `"thinned"`, it leaves out what declared interventions read; `"caught_up"`, neither any longer.
+    `nbytes` is about how many bytes waited; `left_out` is the number of steps whose reads were left out so far, of all
+    choices. `time` is when the adapter decided so, in seconds since the epoch.
+    """
+
+    type: ClassVar[Literal["lagging"]] = "lagging"
+    action: Literal["held", "thinned", "caught_up"] = "held"
+    nbytes: int = 0
+    left_out: int = 0
+    time: float = 0.0
+
+
 class Waiting(Event, tag="waiting"):
     """The engine that ran the trace was lost, and the trace waits for another: `Restarted` or `Final` follows.
 
@@ -654,7 +673,7 @@ class Restarted(Event, tag="restarted"):
     reason: str = ""
 
 
-Notice: TypeAlias = Steered | Paused | Resumed | Waiting | Restarted
+Notice: TypeAlias = Steered | Paused | Resumed | Lagging | Waiting | Restarted
 """The events between a trace's acceptance and its end that bring no output."""
 
 

@@ -66,8 +66,8 @@ class Item:
 
     def take(
         self, data: memoryview, blobs: list[tuple[str, bytes]], strings: Strings | None = None
-    ) -> tuple[bytes, bytes, Sequence[float]]:
-        """The encoded item, its digest, and its numbers if a stop condition can check them (else empty).
+    ) -> tuple[bytes, bytes]:
+        """The encoded item, and its digest.
 
         Adds large arrays to `blobs`, and refers to them in the item. `strings` finds the strings of token ids, which
         the item of a logit lens then has too.
@@ -75,7 +75,6 @@ class Item:
         pieces: list[bytes | memoryview] = []
         digests: list[bytes] = []
         texts: Any = None
-        numbers: Sequence[float] = ()
         for (part, head, digest_head), before in zip(self.parts, self.shell, strict=True):
             raw = data[part.offset : part.offset + part.size]
             if before:
@@ -86,7 +85,6 @@ class Item:
                 (value,) = _number.unpack(raw)
                 pieces.append(_wire_number.pack(0xCA, value))
                 digests.append(digest(value))
-                numbers = (value,)
             elif self.threshold and part.size > self.threshold:
                 taken = ArrayRef(part.dtype, part.shape, array_digest(digest_head, raw), new_blob(), self.name)
                 pieces.append(_encoder.encode(wire(taken)))
@@ -95,8 +93,6 @@ class Item:
             else:
                 pieces += (head, raw)
                 digests.append(array_digest(digest_head, raw))
-                if part.dtype == "float32" and len(part.shape) == 1 and not part.key:
-                    numbers = memoryview(raw).cast("f")
         if self.slot.parts[0].key:
             items = [(part.key, own) for part, own in zip(self.slot.parts, digests, strict=True)]
             if texts is not None:
@@ -107,7 +103,7 @@ class Item:
             found = dict_digest(items)
         else:
             found = digests[0]
-        return b"".join(pieces), found, numbers
+        return b"".join(pieces), found
 
 
 def _reshape(flat: list[str], shape: tuple[int, ...]) -> Any:
@@ -152,7 +148,10 @@ class _Plan:
         size = sum(end - start for start, end in self.pieces)
         #: A delta as it goes on the wire, up to its values.
         self.head = b"\x93\xa1c" + _encoder.encode(self.layout) + b"\xc6" + size.to_bytes(4, "big")
-        self.numbers = [(item.name, found) for item in columns if (found := _number_part(item.slot)) is not None]
+        #: The parts of all items that stop conditions may look at, by name.
+        self.numbers = [
+            (item.name, found) for item in (*columns, *single) if (found := _number_part(item.slot)) is not None
+        ]
 
     def record(self, data: memoryview) -> tuple[Pieces, bytes]:
         """The encoded delta of the columns, and its digest. Copies the values: `data` may change afterwards."""
@@ -174,6 +173,10 @@ def _number_part(slot: Slot) -> Part | None:
     return part if part.dtype == "float32" and len(part.shape) <= 1 and not part.key else None
 
 
+def _floats(data: memoryview, part: Part) -> Sequence[float]:
+    return memoryview(data[part.offset : part.offset + part.size]).cast("f")
+
+
 class ChoiceReads:
     """The reads of declared interventions for one choice, by the index of the step's token.
 
@@ -185,6 +188,9 @@ class ChoiceReads:
         #: Finds the strings of token ids, which the items of logit lenses then have too.
         self.strings: Strings | None = None
         self.steps: dict[int, list[bytes | Pieces]] = {}
+        #: Whether the reads of the steps that follow are left out; and of how many steps they were.
+        self.thinned = False
+        self.left_out = 0
         #: Large arrays, by the name of their blob. The bus must have them before the deltas that refer to them.
         self.blobs: list[tuple[str, bytes]] = []
         self._columns = columns
@@ -210,21 +216,18 @@ class ChoiceReads:
             self._reads, self._plan = reads, self._planned(reads.items)
         plan = self._plan
         deltas: list[bytes | Pieces] = []
-        numbers: dict[str, Sequence[float]] = {}
-        if plan.layout:
-            encoded, found = plan.record(data)
-            deltas.append(encoded)
-            self._records[index] = plan, found
-            if self._stops:
-                numbers = {
-                    name: memoryview(data[part.offset : part.offset + part.size]).cast("f")
-                    for name, part in plan.numbers
-                }
-        if plan.single:
-            numbers |= self._take_single(index, plan.single, data, deltas)
+        if self.thinned:
+            self.left_out += 1
+        else:
+            if plan.layout:
+                encoded, found = plan.record(data)
+                deltas.append(encoded)
+                self._records[index] = plan, found
+            if plan.single:
+                self._take_single(index, plan.single, data, deltas)
         self.steps[index] = deltas
         if self._stops:
-            self._check_stops(index, numbers)
+            self._check_stops(index, {name: _floats(data, part) for name, part in plan.numbers})
 
     def _planned(self, items: Sequence[Item]) -> _Plan:
         for item in items:
@@ -237,14 +240,11 @@ class ChoiceReads:
     def _with_strings(self, item: Item) -> bool:
         return self.strings is not None and any(part.key == "token_ids" for part in item.slot.parts)
 
-    def _take_single(
-        self, index: int, items: Sequence[Item], data: memoryview, deltas: list[bytes | Pieces]
-    ) -> dict[str, Sequence[float]]:
-        """Add a delta for each of these items. Returns their numbers, by name."""
+    def _take_single(self, index: int, items: Sequence[Item], data: memoryview, deltas: list[bytes | Pieces]) -> None:
+        """Add a delta for each of these items."""
         digests: list[tuple[str, bytes]] = []
-        numbers: dict[str, Sequence[float]] = {}
         for item in items:
-            encoded, found, values = item.take(data, self.blobs, self.strings)
+            encoded, found = item.take(data, self.blobs, self.strings)
             if item.name in self._started:
                 before, after = item.append
             else:
@@ -252,9 +252,7 @@ class ChoiceReads:
                 before, after = item.start
             deltas.append(before + encoded + after)
             digests.append((item.name, found))
-            numbers[item.name] = values
         self._digests[index] = digests
-        return numbers
 
     def set_stops(self, stops: Sequence[StopWhen]) -> None:
         """Take the same stop conditions with other thresholds, for later reads."""

@@ -5,7 +5,8 @@ as a task (`trace_run.py`), which gets the workers' reports by `report_router.py
 to the bus before the reports that refer to them. `Control` reads what clients ask of running traces; `Steering` brings
 changes of live parameters to the workers. `Claims` tells Redis again which traces run here, after it has lost that.
 `LeaseWatch` ends the traces of clients and engines that are gone. The *heartbeat* renews the engine's entry in the
-registry. `Retention` trims long streams, and drops finished traces that are too many.
+registry. `Retention` trims long streams, and drops finished traces that are too many. `Backpressure` slows traces whose
+events wait for Redis.
 
 An adapter that is told to stop takes no new traces, lets running ones finish for a while, fails the rest with the
 reason on each trace's own stream, and leaves.
@@ -27,9 +28,10 @@ from tracewire_bus.transport.tasks import Signal
 from tracewire_bus.wire.messages import EngineInfo
 from tracewire_engine.link.blob_receiver import BlobChunk
 
+from .backpressure import Backpressure
 from .claims import Claims
 from .control import Control
-from .engine_api import Engine, EngineLost
+from .engine_api import Engine
 from .http_requests import PlainRequests
 from .intake import Intake
 from .large_inputs import Inputs
@@ -47,10 +49,6 @@ from .validation import Validator
 __all__ = ["Adapter", "Settings"]
 
 logger = logging.getLogger("tracewire")
-#: How often the adapter checks how much waits for Redis, in seconds.
-_BACKPRESSURE_S = 0.05
-#: How soon the adapter asks an engine again that was neither paused nor resumed, in seconds.
-_BACKPRESSURE_RETRY_S = 1.0
 #: In how many slices the engine's time to answer passes.
 _LOOKS = 10
 
@@ -107,6 +105,9 @@ class Adapter:
         self._intake = Intake(
             bus, services, self._validator, self._claims, self._control, self.plain, self._lifecycle, settings
         )
+        self._backpressure = Backpressure(
+            *(engine, self._writer, self._reports, self._pending, self._claims, self._lifecycle, settings.buffer_bytes)
+        )
         #: Whether new traces are taken.
         self._taking = True
         #: Set when the engine's entry of the registry is to be renewed at once.
@@ -157,7 +158,7 @@ class Adapter:
             group.start_soon(self._control.run)
             group.start_soon(self._retention.run)
             group.start_soon(self._finished.run)
-            group.start_soon(self._apply_backpressure)
+            group.start_soon(self._backpressure.run)
             group.start_soon(self._watch_engine)
             await self._register()
             group.start_soon(self._heartbeat)
@@ -213,35 +214,6 @@ class Adapter:
             await self._bus.registry.unregister(self._info.engine)
         except BusError as error:
             logger.warning("could not leave the registry, which forgets this engine by itself: %s", error)
-
-    async def _apply_backpressure(self) -> None:
-        """Pause the whole engine while more waits for Redis than is kept here, until half of that is left."""
-        most, lifecycle = self._settings.buffer_bytes, self._lifecycle
-        while True:
-            await anyio.sleep(_BACKPRESSURE_S)
-            if not self.engine_paused and not self._claims.runs:
-                continue
-            # Reports in the link count as unpublished, too.
-            self._reports.pull()
-            waiting = self._writer.backlog + sum(pending.nbytes for pending in self._pending.values())
-            waiting += sum(run.nbytes for run in self._claims.running())
-            if self.engine_paused == (waiting > (most // 2 if self.engine_paused else most)):
-                continue
-            lifecycle.engine_paused = not lifecycle.engine_paused
-            try:
-                if self.engine_paused:
-                    logger.warning("%d bytes wait for Redis: the engine is paused", waiting)
-                    await self._engine.pause_all()
-                else:
-                    logger.warning("Redis has taken what waited: the engine goes on")
-                    await self._engine.resume_all()
-            except EngineLost as error:
-                logger.debug("the engine was neither paused nor resumed: %s", error)
-            except Exception as error:  # of a type of its own, from an engine that was told to stop
-                lifecycle.engine_paused = not lifecycle.engine_paused
-                logger.warning("the engine was neither paused nor resumed: %s", error)
-                await anyio.sleep(_BACKPRESSURE_RETRY_S)
-            self._lifecycle.notify()
 
     async def _read_large(self) -> None:
         """Bring large arrays to the bus, and hand on what refers to them when they are there."""

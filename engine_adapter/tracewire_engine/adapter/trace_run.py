@@ -13,6 +13,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,11 +29,14 @@ from tracewire_bus.wire.messages import (
     Failure,
     Final,
     FirstToken,
+    Lagging,
     LogitLens,
+    Paused,
     Probe,
     RawOutput,
     RawSteered,
     Restarted,
+    Resumed,
     Status,
     StopWhen,
     Submission,
@@ -53,6 +57,7 @@ from .running_request import RunningRequest
 from .shared_saves import SharedSaves
 from .standing_edits import RequestEdits, StandingEdits
 from .trace_end import TraceEnd
+from .trace_lag import RequestPause, TraceLag
 from .trace_stream import UNNUMBERED, RawAccepted, RawFinal, TraceStream
 from .validation import Blocks
 
@@ -142,6 +147,9 @@ class TraceRun:
         self._ending: tuple[Status, Failure] | None = None
         self._accepted = False
         self.pause = PauseState()
+        self._request_pause = RequestPause(self._engine, self.requests)
+        #: Slows the trace while its events wait for Redis.
+        self.lag = TraceLag(self.requests, self._request_pause, submission.on_lag, self._reads)
 
     def _append(self, event: Event, *, final: bool = False) -> Coroutine[Any, Any, None]:
         """Publish an event, and before it the changes of live parameters and shared values that are due."""
@@ -216,16 +224,21 @@ class TraceRun:
             # One task at a time applies orders, until the last one is applied, so that events are published in order.
             while mine and self._accepted and not self.ended and not self.fenced and self.pause.outstanding:
                 self.pause.begin()
-                for request in self.requests:
-                    await (self._engine.pause if self.pause.paused else self._engine.resume)(request.name)
+                await self._request_pause.change("client", self.pause.paused)
                 if not self.ended:
-                    await self._publish_pause()
+                    await self._publish_notice(self.pause.event())
 
-    async def _publish_pause(self) -> None:
+    async def publish_lag(self, event: Lagging) -> None:
+        """Publish that the engine slows this trace, or no longer does, if the trace has not ended meanwhile."""
+        if self._accepted and not self.ended and not self.fenced:
+            with suppress(Fenced):
+                await self._publish_notice(event)
+
+    async def _publish_notice(self, event: Paused | Resumed | Lagging) -> None:
         try:
-            await self._append(self.pause.event())
+            await self._append(event)
         except BusFull as error:
-            logger.warning("could not publish that trace %s was paused or resumed: %s", self.trace, error)
+            logger.warning("could not publish that trace %s is %s: %s", self.trace, event.type, error)
             self._stream.rewind()
 
     async def _close_record(self) -> None:
@@ -452,6 +465,8 @@ class TraceRun:
         if self._shared is not None:
             end.add_shared(await self._shared.end(self.requests))
         await self._close_record()
+        if left_out := self.lag.left_out:
+            end.warnings.append(f"the engine left out what interventions read in {left_out} steps: Redis was late")
         if self._ending is not None:
             # A client may have ended the trace during the waits above, and was told that the trace ends so.
             end.status, end.error = self._ending

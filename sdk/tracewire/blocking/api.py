@@ -80,7 +80,8 @@ class Trace(Bridge[AsyncTrace]):
     reading. `start()` and `close()` do the same by hand, and reading an unstarted trace starts it. Leaving before the
     end was read cancels the trace for all its consumers. With `detach=True` the trace goes on to its end.
 
-    An iterator of `Output`, `Shared`, `Steered`, `Paused`, `Resumed`, `Waiting` and `Restarted` items, which ends
+    An iterator of `Output`, `Shared`, `Steered`, `Paused`, `Resumed`, `Lagging`, `Waiting` and `Restarted`
+    items, which ends
     with the trace. A `Gap` stands in place of events that were trimmed before they were read. Each item comes once:
     tasks that iterate at the same time share the items; a subscription yields all of them again. A rejected trace
     raises `TraceRejected` in place of its first item. A trace whose block failed raises `InterventionError` after its
@@ -792,6 +793,10 @@ class Client(BlockingClient):
             lora: name of a LoRA adapter that the engine was started with.
             token_strings: `True`: the engine sends a string with each token id, of outputs (`output.token_strings`), of
                 prompts (`accepted.prompt_token_strings`) and of logit lenses.
+            on_lag: what the engine does if Redis takes the trace's events more slowly than the engine makes them.
+                `"hold"`: it makes no tokens for the trace until Redis has taken most of what waits. `"thin"`: it leaves
+                out what declared interventions read in some steps, and holds the trace only if that is not enough. A
+                `Lagging` event says what the engine does and when that ends. Other traces run on.
 
         Raises:
             UnknownOption: a keyword is neither an option nor a sampling param. The error names the nearest one.

@@ -6,10 +6,28 @@ import json
 from datetime import UTC, datetime
 from typing import Any
 
-from tracewire.traces.output import Accepted, Event, Final, Gap, Paused, Restarted, Resumed, Steered, Waiting
+from tracewire.traces.output import (
+    Accepted,
+    Event,
+    Final,
+    Gap,
+    Lagging,
+    Paused,
+    Restarted,
+    Resumed,
+    Steered,
+    Waiting,
+)
 from tracewire_bus.store.lifecycle import Lifecycle
 
 __all__ = ["event_line", "lifecycle_line", "short_value", "timestamp"]
+
+
+_LAG = {
+    "held": "the engine holds the trace",
+    "thinned": "the engine leaves out what interventions read",
+    "caught_up": "the engine runs the trace as before",
+}
 
 
 def lifecycle_line(event: Lifecycle) -> str:
@@ -41,6 +59,8 @@ def event_line(event: Event) -> str:
         return f"steered to version {event.version} from {where or 'no token'} on: {shown}"
     if isinstance(event, Paused | Resumed):
         return f"{'paused' if isinstance(event, Paused) else 'resumed'} by {event.by}"
+    if isinstance(event, Lagging):
+        return f"{_LAG[event.action]}: {event.nbytes} bytes wait for Redis, {event.left_out} steps left out"
     if isinstance(event, Gap):
         return f"(trimmed: what came after {event.since} up to {event.until})"
     if isinstance(event, Final):

@@ -1,0 +1,109 @@
+"""Backpressure: what the adapter does when the engine makes events faster than Redis takes them.
+
+The adapter counts what waits for Redis: the events that Redis has not acknowledged, the workers' reports, and vLLM's
+outputs that wait for their turn. It first slows the traces whose own events wait, each by the submission's `on_lag`:
+`"hold"` pauses the trace's requests in the engine, `"thin"` leaves out what declared interventions read and pauses only
+if that is not enough. Other traces run on. Only when more than `buffer_bytes` wait in all does the adapter pause the
+whole engine.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Final
+
+import anyio
+
+from tracewire_bus.bus import Writer
+
+from .claims import Claims
+from .engine_api import Engine, EngineLost
+from .lifecycle import Lifecycle
+from .pending import PendingRecords
+from .report_router import ReportRouter
+
+__all__ = ["Backpressure"]
+
+logger = logging.getLogger("tracewire")
+
+#: How often the adapter checks how much waits for Redis, in seconds.
+CHECK_S = 0.05
+#: How soon the adapter asks an engine again that was neither paused nor resumed, in seconds.
+RETRY_S = 1.0
+#: The part of `buffer_bytes` that the running traces share. Where the engine runs many, each may have this much.
+_SHARED: Final = 0.5
+_LEAST_SHARE: Final = 1 << 20
+
+
+class Backpressure:
+    """Compares what waits for Redis with `buffer_bytes`, and slows traces or the engine down."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        writer: Writer,
+        reports: ReportRouter,
+        pending: dict[str, PendingRecords],
+        claims: Claims,
+        lifecycle: Lifecycle,
+        buffer_bytes: int,
+    ) -> None:
+        self._engine = engine
+        self._writer = writer
+        self._reports = reports
+        self._pending = pending
+        self._claims = claims
+        self._lifecycle = lifecycle
+        self._most = buffer_bytes
+
+    async def run(self) -> None:
+        """Check again and again. Never ends by itself."""
+        async with anyio.create_task_group() as group:
+            while True:
+                await anyio.sleep(CHECK_S)
+                if not self._lifecycle.engine_paused and not self._claims.runs:
+                    continue
+                # Reports in the link count as unpublished, too.
+                self._reports.pull()
+                await self._slow_traces(group)
+                await self._slow_engine()
+
+    async def _slow_traces(self, group: anyio.abc.TaskGroup) -> None:
+        runs = list(self._claims.running())
+        share = max(int(self._most * _SHARED / max(1, len(runs))), min(_LEAST_SHARE, self._most))
+        for run in runs:
+            try:
+                event = await run.lag.check(share)
+            except EngineLost as error:
+                logger.debug("trace %s was neither slowed nor resumed: %s", run.trace, error)
+                continue
+            except Exception as error:  # of a type of its own, from an engine that was told to stop
+                logger.warning("trace %s was neither slowed nor resumed: %s", run.trace, error)
+                continue
+            if event is not None:
+                # The event waits for Redis like any other.
+                group.start_soon(run.publish_lag, event)
+
+    async def _slow_engine(self) -> None:
+        """Pause the whole engine while more than `buffer_bytes` wait, until half of that is left."""
+        lifecycle = self._lifecycle
+        waiting = self._writer.backlog + sum(pending.nbytes for pending in self._pending.values())
+        waiting += sum(run.nbytes for run in self._claims.running())
+        paused = lifecycle.engine_paused
+        if paused == (waiting > (self._most // 2 if paused else self._most)):
+            return
+        lifecycle.engine_paused = not paused
+        try:
+            if lifecycle.engine_paused:
+                logger.warning("%d bytes wait for Redis: the engine is paused", waiting)
+                await self._engine.pause_all()
+            else:
+                logger.warning("Redis has taken what waited: the engine goes on")
+                await self._engine.resume_all()
+        except EngineLost as error:
+            logger.debug("the engine was neither paused nor resumed: %s", error)
+        except Exception as error:  # of a type of its own, from an engine that was told to stop
+            lifecycle.engine_paused = paused
+            logger.warning("the engine was neither paused nor resumed: %s", error)
+            await anyio.sleep(RETRY_S)
+        lifecycle.notify()

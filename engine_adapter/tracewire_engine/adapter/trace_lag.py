@@ -1,0 +1,113 @@
+"""Slowing one trace down: a client's pause and a late Redis each keep its requests from being scheduled."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Literal
+
+import anyio
+
+from tracewire_bus.wire.messages import Lagging
+
+from .engine_api import Engine
+from .running_request import RunningRequest
+from .trace_stream import UNNUMBERED
+
+__all__ = ["RequestPause", "TraceLag"]
+
+
+class RequestPause:
+    """Whether a run's requests are paused in the engine: as long as there is any reason for that."""
+
+    def __init__(self, engine: Engine, requests: Sequence[RunningRequest]) -> None:
+        self._engine = engine
+        self._requests = requests
+        self._reasons: set[str] = set()
+        self._paused = False
+        self._lock = anyio.Lock()
+
+    async def change(self, reason: str, on: bool) -> None:
+        """Add or remove a reason. Returns when the engine has paused or resumed the requests, if that changes it.
+
+        Raises:
+            EngineLost: the engine died.
+        """
+        (self._reasons.add if on else self._reasons.discard)(reason)
+        async with self._lock:
+            paused = bool(self._reasons)
+            if paused == self._paused:
+                return
+            for request in self._requests:
+                await (self._engine.pause if paused else self._engine.resume)(request.name)
+            self._paused = paused
+
+
+class TraceLag:
+    """Slows one run while its events wait for Redis, as its submission asks for.
+
+    Attributes:
+        held: whether the run's requests are paused for that.
+        thinned: whether reads of declared interventions are left out.
+    """
+
+    def __init__(
+        self, requests: Sequence[RunningRequest], pause: RequestPause, on_lag: Literal["hold", "thin"], reads: bool
+    ) -> None:
+        self._requests = requests
+        self._pause = pause
+        #: Whether there are reads that may be left out.
+        self._thins = on_lag == "thin" and reads
+        self.held = self.thinned = False
+
+    @property
+    def nbytes(self) -> int:
+        """About how many bytes of this run wait to be published: vLLM's outputs and the workers' reports."""
+        return sum(
+            request.outputs.size() + (request.pending.nbytes if request.pending is not None else 0)
+            for request in self._requests
+        )
+
+    @property
+    def left_out(self) -> int:
+        """The number of steps of a choice whose reads were left out so far."""
+        return sum(
+            choice.reads.left_out
+            for request in self._requests
+            if request.pending is not None
+            for choice in request.pending.choices
+        )
+
+    async def check(self, share: int) -> Lagging | None:
+        """Slow the run if more than `share` bytes of it wait, and speed it up again once at most half of that does.
+
+        A thinned run is held at twice its share. Returns the event that says what changed, if anything did.
+
+        Raises:
+            EngineLost: the engine died.
+        """
+        nbytes = self.nbytes
+        if nbytes > share and self._thins and not self.thinned:
+            self._thin(True)
+            return self._event("thinned", nbytes)
+        if nbytes > (2 * share if self.thinned else share) and not self.held:
+            self.held = True
+            await self._pause.change("lag", True)
+            return self._event("held", nbytes)
+        if nbytes <= share // 2 and (self.held or self.thinned):
+            self._thin(False)
+            if self.held:
+                self.held = False
+                await self._pause.change("lag", False)
+            return self._event("caught_up", nbytes)
+        return None
+
+    def _thin(self, on: bool) -> None:
+        self.thinned = on
+        for request in self._requests:
+            if request.pending is not None:
+                for choice in request.pending.choices:
+                    choice.reads.thinned = on
+
+    def _event(self, action: Literal["held", "thinned", "caught_up"], nbytes: int) -> Lagging:
+        return Lagging(**UNNUMBERED, action=action, nbytes=nbytes, left_out=self.left_out, time=time.time())
