@@ -230,6 +230,7 @@ def every_message() -> dict[str, tuple[str, messages.Message]]:
         ),
         "paused": ("event", messages.Paused(**event, by="c", time=5.5)),
         "resumed": ("event", messages.Resumed(**event, by="c", time=6.5)),
+        "lagging": ("event", messages.Lagging(**event, action="thinned", nbytes=5, left_out=3, time=6.6)),
         "waiting": ("event", messages.Waiting(**event, reason="engine e was lost", time=2.0)),
         "restarted": ("event", messages.Restarted(**event, reason="engine e was lost")),
         "final": (

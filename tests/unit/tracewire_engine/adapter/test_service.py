@@ -8,7 +8,6 @@ from typing import Any
 
 import anyio
 import anyio.lowlevel
-import msgspec
 import pytest
 
 from tests.support.bus_engine import engine_info
@@ -23,44 +22,9 @@ from tracewire import Client, Restarted
 from tracewire_bus.bus import Bus
 from tracewire_engine.adapter.engine_api import Choice
 from tracewire_engine.adapter.service import Adapter, Settings
-from tracewire_engine.protocol.messages import FinishRecord, Report, StepRecord
+from tracewire_engine.protocol.messages import Report
 
 PATIENCE = 60
-
-
-@pytest.mark.usefixtures("registered")
-async def test_an_engine_that_refuses_to_be_held_is_asked_again(
-    client: Client, embedded: str, prefix: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As one that was told to stop does, with an error of its own type: nobody else's traces end by that."""
-    monkeypatch.setattr("tracewire_engine.adapter.service._BACKPRESSURE_RETRY_S", 0.0)
-    held = anyio.Event()
-
-    class Refusing(PlayedEngine):
-        refusals = 1
-
-        async def pause_all(self) -> None:
-            if self.refusals:
-                self.refusals -= 1
-                raise RuntimeError("the engine is shutting down")
-            held.set()
-
-    engine = Refusing()
-    with anyio.fail_after(PATIENCE):
-        async with (
-            adapted(embedded, prefix, engine, buffer_bytes=10) as adapter,
-            client.trace("tiny", "hello", acts, detach=True) as trace,
-        ):
-            await trace.accepted()
-            ((request, outputs),) = engine.requests.items()
-            nothing = msgspec.Raw(msgspec.msgpack.encode([]))
-            engine.report(Report(steps=[StepRecord(request, 0, 0, nothing)]))
-            await held.wait()
-            assert adapter.engine_paused
-            outputs.put("x")
-            engine.report(Report(finishes=[FinishRecord(request, 0, nothing, steps=1)]))
-            outputs.put("", "stop", 0)
-            assert (await trace.result()).text == "x"
 
 
 @pytest.mark.usefixtures("registered")
