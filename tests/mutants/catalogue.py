@@ -45,6 +45,8 @@ _LEASES_ENGINE_LOSS = "tests/unit/tracewire_engine/adapter/test_leases_engine_lo
 _LIVE_CHANGES = "tests/unit/tracewire_engine/adapter/test_live_changes.py"
 _READ_DECODER = "tests/unit/tracewire_engine/adapter/test_read_decoder.py"
 _SERVICE_REDIS_LOSS = "tests/unit/tracewire_engine/adapter/test_service_redis_loss.py"
+_TRACE_LAG = "tests/unit/tracewire_engine/adapter/test_trace_lag.py"
+_STEP_LINK = "tests/unit/tracewire_engine/link/test_step_link.py"
 _TRACE_END = "tests/unit/tracewire_engine/adapter/test_trace_end.py"
 _TRACE_RUN = "tests/unit/tracewire_engine/adapter/test_trace_run.py"
 _BATCHED_SERVING = "tests/unit/tracewire_engine/worker/blocks/test_batched_serving.py"
@@ -554,8 +556,8 @@ MUTANTS = (
     _of(
         f"{_ENGINE}/adapter/pending.py",
         "two-deltas-change-places",
-        "found = [one.take(index) for index in wanted]",
-        "found = [one.take(index) for index in reversed(wanted)]",
+        "= [one.take(index) for index in wanted]",
+        "= [one.take(index) for index in reversed(wanted)]",
         _TRACE_RUN + "::test_each_token_has_what_was_saved_in_its_step",
     ),
     _of(
@@ -725,10 +727,31 @@ MUTANTS = (
         _DECLARED_PLAN + "::test_plans_are_what_a_loop_over_requests_gives[0]",
     ),
     _of(
+        f"{_ENGINE}/adapter/trace_lag.py",
+        "a-lag-ends-a-client-s-pause",
+        "            paused = bool(self._reasons)",
+        "            paused = on",
+        _TRACE_LAG + "::test_a_client_s_pause_outlasts_the_lag_and_the_lag_a_client_s_pause",
+    ),
+    _of(
+        f"{_ENGINE}/adapter/trace_lag.py",
+        "a-light-trace-is-held",
+        "if nbytes > (2 * share if self.thinned else share) and not self.held:",
+        "if not self.held:",
+        _TRACE_LAG + "::test_a_heavy_trace_is_held_and_a_light_one_runs_on",
+    ),
+    _of(
+        f"{_ENGINE}/link/step_link.py",
+        "shared-memory-is-never-released",
+        "                    self._ring.release(used)",
+        "                    pass",
+        _STEP_LINK + "::test_over_the_link_bytes_come_in_order_whichever_way_they_take",
+    ),
+    _of(
         f"{_ENGINE}/adapter/read_decoder.py",
         "a-declared-read-is-dropped",
-        "        for item in items:\n            encoded, found, values",
-        "        for item in items[1:]:\n            encoded, found, values",
+        "            [item for item in items if self._in_records[item.name]],",
+        "            [item for item in items[1:] if self._in_records[item.name]],",
         _DECLARED_PLAN + "::test_plans_are_what_a_loop_over_requests_gives[0]",
     ),
     _of(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import anyio
 import numpy as np
 import pytest
@@ -10,26 +12,27 @@ from tests.support.far_link import adapter, reports, worker
 from tests.support.ring import filled, send
 from tracewire_engine.link.blob_receiver import BlobChunk, BlobReceiver
 from tracewire_engine.link.liveness import HeartbeatReceiver
-from tracewire_engine.link.shared_ring import Place
+from tracewire_engine.link.shared_ring import Place, RingBuffer
 from tracewire_engine.link.step_link import LinkReceiver, LinkSender
 from tracewire_engine.protocol.messages import Batch, Report
 from tracewire_engine.worker.remote_inputs import inputs_at
 
 
-async def test_over_the_link_bytes_come_in_order_whichever_way_they_take() -> None:
+async def test_over_the_link_bytes_come_in_order_whichever_way_they_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tracewire_engine.link.step_link.RingBuffer", partial(RingBuffer, 16 << 20))
     with LinkReceiver() as receiver:
         sender = LinkSender(receiver.address)
         found: list[Batch] = []
         shared = 0
         for step in range(300):
             # More than the ring holds in all, and a receiver that looks seldom.
-            shared += send(sender, step, filled(800_000, step))
+            shared += send(sender, step, filled(200_000, step))
             if step % 100 in (0, 99):
                 while len(found) <= step:
                     await receiver.arrived()
                     for report in receiver.ready():
                         assert report.batch is not None
-                        assert bytes(report.batch.data) == filled(800_000, len(found)).numpy().tobytes()
+                        assert bytes(report.batch.data) == filled(200_000, len(found)).numpy().tobytes()
                         found.append(report.batch)
         assert [batch.step for batch in found] == list(range(300))
         # The bytes of a report before are the worker's again.
