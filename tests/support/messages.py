@@ -13,6 +13,7 @@ from tracewire_bus.wire.messages import (
     Failure,
     Final,
     FirstToken,
+    Lagging,
     Manifest,
     Paused,
     Restarted,
@@ -39,6 +40,7 @@ EVENTS: list[Any] = [
     ),
     Paused(attempt=1, seq=5, by="c", time=5.5),
     Resumed(attempt=1, seq=6, by="c", time=6.5),
+    Lagging(attempt=1, seq=6, action="thinned", nbytes=5, left_out=3, time=6.6),
     Waiting(attempt=1, seq=7, reason="lost", time=2.0),
     Restarted(attempt=2, seq=0, reason="lost"),
     Final(
