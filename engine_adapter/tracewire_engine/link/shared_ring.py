@@ -1,10 +1,10 @@
 """Shared memory between the reporting worker and its adapter: a ring buffer for the reads of declared interventions.
 
 The bytes of a large step go into the buffer, and the link's message gives their place. A GPU copies them there itself.
-That saves the model's thread two copies a step, and the adapter three. The worker makes the buffer, an anonymous file in
-memory, sends the adapter its path, and uses it after the adapter has opened it. The steps lie in the buffer one after
-the other, and the adapter releases them in that order. If the adapter is behind and the buffer is full, the bytes go into
-the message.
+That saves the model's thread two copies a step, and the adapter three. The worker makes the buffer, an anonymous file
+in memory, sends the adapter its path, and uses it after the adapter has opened it. The steps lie in the buffer one
+after the other, and the adapter releases them in that order. If the adapter is behind and the buffer is full, the bytes
+go into the message.
 """
 
 from __future__ import annotations
