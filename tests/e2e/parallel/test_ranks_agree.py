@@ -11,19 +11,11 @@ import numpy as np
 import pytest
 
 import tracewire
-from tests.support.parallel.layouts import Served, served
+from tests.support.parallel.layouts import Served
 from tracewire import Client, Model, Probe, Steer, TraceFailed
 
 PROMPT = "def add(a, b):\n    return"
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
-
-
-@pytest.fixture(scope="module")
-async def ranks(tmp_path_factory: pytest.TempPathFactory, starts_engine: None) -> AsyncIterator[Served]:
-    """An engine of two ranks, on a core each."""
-    options = ("--tensor-parallel-size", "2", "--max-num-seqs", "4", "--block-timeout", "2")
-    async with served(tmp_path_factory.mktemp("ranks"), *options) as engine:
-        yield engine
 
 
 @pytest.fixture

@@ -21,21 +21,11 @@ import tracewire
 from tests.support.blocks import edits as edit_blocks
 from tests.support.blocks.steering import added, begins, dawdles, scheduled, steered
 from tests.support.engine_process import EngineProcess, left_running
-from tests.support.parallel.layouts import Served, served
+from tests.support.parallel.layouts import CAPACITY, Served
 from tests.support.parallel.scenarios import SCENARIOS, TIES, same
 from tests.support.steering import LONG, PROMPT, check_order, direction, held_up, schedule_of, steer_along
 from tracewire import Client, Live, Model, Steer
 from tracewire_bus.bus import Bus
-
-CAPACITY = 6
-
-
-@pytest.fixture(scope="module")
-async def ranks(starts_engine: None, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
-    """An engine of two ranks, on a core each, which runs three requests at once and takes six traces."""
-    options = ("--tensor-parallel-size", "2", "--max-num-seqs", "3", "--capacity", str(CAPACITY))
-    async with served(tmp_path_factory.mktemp("ranks"), *options) as engine:
-        yield engine
 
 
 @pytest.fixture

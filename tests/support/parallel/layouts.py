@@ -11,7 +11,10 @@ from tests.support.engine_process import BLOB_THRESHOLD, EngineProcess, started_
 from tracewire import Client
 from tracewire_bus.transport.embedded import EmbeddedServer
 
-__all__ = ["Served", "served"]
+__all__ = ["CAPACITY", "Served", "served"]
+
+#: How many traces the engine of two ranks takes that tests share.
+CAPACITY = 6
 
 
 class Served:
