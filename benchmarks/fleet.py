@@ -243,7 +243,7 @@ async def _on_stage(shape: Shape) -> AsyncIterator[tuple[_Fleet, list[Client], _
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fleet-")))
         server = RedisServer(folder)
         await server.start()
-        stack.push_async_callback(server.kill)
+        stack.push_async_callback(server.aclose)
         started = await stack.enter_async_context(nursery(folder))
         bus = await stack.enter_async_context(Bus.open(server.url))
         clients = [

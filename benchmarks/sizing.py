@@ -208,7 +208,7 @@ async def run(options: argparse.Namespace) -> dict[str, dict[str, float]]:
                 found[name] = await registry(server, options.engines)
             else:
                 found[name] = await looking(server, options.engines // 10, 64)
-            await server.kill()
+            await server.aclose()
     return found
 
 

@@ -36,7 +36,7 @@ async def server(tmp_path: Path) -> RedisServer:
     started = RedisServer(tmp_path)
     await started.start()
     yield started
-    await started.kill()
+    await started.aclose()
 
 
 async def _said(bus: Bus, line: Wire) -> bool:
@@ -69,8 +69,8 @@ async def test_a_server_that_was_killed_comes_back_with_its_log(tmp_path: Path) 
     try:
         async with Bus.open(server.url) as bus:
             await bus.command("SET", "key", "1")
-            await server.kill()
+            server.kill()
             await server.start()
             assert await bus.command("GET", "key") == b"1"
     finally:
-        await server.kill()
+        await server.aclose()

@@ -77,7 +77,7 @@ class Victims:
             await self.engine.kill()
             await self.start_engine()
         else:
-            await self.redis.kill()
+            self.redis.kill()
             await self.redis.start()
             if self.engine.ended.is_set():
                 # It had just begun, and found no Redis.
@@ -114,7 +114,7 @@ async def harvest_while_killing(folder: Path, prompts: int, every: int, seed: in
                 if getattr(victims, "client", None) is not None and victims.client.returncode is None:
                     victims.client.kill()
                     await victims.client.wait()
-                await redis.kill()
+                await redis.aclose()
     return victims.killed
 
 

@@ -65,8 +65,7 @@ class Fault:
             await server.start()
             yield server
         finally:
-            with anyio.CancelScope(shield=True):
-                await server.kill()
+            await server.aclose()
 
 
 async def _moment(load: Load, random: Random, most: float = 0.9) -> None:
@@ -151,7 +150,7 @@ class KillRedis(Fault):
 
     async def act(self, stage: Stage, load: Load, random: Random) -> None:
         await _moment(load, random)
-        await stage.server.kill()
+        stage.server.kill()
         await anyio.sleep(random.uniform(0.0, 1.5))
         await stage.server.start()
         stage.mark("redis back")

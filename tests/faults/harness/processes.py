@@ -13,93 +13,36 @@ import json
 import os
 import selectors
 import signal
-import socket
 import subprocess
 import sys
 import traceback
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import anyio
 import anyio.abc
 import anyio.to_thread
 
 from tests.support import ROOT
-from tracewire_bus.transport import embedded
-from tracewire_bus.transport.link import Link
-from tracewire_bus.transport.server import Server
+from tests.support.redis import process
+from tests.support.redis.process import free_port
 
 __all__ = ["Child", "Nursery", "RedisServer", "free_port", "nursery"]
 
 
-def free_port() -> int:
-    """A TCP port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-class RedisServer:
-    """A real redis-server with a folder of its own, on a unix socket and a TCP port; it can be killed."""
+class RedisServer(process.RedisServer):
+    """A real redis-server with a folder of its own, on a unix socket and a TCP port."""
 
     def __init__(self, folder: Path, **settings: str) -> None:
-        self.folder = folder
         self.port = free_port()
-        self.socket = folder / "redis.sock"
-        self.url = f"unix://{self.socket}"
-        self._settings = settings
-        self._process: subprocess.Popen[bytes] | None = None
-
-    @property
-    def pid(self) -> int:
-        """Its process."""
-        assert self._process is not None
-        return self._process.pid
+        socket = folder / "redis.sock"
+        own = {"port": self.port, "unixsocket": socket}
+        super().__init__(folder, f"unix://{socket}", (own | settings).items())
 
     def nodes(self) -> list[RedisServer]:
         """Where keys lie."""
         return [self]
-
-    async def ask(self, *command: Any) -> Any:
-        """The reply to one command."""
-        link = Link(Server(self.url))
-        try:
-            (reply,) = await link.ask(command)
-        finally:
-            await link.drop()
-        return reply
-
-    async def start(self) -> None:
-        """Start it, and wait until it answers."""
-        settings = {
-            "port": str(self.port),
-            "unixsocket": str(self.socket),
-            "dir": str(self.folder),
-            "save": "",
-            **self._settings,
-        }
-        arguments = [part for name, value in settings.items() for part in (f"--{name}", value)]
-        with (self.folder / "redis.log").open("ab") as log:
-            self._process = subprocess.Popen(  # noqa: ASYNC220
-                [embedded._binary(), *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                preexec_fn=embedded._die_with_parent(),
-            )
-        with anyio.fail_after(60):
-            while not await embedded._answers(self.socket):  # noqa: ASYNC110
-                await anyio.sleep(0.005)
-
-    async def kill(self) -> None:
-        """SIGKILL, and wait until it is gone."""
-        if self._process is not None:
-            self._process.kill()
-            await anyio.to_thread.run_sync(self._process.wait)
-            self._process = None
 
 
 class Child:

@@ -242,7 +242,7 @@ async def soak(options: argparse.Namespace) -> dict[str, Any]:
                 engine.send_signal(signal.SIGTERM)
                 await engine.wait()
                 await engine.aclose()
-                await server.kill()
+                await server.aclose()
     steady = [(count, found) for count, found in samples if count >= options.at_once]
     memory = {}
     for name in (*watched, "redis, by its own account"):

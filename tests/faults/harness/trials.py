@@ -146,7 +146,7 @@ async def recover(count: int, seed: int) -> dict[str, Any]:
                             await load.begun.wait()
                             await anyio.sleep(random.uniform(1.0, 1.6))
                             if kind == "redis back":
-                                await on.server.kill()
+                                on.server.kill()
                                 await anyio.sleep(random.uniform(0.0, 2.0))
                                 await on.server.start()
                                 on.mark(kind)

@@ -7,10 +7,8 @@ or is what `TRACEWIRE_TEST_REDIS` names.
 from __future__ import annotations
 
 import os
-import random
 import re
 import shutil
-import socket
 import subprocess
 import tempfile
 from collections.abc import AsyncIterator, Iterable, Sequence
@@ -20,18 +18,14 @@ from typing import Any
 
 import anyio
 
+from tests.support.redis.process import HOST, RedisServer, free_port
 from tests.support.until import until
 from tracewire_bus.store.keys import Keys
-from tracewire_bus.transport.embedded import _binary, _die_with_parent
-from tracewire_bus.transport.link import Link
-from tracewire_bus.transport.loops import Loop, running_loop
-from tracewire_bus.transport.server import Server
+from tracewire_bus.transport.embedded import _binary
 
 __all__ = [
     *("BINARIES", "Cluster", "Running", "Servers", "running_servers", "see_that_it_is_dead", "slot_of"),
 ]
-
-HOST = "127.0.0.1"
 
 
 def _binaries() -> dict[str, str]:
@@ -51,82 +45,20 @@ def _binaries() -> dict[str, str]:
 BINARIES = _binaries()
 
 
-def free_port() -> int:
-    """A port that is free, as is the one that a cluster's node would talk to others by."""
-    while True:
-        # Below those that the kernel gives away.
-        port = random.randrange(12_000, 22_000)
-        try:
-            for one in (port, port + 10_000):
-                with socket.socket() as probe:
-                    probe.bind((HOST, one))
-        except OSError:
-            continue
-        return port
-
-
 async def see_that_it_is_dead(sentinel: Running, service: str) -> None:
     """Have a sentinel look for a service's master now."""
     await sentinel.ask("SENTINEL", "SET", service, "down-after-milliseconds", "200")
 
 
-class Running:
-    """A server that runs."""
+class Running(RedisServer):
+    """A server that runs, on a port."""
 
-    def __init__(self, port: int, process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    def __init__(self, port: int, folder: Path, url: str, settings: Iterable[tuple[str, Any]], **more: Any) -> None:
+        super().__init__(folder, url, settings, **more)
         self.port = port
         self.address = f"{HOST}:{port}"
         #: Where clients get to it, if something stands before it.
         self.front = self.address
-        self.process = process
-        self.url = url
-        self._log = log
-        #: One for each event loop that asks.
-        self._links: dict[Loop, Link] = {}
-
-    def _link(self) -> Link:
-        loop = running_loop()
-        if loop not in self._links:
-            self._links[loop] = Link(Server(self.url))
-        return self._links[loop]
-
-    async def ask(self, *command: Any) -> Any:
-        """The reply to one command, as the default user."""
-        from redis.exceptions import ConnectionError
-
-        link = self._link()
-        try:
-            (reply,) = await link.ask(command)
-        except ConnectionError:
-            # Closed since: a server does that to everybody when it becomes a replica.
-            (reply,) = await link.ask(command)
-        if isinstance(reply, Exception):
-            raise reply
-        return reply
-
-    async def up(self) -> None:
-        """Wait until it answers."""
-        from redis.exceptions import RedisError
-
-        with anyio.fail_after(20):
-            while True:
-                assert self.process.poll() is None, self._log.read_text()
-                try:
-                    await self.ask("PING")
-                except (RedisError, OSError):
-                    await anyio.sleep(0.005)
-                else:
-                    return
-
-    def kill(self) -> None:
-        """End it as a crash would."""
-        self.process.kill()
-        self.process.wait()
-
-    async def aclose(self) -> None:
-        """End it."""
-        await self._link().drop()
-        self.kill()
 
 
 class Servers:
@@ -144,25 +76,19 @@ class Servers:
         port = port or free_port()
         folder = self.folder / str(port)
         folder.mkdir(exist_ok=True)
-        arguments = [*first, "--dir", str(folder)]
-        plain: list[tuple[str, Any]] = [("bind", HOST), ("save", ""), ("protected-mode", "no")]
+        own: list[tuple[str, Any]] = [("bind", HOST), ("protected-mode", "no")]
         if not any(name == "port" for name, _ in settings):
-            plain.append(("port", port))
-        for name, value in (*plain, *settings):
-            arguments += [f"--{name}", *(map(str, value) if isinstance(value, (list, tuple)) else [str(value)])]
-        log = folder / "log"
-        with log.open("wb") as output:
-            process = subprocess.Popen(  # noqa: ASYNC220
-                [BINARIES[self.version], *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-                preexec_fn=_die_with_parent(),
-            )
-        server = Running(port, process, (url or "redis://{host}:{port}").format(host=HOST, port=port), log)
+            own.append(("port", port))
+        server = Running(
+            port,
+            folder,
+            (url or "redis://{host}:{port}").format(host=HOST, port=port),
+            [*own, *settings],
+            first=first,
+            binary=BINARIES[self.version],
+        )
         self.all.append(server)
-        await server.up()
+        await server.start()
         return server
 
     async def sentinel(self, master: Running, service: str, *lines: str) -> Running:
@@ -332,6 +258,5 @@ async def running_servers(version: str) -> AsyncIterator[Servers]:
         try:
             yield servers
         finally:
-            with anyio.CancelScope(shield=True):
-                for server in servers.all:
-                    await server.aclose()
+            for server in servers.all:
+                await server.aclose()

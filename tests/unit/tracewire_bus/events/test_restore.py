@@ -44,10 +44,9 @@ async def test_what_others_wrote_to_a_server_that_came_back_stays(redis: Server)
         redis.kill()
         redis.forget(since)
         # Whoever writes first is heard: we are not connected again before it is there.
-        preload = Server(redis.folder, unixsocket=redis.folder / "other.sock")
-        preload.socket = redis.folder / "other.sock"
+        preload = Server(redis.folder, socket="other.sock")
         await preload.start()
-        async with Bus.open(f"unix://{preload.socket}") as others:
+        async with Bus.open(preload.url) as others:
             for trace, id_, data in (
                 ("same", "1-0", b"mine 0"),
                 ("other", "1-1", b"theirs"),
@@ -55,7 +54,7 @@ async def test_what_others_wrote_to_a_server_that_came_back_stays(redis: Server)
                 ("ended", "1-0", b"mine 0"),
             ):
                 await others.command("XADD", bus.keys.events(trace), id_, "v", "1.0", "d", data)
-        preload.kill()
+        await preload.aclose()
         await redis.start()
         await writer.append("same", 1, 5, b"mine 5")
         for trace in ("other", "newer"):

@@ -10,7 +10,8 @@ import anyio.lowlevel
 import pytest
 
 import tracewire
-from tests.support.redis.durable import Server, free_port, server
+from tests.support.redis.durable import Server, server
+from tests.support.redis.process import free_port
 from tests.support.redis.proxy import proxy
 from tests.support.redis_loss import _settled, ids, limit, played
 from tests.support.scripted_engine import ScriptedEngine, acts, info, serving
@@ -143,7 +144,7 @@ async def test_a_replica_that_lagged_gets_what_it_lacks(tmp_path: Path) -> None:
     port = free_port()
     async with (
         server(tmp_path / "one", port=port) as one,
-        server(tmp_path / "two", replicaof=f"127.0.0.1 {port}") as two,
+        server(tmp_path / "two", replicaof=("127.0.0.1", port)) as two,
         proxy(one.url, tmp_path) as way,
         Bus.open(two.url) as replica,
         tracewire.connect(way.url) as client,
