@@ -37,8 +37,12 @@ def parsed(url: str) -> SplitResult:
         ValueError: it cannot be, or only by guessing where its password ends. The message shows no part of it that
             may be one.
     """
+    scheme, separator, rest = url.partition("://")
+    hosts, tail = _divided(rest)
     try:
-        parts = urlsplit(url)
+        # Newer Pythons refuse an address in brackets that is not the only one.
+        several = separator and "," in hosts
+        parts = urlsplit(f"{scheme}://{tail}")._replace(netloc=hosts) if several else urlsplit(url)
     except ValueError:
         raise ValueError(unreadable(url)) from None
     if _is_ambiguous(url):

@@ -46,6 +46,18 @@ class Certificates:
                 not_valid_after=ends,
             )
             builder = builder.add_extension(x509.BasicConstraints(ca=authority, path_length=None), critical=True)
+            # From Python 3.13 on, clients refuse certificates without these.
+            of_issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(by.public_key())
+            builder = builder.add_extension(of_issuer, critical=False)
+            own_key = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
+            builder = builder.add_extension(own_key, critical=False)
+            may = dict.fromkeys(
+                ("content_commitment", "key_encipherment", "data_encipherment", "key_agreement", "crl_sign"), False
+            )
+            usage = x509.KeyUsage(
+                digital_signature=True, key_cert_sign=authority, encipher_only=False, decipher_only=False, **may
+            )
+            builder = builder.add_extension(usage, critical=True)
             if not authority:
                 names = x509.SubjectAlternativeName([x509.IPAddress(ip_address(HOST))])
                 builder = builder.add_extension(names, critical=False)
