@@ -126,6 +126,12 @@ def test_bus(options: tuple[str, ...]) -> None:
     above_zero(found, "cpu_s", "cpu_us")
 
 
+def test_blocking() -> None:
+    found = figures("blocking", "--outputs", "5", "--calls", "3", "--rounds", "1")
+    assert found.keys() == {"items", "text", "result", "calls"}
+    above_zero(found, *found)
+
+
 def test_bus_of_declared_reads() -> None:
     found = figures("bus", *BUS, "--layers", "3")
     assert found["outputs_sent"] == found["outputs_received_by_each"] == 40
