@@ -25,6 +25,7 @@ RUN_BY = {
     "make faults": "tests/faults/test_harness.py::test_nothing_is_lost_whatever_breaks",
     "python -m benchmarks.blobs": _BENCHMARKS + "blobs",
     "python -m benchmarks.blocks": _BENCHMARKS + "blocks",
+    "python -m benchmarks.blocking": _BENCHMARKS + "blocking",
     "python -m benchmarks.bursts": _BENCHMARKS + "bursts",
     "python -m benchmarks.bus": _BENCHMARKS + "bus",
     "python -m benchmarks.bus --rate 300 --sweep": _BENCHMARKS + "bus_sweep",
