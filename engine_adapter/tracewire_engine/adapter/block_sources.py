@@ -1,8 +1,8 @@
-"""Sources of blocks, looked at before they run: whether they compile, and whether the paths in them exist.
+"""Checks the sources of blocks before they run: whether they compile, and whether the module paths in them exist.
 
-Python compiles without letting anything else in its process run, and some sources take long: a hundred thousand
-characters of lambdas take seconds. So a long source is looked at in a process of its own, which is killed when it takes
-too long, and the adapter's event loop serves the others meanwhile.
+While Python compiles, nothing else in its process runs, and some sources take long: a hundred thousand characters of
+lambdas take seconds. So a separate process checks a long source, and is killed if it takes too long. The adapter's
+event loop serves other traces meanwhile.
 """
 
 from __future__ import annotations
@@ -22,19 +22,21 @@ from tracewire_bus.wire.messages import EngineInfo
 
 __all__ = ["Examined", "Sources"]
 
-#: Up to how many characters a source is looked at on the event loop: a few milliseconds' work, whatever is in it.
+#: The longest source, in characters, that is checked on the event loop. That takes a few milliseconds at most.
 SHORT: Final = 4000
 #: How long a source may take to compile, in seconds of a processor: the workers compile it between two steps.
 MOST_COMPILING_S: Final = 0.25
-#: How long one source may be looked at, in seconds.
+#: How long checking one source may take, in seconds.
 MOST_S: Final = 10.0
-#: Of how many sources is remembered what was found.
+#: Of how many sources the result is remembered.
 _REMEMBERED: Final = 256
 
 
 class Examined(NamedTuple):
-    """What was found in a source: why it does not compile (an exception's class, line and message), if it does not; and
-    the first path that leads nowhere, if there is one.
+    """The result of checking a source.
+
+    `error` is the class, line and message of the exception if the source does not compile. `problem` is the first
+    module path that does not exist.
     """
 
     error: tuple[str, int | None, str] | None = None
@@ -42,7 +44,7 @@ class Examined(NamedTuple):
 
 
 class Sources:
-    """Looks at the sources of the blocks that run on one model. Any task may use it."""
+    """Checks the sources of the blocks that run on one model. Any task may use it."""
 
     def __init__(self, info: EngineInfo, tree: ModuleTree) -> None:
         self._info = info
@@ -52,7 +54,7 @@ class Sources:
         self._turn = anyio.Lock()
 
     async def examine(self, source: str, names: tuple[str, ...]) -> Examined:
-        """Look at a source in which these names stand for the model. `names` is empty for one that has no paths."""
+        """Check a source. `names` are the variables in it that hold the model; paths are checked behind these alone."""
         key = digest_bytes(source.encode("utf-8", "surrogatepass")), names
         known = self._known.get(key)
         if known is None:
@@ -78,11 +80,11 @@ class Sources:
         async with self._turn:
             with anyio.move_on_after(MOST_S):
                 return await to_process.run_sync(_examine_for, self._encoded, source, names, cancellable=True)
-        return Examined(("SyntaxError", None, f"it takes longer than {MOST_S:g} s to be looked at"))
+        return Examined(("SyntaxError", None, f"checking it takes longer than {MOST_S:g} s"))
 
 
 def _examine_for(info: bytes, source: str, names: tuple[str, ...]) -> Examined:
-    """In a process of its own."""
+    """Runs in the separate process."""
     return _examine(_tree_of(info), source, names)
 
 
@@ -95,13 +97,13 @@ def _examine(tree: ModuleTree, source: str, names: tuple[str, ...]) -> Examined:
     began = time.process_time()
     try:
         with warnings.catch_warnings():
-            # Of each number that runs into a word, and the like: the author has been warned where the block was made.
+            # Such as of a number directly before a word. The client has already shown the author these warnings.
             warnings.simplefilter("ignore")
             compile(source, "<block>", "exec", dont_inherit=True)
     except (SyntaxError, ValueError, MemoryError, RecursionError, OverflowError) as error:
         return Examined((type(error).__name__, getattr(error, "lineno", None), str(getattr(error, "msg", error))))
     took = time.process_time() - began
     if len(source) > SHORT and took > MOST_COMPILING_S:
-        return Examined(("SyntaxError", None, f"it takes {took:.2f} s to compile, and may take {MOST_COMPILING_S:g}"))
+        return Examined(("SyntaxError", None, f"it takes {took:.2f} s to compile; {MOST_COMPILING_S:g} s are allowed"))
     problems = [problem for name in names for problem in check_block(tree, source, name)]
     return Examined(None, problems[0] if problems else None)

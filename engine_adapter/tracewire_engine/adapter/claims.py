@@ -1,4 +1,4 @@
-"""Which traces run here, and what tells Redis so again after it has lost that."""
+"""The traces that this engine runs, and the commands that write them to Redis again after it has lost them."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ class Claims:
     def __init__(self, bus: Bus, info: EngineInfo) -> None:
         self._bus = bus
         self._info = info
-        #: By trace, its run; while its record is being opened, the orders that have come for it.
+        #: By trace id, the trace's run; while its record is being opened, the orders that have come for it.
         self.runs: dict[str, TraceRun | list[Order]] = {}
-        #: By trace, its queue entry, its submission, and its deadline by the event loop's clock, if it has one.
+        #: By trace id, the trace's queue entry, submission, and deadline by the event loop's clock, if it has one.
         self.entries: dict[str, tuple[Taken, Submission, float | None]] = {}
-        #: Entries that Redis is being told to be ours, by trace; and those that it has heard of, to be checked.
+        #: By trace id, the queue entries that commands on their way to Redis claim for this engine; and those whose
+        #: commands Redis has carried out, for `give_back` to check.
         self._sent: dict[str, Taken] = {}
         self._acknowledged: dict[str, Taken] = {}
 
@@ -38,7 +39,7 @@ class Claims:
         return (run for run in self.runs.values() if isinstance(run, TraceRun))
 
     def commands(self) -> list[tuple[Any, ...]]:
-        """Commands that write again which traces run here, to a Redis that came back without that knowledge."""
+        """Redis commands that claim the running traces for this engine again, after Redis has lost its data."""
         records, model, engine = self._bus.records, self._info.model, self._info.engine
         commands: list[tuple[Any, ...]] = []
         for trace, run in self.runs.items():
@@ -69,18 +70,22 @@ class Claims:
         return commands
 
     def acknowledged(self) -> None:
+        """Note that Redis has carried out the commands."""
         self._acknowledged |= self._sent
         self._sent.clear()
 
     async def give_back(self) -> None:
-        """Give back what Redis has been told to be ours, and ceased to be so before it heard it. Nobody else would."""
+        """Give back queue entries whose traces stopped running here before Redis carried out the claim.
+
+        No other process would find these entries.
+        """
         model, engine = self._info.model, self._info.engine
         for trace, entry in list(self._acknowledged.items()):
             claimed = self.entries.get(trace)
             run = self.runs.get(trace)
-            # Its final takes the entry from the queue, behind the claim.
+            # For a trace that still runs, the final event takes the entry from the queue, after the claim.
             if claimed is None or claimed[0] is not entry or (isinstance(run, TraceRun) and run.fenced):
-                why = f"engine {engine} runs it no more"
+                why = f"engine {engine} no longer runs it"
                 await self._bus.queue.put_back(model, engine, why, lost=False, trace=entry.trace, attempt=entry.attempt)
                 if claimed is None:
                     self._bus.queue.note_settled(model, entry.trace)

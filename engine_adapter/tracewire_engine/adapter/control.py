@@ -43,18 +43,18 @@ class Control:
 
     @property
     def busy(self) -> bool:
-        """Whether a run that is to end early has requests in the engine yet."""
+        """Whether the engine still has requests of a run that must end early."""
         return bool(self._to_abort or self._aborting)
 
     async def read(self) -> None:
-        """Read what is asked of running traces, and see to it."""
+        """Read the orders of clients and carry them out. Never ends by itself."""
         reader = self._bus.control(self._info.engine)
         try:
             while True:
                 try:
                     orders = await reader.read(_CONTROL_MS)
                 except BusError as error:
-                    logger.error("what is asked of traces cannot be read: %s", error)
+                    logger.error("the orders of clients cannot be read: %s", error)
                     await anyio.sleep(_CONTROL_MS / 1000)
                     continue
                 for order in orders:
@@ -69,7 +69,7 @@ class Control:
                 await reader.aclose()
 
     async def _cancel(self, order: Order) -> None:
-        """Cancel a trace that the bus took for ours: it was taken from us, and may wait, or run elsewhere."""
+        """Cancel a trace that this engine does not run any more. It may wait in the queue or run on another engine."""
         try:
             _, model = await self._bus.records.cancel(order.trace, by=order.by, reason=order.reason, force=True)
             await self._bus.queue.withdraw(model, order.trace)
@@ -79,6 +79,7 @@ class Control:
             logger.warning("trace %s could not be cancelled: %s", order.trace, error)
 
     def obey(self, order: Order) -> None:
+        """Carry out an order for a trace, if the trace runs here."""
         run = self._claims.runs.get(order.trace)
         if isinstance(run, list):
             run.append(order)
@@ -98,7 +99,7 @@ class Control:
                 self._steering.send(run.live, values)
 
     def end(self, run: TraceRun, status: Status, failure: Failure) -> bool:
-        """Have a run end before its own end. Returns whether that is news."""
+        """End a run early, as `status` with `failure`. Returns `False` if the run has ended or was to end already."""
         news = run.end(status, failure)
         if news:
             self._to_abort.append(run)
@@ -106,8 +107,8 @@ class Control:
         return news
 
     async def run(self) -> None:
-        """Abort the requests of what is to end early, whose run then ends as it was told; and pause and resume."""
-        # Events of a pause wait for Redis; an abort does not wait for them.
+        """Abort the requests of runs that must end early, and pause and resume runs. Never ends by itself."""
+        # Each in a task of its own: publishing a pause waits for Redis, and an abort must not wait for that.
         async with anyio.create_task_group() as settling:
             while True:
                 while not self._to_abort and not self._to_pause:
@@ -122,7 +123,7 @@ class Control:
         try:
             await run.abort_all()
         except Exception:
-            logger.exception("a trace that is to end could not be aborted")
+            logger.exception("the requests of a trace that must end could not be aborted")
         finally:
             self._aborting -= 1
 
@@ -130,7 +131,7 @@ class Control:
         try:
             await run.apply_pause()
         except (Fenced, EngineLost) as error:
-            # Its run finds out by itself.
+            # The trace's run gets the same error by itself.
             logger.debug("a trace was neither paused nor resumed: %s", error)
-        except Exception:  # one trace's misfortune
+        except Exception:  # an error of one trace must not stop the others
             logger.exception("a trace could not be paused or resumed")

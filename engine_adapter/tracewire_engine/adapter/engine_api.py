@@ -1,7 +1,7 @@
-"""The seam between the adapter and what generates.
+"""The interface between the adapter and the engine that generates tokens.
 
-The adapter knows an `Engine` only. `VllmEngine` (`vllm_engine.py`) is the product;
-load and fault tests of the bus put a scripted engine behind the same seam.
+The adapter uses an `Engine` only. The product implements it with vLLM (`vllm_engine.py`). Tests of load and of faults
+implement it with a scripted engine.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Rejection(Exception):
 
 
 class EngineLost(Exception):
-    """The engine behind the adapter has died: nothing that it ran will go on."""
+    """The adapter's engine has died, with all requests that it ran."""
 
 
 class Choice(msgspec.Struct):
@@ -43,16 +43,16 @@ class Choice(msgspec.Struct):
 
 
 class Prepared(msgspec.Struct):
-    """One invoke, validated: token ids and resolved sampling params, ready to run."""
+    """A validated invoke that is ready to run, with its token ids and resolved sampling params."""
 
     prompt: Any
     prompt_tokens: int
     params: Any
     choices: int
     sampling: dict[str, Any]
-    #: Whether its block asks for its result (`Engine.give_result`).
+    #: Whether the block uses `tracer.result`, so that the adapter calls `Engine.give_result`.
     asks_result: bool = False
-    #: Whether only its output shows at which token it ends, so that the workers have to be told (by the same way).
+    #: Whether only the output shows at which token the request ends. `Engine.give_result` then tells the workers.
     tells_end: bool = False
     #: The prompt's token ids, and their strings if the submission asks for those.
     token_ids: list[int] = []
@@ -73,24 +73,24 @@ class Outputs(Protocol):
 
     @property
     def cached_tokens(self) -> int:
-        """How many of the prompt's tokens were in the prefix cache and not computed, as far as is known."""
+        """How many of the prompt's tokens came from the prefix cache, as far as is known yet."""
         ...
 
     @property
     def prompt_logprobs(self) -> list[dict[int, tuple[float, int | None, str | None]]]:
-        """Those of the prompt's tokens, if they were asked for and have come."""
+        """The logprobs of the prompt's tokens; empty if they were not asked for or have not come yet."""
         ...
 
     def size(self) -> int:
-        """How much memory what `get` would return takes, in bytes, about."""
+        """About how much memory the outputs take that `get` would return now, in bytes."""
         ...
 
 
 class Carrier(Protocol):
-    """Brings files to workers that cannot see the folder."""
+    """Sends files to workers on machines that cannot see the adapter's folder."""
 
     async def carry(self, path: Path) -> None:
-        """Have all workers hold the file `path` by its name.
+        """Send the file at `path` to all workers, which keep it under its name.
 
         Raises:
             EngineLost: the engine died.
@@ -98,7 +98,7 @@ class Carrier(Protocol):
         ...
 
     async def drop(self, path: Path) -> None:
-        """Have the workers forget the file. Memory that they have mapped stays mapped."""
+        """Let the workers drop the file. Memory that they have mapped stays valid."""
         ...
 
 
@@ -115,42 +115,57 @@ class Engine(Protocol):
         edits: bytes | None = None,
         shared: bytes | None = None,
     ) -> Prepared:
-        """Validate invoke `index`; `block`, `declared` and `edits` are what the workers are to run with it, encoded.
+        """Validate an invoke of a submission.
 
-        `edits` holds the blocks of standing interventions. `run` names what shares the submission's live parameters,
-        for `steer`. `shared` is an encoded `Share`.
+        Args:
+            submission: the trace's submission.
+            index: of the invoke.
+            block: the encoded `Block` that the workers run with it.
+            declared: its declared interventions, an encoded list of `Placed`.
+            run: names the run, whose live parameters `steer` changes.
+            edits: the blocks of standing interventions, an encoded list of `EditBlock`.
+            shared: the trace's shared values, an encoded `SharedValues`.
 
         Raises:
-            Rejection: naming the field.
+            Rejection: the invoke cannot run; names the field at fault.
         """
         ...
 
     async def start(self, request: str, prepared: Prepared, priority: int) -> Outputs:
-        """Run a prepared invoke as `request`, a name unique to this engine.
+        """Run a prepared invoke.
+
+        Args:
+            request: the request's id, unique in this engine.
+            prepared: the result of `prepare`.
+            priority: of the trace.
 
         Raises:
-            Rejection: the engine refused it after all.
+            Rejection: the engine refused the request.
             EngineLost: the engine died.
         """
         ...
 
     async def abort(self, request: str) -> None:
-        """End a request now. Its finish record still arrives.
+        """End a request now. The workers still report its finish record.
 
-        A request with a block ends at the token that it is at: its outputs up to there come before the last.
+        A request with a block ends at its current token. All outputs up to that token come before the last one.
         """
         ...
 
     async def steer(self, changes: Changes, over: list[str], since: float) -> None:
-        """Change live parameters of runs, each to a version, on all workers before the same step.
+        """Change live parameters of runs, on all workers before the same step.
 
-        The workers report an `Applied` for each. The runs `over` can be forgotten. `since` is when the first of the
-        changes was read, in seconds since the epoch. So can what is shared by the names in `over`.
+        The workers report an `Applied` for each changed run.
+
+        Args:
+            changes: by run, the new version and the changed values.
+            over: runs that are over. The workers forget their live parameters and shared values.
+            since: when the adapter read the first of the changes, in seconds since the epoch.
         """
         ...
 
     async def give_result(self, result: bytes) -> None:
-        """Hand a block what its request has put out, an encoded `Generated`.
+        """Send the workers the output of an ended request, an encoded `Generated`.
 
         Raises:
             EngineLost: the engine died.
@@ -158,9 +173,10 @@ class Engine(Protocol):
         ...
 
     async def pause(self, request: str) -> bool:
-        """Hold a request, all its choices, where it is within two steps, and nobody else; `abort` still ends it.
+        """Pause all choices of a request, within two steps. Other requests are unaffected, and `abort` still works.
 
-        Returns whether there was anything left of it to pause.
+        Returns:
+            Whether the request had not ended.
 
         Raises:
             EngineLost: the engine died.
@@ -168,7 +184,7 @@ class Engine(Protocol):
         ...
 
     async def resume(self, request: str) -> bool:
-        """Let a paused request go on from where it is. Returns whether it was paused.
+        """Resume a paused request. Returns whether it was paused.
 
         Raises:
             EngineLost: the engine died.
@@ -176,7 +192,7 @@ class Engine(Protocol):
         ...
 
     async def pause_all(self) -> None:
-        """Make no more tokens, for any request, within two steps. All state is kept, and `abort` still ends requests.
+        """Pause all requests, present and future, within two steps. All state is kept, and `abort` still works.
 
         Raises:
             EngineLost: the engine died.
@@ -184,11 +200,11 @@ class Engine(Protocol):
         ...
 
     async def takes_requests(self) -> bool:
-        """Whether it still runs what it is given: not if it died, or was told to stop by somebody else."""
+        """Whether the engine still takes requests: not if it died, or was told to stop by another process."""
         ...
 
     async def answers(self) -> None:
-        """Return when it has answered: between two of its steps.
+        """Return when the engine has answered a call, which it does between two steps.
 
         Raises:
             EngineLost: the engine died.
@@ -196,7 +212,7 @@ class Engine(Protocol):
         ...
 
     async def resume_all(self) -> None:
-        """End a hold.
+        """End `pause_all`. Requests that are paused singly stay paused.
 
         Raises:
             EngineLost: the engine died.
@@ -204,7 +220,7 @@ class Engine(Protocol):
         ...
 
     def decode(self, token_ids: list[int], prepared: Prepared) -> str:
-        """The text of an invoke's output, special tokens as its sampling params have them."""
+        """The text of an invoke's output. The sampling params decide whether it has special tokens."""
         ...
 
     def token_strings(self, token_ids: list[int]) -> list[str]:
@@ -212,28 +228,28 @@ class Engine(Protocol):
         ...
 
     def ready(self) -> Iterable[Report]:
-        """The workers' reports since the last call, step by step.
+        """The workers' reports since the last call, in order. Does not wait.
 
         The caller takes all of them at once. The bytes of a report's batch are valid until the next report is taken.
         """
         ...
 
     async def arrived(self) -> None:
-        """Wait until `ready` has something."""
+        """Wait until reports have come for `ready`."""
         ...
 
     def large(self) -> AsyncIterator[BlobChunk | Report]:
-        """Large arrays that the workers send, in chunks, and the reports that come behind them."""
+        """Yield the chunks of the workers' large arrays, and the reports that come after them. Never ends by itself."""
         ...
 
     @property
     def inputs(self) -> Path:
-        """Folder in which the workers look for submissions' large variables."""
+        """The folder in which the workers find submissions' large variables."""
         ...
 
     @property
     def carrier(self) -> Carrier | None:
-        """The carrier to workers that cannot see that folder; `None` where all can."""
+        """Sends files to workers that cannot see that folder; `None` if all workers can."""
         ...
 
     @property

@@ -1,8 +1,8 @@
-"""Requests that are no traces, made in the adapter's process beside them: those of vLLM's own HTTP API.
+"""Applies standing interventions to requests of vLLM's HTTP API, which are not traces.
 
-`EditedClient` stands before vLLM's engine client. A request on which no standing intervention runs passes through it
-as it is. On any other it puts the edits, by the way that a trace's take, and when it has ended, what they saved is left
-on their own streams. Its answer waits for none of that.
+`EditedClient` wraps vLLM's engine client. It passes a request without edits through unchanged. To other requests it
+adds the encoded edits, as the adapter does for a trace. When such a request has ended, the adapter publishes the saves
+of each edit on the edit's stream. The HTTP response does not wait for that.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ logger = logging.getLogger("tracewire")
 
 #: The extra argument by which a request names the edits that it asks for: a list of names, or a text with commas.
 ASKED = "tracewire_edits"
-#: Extra arguments that are the engine's own begin so: some of nnsight's would be unpickled.
+#: Prefixes of extra arguments that a client must not set. nnsight would unpickle some of its own.
 _OWN = ("tracewire_", "nnsight_")
-#: How long large values of a request are kept when it has ended, in seconds.
+#: How long the large values of an ended request are kept, in seconds.
 _KEEP_S = 3600
 
 
@@ -51,12 +51,12 @@ class _Edited:
         self.chosen = chosen
         self.pending = pending
         self.tokens = [0] * choices
-        #: Tells the workers at which token it ended, which only its output shows; where they know, nothing.
+        #: Tells the workers at which token the request ended, if only its output shows that; else `None`.
         self.tell: Callable[[bytes], Awaitable[None]] | None = None
         self.reasons: list[str | None] = [None] * choices
 
     async def failure(self) -> str:
-        """The exception of the edit that ended the request."""
+        """The message of the edit's exception that ended the request."""
         await self.pending.wait_finished()
         records = [choice.finish for choice in self.pending.choices if choice.finish is not None]
         for record in records:
@@ -70,11 +70,11 @@ class _Edited:
             for edit in self.chosen.edits
             if edit.fatal and edit.name in record.edit_errors
         ]
-        return raised[0] if raised else "an edit failed it"
+        return raised[0] if raised else "an edit raised an exception"
 
 
 class PlainRequests:
-    """The requests of an adapter that are no traces."""
+    """The requests of an adapter that are not traces."""
 
     def __init__(
         self,
@@ -94,35 +94,43 @@ class PlainRequests:
         self._names = itertools.count()
         self._over: deque[_Edited] = deque()
         self._ended = Signal()
-        #: How many run, with edits or without; how many have ended whose edits are not told of yet.
+        #: How many requests run, with edits or without; and of how many ended ones the saves of edits are not published
+        #: yet.
         self.running = 0
         self._publishing = 0
 
     @property
     def busy(self) -> bool:
-        """Whether any runs, or is not told of yet."""
+        """Whether a request runs, or the saves of edits on an ended one are not published yet."""
         return bool(self.running or self._publishing)
 
     def choose(self, asked: list[str] | None) -> RequestEdits:
-        """The edits that run on a request that is taken now.
+        """The edits that run on a request that begins now and asks for the edits `asked` (`None`: does not say).
 
         Raises:
-            Rejection: it asks for one that does not run here.
+            Rejection: the request asks for an edit that does not run here.
         """
         return self._standing.choose(asked, f"vllm_xargs.{ASKED}")
 
     def begin(self) -> str:
-        """A request begins. Returns our name for it: its client's could be that of a trace's request."""
+        """Count a request that begins. Returns a new id for it, since the client's could equal that of a trace's."""
         self.running += 1
         return f"o{next(self._names)}"
 
     def end(self) -> None:
-        """A request has ended."""
+        """Count a request that has ended."""
         self.running -= 1
         self._notify()
 
     def edited(self, name: str, request: str, chosen: RequestEdits, choices: int) -> _Edited:
-        """Edits run on a request of ours."""
+        """Prepare for the workers' reports of the edits on a request.
+
+        Args:
+            name: the id from `begin`.
+            request: the client's id.
+            chosen: the edits.
+            choices: how many choices the request has.
+        """
         pending = self._pending[name] = PendingRecords(
             choices,
             f"{self._engine}:{name}",
@@ -136,17 +144,17 @@ class PlainRequests:
         return _Edited(name, request, chosen, pending, choices)
 
     def drop(self, one: _Edited) -> None:
-        """Forget a request that vLLM never took: no worker reports it."""
+        """Forget a request that vLLM refused: no worker reports it."""
         self._pending.pop(one.name, None)
 
     def ended(self, one: _Edited) -> None:
-        """Note that the request has ended. `run` reports the records of its edits."""
+        """Note that a request with edits has ended. `run` publishes the saves of its edits."""
         self._publishing += 1
         self._over.append(one)
         self._ended.notify()
 
     async def run(self) -> None:
-        """Tell what edits left on requests that have ended. Never ends by itself."""
+        """Publish the saves and errors of edits on requests that have ended. Never ends by itself."""
         async with anyio.create_task_group() as group:
             while True:
                 while not self._over:
@@ -166,9 +174,9 @@ class PlainRequests:
             if blobs:
                 await self._bus.command("EXPIRE", self._bus.keys.blobs(pending.trace), _KEEP_S)
         except BusError as error:
-            logger.warning("what edits left on request %s is lost: %s", one.request, error)
-        except Exception:  # one request's misfortune
-            logger.exception("what edits left on request %s could not be told", one.request)
+            logger.warning("the saves of edits on request %s are lost: %s", one.request, error)
+        except Exception:  # an error of one request must not stop the others
+            logger.exception("the saves of edits on request %s could not be published", one.request)
         finally:
             self._pending.pop(one.name, None)
             self._publishing -= 1
@@ -176,12 +184,12 @@ class PlainRequests:
 
 
 class EditedClient:
-    """vLLM's engine client, with a model's edits on the requests that are made through it. Else it is that client."""
+    """Wraps vLLM's engine client: adds the model's edits to requests, and passes all other calls on."""
 
     def __init__(self, client: Any, plain: PlainRequests) -> None:
         self._client = client
         self._plain = plain
-        #: Our names of the requests that run, by what their clients call them.
+        #: By the client's request id, the adapter's ids of the running requests.
         self._ours: dict[str, list[str]] = {}
 
     def __getattr__(self, name: str) -> Any:
@@ -190,10 +198,10 @@ class EditedClient:
     def generate(
         self, prompt: Any, sampling_params: Any, request_id: str, *more: Any, **options: Any
     ) -> AsyncGenerator[Any, None]:
-        """As vLLM's; the edits are those of this moment.
+        """Like vLLM's `generate`, with the edits that are installed at this moment.
 
         Raises:
-            ValueError: the request asks for edits that do not run here, or brings what is the engine's own.
+            ValueError: the request asks for edits that do not run here, or sets an extra argument of the engine's own.
         """
         asked, params = _asked(sampling_params)
         try:
@@ -214,7 +222,7 @@ class EditedClient:
         return self._named(request_id, start)
 
     async def abort(self, request_id: Any, *more: Any, **options: Any) -> None:
-        """As vLLM's, for the requests that were made here."""
+        """Like vLLM's `abort`, for requests that were made through this client."""
         ids = [request_id] if isinstance(request_id, str) else list(request_id)
         if names := [name for one in ids for name in self._ours.get(one, ())]:
             await self._client.abort(names, *more, **options)
@@ -289,24 +297,27 @@ class EditedClient:
         await self._client.collective_rpc("tracewire_result", args=(end,))
 
     async def _guard(self, one: _Edited) -> None:
-        """Abort the request when an edit has failed it."""
+        """Abort the request when a fatal edit has raised."""
         with suppress(Exception):
             await one.pending.wait_failed()
             await self._client.abort(one.name)
 
 
 def _asked(params: Any) -> tuple[list[str] | None, Any]:
-    """The edits that a request asks for, and its sampling params without that.
+    """Take the names of the edits that a request asks for out of its sampling params.
+
+    Returns:
+        The names (`None` if the request does not say), and the sampling params without them.
 
     Raises:
-        ValueError: it brings what is the engine's own.
+        ValueError: the request sets an extra argument of the engine's own, or the names are malformed.
     """
     extra = getattr(params, "extra_args", None)
     if not extra:
         return None, params
     for name in extra:
         if name.startswith(_OWN) and name != ASKED:
-            raise ValueError(f"vllm_xargs.{name}: this name is the engine's own; edits are asked for by {ASKED!r}")
+            raise ValueError(f"vllm_xargs.{name}: clients cannot set this argument; to ask for edits use {ASKED!r}")
     if ASKED not in extra:
         return None, params
     asked = extra[ASKED]
@@ -320,10 +331,10 @@ def _asked(params: Any) -> tuple[list[str] | None, Any]:
 
 
 def _salted(prompt: Any, request_id: str) -> dict[str, Any]:
-    """A prompt as what a salt can be put to.
+    """A prompt as a dict, to which a cache salt can be added.
 
     Raises:
-        ValueError: it is of a form that takes none.
+        ValueError: the prompt is neither a text nor a mapping.
     """
     if isinstance(prompt, str):
         return {"prompt": prompt}
@@ -333,7 +344,7 @@ def _salted(prompt: Any, request_id: str) -> dict[str, Any]:
 
 
 def _error(message: str) -> Exception:
-    """The statuses by which vLLM's server reports an error of its own, and not the caller's."""
+    """Make an exception that vLLM's server reports as the server's error, not the caller's."""
     try:
         from vllm.exceptions import GenerationError
     except ImportError:

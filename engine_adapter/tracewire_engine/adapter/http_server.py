@@ -1,8 +1,8 @@
 """vLLM's own OpenAI-compatible HTTP server, on the adapter's engine: `tracewire engine --openai HOST:PORT`.
 
-Its requests and the traces share one engine. They run with the model's standing interventions (`http_requests.py`),
-and know nothing of them unless they ask: by the extra argument `tracewire_edits`, which the openai client sends as
-`extra_body={"vllm_xargs": {"tracewire_edits": ["calm"]}}`.
+Its requests and the traces share one engine. The model's standing interventions run on these requests too
+(`http_requests.py`). A request can ask for edits by name with the extra argument `tracewire_edits`, which the openai
+client sends as `extra_body={"vllm_xargs": {"tracewire_edits": ["calm"]}}`.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ logger = logging.getLogger("tracewire")
 
 
 def bound(address: str) -> socket.socket:
-    """A socket bound to `HOST:PORT`, which listens when the server starts. Port 0 is any that is free.
+    """Bind a socket to `HOST:PORT`. It listens when the server starts. Port 0 means any free port.
 
     Raises:
-        ValueError: it is no such address.
-        OSError: it cannot be bound.
+        ValueError: `address` is not of this form.
+        OSError: the socket cannot be bound to it.
     """
     host, port = host_and_port(address)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -49,9 +49,9 @@ def bound(address: str) -> socket.socket:
     return made
 
 
-#: The routes of a server with API keys that need no key: whether the server lives.
+#: The routes that need no API key: health checks.
 OPEN = frozenset({"/health", "/ping"})
-#: Options of vLLM's own server that mean nothing here, or would open what must stay closed, and what to use instead.
+#: Options of vLLM's server that are not supported here, and what to do instead.
 _REFUSED = {
     "host": "the address is that of --openai",
     "port": "the address is that of --openai",
@@ -62,9 +62,9 @@ _UNAUTHORIZED = b'{"error":{"message":"an API key is needed","type":"Unauthorize
 
 
 class Guarded:
-    """An ASGI app whose every route asks for one of some API keys, but for `OPEN` and a browser's OPTIONS.
+    """An ASGI app that requires an API key on every route, except `OPEN` and requests with the method OPTIONS.
 
-    vLLM's own check covers a list of prefixes, and leaves what its versions add open.
+    vLLM's own check covers only a list of route prefixes, and leaves routes open that new versions add.
     """
 
     def __init__(self, app: Callable[..., Awaitable[None]], keys: Sequence[str], root_path: str = "") -> None:
@@ -87,30 +87,34 @@ class Guarded:
         await send({"type": "http.response.body", "body": _UNAUTHORIZED})
 
     def _admitted(self, scope: Mapping[str, Any]) -> bool:
-        # A proxy may send the prefix that it serves this under, or take it off.
+        # A proxy may pass the prefix under which it serves this API on, or remove it.
         if scope["path"].removeprefix(self._root_path) in OPEN:
             return True
         given = dict(scope["headers"]).get(b"authorization", b"")
         scheme, _, key = given.partition(b" ")
         asked = hashlib.sha256(key).digest()
-        # All of them, so that how long it takes says nothing.
+        # Compare with all keys, so that the time taken reveals nothing.
         matches = [secrets.compare_digest(asked, one) for one in self._keys]
         return scheme.lower() == b"bearer" and any(matches)
 
 
 def parsed(options: Sequence[str], api_key: str | None = None) -> Namespace:
-    """Options of vLLM's server, looked at before a model is loaded. `api_key` counts where none of them is one.
+    """Parse and check the options of vLLM's server. Called before the model is loaded.
+
+    Args:
+        options: as on the command line of vLLM's server.
+        api_key: the key that clients must send, unless the options have one.
 
     Raises:
-        ValueError: one of them cannot be carried out here; says which.
-        OSError: a file that one of them names cannot be read.
+        ValueError: an option is not supported here; the message names it.
+        OSError: a file that an option names cannot be read.
     """
     import vllm.envs as envs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     _, _, make_arg_parser = _of_vllm()
     if getattr(envs, "VLLM_SERVER_DEV_MODE", False):
-        raise ValueError("VLLM_SERVER_DEV_MODE opens routes that run whatever they are sent: unset it")
+        raise ValueError("VLLM_SERVER_DEV_MODE opens routes that execute whatever clients send: unset it")
     parser = make_arg_parser(FlexibleArgumentParser(prog="tracewire engine --openai-option"))
     arguments: Namespace = parser.parse_args(list(options))
     for name, instead in _REFUSED.items():
@@ -119,17 +123,17 @@ def parsed(options: Sequence[str], api_key: str | None = None) -> Namespace:
     if not any(arguments.api_key or ()):
         arguments.api_key = [api_key] if api_key else None
     if bool(arguments.ssl_keyfile) != bool(arguments.ssl_certfile):
-        raise ValueError("TLS takes both --openai-option=--ssl-certfile=FILE and --openai-option=--ssl-keyfile=FILE")
+        raise ValueError("TLS needs both --openai-option=--ssl-certfile=FILE and --openai-option=--ssl-keyfile=FILE")
     if not arguments.ssl_certfile and (arguments.ssl_ca_certs or arguments.ssl_cert_reqs):
-        raise ValueError("--ssl-ca-certs and --ssl-cert-reqs take an --ssl-certfile and its --ssl-keyfile")
+        raise ValueError("--ssl-ca-certs and --ssl-cert-reqs need --ssl-certfile and --ssl-keyfile too")
     if arguments.ssl_certfile:
-        # Whether it can be used shows here, and not when the model has loaded.
+        # Load the certificate now, so that an error shows before the model is loaded.
         uvicorn.Config(_never, log_config=None, **_tls(arguments)).load()
     return arguments
 
 
 async def _never(scope: Any, receive: Any, send: Any) -> None:
-    """An app that nobody asks."""
+    """An ASGI app that is never called."""
 
 
 def _tls(arguments: Namespace) -> dict[str, Any]:
@@ -146,12 +150,12 @@ def _tls(arguments: Namespace) -> dict[str, Any]:
     }
 
 
-#: How long its end may take, in seconds.
+#: How long the server may take to end, in seconds, before it is forced to.
 _END_S = 2.0
 
 
 class _Server(uvicorn.Server):
-    """Uvicorn's server, which leaves signals to the adapter."""
+    """Uvicorn's server, but the adapter handles signals."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -159,13 +163,13 @@ class _Server(uvicorn.Server):
 
 
 class HttpApi:
-    """The server of one adapter."""
+    """The HTTP server of one adapter."""
 
     def __init__(self, server: uvicorn.Server, made: socket.socket, scheme: str = "http") -> None:
         self._server = server
         self._scheme = scheme
         self._socket = made
-        # Taken down now: the server closes its socket when it ends.
+        # Read now, since the server closes its socket when it ends.
         self._address: tuple[str, int] = made.getsockname()[:2]
         self._over = anyio.Event()
 
@@ -180,19 +184,28 @@ class HttpApi:
         path: str,
         arguments: Namespace,
     ) -> Self:
-        """Built over `llm`, an `AsyncLLM`, which it serves as `model`. `arguments` are those of `parsed`."""
+        """Make the server of vLLM's app for an `AsyncLLM`.
+
+        Args:
+            llm: the `AsyncLLM`.
+            plain: counts the requests, and publishes the saves of edits on them.
+            made: the bound socket.
+            model: the name under which the model is served.
+            path: the model's folder or name on the hub.
+            arguments: the result of `parsed`.
+        """
         build_app, init_app_state, _ = _of_vllm()
         arguments.model, arguments.served_model_name = path, arguments.served_model_name or [model]
         arguments.disable_log_stats = not getattr(llm, "log_stats", False)
         tasks = await llm.get_supported_tasks()
         client = EditedClient(llm, plain)
-        # Not all of vLLM's versions know each of these.
+        # `_known` leaves out arguments that this version of vLLM does not take.
         root = logging.getLogger()
         level, handlers = root.level, list(root.handlers)
         try:
             app = build_app(arguments, **_known(build_app, supported_tasks=tasks, model_config=llm.model_config))
         finally:
-            # A package that it imports sets the root logger up anew, to errors only.
+            # A package that `build_app` imports reconfigures the root logger to log errors only.
             root.setLevel(level)
             root.handlers[:] = handlers
         known = _known(init_app_state, vllm_config=llm.vllm_config, supported_tasks=tasks)
@@ -202,7 +215,7 @@ class HttpApi:
 
     @classmethod
     def over(cls, app: Any, made: socket.socket, arguments: Namespace) -> Self:
-        """Of an app that is made."""
+        """Make the server of an ASGI app. `made` is the bound socket, and `arguments` the result of `parsed`."""
         keys, tls = [key for key in arguments.api_key or () if key], _tls(arguments)
         config = uvicorn.Config(
             Guarded(app, keys, getattr(arguments, "root_path", None) or "") if keys else app,
@@ -215,25 +228,25 @@ class HttpApi:
 
     @property
     def url(self) -> str:
-        """Where it is served, for clients on this machine or, of a wildcard address, on any."""
+        """The base URL for clients. For a wildcard address it names this host."""
         host, port = self._address
         if host in ("0.0.0.0", "::"):
             host = socket.gethostname()
         return f"{self._scheme}://{f'[{host}]' if ':' in host else host}:{port}/v1"
 
     async def run(self) -> None:
-        """Serve until `stop`, and then until what runs has ended, or `drop`."""
+        """Serve until `stop` is called, and then until running requests have ended or `drop` is called."""
         try:
             await self._server.serve(sockets=[self._socket])
         finally:
             self._over.set()
 
     def stop(self) -> None:
-        """Take no new requests."""
+        """Stop taking new requests."""
         self._server.should_exit = True
 
     async def drop(self) -> None:
-        """End it now: what is being answered has a moment to be sent."""
+        """End the server now. Responses that are being sent get a moment to finish."""
         self.stop()
         for force in (False, True):
             self._server.force_exit = force
@@ -243,19 +256,19 @@ class HttpApi:
 
 
 def _of_vllm() -> tuple[Any, Any, Any]:
-    """vLLM's makers of an app, of its state, and of the parser of its options."""
+    """vLLM's functions that make its app, the app's state, and the parser of the server's options."""
     try:
         from vllm.entrypoints.launchers.api_server.app_state import init_app_state
         from vllm.entrypoints.launchers.app import build_app
         from vllm.entrypoints.launchers.cli_args import make_arg_parser
     except ImportError:
-        # Where versions up to 0.26 or so have them.
+        # Versions up to about 0.26 have them here.
         from vllm.entrypoints.openai.api_server import build_app, init_app_state
         from vllm.entrypoints.openai.cli_args import make_arg_parser
     return build_app, init_app_state, make_arg_parser
 
 
 def _known(function: Any, **arguments: Any) -> dict[str, Any]:
-    """Those of the arguments that a function takes."""
+    """The arguments that a function accepts."""
     names = inspect.signature(function).parameters
     return {name: value for name, value in arguments.items() if name in names}

@@ -1,8 +1,8 @@
-"""Images that go with a prompt: taken off its invoke, and put into it as vLLM's processor of the model has them.
+"""Decodes the images of a prompt, and combines them with the prompt by vLLM's processor of the model.
 
-The processor puts as many placeholders into the prompt as an image has positions, so what a prompt's tokens are is
-known only then. Its cache is left out: whoever is refused behind it would leave an image there that EngineCore, which
-has the other half of the cache, was never sent.
+The processor inserts a placeholder token for each position of an image, so the prompt's tokens are known only
+afterwards. The adapter does not use the processor's cache. If a request were refused after the processor ran, that
+cache would have an image that EngineCore, which holds the other half of the cache, never got.
 """
 
 from __future__ import annotations
@@ -33,10 +33,15 @@ def modalities(llm: Any) -> list[str]:
 
 
 def taken(invoke: Invoke, folder: Path, where: str) -> list[Any]:
-    """The images of an invoke, as Pillow's; those that travelled apart are in files in `folder`.
+    """Decode the images of an invoke. Returns Pillow images.
+
+    Args:
+        invoke: the invoke.
+        folder: where the files of large images lie.
+        where: is put before the names of fields in errors.
 
     Raises:
-        Rejection: something in it is no image.
+        Rejection: the invoke's media cannot be decoded, or hold something other than images.
     """
     if invoke.media == NO_MEDIA:
         return []
@@ -46,9 +51,9 @@ def taken(invoke: Invoke, folder: Path, where: str) -> list[Any]:
     try:
         media = unpack(invoke.media)
     except ValueError as error:
-        raise Rejection(field, f"it cannot be read: {error}") from error
+        raise Rejection(field, f"it cannot be decoded: {error}") from error
     if not isinstance(media, dict) or set(media) != {"image"} or not isinstance(media["image"], list):
-        raise Rejection(field, "images alone are taken beside text")
+        raise Rejection(field, "only images are supported beside text")
     images = []
     for place, array in enumerate(media["image"]):
         if isinstance(array, ArrayRef):
@@ -61,10 +66,10 @@ def taken(invoke: Invoke, folder: Path, where: str) -> list[Any]:
 
 
 async def rendered(llm: Any, token_ids: list[int], images: list[Any], where: str) -> Any:
-    """A prompt with images, as vLLM's processor of the model makes it.
+    """Combine a prompt's token ids with its images by vLLM's processor of the model.
 
     Raises:
-        Rejection: the processor refuses them.
+        Rejection: the model takes no images, or its processor refuses these.
     """
     field = f"{where}prompt.multi_modal_data"
     if not modalities(llm):

@@ -1,4 +1,4 @@
-"""From the model's queue to running traces: takes submissions, has each checked, and runs it to its final event."""
+"""Takes submissions from the model's queue, has each checked, and runs it to its final event."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ __all__ = ["Intake"]
 
 logger = logging.getLogger("tracewire")
 
-#: How long Redis is let be after it has refused what would be asked again at once, in seconds: first, and at most.
+#: How long to wait before a command that Redis refused is sent again, in seconds: at first, and at most.
 _REFUSED_S, _REFUSED_MOST_S = 0.2, 5.0
 _NO_LIVE = msgspec.msgpack.encode({})
 
 
 class Intake:
-    """Takes submissions for one engine, up to its capacity. `plain` has requests that count towards it, too."""
+    """Takes submissions for one engine, up to its capacity. Requests of `plain` count towards the capacity too."""
 
     def __init__(
         self,
@@ -66,9 +66,9 @@ class Intake:
         self._plain = plain
         self._lifecycle = lifecycle
         self._settings = settings
-        #: The scopes of the entries that are served.
+        #: The cancel scopes of the queue entries that are being served.
         self.scopes: set[anyio.CancelScope] = set()
-        #: Waits after Redis has refused to hand out an entry, or to have one begun.
+        #: The waits after Redis has refused to give an entry, or to begin one.
         self.refused = Backoff(_REFUSED_S, _REFUSED_MOST_S)
 
     async def take(self, traces: anyio.abc.TaskGroup) -> None:
@@ -84,7 +84,7 @@ class Intake:
                 taken = await self._bus.queue.take(self._info.model, self._info.engine, min(room, 64), wait_ms, room)
             except BusError as error:
                 # Running traces go on. The operator can mend the cause meanwhile.
-                logger.error("nothing can be taken from the queue: %s", error)
+                logger.error("could not take submissions from the queue: %s", error)
                 await self._back_off()
                 continue
             for entry in taken:
@@ -93,12 +93,12 @@ class Intake:
                 traces.start_soon(self._serve, entry, scope)
 
     async def _back_off(self) -> None:
-        """Wait a while before asking again for what Redis has refused, or until we are told to stop."""
+        """Wait before a refused command is sent to Redis again. Returns early if the adapter is told to stop."""
         with anyio.move_on_after(self.refused.next()):
             await self._lifecycle.stopping.wait()
 
     async def drain(self) -> None:
-        """Let what runs finish, for as long as there is, then end it."""
+        """Let running traces finish until the time given for that is over, then end them."""
         while (
             (self.scopes or self._plain.busy)
             and not self._lifecycle.lost
@@ -110,20 +110,20 @@ class Intake:
             scope.cancel()
 
     async def _serve(self, entry: Taken, scope: anyio.CancelScope) -> None:
-        """Run one queue entry to its final event, whatever it holds. Raises nothing: the others run on."""
+        """Run one queue entry to its final event. Raises nothing, so that one entry cannot stop the others."""
         try:
             checked = await self._checked(entry)
             if checked is not None:
                 await self._run_trace(entry, scope, *checked)
         except Malformed as error:
-            # Its record: the next answer would be the same.
+            # The trace's record is malformed, so another try would fail too.
             await self._fail(entry, Failure(type="TraceRejected", message=str(error)))
         except BusError as error:
             # The entry is still held by this engine and comes again, after a pause: Redis may give the same answer.
             logger.warning("queue entry %s could not be served: %s", entry.trace, error)
             await self._back_off()
             self._bus.queue.redeliver(self._info.model, self._info.engine, entry.trace)
-        except Exception as error:  # a defect of ours: one entry's misfortune
+        except Exception as error:  # a defect of the adapter must not stop the other entries
             logger.exception("queue entry %s could not be served", entry.trace)
             await self._fail(entry, Failure(type=type(error).__name__, message=f"the adapter failed: {error}"))
         finally:
@@ -131,13 +131,13 @@ class Intake:
             self._lifecycle.notify()
 
     async def _fail(self, entry: Taken, failure: Failure) -> None:
-        """End a trace that could not even be begun."""
+        """End a trace that could not be begun."""
         try:
             await self._bus.records.end(entry.trace, "failed", failure)
             await self._bus.queue.done(self._info.model, entry.trace, self._info.engine)
         except BusError as error:
-            # The entry comes again, and is answered then.
-            logger.warning("nor could queue entry %s be answered: %s", entry.trace, error)
+            # The entry is delivered again, and answered then.
+            logger.warning("queue entry %s could not be answered either: %s", entry.trace, error)
             await self._back_off()
             self._bus.queue.redeliver(self._info.model, self._info.engine, entry.trace)
 
@@ -185,10 +185,10 @@ class Intake:
             self._bus.queue.note_settled(self._info.model, entry.trace)
 
     def _choose(self, submission: Submission) -> list[RequestEdits]:
-        """The standing interventions of each invoke; nothing if none has any.
+        """The standing interventions of each invoke; an empty list if no invoke has any.
 
         Raises:
-            Rejection: it asks for one that does not run here.
+            Rejection: the submission asks for an edit that does not run here.
         """
         several = len(submission.invokes) > 1
         chosen = [
@@ -214,14 +214,14 @@ class Intake:
             try:
                 opened = await self._bus.records.open(trace, self._info.engine, entry.attempt)
             except TraceEnded:
-                # It was cancelled, or expired, before anybody took it; or its engine was lost behind its end.
+                # The trace was cancelled, or expired, before an engine took it; or its engine was lost after its end.
                 await self._bus.queue.done(self._info.model, entry.trace, self._info.engine)
                 return
             except Overtaken:
                 self.refused.reset()
-                # We were slow, and somebody took it from us. Should it be ours still, Redis has forgotten how often it
-                # was taken, as after a failover: the next number may be late enough.
-                why = "somebody else has begun it"
+                # This engine was slow, and another one has taken the trace. Or Redis has forgotten how often the trace
+                # was taken, as after a failover; the number of a later attempt may then be high enough.
+                why = "another engine has begun it"
                 await self._bus.queue.put_back(
                     self._info.model, self._info.engine, why, lost=False, trace=entry.trace, attempt=entry.attempt
                 )
@@ -278,7 +278,7 @@ class Intake:
     ) -> None:
         timer: asyncio.TimerHandle | None = None
         if opened.left_s is not None:
-            message = f"its deadline of {submission.deadline_s or 0:g} s from when it was queued has passed"
+            message = f"the trace's deadline, {submission.deadline_s or 0:g} s after it was queued, has passed"
             failure = Failure(type="DeadlineExceeded", message=message, field="deadline")
             if opened.left_s <= 0:
                 run.end("expired", failure)
@@ -296,8 +296,8 @@ class Intake:
             status, problem = "rejected", rejection.failure
         except EngineLost as error:
             if self._lifecycle.stopping.is_set() and not self._engine.lost:
-                # All processes were told to stop at once, us among them. The others finish what they run.
-                logger.info("trace %s is handed over: %s", submission.trace, error)
+                # All processes of this engine were told to stop at once. Another engine continues the trace.
+                logger.info("trace %s is handed over to another engine: %s", submission.trace, error)
                 handed_over = True
             else:
                 logger.error("engine %s is lost: %s", engine, error)
@@ -306,17 +306,17 @@ class Intake:
             raise
         except Exception as error:
             logger.exception("trace %s failed in the adapter", submission.trace)
-            # Of several invokes it may come in a group.
+            # With several invokes the error may come in an exception group.
             cause = first(error)
             problem = Failure(type=type(cause).__name__, message=f"the adapter failed: {cause}")
         finally:
             if timer is not None:
                 timer.cancel()
         if (scope.cancelled_caught or handed_over) and not self._lifecycle.lost and entry.tries <= 1:
-            # Any other waits for another engine from when this one has left.
+            # A trace with more tries is put back when this engine has left, and waits for another one.
             problem = Failure(type="EngineShutdown", message=f"engine {engine} was shut down while it ran this trace")
         if problem is not None and not run.ended:
-            # A Redis that is away must not keep a stopping engine from leaving.
+            # A Redis that does not answer must not keep a stopping engine from exiting.
             with anyio.move_on_after(
                 self._settings.last_words_s if self._lifecycle.stopping.is_set() else None, shield=True
             ):
@@ -326,14 +326,18 @@ class Intake:
             if await self._bus.records.ended(submission.trace):
                 await self._bus.queue.done(model, entry.trace, engine)
             else:
-                # Another engine has taken it by now, or the next one will.
-                why = "somebody else wrote to its stream"
+                # Another engine has taken the trace by now, or will take it next.
+                why = "another engine wrote to its stream"
                 await self._bus.queue.put_back(model, engine, why, lost=True, trace=entry.trace, attempt=entry.attempt)
                 self._bus.queue.note_settled(model, entry.trace)
 
 
 def _check_same(declared: bytes, now: bytes) -> None:
-    """Live parameters have the names and forms that they were declared with."""
+    """Check that live parameters have the names and forms with which they were declared.
+
+    Raises:
+        ValueError: they have not.
+    """
     forms = [{name: value.form for name, value in unpack_live(packed).items()} for packed in (declared, now)]
     if forms[0] != forms[1]:
         raise ValueError(f"they were declared as {forms[0]}, and are {forms[1]}"[:1000])

@@ -1,8 +1,8 @@
-"""Large variables and images of a submission, brought from the bus to where the workers, or the adapter, find them.
+"""Fetches the large variables and images of a submission from the bus into files.
 
-Blobs of a client do not pass through the engine's queues: the adapter writes each to a file in the link's
-folder, chunk by chunk, and the workers map the file. Files are named by the digest of the array that they hold, and it
-is checked, so that traces which share a variable share its file; the last of them removes it.
+Blobs of a client do not pass through the engine's queues. The adapter writes each to a file in the link's folder, chunk
+by chunk, and the workers map the file. A file is named by the digest of its array, which is checked. So traces with the
+same variable share its file, and the last of them removes it.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from .engine_api import Carrier, Rejection
 
 __all__ = ["Inputs"]
 
-#: How long the workers may take to forget a file, in seconds. One that they keep costs memory only.
+#: How long to wait for the workers to drop a file, in seconds. A file that they keep only costs memory.
 DROP_S = 10.0
 
 
 class _File:
-    """One file, and how many traces use it."""
+    """The state of one file, and how many traces use it."""
 
     def __init__(self) -> None:
         self.users = 0
         self.whole = False
-        #: Whether the workers may have some of it, and whether they have all.
+        #: Whether the adapter has begun to send the file to remote workers, and whether they have all of it.
         self.begun = False
         self.carried = False
         self.turn = anyio.Lock()
 
 
 class Inputs:
-    """The files of all running traces, in `folder`; with a `carrier`, also with the workers."""
+    """The files of all running traces, in `folder`. A `carrier` also sends them to workers on other machines."""
 
     def __init__(self, blobs: Blobs, folder: Path, carrier: Carrier | None = None) -> None:
         self._blobs = blobs
@@ -52,17 +52,17 @@ class Inputs:
 
     @asynccontextmanager
     async def of(self, submission: Submission) -> AsyncIterator[None]:
-        """The large variables and images of `submission` are in their files for as long as the context lasts.
+        """Keep the large variables and images of `submission` in files while the context lasts.
 
         Raises:
-            Rejection: one cannot be had, naming it.
+            Rejection: one cannot be fetched; names its field.
             BusUnavailable: Redis does not answer.
         """
         async with AsyncExitStack() as held:
             for field, ref in _references(submission):
                 await held.enter_async_context(self._file(submission.trace, field, ref, self._carrier))
             for field, ref in _images(submission):
-                # For the adapter itself.
+                # The adapter itself reads images, so workers do not need them.
                 await held.enter_async_context(self._file(submission.trace, field, ref, None))
             yield
 
@@ -89,7 +89,7 @@ class Inputs:
                 # Memory that the workers have mapped stays mapped.
                 path.unlink(missing_ok=True)
                 if self._carrier is not None and file.begun:
-                    # An engine that hangs must not keep its adapter from leaving.
+                    # An engine that hangs must not keep its adapter from exiting.
                     with anyio.move_on_after(DROP_S, shield=True):
                         await self._carrier.drop(path)
 
@@ -104,11 +104,11 @@ class Inputs:
         except BlobMissing as error:
             raise Rejection(field, f"its value, {ref!r}, cannot be fetched: {error}") from error
         except OSError as error:
-            raise Rejection(field, f"its value, {ref!r}, cannot be kept by this engine: {error}") from error
+            raise Rejection(field, f"this engine cannot store its value, {ref!r}: {error}") from error
 
 
 def _references(submission: Submission) -> Iterator[tuple[str, ArrayRef]]:
-    """Every reference in a submission, with the field that it stands in. Malformed values are the workers' to name."""
+    """Every reference in a submission's variables, with its field. The workers report malformed values."""
     for block in (submission.block, *(invoke.block for invoke in submission.invokes)):
         try:
             values = unpack(block.variables) if block is not None else {}
@@ -120,10 +120,10 @@ def _references(submission: Submission) -> Iterator[tuple[str, ArrayRef]]:
 
 
 def _images(submission: Submission) -> Iterator[tuple[str, ArrayRef]]:
-    """Likewise, in what goes with its prompts.
+    """Every reference in the media of a submission's prompts, with its field.
 
     Raises:
-        Rejection: it is more than an adapter is to hold.
+        Rejection: a prompt's images are larger than `MAX_MEDIA_BYTES`.
     """
     for index, invoke in enumerate(submission.invokes):
         if invoke.media == NO_MEDIA:

@@ -1,5 +1,7 @@
-"""What ends because somebody is gone: the traces of clients whose leases are missing, attempts that another engine has
-overtaken, the engines that died, and traces that are past their deadline and run nowhere.
+"""Ends what clients and engines that are gone left behind.
+
+These are the traces of clients whose leases are missing, attempts that another engine has overtaken, engines that died,
+and traces past their deadline that no engine runs.
 """
 
 from __future__ import annotations
@@ -25,14 +27,14 @@ __all__ = ["LeaseWatch"]
 
 logger = logging.getLogger("tracewire")
 
-#: Of how many of the traces' hash tags each heartbeat ends what is past its deadline and runs nowhere.
+#: For how many of the traces' hash tags each heartbeat ends traces past their deadline that no engine runs.
 SWEPT = TAGS // 8
-#: By how much a heartbeat may be late before clients get their time anew, in seconds.
+#: If a heartbeat is later than this, in seconds, the wait for missing leases starts again.
 _STALL_S = 1.0
 
 
 class LeaseWatch:
-    """Looks every `every_s` seconds, on behalf of one engine."""
+    """Looks for missing clients and engines every `every_s` seconds, on behalf of one engine."""
 
     def __init__(
         self, bus: Bus, info: EngineInfo, claims: Claims, control: Control, recovery: Recovery, every_s: float
@@ -45,39 +47,42 @@ class LeaseWatch:
         self._every_s = every_s
         #: Since when the lease of a client with running or waiting traces has been missing.
         self._missing: dict[str, float] = {}
-        #: The last event of each run when it was last looked after.
+        #: The number of each run's last event at the last look.
         self._last_seq: dict[TraceRun, int] = {}
         #: When leases were last looked for.
         self._looked = -math.inf
         self._tags = itertools.cycle(bus.keys.tags[os.getpid() % TAGS :] + bus.keys.tags[: os.getpid() % TAGS])
 
     async def end_overtaken(self) -> None:
-        """Let go of what others have ended or begun since: who writes finds that out, a paused run never would."""
+        """End runs whose traces other engines have ended or begun since.
+
+        A run that writes to its stream finds that out by itself, but a paused run does not write.
+        """
         engine, was = self._info.engine, self._last_seq
         runs = [run for run in self._claims.running() if not run.ended]
         self._last_seq = {run: run.seq for run in runs}
         quiet = [run for run in runs if was.get(run) == run.seq]
         theirs = await self._bus.records.overtaken(engine, [(run.trace, run.attempt) for run in quiet])
         for run, over in zip(quiet, theirs, strict=True):
-            # Its stream refuses that.
-            lost = Failure(type="EngineLost", message="others have ended or begun it since")
+            # The trace's stream refuses this failure's final event, so no client sees it.
+            lost = Failure(type="EngineLost", message="another engine has ended or begun it since")
             if over and self._control.end(run, "failed", lost):
                 logger.warning("trace %s was taken from this engine: its attempt %d ends", run.trace, run.attempt)
 
     async def end_abandoned(self) -> None:
-        """End the traces of clients whose leases are gone, and stay so while a client that lives could have renewed."""
+        """End the traces of clients whose leases have been missing for longer than a live client takes to renew one."""
         running: dict[str, list[TraceRun]] = {}
         for run in self._claims.running():
             if run.lease:
                 running.setdefault(run.lease, []).append(run)
-        # All that waits is looked at by one of the engines.
+        # Only one of the engines looks at waiting traces.
         cares = self._recovery.has_role
         waiting = {lease for lease in await self._bus.queue.leases(self._info.model) if lease} if cares else set()
         leases = [*running, *(waiting - running.keys())]
         held = await self._bus.leases.held(leases)
         now = anyio.current_time()
         if now - self._looked > self._every_s + _STALL_S:
-            # Redis was away, or this loop stood still: so it may have been for the clients.
+            # Redis did not answer, or this process did not run. The same may hold for the clients.
             self._missing.clear()
         self._looked = now
         self._missing = {lease: self._missing.get(lease, now) for lease in leases if lease not in held}
@@ -89,9 +94,9 @@ class LeaseWatch:
                     await self._bus.cancel_orphans(self._info.model, lease, by="the bus")
 
     async def run(self) -> None:
-        """See to what nobody else may: clients and engines that are gone, and deadlines.
+        """Look for clients and engines that are gone, and for deadlines. Never ends by itself.
 
-        The sweep may take long, and must not delay the heartbeat of the engine's own entry.
+        This is a task of its own, since the sweep may take long and must not delay the engine's heartbeat.
         """
         while True:
             await anyio.sleep(self._every_s)
@@ -103,11 +108,11 @@ class LeaseWatch:
                 await self._bus.sweep([next(self._tags) for _ in range(SWEPT)])
             except BusError as error:
                 self._missing.clear()
-                logger.warning("clients and engines that are gone could not be looked after: %s", error)
+                logger.warning("could not look for clients and engines that are gone: %s", error)
 
 
 def _patience_of(lease: str) -> float:
-    """For how long a lease may be missing before its client is gone, in seconds: a third of what stands in its name."""
+    """How long a lease may be missing before its client counts as gone, in seconds: a third of the time in its name."""
     try:
         seconds = float(lease.rpartition(".")[2])
     except ValueError:

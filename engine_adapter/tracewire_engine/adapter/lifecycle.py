@@ -1,4 +1,4 @@
-"""Whether an adapter serves, takes new traces, or leaves, and by when it has to have left."""
+"""The state of an adapter: whether it serves, takes new traces or exits, and by when it must exit."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Lifecycle:
         self.stopping = anyio.Event()
         #: Set when the adapter was asked on the bus to leave for good: the supervisor does not start it again.
         self.draining = anyio.Event()
-        #: By when running traces have to end, by the event loop's clock.
+        #: By when running traces must end, by the event loop's clock.
         self.until = math.inf
-        #: Until when other engines see that this one lives, at least, by the event loop's clock.
+        #: Until when this engine's registry entry is valid, at least, by the event loop's clock.
         self.valid_until = -math.inf
         #: Whether the engine is paused as a whole until Redis has taken more.
         self.engine_paused = False
@@ -40,7 +40,7 @@ class Lifecycle:
         self.notify()
 
     def drain(self, within_s: float | None) -> None:
-        """Stop for good, when running traces have ended, or in `within_s` seconds, if that is given."""
+        """Stop for good, when running traces have ended, or after `within_s` seconds if that is given."""
         if not self.draining.is_set():
             within = "" if within_s is None else f", within {within_s:g} s"
             logger.info("engine %s was asked to drain%s", self._engine, within)

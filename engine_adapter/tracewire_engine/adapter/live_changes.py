@@ -1,9 +1,9 @@
-"""Changes of live parameters, on their way from the bus to the workers and into their trace's stream.
+"""Takes changes of live parameters from the bus to the workers, and publishes them on their trace's stream.
 
-A `LiveTrace` is one run's part: what was accepted and is not yet told. What the
-workers are to know goes to them in one call for all runs, with one call under way at a time, so that changes that come
-faster than steps share one. The workers report the step that a version begins with before anything of that step; then
-the trace's next event is a `Steered`.
+A `LiveTrace` holds the changes of one run that were accepted and are not published yet. The adapter sends the workers
+the changes of all runs in one call, and makes one such call at a time, so changes that come faster than steps share a
+call. The workers report the first step of each version before anything else of that step. The trace's next event is
+then a `Steered`.
 """
 
 from __future__ import annotations
@@ -45,10 +45,12 @@ _change = msgspec.msgpack.Decoder(_Change)
 
 
 def _read(data: bytes, forms: Mapping[str, str]) -> _Change:
-    """A change that fits what was declared: what does not would fail in the workers, for all traces that are steered.
+    """Decode a change, and check it against the declared live parameters.
+
+    A change that does not fit would fail in the workers, together with the changes of all other traces in the call.
 
     Raises:
-        ValueError: it does not, or is none.
+        ValueError: it cannot be decoded, or does not fit.
     """
     change = _change.decode(data)
     for name, value in live_values({name: unpack(bytes(raw)) for name, raw in change.values.items()}).items():
@@ -58,13 +60,13 @@ def _read(data: bytes, forms: Mapping[str, str]) -> _Change:
 
 
 def _ignore(applied: Applied) -> None:
-    """Wake nobody."""
+    """Do nothing with a report."""
 
 
 class LiveTrace:
-    """The live parameters of one run, which began as `packed`, at `version`.
+    """The live parameters of one run, which begin as `packed`, at `version`.
 
-    `changes` are those that went into that already, and that no event tells of yet.
+    `changes` are those that `packed` already contains and that no event has published yet.
     """
 
     def __init__(
@@ -73,7 +75,7 @@ class LiveTrace:
         self.run = run
         self.first_version = self.version = version
         self._forms = {name: value.form for name, value in unpack_live(packed).items()}
-        #: Accepted, and told by no event: version and encoded change, in order.
+        #: Changes that were accepted and no event has published yet: version and encoded change, in order.
         self._unpublished: list[tuple[int, bytes]] = []
         for data in changes:
             try:
@@ -88,7 +90,7 @@ class LiveTrace:
         self.sent = self.applied = version
         #: Values that a failed call did not bring to the workers. The next change takes them along.
         self.undelivered: dict[str, msgspec.Raw] = {}
-        #: Whether the workers were sent any.
+        #: Whether any change was sent to the workers.
         self.steered = False
         #: Changes to publish before the next event, as the fields of a `Steered`.
         self._notes: list[tuple[int, list[tuple[str, int, int]]]] = []
@@ -96,10 +98,10 @@ class LiveTrace:
         self.on_applied: Callable[[Applied], None] = _ignore
 
     def take(self, data: bytes) -> dict[str, msgspec.Raw]:
-        """An accepted change. Returns what the workers are to know; nothing if it is known already.
+        """Take an accepted change. Returns the values to send to the workers, none if the change is known already.
 
         Raises:
-            ValueError: it is none, or does not fit what was declared.
+            ValueError: the change cannot be decoded, or does not fit the declared live parameters.
         """
         change = _read(data, self._forms)
         if change.version <= self.version:
@@ -127,7 +129,7 @@ class LiveTrace:
         return [one for stop in self._stops if isinstance(one := substitute_live(stop, self._values), StopWhen)]
 
     def report(self, applied: Applied) -> None:
-        """The workers have begun a step with a version."""
+        """Take the workers' report that a step with a new version begins."""
         if applied.version <= self.applied:
             return
         self.applied = applied.version
@@ -140,7 +142,7 @@ class LiveTrace:
         return [self._steered(version, places(first)) for version, first in notes]
 
     def first_events(self, first: list[FirstToken]) -> list[RawSteered]:
-        """The changes that had been accepted before the run began, and hold from `first` on."""
+        """The changes that were accepted before the run began. They are in effect from the tokens `first` on."""
         early = any(number <= self.first_version for number, _ in self._unpublished)
         return [self._steered(self.first_version, first)] if early else []
 
@@ -155,7 +157,13 @@ class LiveTrace:
 
 
 async def take_last_changes(live: LiveTrace, trace: str, close: Callable[[], Awaitable[list[bytes]]]) -> None:
-    """Have the record of `trace` take no more changes (`close`), and take all that it has taken."""
+    """Close the record of a trace to changes, and take those that it has accepted.
+
+    Args:
+        live: takes the changes.
+        trace: its id.
+        close: closes the record, and returns all changes that it has accepted.
+    """
     backoff = Backoff()
     try:
         while True:
@@ -163,11 +171,11 @@ async def take_last_changes(live: LiveTrace, trace: str, close: Callable[[], Awa
                 changes = await close()
                 break
             except BusUnavailable as problem:
-                # The final would wait for Redis too; what is accepted until then is part of the trace.
+                # The final would have to wait for Redis too. Changes that Redis accepts until then belong to the trace.
                 logger.log(backoff.level, "trace %s waits for Redis to end: %s", trace, problem)
                 await anyio.sleep(backoff.next())
     except BusError as problem:
-        logger.warning("trace %s ends without a last look at its record: %s", trace, problem)
+        logger.warning("trace %s ends, but its last changes could not be read from its record: %s", trace, problem)
         return
     for change in changes:
         try:
@@ -177,24 +185,24 @@ async def take_last_changes(live: LiveTrace, trace: str, close: Callable[[], Awa
 
 
 class Steering:
-    """Brings changes to the workers: all that have come, for all runs, in one call after another."""
+    """Sends changes to the workers, those of all runs in one call, and one call at a time."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._waiting: dict[str, tuple[LiveTrace, dict[str, msgspec.Raw]]] = {}
         self._over: list[str] = []
-        #: When the first of what waits was read.
+        #: When the first of the waiting changes was read, in seconds since the epoch.
         self._since = 0.0
         self._wanted = Signal()
         self._calling = False
 
     @property
     def busy(self) -> bool:
-        """Whether the workers have something to hear yet."""
+        """Whether changes or ends of runs are still to be sent to the workers."""
         return bool(self._calling or self._waiting or self._over)
 
     def send(self, live: LiveTrace, values: dict[str, msgspec.Raw]) -> None:
-        """Have the workers change values of a run."""
+        """Send changed values of a run to the workers, with the next call."""
         if not values:
             return
         if not self._waiting:
@@ -207,8 +215,8 @@ class Steering:
         self._wanted.notify()
 
     def over(self, live: LiveTrace) -> None:
-        """A run is over: the workers need not know its values any longer."""
-        # The run goes at once with what it was sent, and not with some later garbage collection.
+        """Note that a run is over, and let the workers forget its values."""
+        # Break the reference cycle, so that the run is freed now and not by a later garbage collection.
         live.on_applied = _ignore
         self._waiting.pop(live.run, None)
         if live.steered:
@@ -216,7 +224,7 @@ class Steering:
             self._wanted.notify()
 
     async def run(self) -> None:
-        """Bring changes to the workers as they come. Never ends by itself."""
+        """Send changes to the workers as they come. Never ends by itself."""
         backoff = Backoff()
         while True:
             while not self._waiting and not self._over:
@@ -230,14 +238,14 @@ class Steering:
                 backoff.reset()
             except Exception:
                 if self._engine.lost:
-                    # Whatever ran there is told so.
+                    # The traces that ran there find out by themselves.
                     await anyio.sleep_forever()
                 logger.exception("changes of %d traces did not reach the workers", len(changes))
                 for run, (live, values) in waiting.items():
                     if run in self._waiting:
                         self._waiting[run] = live, {**values, **self._waiting[run][1]}
                     else:
-                        # Nobody is to wait for it.
+                        # Report the version as applied, so that no task waits for it.
                         live.undelivered = values
                         live.report(Applied(run, changes[run][0]))
                 self._over = [*over, *self._over]

@@ -1,4 +1,4 @@
-"""Whether a trace is to be paused, whether it is, and who asked for that."""
+"""The pauses of a trace: whether a client wants it paused, and whether it is."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class PauseState:
     def __init__(self) -> None:
         #: The client that asked for the pause; `None` if the trace is to run.
         self.wanted_by: str | None = None
-        #: The number of the last pause or resumption that was asked for, among all of the trace.
+        #: The number of the last pause or resumption that a client asked for, counted over the whole trace.
         self.number = 0
         #: Whether its requests are paused in the engine, or are about to be.
         self.paused = False
@@ -34,7 +34,7 @@ class PauseState:
 
     @property
     def outstanding(self) -> bool:
-        """Whether what was asked for last is still to be carried out."""
+        """Whether the last pause or resumption that a client asked for is still to be carried out."""
         return (self.wanted_by is not None) != self.paused
 
     @contextmanager
@@ -54,5 +54,5 @@ class PauseState:
         self.paused, self._begun_by = not self.paused, self._asked_by
 
     def event(self) -> Paused | Resumed:
-        """The event that tells of the last `begin`."""
+        """The event for the last `begin`."""
         return (Paused if self.paused else Resumed)(**UNNUMBERED, by=self._begun_by, time=time.time())

@@ -1,4 +1,4 @@
-"""Whether a block reads what its request put out, which the workers are sent only then."""
+"""Finds out whether a block reads `tracer.result`. The adapter sends the workers a request's output only then."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["asks_result"]
 
 
 def asks_result(block: Block | None) -> bool:
-    """Whether a block reads `tracer.result`, perhaps."""
+    """Whether a block reads `tracer.result`, or may read it."""
     if block is None:
         return False
     return _reads_result((block.source, *(helper.source for helper in block.helpers)), block.parameters[1])

@@ -1,13 +1,14 @@
 """Retention: trims the streams of running traces that exceed their limit, and drops finished traces.
 
-Each run counts what it publishes. When that passes a limit, one task, over connections of its own, has the bus write a
-snapshot of the trace's state and trim its stream (`tracewire_bus/snapshots.py`). Nobody who publishes waits for it.
+Each run counts the events that it publishes. When they exceed a limit, one task with connections of its own has the
+bus write a snapshot of the trace's state and trim its stream (`tracewire_bus/store/snapshots.py`). Publishing does not
+wait for that.
 
-`FinishedRetention` looks at times how much all finished traces take,
-and drops the oldest that are beyond what is to be kept in all (`tracewire_bus/finished.py`).
+`FinishedRetention` regularly checks how much all finished traces take, and drops the oldest beyond the limit
+(`tracewire_bus/store/finished.py`).
 
-A snapshot costs what the state takes. So that all of a trace's snapshots together cost no more than a few times what
-the trace publishes, a stream whose state is large is trimmed only when it has a quarter of its state's bytes.
+The cost of a snapshot grows with the size of the state. All snapshots of a trace together should cost no more than a
+few times its events. So a stream is trimmed only when its events take at least a quarter of the bytes of its state.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ __all__ = ["FinishedRetention", "Retention", "Tally"]
 
 logger = logging.getLogger("tracewire")
 
-#: How long to let Redis be after it failed, in seconds.
+#: How long to wait after an error of Redis, in seconds.
 _PAUSE_S = 1.0
 
 
 class Tally:
-    """The size of one attempt of a trace on its stream: events, and encoded bytes."""
+    """Counts the events and encoded bytes of one attempt on its trace's stream."""
 
     __slots__ = ("_asked", "_retention", "attempt", "events", "nbytes", "over", "state", "trace")
 
@@ -42,12 +43,12 @@ class Tally:
         self.nbytes = 0
         #: Bytes of the last snapshot.
         self.state = 0
-        #: Whether nothing is to be trimmed any more.
+        #: Whether the stream is not trimmed any more.
         self.over = False
         self._asked = False
 
     def add(self, nbytes: int) -> None:
-        """An event of so many bytes is on its way to the stream."""
+        """Count an event of `nbytes` bytes that is queued for the stream."""
         self.events += 1
         self.nbytes += nbytes
         if not self._asked and not self.over and self._retention.exceeded(self):
@@ -55,7 +56,7 @@ class Tally:
             self._retention.ask(self)
 
     def trimmed(self) -> None:
-        """The run was served, and may ask again."""
+        """Note that the stream was looked at, so that the run may ask again."""
         self._asked = False
 
 
@@ -70,21 +71,21 @@ class Retention:
         self._wanted = Signal()
 
     def tally(self, trace: str, attempt: int) -> Tally | None:
-        """The counter of a run, if there is a limit."""
+        """The counter of a run; `None` if there is no limit."""
         return Tally(self, trace, attempt) if self._events or self._nbytes else None
 
     def exceeded(self, tally: Tally) -> bool:
-        """Whether a stream is to be trimmed."""
+        """Whether a stream exceeds a limit and is worth trimming."""
         beyond = 0 < self._events < tally.events or 0 < self._nbytes < tally.nbytes
         return beyond and tally.nbytes >= tally.state // 4
 
     def ask(self, tally: Tally) -> None:
-        """Have a stream trimmed soon."""
+        """Queue a stream for trimming."""
         self._due.append(tally)
         self._wanted.notify()
 
     async def run(self) -> None:
-        """Trim what is due, one stream after the other, for ever."""
+        """Trim the queued streams, one after the other. Never ends by itself."""
         while True:
             while not self._due:
                 await self._wanted.wait()
@@ -100,7 +101,7 @@ class Retention:
             logger.warning("the stream of trace %s could not be trimmed: %s", tally.trace, error)
             await anyio.sleep(_PAUSE_S)
             return
-        except Exception:  # the trace runs on, whatever its stream holds
+        except Exception:  # the trace goes on, even if its stream cannot be read
             logger.exception("the stream of trace %s cannot be trimmed, and grows", tally.trace)
             tally.over = True
             return
@@ -112,10 +113,10 @@ class Retention:
 
 
 class FinishedRetention:
-    """Keeps all finished traces together to `traces` and to `nbytes` of what they take in Redis; 0: any number.
+    """Limits all finished traces together to `traces` traces and `nbytes` bytes of Redis; 0 for no limit.
 
-    Engines take turns, as `engine`: one of them looks every `every_s` seconds. Where their bounds differ, the least
-    counts.
+    One of the engines looks every `every_s` seconds; they take turns. `engine` is this one's id. If their limits
+    differ, the lowest counts.
     """
 
     def __init__(self, bus: Bus, engine: str, traces: int, nbytes: int, every_s: float) -> None:
@@ -126,9 +127,9 @@ class FinishedRetention:
         self._every_s = every_s
 
     async def run(self) -> None:
-        """Drop what is too much, for ever; nothing where there is no bound."""
+        """Drop finished traces beyond the limits. Never ends by itself if there is a limit."""
         while self._traces or self._nbytes:
-            # Its own turn may not come again before it looks again.
+            # The lock of a turn expires a little before this engine's next look.
             await anyio.sleep(self._every_s)
             try:
                 finished = self._bus.finished
@@ -136,7 +137,7 @@ class FinishedRetention:
                     continue
                 dropped = await finished.drop_beyond(self._traces, self._nbytes)
             except BusError as error:
-                logger.warning("finished traces could not be looked after: %s", error)
+                logger.warning("could not check how much finished traces take: %s", error)
                 await anyio.sleep(_PAUSE_S)
                 continue
             if dropped:

@@ -137,7 +137,7 @@ def _culprit(error: Exception, given: dict[str, Any]) -> str:
 
 
 def resolved(params: SamplingParams) -> dict[str, Any]:
-    """The resolved params that differ from nothing: every field with a plain value."""
+    """The sampling params as vLLM resolved them: every field with a plain value."""
     found: dict[str, Any] = {}
     for name in SamplingParams.__struct_fields__:
         value = getattr(params, name)
@@ -147,5 +147,5 @@ def resolved(params: SamplingParams) -> dict[str, Any]:
 
 
 def pinned_seed(trace: str, invoke: int) -> int:
-    """The seed of an invoke that names none: the same in each attempt, which so repeats what the last one sampled."""
+    """The seed of an invoke without one. It is the same in each attempt, so a later attempt samples the same tokens."""
     return int.from_bytes(blake2b(f"{trace}/{invoke}".encode("utf-8", "surrogatepass"), digest_size=8).digest()) >> 1

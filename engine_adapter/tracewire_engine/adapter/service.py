@@ -49,7 +49,7 @@ from .validation import Validator
 __all__ = ["Adapter", "Settings"]
 
 logger = logging.getLogger("tracewire")
-#: In how many slices the engine's time to answer passes.
+#: Into how many slices the time for the engine's answer is divided.
 _LOOKS = 10
 
 
@@ -78,7 +78,7 @@ class Adapter:
         self._finished = FinishedRetention(
             *(bus, info.engine, settings.retain_traces, settings.retain_total_bytes), every_s=settings.heartbeat_s
         )
-        #: The requests that are made of the engine beside its traces.
+        #: The requests of the HTTP API, which are not traces.
         self.plain = PlainRequests(
             bus, self._standing, self._reports, self._pending, info.engine, self._lifecycle.notify
         )
@@ -125,15 +125,18 @@ class Adapter:
 
     @property
     def busy(self) -> bool:
-        """Whether it runs any trace, or has something left to say to its engine about one."""
+        """Whether the adapter runs a trace or a request, or still has a call to the engine to make for one."""
         return bool(self._intake.scopes or self._control.busy or self._steering.busy or self.plain.busy)
 
     def stop(self) -> None:
-        """Take nothing new; `run` returns when what runs has ended, or `drain_s` later."""
+        """Take no new traces. `run` returns when the running traces have ended, or `drain_s` seconds later."""
         self._lifecycle.stop(self._settings.drain_s)
 
     def drain(self, within_s: float | None = None) -> None:
-        """Likewise, for good, and when what runs has ended, or `within_s` later, if that is given."""
+        """Stop for good, so that the supervisor does not restart the adapter.
+
+        `run` returns when the running traces have ended, or `within_s` seconds later if that is given.
+        """
         self._lifecycle.drain(within_s)
 
     async def run(self) -> None:
@@ -141,11 +144,11 @@ class Adapter:
         try:
             await self._run()
         finally:
-            # Others should have what was left undone soon, also where this ends by a defect of ours.
+            # Other engines should get the unfinished traces soon, even if a defect ended this adapter.
             with anyio.move_on_after(self._settings.last_words_s, shield=True) as scope:
                 await self._leave()
             if scope.cancelled_caught:
-                logger.warning("Redis was away: others find out by themselves that this engine has left")
+                logger.warning("Redis did not answer in time: other engines notice later that this engine has exited")
             self.ended.set()
 
     async def _run(self) -> None:
@@ -181,7 +184,7 @@ class Adapter:
             group.cancel_scope.cancel()
 
     async def _register(self) -> None:
-        """Enter the registry, which may have to wait for Redis: the model is loaded, and need not be so again."""
+        """Enter the registry. Waits for a Redis that does not answer, so that the model need not be loaded again."""
         backoff = Backoff()
         while not self.stopping.is_set():
             try:
@@ -198,7 +201,10 @@ class Adapter:
             return self.serving.set()
 
     async def _leave(self) -> None:
-        """Let others have what was left undone, and leave the registry. Both come to pass by themselves otherwise."""
+        """Put unfinished traces back on the queue, and leave the registry.
+
+        If this fails, other engines do both when this engine's lease has expired.
+        """
         model, engine = self._info.model, self._info.engine
         which: list[tuple[str, int]] = []
         try:
@@ -216,7 +222,7 @@ class Adapter:
             logger.warning("could not leave the registry, which forgets this engine by itself: %s", error)
 
     async def _read_large(self) -> None:
-        """Bring large arrays to the bus, and hand on what refers to them when they are there."""
+        """Write large arrays to the bus, and route the reports that come after them. Never ends by itself."""
         async for item in self._engine.large():
             if isinstance(item, BlobChunk):
                 await self._keep(item)
@@ -226,7 +232,7 @@ class Adapter:
     async def _keep(self, chunk: BlobChunk) -> None:
         pending = self._pending.get(chunk.request)
         if pending is None:
-            # Its trace has ended without it.
+            # The array's trace has already ended.
             return
         pending.note_chunk()
         self._reports.held_up = True
@@ -240,12 +246,12 @@ class Adapter:
             pending.note_chunk()
 
     async def _renew(self) -> None:
-        """Renew the engine's lease, without which it takes nothing: others would take it back at once."""
+        """Renew the engine's lease. Without it the intake takes no traces: other engines would take them over."""
         asked = anyio.current_time()
         await self._bus.registry.register(self._info, self._settings.lease_s)
         was, self._lifecycle.valid_until = self._lifecycle.valid_until, asked + self._settings.lease_s
         if was <= anyio.current_time():
-            # Also where it ran out while it was being renewed: the intake waits for this.
+            # The lease had run out, and the intake waits for its renewal.
             self._lifecycle.notify()
 
     async def _heartbeat(self) -> None:
@@ -256,7 +262,7 @@ class Adapter:
             if self._engine.lost and not self.lost:
                 logger.error("the engine of %s has died", info.engine)
                 self._lifecycle.give_up()
-            # Of requests that nobody follows: plain ones.
+            # Route reports of plain requests, for which no task waits.
             self._reports.pull()
             info.running = len(self._intake.scopes) + self.plain.running
             info.malformed = self._bus.guard.malformed
@@ -265,25 +271,25 @@ class Adapter:
             try:
                 await self._renew()
             except BusError as error:
-                # The engine goes on: what it writes waits for Redis, and its entry comes back with it.
+                # The engine goes on. Its events wait for Redis, and its entry is written again when Redis is back.
                 logger.warning("the registry could not be renewed: %s", error)
 
     async def _watch_engine(self) -> None:
-        """Give the engine up when it has not answered, or reported anything, for too long: its traces are others' then.
+        """End the engine when it has neither answered nor reported for too long. Other engines then take its traces.
 
-        The registry would call an engine alive that hangs: its adapter renews the entry.
+        The registry does not show that an engine hangs, since the adapter goes on renewing the entry.
         """
         patience_s = self._settings.engine_patience_s
         while True:
             await anyio.sleep(patience_s / _LOOKS)
             if await self._answered(patience_s / _LOOKS):
                 continue
-            logger.error("engine %s has not answered for %g s, and is given up", self._info.engine, patience_s)
+            logger.error("engine %s has not answered for %g s; the adapter ends it", self._info.engine, patience_s)
             self._lifecycle.give_up()
             return
 
     async def _answered(self, slice_s: float) -> bool:
-        """Whether the engine has answered, or reported something, within so many slices of the time."""
+        """Whether the engine has answered or reported within `_LOOKS` slices of `slice_s` seconds."""
         answered = anyio.Event()
 
         async def ask() -> None:

@@ -60,17 +60,20 @@ class SharedSaves:
         choice = self._records.choices[0]
         end = choice.finish
         if end is None or not self._records.choice_complete(0):
-            logger.warning("the workers did not report what trace %s shared in the end", self._trace)
+            logger.warning("the workers did not report the final shared values of trace %s", self._trace)
             return FinishRecord(self._name, 0, _NO_DELTAS, error=UNREPORTED) if choice.has_gap(False) else None
         choice.digests.complete(end.deltas, end.manifest)
         return end
 
     async def forget(self, engine: Engine, begun: bool) -> None:
-        """Have the workers drop the values, if requests have `begun` and some never came: no end was reported then."""
+        """Have the workers drop the values if requests have `begun` and the workers reported no end of them.
+
+        They report none if some of the trace's requests never came.
+        """
         self._pending.pop(self._name, None)
         if self._records.choices[0].finish is None and begun:
             with anyio.move_on_after(_FORGET_S, shield=True):
                 try:
                     await engine.steer({}, [self._name], time.time())
                 except Exception as error:
-                    logger.debug("what trace %s shared was not forgotten: %s", self._trace, error)
+                    logger.debug("the workers could not drop the shared values of trace %s: %s", self._trace, error)

@@ -1,11 +1,11 @@
-"""Standing interventions on the adapter's side: which are installed, which run on a request, and what they leave.
+"""Standing interventions in the adapter: which are installed, which run on a request, and publishing their records.
 
 The adapter reads all edits of its model when it starts and whenever they change, and checks each as it checks a
-submission. A request is given those of the moment in which it is taken: the encoded blocks ride on it to the workers,
-as its own does, so that nothing has to be broadcast and what runs keeps what it began with.
+submission. A request gets the edits that are installed when the adapter takes it. Their encoded blocks travel to the
+workers with the request, as its own block does. So nothing has to be broadcast, and a running request keeps its edits.
 
-What goes wrong in an edit, and what it saves on requests that are no traces, goes onto its own stream. Nobody waits for
-that: while Redis is away it is kept up to a bound.
+The adapter publishes an edit's errors, and its saves on requests that are not traces, on the edit's own stream.
+Requests do not wait for that. While Redis does not answer, these records wait in memory, up to a limit.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = ["RequestEdits", "StandingEdits", "place"]
 
 logger = logging.getLogger("tracewire")
 
-#: How often the edits are looked at if nothing wakes the adapter, in milliseconds.
+#: How often the adapter looks for changed edits without a notification, in milliseconds.
 _LOOK_MS = 2000
 #: How many bytes of records wait for Redis before the oldest are dropped.
 _WAITING_BYTES = 64 * 1024 * 1024
@@ -66,9 +66,9 @@ class RequestEdits:
     def __init__(self, edits: Sequence[RunnableEdit] = ()) -> None:
         self.edits = tuple(edits)
         blocks = [edit.block for edit in self.edits if edit.block is not None]
-        #: For the workers: their encoded blocks, if there are any.
+        #: The encoded blocks of the edits for the workers; `None` if there are none.
         self.blocks = _encoder.encode(blocks) if blocks else None
-        #: Whether declared interventions among them save something; whether a request may end by one.
+        #: Whether the edits have declared interventions that save; whether one of the edits can end the request.
         self.reads = any(edit.reads for edit in self.edits)
         self.fatal = any(edit.fatal for edit in self.edits)
 
@@ -76,7 +76,7 @@ class RequestEdits:
         return bool(self.edits)
 
     def declared(self, own: bytes | None) -> bytes | None:
-        """Their declared interventions, then the request's own, encoded for the workers."""
+        """The declared interventions of the edits, then the request's own, encoded for the workers."""
         before = [raw for edit in self.edits for raw in edit.placed]
         if not before:
             return own
@@ -84,7 +84,7 @@ class RequestEdits:
 
     @property
     def versions(self) -> list[tuple[str, int]]:
-        """Their names and versions."""
+        """The names and versions of the edits."""
         return [(edit.name, edit.version) for edit in self.edits]
 
 
@@ -124,7 +124,7 @@ class StandingEdits:
         self._check_block = check_block
         self._announce = announce
         self._ready: list[RunnableEdit] = []
-        #: Why those that are installed and do not run here do not, by name.
+        #: By name, why an installed edit does not run on this engine.
         self._refused: dict[str, str] = {}
         self._generation = -1
         self._chosen: dict[tuple[int, tuple[str, ...] | None], RequestEdits] = {}
@@ -139,7 +139,7 @@ class StandingEdits:
     # --- what is installed ------------------------------------------------------------------------------------------
 
     async def follow(self) -> None:
-        """Look at the edits whenever they change. Never ends by itself."""
+        """Read the edits whenever they change. Never ends by itself."""
         changes = self._bus.edits.changes(self._info.model)
         try:
             while True:
@@ -154,10 +154,10 @@ class StandingEdits:
                 await changes.aclose()
 
     async def refresh(self) -> None:
-        """Take the edits as they are now, if they have changed, and say so in the registry.
+        """Read the edits if they have changed, and renew the engine's registry entry, which lists them.
 
         Raises:
-            BusError: they cannot be read, or the registry cannot be written.
+            BusError: the edits cannot be read, or the registry cannot be written.
         """
         edits = self._bus.edits
         if await edits.generation(self._info.model) == self._generation:
@@ -166,7 +166,7 @@ class StandingEdits:
         await self._announce()
 
     async def take(self, edits: EditSet) -> None:
-        """Run these from now on, as far as they can run here."""
+        """Run these edits from now on, without those that this engine cannot run."""
         ready: list[RunnableEdit] = []
         refused: dict[str, str] = {}
         errors: dict[str, str] = {}
@@ -179,7 +179,7 @@ class StandingEdits:
             except Rejection as rejection:
                 failure = rejection.failure
                 errors[one.name] = refused[one.name] = f"{failure.field}: {failure.message}"
-            except Exception as error:  # of hostile content: one edit's misfortune
+            except Exception as error:  # hostile content of one edit must not stop the others
                 logger.exception("edit %s could not be checked", one.name)
                 errors[one.name] = refused[one.name] = f"{type(error).__name__}: {error}"
         self._ready, self._refused, self._generation, self._chosen = ready, refused, edits.generation, {}
@@ -214,10 +214,14 @@ class StandingEdits:
     # --- which run on a request -------------------------------------------------------------------------------------
 
     def choose(self, asked: list[str] | None, field: str = "edits") -> RequestEdits:
-        """The edits that run on a request that is taken now and asks for `asked` (None: it does not say).
+        """The edits that run on a request that is taken now.
+
+        Args:
+            asked: the names of the edits that the request asks for; `None` if it does not say.
+            field: is named in errors.
 
         Raises:
-            Rejection: it asks for one that does not run here.
+            Rejection: the request asks for an edit that does not run here.
         """
         if not self._ready and not asked:
             return _NONE
@@ -243,7 +247,7 @@ class StandingEdits:
     # --- what they leave --------------------------------------------------------------------------------------------
 
     def count_end(self, chosen: RequestEdits, record: FinishRecord, *, trace: str = "", invoke: int = 0) -> None:
-        """A choice of a request has ended: count what raised; of a trace, tell of it."""
+        """Count the edits that raised on a choice that has ended. For a trace, also queue records of their errors."""
         for edit in chosen.edits:
             key = edit.name, edit.version
             failure = record.edit_errors.get(edit.name)
@@ -275,15 +279,20 @@ class StandingEdits:
     def queue_records(
         self, chosen: RequestEdits, pending: PendingRecords, request: str, tokens: list[int], reasons: list[str | None]
     ) -> None:
-        """Queue for their streams what edits saved on a request that is no trace, whose reports are all in `pending`.
+        """Queue records of the edits' saves on an ended request that is not a trace.
 
-        `tokens` counts those of each choice.
+        Args:
+            chosen: the edits.
+            pending: has all reports of the request.
+            request: the client's id of the request.
+            tokens: how many tokens each choice has.
+            reasons: the finish reason of each choice.
         """
         dropped = f"what edits saved on the request takes more than {RECORD_BYTES} bytes" if pending.dropped else ""
         for index, choice in enumerate(pending.choices):
             record = choice.finish
             if record is None or not pending.choice_complete(index):
-                logger.warning("what edits left on request %s was not reported whole, and is not told", request)
+                logger.warning("the workers' reports of edits on request %s are incomplete; none is published", request)
                 continue
             self.count_end(chosen, record)
             left = choice.take_rest(tokens[index])
@@ -330,7 +339,7 @@ class StandingEdits:
         if self._waiting > _WAITING_BYTES:
             edit, oldest = self._records.popleft()
             self._waiting -= len(oldest)
-            logger.warning("what edit %s left on a request was dropped: too much waits for Redis", edit)
+            logger.warning("a record of edit %s was dropped: too many records wait for Redis", edit)
         self._new.notify()
 
     @property
@@ -338,12 +347,12 @@ class StandingEdits:
         return bool(self._records or self._disabling)
 
     async def flushed(self) -> None:
-        """Wait until nothing of it waits for Redis any more. One task at a time."""
+        """Wait until Redis has all records. Only one task at a time may wait."""
         while self._outstanding:
             await self._done.wait()
 
     async def publish(self) -> None:
-        """Bring what edits leave to their streams. Never ends by itself."""
+        """Publish the queued records, and disable edits that raise too often. Never ends by itself."""
         edits, model = self._bus.edits, self._info.model
         while True:
             while not self._outstanding:
@@ -358,7 +367,8 @@ class StandingEdits:
                     except BusUnavailable:
                         raise
                     except BusError as error:
-                        # Redis would refuse it again, and the rest would wait. As many further failures ask again.
+                        # Redis would refuse it again, and the other records would wait. The edit is disabled after as
+                        # many further failures.
                         self._streaks.pop((name, version), None)
                         logger.error("edit %s could not be disabled, though %s: %s", name, why, error)
                     self._disabling.popleft()
@@ -370,12 +380,12 @@ class StandingEdits:
                         raise
                     except BusError as error:
                         # Redis would refuse it again.
-                        logger.warning("what edit %s left on a request is lost: %s", edit, error)
+                        logger.warning("a record of edit %s is lost: %s", edit, error)
                     if self._records and self._records[0][1] is data:
                         self._records.popleft()
                         self._waiting -= len(data)
             except BusError as error:
-                logger.warning("what edits left on requests waits for Redis: %s", error)
+                logger.warning("records of edits wait for Redis: %s", error)
                 await anyio.sleep(_LOOK_MS / 1000)
 
 

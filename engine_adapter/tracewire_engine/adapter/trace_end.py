@@ -47,7 +47,7 @@ class TraceEnd:
         if record is None or not whole:
             self.error = self.error or (record.error if record is not None else None) or UNREPORTED
             return False
-        # Steps of which no output told, where the workers count them: those of an output that was lost.
+        # The reports of steps whose tokens no output had, because vLLM dropped the output.
         unpublished = choice.take_rest(0)
         self.deltas.extend((invoke, index, raw) for raw in (*unpublished, record.deltas) if raw != _NO_DELTAS)
         choice.digests.complete(record.deltas, record.manifest)
@@ -64,7 +64,7 @@ class TraceEnd:
                 for edit, failure in record.edit_errors.items()
             }
         )
-        # Choices, and prompts, do the same.
+        # Several choices and prompts can give the same warning.
         self.warnings.extend(warning for warning in record.warnings if warning not in self.warnings)
         self.error = self.error or record.error
         self._stopped = self._stopped or record.stopped or choice.reads.stopped is not None

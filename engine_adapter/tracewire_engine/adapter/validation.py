@@ -1,4 +1,4 @@
-"""Whether a submission can run on this engine, as far as that shows without the engine and without Redis.
+"""Checks whether a submission can run on this engine, without asking the engine or Redis.
 
 A refusal names the field at fault. Long submissions are examined on a thread, or in a process of its own, while
 the event loop serves the other traces.
@@ -29,9 +29,9 @@ __all__ = ["Blocks", "Validated", "Validator", "refusal"]
 
 T = TypeVar("T")
 
-#: Up to how many bytes a part of a submission need not be measured.
+#: Parts of a submission up to this many bytes are not measured.
 _SHORT = 8 * 1024
-#: Up to how many bytes and values a submission is looked at on the event loop. An array of any size is one value.
+#: Submissions up to this many bytes and values are checked on the event loop. An array of any size is one value.
 _LIGHT_BYTES, _LIGHT_VALUES = 1024 * 1024, 2048
 #: How many placed interventions are remembered, and of how many bytes at most.
 _REMEMBERED, _LONG = 64, 128 * 1024
@@ -42,7 +42,7 @@ Blocks: TypeAlias = list[bytes | None]
 
 
 class _Interventions(msgspec.Struct):
-    """Of a submission, its interventions as they are encoded."""
+    """Decodes of a submission only its interventions, which stay encoded."""
 
     interventions: msgspec.Raw
 
@@ -68,15 +68,20 @@ class Validator:
         #: One thread at a time for submissions that take long to examine: several would only wait for each other.
         self._looking = anyio.CapacityLimiter(1)
         self._encoder = msgspec.msgpack.Encoder()
-        #: Interventions with their locations, encoded, by what they and their live parameters were sent as.
+        #: Encoded interventions with their locations, by the interventions and live parameters as they were sent.
         self._placed: dict[bytes, bytes] = {}
 
     async def validate(self, trace: str, schema: str, data: bytes) -> Validated:
-        """Decode and check an encoded submission that is queued as `trace`, in the form of `schema`.
+        """Decode and check a submission.
+
+        Args:
+            trace: the trace id of its queue entry.
+            schema: the version of the schema in which it is encoded.
+            data: the encoded submission.
 
         Raises:
             Rejection, LimitExceeded, NewerSchema: it cannot run here; see `refusal`.
-            ValueError: it is no submission, or another trace's.
+            ValueError: it cannot be decoded, or is of another trace.
         """
         check_schema(schema, REQUEST_SCHEMA)
         submission, light = await self._decode(data)
@@ -86,19 +91,20 @@ class Validator:
         return Validated(submission, blocks, await self._look(light, self._place, submission, data))
 
     async def _look(self, light: bool, look: Callable[..., T], *arguments: Any) -> T:
-        """`look(*arguments)`: at once where there is little to look at, or else on a thread. Then the event loop serves
-        others meanwhile, and what comes in a burst comes one by one.
+        """Call `look(*arguments)`: at once if `light`, else on a thread, one call at a time.
+
+        Meanwhile the event loop serves other traces.
         """
         if light:
             return look(*arguments)
         return await anyio.to_thread.run_sync(look, *arguments, limiter=self._looking)
 
     async def _decode(self, data: bytes) -> tuple[Submission, bool]:
-        """A submission that is no more than one may be, and whether it is little.
+        """Decode a submission, and check its size. Also returns whether it is small enough for the event loop.
 
         Raises:
-            LimitExceeded: it is more.
-            ValueError: it is none.
+            LimitExceeded: it is too large.
+            ValueError: it cannot be decoded.
         """
         check_size(len(data))
         light = len(data) <= _LIGHT_BYTES
@@ -113,10 +119,10 @@ class Validator:
         return submission, light
 
     async def _measure(self, parts: Sequence[tuple[str, bytes]]) -> bool:
-        """Refuse parts of a submission that hold too much. Returns whether they hold little.
+        """Check the sizes of parts of a submission. Returns whether they have few values in all.
 
         Raises:
-            LimitExceeded: one does.
+            LimitExceeded: a part has too many values.
         """
         # A shorter part holds at most as many values as bytes.
         long = [(field, data) for field, data in parts if len(data) > _SHORT]
@@ -156,7 +162,11 @@ class Validator:
         return [encoded.get(index, encoded.get(0)) for index in range(1, len(submission.invokes) + 1)]
 
     async def check_block(self, block: Block, shared: Mapping[Any, Any] = _NOTHING) -> None:
-        """Refuse a block that cannot run here, of a trace that shares these values."""
+        """Refuse a block that cannot run here. `shared` are the shared values of its trace.
+
+        Raises:
+            Rejection: the block cannot run.
+        """
         await self._check_source(block)
         for name, path in block.paths.items():
             if not self._tree.knows(path):

@@ -1,4 +1,4 @@
-"""vLLM behind the adapter's seam: validation in the caller's terms, `AsyncLLM`'s outputs, and the workers' link."""
+"""Implements the adapter's `Engine` with vLLM: validates invokes, runs them in `AsyncLLM`, and reads the link."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class _VllmOutputs:
         except EngineDeadError as error:
             raise EngineLost(str(error)) from error
         except (VLLMValidationError, ValueError) as error:
-            # From 0.33 on, EngineCore refuses what it alone can find out, of this request only.
+            # From vLLM 0.33 on, EngineCore can refuse a request for reasons that only it can find out.
             named = getattr(error, "parameter", None)
             raise Rejection(f"sampling.{named}" if named else "sampling", str(error)) from error
         self.cached_tokens = max(self.cached_tokens, output.num_cached_tokens or 0)
@@ -126,22 +126,22 @@ _TOKEN_BYTES, _LOGPROB_BYTES = 48, 250
 #: How many tokens an engine's first request has, and how many it generates.
 _TRIAL = 4
 
-#: How long vLLM may take to answer whether it goes on, in seconds.
+#: How long vLLM may take to answer whether it still runs, in seconds.
 _ANSWER_S = 5.0
 
-#: How long outputs that vLLM has may take to be looked at, before it is looked again, in seconds.
+#: How often the adapter checks whether vLLM has handled a request's last outputs, in seconds.
 _LOOK_S = 0.001
 
 #: No live parameters, packed.
 _NONE_LIVE = msgspec.msgpack.encode({})
 
 
-#: Pieces in which large variables go to workers on other machines, each between two steps, in bytes.
+#: The size of the pieces in which large variables are sent to remote workers, in bytes. Each goes between two steps.
 _PIECE_BYTES = 2 * 1024 * 1024
 
 
 class _Carrier:
-    """Large variables on their way to workers that cannot see the adapter's files, by vLLM's own queues."""
+    """Sends large variables by vLLM's own queues to workers that cannot see the adapter's files."""
 
     def __init__(self, call: Callable[..., Awaitable[Any]]) -> None:
         self._call = call
@@ -163,7 +163,7 @@ class _Carrier:
 
 
 class VllmEngine:
-    """vLLM's `AsyncLLM`, its tokenizer and the link from its workers. `patience_s` is how long a call may take."""
+    """The `Engine` of an `AsyncLLM`. A call of vLLM may take `patience_s` seconds; then the engine counts as lost."""
 
     def __init__(
         self, model: ServedModel, link: LinkReceiver, blobs: BlobReceiver, patience_s: float = REPORT_S
@@ -177,7 +177,7 @@ class VllmEngine:
         self._prompts = Prompts(model.tokenizer, self.llm.model_config)
         self._constraints = ConstraintChecks(self.llm)
         self._loras = {one.lora_name: one for one in model.loras}
-        #: The outputs of requests with a block, by name, as long as somebody has them.
+        #: The outputs of requests with a block, by request id, while another object refers to them.
         self._traced: WeakValueDictionary[str, _VllmOutputs] = WeakValueDictionary()
 
     async def prepare(
@@ -222,7 +222,7 @@ class VllmEngine:
             prompt["cache_salt"] = submission.trace
         params.extra_args = extra_args or None
         params.output_kind = RequestOutputKind.DELTA
-        # Nobody else's: vLLM need not copy it.
+        # No other object uses these params, so vLLM need not copy them.
         params.skip_clone = True
         return Prepared(
             prompt=prompt,
@@ -292,7 +292,7 @@ class VllmEngine:
         except (VLLMValidationError, ValueError, TypeError) as error:
             named = getattr(error, "parameter", None)
             if named not in FIELDS and prepared.params.structured_outputs is not None:
-                # The prompt was looked at before: a grammar, a schema.
+                # The prompt was checked before, so the error is about the grammar or schema.
                 named = "structured_outputs"
             field = f"sampling.{named}" if named in FIELDS else "prompt"
             raise Rejection(field, str(error)) from error
@@ -302,10 +302,10 @@ class VllmEngine:
         return outputs
 
     async def try_out(self) -> None:
-        """Have it generate a few tokens, for nobody: what it cannot run at all shows here.
+        """Generate a few tokens, to find out before serving whether vLLM can run the model at all.
 
         Raises:
-            EngineLost: it died of that.
+            EngineLost: vLLM died.
         """
         limit = self.llm.model_config.max_model_len
         length = max(1, min(_TRIAL, limit - _TRIAL))
@@ -317,7 +317,7 @@ class VllmEngine:
                 pass
 
     async def untapped_graphs(self) -> list[str]:
-        """The CUDA graphs without a place for taps, on an engine that has taps: no intervention would run in them.
+        """Descriptions of CUDA graphs without taps, if the engine has taps. No intervention would run in them.
 
         Raises:
             EngineLost: vLLM has died, or does not answer.
@@ -333,29 +333,30 @@ class VllmEngine:
             with anyio.move_on_after(_ANSWER_S):
                 await self._cut(names)
         await self.llm.abort(request)
-        # Of several choices, vLLM keeps the parent that they share.
+        # vLLM does not drop the parent request that several choices share.
         for parent in {name.partition("_")[2] for name in names}:
             processor.parent_requests.pop(parent, None)
 
     async def _cut(self, names: list[str]) -> None:
-        """End requests in EngineCore, and wait for what it has put out of them: vLLM's abort would drop that, while the
-        workers are told that it counts.
+        """End requests in EngineCore, and wait until vLLM has handled their last outputs.
+
+        vLLM's own abort would drop these outputs, although the scheduler tells the workers that their tokens count.
         """
         states = self.llm.output_processor.request_states
         try:
             tokens = await self.llm.engine_core.call_utility_async("tracewire_end", names)
-        except Exception as error:  # it is lost, or was told to stop
+        except Exception as error:  # vLLM died, or was told to stop
             logger.debug("vLLM did not say at which token requests end: %s", error)
             return
         for name in names:
-            # One that had ended by itself is gone when its last output has come.
+            # A request that had ended by itself has no state any more when its last output has come.
             while (state := states.get(name)) is not None:
                 if name in tokens and state.detokenizer.num_output_tokens() >= tokens[name]:
                     break
                 await anyio.sleep(_LOOK_S)
 
     async def steer(self, changes: Changes, over: list[str], since: float) -> None:
-        # Between two steps: EngineCore hands it to all workers behind the steps that it has handed them already.
+        # EngineCore sends this to all workers after the steps that it has sent already, so between two steps.
         await self._call_workers("tracewire_steer", encode_changes(changes, over, since))
 
     async def give_result(self, result: bytes) -> None:
@@ -368,7 +369,7 @@ class VllmEngine:
         return await self._call_scheduler("tracewire_resume", request)
 
     async def _call_scheduler(self, method: str, request: str) -> bool:
-        # vLLM's own names for what is left of it, one for each choice.
+        # vLLM's internal ids of the request's choices that have not ended.
         names = list(self.llm.output_processor.external_req_ids.get(request, ()))
         return bool(names) and bool(await self._call_core(method, names))
 
@@ -376,11 +377,11 @@ class VllmEngine:
         await self._pause_all(True)
 
     async def takes_requests(self) -> bool:
-        # An EngineCore that was told to stop answers no calls any more, or says so.
+        # An EngineCore that was told to stop either answers no calls, or raises an error.
         with anyio.move_on_after(_ANSWER_S):
             try:
                 await self.llm.engine_core.call_utility_async("tracewire_counts")
-            except Exception as error:  # of a type of its own, or a plain one with the reason as text
+            except Exception as error:  # vLLM has no common type for these errors
                 logger.warning("vLLM does not answer: %s", error)
             else:
                 return True
@@ -398,8 +399,8 @@ class VllmEngine:
                 await self.llm.engine_core.call_utility_async("tracewire_counts")
         except EngineLost:
             raise
-        except Exception as error:  # so does one that was told to stop
-            logger.debug("vLLM answers: %s", error)
+        except Exception as error:  # an engine that was told to stop answers with an error
+            logger.debug("vLLM answers with an error: %s", error)
 
     async def _call_core(self, method: str, *arguments: Any) -> Any:
         return await self._answer(method, self.llm.engine_core.call_utility_async(method, *arguments))
@@ -408,10 +409,10 @@ class VllmEngine:
         return await self._answer(method, self.llm.collective_rpc(method, args=arguments))
 
     async def _answer(self, method: str, call: Awaitable[Any]) -> Any:
-        """vLLM's answer. vLLM fails no call that is under way when it dies, and none when it hangs.
+        """Wait for vLLM's answer to a call, for a limited time, since a call does not fail if vLLM dies or hangs.
 
         Raises:
-            EngineLost: it died, or did not answer in time.
+            EngineLost: vLLM died, or did not answer in time.
         """
         try:
             with _engine_errors, anyio.fail_after(self._patience_s):
@@ -451,12 +452,12 @@ class VllmEngine:
         return bool(self.llm.errored)
 
     async def tracked(self) -> int:
-        """How many requests the workers still hold anything for: 0 when idle. A leak gauge."""
+        """How many requests the workers hold state for; 0 when idle. A check for leaks."""
         counts: list[int] = await self.llm.collective_rpc("tracewire_request_count")
         return max(counts)
 
     async def leftovers(self) -> dict[str, int]:
-        """Counts of what is left of requests in the workers, the scheduler and the KV cache: all 0 when idle."""
+        """Counts of state of requests in the workers, the scheduler and the KV cache; all 0 when idle."""
         counts = await self.llm.engine_core.call_utility_async("tracewire_counts")
         return {
             "tracked": await self.tracked(),

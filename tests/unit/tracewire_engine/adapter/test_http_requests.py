@@ -42,8 +42,8 @@ async def test_a_plain_client_ends_its_own_requests_only(bus: Bus) -> None:
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        ({"nnsight_mediator": "gA=="}, "nnsight_mediator: this name is the engine's own"),
-        ({"tracewire_block": "gA=="}, "tracewire_block: this name is the engine's own"),
+        ({"nnsight_mediator": "gA=="}, "nnsight_mediator: clients cannot set this argument"),
+        ({"tracewire_block": "gA=="}, "tracewire_block: clients cannot set this argument"),
         ({"tracewire_edits": 3}, "expected a list of names"),
         ({"tracewire_edits": ["b"]}, "no edit 'b' is installed"),
     ],

@@ -172,9 +172,9 @@ async def test_it_serves_tls_and_asks_for_the_key(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--ssl-certfile=CERT"], "TLS takes both"),
-        (["--ssl-keyfile=KEY"], "TLS takes both"),
-        (["--ssl-ca-certs=CERT"], "take an --ssl-certfile"),
+        (["--ssl-certfile=CERT"], "TLS needs both"),
+        (["--ssl-keyfile=KEY"], "TLS needs both"),
+        (["--ssl-ca-certs=CERT"], "need --ssl-certfile"),
         (["--ssl-certfile=CERT", "--ssl-keyfile=nowhere"], "No such file"),
         (["--ssl-certfile=CERT", "--ssl-keyfile=CERT"], "PEM"),
         (["--ssl-certfile=CERT", "--ssl-keyfile=KEY", "--enable-ssl-refresh"], "enable-ssl-refresh is not supported"),

@@ -121,7 +121,7 @@ async def test_a_trace_past_its_deadline_is_ended_by_its_engine(client: Client, 
     final = events[-1]
     assert final.status == "expired"
     assert final.error.field == "deadline"
-    assert "0.5 s from when it was queued" in final.error.message
+    assert "0.5 s after it was queued" in final.error.message
     assert ("abort", request) in engine.asked
 
 
