@@ -239,9 +239,7 @@ class Bus:
         await self.memory.check_reserve()
         try:
             created, has_left = await self.queue.put(
-                model,
-                trace,
-                data,
+                *(model, trace, data),
                 client=submission.client,
                 priority=submission.priority,
                 lease="" if submission.detach else submission.lease,
@@ -260,8 +258,7 @@ class Bus:
             await self.queue.withdraw(model, trace)
             raise TraceElsewhere(f"trace {trace} was submitted to model {created.decode('utf-8', 'replace')!r}")
         if created and has_left and await self.records.forget(trace, model):
-            # No engine ran the trace on the new record, as one does when the same trace is submitted twice at a time.
-            # So the trace ended earlier, and its keys have expired.
+            # No engine has run the trace on the new record: the trace ended earlier, and its keys have expired.
             raise TraceEnded(f"trace {trace} has ended, and has expired but for its id")
 
     async def submitted(self, *traces: tuple[str, str]) -> set[str]:

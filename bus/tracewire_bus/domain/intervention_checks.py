@@ -265,8 +265,7 @@ def check(
         live: the values of the trace's live parameters, by name.
 
     Returns:
-        for each intervention its locations and whether its `at` is a pattern, as `find_sites` returns them; no
-        locations for a `StopWhen`.
+        for each intervention its locations (none for a `StopWhen`) and whether its `at` is a pattern, by `find_sites`.
 
     Raises:
         DeclarationError: an intervention is invalid or does not fit the model; the error is of the first such.
@@ -308,6 +307,11 @@ def check(
         places.append((sites, pattern))
     if sum(len(sites) for sites, _ in places) > MAX_SITES:
         raise DeclarationError("interventions", f"the interventions of a trace have at most {MAX_SITES} locations")
+    _check_live_names(interventions, live)
+    return places
+
+
+def _check_live_names(interventions: Sequence[Declared], live: Mapping[str, Any]) -> None:
     for field, name, vector in _live_names(interventions):
         if name not in live:
             declared = ", ".join(sorted(map(str, live))) or "none"
@@ -319,7 +323,6 @@ def check(
             raise DeclarationError(
                 field, f"live parameter {name!r} must be {'an array' if vector else 'a number'}, got {value!r}"[:200]
             )
-    return places
 
 
 #: Lists of interventions that one tree caches as fitting.

@@ -129,6 +129,11 @@ class Restorer:
                     raise as_bus_error(error) from error
             await anyio.sleep(backoff.next())
 
+    async def holds(self, item: Append) -> bool:
+        """Whether the stream holds exactly this event."""
+        (found,) = await self.execute_until_answered(("XRANGE", item.key, item.id, item.id))
+        return isinstance(found, list) and bool(found) and field_of(found[0][1], b"d") == item.data
+
     async def connect(self) -> None:
         """Connect, and append acknowledged events that the server lacks. Returns once the server has all of them."""
         await self.link.connect()

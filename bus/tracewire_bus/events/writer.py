@@ -52,7 +52,6 @@ from .appends import (
     Stream,
     append_commands,
     effects_command,
-    field_of,
     is_away,
     is_fence,
     is_moving,
@@ -188,12 +187,7 @@ class Writer:
             raise EntryTooLarge(f"event {attempt}-{seq} takes {len(data)} bytes, an entry holds {ENTRY_BYTES}")
         keys = self._keys
         key = keys.events(trace)
-        with_effects = None
-        if final or seq == 0 or live_version is not None or lifecycle is not None:
-            keep_s = self._retention_s if final else UNFINISHED_S if seq == 0 else ""
-            with_effects = effects_command(
-                keys, trace, id_, attempt, final=final, keep_s=keep_s, version=live_version, lifecycle=lifecycle or ()
-            )
+        with_effects = self._effects(trace, id_, attempt, seq, final, live_version, lifecycle)
         settle = None if settles is None else settle_command(keys, *settles)
         stream = self.restorer.stream(key, keys.record(trace), keys.firehose(keys.tag(trace)))
         if attempt > stream.attempt:
@@ -210,6 +204,23 @@ class Writer:
         self._queue.append(item)
         self._wanted.notify()
         return self._outcome(item, settles)
+
+    def _effects(
+        self,
+        trace: str,
+        id_: str,
+        attempt: int,
+        seq: int,
+        final: bool,
+        version: int | None,
+        lifecycle: Sequence[Any] | None,
+    ) -> Callable[[str, bytes | Pieces, str], tuple[Any, ...]] | None:
+        if not final and seq != 0 and version is None and lifecycle is None:
+            return None
+        keep_s = self._retention_s if final else UNFINISHED_S if seq == 0 else ""
+        return effects_command(
+            self._keys, trace, id_, attempt, final=final, keep_s=keep_s, version=version, lifecycle=lifecycle or ()
+        )
 
     async def _outcome(self, item: Append, settles: tuple[Any, ...] | None) -> str:
         error = await item.outcome
@@ -406,7 +417,7 @@ class Writer:
                 waiting[item.key] = [item]
             elif not is_fence(outcome):
                 self._end(item, as_bus_error(outcome))
-            elif item.repeated and await self._holds(item):
+            elif item.repeated and await self.restorer.holds(item):
                 # Redis took it the first time, with its effects, but perhaps without settling its queue entry.
                 item.settles_late = True
                 self.restorer.keep(item)
@@ -435,11 +446,6 @@ class Writer:
                 return self._deferred.add(item.settle, item, error)
         return self._end(item, error)
 
-    async def _holds(self, item: Append) -> bool:
-        """Whether the stream holds exactly this event."""
-        (found,) = await self.restorer.execute_until_answered(("XRANGE", item.key, item.id, item.id))
-        return isinstance(found, list) and bool(found) and field_of(found[0][1], b"d") == item.data
-
     async def _wait_apart(self, waiting: dict[str, list[Append]], through: set[str]) -> None:
         """Let refused appends wait, in order, and give up streams that have waited for memory for too long."""
         for key, stream in self._stuck.put_back(waiting, through, self._loop.time()):
@@ -458,7 +464,7 @@ class Writer:
         logger.warning("Redis had no memory for %d events of %s for %g s", len(items), key, self.patience_s)
         error: BusFull | None = None
         for item in items:
-            if error is None and item.repeated and await self._holds(item):
+            if error is None and item.repeated and await self.restorer.holds(item):
                 item.settles_late = True
                 self.restorer.keep(item)
                 await self._conclude(item)

@@ -88,7 +88,7 @@ class Backpressure:
         """Pause the whole engine while more than `buffer_bytes` wait, until half of that is left."""
         lifecycle = self._lifecycle
         waiting = self._writer.backlog + sum(pending.nbytes for pending in self._pending.values())
-        waiting += sum(run.nbytes for run in self._claims.running())
+        waiting += sum(run.lag.output_bytes for run in self._claims.running())
         paused = lifecycle.engine_paused
         if paused == (waiting > (self._most // 2 if paused else self._most)):
             return

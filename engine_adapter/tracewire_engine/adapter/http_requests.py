@@ -138,8 +138,6 @@ class PlainRequests:
             reads=chosen.reads,
             reports=self._reports,
             limit=RECORD_BYTES,
-            # The saves of each edit go to a stream of its own.
-            columns=False,
         )
         return _Edited(name, request, chosen, pending, choices)
 

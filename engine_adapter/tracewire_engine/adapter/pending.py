@@ -145,12 +145,12 @@ class PendingRecords:
         reports: ReportSource | None = None,
         live: LiveTrace | None = None,
         limit: int = 0,
-        columns: bool = True,
     ) -> None:
         self.trace = trace
         self._reports = reports
         self._live = live
-        self.choices = [PendingChoice(stops, columns=columns) for _ in range(choices)]
+        # A limited request is not a trace's: the reads of each of its edits go to a stream of their own, by name.
+        self.choices = [PendingChoice(stops, columns=not limit) for _ in range(choices)]
         #: Whether large arrays have come, behind which the finish record may wait for Redis.
         self.large = False
         self._block = block

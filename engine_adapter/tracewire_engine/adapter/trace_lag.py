@@ -61,12 +61,15 @@ class TraceLag:
         self.held = self.thinned = False
 
     @property
+    def output_bytes(self) -> int:
+        """The approximate memory of the outputs of vLLM that are not published yet, in bytes."""
+        return sum(request.outputs.size() for request in self._requests)
+
+    @property
     def nbytes(self) -> int:
         """About how many bytes of this run wait to be published: vLLM's outputs and the workers' reports."""
-        return sum(
-            request.outputs.size() + (request.pending.nbytes if request.pending is not None else 0)
-            for request in self._requests
-        )
+        reports = sum(request.pending.nbytes for request in self._requests if request.pending is not None)
+        return self.output_bytes + reports
 
     @property
     def left_out(self) -> int:

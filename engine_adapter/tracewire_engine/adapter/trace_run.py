@@ -199,11 +199,6 @@ class TraceRun:
         """The number of the attempt's last event, -1 before the first."""
         return self._stream.seq
 
-    @property
-    def nbytes(self) -> int:
-        """The approximate memory of the outputs of vLLM that are not published yet, in bytes."""
-        return sum(request.outputs.size() for request in self.requests)
-
     def end(self, status: Status, failure: Failure) -> bool:
         """Have the trace end as `status`. The caller then calls `abort_all`.
 

@@ -317,15 +317,7 @@ class Capture:
     def _same(self, name: str, before: Any, value: Any) -> bool:
         if before is value:
             return True
-        if name not in self._values or type(before) is not type(value):
-            return False
-        from tracewire_bus.wire.kinds import Unsavable
-        from tracewire_bus.wire.packing import pack
-
-        try:
-            return pack(value) == self._values[name]
-        except Unsavable:
-            return False
+        return name in self._values and type(before) is type(value) and _packs_as(value, self._values[name])
 
     def _bind_module(self, name: str, module: types.ModuleType, source: FunctionSource, line: int) -> None:
         path = module.__name__
@@ -359,7 +351,7 @@ class Capture:
             for depth, step in enumerate(use.chain, 1):
                 spelled = ".".join((name, *use.chain[:depth]))
                 if use.changed and depth == len(use.chain):
-                    raise self._changed(spelled, owner, use, source)
+                    raise _changed(spelled, owner, use, source)
                 try:
                     value = getattr(value, step)
                 except AttributeError as error:
@@ -380,18 +372,6 @@ class Capture:
                     f"write {spelled}.NAME, or import NAME from it"
                 )
                 raise self.untransportable(spelled, reason, source, use.line)
-
-    def _changed(self, spelled: str, owner: Any, use: Use, source: FunctionSource) -> BlockError:
-        if isinstance(owner, types.ModuleType):
-            return source.error(
-                f"a block cannot change {spelled!r}: the engine has a copy of your module's attributes", use.line
-            )
-        own = spelled.rpartition(".")[2]
-        return source.error(
-            f"a block cannot change {spelled!r}: the engine has a copy of {spelled.partition('.')[0]!r}. Bind a name "
-            f"of the block instead, as in `{own} = ...save()`, and read it from the trace's saves",
-            use.line,
-        )
 
     def _bind_function(self, name: str, function: types.FunctionType, source: FunctionSource, line: int) -> None:
         if hasattr(function, "__wrapped__"):
@@ -457,7 +437,7 @@ class Capture:
         if isinstance(value, ArrayRef):
             reason = f"{spelled!r} is {value!r} of another trace: pass the array that its load() returns"
             raise self.untransportable(spelled, reason, source, line)
-        if type(value) not in _SCALARS and not self._is_plain(value):
+        if type(value) not in _SCALARS and not _is_plain(value):
             self._bind_object(name, value, source, line)
             return
         try:
@@ -466,11 +446,6 @@ class Capture:
             # `UntransportableVariable` adds the list of types that can travel, so it is cut off here.
             reason = f"{spelled!r} is of type {type_name(type(value))}: {str(error).partition('; what can: None')[0]}"
             raise self.untransportable(spelled, reason, source, line) from None
-
-    def _is_plain(self, value: Any) -> bool:
-        from .objects import is_plain
-
-        return is_plain(value)
 
     def _bind_object(self, name: str, value: Any, source: FunctionSource, line: int) -> None:
         marks = self._marks()
@@ -484,6 +459,35 @@ class Capture:
 
     def untransportable(self, name: str, reason: str, source: FunctionSource, line: int) -> UntransportableVariable:
         return UntransportableVariable(name, reason, filename=source.filename, line=line)
+
+
+def _changed(spelled: str, owner: Any, use: Use, source: FunctionSource) -> BlockError:
+    if isinstance(owner, types.ModuleType):
+        return source.error(
+            f"a block cannot change {spelled!r}: the engine has a copy of your module's attributes", use.line
+        )
+    own = spelled.rpartition(".")[2]
+    return source.error(
+        f"a block cannot change {spelled!r}: the engine has a copy of {spelled.partition('.')[0]!r}. Bind a name "
+        f"of the block instead, as in `{own} = ...save()`, and read it from the trace's saves",
+        use.line,
+    )
+
+
+def _is_plain(value: Any) -> bool:
+    from .objects import is_plain
+
+    return is_plain(value)
+
+
+def _packs_as(value: Any, packed: bytes) -> bool:
+    from tracewire_bus.wire.kinds import Unsavable
+    from tracewire_bus.wire.packing import pack
+
+    try:
+        return pack(value) == packed
+    except Unsavable:
+        return False
 
 
 def _own_module_namespace(name: str, used: Mapping[str, Any]) -> Helper:
