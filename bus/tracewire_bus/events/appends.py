@@ -89,12 +89,12 @@ class Append(msgspec.Struct, eq=False):
 
     @property
     def size(self) -> int:
-        """Its memory, in bytes."""
+        """The memory that the append takes, in bytes."""
         return len(self.data) + _OVERHEAD
 
     @property
     def large(self) -> bool:
-        """Whether it should not pass through Lua, which would copy it twice."""
+        """Whether the event is too large to pass through a Lua script, which would copy it twice."""
         return self.with_effects is None and len(self.data) > _INLINE_BYTES
 
 

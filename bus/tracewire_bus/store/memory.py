@@ -42,7 +42,7 @@ class Memory:
             raise BusFull(f"Redis has {100 * left:.2g} % of its memory left, which is kept for running traces")
 
     async def _ask(self) -> float | None:
-        """Fraction of its memory that Redis has left; None if it has no limit, or does not allow the question."""
+        """Fraction of its memory that Redis has left; None if it has no limit, or refuses to report it."""
         try:
             limit, used, _ = await self.usage()
         except BusUnavailable:

@@ -102,7 +102,7 @@ class Cluster:
             self.server(address)
 
     def server(self, address: _Address) -> Server:
-        """One node."""
+        """The node at an address. A node that is not known yet is added."""
         if address not in self._servers:
             self._servers[address] = Server(self._addresses.url(*address))
         return self._servers[address]
@@ -182,7 +182,7 @@ class Cluster:
     def _take(self, ranges: Sequence[Any], asked: str) -> None:
         owners: list[_Address | None] = [None] * _SLOTS
         for first, last, (host, port, *_), *_ in ranges:
-            # What does not know its own name is where we asked.
+            # A server that does not know its own host names none. It is the host that this client asked.
             name = host.decode() if host and host != b"?" else asked
             owners[first : last + 1] = [(name, port)] * (last + 1 - first)
         self._owners = owners

@@ -77,7 +77,7 @@ class Loop(Protocol):
         """The loop's clock, in seconds. It is `anyio.current_time`."""
 
     def is_closed(self) -> bool:
-        """Whether its run is over, and its tasks with it."""
+        """Whether the event loop has stopped, so that none of its tasks runs any more."""
 
     def create_future(self) -> Future[Any]:
         """A new future."""

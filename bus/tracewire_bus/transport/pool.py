@@ -268,16 +268,16 @@ class Connections:
             self._idle.append(link)
 
     async def warm(self) -> None:
-        """Have connections for as many round trips at once as a burst of calls makes.
+        """Open connections in advance, for as many round trips at once as a burst of calls makes.
 
-        One that cannot be opened now is opened when it is needed.
+        A connection that cannot be opened now is opened when it is needed.
         """
         for _ in range(len(self._idle), WARM):
             link = self.link()
             try:
                 await link.connect()
             except Exception as error:
-                logger.debug("a connection to Redis was not opened ahead: %r", error)
+                logger.debug("could not open a connection to Redis in advance: %r", error)
                 return
             await self._give_back(link)
 

@@ -147,7 +147,7 @@ class Sentinels:
             await connection.send_command("ROLE")
             role, *_ = await connection.read_response()
             if role != b"master":
-                raise ConnectionError(f"it is a {role.decode()} now")
+                raise ConnectionError(f"the server at {host}:{port} is a {role.decode()} now")
         except BaseException:
             await discard(connection)
             raise

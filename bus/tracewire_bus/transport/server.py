@@ -63,12 +63,12 @@ class Server:
         from redis.exceptions import RedisError
 
         options = {
-            # Retrying is ours: a command sent twice unseen would be refused the second time, or done twice.
+            # Tracewire retries by itself. If redis-py sent a command twice, Redis might refuse it or execute it again.
             "retry": Retry(NoBackoff(), 0),
-            # Time is kept around whole calls instead.
+            # No limit for a single read: each call has a time limit as a whole.
             "socket_timeout": None,
             "socket_connect_timeout": CONNECT_S,
-            # The replies' shapes are the same on all versions.
+            # With this protocol all versions of Redis give replies of the same shape.
             "protocol": 2,
             **options,
         }

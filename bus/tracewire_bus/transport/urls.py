@@ -101,7 +101,7 @@ def _redacted_options(query: str) -> str:
         if name in _SHOWN and _VALUE.fullmatch(value):
             options.append(option)
             continue
-        # Behind a secret, what nobody knows may be the rest of it.
+        # An unknown part after a secret may be the rest of the secret.
         known = name in _SHOWN or name in _SECRET or (equals and not secret and _NAME.fullmatch(name))
         options.append(f"{name}=***" if known else "***")
         secret = True
@@ -152,6 +152,6 @@ def _address(text: str, default_port: int, url: str) -> tuple[str, int]:
         if one.hostname:
             return one.hostname, one.port or default_port
     except ValueError:
-        # It would say what stands there.
+        # The message of this error would show the text, which may contain a password.
         pass
     raise ValueError(f"a host and a port must stand between the commas of a URL, got {redacted(url)}")

@@ -26,12 +26,12 @@ from .read_decoder import ChoiceReads, StepReads
 
 __all__ = ["ENDING_S", "LATE_S", "REPORT_S", "PendingChoice", "PendingRecords", "ReportMissing", "ReportSource"]
 
-#: How long the adapter waits for a report that no sign shows to be lost, in seconds, unless the adapter's settings
-#: have another time. Reports come with the engine's next step.
+#: How long the adapter waits for a report if it has no sign that the report is lost, in seconds, unless the adapter's
+#: settings have another time. Reports come with the engine's next step.
 REPORT_S = 120.0
 #: The same for a request that is to end early, in seconds.
 ENDING_S = 20.0
-#: The same where a later report has come, in seconds. Reports come in order, but for those behind large arrays.
+#: The same if a later report has come, in seconds. Reports come in order, except for those behind large arrays.
 LATE_S = 5.0
 
 _NO_DELTAS = msgspec.Raw(msgspec.msgpack.encode([]))

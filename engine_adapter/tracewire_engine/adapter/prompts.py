@@ -94,7 +94,7 @@ class Prompts:
 
 
 def _characters(value: Any) -> int:
-    """How many characters stand in the texts of plain data, and one for each other part of it."""
+    """The number of characters in all texts of plain data. Each number and each container counts as one."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, dict):

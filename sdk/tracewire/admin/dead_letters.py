@@ -143,7 +143,7 @@ class DeadLetters:
 
     async def _pages(self, model: str | None, after: str, most: int | None) -> AsyncIterator[Sequence[DeadLetter]]:
         while most is None or most > 0:
-            # Letters of other models are read, too: how many there are among the next is not known.
+            # With a model, read full pages: it is not known how many of the next letters are of other models.
             count = _PAGE if most is None or model is not None else min(_PAGE, most)
             with bus_errors():
                 found = await self._session.open_bus().dead_letters.list(after, count)

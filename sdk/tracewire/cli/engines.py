@@ -29,7 +29,7 @@ def add_engines(commands: Any, shared: argparse.ArgumentParser) -> None:
     models.set_defaults(run=_models)
 
     engines = commands.add_parser("engines", parents=[shared], help="list running engines")
-    engines.add_argument("--model", metavar="MODEL", help="only those of this model")
+    engines.add_argument("--model", metavar="MODEL", help="list only engines of this model")
     engines.add_argument("--json", action="store_true", help="print one JSON list, with all fields of each")
     engines.set_defaults(run=_engines)
 

@@ -11,10 +11,10 @@ __all__ = ["library"]
 
 
 def library(name: str, what: str = "a harvest", extra: str = "harvest") -> Any:
-    """A library that an extra brings.
+    """Import a library that one of the package's extras installs.
 
     Raises:
-        LibraryMissing: it is not installed; the error names the extra.
+        LibraryMissing: the library is not installed; the error names the extra.
     """
     try:
         return import_module(name)

@@ -87,7 +87,7 @@ class _Loaded:
 
 
 def _usable(array: Array) -> Array:
-    """In a dtype that NumPy computes with."""
+    """The array in a dtype with which NumPy can compute: bfloat16 and float8 become float32."""
     return array.astype("float32") if array.dtype.name.startswith(("bfloat16", "float8")) else array
 
 

@@ -170,7 +170,7 @@ def _plain(value: Any) -> Any:
 
 
 def _block_digest(block: Block) -> str:
-    """Of what a block does, wherever its source stands."""
+    """A digest of what a block does, which does not depend on the file and the lines of its source."""
     helpers = [msgspec.structs.replace(one, filename="", first_line=1) for one in block.helpers]
     moved = msgspec.structs.replace(block, filename="", first_line=1, helpers=helpers)
     return digest(msgspec.msgpack.encode(moved, order="deterministic"))

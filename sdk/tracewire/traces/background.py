@@ -116,7 +116,7 @@ class BackgroundSubmissions:
         return queued
 
     async def drain(self) -> None:
-        """Wait until all are durable or refused, for up to `retry_timeout` and at most a minute."""
+        """Wait until Redis has stored or refused all queued submissions, for `retry_timeout` and at most a minute."""
         with anyio.move_on_after(min(self._patience_s, _DRAIN_S)):
             await self._drain()
 

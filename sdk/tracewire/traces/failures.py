@@ -150,7 +150,7 @@ class InterventionError(TraceFailed):
             if self.source:
                 text += f"\n    {self.source}"
         self.args = (text,)
-        #: Python shows this attribute of a SyntaxError, and not its text.
+        #: Python prints this attribute of a SyntaxError in place of `str()` of the error.
         self.msg = text
 
     def __str__(self) -> str:

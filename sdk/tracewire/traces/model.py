@@ -117,7 +117,7 @@ class Model(ModelHandle):
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name in ("tree", "trees"):
-            # Asked of an object that is not set up yet, as copying does.
+            # `copy` asks this of an object whose `__init__` has not run. Without the check it would recurse for ever.
             raise AttributeError(name)
         return getattr(self.tree, name)
 

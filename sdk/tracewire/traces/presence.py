@@ -175,7 +175,7 @@ class Presence:
                 try:
                     await recovery.look()
                 except NotAllowed as error:
-                    logger.debug("this client's user may not look for lost engines: %s", error)
+                    logger.debug("Redis does not permit this client's user to look for lost engines: %s", error)
                     del self._recoveries[model]
                 except BusError as error:
                     logger.debug("the client could not look for lost engines: %s", error)

@@ -26,7 +26,7 @@ logger = logging.getLogger("tracewire")
 
 #: Upper limit on closing, after the submissions that a `with` has queued, in seconds.
 _CLOSE_S = 10.0
-#: How many of the traces that are started at the same time are made in one turn of the event loop.
+#: How many traces that start at the same time are set up in one turn of the event loop.
 _TRACES_PER_TICK = 8
 
 _OTHER_LOOP = "the client belongs to another event loop: connect() in each, or use tracewire.blocking in threads"

@@ -59,7 +59,7 @@ class _Skip:
 
 
 def _nothing(frame: FrameType, event: str, argument: Any) -> None:
-    """Traces nothing."""
+    """A trace function, as for `sys.settrace`, that does nothing."""
 
 
 class WithBody:
@@ -327,6 +327,6 @@ def capture_body(
         try:
             capturing.bind(name, scope[name], source, line)
         except (BlockError, UntransportableVariable):
-            # Most likely bound in the block before it is used; if not, the engine says so.
+            # Most likely the block assigns to the name before it uses it. If not, the engine reports the missing name.
             continue
     return capturing.block(source.name, source)
