@@ -117,6 +117,9 @@ def _collect(table: symtable.SymbolTable, names: set[str], *, running: bool, eag
         _collect(child, names, running=running, eager=eager)
 
 
+#: The functions that Python 3.14 makes of a class's annotations. Their first line may be that of a decorator.
+_OF_ANNOTATIONS = frozenset({"__annotate__", "__annotate_func__"})
+
 _found: WeakKeyDictionary[type, ClassSource] = WeakKeyDictionary()
 
 
@@ -134,7 +137,9 @@ def find_class(cls: type) -> ClassSource:
 
 def functions_of(cls: type) -> Iterator[types.FunctionType]:
     """The functions in a class's body, including those inside properties, class methods and other wrappers."""
-    for value in vars(cls).values():
+    for name, value in vars(cls).items():
+        if name in _OF_ANNOTATIONS:
+            continue
         inner = getattr(value, "__func__", None) or getattr(value, "func", None) or value
         for one in (inner, *(getattr(value, part, None) for part in ("fget", "fset", "fdel"))):
             if isinstance(one, types.FunctionType):
@@ -255,6 +260,16 @@ def _fits(node: ast.ClassDef, cls: type, lines: list[int]) -> bool:
             case ast.Assign(targets=targets):
                 bound |= {target.id for target in targets if isinstance(target, ast.Name)}
     private = re.compile(rf"_{cls.__name__.lstrip('_')}__")
-    known = {private.sub("__", name, count=1) for name in [*vars(cls), *vars(cls).get("__annotations__", ())]}
+    known = {private.sub("__", name, count=1) for name in [*vars(cls), *_annotated(cls)]}
     known |= set(getattr(cls, "__members__", ()))
     return bound - {"_", "_ignore_"} <= known or bool(lines)
+
+
+def _annotated(cls: type) -> Iterable[str]:
+    """The names that a class's own annotations have."""
+    if sys.version_info >= (3, 14):
+        from annotationlib import Format, get_annotations
+
+        return get_annotations(cls, format=Format.FORWARDREF)
+    names: Mapping[str, Any] = vars(cls).get("__annotations__", {})
+    return names
