@@ -54,3 +54,14 @@ def test_a_module_has_its_test_at_the_mirrored_path(package: Path) -> None:
     found = structure.figures()
     assert found["untested"] == ["pack.b"]
     assert found["modules"] == {"src/pack": 3}
+
+
+def test_what_is_too_long_says_why_and_nothing_goes_round_in_a_circle() -> None:
+    found = structure.figures()
+    assert {kind: found[kind]["over"] for kind in ("class", "function", "parameters")} == {
+        "class": [],
+        "function": [],
+        "parameters": [],
+    }
+    assert found["circles"] == []
+    assert found["untested"] == []

@@ -342,7 +342,8 @@ class Fold:
                 raise FoldError(f"{type(delta).__name__} without a path")
             if self.names is None or delta.path[0] in self.names:
                 if delta.path[0] in state.column_names:
-                    raise FoldError(f"{type(delta).__name__} at {delta.path!r}, which comes by columns")
+                    kind = type(delta).__name__
+                    raise FoldError(f"{kind} at {delta.path!r}: this name's items travel in records of columns")
                 apply_delta(state.values, delta)
                 if self.verifying:
                     state.update_digests(delta)

@@ -335,31 +335,10 @@ class TracewireRunner(NNsightGPUModelRunner):
                 asked = [(one, getattr(one, "asked_samples", None)) for one in asking]
                 # Blocks get a copy: they may keep it and write to it later, when the model uses the original.
                 served = type(self.nnsight_model).samples.provide(self.nnsight_model, drawn.clone() if asked else drawn)
-                output.sampled_token_ids = self._checked(served.clone(), drawn, asked) if asked else drawn
+                output.sampled_token_ids = (
+                    _in_vocabulary(served.clone(), drawn, asked, self.model_config.get_vocab_size()) if asked else drawn
+                )
         return output
-
-    def _checked(self, served: torch.Tensor, drawn: torch.Tensor, asked: list[tuple[Any, Any]]) -> torch.Tensor:
-        """Check the tokens that blocks left in place of the sampled ones.
-
-        A token id outside the vocabulary would crash the worker in the next step's embedding. So it is replaced by the
-        sampled token, and the block that left it is ended with an error.
-
-        Args:
-            served: the token ids `[requests, 1]` after the blocks.
-            drawn: the token ids `[requests, 1]` that the model sampled.
-            asked: the mediators that asked for the samples, each with its `asked_samples`.
-        """
-        size = self.model_config.get_vocab_size()
-        valid = ((served >= 0) & (served < size)).all(-1)
-        if bool(valid.all()):
-            return served
-        for row in (~valid).nonzero().flatten().tolist():
-            left = [token for token in served[row].tolist() if not 0 <= token < size]
-            for mediator, where in asked:
-                rows: Any = mediator.batch_group
-                if isinstance(mediator, BlockMediator) and rows[0] == row and mediator.exception is None:
-                    mediator.halt(mediator.not_in_vocabulary(left, size, where))
-        return torch.where(valid.unsqueeze(-1), served, drawn)
 
     def _finish_erred(self, sampler_output: Any) -> None:
         """Do nothing. nnsight would force an end token; here the adapter aborts the request of a block that ended."""
@@ -480,3 +459,27 @@ class TracewireRunner(NNsightGPUModelRunner):
         )
         most = max(map(len, (*held, book.shared_runs.runs, book.results.waiting)))
         return most if self.tracewire_pipeline is None else max(most, self.tracewire_pipeline.count)
+
+
+def _in_vocabulary(served: torch.Tensor, drawn: torch.Tensor, asked: list[tuple[Any, Any]], size: int) -> torch.Tensor:
+    """Check the tokens that blocks left in place of the sampled ones.
+
+    A token id outside the vocabulary would crash the worker in the next step's embedding. So it is replaced by the
+    sampled token, and the block that left it is ended with an error.
+
+    Args:
+        served: the token ids `[requests, 1]` after the blocks.
+        drawn: the token ids `[requests, 1]` that the model sampled.
+        asked: the mediators that asked for the samples, each with its `asked_samples`.
+        size: the size of the vocabulary.
+    """
+    valid = ((served >= 0) & (served < size)).all(-1)
+    if bool(valid.all()):
+        return served
+    for row in (~valid).nonzero().flatten().tolist():
+        left = [token for token in served[row].tolist() if not 0 <= token < size]
+        for mediator, where in asked:
+            rows: Any = mediator.batch_group
+            if isinstance(mediator, BlockMediator) and rows[0] == row and mediator.exception is None:
+                mediator.halt(mediator.not_in_vocabulary(left, size, where))
+    return torch.where(valid.unsqueeze(-1), served, drawn)

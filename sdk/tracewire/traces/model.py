@@ -34,7 +34,7 @@ def model_name(model: ModelHandle | str) -> str:
     if isinstance(model, ModelHandle):
         return model.name
     if not check_text("model", model):
-        raise ValueError("model: expected a model of client.models.get(), or its name, got an empty one")
+        raise ValueError("model: expected a model of client.models.get(), or a model's name; got an empty name")
     return model
 
 

@@ -139,7 +139,7 @@ class Tracer(Trace):
         try:
             self._submission = self._captured(body)
         except BaseException as problem:
-            # Not the caller's business.
+            # The caller's traceback shows the capture's error alone, and not the one that ended the `with` body.
             if problem.__context__ is error:
                 problem.__context__ = None
             raise
