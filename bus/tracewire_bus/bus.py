@@ -45,7 +45,7 @@ from tracewire_bus.transport.guard import Guard
 from tracewire_bus.transport.link import Link
 from tracewire_bus.transport.pool import Connections
 from tracewire_bus.transport.server import SCHEMES
-from tracewire_bus.transport.urls import parsed, redacted
+from tracewire_bus.transport.urls import parse_url, redacted
 from tracewire_bus.wire.codec import encode
 from tracewire_bus.wire.ids import FINAL_ID
 from tracewire_bus.wire.live_values import unpack_live
@@ -94,7 +94,7 @@ class Bus:
     """
 
     def __init__(self, url: str, *, prefix: str, retention_s: float, patience_s: float) -> None:
-        if parsed(url).scheme not in _SCHEMES:
+        if parse_url(url).scheme not in _SCHEMES:
             raise ValueError(
                 f"a bus's URL begins with {', '.join(f'{scheme}://' for scheme in _SCHEMES)}; got {redacted(url)!r}"
             )
@@ -146,7 +146,7 @@ class Bus:
         if self._connections_ is not None:
             raise RuntimeError("the bus is open already")
         try:
-            if parsed(self.url).scheme == "embedded":
+            if parse_url(self.url).scheme == "embedded":
                 from tracewire_bus.transport.embedded import EmbeddedServer
 
                 self._server = await EmbeddedServer.start().__aenter__()
@@ -158,8 +158,8 @@ class Bus:
             else:
                 self._reader = Reader(connections)
                 self._reader.start()
-            self._blobs = Blobs(connections.apart(), self.keys)
-            self._snapshots = Snapshots(connections.apart(), self.keys)
+            self._blobs = Blobs(connections.unbatched(), self.keys)
+            self._snapshots = Snapshots(connections.unbatched(), self.keys)
             self._records = Records(connections, self.keys, self._retention_s)
             self._queue = Queue(connections, self.keys)
             self._dead_letters = DeadLetters(connections, self.keys)
@@ -485,7 +485,7 @@ class Bus:
             BusError: Redis refuses.
             BusUnavailable: Redis does not answer.
         """
-        return await self._connections.command(*command, alone=True)
+        return await self._connections.command(*command, unbatched=True)
 
 
 def _open(part: T | None) -> T:
@@ -501,7 +501,7 @@ def _open(part: T | None) -> T:
 
 def _port(url: str) -> str:
     """The option of `tracewire redis` that starts a Redis at `url`; `""` if the command cannot start one there."""
-    parts = parsed(url)
+    parts = parse_url(url)
     if parts.scheme != "redis" or parts.hostname not in ("localhost", "127.0.0.1"):
         return ""
     return f" --port {parts.port or 6379}"
@@ -515,7 +515,7 @@ async def _check(connections: Connections) -> None:
         BusError: Redis refuses.
     """
     try:
-        (reply,) = await connections.once(("PING",))
+        (reply,) = await connections.execute_once(("PING",))
     except Exception as error:
         if is_transient(error):
             hint = f"start one with `tracewire redis{_port(connections.url)}`, or pass the URL of one that runs"

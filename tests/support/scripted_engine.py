@@ -276,8 +276,8 @@ async def _main(options: argparse.Namespace) -> int:
     engine = ScriptedEngine(partial(anyio.sleep, 1 / options.rate))
     described = info(options.model, options.capacity, options.engine)
     recovery.PATIENCE_S, recovery.CERTAIN_S = options.patience, options.certain
-    if options.command is not None and Link.ask.__kwdefaults__ is not None:
-        Link.ask.__kwdefaults__["timeout_s"] = options.command
+    if options.command is not None and Link.execute.__kwdefaults__ is not None:
+        Link.execute.__kwdefaults__["timeout_s"] = options.command
     settings = Settings(heartbeat_s=options.lease / 5, lease_s=options.lease, drain_s=options.drain)
     settings = dataclasses.replace(
         settings,

@@ -113,7 +113,7 @@ class Reader:
             await self._link.drop()
 
     async def _identify(self) -> None:
-        (self._client_id,) = await self._link.ask(("CLIENT", "ID"))
+        (self._client_id,) = await self._link.execute(("CLIENT", "ID"))
         self._identified = self._link.opened
         self._may_unblock = self._may_unblock and not isinstance(self._client_id, Exception)
 
@@ -200,10 +200,10 @@ class Reader:
             return
         # Usually all of them exist, which one command shows.
         records = {one.record for one in waiting}
-        (count,) = await self._link.ask(("EXISTS", *records))
+        (count,) = await self._link.execute(("EXISTS", *records))
         if count == len(records):
             return
-        found = await self._link.ask(*(("EXISTS", key) for one in waiting for key in (one.key, one.record)))
+        found = await self._link.execute(*(("EXISTS", key) for one in waiting for key in (one.key, one.record)))
         for one, events, record in zip(waiting, found[::2], found[1::2], strict=True):
             if events == record == 0:
                 self.detach(one)
@@ -226,7 +226,7 @@ class Reader:
         reply: Any = None
         try:
             with anyio.CancelScope() as self._wait:
-                (reply,) = await self._link.ask(
+                (reply,) = await self._link.execute(
                     (
                         *("XREAD", "COUNT", max(2, min(PAGE, PAGES // len(asked)))),
                         *("BLOCK", round(self._block_s * 1000), "STREAMS"),
@@ -284,7 +284,9 @@ class Reader:
     async def _interrupt(self, wait: anyio.CancelScope) -> None:
         if self._may_unblock:
             try:
-                (reply,) = await self._connections.once(("CLIENT", "UNBLOCK", self._client_id), beside=self._link)
+                (reply,) = await self._connections.execute_once(
+                    ("CLIENT", "UNBLOCK", self._client_id), on_node_of=self._link
+                )
             except Exception as error:
                 logger.debug("CLIENT UNBLOCK failed: %r", error)
                 return

@@ -116,7 +116,7 @@ class Restorer:
         while True:
             try:
                 await self.connect()
-                replies = await self.link.ask(*commands, wait=False)
+                replies = await self.link.execute(*commands, wait=False)
                 if self.link.opened != self.restored:
                     # The replies came from a server that may lack acknowledged events.
                     continue
@@ -154,7 +154,7 @@ class Restorer:
                 await self.connect()
                 # On a cluster, one command for each slot that has a stream.
                 probes = {self._connections.slot(key): ("EXISTS", key) for key in self.streams}
-                for reply in await self.link.ask(*probes.values()) if probes else ():
+                for reply in await self.link.execute(*probes.values()) if probes else ():
                     if isinstance(reply, Exception):
                         raise reply
                 if self.link.opened != self.restored:
@@ -250,7 +250,7 @@ class Restorer:
     async def _ask_all(self, commands: list[tuple[Any, ...]]) -> list[Any]:
         if not commands:
             return []
-        replies = await self.link.ask(*commands, wait=False)
+        replies = await self.link.execute(*commands, wait=False)
         for reply in replies:
             if is_away(reply):
                 raise reply

@@ -338,7 +338,7 @@ class Subscription:
             seen = self._reader.position(self.key)
             where = f"{self.last[0]}-{self.last[1]}"
             reply = await self._connections.command(
-                "XREAD", "COUNT", self._page, "STREAMS", self.key, where, alone=True
+                "XREAD", "COUNT", self._page, "STREAMS", self.key, where, unbatched=True
             )
         except BusUnavailable as error:
             # A consumer waits longer than the bus does.
@@ -423,5 +423,5 @@ class Subscription:
 
 async def tail_id(connections: Connections, key: str) -> str:
     """Id of a stream's last entry, `"0-0"` if it has none."""
-    reply = await connections.command("XREVRANGE", key, "+", "-", "COUNT", 1, alone=True)
+    reply = await connections.command("XREVRANGE", key, "+", "-", "COUNT", 1, unbatched=True)
     return reply[0][0].decode() if reply else "0-0"

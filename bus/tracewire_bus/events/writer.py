@@ -356,7 +356,7 @@ class Writer:
                 if self.restorer.link.opened != self.restorer.restored:
                     # A new connection has some of the streams: `connect` first appends the events that it lacks.
                     continue
-                replies = await self.restorer.link.ask(*commands, stay=True, wait=False) if commands else []
+                replies = await self.restorer.link.execute(*commands, stay=True, wait=False) if commands else []
             except Exception as error:
                 if not is_transient(error):
                     raise as_bus_error(error) from error

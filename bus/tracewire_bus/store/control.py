@@ -104,7 +104,7 @@ class ControlReader:
 
     async def _read(self, block_ms: int) -> list[Order]:
         # Trims the orders that the last call returned, so that no order is returned twice after a restart.
-        *_, reply = await self._link.ask(
+        *_, reply = await self._link.execute(
             *(("XTRIM", key, "MINID", _after(last)) for key, last in self._read_up_to.items()),
             ("XREAD", "COUNT", _PAGE, "BLOCK", block_ms, "STREAMS", *self._positions, *self._positions.values()),
             timeout_s=block_ms / 1000 + 30,

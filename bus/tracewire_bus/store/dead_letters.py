@@ -93,7 +93,7 @@ class DeadLetters:
             BusUnavailable: Redis does not answer.
         """
         start = f"({after}" if after else "-"
-        found = await self._connections.command("XRANGE", self._keys.dead(), start, "+", "COUNT", count, alone=True)
+        found = await self._connections.command("XRANGE", self._keys.dead(), start, "+", "COUNT", count, unbatched=True)
         return [_dead_letter(*one) for one in found]
 
     async def find(self, id_: str) -> DeadLetter | None:
@@ -103,7 +103,7 @@ class DeadLetters:
             BusError: `id_` is not an id.
             BusUnavailable: Redis does not answer.
         """
-        found = await self._connections.command("XRANGE", self._keys.dead(), id_, id_, alone=True)
+        found = await self._connections.command("XRANGE", self._keys.dead(), id_, id_, unbatched=True)
         return _dead_letter(*found[0]) if found else None
 
     async def drop(self, id_: str) -> bool:

@@ -198,7 +198,9 @@ class Edits:
         Raises:
             BusUnavailable: Redis does not answer.
         """
-        generation, entries, abouts, disabled = await self._connections.command(*_LOAD(self._all(model)), alone=True)
+        generation, entries, abouts, disabled = await self._connections.command(
+            *_LOAD(self._all(model)), unbatched=True
+        )
         data, why = _by_name(entries), _by_name(disabled)
         for name, raw in data.items():
             if _SMALL_BYTES < len(raw) <= EDIT_BYTES and await anyio.to_thread.run_sync(_is_too_much, raw):
@@ -308,7 +310,7 @@ class EditChanges:
             BusError: Redis refuses.
         """
         try:
-            (reply,) = await self._link.ask(
+            (reply,) = await self._link.execute(
                 ("XREAD", "BLOCK", block_ms, "STREAMS", self._key, self._position), timeout_s=block_ms / 1000 + 30
             )
             if isinstance(reply, Exception):
@@ -357,7 +359,7 @@ class EditRecords:
             if self._closed:
                 raise anyio.ClosedResourceError
             try:
-                (reply,) = await self._link.ask(command, timeout_s=_BLOCK_MS / 1000 + 30)
+                (reply,) = await self._link.execute(command, timeout_s=_BLOCK_MS / 1000 + 30)
                 if isinstance(reply, Exception):
                     raise reply
                 return reply

@@ -122,7 +122,7 @@ class EngineRegistry:
         if not names:
             return {}
         infos: dict[str, EngineInfo | None] = {}
-        replies = await self._connections.commands(*(("GET", key(name)) for name in names), alone=True)
+        replies = await self._connections.commands(*(("GET", key(name)) for name in names), unbatched=True)
         for name, data in zip(names, replies, strict=True):
             if data is not None:
                 infos[name] = self._connections.guard.read(_info, name, data, key=key(name))

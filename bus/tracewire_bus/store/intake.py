@@ -137,7 +137,7 @@ class Intake:
         return taken
 
     async def _replies(self, *commands: Sequence[Any], timeout_s: float) -> list[Any]:
-        replies = await self.link.ask(*commands, timeout_s=timeout_s)
+        replies = await self.link.execute(*commands, timeout_s=timeout_s)
         for reply in replies:
             if isinstance(reply, Exception):
                 raise reply

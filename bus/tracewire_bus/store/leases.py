@@ -37,7 +37,7 @@ class Leases:
             await self._connections.command(*command)
             return
         try:
-            (reply,) = await link.ask(command)
+            (reply,) = await link.execute(command)
             if isinstance(reply, Exception):
                 raise reply
         except Exception as error:

@@ -221,7 +221,7 @@ class LifecycleReader:
         try:
             with anyio.CancelScope() as self._wait:
                 try:
-                    replies = await self._link.ask(*commands, timeout_s=timeout_s)
+                    replies = await self._link.execute(*commands, timeout_s=timeout_s)
                     for reply in replies:
                         if isinstance(reply, Exception):
                             raise reply

@@ -304,7 +304,7 @@ class Queue:
             BusUnavailable: Redis does not answer.
         """
         call = _HELD(queue_names(self._keys, model), _GIVEN_UP, TAKE_BYTES, INLINE_BYTES)
-        return self._all_taken(model, await self._connections.command(*call, alone=True))
+        return self._all_taken(model, await self._connections.command(*call, unbatched=True))
 
     def _all_taken(self, model: str, replies: Sequence[Sequence[Any]]) -> list[Taken]:
         key = self._keys.queue(model, "entries")
@@ -333,7 +333,7 @@ class Queue:
         data = None
         if b"d" not in taken.fields:
             name = self._keys.queue(model, "data")
-            data = await self._connections.command("HGET", name, to_bytes(taken.trace), alone=True) or b""
+            data = await self._connections.command("HGET", name, to_bytes(taken.trace), unbatched=True) or b""
         await self._dead_letters.add(model, taken, reason, data)
         await self.done(model, taken.trace)
 
@@ -374,7 +374,7 @@ class Queue:
         call = _WITHDRAW_LEASE(
             queue_names(self._keys, model), to_bytes(lease), _holder(lease), TAKE_BYTES, INLINE_BYTES
         )
-        return self._all_taken(model, await self._connections.command(*call, alone=True))
+        return self._all_taken(model, await self._connections.command(*call, unbatched=True))
 
     async def waiting(self, model: str) -> int:
         """The number of waiting entries.

@@ -262,7 +262,7 @@ class Records:
         replies = await self._connections.commands(
             *(("HMGET", self._keys.record(trace), "a", "e") for trace, _ in attempts),
             *(("XRANGE", self._keys.events(trace), FINAL_ID, FINAL_ID) for trace, _ in attempts),
-            alone=True,
+            unbatched=True,
         )
         known, finals = replies[: len(attempts)], replies[len(attempts) :]
 
@@ -318,7 +318,7 @@ class Records:
 
     async def _final_entry(self, trace: str) -> Any:
         """A list with the entry of the trace's final event, empty if the trace has not ended."""
-        return await self._connections.command("XRANGE", self._keys.events(trace), FINAL_ID, FINAL_ID, alone=True)
+        return await self._connections.command("XRANGE", self._keys.events(trace), FINAL_ID, FINAL_ID, unbatched=True)
 
     async def ended(self, trace: str) -> bool:
         """Whether the trace's final event is on its stream."""

@@ -258,7 +258,7 @@ class GroupWatch(LifecycleReader):
             age = ("IDLE", round(self._idle_s * 1000) + _AGED_MS, "JUSTID")
             with anyio.move_on_after(1, shield=True):
                 try:
-                    await self._link.ask(
+                    await self._link.execute(
                         *(("XCLAIM", name, self._group, self._consumer, 0, entry_id(id_), *age) for name, id_ in held),
                         *(_FORGET((name,), self._group, self._consumer) for name in self._names),
                     )

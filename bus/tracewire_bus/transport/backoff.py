@@ -1,4 +1,4 @@
-"""How long to wait before another attempt."""
+"""Pauses between retries."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ __all__ = ["Backoff"]
 
 
 class Backoff:
-    """Waits that double from `first_s` to `most_s`, each shortened at random so that a crowd does not come back at
-    once.
+    """Exponential backoff with jitter: pauses double from `first_s` to `most_s`, each multiplied by 0.5 to 1.
+
+    Attributes:
+        failures: how many pauses were taken since the last `reset`.
     """
 
     def __init__(self, first_s: float = 0.05, most_s: float = 2.0) -> None:
@@ -18,15 +20,15 @@ class Backoff:
         self.failures = 0
 
     def next(self) -> float:
-        """How long to wait now, in seconds."""
+        """The length of the next pause in seconds."""
         self.failures += 1
         return random.uniform(0.5, 1.0) * min(self._most_s, self._first_s * (1 << min(self.failures - 1, 16)))
 
     def reset(self) -> None:
-        """It worked again."""
+        """Start again with `first_s`, after a success."""
         self.failures = 0
 
     @property
     def level(self) -> int:
-        """How loud to say that it failed: one broken connection is nothing, an outage is said once, and once more."""
+        """The level for logging the latest failure: a warning for the 3rd and the 30th in a row, else debug."""
         return logging.WARNING if self.failures in (3, 30) else logging.DEBUG

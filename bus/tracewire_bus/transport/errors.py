@@ -1,4 +1,4 @@
-"""Errors of the bus, and which of Redis's replies they are made of."""
+"""Errors of the bus, and the classification of Redis's errors."""
 
 from __future__ import annotations
 
@@ -19,54 +19,54 @@ __all__ = [
     "is_demoted",
     "is_full",
     "is_transient",
-    "named",
+    "name_command",
 ]
 
 
 class BusError(Exception):
-    """Redis refused, and would refuse again. Says what it said."""
+    """Redis refused a command, and would refuse it again. The text is Redis's."""
 
 
 class NotAllowed(BusError):
-    """Redis does not allow our user that. Says which command on which key."""
+    """Redis does not allow this user a command on a key; the text names both."""
 
 
 class NotAuthenticated(BusError):
-    """Redis accepts neither these credentials nor these certificates."""
+    """Redis refused the credentials, or one side refused the other's certificate."""
 
 
 class WrongTopology(BusError):
-    """The URL's scheme is for another kind of server than the one that answers: a cluster, a sentinel's service."""
+    """The URL's scheme does not fit the server: a cluster, no cluster, or sentinels that do not know the service."""
 
 
 class BusUnavailable(BusError, ConnectionError):
-    """Redis could not be reached, or not for as long as the caller would wait."""
+    """Redis could not be reached for as long as the caller was willing to wait."""
 
 
 class BusFull(BusError):
-    """Redis has no memory left for it. Nothing was written; there may be room later."""
+    """Redis has no memory left for a write. Nothing was written; a retry may succeed later."""
 
 
 def copy_of(error: Exception) -> Exception:
-    """The same error once more, with what it came of."""
+    """A copy of an error with its cause, context and traceback; `error` itself if it cannot be copied."""
     try:
         one = copy.copy(error)
-    except Exception:  # one that is made of more than it tells
+    except Exception:  # its constructor takes other arguments than its `args`
         return error
     one.__cause__, one.__context__ = error.__cause__, error.__context__
     one.__suppress_context__ = error.__suppress_context__
     return one.with_traceback(error.__traceback__)
 
 
-#: What Redis says of a script that it stopped at a command which it does not take for now.
-_OF_A_SCRIPT: Final = re.compile(r"@user_script: ?\d+: -(READONLY|OOM|MISCONF|NOREPLICAS) ")
+#: Redis's error for a script that it stopped at a command that it refuses for now.
+_SCRIPT_REFUSAL: Final = re.compile(r"@user_script: ?\d+: -(READONLY|OOM|MISCONF|NOREPLICAS) ")
 
 
 def is_transient(error: Exception) -> bool:
-    """Whether the same command may well be taken in a moment: the connection broke, or the server is not itself."""
+    """Whether a retry of the same command may succeed: the connection broke, or the server is temporarily unable."""
     from redis import exceptions as redis
 
-    if _is_unwelcome(error):
+    if _is_authentication_failure(error):
         return False
     if isinstance(error, (redis.ConnectionError, redis.TimeoutError, redis.InvalidResponse, OSError)):
         return True
@@ -76,29 +76,29 @@ def is_transient(error: Exception) -> bool:
         isinstance(error, redis.ResponseError)
         and (
             str(error).startswith(("MISCONF", "BUSY ", "CLUSTERDOWN", "MASTERDOWN", "UNBLOCKED ", "NOREPLICAS "))
-            or bool(_OF_A_SCRIPT.search(str(error)))
+            or bool(_SCRIPT_REFUSAL.search(str(error)))
         )
     )
 
 
 def is_full(error: object) -> bool:
-    """Whether this is Redis's word that it has no memory left for a command, or for one of a script's."""
+    """Whether an error or a reply says that Redis has no memory left for a command or a script."""
     if not isinstance(error, Exception):
         return False
     from redis.exceptions import OutOfMemoryError
 
     text = str(error)
-    # Redis-py may have cut the code off.
+    # Redis-py removes the error code from some texts.
     return isinstance(error, OutOfMemoryError) or text.startswith(("OOM ", "-OOM ")) or ": -OOM " in text
 
 
 def is_demoted(reply: Any) -> bool:
-    """Whether a reply says that its server is, or has become, a replica."""
+    """Whether a reply says that the server is a replica, or has just become one."""
     from redis.exceptions import ReadOnlyError, ResponseError
 
     if not isinstance(reply, ResponseError):
         return False
-    said = _OF_A_SCRIPT.search(str(reply))
+    said = _SCRIPT_REFUSAL.search(str(reply))
     return (
         isinstance(reply, ReadOnlyError)
         or str(reply).startswith("UNBLOCKED ")
@@ -106,18 +106,21 @@ def is_demoted(reply: Any) -> bool:
     )
 
 
-#: What Redis says of a script that its user may not run to its end.
-_NOT_IN_A_SCRIPT: Final = "The user executing the script can't"
+#: The start of Redis's error for a script with a command that its user may not execute.
+_SCRIPT_PERMISSION: Final = "The user executing the script can't"
 
-#: Why a server ends a handshake, as OpenSSL calls it.
+#: OpenSSL's names of the reasons for which a TLS handshake fails at a certificate.
 _BAD_CERTIFICATE: Final = re.compile(r"CERTIFICATE|UNKNOWN_CA|BAD_SIGNATURE")
 
 
-def named(error: Any, command: Sequence[Any]) -> Any:
-    """A refusal with the command that it is one of: Redis names no key."""
+def name_command(error: Any, command: Sequence[Any]) -> Any:
+    """A missing permission's error with the command and the key in its text, which Redis's text lacks.
+
+    Returns any other error unchanged.
+    """
     from redis.exceptions import NoPermissionError
 
-    if not (isinstance(error, NoPermissionError) or _NOT_IN_A_SCRIPT in str(error)):
+    if not (isinstance(error, NoPermissionError) or _SCRIPT_PERMISSION in str(error)):
         return error
     name, key = str(command[0]), command[1] if len(command) > 1 else ""
     if name in ("EVAL", "EVALSHA"):
@@ -128,9 +131,10 @@ def named(error: Any, command: Sequence[Any]) -> Any:
     return NoPermissionError(f"{name} {'on ' if ':' in shown else ''}{shown}: {error}")
 
 
-def _is_unwelcome(error: BaseException) -> bool:
-    """Whether Redis does not take our credentials, or we its certificate; redis-py may wrap that as a failed
-    connection.
+def _is_authentication_failure(error: BaseException) -> bool:
+    """Whether Redis refused the credentials, or one side refused the other's certificate.
+
+    Redis-py may wrap such an error as a `ConnectionError`, so the causes are searched, too.
     """
     from ssl import SSLError
 
@@ -149,15 +153,15 @@ def _is_unwelcome(error: BaseException) -> bool:
 
 
 def as_bus_error(error: Exception) -> Exception:
-    """What redis-py raised, as an error of ours; anything else as it is."""
+    """The `BusError` for an error of redis-py's; any other error unchanged."""
     from redis.exceptions import MovedError, NoPermissionError, RedisError
 
-    if _is_unwelcome(error):
-        return NotAuthenticated(f"Redis lets nobody in by these credentials or certificates: {error}")
+    if _is_authentication_failure(error):
+        return NotAuthenticated(f"Redis refused the credentials or a certificate: {error}")
     if isinstance(error, NoPermissionError):
         return NotAllowed(f"Redis does not allow this user {error}")
     if isinstance(error, MovedError):
-        return WrongTopology(f"this Redis is a node of a cluster: its URL begins with redis+cluster:// ({error})")
+        return WrongTopology(f"this Redis is a node of a cluster: use a URL with redis+cluster:// ({error})")
     if isinstance(error, RedisError):
         return BusError(f"Redis refused: {error}")
     return error

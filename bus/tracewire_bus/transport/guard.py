@@ -1,7 +1,7 @@
-"""One guard for whatever comes from Redis: what is malformed is passed over, counted, and told in the log.
+"""Parses data from Redis safely: malformed items are skipped, counted and logged.
 
-Anybody who may write to Redis may write anything there. So no reader on the bus parses what it has read but by a
-`Guard`: what cannot be parsed costs its own trace, or nobody, and never the reader.
+Any client with access to Redis can write arbitrary data there. All readers on the bus therefore parse by a `Guard`: a
+malformed item affects at most its own trace, never the reader.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ logger = logging.getLogger("tracewire")
 
 T = TypeVar("T")
 
-#: How many malformed items the log names within a minute, each on a line of its own.
+#: Malformed items that are logged a minute, one line each.
 LINES: Final = 10
 _MINUTE_S: Final = 60.0
-#: The greatest integer that Redis's scripts, which count in floating point, tell from its neighbours.
+#: The greatest integer up to which Lua's floating-point numbers in Redis's scripts are exact.
 GREATEST: Final = 2**53
 
 
 class Malformed(BusError, ValueError):
-    """What stands in Redis under a key is not what should. Says which key, which entry of it, and why."""
+    """A value in Redis is malformed. The text names the key, the entry under it, and the reason."""
 
 
 class Guard:
-    """Parses what was read from Redis. One for each bus; any thread may use it.
+    """Parses data from Redis. One for each bus; any thread may use it.
 
     Attributes:
         malformed: how many malformed items were found so far.
@@ -40,49 +40,49 @@ class Guard:
     def __init__(self) -> None:
         self.malformed = 0
         self._since = float("-inf")
-        self._lines = self._silent = 0
+        self._lines = self._unlogged = 0
 
     def read(self, parse: Callable[..., T], *arguments: Any, key: object, entry: object = "") -> T | None:
-        """`parse(*arguments)`; None where that raises. `key` and `entry` say in the log what was parsed."""
+        """The result of `parse(*arguments)`, or None if it raises. The log then names `key` and `entry`."""
         try:
             return parse(*arguments)
-        except Exception as error:  # whatever parsing raises, it is about what was read
+        except Exception as error:  # any error of parsing means that the data is malformed
             self.note(key, entry, error)
             return None
 
     def demand(self, parse: Callable[..., T], *arguments: Any, key: object, entry: object = "") -> T:
-        """`parse(*arguments)`, where the caller cannot go on without.
+        """The result of `parse(*arguments)`, for callers that need it.
 
         Raises:
-            Malformed: parsing raised.
+            Malformed: `parse` raised.
         """
         try:
             return parse(*arguments)
-        except Exception as error:  # likewise
+        except Exception as error:  # as in `read`
             self.note(key, entry, error)
-            raise Malformed(f"{_named(key, entry)} in Redis is malformed: {_why(error)}") from error
+            raise Malformed(f"{_describe(key, entry)} in Redis is malformed: {_reason(error)}") from error
 
     def note(self, key: object, entry: object, why: object) -> None:
-        """Count a malformed item and tell of it, unless the log has named `LINES` within this minute already."""
+        """Count a malformed item, and log it unless `LINES` items were logged within this minute already."""
         self.malformed += 1
         now = time.monotonic()
         if now - self._since >= _MINUTE_S:
-            if self._silent:
-                logger.warning("passed over %d more malformed items in Redis", self._silent)
-            self._since, self._lines, self._silent = now, 0, 0
+            if self._unlogged:
+                logger.warning("skipped %d more malformed items in Redis", self._unlogged)
+            self._since, self._lines, self._unlogged = now, 0, 0
         if self._lines >= LINES:
-            self._silent += 1
+            self._unlogged += 1
             return
         self._lines += 1
-        more = "; the log names no more of them for a minute" if self._lines == LINES else ""
-        logger.warning("passed over %s in Redis, which is malformed: %s%s", _named(key, entry), _why(why), more)
+        more = "; no more of them are logged for a minute" if self._lines == LINES else ""
+        logger.warning("skipped %s in Redis, which is malformed: %s%s", _describe(key, entry), _reason(why), more)
 
 
 def integer(raw: Any, least: int = 0, most: int = GREATEST) -> int:
-    """The integer that stands in Redis as `raw`.
+    """Parse an integer from Redis.
 
     Raises:
-        ValueError: it is none, or is not between `least` and `most`.
+        ValueError: `raw` is not an integer from `least` to `most`.
     """
     if isinstance(raw, (bytes, str)) and len(raw) > 20:
         raise ValueError(f"expected an integer, got {len(raw)} characters")
@@ -92,11 +92,11 @@ def integer(raw: Any, least: int = 0, most: int = GREATEST) -> int:
     return number
 
 
-def _named(key: object, entry: object) -> str:
+def _describe(key: object, entry: object) -> str:
     shown = [one.decode("utf-8", "backslashreplace") if isinstance(one, bytes) else str(one) for one in (key, entry)]
     return " of ".join(ascii(one)[:200] for one in (shown[1], shown[0]) if one)
 
 
-def _why(why: object) -> str:
+def _reason(why: object) -> str:
     text = str(why) or type(why).__name__
     return ascii(text)[1:-1][:300]

@@ -1,4 +1,4 @@
-"""A connection to Redis for one caller, which may block on it, and is mended when it breaks."""
+"""A connection to Redis for one caller, reopened after it breaks. Commands on it may block."""
 
 from __future__ import annotations
 
@@ -10,48 +10,52 @@ import anyio.lowlevel
 
 from tracewire_bus.wire.pieces import LARGE_BYTES, Pieces
 
-from .errors import is_demoted, named
+from .errors import is_demoted, name_command
 from .scripts import with_text
 from .server import Transport, discard
 
 __all__ = ["AfterOthers", "Link", "pack_commands"]
 
-#: How long one command may take, in seconds, before its connection is given up.
+#: The time for the replies of one call, in seconds, after which the connection is closed.
 COMMAND_S: Final = 30.0
 
 
 class AfterOthers(tuple[Any, ...]):
-    """A command that is carried out only once those before it in its call have been, wherever each of them goes.
+    """A command that runs only after all commands before it in the call, on whichever nodes of a cluster they run.
 
-    One server takes commands in their order; of several, each takes its own.
+    One server runs commands in their order anyway. The nodes of a cluster run theirs independently.
     """
 
     __slots__ = ()
 
 
 class Link:
-    """One connection, opened when first needed and again after it broke. Not for concurrent use."""
+    """One connection, opened on first use and again after it broke. Not for concurrent use.
+
+    Attributes:
+        opened: how many connections were opened so far. After a change, the server may be another one, which may lack
+            writes that the previous one acknowledged.
+    """
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._connection: Any = None
-        #: The last one, closed.
+        # The previous connection, closed. The transport may open it again.
         self._spare: Any = None
-        #: How often a connection was opened: what one server acknowledged, the next may not have.
         self.opened = 0
 
     @property
     def connected(self) -> bool:
-        """Whether it has a connection, as far as it knows."""
+        """Whether the link has a connection that was not found broken yet."""
         return self._connection is not None
 
     async def connect(self) -> None:
-        """Connect if it is not.
+        """Open a connection if there is none, or if the transport now chooses another server.
 
         Raises:
-            redis.exceptions.RedisError: it could not.
+            redis.exceptions.RedisError: the connection could not be opened.
         """
-        if self._connection is not None and not await self._transport.holds(self._connection):
+        if self._connection is not None and not await self._transport.is_current(self._connection):
             await self.drop()
         if self._connection is None:
             spare, self._spare = self._spare, None
@@ -63,14 +67,14 @@ class Link:
             self.opened += 1
 
     async def prepare(self, *commands: Sequence[Any]) -> None:
-        """Connect to wherever `commands` go.
+        """Open the connections that `commands` need.
 
         Raises:
-            redis.exceptions.RedisError: it could not.
+            redis.exceptions.RedisError: a connection could not be opened.
         """
         await self.connect()
 
-    async def ask(
+    async def execute(
         self,
         *commands: Sequence[Any],
         timeout_s: float = COMMAND_S,
@@ -78,16 +82,25 @@ class Link:
         wait: bool = True,
         packed: bytes | Pieces | None = None,
     ) -> list[Any]:
-        """Send `commands` together and return their raw replies; a refused one's is its `ResponseError`.
+        """Execute commands in one round trip.
 
-        They are carried out in this order, but for scripts that Redis does not know yet: those come after the others.
-        What is `AfterOthers` never comes before any of them. A server that takes no writes is left: the next call asks
-        where to go. `stay` and `wait` are for clusters.
-        `packed` is all of them as they go over the wire, if the caller has it.
+        Redis runs the commands in this order, except that scripts which Redis does not have cached run after the
+        others; an `AfterOthers` still runs after every command before it. If a reply says that the server is a replica,
+        the link closes the connection, and the next call connects to the current master.
+
+        Args:
+            commands: the commands, each as a sequence of its name and arguments.
+            timeout_s: the time for all replies, in seconds.
+            stay: on a cluster, fail rather than connect to a node without a connection.
+            wait: on a cluster, retry commands that a slot's migration blocks.
+            packed: all commands as `pack_commands` packs them, if the caller has packed them already.
+
+        Returns:
+            the raw reply to each command; for a command that Redis refused, its `ResponseError`.
 
         Raises:
-            redis.exceptions.RedisError: the connection failed: some of them may have been carried out.
-            TimeoutError: no reply came; likewise.
+            redis.exceptions.RedisError: the connection failed. Redis may have executed some of the commands.
+            TimeoutError: replies did not arrive in time. Redis may have executed some of the commands.
         """
         from redis.exceptions import NoScriptError
 
@@ -101,14 +114,17 @@ class Link:
             await self.drop()
         return replies
 
-    async def ask_beside(self, other: Link, *commands: Sequence[Any]) -> list[Any]:
-        """`ask` the server that `other` is connected to."""
-        return await self.ask(*commands)
+    async def execute_on_node_of(self, other: Link, *commands: Sequence[Any]) -> list[Any]:
+        """Execute commands on the server to which `other` is connected; see `execute`.
+
+        On a cluster, each reply is `None` if `other` has no connection.
+        """
+        return await self.execute(*commands)
 
     async def exchange(
         self, commands: Sequence[Sequence[Any]], timeout_s: float, packed: bytes | Pieces | None = None
     ) -> list[Any]:
-        """Send `commands` and read a reply to each, whatever it says."""
+        """Send commands and read the reply to each, without retries; arguments and errors are those of `execute`."""
         from redis.exceptions import ConnectionError, ResponseError
 
         if packed is None:
@@ -123,9 +139,9 @@ class Link:
                     try:
                         replies.append(await connection.read_response())
                     except ResponseError as error:
-                        replies.append(named(error, commands[len(replies)]))
+                        replies.append(name_command(error, commands[len(replies)]))
         except BaseException as error:
-            # Replies of this call must not be read by the next one.
+            # The next call must not read the replies to this one.
             await self.drop()
             if isinstance(error, OSError) and not isinstance(error, TimeoutError):
                 raise ConnectionError(str(error)) from error
@@ -133,7 +149,7 @@ class Link:
         return replies
 
     async def drop(self) -> None:
-        """Close the connection at once. The next use opens it anew."""
+        """Close the connection at once. The next call opens a new one."""
         connection, self._connection = self._connection, None
         if connection is not None:
             await discard(connection)
@@ -141,10 +157,10 @@ class Link:
 
 
 def pack_commands(commands: Sequence[Sequence[Any]]) -> bytes | Pieces:
-    """Commands as they go over the wire; `Pieces` if an argument is `Pieces`.
+    """Encode commands in Redis's protocol, as `Pieces` if an argument is `Pieces`.
 
-    Scripts that an `AfterOthers` follows go with their texts: one that Redis did not know would be sent again, and so
-    carried out, after what is to come after it.
+    Scripts before an `AfterOthers` are sent with their text. By its digest alone, a script that Redis does not have
+    cached would be sent again, and so run after the `AfterOthers`.
     """
     from hiredis import pack_command
 

@@ -1,7 +1,7 @@
-"""The event loop that runs here: asyncio's, or on trio one of its shape (`trio_loop.py`).
+"""The running event loop: asyncio's, or on trio an object with the same methods (`trio_loop.py`).
 
-Code that needs a future, a task that no scope owns or a callback asks `running_loop` for its event loop. On asyncio
-that is asyncio's own loop, at no further cost. Everything else uses anyio.
+Code that needs a future, a task outside of a task group, or a callback gets the event loop by `running_loop`. On
+asyncio that is asyncio's own loop, without overhead. All other code uses anyio.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Future(Protocol[T]):
-    """What `asyncio.Future` does, for one task that awaits it; that task's cancellation cancels the future."""
+    """A subset of `asyncio.Future`. At most one task awaits it; cancelling that task cancels the future."""
 
     def done(self) -> bool:
         """Whether the future has a result or an error, or is cancelled."""
@@ -33,48 +33,48 @@ class Future(Protocol[T]):
         """Wake the task that waits. The future must not be done."""
 
     def set_exception(self, exception: BaseException, /) -> None:
-        """Have the task that waits raise an error. The future must not be done."""
+        """Raise an error in the task that waits. The future must not be done."""
 
     def cancel(self) -> bool:
-        """Have it count as done, unless it is. No task may be waiting."""
+        """Mark the future as done. Returns False if it was already. No task may be waiting."""
 
     def __await__(self) -> Generator[Any, None, T]: ...
 
 
 class Task(Protocol[T_co]):
-    """What `asyncio.Task` does."""
+    """A subset of `asyncio.Task`."""
 
     def cancel(self) -> bool:
-        """Cancel it soon."""
+        """Request the task's cancellation. Returns False if the task has ended."""
 
     def cancelled(self) -> bool:
-        """Whether it ended because it was cancelled."""
+        """Whether the task was cancelled and has ended."""
 
     def result(self) -> T_co:
-        """What it returned or raised, once it has ended."""
+        """Return the task's result, or raise its error. The task must have ended."""
 
     def add_done_callback(self, callback: Callable[[Any], object], /) -> None:
         """Call `callback` with the task when it has ended."""
 
 
 class Timer(Protocol):
-    """What `asyncio.TimerHandle` does."""
+    """A subset of `asyncio.TimerHandle`."""
 
     def cancel(self) -> None:
-        """Call nothing."""
+        """Do not call the callback."""
 
     def cancelled(self) -> bool:
-        """Whether it was cancelled."""
+        """Whether the timer was cancelled."""
 
     def when(self) -> float:
-        """When it rings, by the loop's clock, in seconds."""
+        """The time of the callback by the loop's clock, in seconds."""
 
 
 class Loop(Protocol):
     """The part of `asyncio.AbstractEventLoop` that the bus and the client use."""
 
     def time(self) -> float:
-        """The loop's clock, in seconds. It is `anyio.current_time`."""
+        """The loop's clock in seconds, which is also `anyio.current_time`."""
 
     def is_closed(self) -> bool:
         """Whether the event loop has stopped, so that none of its tasks runs any more."""
@@ -83,27 +83,27 @@ class Loop(Protocol):
         """A new future."""
 
     def create_task(self, coro: Coroutine[Any, Any, T], *, name: str) -> Task[T]:
-        """Start a task that no scope owns. Nobody sees an error that it raises unless somebody asks for its result."""
+        """Start a task outside of any task group. Its error is lost unless the caller asks for its result."""
 
     def call_soon(self, callback: Callable[[], object], /) -> object:
-        """Call `callback` once the tasks that can run now have run."""
+        """Call `callback` after the tasks that can run now have run."""
 
     def call_at(self, when: float, callback: Callable[[], object], /) -> Timer:
         """Call `callback` at a time of the loop's clock."""
 
 
 def on_trio() -> bool:
-    """Whether trio runs here."""
-    # A program that runs trio has imported it.
+    """Whether the caller runs in a task of trio."""
+    # Only a program that has imported trio can run it.
     trio = sys.modules.get("trio")
     return trio is not None and trio.lowlevel.in_trio_task()
 
 
 def running_loop() -> Loop:
-    """The event loop that runs here: the same object each time within one run.
+    """The running event loop; the same object each time within one run.
 
     Raises:
-        RuntimeError: none does.
+        RuntimeError: no event loop is running.
     """
     if on_trio():
         from .trio_loop import running
@@ -113,19 +113,18 @@ def running_loop() -> Loop:
 
 
 def current_loop() -> Loop | None:
-    """The event loop that runs here, if one does."""
+    """The running event loop, or None if there is none."""
     # Asked by each call of a client.
     return running_loop() if on_trio() else asyncio._get_running_loop()
 
 
 def semaphore(count: int) -> AbstractAsyncContextManager[Any, Any]:
-    """A semaphore for `count` tasks at once, in the order in which they came."""
-    # Neither gives way to the loop when it is free.
+    """A first-come-first-served semaphore for `count` tasks. Acquiring a free one does not yield to the loop."""
     return anyio.Semaphore(count, fast_acquire=True) if on_trio() else asyncio.Semaphore(count)
 
 
 async def wait(task: Task[Any]) -> None:
-    """Wait for a task's end, whatever it comes to."""
+    """Wait for a task's end, without raising the task's error."""
     if isinstance(task, asyncio.Task):
         await asyncio.wait([task])
     else:
@@ -133,7 +132,7 @@ async def wait(task: Task[Any]) -> None:
 
 
 async def shielded(task: Task[T]) -> T:
-    """What a task returns or raises. It goes on if the caller is cancelled."""
+    """The result of a task, or its error. The task continues if the caller is cancelled."""
     if isinstance(task, asyncio.Task):
         return await asyncio.shield(task)
     await task.wait()  # type: ignore[attr-defined]

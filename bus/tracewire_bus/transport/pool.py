@@ -1,14 +1,14 @@
-"""Connections to Redis, and what to do when they break.
+"""Connections to Redis, shared by short commands.
 
-The transport is redis-py's asyncio connection, used below its client, and on trio a connection of our own
-(`anyio_connection.py`). A connection on which a command was given up half way is given up with it, whatever kind of
-scope cancelled it, and nobody but us decides what may be sent twice.
-`Connections` lends connections to short commands, a bounded number at a time,
-and sends those together that are asked for at the same time; whoever blocks on Redis or must not wait behind others
-has a `Link` of its own.
+The connections are redis-py's asyncio connections, without redis-py's client, and on trio those of
+`anyio_connection.py`. A cancelled command closes its connection, since its reply would arrive later. Redis-py retries
+nothing: this module decides which commands may be sent twice.
 
-Where a connection goes is decided anew each time that one is opened: to the server that the URL names, or to the one
-that the sentinels name (`sentinel.py`). On a cluster a link has a connection to each node that it needs (`cluster.py`).
+`Connections` shares a bounded number of connections between short commands, and sends commands of concurrent calls
+together. A caller that blocks on Redis, or must not wait behind others, opens a `Link` of its own.
+
+Each new connection goes to the server that the URL names, or that the sentinels name at that time (`sentinel.py`). On a
+cluster a link has a connection to each node that it needs (`cluster.py`).
 
 Redis-py is imported on first use.
 """
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Final
 import anyio
 import anyio.lowlevel
 
-from .urls import parsed, redacted
+from .urls import parse_url, redacted
 
 if TYPE_CHECKING:
     from .cluster import Cluster
@@ -43,18 +43,18 @@ __all__ = ["Connections"]
 
 logger = logging.getLogger("tracewire")
 
-#: How many round trips of short commands are under way at once, and how many connections a bus keeps for them.
+#: Concurrent round trips of short commands, and the number of connections kept for them.
 CONCURRENT: Final = 8
 
-#: How many of those a client opens before it needs them.
+#: Connections that a client opens ahead of its first commands.
 WARM: Final = 3
 
-#: How many calls share a round trip, and how many bytes; of how many a call may be to share one.
-_TOGETHER, _TOGETHER_BYTES, _SMALL_BYTES = 128, 256 * 1024, 32 * 1024
+#: Limits of a batch, which is one round trip: its calls, its bytes, and the bytes of one call.
+_BATCH_CALLS, _BATCH_BYTES, _BATCHED_CALL_BYTES = 128, 256 * 1024, 32 * 1024
 
 
 def _transport(url: str) -> Transport:
-    if parsed(url).scheme.endswith("+sentinel"):
+    if parse_url(url).scheme.endswith("+sentinel"):
         from .sentinel import Sentinels
 
         return Sentinels(url)
@@ -62,10 +62,19 @@ def _transport(url: str) -> Transport:
 
 
 class Connections:
-    """Makes links to one Redis and lends a bounded number of them to short commands.
+    """Connections to one Redis. Makes links, and shares a bounded number of them between short commands.
 
-    With `alone` each call has a round trip of its own: for replies that are large. Those made `like` others find their
-    servers by the same means, and are closed before them.
+    Args:
+        url: the URL of the Redis.
+        patience_s: how long `command` and `commands` retry while Redis is unreachable, in seconds.
+        unbatched: send each call in a round trip of its own.
+        guard: parses what is read over these connections; a new one by default.
+        parent: other connections to the same Redis, whose knowledge of the servers these share. Close these first.
+
+    Attributes:
+        url: the URL of the Redis.
+        guard: parses what is read over these connections.
+        broken_at: when a command last found Redis unreachable, by the event loop's clock; -inf for never.
     """
 
     def __init__(
@@ -73,52 +82,51 @@ class Connections:
         url: str,
         *,
         patience_s: float,
-        alone: bool = False,
+        unbatched: bool = False,
         guard: Guard | None = None,
-        like: Connections | None = None,
+        parent: Connections | None = None,
     ) -> None:
         from .guard import Guard
 
         self.url = url
-        self._like = like
-        #: Parses whatever is read over these connections.
+        self._parent = parent
         self.guard = guard or Guard()
-        self._alone = alone
+        self._unbatched = unbatched
         self._patience_s = patience_s
         self._cluster: Cluster | None = None
         self._transport: Transport | None = None
-        if like is not None:
-            self._cluster, self._transport = like._cluster, like._transport
-        elif parsed(url).scheme.endswith("+cluster"):
+        if parent is not None:
+            self._cluster, self._transport = parent._cluster, parent._transport
+        elif parse_url(url).scheme.endswith("+cluster"):
             from .cluster import Cluster
 
             self._cluster = Cluster(url)
         else:
             self._transport = _transport(url)
         self._idle: list[Link] = []
-        #: Calls that wait for the next round trip, those under way, and the one that is about to take the calls.
+        # The calls that wait for a batch, the tasks that send batches, and the one of them that takes the next calls.
         self._calls: deque[_Call] = deque()
-        self._trips: set[Task[None]] = set()
-        self._departing: Task[None] | None = None
+        self._flushes: set[Task[None]] = set()
+        self._scheduled: Task[None] | None = None
         self._loop: Loop | None = None
-        self._turn = semaphore(CONCURRENT)
+        self._limit = semaphore(CONCURRENT)
         self._closed = False
-        #: When a command last found Redis away, by the event loop's clock.
         self.broken_at = -math.inf
 
     @property
     def clustered(self) -> bool:
-        """Whether keys lie on several servers."""
+        """Whether the Redis is a cluster."""
         return self._cluster is not None
 
     def slot(self, key: str) -> int | None:
-        """The slot of a key, on a cluster. Commands that wait take keys of one slot only."""
+        """The slot of a key on a cluster, else `None`. A blocking command can only have keys of one slot."""
         return None if self._cluster is None else self._cluster.slot(key)
 
     def link(self, near: str = "") -> Link:
-        """A link of one's own, not yet connected. Whoever asks closes it by `drop`.
+        """A new link for the caller alone, not yet connected. The caller closes it by `drop`.
 
-        With `near` it is for commands that wait: on a cluster it stays at that key's node.
+        Args:
+            near: for a link that blocks, a key of its commands. On a cluster the link connects to that key's node only.
         """
         if self._cluster is not None:
             from .cluster import ClusterLink
@@ -127,103 +135,114 @@ class Connections:
         assert self._transport is not None
         return Link(self._transport)
 
-    def apart(self) -> Connections:
-        """Others to the same Redis, for calls whose replies are large."""
-        return Connections(self.url, patience_s=self._patience_s, alone=True, guard=self.guard, like=self)
+    def unbatched(self) -> Connections:
+        """New connections to the same Redis that batch no calls: for calls with large replies."""
+        return Connections(self.url, patience_s=self._patience_s, unbatched=True, guard=self.guard, parent=self)
 
-    async def once(self, *commands: Sequence[Any], beside: Link | None = None, alone: bool = False) -> list[Any]:
-        """`Link.ask` on a lent link, one try; with `beside`, of the server that this one is connected to.
+    async def execute_once(
+        self, *commands: Sequence[Any], on_node_of: Link | None = None, unbatched: bool = False
+    ) -> list[Any]:
+        """Execute commands on a shared link, without retries; replies and errors are those of `Link.execute`.
 
-        Small calls that are made at the same time share a round trip, but for one that is to be `alone`; on a cluster,
-        where one node of several may be away, each has its own.
+        Small concurrent calls are sent as one batch. On a cluster each call has a round trip of its own, since a call
+        must not wait for nodes that others need.
+
+        Args:
+            commands: the commands.
+            on_node_of: execute on the server to which this link is connected.
+            unbatched: send this call in a round trip of its own.
+
+        Raises:
+            anyio.ClosedResourceError: these connections were closed.
         """
         if self._closed:
             raise anyio.ClosedResourceError
-        alone = alone or self._alone or beside is not None or self._cluster is not None
-        # Packed before anything is borrowed: what cannot be is this caller's fault alone.
+        unbatched = unbatched or self._unbatched or on_node_of is not None or self._cluster is not None
+        # Packed first, so that commands that cannot be packed fail this call only.
         packed = b"" if self._cluster is not None else pack_commands(commands)
-        if alone or len(packed) > _SMALL_BYTES:
-            # A semaphore that is free lets a cancelled caller through.
+        if unbatched or len(packed) > _BATCHED_CALL_BYTES:
+            # A free semaphore does not raise for a cancelled caller.
             await anyio.lowlevel.checkpoint_if_cancelled()
-            async with self._turn:
-                return await self._lend(commands, packed, beside)
+            async with self._limit:
+                return await self._execute_unbatched(commands, packed, on_node_of)
         if self._loop is None:
-            # Asked once: up to Python 3.11 each time is a system call.
+            # Kept, since up to Python 3.11 `get_running_loop` makes a system call.
             self._loop = running_loop()
         call = _Call(commands, packed, self._loop.create_future())
         self._calls.append(call)
-        self._depart()
+        self._schedule()
         try:
             return await call.replies
         finally:
-            # Who is cancelled before it was sent has not asked; a trip for nobody is given up, and its connection.
+            # A call that is cancelled before it is sent has no effect. If all calls of a batch are cancelled, so is the
+            # batch, which closes its connection.
             call.replies.cancel()
-            if call.trip is None:
+            if call.flush is None:
                 with suppress(ValueError):
                     self._calls.remove(call)
-            elif all(one.replies.done() for one in call.aboard):
-                call.trip.cancel()
+            elif all(one.replies.done() for one in call.batch):
+                call.flush.cancel()
 
-    def _depart(self) -> None:
-        """Have a round trip take the calls, once whoever runs in this turn of the loop has made theirs."""
-        if self._calls and self._departing is None and self._loop is not None and not self._closed:
-            trip = self._departing = self._loop.create_task(self._trip(), name="tracewire commands")
-            self._trips.add(trip)
-            trip.add_done_callback(self._arrived)
+    def _schedule(self) -> None:
+        """Start a task that sends the waiting calls once all tasks of this tick of the event loop have made theirs."""
+        if self._calls and self._scheduled is None and self._loop is not None and not self._closed:
+            flush = self._scheduled = self._loop.create_task(self._flush_batch(), name="tracewire commands")
+            self._flushes.add(flush)
+            flush.add_done_callback(self._flushed)
 
-    def _arrived(self, trip: Task[None]) -> None:
-        self._trips.discard(trip)
-        if self._departing is trip:
-            # Cancelled before it took anything.
-            self._departing = None
-            self._depart()
+    def _flushed(self, flush: Task[None]) -> None:
+        self._flushes.discard(flush)
+        if self._scheduled is flush:
+            # The task was cancelled before it took any calls.
+            self._scheduled = None
+            self._schedule()
 
-    async def _trip(self) -> None:
-        """One round trip, with all calls that wait when its turn comes."""
+    async def _flush_batch(self) -> None:
+        """Send the calls that wait once a connection is free, as one batch."""
         calls: list[_Call] = []
         try:
-            async with self._turn:
+            async with self._limit:
                 size = 0
-                while self._calls and len(calls) < _TOGETHER and size < _TOGETHER_BYTES:
+                while self._calls and len(calls) < _BATCH_CALLS and size < _BATCH_BYTES:
                     call = self._calls.popleft()
                     if not call.replies.done():
-                        call.trip, call.aboard = self._departing, calls
+                        call.flush, call.batch = self._scheduled, calls
                         calls.append(call)
                         size += len(call.packed)
-                self._departing = None
-                self._depart()
+                self._scheduled = None
+                self._schedule()
                 if calls:
-                    await self._travel(calls)
+                    await self._send(calls)
         except Exception as error:
             for call in calls:
                 if not call.replies.done():
-                    # Of its own: whoever raises an error writes to it.
+                    # A copy for each caller: raising an error changes its traceback.
                     call.replies.set_exception(copy_of(error))
         finally:
             for call in calls:
-                # Closed meanwhile.
+                # The connections were closed, or the task was cancelled.
                 if not call.replies.done():
                     call.replies.set_exception(anyio.ClosedResourceError())
-            # They refer to it.
+            # The calls refer to this list: break the cycle.
             calls.clear()
 
-    async def _travel(self, calls: list[_Call]) -> None:
+    async def _send(self, calls: list[_Call]) -> None:
         if self._closed:
             raise anyio.ClosedResourceError
         link = self._idle.pop() if self._idle else self.link()
         try:
             await link.connect()
-            # That may have taken a while.
+            # Some callers may have given up while the link connected.
             calls[:] = [call for call in calls if not call.replies.done()]
             if not calls:
                 await self._give_back(link)
                 return
-            replies = await link.ask(
+            replies = await link.execute(
                 *[command for call in calls for command in call.commands],
                 packed=b"".join([bytes(call.packed) for call in calls]),
             )
         except BaseException as error:
-            await self._broke(link, error)
+            await self._discard_broken(link, error)
             raise
         await self._give_back(link)
         found = iter(replies)
@@ -232,30 +251,35 @@ class Connections:
             if not call.replies.done():
                 call.replies.set_result(own)
 
-    async def _lend(self, commands: Sequence[Sequence[Any]], packed: bytes | Pieces, beside: Link | None) -> list[Any]:
+    async def _execute_unbatched(
+        self, commands: Sequence[Sequence[Any]], packed: bytes | Pieces, on_node_of: Link | None
+    ) -> list[Any]:
         if self._closed:
             raise anyio.ClosedResourceError
         link = self._idle.pop() if self._idle else self.link()
         try:
-            if beside is None:
-                replies = await link.ask(*commands, packed=packed)
+            if on_node_of is None:
+                replies = await link.execute(*commands, packed=packed)
             else:
-                replies = await link.ask_beside(beside, *commands)
+                replies = await link.execute_on_node_of(on_node_of, *commands)
         except BaseException as error:
-            await self._broke(link, error)
+            await self._discard_broken(link, error)
             raise
         await self._give_back(link)
         return replies
 
-    async def _broke(self, link: Link, error: BaseException) -> None:
-        """A lent link is given up. If its server was away, those that idle are, too: each would have to find out."""
+    async def _discard_broken(self, link: Link, error: BaseException) -> None:
+        """Close a shared link on which a call failed with `error`.
+
+        If the server was unreachable, close the idle links too; otherwise each would fail one more call.
+        """
         from redis.exceptions import ConnectionError
 
         await link.drop()
         if not isinstance(error, Exception):
             return
         self.broken_at = anyio.current_time()
-        # A command that took too long says nothing of others, nor does one node of several.
+        # A slow command, or one unreachable node of a cluster, is no reason to close the other links.
         away = isinstance(error, (ConnectionError, OSError)) and not isinstance(error, TimeoutError)
         if away and self._cluster is None:
             while self._idle:
@@ -268,10 +292,7 @@ class Connections:
             self._idle.append(link)
 
     async def warm(self) -> None:
-        """Open connections in advance, for as many round trips at once as a burst of calls makes.
-
-        A connection that cannot be opened now is opened when it is needed.
-        """
+        """Open `WARM` connections ahead of the first burst of calls. A failure is ignored: calls open them later."""
         for _ in range(len(self._idle), WARM):
             link = self.link()
             try:
@@ -281,27 +302,43 @@ class Connections:
                 return
             await self._give_back(link)
 
-    async def command(self, *command: Any, alone: bool = False) -> Any:
-        """One command that may be carried out twice; tried again while Redis is away, for as long as the bus is
-        patient. With `alone`, its reply may be large: it goes by itself.
+    async def command(self, *command: Any, unbatched: bool = False) -> Any:
+        """Execute a command, and retry it for `patience_s` while Redis is unreachable.
+
+        Redis may execute the command twice.
+
+        Args:
+            command: the command's name and arguments.
+            unbatched: send it in a round trip of its own, for a large reply.
+
+        Returns:
+            the raw reply.
 
         Raises:
-            BusError: Redis refused it.
-            BusUnavailable: it stayed away.
+            BusError: Redis refused the command.
+            BusUnavailable: Redis was unreachable for `patience_s`.
         """
-        return (await self.commands(command, alone=alone))[0]
+        return (await self.commands(command, unbatched=unbatched))[0]
 
-    async def commands(self, *commands: Sequence[Any], refuse_full: bool = False, alone: bool = False) -> list[Any]:
-        """Like `command`, for several sent together. With `refuse_full` it does not wait for a Redis to get memory.
+    async def commands(self, *commands: Sequence[Any], refuse_full: bool = False, unbatched: bool = False) -> list[Any]:
+        """Execute several commands in one round trip, with the retries and errors of `command`.
+
+        Args:
+            commands: the commands; all are retried together.
+            refuse_full: do not retry when Redis has no memory left.
+            unbatched: send them in a round trip of their own.
+
+        Returns:
+            the raw replies.
 
         Raises:
-            BusFull: it has none left, and `refuse_full` says so.
+            BusFull: Redis has no memory left, and `refuse_full` is set.
         """
         backoff = Backoff()
         deadline = anyio.current_time() + self._patience_s
         while True:
             try:
-                replies = await self.once(*commands, alone=alone)
+                replies = await self.execute_once(*commands, unbatched=unbatched)
                 for reply in replies:
                     if isinstance(reply, Exception):
                         raise reply
@@ -315,12 +352,15 @@ class Connections:
                 pause = backoff.next()
                 if anyio.current_time() + pause > deadline:
                     state = "has no memory left" if is_full(error) else "is away"
-                    hint = "the client connects again by itself, and the call can be repeated"
+                    hint = "the client reconnects by itself; the call can be repeated"
                     raise BusUnavailable(f"Redis at {redacted(self.url)} {state}: {error} ({hint})") from error
                 await anyio.sleep(pause)
 
     async def aclose(self) -> None:
-        """Close what is idle; what is lent is closed on its return. Calls that were not sent end as closed."""
+        """Close the idle connections now, and the others when their calls end.
+
+        Calls that were not sent yet raise `anyio.ClosedResourceError`.
+        """
         self._closed = True
         while self._calls:
             call = self._calls.popleft()
@@ -328,18 +368,26 @@ class Connections:
                 call.replies.set_exception(anyio.ClosedResourceError())
         while self._idle:
             await self._idle.pop().drop()
-        if self._like is None and self._transport is not None:
+        if self._parent is None and self._transport is not None:
             await self._transport.aclose()
 
 
 class _Call:
-    """Commands of one caller, and where their replies go; then its round trip, and who else is aboard."""
+    """The commands of one batched call.
 
-    __slots__ = ("aboard", "commands", "packed", "replies", "trip")
+    Attributes:
+        commands: the commands.
+        packed: the commands in Redis's protocol.
+        replies: receives the replies.
+        flush: the task that sends the call's batch, once it took the call.
+        batch: all calls of that batch.
+    """
+
+    __slots__ = ("batch", "commands", "flush", "packed", "replies")
 
     def __init__(self, commands: Sequence[Sequence[Any]], packed: bytes | Pieces, replies: Future[list[Any]]) -> None:
         self.commands = commands
         self.packed = packed
         self.replies = replies
-        self.trip: Task[None] | None = None
-        self.aboard: list[_Call] = []
+        self.flush: Task[None] | None = None
+        self.batch: list[_Call] = []

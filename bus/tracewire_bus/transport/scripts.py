@@ -1,10 +1,11 @@
-"""Lua scripts, sent by their digests.
+"""Lua scripts, executed by their digests.
 
-A `Script` makes commands, which stand alone or between others wherever commands do. Where Redis does not know a script,
-or has dropped it from its cache, the same call sends the script's text: see `Link.ask`.
+A `Script` makes commands, which can be sent like any others. If Redis does not have a script cached, `Link.execute`
+sends the script's text in the same call.
 
-The scripts are the files of `tracewire_bus/lua`, one each. A line `-- #include NAME` gives a script the local `NAME`,
-which `lua/shared/NAME.lua` makes. All keys that a script touches share one hash tag, so that it runs on Redis Cluster.
+Each file of `tracewire_bus/lua` is one script. A line `-- #include NAME` defines the local `NAME` in a script, with the
+value that `lua/shared/NAME.lua` defines. All keys that a script accesses share one hash tag, so that it runs on Redis
+Cluster.
 """
 
 from __future__ import annotations
@@ -18,38 +19,43 @@ from typing import Any, Final
 
 __all__ = ["FOLDER", "Script", "assemble", "with_text"]
 
-#: Where the scripts are.
+#: The folder of the scripts.
 FOLDER: Final = Path(__file__).resolve().parent.parent / "lua"
 
 _INCLUDE: Final = re.compile(r"^-- #include (\w+)$", re.MULTILINE)
-#: Of a line, what Redis need not be sent: scripts that must not be overtaken travel with their text.
+#: Comments and indentation, which are removed: a script before an `AfterOthers` is sent with its text.
 _COMMENT: Final = re.compile(r"^\s*(--.*)?\n?|^\s+", re.MULTILINE)
 
-#: Texts by digest.
+#: The texts of scripts by digest.
 _texts: dict[str, str] = {}
 
 
 class Script:
-    """The script of the file `lua/NAME.lua`, or of a text: `SCRIPT(keys, *arguments)` is the command that runs it."""
+    """A script: `script(keys, *arguments)` is the command that runs it.
+
+    Args:
+        name: the script is the file `lua/NAME.lua`.
+        text: the script's text, in place of a file.
+    """
 
     def __init__(self, name: str = "", *, text: str = "") -> None:
         self._name, self._text = name, text
 
     @cached_property
     def digest(self) -> str:
-        """The SHA-1 digest by which Redis knows the script."""
+        """The SHA-1 digest of the script's text, by which Redis caches the script."""
         text = self._text or assemble(self._name)
         digest = sha1(text.encode(), usedforsecurity=False).hexdigest()
         _texts[digest] = text
         return digest
 
     def __call__(self, keys: Sequence[str | bytes], *arguments: Any) -> tuple[Any, ...]:
-        """The command. `arguments` are what a command takes: str, bytes, int or float."""
+        """The command that runs the script with `keys` and `arguments` (str, bytes, int or float)."""
         return ("EVALSHA", self.digest, len(keys), *keys, *arguments)
 
 
 def assemble(name: str) -> str:
-    """The text of a script, behind the modules that it includes, each of them once and behind its own."""
+    """The text of a script, preceded by the modules that it includes, directly or not, each once."""
     modules: dict[str, str] = {}
 
     def read(path: Path) -> str:
@@ -65,6 +71,9 @@ def assemble(name: str) -> str:
 
 
 def with_text(command: Sequence[Any]) -> tuple[Any, ...] | None:
-    """A script's command with the text in place of the digest, which Redis then knows; None for any other command."""
+    """A script's command with the script's text in place of the digest; None for a command without a script.
+
+    Redis caches the script when it executes the command.
+    """
     text = _texts.get(command[1]) if command[0] == "EVALSHA" else None
     return None if text is None else ("EVAL", text, *command[2:])

@@ -1,12 +1,12 @@
 """Redis behind sentinels: `redis+sentinel://host:port,host:port/service`.
 
-Whoever opens a connection asks the sentinels where the service's master is, and that server whether it is one: what was
-demoted a moment ago is not written to. A connection that breaks, or whose server says that it takes no writes, is
-opened anew in this way, so a failover is an outage of a few seconds like any other.
+To open a connection, `Sentinels` asks a sentinel for the address of the service's master, and then that server for its
+role, since it may have been demoted a moment ago. A connection that breaks, or whose server refuses writes, is replaced
+in the same way, so a failover is an outage of a few seconds.
 
-Sentinels that fail over while the old master lives tell it some ten seconds later. Until then it takes writes that
-nobody will find, so connections that are in use ask once a second whether they still go to the master. All that are
-opened here ask over one connection to a sentinel, which stays.
+When sentinels fail over while the old master still runs, they demote it about ten seconds later. Until then the old
+master accepts writes that will be lost. `Sentinels` therefore asks a sentinel once a second, over one permanent
+connection, whether the connections in use still go to the master.
 """
 
 from __future__ import annotations
@@ -27,38 +27,46 @@ logger = logging.getLogger("tracewire")
 
 _PORT: Final = 26379
 _SERVICE: Final = "mymaster"
-#: How long one sentinel may take to answer, in seconds, before the next one is asked.
-_ASK_S: Final = 3.0
-#: How often connections in use make sure, in seconds.
+#: The time for one sentinel's answer, in seconds, after which the next one is asked.
+_ANSWER_S: Final = 3.0
+#: The time between two checks that connections in use go to the master, in seconds.
 _CHECK_S: Final = 1.0
 
 
 class Sentinels:
-    """The transport to the master of a service, by a URL with the scheme `redis+sentinel` or `rediss+sentinel`."""
+    """The transport to the master of a service.
+
+    Args:
+        url: a URL with the scheme `redis+sentinel` or `rediss+sentinel`.
+
+    Attributes:
+        service: the name of the service, `mymaster` by default.
+    """
 
     def __init__(self, url: str) -> None:
         addresses = Addresses(url, _PORT)
         self.service = addresses.path or _SERVICE
         self._addresses = addresses
-        #: Those that answered last stand first.
+        # The sentinel that answered last comes first.
         self._sentinels = [
-            (f"{host}:{port}", Server(addresses.sentinel_url(host, port), socket_connect_timeout=_ASK_S))
+            (f"{host}:{port}", Server(addresses.sentinel_url(host, port), socket_connect_timeout=_ANSWER_S))
             for host, port in addresses.servers
         ]
-        #: Where the master is, as far as is known, and when that was asked.
-        self._known: tuple[str, int] | None = None
-        self._asked = 0.0
-        #: By which a sentinel is asked, again and again, and which sentinel; whether it is being asked.
+        # The master's address as far as known, and when a sentinel was last asked for it.
+        self._master_address: tuple[str, int] | None = None
+        self._polled_at = 0.0
+        # The permanent link to a sentinel, that sentinel's name, and whether a check is under way.
         self._link: Link | None = None
-        self._linked = ""
-        self._asking = self._closed = False
+        self._link_name = ""
+        self._polling = self._closed = False
 
     async def open(self, spare: Any = None) -> Any:
-        """A connection to the master.
+        """Open a connection to the master.
 
         Raises:
-            redis.exceptions.ConnectionError: no sentinel knows of a master that is one.
-            BusError: all sentinels answer, and none knows the service.
+            redis.exceptions.ConnectionError: no sentinel answers, or none names a server that is a master.
+            redis.exceptions.AuthenticationError: a sentinel or the master refuses the credentials.
+            WrongTopology: all sentinels answer, and none knows the service.
         """
         from redis.exceptions import AuthenticationError, AuthorizationError, ConnectionError
 
@@ -67,7 +75,7 @@ class Sentinels:
         for sentinel in list(self._sentinels):
             name, server = sentinel
             try:
-                with anyio.fail_after(_ASK_S):
+                with anyio.fail_after(_ANSWER_S):
                     master = await self._master(server)
             except (AuthenticationError, AuthorizationError):
                 raise
@@ -88,44 +96,44 @@ class Sentinels:
                 continue
             self._sentinels.remove(sentinel)
             self._sentinels.insert(0, sentinel)
-            self._known, self._asked = master, anyio.current_time()
+            self._master_address, self._polled_at = master, anyio.current_time()
             return connection
         if unknown == len(self._sentinels):
             raise WrongTopology(f"no sentinel knows a service {self.service!r}: the URL names it as .../SERVICE")
         raise ConnectionError(f"no master of {self.service!r}: {'; '.join(problems)}")
 
-    async def holds(self, connection: Any) -> bool:
-        """Whether it goes to the master, as of a second ago."""
-        if anyio.current_time() >= self._asked + _CHECK_S and not self._asking and not self._closed:
-            self._asking = True
+    async def is_current(self, connection: Any) -> bool:
+        """Whether a connection goes to the master, as of at most a second ago."""
+        if anyio.current_time() >= self._polled_at + _CHECK_S and not self._polling and not self._closed:
+            self._polling = True
             name, server = sentinel = self._sentinels[0]
             try:
-                with anyio.fail_after(_ASK_S):
-                    self._known = await self._master_again(name, server) or self._known
+                with anyio.fail_after(_ANSWER_S):
+                    self._master_address = await self._poll_master(name, server) or self._master_address
             except Exception as error:
-                # It says nothing about the master. Another is asked the next time.
+                # The master may still be the same. The next check asks another sentinel.
                 logger.debug("sentinel %s does not answer: %s", name, error)
                 self._sentinels.remove(sentinel)
                 self._sentinels.append(sentinel)
             finally:
-                self._asking = False
-                self._asked = anyio.current_time()
-        return self._known is None or (connection.host, connection.port) == self._known
+                self._polling = False
+                self._polled_at = anyio.current_time()
+        return self._master_address is None or (connection.host, connection.port) == self._master_address
 
     async def aclose(self) -> None:
-        """Close the connection to a sentinel. None is opened again to ask whether others hold."""
+        """Close the connection to a sentinel, and stop the checks."""
         self._closed = True
         link, self._link = self._link, None
         if link is not None:
             await link.drop()
 
-    async def _master_again(self, name: str, server: Server) -> tuple[str, int] | None:
-        """Where a sentinel says that the master is, over a connection that is kept."""
-        if self._link is None or self._linked != name:
+    async def _poll_master(self, name: str, server: Server) -> tuple[str, int] | None:
+        """Ask a sentinel for the master's address over the permanent link."""
+        if self._link is None or self._link_name != name:
             if self._link is not None:
                 await self._link.drop()
-            self._link, self._linked = Link(server), name
-        (reply,) = await self._link.ask(("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self.service))
+            self._link, self._link_name = Link(server), name
+        (reply,) = await self._link.execute(("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self.service))
         if isinstance(reply, Exception):
             raise reply
         return None if reply is None else (reply[0].decode(), int(reply[1]))

@@ -1,4 +1,4 @@
-"""One Redis server, and how a connection to it is opened."""
+"""Opens connections to one Redis server."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ import anyio
 import anyio.lowlevel
 
 from .loops import on_trio
-from .urls import redacted, unreadable
+from .urls import redacted, unreadable_message
 
 __all__ = ["CONNECT_S", "SCHEMES", "Server", "Transport", "discard"]
 
 logger = logging.getLogger("tracewire")
 
 
+#: The time for opening a connection, in seconds.
 CONNECT_S: Final = 5.0
 #: How long connections share the certificates that one of them has read from disk, in seconds. Connections that open
 #: later read what stands there then.
 CERTIFICATES_S: float = 60.0
 
-#: What URLs of a Redis begin with.
+#: The schemes of the URLs of a Redis.
 SCHEMES: Final = (
     *("redis", "rediss", "unix"),
     *("redis+sentinel", "rediss+sentinel", "redis+cluster", "rediss+cluster"),
@@ -36,25 +37,35 @@ _tls_contexts: dict[str, tuple[float, Any]] = {}
 
 
 class Transport(Protocol):
-    """Opens connections to whichever server is the one to talk to at that moment."""
+    """Opens connections to the server that commands should go to at that time."""
 
     async def open(self, spare: Any = None) -> Any:
-        """A connection of redis-py's, or on trio an `AnyioConnection`, connected. `spare` is a closed one that was
-        opened here, to be used again or not.
+        """Open a connection: redis-py's asyncio connection, or on trio an `AnyioConnection`.
+
+        Args:
+            spare: a closed connection that this transport opened earlier, and may open again.
 
         Raises:
-            redis.exceptions.RedisError: there is none to be had.
+            redis.exceptions.RedisError: no connection could be opened.
         """
 
-    async def holds(self, connection: Any) -> bool:
-        """Whether `connection`, which was opened here, still goes to the right server. Asked before each use."""
+    async def is_current(self, connection: Any) -> bool:
+        """Whether a connection of this transport still goes to the right server. Links call this before each use."""
 
     async def aclose(self) -> None:
-        """Close what it holds itself."""
+        """Close the connections that the transport uses itself."""
 
 
 class Server:
-    """The transport to one server, by its URL (`redis://`, `rediss://` or `unix://`)."""
+    """The transport to one server.
+
+    Args:
+        url: the server's URL (`redis://`, `rediss://` or `unix://`).
+        options: options of redis-py's connections, which override the URL's.
+
+    Raises:
+        ValueError: redis-py refuses the URL or an option. The text shows no part of a password.
+    """
 
     def __init__(self, url: str, **options: Any) -> None:
         from redis.asyncio.connection import ConnectionPool
@@ -75,18 +86,18 @@ class Server:
         if not url.startswith("unix:"):
             options["socket_keepalive"] = True
         if "lib_name=" not in url and "lib_version=" not in url:
-            options |= _driver()
+            options |= _driver_info()
         try:
-            # Redis-py's pool, for what it knows of URLs: it makes connections and holds none.
+            # Redis-py's pool parses the URL and makes connections; it keeps none.
             self._factory: Any = ConnectionPool.from_url(url, **options)
             self._factory.make_connection()  # type: ignore[no-untyped-call]
         except (TypeError, ValueError, RedisError) as error:
-            raise ValueError(_refused(url, error)) from None
+            raise ValueError(_url_error(url, error)) from None
 
     async def open(self, spare: Any = None) -> Any:
-        """A connection to it."""
-        # Making one takes longer than connecting it.
-        connection = self._made() if spare is None else spare
+        """Open a connection to the server, or open `spare` again; see `Transport.open`."""
+        # Making a connection object takes longer than connecting it.
+        connection = self._make() if spare is None else spare
         try:
             await connection.connect()
         except BaseException:
@@ -94,7 +105,7 @@ class Server:
             raise
         return connection
 
-    def _made(self) -> Any:
+    def _make(self) -> Any:
         made = self._factory.make_connection()
         if hasattr(made, "ssl_context"):
             made.ssl_context = self._shared_tls(made.ssl_context)
@@ -118,21 +129,21 @@ class Server:
             del _tls_contexts[old]
         return _tls_contexts.setdefault(key, (now + CERTIFICATES_S, own))[1]
 
-    async def holds(self, connection: Any) -> bool:
-        """There is no other."""
+    async def is_current(self, connection: Any) -> bool:
+        """True: there is only one server."""
         return True
 
     async def aclose(self) -> None:
-        """It holds nothing."""
+        """Do nothing: this transport uses no connection itself."""
 
 
-def _refused(url: str, error: Exception) -> str:
-    """What redis-py has against a URL, without what may be a part of a password."""
+def _url_error(url: str, error: Exception) -> str:
+    """The text of the error for a URL that redis-py refuses, without anything that may be part of a password."""
     option = re.search(r"(?:keyword argument|Invalid value for) '(\w+)'", str(error))
     if option is None and isinstance(error, ValueError):
-        return unreadable(url)
+        return unreadable_message(url)
     if option is None:
-        # What stands behind a colon is the value.
+        # Redis-py's text has the value after a colon.
         return f"the URL {redacted(url)} is refused: {str(error).partition(':')[0]}"
     shown = redacted(url)
     name = repr(option[1]) if re.search(rf"[?&]{option[1]}=", shown) else "its name may be a part of a password"
@@ -141,8 +152,8 @@ def _refused(url: str, error: Exception) -> str:
 
 
 @cache
-def _driver() -> dict[str, Any]:
-    """What connections tell Redis of us. Left to itself, redis-py reads its version from disk for each of them."""
+def _driver_info() -> dict[str, Any]:
+    """The option with the library's name and version, which redis-py would read from disk for each connection."""
     try:
         from redis.driver_info import DriverInfo
     except ImportError:  # before 7.1

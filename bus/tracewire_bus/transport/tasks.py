@@ -1,4 +1,4 @@
-"""Tasks that belong to an object, and what they wait for."""
+"""Tasks that are owned by an object, and synchronisation between tasks."""
 
 from __future__ import annotations
 
@@ -22,49 +22,52 @@ logger = logging.getLogger("tracewire")
 
 T = TypeVar("T")
 
-#: How long a background task that failed waits before it begins anew, in seconds, the first time and at most.
-_ANEW_S, _ANEW_MOST_S = 0.1, 5.0
+#: The first and the longest pause before a failed background task restarts, in seconds.
+_RESTART_S, _RESTART_MOST_S = 0.1, 5.0
 
 
 class OwnedTask:
-    """A task that belongs to an object instead of a scope, and lasts as long as that does.
+    """A background task that is owned by an object instead of a task group.
 
-    A task group would do, but one that is entered in `start()` and left in `aclose()` must be left by the task that
-    entered it, which a fixture or a web framework does not promise.
+    A task group that is entered in `start()` and left in `aclose()` must be left by the task that entered it, which
+    test fixtures and web frameworks do not guarantee.
 
-    Nobody waits for it. So an error that it does not handle is logged at once, and it begins anew after a pause: what
-    rests on it (a client's lease, everything that waits for events) must not end without a word. `name` says in the log
-    what it does: "that ...".
+    No caller awaits the task. If its coroutine raises, the error is logged at once and the coroutine is started again
+    after a pause, since other tasks depend on it (a client's lease, readers of events).
+
+    Args:
+        run: the function whose coroutine the task runs.
+        name: what the task does, for the log: "that ...".
     """
 
     def __init__(self, run: Callable[[], Awaitable[None]], name: str) -> None:
         self._run = run
         self._name = name
-        self._task = running_loop().create_task(self._body(), name=f"tracewire: the task {name}")
+        self._task = running_loop().create_task(self._run_forever(), name=f"tracewire: the task {name}")
 
-    async def _body(self) -> None:
-        backoff = Backoff(_ANEW_S, _ANEW_MOST_S)
+    async def _run_forever(self) -> None:
+        backoff = Backoff(_RESTART_S, _RESTART_MOST_S)
         while True:
             begun = anyio.current_time()
             try:
                 return await self._run()
             except Exception as error:
-                if anyio.current_time() - begun > 2 * _ANEW_MOST_S:
+                if anyio.current_time() - begun > 2 * _RESTART_MOST_S:
                     backoff.reset()
                 pause = backoff.next()
                 logger.error(
-                    "the task %s failed, and begins anew in %.1f s: %r",
+                    "the task %s failed, and restarts in %.1f s: %r",
                     *(self._name, pause, error),
                     exc_info=error if backoff.failures == 1 else None,
                 )
             await anyio.sleep(pause)
 
     def cancel(self) -> None:
-        """Have it end soon."""
+        """Cancel the task without waiting for its end."""
         self._task.cancel()
 
     async def aclose(self) -> None:
-        """Cancel it and wait for its end, from any task."""
+        """Cancel the task and wait for its end. Any task may call this."""
         self._task.cancel()
         with anyio.CancelScope(shield=True):
             await wait(self._task)
@@ -73,7 +76,7 @@ class OwnedTask:
 
 
 class Signal:
-    """Wakes the tasks that wait, if any do. Costs nothing while none does, as an event that is renewed would."""
+    """Wakes all waiting tasks. Unlike an event that is replaced after each `set`, it is free while no task waits."""
 
     __slots__ = ("_loop", "_waiters")
 
@@ -84,7 +87,7 @@ class Signal:
     async def wait(self) -> None:
         """Wait for the next `notify`."""
         if self._loop is None:
-            # Asked once: up to Python 3.11 each time is a system call.
+            # Kept, since up to Python 3.11 `get_running_loop` makes a system call.
             self._loop = running_loop()
         waiter = self._loop.create_future()
         self._waiters.append(waiter)
@@ -94,16 +97,20 @@ class Signal:
             self._waiters.remove(waiter)
 
     def notify(self) -> None:
-        """Wake them."""
+        """Wake all tasks that wait now."""
         for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_result(None)
 
 
 class Refreshed(Generic[T]):
-    """What is asked for again when it is older than whoever wants it likes: once for all who want it meanwhile.
+    """A cached value that concurrent callers refresh together.
 
-    If asking fails, it fails for all of them. It goes on for as long as one of them waits.
+    A caller that needs a younger value starts a refresh, and callers that arrive meanwhile share it. An error of the
+    refresh is raised in all of them. The refresh is cancelled when all of them are.
+
+    Args:
+        run: fetches the value.
     """
 
     __slots__ = ("_asking", "_at", "_begun", "_run", "_value", "_waiting")
@@ -113,17 +120,16 @@ class Refreshed(Generic[T]):
         self._at = -math.inf
         self._value: T
         self._asking: Task[T] | None = None
-        #: When the asking under way began.
+        # When the refresh under way began, and how many callers wait for it.
         self._begun = math.inf
-        #: How many wait for it.
         self._waiting = 0
 
     def forget(self) -> None:
-        """Ask the next time, however young it is."""
+        """Have the next `get` refresh the value."""
         self._at = -math.inf
 
     async def get(self, age_s: float) -> T:
-        """It, as it was at most so many seconds ago. Raises what asking raises."""
+        """The value, fetched at most `age_s` seconds ago. Raises the errors of the fetch."""
         now = anyio.current_time()
         if now - self._at < age_s:
             return self._value
@@ -135,7 +141,7 @@ class Refreshed(Generic[T]):
         try:
             return await shielded(asking)
         except Exception as error:
-            # Of its own: whoever raises an error writes to it.
+            # A copy for each caller: raising an error changes its traceback.
             raise copy_of(error) from error.__cause__
         finally:
             if asking is self._asking:
@@ -152,9 +158,9 @@ class Refreshed(Generic[T]):
 
 
 class PerTickLimiter:
-    """Lets `count` callers through in each turn of the event loop, in their order, and anybody while there are fewer.
+    """Lets at most `count` callers continue in each tick of the event loop, in the order of their calls.
 
-    What the first of a crowd have made is then on its way while the others make theirs.
+    In a burst of calls, the commands of the first callers are thus sent while later callers still prepare theirs.
     """
 
     __slots__ = ("_count", "_left", "_loop", "_waiting")
@@ -165,12 +171,12 @@ class PerTickLimiter:
         self._waiting: deque[Future[None]] = deque()
 
     async def wait(self) -> None:
-        """Wait for one's turn."""
+        """Wait until the caller may continue; returns at once while fewer than `count` continued in this tick."""
         if self._loop is None:
-            # Asked once: up to Python 3.11 each time is a system call.
+            # Kept, since up to Python 3.11 `get_running_loop` makes a system call.
             self._loop = running_loop()
         if self._left == self._count:
-            self._loop.call_soon(self._next)
+            self._loop.call_soon(self._next_tick)
         if self._left:
             self._left -= 1
             return
@@ -178,15 +184,15 @@ class PerTickLimiter:
         self._waiting.append(waiter)
         await waiter
 
-    def _next(self) -> None:
-        """A turn of the loop has passed, and whoever waits goes first in the next."""
+    def _next_tick(self) -> None:
+        """Let the longest waiting callers continue in the next tick."""
         assert self._loop is not None
         self._left = self._count
         while self._left and self._waiting:
             waiter = self._waiting.popleft()
-            # Some have been cancelled.
+            # A waiter that is done was cancelled.
             if not waiter.done():
                 waiter.set_result(None)
                 self._left -= 1
         if self._left < self._count:
-            self._loop.call_soon(self._next)
+            self._loop.call_soon(self._next_tick)

@@ -1,8 +1,8 @@
-"""asyncio's event loop on trio, as far as the bus and the client use one. `loops.py` imports it where trio runs.
+"""The methods of asyncio's event loop that the bus and the client use, on trio. `loops.py` imports it if trio runs.
 
-A task that an object owns is one of trio's system tasks: any task may start it and end it, no nursery has to stay open
-between the two, and trio cancels it after the main task. Trio takes an error that leaves a system task for a bug of its
-own and ends the program, so `_Task` keeps what its coroutine raises.
+Tasks are trio's system tasks: any task may start and cancel them, no nursery has to stay open meanwhile, and trio
+cancels them after the main task. Trio treats an error that a system task raises as an internal error and ends the
+program, so `_Task` keeps the error of its coroutine instead.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _loop: Final[trio.lowlevel.RunVar[TrioLoop]] = trio.lowlevel.RunVar("tracewire")
 
 
 def running() -> TrioLoop:
-    """The loop of the run that this is called in."""
+    """The loop of the current run of trio."""
     try:
         return _loop.get()
     except LookupError:
@@ -131,13 +131,13 @@ class _Task(Generic[T]):
         try:
             with self._scope:
                 if self._scope.cancel_called:
-                    # Before its first step, as on asyncio.
+                    # Cancelled before its first step: as on asyncio, the coroutine never runs.
                     coro.close()
                     return
                 self._result = await coro
                 self._cancelled = False
         except trio.Cancelled:
-            # The run of trio ends.
+            # Trio cancels all system tasks at the end of its run.
             raise
         except BaseException as error:
             self._error, self._cancelled = error, False

@@ -1,7 +1,7 @@
-"""URLs of a Redis: taken apart, shown without their passwords, and those that name several servers.
+"""Parses the URLs of a Redis, and shows URLs without passwords.
 
-Nothing else takes a URL apart or shows one: Python's parser repeats in its errors what it could not read, which may be
-a part of a password.
+No other module parses or shows a URL: the errors of Python's parser repeat the text that it could not parse, which may
+be part of a password.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import re
 from typing import Final
 from urllib.parse import SplitResult, parse_qsl, urlencode, urlsplit
 
-__all__ = ["Addresses", "parsed", "redacted", "unreadable"]
+__all__ = ["Addresses", "parse_url", "redacted", "unreadable_message"]
 
-_OF_SENTINELS: Final = "sentinel_"
-#: Options whose values are no secrets.
-_SHOWN: Final = frozenset(
+_SENTINEL_PREFIX: Final = "sentinel_"
+#: Options whose values are not secret.
+_PUBLIC: Final = frozenset(
     (
         *("client_name", "db", "decode_responses", "encoding", "health_check_interval", "lib_name", "lib_version"),
         *("max_connections", "protocol", "retry_on_timeout", "socket_connect_timeout", "socket_keepalive"),
@@ -30,12 +30,12 @@ _NAME: Final = re.compile(r"[A-Za-z_]{1,40}")
 _VALUE: Final = re.compile(r"[\w./:%+-]*")
 
 
-def parsed(url: str) -> SplitResult:
-    """A URL taken apart.
+def parse_url(url: str) -> SplitResult:
+    """Parse a URL.
 
     Raises:
-        ValueError: it cannot be, or only by guessing where its password ends. The message shows no part of it that
-            may be one.
+        ValueError: the URL is malformed, or the end of its password is ambiguous. The text shows no part of the URL
+            that may be of a password.
     """
     scheme, separator, rest = url.partition("://")
     hosts, tail = _divided(rest)
@@ -44,14 +44,14 @@ def parsed(url: str) -> SplitResult:
         several = separator and "," in hosts
         parts = urlsplit(f"{scheme}://{tail}")._replace(netloc=hosts) if several else urlsplit(url)
     except ValueError:
-        raise ValueError(unreadable(url)) from None
+        raise ValueError(unreadable_message(url)) from None
     if _is_ambiguous(url):
-        raise ValueError(unreadable(url))
+        raise ValueError(unreadable_message(url))
     return parts
 
 
-def unreadable(url: str) -> str:
-    """What is wrong with a URL that cannot be taken apart."""
+def unreadable_message(url: str) -> str:
+    """The text of the error for a URL that cannot be parsed."""
     return (
         f"the URL {redacted(url)} cannot be read: expected redis://[user:password@]host:port/db, with the special "
         "characters of a user and a password percent-encoded (@ as %40, : as %3A, / as %2F, ? as %3F, # as %23)"
@@ -59,7 +59,7 @@ def unreadable(url: str) -> str:
 
 
 def redacted(url: str) -> str:
-    """`url` for messages: without its password, and whatever may be a part of it because it is not encoded."""
+    """A URL for messages, with `***` for its secrets and for anything that may be part of an unencoded password."""
     scheme, separator, rest = url.partition("://")
     if not separator:
         return url if _HOST.fullmatch(url) else "***"
@@ -67,7 +67,7 @@ def redacted(url: str) -> str:
         return "***"
     if _is_ambiguous(url):
         return f"{scheme}://***"
-    location, tail = _divided(rest)
+    location, tail = _split_location(rest)
     login, at, hosts = location.rpartition("@")
     user, colon, _ = login.partition(":")
     if not all(_HOST.fullmatch(host) for host in hosts.split(",")):
@@ -78,18 +78,18 @@ def redacted(url: str) -> str:
     return shown + ("#***" if fragment else "")
 
 
-def _divided(rest: str) -> tuple[str, str]:
-    """User and hosts, and what follows them."""
+def _split_location(rest: str) -> tuple[str, str]:
+    """The user and hosts of a URL, and the rest after them."""
     end = re.search(r"[/?#]|$", rest)
     assert end is not None
     return rest[: end.start()], rest[end.start() :]
 
 
 def _is_ambiguous(url: str) -> bool:
-    """Whether a password may reach beyond where its user and hosts end."""
+    """Whether an unencoded password may extend beyond the end of the user and hosts."""
     scheme, _, rest = url.partition("://")
-    location, tail = _divided(rest)
-    # The socket's path may hold it.
+    location, tail = _split_location(rest)
+    # The path of a unix socket may contain an @.
     return "@" in tail and not (scheme == "unix" and not location)
 
 
@@ -98,46 +98,51 @@ def _redacted_options(query: str) -> str:
     secret = False
     for option in query.split("&") if query else ():
         name, equals, value = option.partition("=")
-        if name in _SHOWN and _VALUE.fullmatch(value):
+        if name in _PUBLIC and _VALUE.fullmatch(value):
             options.append(option)
             continue
-        # An unknown part after a secret may be the rest of the secret.
-        known = name in _SHOWN or name in _SECRET or (equals and not secret and _NAME.fullmatch(name))
+        # An unknown option after a secret may be the rest of that secret.
+        known = name in _PUBLIC or name in _SECRET or (equals and not secret and _NAME.fullmatch(name))
         options.append(f"{name}=***" if known else "***")
         secret = True
     return "&".join(options)
 
 
 class Addresses:
-    """`redis+KIND://[user:password@]host:port,host:port/PATH?OPTION=...`, taken apart.
+    """The parts of a URL with several servers: `redis+KIND://[user:password@]host:port,host:port/PATH?OPTION=...`.
 
-    Options that begin with `sentinel_` are the sentinels' alone, those that begin with `ssl_` everybody's.
+    Options that begin with `sentinel_` are for connections to sentinels only, those that begin with `ssl_` for all.
+
+    Attributes:
+        servers: the host and port of each server.
+        path: the URL's path.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the URL is malformed.
     """
 
     def __init__(self, url: str, default_port: int) -> None:
-        parts = parsed(url)
+        parts = parse_url(url)
         self._scheme = parts.scheme.partition("+")[0]
         login, at, hosts = parts.netloc.rpartition("@")
         self._login = login + at
-        #: Host and port of each server that is named.
         self.servers = [_address(host, default_port, url) for host in hosts.split(",")]
         self.path = parts.path.strip("/")
         self._options = parse_qsl(parts.query)
 
     def url(self, host: str, port: int) -> str:
-        """What to connect to one of the servers by, with the user and the options of this URL."""
+        """The URL of one server, with the user and the options of this URL."""
         return self._url(
-            self._login, host, port, [one for one in self._options if not one[0].startswith(_OF_SENTINELS)]
+            self._login, host, port, [one for one in self._options if not one[0].startswith(_SENTINEL_PREFIX)]
         )
 
     def sentinel_url(self, host: str, port: int) -> str:
-        """What to connect to a sentinel by: with its own user, if any."""
+        """The URL of one sentinel, with the sentinels' own user and options."""
         shared = [one for one in self._options if one[0].startswith("ssl_")]
         own = [
-            (name.removeprefix(_OF_SENTINELS), value) for name, value in self._options if name.startswith(_OF_SENTINELS)
+            (name.removeprefix(_SENTINEL_PREFIX), value)
+            for name, value in self._options
+            if name.startswith(_SENTINEL_PREFIX)
         ]
         return self._url("", host, port, [*shared, *own])
 
@@ -154,4 +159,4 @@ def _address(text: str, default_port: int, url: str) -> tuple[str, int]:
     except ValueError:
         # The message of this error would show the text, which may contain a password.
         pass
-    raise ValueError(f"a host and a port must stand between the commas of a URL, got {redacted(url)}")
+    raise ValueError(f"expected hosts and ports between the commas of a URL, got {redacted(url)}")

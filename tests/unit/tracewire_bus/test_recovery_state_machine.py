@@ -98,7 +98,7 @@ _losses = Losses()
 def _server() -> Iterator[None]:
     """One Redis, on a loop of its own, and connections that lose what they are told to."""
     global _portal, _url
-    ask = Link.ask
+    ask = Link.execute
 
     async def losing(self: Link, *commands: Any, **more: Any) -> list[Any]:
         how = _losses.next.pop() if _losses.next else ""
@@ -113,11 +113,11 @@ def _server() -> Iterator[None]:
 
     with start_blocking_portal() as portal, portal.wrap_async_context_manager(EmbeddedServer.start()) as server:
         _portal, _url = portal, server.url
-        Link.ask = losing  # type: ignore[method-assign]
+        Link.execute = losing  # type: ignore[method-assign]
         try:
             yield
         finally:
-            Link.ask = ask  # type: ignore[method-assign]
+            Link.execute = ask  # type: ignore[method-assign]
 
 
 class Claims(RuleBasedStateMachine):

@@ -249,9 +249,9 @@ async def test_of_many_traces_that_are_started_at_once_the_first_are_sent_while_
     turns: list[int] = []
     made: list[str] = []
     connections = client._session.open_bus()._connections
-    usual = connections._travel
+    usual = connections._send
 
-    async def travel(calls: list[Any]) -> None:
+    async def send(calls: list[Any]) -> None:
         turns.append(len(made))
         await usual(calls)
 
@@ -270,7 +270,7 @@ async def test_of_many_traces_that_are_started_at_once_the_first_are_sent_while_
         await client._session.presence.lease()
         # What the first of them would ask for all.
         await client._session.open_bus().memory.prefetch()
-        monkeypatch.setattr(connections, "_travel", travel)
+        monkeypatch.setattr(connections, "_send", send)
         monkeypatch.setattr(client._session.models, "find", finding)
         cancelled = anyio.CancelScope()
 

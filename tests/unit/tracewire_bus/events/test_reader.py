@@ -103,15 +103,15 @@ async def test_new_traces_are_read_without_a_look_at_each(bus: Bus) -> None:
 async def test_what_is_too_much_for_the_reader_at_once_is_read_one_by_one(
     bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asks = Link.ask
+    usual = Link.execute
 
-    async def ask(self: Link, *commands: Sequence[Any], **options: Any) -> list[Any]:
+    async def execute(self: Link, *commands: Sequence[Any], **options: Any) -> list[Any]:
         # "XREAD COUNT n BLOCK t STREAMS key... id...": of no more than four streams the reply comes in time.
         if commands[0][0] == "XREAD" and "BLOCK" in commands[0] and len(commands[0]) > 6 + 2 * 4:
             raise TimeoutError
-        return await asks(self, *commands, **options)
+        return await usual(self, *commands, **options)
 
-    monkeypatch.setattr(Link, "ask", ask)
+    monkeypatch.setattr(Link, "execute", execute)
     async with bus.writer() as writer:
         subscriptions = [bus.read(f"t{number}", "start") for number in range(12)]
         found: dict[int, list[Entry]] = {}

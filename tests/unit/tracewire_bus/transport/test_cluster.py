@@ -458,7 +458,7 @@ async def test_what_waits_apart_is_tried_in_turns_and_not_with_all_that_others_w
             sent.extend(command[3] for command in commands if command[0] == "EVAL")
             return await ask(*commands, **more)
 
-        monkeypatch.setattr(writer.restorer.link, "ask", watched)
+        monkeypatch.setattr(writer.restorer.link, "execute", watched)
         # One of them fills a flush.
         monkeypatch.setattr("tracewire_bus.events.batches.ROUND_BYTES", 1000)
         monkeypatch.setattr("tracewire_bus.events.deferred.RETRY_S", 3600.0)
@@ -582,25 +582,25 @@ async def test_commands_of_a_slot_are_never_overtaken(cluster: Cluster, prefix: 
     async with linked(cluster) as link:
         one, two = f"{{{prefix}}}one", f"{{{prefix}}}two"
         slot = Slots(cluster.url).slot(one)
-        assert await link.ask(("SET", one, 1), ("SET", two, 1)) == [b"OK", b"OK"]
+        assert await link.execute(("SET", one, 1), ("SET", two, 1)) == [b"OK", b"OK"]
         source, target = await cluster.begin_move(slot)
         await cluster.move_keys(slot, source, target, but=[one.encode()])
         both = Script(text="redis.call('APPEND', KEYS[1], 2) return redis.call('APPEND', KEYS[2], 2)")
         # A script on both keys is refused by both nodes, and what follows it waits for it.
-        first, refused, behind = await link.ask(("APPEND", one, 1), both((one, two)), ("APPEND", one, 3))
+        first, refused, behind = await link.execute(("APPEND", one, 1), both((one, two)), ("APPEND", one, 3))
         assert first == 2
         assert "is being moved" in str(refused)
         assert "is being moved" in str(behind)
         # One by one they are found, wherever they are.
-        assert await link.ask(("GET", one), ("GET", two), ("APPEND", two, 3)) == [b"11", b"1", 2]
+        assert await link.execute(("GET", one), ("GET", two), ("APPEND", two, 3)) == [b"11", b"1", 2]
         await cluster.finish_move(slot, source, target)
-        replies = await link.ask(both((one, two)), ("APPEND", one, 3), both((one, two)), ("GET", one), ("GET", two))
+        replies = await link.execute(both((one, two)), ("APPEND", one, 3), both((one, two)), ("GET", one), ("GET", two))
         assert replies == [3, 4, 4, b"11232", b"1322"]
         # Nobody knows the script any more.
         for node in cluster.nodes:
             await node.ask("SCRIPT", "FLUSH")
-        assert await link.ask(both((one, two)), ("PING",)) == [5, b"PONG"]
-        assert (await link.ask(both((one, two)), ("GET", two)))[0] == 6
+        assert await link.execute(both((one, two)), ("PING",)) == [5, b"PONG"]
+        assert (await link.execute(both((one, two)), ("GET", two)))[0] == 6
 
 
 async def test_what_was_refused_for_a_moment_goes_on_where_it_waits(cluster: Cluster, prefix: str) -> None:
@@ -610,7 +610,7 @@ async def test_what_was_refused_for_a_moment_goes_on_where_it_waits(cluster: Clu
     slot = slots.slot(key)
     link = ClusterLink(slots, key)
     try:
-        first, second = [await link.ask(("XADD", key, f"{number}-0", "k", "v")) for number in (1, 2)]
+        first, second = [await link.execute(("XADD", key, f"{number}-0", "k", "v")) for number in (1, 2)]
         assert (first, second) == ([b"1-0"], [b"2-0"])
         source, target = await cluster.begin_move(slot)
         await cluster.move_keys(slot, source, target)
@@ -628,7 +628,7 @@ async def test_what_was_refused_for_a_moment_goes_on_where_it_waits(cluster: Clu
 
         node.exchange = and_back  # type: ignore[method-assign]
         trim, wait = ("XTRIM", key, "MINID", "1-1"), ("XREAD", "BLOCK", 1000, "STREAMS", key, "0-0")
-        trimmed, read = await link.ask(trim, wait)
+        trimmed, read = await link.execute(trim, wait)
         assert [type(reply) for reply in replies[0]] == [AskError] * 2
         assert trimmed == 1
         assert [[id_ for id_, _ in entries] for _, entries in read] == [[b"2-0"]]
@@ -639,8 +639,8 @@ async def test_what_was_refused_for_a_moment_goes_on_where_it_waits(cluster: Clu
 async def test_replies_keep_their_places_and_order_between_slots_is_asked_for(cluster: Cluster, prefix: str) -> None:
     async with linked(cluster) as link:
         names = [f"{prefix}-{number}" for number in range(60)]
-        assert await link.ask(*(("SET", name, number) for number, name in enumerate(names))) == [b"OK"] * 60
-        replies = await link.ask(("TIME",), *(("GET", name) for name in names), ("EVALSHA", "0" * 40, 1, names[0]))
+        assert await link.execute(*(("SET", name, number) for number, name in enumerate(names))) == [b"OK"] * 60
+        replies = await link.execute(("TIME",), *(("GET", name) for name in names), ("EVALSHA", "0" * 40, 1, names[0]))
         assert [int(reply) for reply in replies[1:-1]] == list(range(60))
         assert isinstance(replies[-1], Exception)
 
@@ -678,7 +678,7 @@ async def test_a_master_that_dies_is_replaced_by_its_replica(version: str, prefi
             names = [f"k{number}" for number in range(100)]
             here = next(name for name in names if (slots.slot(name) * 3 // 16384) == slot * 3 // 16384)
             there = next(name for name in names if (slots.slot(name) * 3 // 16384) != slot * 3 // 16384)
-            assert await link.ask(("SET", there, "before"), ("SET", here, "before")) == [b"OK", b"OK"]
+            assert await link.execute(("SET", there, "before"), ("SET", here, "before")) == [b"OK", b"OK"]
             found: list[Entry] = []
 
             async def follow() -> None:
@@ -691,8 +691,8 @@ async def test_a_master_that_dies_is_replaced_by_its_replica(version: str, prefi
                 master.kill()
                 # Nothing that is to come after the rest is done while some of that cannot be.
                 with pytest.raises(RedisError):
-                    await link.ask(AfterOthers(("SET", there, "after")), ("SET", here, "after"))
-                assert await link.ask(("GET", there)) == [b"before"]
+                    await link.execute(AfterOthers(("SET", there, "after")), ("SET", here, "after"))
+                assert await link.execute(("GET", there)) == [b"before"]
                 # Only now is it missed.
                 for node in (*cluster.nodes, replica):
                     if node is not master:
@@ -708,7 +708,7 @@ async def test_a_master_that_dies_is_replaced_by_its_replica(version: str, prefi
 async def test_what_is_no_cluster_is_said(version: str, prefix: str) -> None:
     async with running_servers(version) as servers:
         plain = await servers.start()
-        with pytest.raises(BusError, match="is no node of a cluster: its URL begins with redis://"):
+        with pytest.raises(BusError, match="is not a node of a cluster: use a URL with redis://"):
             async with Bus.open(f"redis+cluster://{plain.address}", prefix=prefix):
                 pass
         with pytest.raises(BusUnavailable, match="no node of the cluster answers"):
@@ -721,7 +721,7 @@ async def test_a_node_by_its_own_url_is_said(cluster: Cluster, prefix: str) -> N
     async with Bus.open(f"redis://{cluster.nodes[0].address}", prefix=prefix) as bus:
         for key in map(str, range(20)):
             if await cluster.owner(slots.slot(key)) is not cluster.nodes[0]:
-                with pytest.raises(BusError, match=r"its URL begins with redis\+cluster://"):
+                with pytest.raises(BusError, match=r"use a URL with redis\+cluster://"):
                     await bus.command("GET", key)
 
 

@@ -25,7 +25,7 @@ async def test_a_command_that_takes_too_long_costs_no_other_connection(
     await together(connections, *[("PING",)] * 4, *[("ECHO", b"x" * 40_000)] * 4)
     idle = len(connections._idle)
     assert idle > 1
-    monkeypatch.setattr(Link.ask, "__kwdefaults__", {**(Link.ask.__kwdefaults__ or {}), "timeout_s": 0.01})
+    monkeypatch.setattr(Link.execute, "__kwdefaults__", {**(Link.execute.__kwdefaults__ or {}), "timeout_s": 0.01})
     with pytest.raises(TimeoutError):
-        await connections.once(("BLPOP", "nothing", 0), alone=True)
+        await connections.execute_once(("BLPOP", "nothing", 0), unbatched=True)
     assert len(connections._idle) == idle - 1

@@ -41,13 +41,13 @@ async def test_large_calls_go_by_themselves(connections: Connections) -> None:
 
 
 async def test_calls_whose_replies_may_be_large_go_by_themselves(embedded: str, connections: Connections) -> None:
-    apart = Connections(embedded, patience_s=5, alone=True)
+    apart = Connections(embedded, patience_s=5, unbatched=True)
     assert len(set(await together(apart, *[("CLIENT", "ID")] * 4))) == 4
     await apart.aclose()
     found: list[Any] = []
 
-    async def ask(alone: bool) -> None:
-        found.append(await connections.command("CLIENT", "ID", alone=alone))
+    async def ask(unbatched: bool) -> None:
+        found.append(await connections.command("CLIENT", "ID", unbatched=unbatched))
 
     async with anyio.create_task_group() as group:
         for alone in (True, False, True, False):
@@ -99,7 +99,7 @@ async def test_closing_ends_calls_that_were_not_sent_and_lets_others_finish(embe
 
     async with anyio.create_task_group() as group:
         group.start_soon(ask, "BLPOP", f"{prefix}:bell", "0")
-        while not any(trip for trip in connections._trips) or connections._calls:
+        while not any(flush for flush in connections._flushes) or connections._calls:
             await checkpoint()
         group.start_soon(ask, "ECHO", "late")
         while not connections._calls:
@@ -112,7 +112,7 @@ async def test_closing_ends_calls_that_were_not_sent_and_lets_others_finish(embe
         await other.command("RPUSH", f"{prefix}:bell", "rung")
         await other.aclose()
     assert found[1:] == [[f"{prefix}:bell".encode(), b"rung"]]
-    assert not connections._trips
+    assert not connections._flushes
     assert not connections._idle
 
 
@@ -124,9 +124,9 @@ async def test_what_cannot_be_sent_is_its_callers_alone(connections: Connections
     assert [type(error) for error in wrong] == [UnicodeEncodeError, TypeError]
     (mine,) = await together(connections, ("CLIENT", "ID"))
     with pytest.raises(UnicodeEncodeError):
-        await connections.command("GET", "bad\udc80", alone=True)
+        await connections.command("GET", "bad\udc80", unbatched=True)
     # No connection was lost over it.
-    assert await connections.command("CLIENT", "ID", alone=True) == mine
+    assert await connections.command("CLIENT", "ID", unbatched=True) == mine
 
 
 async def test_one_that_finds_redis_gone_spares_the_others_finding_out(embedded: str, tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ async def test_one_that_finds_redis_gone_spares_the_others_finding_out(embedded:
         connections = Connections(way.url, patience_s=5)
         async with anyio.create_task_group() as group:
             for _ in range(8):
-                group.start_soon(partial(connections.command, "ECHO", "x", alone=True))
+                group.start_soon(partial(connections.command, "ECHO", "x", unbatched=True))
         assert len(connections._idle) == 8
         await way.cut()
         assert await connections.command("ECHO", "x") == b"x"
@@ -142,10 +142,10 @@ async def test_one_that_finds_redis_gone_spares_the_others_finding_out(embedded:
         await connections.aclose()
 
 
-@pytest.mark.parametrize("alone", [False, True])
-async def test_who_is_cancelled_already_sends_nothing(connections: Connections, prefix: str, alone: bool) -> None:
+@pytest.mark.parametrize("unbatched", [False, True])
+async def test_who_is_cancelled_already_sends_nothing(connections: Connections, prefix: str, unbatched: bool) -> None:
     with anyio.move_on_after(0):
-        await connections.command("SET", f"{prefix}:k", "x", alone=alone)
+        await connections.command("SET", f"{prefix}:k", "x", unbatched=unbatched)
     assert await connections.command("EXISTS", f"{prefix}:k") == 0
 
 
@@ -156,7 +156,7 @@ async def test_whoever_gives_up_waiting_leaves_nothing_behind(
     async with anyio.create_task_group() as group:
         for _ in range(8):
             # All turns there are.
-            group.start_soon(partial(connections.command, "BLPOP", f"{prefix}:nothing", "0", alone=True))
+            group.start_soon(partial(connections.command, "BLPOP", f"{prefix}:nothing", "0", unbatched=True))
         while (await other.command("CLIENT", "LIST")).count(b"cmd=blpop") < 8:
             await checkpoint()
         for _ in range(3):
@@ -203,13 +203,13 @@ async def test_a_trip_for_nobody_is_given_up(connections: Connections, prefix: s
             await connections.command("BLPOP", f"{prefix}:nothing", "0")
     assert await connections.command("ECHO", "x") == b"x"
     await checkpoint()
-    assert not connections._trips
+    assert not connections._flushes
 
 
 async def test_calls_go_on_after_a_trip_that_never_began(connections: Connections) -> None:
     async with anyio.create_task_group() as group:
         group.start_soon(connections.command, "ECHO", "x")
-        while connections._departing is None:
+        while connections._scheduled is None:
             await checkpoint()
-        connections._departing.cancel()
+        connections._scheduled.cancel()
     assert await connections.command("ECHO", "y") == b"y"

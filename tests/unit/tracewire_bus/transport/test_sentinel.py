@@ -193,11 +193,11 @@ async def test_a_server_that_takes_no_writes_is_asked_about_again(version: str, 
     async with watched(version) as service:
         sentinels = Sentinels(service.url)
         link = Link(sentinels)
-        assert await link.ask(("SET", "k", "v")) == [b"OK"]
+        assert await link.execute(("SET", "k", "v")) == [b"OK"]
         # Demoted by hand; the sentinel is away, and what it said last is wrong.
         service.sentinel.kill()
         await service.master.ask("REPLICAOF", HOST, service.replica.port)
-        refused, _ = await link.ask(("SET", "k", "v"), ("GET", "k"))
+        refused, _ = await link.execute(("SET", "k", "v"), ("GET", "k"))
         assert "read only" in str(refused)
         assert not link.connected
         await link.drop()

@@ -103,7 +103,7 @@ async def test_a_wakeup_whose_task_is_cancelled_at_the_same_time_is_not_an_error
 async def test_a_background_task_that_fails_says_so_at_once_and_begins_anew(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("tracewire_bus.transport.tasks._ANEW_S", 0.0)
+    monkeypatch.setattr("tracewire_bus.transport.tasks._RESTART_S", 0.0)
     begun, works = 0, anyio.Event()
 
     async def run() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 import tracewire
 from tracewire_bus.bus import Bus, BusError
-from tracewire_bus.transport.urls import Addresses, parsed, redacted
+from tracewire_bus.transport.urls import Addresses, parse_url, redacted
 
 
 def test_a_url_of_several_servers() -> None:
@@ -72,7 +72,7 @@ async def _told(url: str) -> str:
     """All that anybody is told who tries to use a URL."""
     told = [redacted(url)]
     try:
-        parsed(url)
+        parse_url(url)
     except ValueError as error:
         told += traceback.format_exception(error)
     for use in (partial(Bus.open, url, patience_s=0), partial(tracewire.connect, url, retry_timeout=0)):
