@@ -442,7 +442,7 @@ async def test_a_lease_is_renewed_beside_calls_that_hang(embedded: str, prefix: 
             async with client.trace("tiny", "hello", detach=False):
                 lease = await client._session.presence.lease()
                 for _ in range(CONCURRENT):
-                    await stack.enter_async_context(client._session.open_bus()._connections._turn)
+                    await stack.enter_async_context(client._session.open_bus()._connections._limit)
                 await bus.leases.release(lease)
                 while not await bus.leases.held([lease]):
                     pass

@@ -452,7 +452,7 @@ async def test_what_waits_apart_is_tried_in_turns_and_not_with_all_that_others_w
             await cluster.move_keys(slot_of(bus.keys, trace), source, target, but=[bus.keys.events(trace).encode()])
             halves.append((slot_of(bus.keys, trace), source, target))
         sent: list[str] = []
-        ask = writer.restorer.link.ask
+        ask = writer.restorer.link.execute
 
         async def watched(*commands: Any, **more: Any) -> list[Any]:
             sent.extend(command[3] for command in commands if command[0] == "EVAL")
