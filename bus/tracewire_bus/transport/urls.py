@@ -38,7 +38,7 @@ def parse_url(url: str) -> SplitResult:
             that may be of a password.
     """
     scheme, separator, rest = url.partition("://")
-    hosts, tail = _divided(rest)
+    hosts, tail = _split_location(rest)
     try:
         # Newer Pythons refuse an address in brackets that is not the only one.
         several = separator and "," in hosts

@@ -112,10 +112,10 @@ class RedisServer:
 
         link = self._link()
         try:
-            (reply,) = await link.ask(command)
+            (reply,) = await link.execute(command)
         except ConnectionError:
             # Closed since: a server does that to everybody when it becomes a replica, or is another one now.
-            (reply,) = await link.ask(command)
+            (reply,) = await link.execute(command)
         if isinstance(reply, Exception):
             raise reply
         return reply

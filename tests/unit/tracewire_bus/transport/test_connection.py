@@ -26,7 +26,7 @@ from tracewire_bus.wire.pieces import Pieces
 
 def made(url: str, **options: Any) -> Connection:
     """A connection to a server by its URL, not yet open."""
-    connection: Connection = Server(url, **options)._made()
+    connection: Connection = Server(url, **options)._make()
     assert isinstance(connection, AnyioConnection if on_trio() else AsyncioConnection)
     return connection
 
