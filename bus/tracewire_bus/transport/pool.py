@@ -1,8 +1,7 @@
 """Connections to Redis, shared by short commands.
 
-The connections are redis-py's asyncio connections, without redis-py's client, and on trio those of
-`anyio_connection.py`. A cancelled command closes its connection, since its reply would arrive later. Redis-py retries
-nothing: this module decides which commands may be sent twice.
+The connections are those of `asyncio_connection.py`, and on trio those of `anyio_connection.py`. A cancelled command
+closes its connection, since its reply would arrive later. This module decides which commands may be sent twice.
 
 `Connections` shares a bounded number of connections between short commands, and sends commands of concurrent calls
 together. A caller that blocks on Redis, or must not wait behind others, opens a `Link` of its own.

@@ -40,7 +40,7 @@ class Transport(Protocol):
     """Opens connections to the server that commands should go to at that time."""
 
     async def open(self, spare: Any = None) -> Any:
-        """Open a connection: redis-py's asyncio connection, or on trio an `AnyioConnection`.
+        """Open a connection: an `AsyncioConnection`, or on trio an `AnyioConnection`.
 
         Args:
             spare: a closed connection that this transport opened earlier, and may open again.
