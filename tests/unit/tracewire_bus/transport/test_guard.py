@@ -17,6 +17,6 @@ def test_the_log_names_some_and_counts_the_rest(caplog: pytest.LogCaptureFixture
     assert guard.malformed == 1000
     assert len(caplog.records) == LINES
     assert "'1-0' of 'tw:key'" in caplog.messages[0]
-    assert "no more of them for a minute" in caplog.messages[-1]
+    assert "no more of them are logged for a minute" in caplog.messages[-1]
     with pytest.raises(Malformed, match="'a' of 'tw:record' in Redis is malformed: invalid literal"):
         guard.demand(int, "x", key="tw:record", entry="a")

@@ -143,7 +143,7 @@ def test_a_record_of_another_size_than_its_layout_says_is_refused() -> None:
 
 def test_a_name_comes_by_columns_or_otherwise() -> None:
     fold = fold_of(RECORD)
-    with pytest.raises(FoldError, match="by columns"):
+    with pytest.raises(FoldError, match="records of columns"):
         delta = Append(path=("score",), items=[1.0])
         fold.apply(DecodedOutput(attempt=1, seq=1, index=1, token_ids=[0], deltas=[[delta]]))
     fold = Fold()
