@@ -203,6 +203,7 @@ def every_message() -> dict[str, tuple[str, messages.Message]]:
         layer_count=2,
         modules=[ModuleInfo("", "Llama"), ModuleInfo("model", "LlamaModel")],
         attributes={"Llama": ["config"]},
+        sources={"Llama": "* def forward(self, x):"},
         versions=versions,
         schema=schema_text(),
         capacity=16,

@@ -19,7 +19,7 @@ import msgspec
 
 from tracewire_bus.wire.messages import EngineInfo
 
-__all__ = ["ModuleNode", "ModuleTree", "PathProblem", "UnknownModule", "check_block", "index_names"]
+__all__ = ["ForwardSource", "ModuleNode", "ModuleTree", "PathProblem", "UnknownModule", "check_block", "index_names"]
 
 #: Names that nnsight lets a block read or call on any module, besides the module's own attributes.
 MODULE_ATTRIBUTES: Final = frozenset(
@@ -75,6 +75,24 @@ class PathProblem(msgspec.Struct, frozen=True):
     reason: str = ""
 
 
+class ForwardSource:
+    """The source of a module's `forward`, as nnsight prints it: the name of each operation stands beside its line.
+
+    It prints as that text. A block reads and edits the operations: `model.model.layers[0].mlp.source.NAME.output`.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"{name!r} exists on the engine, inside a block. In this process, print(...) shows the source's operations"
+        )
+
+    def __repr__(self) -> str:
+        return self.text
+
+
 class ModuleTree:
     """The modules of an engine's model, by path, in the order in which the model defines them.
 
@@ -97,6 +115,7 @@ class ModuleTree:
         self.fitting_interventions: set[bytes] = set()
         self._classes = {module.path: module.cls for module in info.modules} or {"": "Module"}
         self._attributes = {cls: frozenset(names) for cls, names in info.attributes.items()}
+        self._sources = info.sources
         self._children: dict[str, dict[str, str]] = {path: {} for path in self._classes}
         for path in self._classes:
             parent, _, name = path.rpartition(".")
@@ -119,6 +138,11 @@ class ModuleTree:
             UnknownModule: there is no module at `path`.
         """
         return list(self._children_of(path).values())
+
+    def forward_source(self, path: str) -> ForwardSource | None:
+        """The source of the `forward` of the module at `path`; None if the engine does not publish it."""
+        text = self._sources.get(self._classes.get(path, ""))
+        return None if text is None else ForwardSource(text)
 
     def cls(self, path: str = "") -> str:
         """Name of the class of the module at `path`.
@@ -310,10 +334,12 @@ class ModuleNode:
             child = wanted
         return ModuleNode(self._tree, child)
 
-    def __getattr__(self, name: str) -> ModuleNode:
+    def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
         if self._tree.child(self.path, name) is None and self._tree.readable(self.path, name):
+            if name == "source" and (source := self._tree.forward_source(self.path)) is not None:
+                return source
             raise AttributeError(_only_in_block(".".join(filter(None, (self.path, name))), name, self.path))
         return self[name]
 

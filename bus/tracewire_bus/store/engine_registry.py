@@ -42,7 +42,7 @@ class EngineRegistry:
             BusUnavailable: Redis does not answer.
         """
         key, milliseconds = self._keys.engine(info.engine), max(1, round(ttl_s * 1000))
-        brief = msgspec.structs.replace(info, modules=[], attributes={}, config={}, tree=_tree_digest(info))
+        brief = msgspec.structs.replace(info, modules=[], attributes={}, sources={}, config={}, tree=_tree_digest(info))
         lasting = digest_bytes(encode(msgspec.structs.replace(brief, running=0, malformed=0)))
         heartbeat = [
             RENEW((self._keys.heartbeat(info.engine),), encode(brief), milliseconds),
@@ -148,7 +148,12 @@ class EngineRegistry:
                 known = self._trees[info.tree]
                 whole.append(
                     msgspec.structs.replace(
-                        info, modules=known.modules, attributes=known.attributes, config=known.config, tree=b""
+                        info,
+                        modules=known.modules,
+                        attributes=known.attributes,
+                        sources=known.sources,
+                        config=known.config,
+                        tree=b"",
                     )
                 )
         return whole
@@ -162,4 +167,5 @@ def _info(name: str, data: bytes) -> EngineInfo:
 
 
 def _tree_digest(info: EngineInfo) -> bytes:
-    return digest_bytes(encode(EngineInfo(engine="", model="", modules=info.modules, attributes=info.attributes)))
+    tree = EngineInfo(engine="", model="", modules=info.modules, attributes=info.attributes, sources=info.sources)
+    return digest_bytes(encode(tree))

@@ -821,8 +821,9 @@ class EngineInfo(Message):
     names that can be read on a module besides its children. `layers` is the path of the list of the `layer_count`
     decoder layers, which the index of `residual(i)` refers to. `taps` are the only locations that can be read or edited
     (such as `model.layers.3.output`) on an engine that replays CUDA graphs; empty if all can be. `loras` names the LoRA
-    adapters that a prompt can ask for, `modalities` the media that a prompt can have besides text (`image`). Heartbeats
-    leave out `modules`, `attributes` and `config`; `tree` identifies them.
+    adapters that a prompt can ask for, `modalities` the media that a prompt can have besides text (`image`). `sources`
+    maps each class in the tree to the source of its `forward`, as nnsight prints it: with the name of each operation
+    beside its line. Heartbeats leave out `modules`, `attributes`, `sources` and `config`; `tree` identifies them.
 
     The engine: `state` is `serving`, `holding` (waiting until Redis has taken the events that the engine could not yet
     write), `draining` (takes no new traces, and then ends) or `lost` (its vLLM has died). `capacity` is how many traces
@@ -863,3 +864,4 @@ class EngineInfo(Message):
     modalities: list[str] = []
     malformed: int = 0
     config: dict[str, Any] = {}
+    sources: dict[str, str] = {}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 import socket
 import time
@@ -16,11 +17,13 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 from unittest import mock
 
 import msgspec
 import torch
+from nnsight.intervention import source as nnsight_source
 from nnsight.modeling.vllm import VLLM
 from vllm.config.lora import MaxLoRARanks
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -47,6 +50,8 @@ from tracewire_engine.protocol.keys import (
 from .parent_death import ADAPTER_PID
 
 __all__ = ["EngineModel", "UnsupportedSetting", "build_engine", "describe", "refuse_unsupported", "versions"]
+
+logger = logging.getLogger("tracewire")
 
 #: How many tokens `AsyncLLM` schedules for a step by default.
 _STEP_TOKENS = 2048
@@ -320,6 +325,22 @@ def published_config(config: Any) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if len(json.dumps(value)) <= _LONGEST_SETTING}
 
 
+#: The longest source of a `forward` that is published, in characters.
+_LONGEST_SOURCE = 64 * 1024
+
+
+def forward_source(module: torch.nn.Module) -> str:
+    """The source of a module's `forward` as nnsight prints it; empty if it has none, or one that is too long."""
+    try:
+        # Nothing is installed on the module, as `Envoy.source` would.
+        _, found = nnsight_source.instrument(nnsight_source.module_body(module), lambda *_, **__: None)
+        text = nnsight_source.Source.__repr__(SimpleNamespace(compiled=found))
+    except Exception as error:  # of any source that nnsight cannot take apart
+        logger.debug("the source of %s.forward is not published: %s", type(module).__name__, error)
+        return ""
+    return text if len(text) <= _LONGEST_SOURCE else ""
+
+
 def describe(model: EngineModel, name: str, capacity: int, queue_limit: int = 0) -> EngineInfo:
     """Make the registry's entry of this engine: its model's module tree, sizes and versions.
 
@@ -333,10 +354,13 @@ def describe(model: EngineModel, name: str, capacity: int, queue_limit: int = 0)
     module: torch.nn.Module = model._module
     layers = find_layers(module.named_modules(), getattr(config.hf_text_config, "num_hidden_layers", 0))
     attributes: dict[str, set[str]] = {}
+    sources: dict[str, str] = {}
     modules: list[ModuleInfo] = []
     for path, child in module.named_modules():
         kind = type(child).__name__
         modules.append(ModuleInfo(path=path, cls=kind))
+        if kind not in attributes and (source := forward_source(child)):
+            sources[kind] = source
         names = attributes.setdefault(kind, set())
         names.update(attribute for attribute in dir(child) if not attribute.startswith("_"))
     return EngineInfo(
@@ -353,6 +377,7 @@ def describe(model: EngineModel, name: str, capacity: int, queue_limit: int = 0)
         layer_count=len(module.get_submodule(layers)) if layers else 0,
         modules=modules,
         attributes={kind: sorted(names) for kind, names in attributes.items()},
+        sources=sources,
         versions=versions(),
         schema=schema_text(),
         capacity=capacity,

@@ -277,10 +277,12 @@ async def _own_module(model):
 
 @idiom
 async def _source(model):
-    """`print(model.model.layers[0].mlp.source)`, in a block"""
+    """`print(model.model.layers[0].mlp.source)`, in a block and outside"""
     with model.trace(PROMPT, max_tokens=1, **GREEDY) as tracer:
         text = tracewire.save(str(model.model.layers[0].mlp.source))
-    assert "down_proj" in (await saves_of(tracer))["text"]
+    text = (await saves_of(tracer))["text"]
+    assert "down_proj" in text
+    assert str(model.model.layers[0].mlp.source) == text
 
 
 @pytest.mark.parametrize("name", IDIOMS)

@@ -117,14 +117,22 @@ async def test_the_tokenizer_and_the_configuration_are_the_engine_s(model: Model
     assert model.tokenizer.decode(saves["ids"]) == PROMPT
 
 
-async def test_the_source_of_a_module_is_read_as_its_error_says(model: Model) -> None:
-    with pytest.raises(AttributeError, match=r"tracewire\.save\(str\(model\.model\.layers\[0\]\.mlp\.source\)\)"):
-        print(model.model.layers[0].mlp.source)
+async def test_the_source_of_a_module_is_the_one_that_a_block_sees(
+    model: Model, capsys: pytest.CaptureFixture[str]
+) -> None:
     with model.trace(PROMPT, max_tokens=1, **GREEDY) as tracer:
-        text = tracewire.save(str(model.model.layers[0].mlp.source))
-    text = (await tracer.result()).saves["text"]
-    assert "def forward(self, x):" in text
-    assert "self_gate_up_proj_0" in text
+        mlp = tracewire.save(str(model.model.layers[0].mlp.source))
+        attention = tracewire.save(str(model.model.layers[0].self_attn.source))
+        root = tracewire.save(str(model.source))
+    saves = (await tracer.result()).saves
+    assert "def forward(self, x):" in saves["mlp"]
+    assert "self_gate_up_proj_0" in saves["mlp"]
+    print(model.model.layers[0].mlp.source)
+    assert capsys.readouterr().out == saves["mlp"] + "\n"
+    assert str(model.model.layers[1].self_attn.source) == saves["attention"]
+    assert str(model.source) == saves["root"]
+    with pytest.raises(AttributeError, match="'self_gate_up_proj_0' exists on the engine, inside a block"):
+        _ = model.model.layers[0].mlp.source.self_gate_up_proj_0
 
 
 def written(folder: Path, source: str):

@@ -224,3 +224,16 @@ def test_problems_come_in_the_order_of_the_source() -> None:
 def test_the_model_may_have_another_name() -> None:
     assert check_block(TREE, "model.wrong", "llm") == []
     assert [problem.path for problem in check_block(TREE, "llm.wrong", "llm")] == ["wrong"]
+
+
+def test_the_source_of_a_forward_prints_with_its_operations() -> None:
+    text = " relu_0 ->  0     return relu(x)"
+    info = EngineInfo(engine="e", model="m", attributes={"MLP": [], "Model": []}, sources={"MLP": text})
+    info.modules = [ModuleInfo(path="", cls="Model"), ModuleInfo(path="mlp", cls="MLP")]
+    found = ModuleTree(info)
+    assert str(found.mlp.source) == repr(found.mlp.source) == found.mlp.source.text == text
+    with pytest.raises(AttributeError, match="'relu_0' exists on the engine, inside a block"):
+        _ = found.mlp.source.relu_0
+    # The engine publishes none for the root: an engine of 0.1 publishes none at all.
+    with pytest.raises(AttributeError, match=r"save it in a block: text = tracewire\.save\(str\(model\.source\)\)"):
+        _ = found.source

@@ -49,7 +49,8 @@ async def test_an_engine_without_a_heartbeat_expires_and_may_come_back(bus: Bus)
 
 
 async def test_a_heartbeat_carries_no_tree_and_a_tree_is_read_once(bus: Bus, embedded: str, prefix: str) -> None:
-    tree = {"modules": [ModuleInfo(f"m.{number}", "M") for number in range(1000)], "attributes": {"M": ["weight"]}}
+    modules = [ModuleInfo(f"m.{number}", "M") for number in range(1000)]
+    tree: dict[str, Any] = {"modules": modules, "attributes": {"M": ["weight"]}, "sources": {"M": "def forward" * 1000}}
     infos = [EngineInfo(engine=f"e{number}", model="m", started_at=float(number), **tree) for number in range(5)]
     async with Bus.open(embedded, prefix=prefix) as reader:
 

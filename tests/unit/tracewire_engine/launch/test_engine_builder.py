@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 import tracewire_engine  # noqa: F401 (before nnsight)
 from tracewire_engine.launch import engine_builder as engine_model
@@ -43,3 +44,23 @@ def test_adapters_that_are_none_are_refused(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text('{"r": 4096}')
     with pytest.raises(UnsupportedSetting, match="rank 4096"):
         engine_model._adapters(options, {"a": str(tmp_path)})
+
+
+class Doubled(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x) * 2
+
+
+def test_a_forward_s_source_names_its_operations_and_the_module_stays_as_it_is() -> None:
+    module = Doubled()
+    text = engine_model.forward_source(module)
+    assert "torch_relu_0" in text
+    assert "return torch.relu(x) * 2" in text
+    assert "forward" not in vars(module)
+    # What has no source in Python, and what is too long.
+    assert engine_model.forward_source(torch.jit.script(Doubled())) == ""
+
+
+def test_a_source_that_is_too_long_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_model, "_LONGEST_SOURCE", 10)
+    assert engine_model.forward_source(Doubled()) == ""
