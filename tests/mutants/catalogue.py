@@ -36,6 +36,7 @@ _LIFECYCLE = "tests/unit/tracewire_bus/store/test_lifecycle.py"
 _SNAPSHOTS = "tests/unit/tracewire_bus/store/test_snapshots.py"
 _SUBMISSION_QUEUE = "tests/unit/tracewire_bus/store/test_submission_queue.py"
 _TRACE_RECORDS = "tests/unit/tracewire_bus/store/test_trace_records.py"
+_COLUMNS = "tests/unit/tracewire_bus/wire/test_columns.py"
 _WATCH_GROUPS = "tests/unit/tracewire_bus/store/test_watch_groups.py"
 _RECOVERY = "tests/unit/tracewire_bus/test_recovery.py"
 _BLOCK_SOURCES = "tests/unit/tracewire_engine/adapter/test_block_sources.py"
@@ -49,6 +50,7 @@ _TRACE_LAG = "tests/unit/tracewire_engine/adapter/test_trace_lag.py"
 _STEP_LINK = "tests/unit/tracewire_engine/link/test_step_link.py"
 _TRACE_END = "tests/unit/tracewire_engine/adapter/test_trace_end.py"
 _TRACE_RUN = "tests/unit/tracewire_engine/adapter/test_trace_run.py"
+_VALIDATION = "tests/unit/tracewire_engine/adapter/test_validation.py"
 _BATCHED_SERVING = "tests/unit/tracewire_engine/worker/blocks/test_batched_serving.py"
 _DECLARED_PLAN = "tests/unit/tracewire_engine/worker/declared/test_plan.py"
 _FINISHING = "tests/unit/tracewire_engine/worker/test_finishing.py"
@@ -196,6 +198,27 @@ MUTANTS = (
         "queue.client_key(entry.client), entry.priority, queue.member(",
         "queue.client_key(entry.client), 0, queue.member(",
         _SUBMISSION_QUEUE + "::test_priorities_order_a_clients_own",
+    ),
+    _of(
+        f"{_BUS}/domain/fold.py",
+        "records-of-columns-are-counted-and-not-compared",
+        "len(found) != entry.records or list_digest(found) != entry.digest:",
+        "len(found) != entry.records:",
+        _COLUMNS + "::test_a_record_that_is_missing_or_another_is_found",
+    ),
+    _of(
+        f"{_ENGINE}/adapter/validation.py",
+        "a-submission-is-compared-with-the-schema-of-events",
+        "check_schema(schema, REQUEST_SCHEMA)",
+        "check_schema(schema)",
+        _VALIDATION + "::test_a_submission_of_a_later_major_schema_of_requests_is_refused",
+    ),
+    _of(
+        f"{_BUS}/bus.py",
+        "a-trace-that-another-client-queued-counts-as-ended",
+        "if created and has_left and await self.records.forget",
+        "if created and await self.records.forget",
+        _SUBMISSION_QUEUE + "::test_a_trace_that_two_submit_at_once_is_queued_by_one",
     ),
     _of(
         f"{_BUS}/lua/queue_put.lua",

@@ -16,8 +16,8 @@ from tests.support.served import failure, many, runs, served, submission
 from tracewire_bus.bus import Bus
 from tracewire_bus.domain.intervention_checks import normalize
 from tracewire_bus.domain.limits import MAX_INVOKES, MAX_SOURCE
-from tracewire_bus.wire.codec import decode_submission, encode
-from tracewire_bus.wire.messages import Invoke, Steer, Submission
+from tracewire_bus.wire.codec import NewerSchema, decode_submission, encode
+from tracewire_bus.wire.messages import REQUEST_SCHEMA, Invoke, Steer, Submission
 from tracewire_bus.wire.packing import pack, wire
 from tracewire_engine.adapter.engine_api import Rejection
 from tracewire_engine.adapter.service import Adapter
@@ -54,6 +54,16 @@ async def test_interventions_are_placed_once_for_each_form_in_which_they_come(bu
     for vector in range(3, 203):
         placed(1.0, float(vector))
     assert len(adapter._validator._placed) <= 64
+
+
+async def test_a_submission_of_a_later_major_schema_of_requests_is_refused(bus: Bus) -> None:
+    """Events are ahead of requests: their schema says nothing of a submission."""
+    validator = Adapter(PlayedEngine(), engine_info(), bus)._validator
+    data = encode(submission("t"))
+    later = f"{REQUEST_SCHEMA[0] + 1}.0"
+    with pytest.raises(NewerSchema):
+        await validator.validate("t", later, data)
+    assert (await validator.validate("t", f"{REQUEST_SCHEMA[0]}.99", data)).submission.trace == "t"
 
 
 @pytest.mark.parametrize(
