@@ -332,8 +332,8 @@ _LONGEST_SOURCE = 64 * 1024
 def forward_source(module: torch.nn.Module) -> str:
     """The source of a module's `forward` as nnsight prints it; empty if it has none, or one that is too long."""
     try:
-        # `Envoy.source` would install the instrumented forward on the module. Where nnsight has already put a forward of
-        # its own there, it keeps the original.
+        # `Envoy.source` would install the instrumented forward on the module. Where nnsight has already put a forward
+        # of its own there, it keeps the original.
         state = vars(module).get(nnsight_source.STATE)
         forward = nnsight_source.module_body(module) if state is None else state.original
         _, found = nnsight_source.instrument(forward, lambda *_, **__: None)
