@@ -20,14 +20,23 @@ ENDS = {
             break
     """,
     "an interrupt": """
-        import signal, threading
+        import signal, sys, threading, time
         main, interrupted = threading.main_thread().ident, threading.Event()
 
+        def waits():
+            frame, functions = sys._current_frames()[main], set()
+            while frame is not None:
+                functions.add(frame.f_code.co_name)
+                frame = frame.f_back
+            return {"__next__", "wait"} <= functions
+
         def interrupt():
-            # Python misses a signal that comes just before a thread begins to wait for a lock.
             while not interrupted.is_set():
+                while not waits():
+                    time.sleep(0)
+                # Python misses a signal that comes just before a thread begins to wait for a lock.
                 signal.pthread_kill(main, signal.SIGINT)
-                interrupted.wait(1)
+                interrupted.wait(10)
 
         with tracewire.blocking.Client(url, prefix=prefix) as client:
             trace = client.trace("tiny", "x")
