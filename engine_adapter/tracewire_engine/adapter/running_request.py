@@ -49,7 +49,8 @@ class RunningRequest:
             return choice, steps
         keep = pending.ended_at + 1 - len(published)
         text = choice.text
-        # vLLM's text goes on to its own last token, or holds back what might begin a stop string.
+        # The text in vLLM's output is not of the published tokens: it may have that of later tokens, and it lacks the
+        # characters that may be the beginning of a stop string.
         whole = decode(published + choice.token_ids[:keep], self.prepared)
         before = "".join(self.text[choice.index])
         if whole.startswith(before):

@@ -68,7 +68,7 @@ class SharedSaves:
     async def forget(self, engine: Engine, begun: bool) -> None:
         """Have the workers drop the values if requests have `begun` and the workers reported no end of them.
 
-        They report none if some of the trace's requests never came.
+        The workers report the end once all of the trace's requests have ended. If some of them never started, they do not.
         """
         self._pending.pop(self._name, None)
         if self._records.choices[0].finish is None and begun:

@@ -518,7 +518,7 @@ def _stops(submission: Submission) -> list[StopWhen]:
 
 
 def first(error: BaseException) -> Any:
-    """The first of an exception group, or an exception that is none."""
+    """The first error in an exception group, also where groups are nested; any other exception as it is."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

@@ -200,12 +200,13 @@ Results: TypeAlias = list[tuple[Collector, dict[str, torch.Tensor]]]
 class Arrangement:
     """Where each row of what was read lies in the one buffer that leaves the device.
 
-    Collectors that read one row of each of the same requests are put side by side: all that a request read in them is
-    one piece of the buffer, however many locations they are. Others follow one after the other.
+    Collectors that read one row of each of the same requests form a block, in which each request has a row. A request's
+    row holds what all of these collectors read of it, so it is one piece of the buffer, however many locations there
+    are. Collectors that read several rows of a request follow one after the other.
     """
 
     def __init__(self, results: Results) -> None:
-        #: Neighbours that are side by side.
+        #: The tensors of the collectors of each block.
         self._blocks: list[list[torch.Tensor]] = []
         #: By collector and part: the tensor, where its first row begins, and from row to row, in bytes.
         self.places: list[tuple[Collector, list[tuple[str, torch.Tensor, int, int]]]] = []
