@@ -68,7 +68,7 @@ class SharedSaves:
     async def forget(self, engine: Engine, begun: bool) -> None:
         """Have the workers drop the values if requests have `begun` and the workers reported no end of them.
 
-        The workers report the end once all of the trace's requests have ended. If some of them never started, they do not.
+        The workers report the end once all of the trace's requests have ended, and never if some did not start.
         """
         self._pending.pop(self._name, None)
         if self._records.choices[0].finish is None and begun:

@@ -241,7 +241,7 @@ class _Shown:
             self._print(progress, "\r" if self._terminal else "", "" if self._terminal else "\n")
 
     def end(self) -> None:
-        """Print the last that was reported."""
+        """Print the last progress that was reported, and end the line."""
         if self._progress is not None:
             self._print(self._progress, "\r" if self._terminal else "", "\n")
 

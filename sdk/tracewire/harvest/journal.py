@@ -244,10 +244,10 @@ class Journal:
 
 
 def checked_file(store: Store, entry: Entry, file: File) -> bytes:
-    """A file's bytes, if they are what was written.
+    """A file's bytes, compared with the digest in the shard's entry.
 
     Raises:
-        ShardDamaged: they are not.
+        ShardDamaged: the file is missing, or has other bytes than were written.
     """
     try:
         data = store.read(file.name)

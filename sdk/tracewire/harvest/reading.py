@@ -59,7 +59,7 @@ class _Loaded:
         data = files.get("safetensors")
         tensors = values_of_table(self.index, entry) if data is None else decoded_tensors(data)
         self.tensors = tensors if exact else {name: _usable(array) for name, array in tensors.items()}
-        #: Of each tensor's rows, the prompt's number in the shard, and the position.
+        #: By tensor: for each of its rows, the number of the row's prompt in the shard, and the row's position.
         self._rows: dict[str, tuple[Array, Array]] = {}
         numbers = {key: number for number, key in enumerate(entry.prompts)}
         tensor = self.index.column("tensor").combine_chunks().dictionary_encode()

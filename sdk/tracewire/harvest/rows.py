@@ -105,7 +105,7 @@ class Filters:
 
     @property
     def by_position(self) -> bool:
-        """Whether rows without a position cannot be filtered."""
+        """Whether the filters choose rows by position. They cannot choose among rows that have none."""
         return self.positions is not None or self.every != 1
 
     def chosen(self, positions: Array, length: int) -> Array:

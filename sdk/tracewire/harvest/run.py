@@ -1,9 +1,9 @@
 """A run of a harvest: its prompts are submitted, and what they saved is put into shards, until each prompt is in one.
 
-Workers, `concurrency` of them, take one prompt after the other and wait for its trace. They hand what came of it to the
-one task that fills shards, which hands full ones to the one task that writes them. Each hands over to one that is ready
-to take: a store that is slow so holds up the shards, and these hold up the workers, which submit no more. In memory are
-the rows of `concurrency` prompts and those of three shards.
+A run has `concurrency` workers. A worker takes a prompt, submits it and waits for its trace. It hands the prompt's rows,
+or its failure, to the one task that fills shards, and that task hands full shards to the one task that writes them. No
+task buffers: each waits until the next one takes what it has. So if a store is slow, the workers submit no more prompts.
+At most the rows of `concurrency` prompts and of three shards are in memory.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class Run:
     async def _missing(self) -> Any:
         """The prompts that are in no shard."""
         done, failed = self._journal.done, self._journal.failed
-        # As they were: what this run adds has been taken from here.
+        # Copies: this run adds prompts to the journal, and it has read these from the data set already.
         before = {key: one.digest for key, one in failed.items()}
         skipped: dict[int | str, str] = {**before, **done} if not self._plan.retry_failed else dict(done)
         known = {**before, **done}

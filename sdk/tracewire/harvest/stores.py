@@ -56,11 +56,11 @@ class Store:
         self._has_folders = not kinds & _WITHOUT_FOLDERS
 
     def path(self, name: str) -> str:
-        """The name of a file as the store knows it."""
+        """A file's path in fsspec's file system: the harvest's folder, then the name."""
         return f"{self._root}/{name}"
 
     def put(self, name: str, data: bytes) -> None:
-        """Write a file, in place of one that may be there."""
+        """Write a file. It replaces a file of the same name."""
         with self._errors(name):
             if self._local:
                 self._put_locally(name, data, replace=True)
@@ -68,10 +68,13 @@ class Store:
                 self._put_remotely(name, data, mode="overwrite")
 
     def create(self, name: str, data: bytes) -> None:
-        """Write a file that is not there yet.
+        """Write a file, if the store has none of this name.
+
+        A remote store may not be able to refuse a file while it writes. So the call asks it beforehand, and two callers
+        at the same moment can both succeed there.
 
         Raises:
-            FileExistsError: it is there. Stores that cannot tell while they write look before.
+            FileExistsError: the store has a file of this name.
         """
         with self._errors(name, FileExistsError):
             if self._local:
