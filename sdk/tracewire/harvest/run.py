@@ -1,9 +1,9 @@
 """A run of a harvest: its prompts are submitted, and what they saved is put into shards, until each prompt is in one.
 
-A run has `concurrency` workers. A worker takes a prompt, submits it and waits for its trace. It hands the prompt's rows,
-or its failure, to the one task that fills shards, and that task hands full shards to the one task that writes them. No
-task buffers: each waits until the next one takes what it has. So if a store is slow, the workers submit no more prompts.
-At most the rows of `concurrency` prompts and of three shards are in memory.
+A run has `concurrency` workers. A worker takes a prompt, submits it and waits for its trace. It hands the prompt's
+rows, or its failure, to the one task that fills shards, and that task hands full shards to the one task that writes
+them. No task buffers: each waits until the next one takes what it has. So if a store is slow, the workers submit no
+more prompts. At most the rows of `concurrency` prompts and of three shards are in memory.
 """
 
 from __future__ import annotations
