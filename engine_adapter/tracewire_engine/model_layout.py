@@ -10,6 +10,8 @@ from collections.abc import Iterable
 
 import torch
 
+from tracewire_bus.domain.python_source import parse_source
+
 __all__ = ["find_layers", "find_norm", "takes_residual"]
 
 _LAYER_LISTS = re.compile(r"(^|\.)(layers|h|blocks|decoder_layers|block)$")
@@ -55,7 +57,7 @@ def takes_residual(layers: Iterable[torch.nn.Module]) -> bool:
 def _takes_residual(kind: type[torch.nn.Module]) -> bool:
     forward = inspect.unwrap(kind.forward)
     try:
-        (function,) = ast.parse(textwrap.dedent(inspect.getsource(forward))).body
+        (function,) = parse_source(textwrap.dedent(inspect.getsource(forward))).body
     except (OSError, TypeError, ValueError, SyntaxError):
         return True
     if not isinstance(function, ast.FunctionDef) or "residual" not in inspect.signature(forward).parameters:

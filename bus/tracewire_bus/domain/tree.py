@@ -17,6 +17,7 @@ from typing import Any, Final, TypeAlias, overload
 
 import msgspec
 
+from tracewire_bus.domain.python_source import parse_source
 from tracewire_bus.wire.messages import EngineInfo
 
 __all__ = ["ForwardSource", "ModuleNode", "ModuleTree", "PathProblem", "UnknownModule", "check_block", "index_names"]
@@ -427,7 +428,7 @@ def index_names(source: str) -> frozenset[str]:
 @lru_cache(maxsize=512)
 def _index_names(source: str) -> frozenset[str]:
     try:
-        module = ast.parse(source)
+        module = parse_source(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return frozenset()
     used: set[str] = set()
@@ -485,7 +486,7 @@ def _check_block(
     tree: ModuleTree, source: str, model_name: str, indices: tuple[tuple[str, int], ...]
 ) -> list[PathProblem]:
     try:
-        module = ast.parse(source)
+        module = parse_source(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return []
     checker = _Checker(tree, model_name, dict(indices))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from functools import lru_cache
 
+from tracewire_bus.domain.python_source import parse_source
 from tracewire_bus.wire.messages import Block
 
 __all__ = ["asks_result"]
@@ -21,7 +22,7 @@ def asks_result(block: Block | None) -> bool:
 def _reads_result(sources: tuple[str, ...], tracer: str) -> bool:
     """Whether `result` is an attribute of the tracer there, or of anything, if the tracer goes by other names, too."""
     try:
-        nodes = [node for source in sources for node in ast.walk(ast.parse(source))]
+        nodes = [node for source in sources for node in ast.walk(parse_source(source))]
     except (SyntaxError, ValueError, MemoryError, RecursionError):
         # The compiler reports the error.
         return True

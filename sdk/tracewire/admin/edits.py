@@ -38,6 +38,7 @@ from tracewire.traces.large import LargeValues
 from tracewire.traces.model_checks import check_paths
 from tracewire.traces.readers import Watcher
 from tracewire_bus.domain.fold import FoldError, apply_delta
+from tracewire_bus.domain.python_source import parse_source
 from tracewire_bus.store.edits import EDIT_BYTES, EditRecords, EditsFull, Installed, VersionDiffers, is_edit_name
 from tracewire_bus.store.edits import UnknownEdit as NoSuchEdit
 from tracewire_bus.wire.codec import decode_deltas
@@ -396,7 +397,7 @@ class Edits:
     @staticmethod
     def _check_live(name: str, block: Block) -> None:
         try:
-            tree = ast.parse(block.source)
+            tree = parse_source(block.source)
         except SyntaxError as error:
             line = (error.lineno or 1) + block.first_line - 1
             raise InvalidEdit(name, "block", f"it does not compile at line {line}: {error.msg}") from None

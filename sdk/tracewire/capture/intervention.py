@@ -27,6 +27,7 @@ from typing import Any, TypeVar, cast
 
 from tracewire.checks import type_name
 from tracewire.errors import BlockError, BlockOnly, TraceRejected
+from tracewire_bus.domain.python_source import parse_source
 from tracewire_bus.wire.messages import Block
 
 from .capture import MISSING, BlockFunction, Capture, brief, defaults_of
@@ -266,7 +267,7 @@ def live_reads(source: str, tracer: str, live: str) -> tuple[tuple[str, int], ..
     `tracer` and `live` are the block's names for these. Returns `()` if the block rebinds one of these names.
     """
     found: list[tuple[str, int]] = []
-    waiting: list[ast.AST] = [ast.parse(source)]
+    waiting: list[ast.AST] = [parse_source(source)]
     while waiting:
         node = waiting.pop()
         if isinstance(node, ast.Try | ast.TryStar):

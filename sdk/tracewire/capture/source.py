@@ -23,6 +23,7 @@ from typing import Any
 import msgspec
 
 from tracewire.errors import BlockError
+from tracewire_bus.domain.python_source import parse_source
 
 __all__ = ["SOURCES_KEPT", "FunctionSource", "dedent", "end_of", "find", "parse_file"]
 
@@ -63,7 +64,7 @@ def parse_file(name: str, text: str) -> _File:
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SyntaxWarning)
-        tree = ast.parse(text, name)
+        tree = parse_source(text, name)
     return _File(name, tuple(_lines(text)), tree)
 
 

@@ -16,6 +16,7 @@ import pytest
 
 import tracewire
 from tests.support import ROOT
+from tests.support.command_lines import with_words
 from tests.support.engine_process import EngineProcess, running_engine
 from tests.support.redis.durable import server
 from tracewire import Probe
@@ -36,7 +37,7 @@ def victim(engine: EngineProcess, kind: str) -> psutil.Process:
     if kind == "adapter":
         (adapter,) = psutil.Process(engine.process.pid).children()
         return adapter
-    (found, *_) = [one for one in engine.descendants() if kind in " ".join([one.name(), *one.cmdline()])]
+    (found, *_) = with_words(engine.descendants(), kind)
     return found
 
 

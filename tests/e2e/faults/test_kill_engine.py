@@ -18,6 +18,7 @@ import pytest
 
 import tracewire
 from tests.support.blocks.steering import steered
+from tests.support.command_lines import with_words
 from tests.support.engine_process import EngineProcess, left_running, running_engine
 from tracewire import Client, Output, Restarted
 from tracewire_bus.bus import Bus
@@ -39,7 +40,7 @@ def victim(engine: EngineProcess, kind: str) -> psutil.Process:
     if kind == "adapter":
         (adapter,) = psutil.Process(engine.process.pid).children()
         return adapter
-    (found, *_) = [one for one in engine.descendants() if kind in " ".join([one.name(), *one.cmdline()])]
+    (found, *_) = with_words(engine.descendants(), kind)
     return found
 
 

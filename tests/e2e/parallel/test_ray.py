@@ -15,6 +15,7 @@ import pytest
 
 import tracewire
 from tests.support.blocks import parallel as blocks
+from tests.support.command_lines import command_line
 from tests.support.engine_process import EngineProcess
 from tests.support.parallel.layouts import Served, served
 from tests.support.parallel.scenarios import GREEDY, PROMPT, SCENARIOS, TIES, check_restarted, outcome, same
@@ -73,14 +74,7 @@ async def test_it_is_as_on_one_rank(
 
 def processes(engine: EngineProcess, what: re.Pattern[str]) -> list[psutil.Process]:
     """Those below an engine whose command line has this."""
-    found = []
-    for process in engine.descendants():
-        try:
-            if what.search(" ".join(process.cmdline())):
-                found.append(process)
-        except psutil.NoSuchProcess:
-            continue
-    return found
+    return [process for process in engine.descendants() if what.search(command_line(process))]
 
 
 async def test_a_killed_worker_costs_an_attempt(layout: str, client: Client, two: Model, ranks: Served) -> None:
@@ -109,7 +103,7 @@ async def test_a_killed_worker_costs_an_attempt(layout: str, client: Client, two
 async def test_killed_outright_it_leaves_nothing(client: Client, two: Model, ranks: Served) -> None:
     """The last test: whoever kills the supervisor wants all of it gone. Ray's agents take their minute."""
     below = ranks.engine.descendants()
-    names = " ".join(" ".join(process.cmdline()) for process in processes(ranks.engine, RAY))
+    names = " ".join(command_line(process) for process in processes(ranks.engine, RAY))
     for part in ("gcs_server", "raylet", "DashboardAgent", "RuntimeEnvAgent", "TracewireRayWorker"):
         assert part in names
     ranks.engine.process.kill()

