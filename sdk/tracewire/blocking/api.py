@@ -81,11 +81,10 @@ class Trace(Bridge[AsyncTrace]):
     end was read cancels the trace for all its consumers. With `detach=True` the trace goes on to its end.
 
     An iterator of `Output`, `Shared`, `Steered`, `Paused`, `Resumed`, `Lagging`, `Waiting` and `Restarted`
-    items, which ends
-    with the trace. A `Gap` stands in place of events that were trimmed before they were read. Each item comes once:
-    tasks that iterate at the same time share the items; a subscription yields all of them again. A rejected trace
-    raises `TraceRejected` in place of its first item. A trace whose block failed raises `InterventionError` after its
-    last output.
+    items, which ends with the trace. A `Gap` stands in place of events that were trimmed before they were read. Each
+    item comes once: tasks that iterate at the same time share the items; a subscription yields all of them again. A
+    rejected trace raises `TraceRejected` in place of its first item. A trace whose block failed raises
+    `InterventionError` after its last output.
     """
 
     def __iter__(self) -> Self:

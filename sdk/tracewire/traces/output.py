@@ -232,8 +232,8 @@ AnyEvent: TypeAlias = Accepted | Output | Shared | Notice | Final
 Event: TypeAlias = AnyEvent | Gap
 """An event as `subscribe` yields it: one on the trace's stream, or a `Gap` in place of trimmed ones.
 
-`event.type` tells them apart: `"accepted"`, `"output"`, `"shared"`, `"steered"`, `"paused"`, `"resumed"`, `"waiting"`,
-`"restarted"`, `"gap"` and `"final"`."""
+`event.type` tells them apart: `"accepted"`, `"output"`, `"shared"`, `"steered"`, `"paused"`, `"resumed"`, `"lagging"`,
+`"waiting"`, `"restarted"`, `"gap"` and `"final"`."""
 Item: TypeAlias = Output | Shared | Notice | Gap
 """An item that iterating over a trace yields: any event but its `Accepted` and its `Final`."""
 
