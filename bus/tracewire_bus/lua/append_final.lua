@@ -4,13 +4,13 @@
 -- Appends a trace's final event and ends the trace. Keys, arguments and reply are those of append_event.
 local events, blobs, key, changes, operations, deadlines, snapshot, lifecycle_stream, list, sizes = unpack(KEYS)
 local id, schema, data, retention, _, version, attempt, trace, previous = unpack(ARGV, 1, 9)
--- A full Redis refuses a script at its first write. HDEL is never refused, so the end is written.
+-- If its memory is full, Redis refuses a script at its first write, but never HDEL. So HDEL comes first.
 redis.call('HDEL', key, '')
 if schema ~= '' then
   local refusal = append(events, key, id, schema, data, attempt, previous)
   if refusal then return refusal end
 end
--- These changes of live parameters have been reported by now.
+-- The stream reports these changes of live parameters.
 if version ~= '' then redis.call('ZREMRANGEBYSCORE', changes, '-inf', version) end
 for _, name in ipairs({events, blobs, key, snapshot}) do redis.call('EXPIRE', name, retention) end
 redis.call('DEL', changes)

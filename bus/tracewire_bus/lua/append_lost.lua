@@ -1,12 +1,11 @@
 -- #include entry_ids
 -- #include lifecycle
--- Appends again the events that a server which came back lacks, of those that it had acknowledged last, and their
--- lifecycle entries.
+-- Appends again the last events that a server acknowledged and then lost, with their lifecycle entries.
 -- KEYS: events, record, lifecycle stream. ARGV: schema, id of the last event before them or '' if they are all that
 -- the writer has appended, '1' if the last of them is a final (they are appended then even if others before them are
--- missing), attempt, then of each event its id, its data and its packed lifecycle fields or ''. Returns how many the
--- stream lacked; 'ahead' if it has later ones; 'fenced' if it has another writer's event in their place or a later
--- attempt has begun; 'gap' if it lacks some before them.
+-- missing), attempt, then of each event its id, its data and its packed lifecycle fields or ''. Returns how many
+-- events it appended; 'ahead' if the stream has later events; 'fenced' if the stream has another writer's event in
+-- their place or a later attempt has begun; 'gap' if events before them are missing.
 local events, key, lifecycle_stream = unpack(KEYS)
 local schema, base, whole, attempt = unpack(ARGV, 1, 4)
 local FIRST, STEP = 5, 3
@@ -29,7 +28,7 @@ local function data_of(fields)
   end
 end
 
--- A full Redis refuses a script at its first write. HDEL is never refused.
+-- If its memory is full, Redis refuses a script at its first write, but never HDEL. So HDEL comes first.
 redis.call('HDEL', key, '')
 local last_attempt, client = unpack(redis.call('HMGET', key, 'a', 'c'))
 if whole == '1' and (tonumber(last_attempt) or 0) > tonumber(attempt) then return 'fenced' end

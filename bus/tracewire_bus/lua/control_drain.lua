@@ -1,8 +1,9 @@
 -- Orders an engine to drain.
--- KEYS: its control stream. ARGV: author, how many seconds it has or '', for how many to keep the stream.
+-- KEYS: its control stream. ARGV: author, within how many seconds or '', for how many seconds to keep the
+-- stream.
 local control = KEYS[1]
 local author, within, keep_seconds = unpack(ARGV)
--- A full Redis refuses a script at its first write. EXPIRE is never refused.
+-- If its memory is full, Redis refuses a script at its first write, but never EXPIRE. So EXPIRE comes first.
 redis.call('EXPIRE', control, keep_seconds)
 redis.call('XADD', control, '*', 'k', 'drain', 't', '', 'b', author, 'w', within)
 redis.call('EXPIRE', control, keep_seconds)

@@ -3,7 +3,7 @@
 -- kept, then the letter's fields. Returns whether a letter was added.
 local letters, mark = unpack(KEYS)
 local remember, most = unpack(ARGV, 1, 2)
--- A full Redis refuses a script at its first write. EXPIRE and DEL are never refused.
+-- If its memory is full, Redis refuses a script at its first write, but never EXPIRE and DEL. So these come first.
 if redis.call('EXPIRE', mark, remember) == 1 then return 0 end
 redis.call('DEL', mark)
 redis.call('SET', mark, 1, 'EX', remember)

@@ -1,7 +1,7 @@
 -- #include edits
 -- Disables a standing intervention that an engine cannot run.
--- KEYS: those of edit_install. ARGV: name, version, reason, operation. Returns the generation in which it is
--- disabled; 0 if there is no such edit, or it is disabled already.
+-- KEYS: those of edit_install. ARGV: name, version, reason, operation. Returns the new generation; 0
+-- if there is no such edit, or if it is disabled already.
 local state, _, about, disabled, changes = unpack(KEYS)
 local name, version, reason, operation = unpack(ARGV)
 local begun = edits.generation_of(changes, operation)

@@ -1,6 +1,5 @@
 -- Reads the standing interventions of a model at one moment.
--- KEYS: those of edit_install. Returns the generation, the encoded edits, what is known about them, the disabled
--- ones.
+-- KEYS: those of edit_install. Returns the generation, the encoded edits, their descriptions, and the disabled edits.
 local state, entries, about, disabled = unpack(KEYS, 1, 4)
 return {
   redis.call('HGET', state, 'generation') or '0',

@@ -1,6 +1,6 @@
--- Appends a record to an edit's stream and removes the oldest ones that are over the stream's bound.
--- KEYS: the edit's stream, the sizes of all of a model. ARGV: edit, the bound in bytes, for how many seconds to keep
--- the stream, schema, encoded record.
+-- Appends a record to an edit's stream, and removes the oldest records while the stream is larger than its bound.
+-- KEYS: the edit's stream, the sizes of all such streams of the model. ARGV: edit, the bound in bytes, for how many
+-- seconds to keep the stream, schema, encoded record.
 local stream, sizes = unpack(KEYS)
 local edit, bound, keep_seconds, schema, data = unpack(ARGV)
 local OVERHEAD = 200

@@ -1,7 +1,7 @@
 -- #include edits
 -- Removes a standing intervention.
--- KEYS: those of edit_install. ARGV: name, its version or '', operation. Returns the generation without it; 0 if
--- there is no such edit.
+-- KEYS: those of edit_install. ARGV: name, its version or '', operation. Returns the new generation; 0 if there
+-- is no such edit.
 local state, entries, about, disabled, changes = unpack(KEYS)
 local name, version, operation = unpack(ARGV)
 local begun = edits.generation_of(changes, operation)

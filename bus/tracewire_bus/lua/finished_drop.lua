@@ -1,6 +1,6 @@
 -- #include stream
 -- #include finished
--- Deletes finished traces of one hash tag, never one that runs.
+-- Deletes finished traces of one hash tag. Traces that run stay.
 -- KEYS: finished traces, their sizes. ARGV: the prefix of every key with the hash tag, then the traces' ids. Returns
 -- how many were deleted.
 local list, sizes = unpack(KEYS, 1, 2)

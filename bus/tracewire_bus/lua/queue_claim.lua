@@ -1,7 +1,7 @@
 -- #include queue
 -- #include queue_entry
 -- #include queue_leave
--- Writes again that an engine runs an entry, to a server that may have lost it in part or whole.
+-- Writes again that an engine runs an entry, to a server that may have lost the entry in part or whole.
 -- KEYS: the queue's, the trace's mark, the holders. ARGV: trace, engine, attempt, schema, when it was queued in
 -- microseconds, client, priority, lease, tries, engines lost, reason of the last loss, for how many seconds to
 -- remember the trace, the encoded submission. Returns whether the entry is the engine's.
@@ -10,7 +10,7 @@ local submitted, holders = KEYS[11], KEYS[12]
 local trace, engine, attempt, schema, queued_us, client, priority, lease, tries, lost, reason, remember, data =
   unpack(ARGV)
 attempt = tonumber(attempt)
--- A full Redis refuses a script at its first write. HDEL is never refused.
+-- If its memory is full, Redis refuses a script at its first write, but never HDEL. So HDEL comes first.
 call('HDEL', queue.taken, '')
 local holder, entry = call('HGET', queue.taken, trace), queue_entry.read(trace)
 if holder and holder ~= engine then return 0 end

@@ -3,8 +3,8 @@
 -- Queues a submission, once for each trace.
 -- KEYS: the queue's, the trace's mark. ARGV: trace, schema, client, priority, lease, the limit of the queue or 0, for
 -- how many seconds to remember the trace, how many engines may be lost over it, the encoded submission. Returns
--- nothing; 0 if the trace was put before and is in the queue, waiting or taken; 1 if it was put before and has left; or,
--- where the queue is full, how many wait and in how many ms there is room again.
+-- nothing; 0 if the trace was put before and is in the queue, waiting or taken; 1 if it was put before and has left;
+-- or, if the queue is full, how many wait and in how many ms there is room again.
 local call, whole = redis.call, queue.whole
 local submitted = KEYS[11]
 local trace, schema, client, priority, lease, limit, remember, tries, data = unpack(ARGV)

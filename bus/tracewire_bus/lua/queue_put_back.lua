@@ -2,16 +2,16 @@
 -- #include queue_entry
 -- #include queue_join
 -- #include queue_holders
--- Has entries of a holder wait again where they did, ahead of what their clients queued later. With a loss, those
--- that have no try left are given up instead.
--- KEYS: the queue's, the holders. ARGV: holder, reason, '1' if the holder was lost, the holder of what is given up,
--- one trace or '' for all, most entries of this call, the attempt of that trace or 0 for any. Returns the entries
--- that wait again, each with its last attempt, and 1 if there are more.
+-- Puts entries of a holder back where they waited, ahead of their clients' later entries. If the holder was lost,
+-- entries without a try left are given up instead.
+-- KEYS: the queue's, the holders. ARGV: holder, reason, '1' if the holder was lost, the holder for entries that are
+-- given up, one trace or '' for all, most entries of this call, the attempt of that trace or 0 for any. Returns the
+-- entries that wait again, each with its last attempt, and 1 if the holder has more.
 local call, whole = redis.call, queue.whole
 local holders = KEYS[11]
 local holder, reason, lost, given_up, only, most, attempt = unpack(ARGV)
 most = tonumber(most)
--- A full Redis refuses a script at its first write. HDEL is never refused.
+-- If its memory is full, Redis refuses a script at its first write, but never HDEL. So HDEL comes first.
 call('HDEL', queue.taken, '')
 local held = {}
 if only ~= '' then

@@ -1,8 +1,7 @@
 -- #include queue_holders
--- Makes a token for an engine's takes, and replies the entries that it has taken and does not know of.
--- KEYS: the queue's, the token of the engine's takes. ARGV: token, engine, most entries, most bytes, most bytes of
--- data that is replied with its entry, for how many seconds the token is valid, then the traces that the engine knows
--- of.
+-- Makes a token for an engine's takes, and returns the entries that the engine has taken but does not know of.
+-- KEYS: the queue's, the token of the engine's takes. ARGV: token, engine, most entries, most bytes, the most bytes of
+-- data that an entry is returned with, for how many seconds the token is valid, then the traces that the engine knows.
 local valid_token = KEYS[11]
 local token, engine, count, most, inline, valid_seconds = unpack(ARGV, 1, 6)
 count, most, inline = tonumber(count), tonumber(most), tonumber(inline)

@@ -11,6 +11,6 @@ if attempt ~= '0' then
   local fine, fields = pcall(cmsgpack.unpack, packed or '')
   if packed and fine and type(fields) == 'table' and tostring(fields[ATTEMPT] or 0) ~= attempt then return 0 end
 end
--- The entry is found by what is removed last: a crash in between leaves nothing behind.
+-- Engines find the entry by its holder, which is removed last: a crash in between leaves nothing behind.
 for _, key in ipairs({data, entries, taken}) do redis.call('HDEL', key, trace) end
 return 1

@@ -2,16 +2,16 @@
 -- #include queue_reply
 -- #include queue_entry
 -- #include queue_leave
--- Gives waiting entries to an engine, clients in turns.
+-- Gives waiting entries to an engine. Clients take turns.
 -- KEYS: the queue's, the token of the engine's takes, the holders. ARGV: token, engine, most entries, most bytes,
--- most bytes of data that is replied with its entry, for how many microseconds a suspect has its engine to itself,
--- how many entries the engine has, '1' if it leaves entries to engines that have fewer, how many it has room for.
--- Returns the entries; nothing where the token is no longer valid; or 1 where what waits is left to other engines. In
--- the state, span and count are the time between takes while entries waited and the number of entries taken, older
--- takes counting less; 'taker:ENGINE' is when an engine asked last and how many entries it had then; 'suspect:ENGINE'
--- and 'suspected:ENGINE' are the suspect that it has and since when.
+-- the most bytes of data that an entry is returned with, for how many microseconds an engine that has a suspect gets
+-- no other, how many entries the engine has, '1' if it leaves entries to engines that have fewer, how many it has room
+-- for. Returns the entries; nothing if the token is not valid; or 1 if the waiting entries are left to other engines.
+-- Fields of the state: span and count, the time between takes while entries waited and the number of entries taken, in
+-- which older takes count less; 'taker:ENGINE', when an engine asked last and how many entries it had then;
+-- 'suspect:ENGINE' and 'suspected:ENGINE', the suspect that an engine has, and since when.
 local call, whole = redis.call, queue.whole
--- An engine counts as one that takes for so long after it has asked. An idle engine asks each second.
+-- For so long after it has asked, an engine counts as one that takes. An idle engine asks each second.
 local TAKER_SEEN_US = 2.5e6
 local valid_token, holders = KEYS[11], KEYS[12]
 local state, turns, suspects = queue.state, queue.turns, queue.suspects
@@ -20,7 +20,7 @@ local waiting, turn, since, span, taken_before =
   unpack(call('HMGET', state, 'waiting', 'turn', 'since', 'span', 'count'))
 waiting, turn, since = whole(waiting, 0), whole(turn, 0), tonumber(since)
 if call('GET', valid_token) ~= token then
-  -- The token of the bell that woke this engine is meant for another.
+  -- The token of the bell that woke this engine was meant for another.
   if waiting > 0 then queue.ring() end
   return false
 end
@@ -29,8 +29,8 @@ local waited_before = waiting
 local seconds, micros = unpack(call('TIME'))
 local now = seconds * 1e6 + micros
 
--- All engines that take get equally many at most, so that a burst does not all go to the engine that woke first. An
--- engine may take more when the others have not come for it.
+-- Entries go to the engines that have the fewest, so that a burst does not all go to the engine that woke first. An
+-- engine that has waited for the others in vain asks without '1', and gets what is left.
 local left_to_others = false
 if patient == '1' and waiting > 0 then
   local loads, fields = {load}, call('HGETALL', state)
@@ -100,13 +100,13 @@ while #reply < count do
     turn = turn + 1
     own_turn = turn
   elseif member then
-    -- It was settled by an engine that had not taken it.
+    -- An engine that had not taken the entry has settled it.
     waiting = waiting - 1
   end
   if call('EXISTS', key) == 1 then call('ZADD', turns, own_turn, client) end
 end
 
--- A full Redis refuses a script at its first write. HDEL is never refused.
+-- If its memory is full, Redis refuses a script at its first write, but never HDEL. So HDEL comes first.
 call('HDEL', state, '')
 if #reply < room then
   call('HSET', state, 'taker:' .. engine, string.format('%.0f %d', now, load + #reply))
@@ -124,7 +124,7 @@ if waiting ~= waited_before then
   if waiting <= 0 then
     queue_leave.nothing()
   elseif call('EXISTS', queue.bell) == 0 then
-    -- The next engine is woken, should a token have been lost.
+    -- Wakes the next engine, in case a token was lost.
     queue.ring()
   end
 end

@@ -1,6 +1,6 @@
 -- #include stream
 -- #include finish
--- Cancels a trace: orders its engine to, or ends it at once where no engine runs it, or where the caller forces it.
+-- Cancels a trace by an order to its engine. Ends it at once if no engine runs it, or if the caller forces that.
 -- KEYS: record, events, operations. ARGV: trace, the prefix of every key with its hash tag, the prefix of an engine's
 -- control stream, author, reason, schema, the encoded final before and after the number of its attempt, retention in
 -- seconds, '1' to end it at once, for how many seconds to keep the control stream, operation, for how many seconds to
@@ -8,7 +8,7 @@
 local key, events, operations = unpack(KEYS, 1, 3)
 local trace, base, control, author, reason, schema, head, tail, retention, force, control_seconds, operation, remember =
   unpack(ARGV)
--- A full Redis refuses a script at its first write. HDEL is never refused.
+-- If its memory is full, Redis refuses a script at its first write, but never HDEL. So HDEL comes first.
 redis.call('HDEL', key, '')
 local model, engine, cancelled = unpack(redis.call('HMGET', key, 'm', 'e', 'x'))
 if not model then return {'unknown'} end

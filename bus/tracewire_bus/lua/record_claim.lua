@@ -1,13 +1,13 @@
 -- #include stream
 -- #include record
--- Writes again which engine runs an attempt, to a server that may have lost it. It may be carried out twice.
+-- Writes again which engine runs an attempt, to a server that may have lost it. A second run changes nothing.
 -- KEYS: record, events. ARGV: attempt, engine, state, the version of the live parameters that the engine has, for how
 -- many seconds to remember the record, by whom the trace is paused or '', how many pauses and resumptions the engine
 -- has seen, then name and packed value of each live parameter. Returns whether the attempt is the engine's.
 local key, events = unpack(KEYS)
 local attempt, engine, state, version, remember, paused_by, pauses = unpack(ARGV, 1, 7)
 attempt = tonumber(attempt)
--- A full Redis refuses a script at its first write. HDEL is never refused.
+-- If its memory is full, Redis refuses a script at its first write, but never HDEL. So HDEL comes first.
 redis.call('HDEL', key, '')
 if stream.ended(events) then return 0 end
 local attempts, last_engine, known_version, known_pauses = unpack(redis.call('HMGET', key, 'a', 'e', 'v', 'zn'))

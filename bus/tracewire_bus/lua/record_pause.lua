@@ -1,6 +1,6 @@
 -- #include stream
 -- #include record
--- Pauses or resumes a trace and orders its engine to.
+-- Pauses or resumes a trace, and orders its engine to do so.
 -- KEYS: record, events, operations. ARGV: trace, the prefix of an engine's control stream, 'pause' or 'resume',
 -- author, for how many seconds to keep the control stream, operation, for how many seconds to remember it. Returns
 -- 'unknown', 'ended', 'so already' (nothing changes) or 'asked'.

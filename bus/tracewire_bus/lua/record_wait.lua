@@ -1,8 +1,8 @@
 -- #include entry_ids
 -- #include record
 -- #include stream
--- Ends an attempt whose trace waits for another engine, and appends the event that says so. Nothing is done where a
--- later attempt has begun, or the attempt has no event.
+-- Ends an attempt whose trace waits for another engine, and appends the event `Waiting`. Does nothing if a later
+-- attempt has begun, or if the attempt has no event.
 -- KEYS: record, events. ARGV: attempt, schema, the encoded event before and after its number. Returns whether it was
 -- appended.
 local key, events = unpack(KEYS)

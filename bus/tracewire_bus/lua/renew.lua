@@ -1,5 +1,5 @@
--- Sets a key that expires. A full Redis takes it, too: DEL is never refused, and Redis refuses a script only at its
--- first write.
+-- Sets a key that expires, even if the memory of Redis is full: Redis then refuses a script at its first write, but
+-- never DEL.
 -- KEYS: the key. ARGV: value, expiry in ms.
 local key = KEYS[1]
 local value, milliseconds = unpack(ARGV)

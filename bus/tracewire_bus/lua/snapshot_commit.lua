@@ -1,12 +1,12 @@
--- Makes uploaded chunks a trace's snapshot and removes the events that it holds from the stream. It may be carried
--- out twice. A snapshot's fields: a attempt, s number of the last event in it, v schema, n number of chunks, g their
--- name; then the chunks, as NAME:NUMBER.
+-- Makes uploaded chunks a trace's snapshot, and removes the events that it covers from the stream. A second run
+-- changes nothing. A snapshot's fields: a attempt, s number of the last event in it, v schema, n number of chunks,
+-- g their name; then the chunks, as NAME:NUMBER.
 -- KEYS: snapshot, events, record. ARGV: attempt, number of the last event, schema, number of chunks, their name.
 -- Returns 'gone' (the trace has expired), 'overtaken' (a later attempt has begun), 'older' (the present snapshot
 -- holds more), or 'trimmed'.
 local snapshot, events, key = unpack(KEYS)
 local attempt, number, schema, chunks, name = unpack(ARGV)
--- A full Redis refuses a script at its first write. HDEL is never refused.
+-- If its memory is full, Redis refuses a script at its first write, but never HDEL. So HDEL comes first.
 redis.call('HDEL', snapshot, '')
 local left = redis.call('TTL', events)
 if left == -2 then

@@ -1,4 +1,4 @@
-"""A connection to one Redis server for asyncio: what the socket receives goes to the parser without a stream between.
+"""A connection to one Redis server for asyncio, which feeds received bytes to the parser without a stream in between.
 
 asyncio's `StreamReader`, which redis-py uses, copies every reply twice more, and wakes the caller for each part of a
 large one.
@@ -44,7 +44,7 @@ class _Socket(asyncio.BufferedProtocol):
         self.replies: deque[Any] = deque()
         #: Why there will be no further replies; None while the socket is open.
         self.lost: Exception | None = None
-        #: The task that waits for a reply, and the one that waits until it may send more.
+        #: Set when a reply is there; and when the transport takes more bytes.
         self._reader: asyncio.Future[None] | None = None
         self._writer: asyncio.Future[None] | None = None
         self._paused = False

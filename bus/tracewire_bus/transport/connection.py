@@ -1,4 +1,4 @@
-"""A connection to one Redis server: logging in, and what every kind of connection has in common.
+"""A connection to one Redis server: the login, and the base class of all kinds of connections.
 
 The classes have the methods of redis-py's connection that the bus uses, and raise the same errors. Redis-py still
 parses the URL and makes the TLS context and the errors of error replies; hiredis parses the replies.
@@ -49,7 +49,7 @@ class Connection(ABC):
         """Open the socket.
 
         Raises:
-            OSError: there is no server, or no common TLS.
+            OSError: no server listens there, or the TLS handshake fails.
         """
 
     @abstractmethod
@@ -139,7 +139,7 @@ class Connection(ABC):
         return Reader(protocolError=redis.InvalidResponse, replyError=DefaultParser.parse_error, notEnoughData=MORE)
 
     def _keep_alive(self, raw: socket.socket) -> None:
-        """Have the operating system notice a server that is gone, where the settings ask for it."""
+        """Have the operating system notice a server that is gone, if the settings ask for that."""
         if self._settings.socket_keepalive:
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for option, value in self._settings.socket_keepalive_options.items():

@@ -1,4 +1,4 @@
-"""Digests of values: a consumer compares them to find that its folded values equal those on the engine.
+"""Digests of values: a consumer compares them to check that its folded values equal those on the engine.
 
 A digest is 16 bytes of XXH3, over a tag of the value's kind and its content. Digests show loss and damage; they do not
 show who wrote a value.
@@ -78,7 +78,7 @@ def former_digest(value: Any) -> bytes:
     """The digest that schemas before 2.0 have for a value: BLAKE2b in place of XXH3.
 
     Raises:
-        Unsavable: naming the part of it that cannot travel.
+        Unsavable: a part of `value` cannot travel; the error names the part.
     """
     return _digest(value, (), _blake2b)
 
@@ -160,7 +160,7 @@ def array_hash(dtype: str, shape: tuple[int, ...]) -> xxhash.xxh3_128:
 
 
 def content_hash(dtype: str, shape: tuple[int, ...]) -> hashlib.blake2b:
-    """Likewise a BLAKE2b state, for arrays that traces share by their digest: no two arrays can be made to collide."""
+    """A BLAKE2b state likewise, for arrays that traces share by their digest: nobody can make two arrays that collide."""
     state = hashlib.blake2b(b"a", digest_size=16)
     state.update(msgspec.msgpack.encode((dtype, shape)))
     return state

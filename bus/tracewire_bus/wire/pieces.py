@@ -1,4 +1,4 @@
-"""Bytes in several buffers: large arrays go from where they lie to the socket without a copy into one message."""
+"""Bytes in several buffers, so that large arrays are sent from their own memory and not copied into one message."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Pieces:
     """Bytes that lie in several buffers, in order. The buffers must not change.
 
     Attributes:
-        buffers: the buffers; no empty one.
+        buffers: the buffers, none of them empty.
     """
 
     __slots__ = ("_size", "buffers")

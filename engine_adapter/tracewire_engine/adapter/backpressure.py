@@ -28,10 +28,11 @@ logger = logging.getLogger("tracewire")
 
 #: How often the adapter checks how much waits for Redis, in seconds.
 CHECK_S = 0.05
-#: How soon the adapter asks an engine again that was neither paused nor resumed, in seconds.
+#: After an engine failed to pause or to resume, the adapter asks again so many seconds later.
 RETRY_S = 1.0
-#: The part of `buffer_bytes` that the running traces share. Where the engine runs many, each may have this much.
+#: The part of `buffer_bytes` that the running traces share equally.
 _SHARED: Final = 0.5
+#: The least share of a trace, in bytes.
 _LEAST_SHARE: Final = 1 << 20
 
 
@@ -57,7 +58,7 @@ class Backpressure:
         self._most = buffer_bytes
 
     async def run(self) -> None:
-        """Check again and again. Never ends by itself."""
+        """Check every `CHECK_S` seconds. Never ends by itself."""
         async with anyio.create_task_group() as group:
             while True:
                 await anyio.sleep(CHECK_S)
@@ -77,7 +78,7 @@ class Backpressure:
             except EngineLost as error:
                 logger.debug("trace %s was neither slowed nor resumed: %s", run.trace, error)
                 continue
-            except Exception as error:  # of a type of its own, from an engine that was told to stop
+            except Exception as error:  # an engine that is shutting down raises errors of any type
                 logger.warning("trace %s was neither slowed nor resumed: %s", run.trace, error)
                 continue
             if event is not None:
@@ -98,11 +99,11 @@ class Backpressure:
                 logger.warning("%d bytes wait for Redis: the engine is paused", waiting)
                 await self._engine.pause_all()
             else:
-                logger.warning("Redis has taken what waited: the engine goes on")
+                logger.warning("Redis has taken most of the events that waited: the engine is resumed")
                 await self._engine.resume_all()
         except EngineLost as error:
             logger.debug("the engine was neither paused nor resumed: %s", error)
-        except Exception as error:  # of a type of its own, from an engine that was told to stop
+        except Exception as error:  # an engine that is shutting down raises errors of any type
             lifecycle.engine_paused = paused
             logger.warning("the engine was neither paused nor resumed: %s", error)
             await anyio.sleep(RETRY_S)

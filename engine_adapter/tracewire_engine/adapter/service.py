@@ -1,11 +1,12 @@
-"""The adapter: one task group that takes submissions, runs each as a trace, and answers for its engine.
+"""The adapter: one task group that takes submissions, runs each as a trace, and registers its engine on the bus.
 
 `Intake` takes submissions off the model's queue, up to the engine's capacity, has a `Validator` check each, and runs it
 as a task (`trace_run.py`), which gets the workers' reports by `report_router.py`. The *blob reader* brings large arrays
 to the bus before the reports that refer to them. `Control` reads what clients ask of running traces; `Steering` brings
-changes of live parameters to the workers. `Claims` tells Redis again which traces run here, after it has lost that.
+changes of live parameters to the workers. After Redis has lost data, `Claims` writes again which traces run here.
 `LeaseWatch` ends the traces of clients and engines that are gone. The *heartbeat* renews the engine's entry in the
-registry. `Retention` trims long streams, and drops finished traces that are too many. `Backpressure` slows traces whose
+registry. `Retention` trims long streams. `FinishedRetention` drops the oldest
+finished traces. `Backpressure` slows traces whose
 events wait for Redis.
 
 An adapter that is told to stop takes no new traces, lets running ones finish for a while, fails the rest with the
@@ -49,7 +50,7 @@ from .validation import Validator
 __all__ = ["Adapter", "Settings"]
 
 logger = logging.getLogger("tracewire")
-#: Into how many slices the time for the engine's answer is divided.
+#: Number of slices of the time that the engine has for its answer.
 _LOOKS = 10
 
 
@@ -108,7 +109,7 @@ class Adapter:
         self._backpressure = Backpressure(
             *(engine, self._writer, self._reports, self._pending, self._claims, self._lifecycle, settings.buffer_bytes)
         )
-        #: Whether new traces are taken.
+        #: Whether the adapter takes new traces.
         self._taking = True
         #: Set when the engine's entry of the registry is to be renewed at once.
         self._beat = Signal()
@@ -177,7 +178,7 @@ class Adapter:
                 with anyio.move_on_after(self._settings.last_words_s):
                     while self._intake.scopes:
                         await self._lifecycle.changed()
-                # An entry that waits for Redis, such as one that is being opened, is put back with the others.
+                # Tasks that still wait for Redis end here. `_leave` puts their entries back with the others.
                 traces.cancel_scope.cancel()
             with anyio.move_on_after(self._settings.last_words_s):
                 await self._standing.flushed()
@@ -193,7 +194,7 @@ class Adapter:
             except BusUnavailable as error:
                 if self._engine.lost:
                     return self._lifecycle.give_up()
-                logger.log(backoff.level, "engine %s waits for Redis to serve: %s", self._info.engine, error)
+                logger.log(backoff.level, "engine %s cannot serve yet and waits for Redis: %s", self._info.engine, error)
                 with anyio.move_on_after(backoff.next()):
                     await self.stopping.wait()
                 continue
@@ -302,7 +303,7 @@ class Adapter:
             asking.start_soon(ask)
             reported = self._reports.count
             for _ in range(_LOOKS):
-                # Slice by slice: a process that did not run for a while has given its engine no time to answer.
+                # In slices: if this process was suspended, one slice is over, and the engine still gets time to answer.
                 with anyio.move_on_after(slice_s):
                     await answered.wait()
                 if answered.is_set() or self._reports.count != reported:

@@ -1,4 +1,4 @@
-"""Slowing one trace down: a client's pause and a late Redis each keep its requests from being scheduled."""
+"""Pauses a trace's requests in the engine: for a client that asks for it, and while events wait for Redis."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["RequestPause", "TraceLag"]
 
 
 class RequestPause:
-    """Whether a run's requests are paused in the engine: as long as there is any reason for that."""
+    """Pauses the requests of a run in the engine, and resumes them when no reason for the pause is left."""
 
     def __init__(self, engine: Engine, requests: Sequence[RunningRequest]) -> None:
         self._engine = engine
@@ -28,7 +28,7 @@ class RequestPause:
         self._lock = anyio.Lock()
 
     async def change(self, reason: str, on: bool) -> None:
-        """Add or remove a reason. Returns when the engine has paused or resumed the requests, if that changes it.
+        """Add or remove a reason. Returns once the engine has paused or resumed the requests, if it has to.
 
         Raises:
             EngineLost: the engine died.
@@ -44,11 +44,11 @@ class RequestPause:
 
 
 class TraceLag:
-    """Slows one run while its events wait for Redis, as its submission asks for.
+    """Slows one run while its events wait for Redis, in the way that its submission chose (`on_lag`).
 
     Attributes:
-        held: whether the run's requests are paused for that.
-        thinned: whether reads of declared interventions are left out.
+        held: whether the run's requests are paused because of the lag.
+        thinned: whether the run leaves out reads of declared interventions.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class TraceLag:
     ) -> None:
         self._requests = requests
         self._pause = pause
-        #: Whether there are reads that may be left out.
+        #: Whether the run has reads, and may leave them out.
         self._thins = on_lag == "thin" and reads
         self.held = self.thinned = False
 
@@ -82,7 +82,7 @@ class TraceLag:
         )
 
     async def check(self, share: int) -> Lagging | None:
-        """Slow the run if more than `share` bytes of it wait, and speed it up again once at most half of that does.
+        """Slow the run if more than `share` bytes of it wait, and speed it up again once at most half of that waits.
 
         A thinned run is held at twice its share. Returns the event that says what changed, if anything did.
 

@@ -58,7 +58,7 @@ def _json_fallback(value: Any) -> str:
 async def _resubmit(options: argparse.Namespace) -> int:
     async with connect(options.url, prefix=options.prefix) as client:
         for id_ in options.ids:
-            print(f"{id_} is trace {await client.dead_letters.resubmit(id_)} now", flush=True)
+            print(f"{id_} resubmitted as trace {await client.dead_letters.resubmit(id_)}", flush=True)
     return 0
 
 

@@ -42,7 +42,7 @@ def add_edits(commands: Any, shared: argparse.ArgumentParser) -> None:
         "--on-error",
         default="continue",
         choices=("continue", "fail"),
-        help="what a request does on which it raises (default: continue without it)",
+        help="what happens to a request on which it raises (default: the request continues without it)",
     )
     install.add_argument(
         "--max-failures",

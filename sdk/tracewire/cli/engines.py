@@ -18,7 +18,7 @@ __all__ = ["add_engines", "names_of_host"]
 
 #: How long `tracewire ready` waits for a Redis that does not answer, in seconds. Probes have short timeouts.
 _PROBE_S = 5.0
-#: A live engine that is missing from the registry, after an outage, is back in it within so many seconds.
+#: After an outage of Redis, running engines are back in the registry within this many seconds.
 _RENEWED_S = 3.0
 
 
@@ -44,7 +44,7 @@ def add_engines(commands: Any, shared: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="after this time return the traces that still run to the queue (default: wait for their end)",
     )
-    drain.add_argument("--no-wait", action="store_true", help="return without waiting until they have left")
+    drain.add_argument("--no-wait", action="store_true", help="return at once, without waiting for their end")
     drain.set_defaults(run=_drain)
 
     ready = commands.add_parser(
@@ -95,7 +95,7 @@ async def _drain(options: argparse.Namespace) -> int:
             here = await names_of_host(client, options.host)
             names += here
             if not here:
-                print(f"tracewire: no engine of host {options.host!r} lives (tracewire engines)", file=sys.stderr)
+                print(f"tracewire: no engine runs on host {options.host!r} (tracewire engines)", file=sys.stderr)
                 return 1
         drained = [await client.engines.drain(name, timeout=options.timeout) for name in dict.fromkeys(names)]
         asked = {one.engine.name for one in drained}
@@ -147,7 +147,7 @@ async def _ready(options: argparse.Namespace) -> int:
         )
         if text
     )
-    print(f"tracewire: no {wanted} {'lives' if options.alive else 'serves'}", file=sys.stderr)
+    print(f"tracewire: no {wanted} {'runs' if options.alive else 'serves'}", file=sys.stderr)
     return 1
 
 

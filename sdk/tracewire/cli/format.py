@@ -25,7 +25,7 @@ __all__ = ["event_line", "lifecycle_line", "short_value", "timestamp"]
 
 _LAG = {
     "held": "the engine holds the trace",
-    "thinned": "the engine leaves out what interventions read",
+    "thinned": "the engine leaves out reads of declared interventions",
     "caught_up": "the engine runs the trace as before",
 }
 
@@ -62,7 +62,7 @@ def event_line(event: Event) -> str:
     if isinstance(event, Lagging):
         return f"{_LAG[event.action]}: {event.nbytes} bytes wait for Redis, {event.left_out} steps left out"
     if isinstance(event, Gap):
-        return f"(trimmed: what came after {event.since} up to {event.until})"
+        return f"(trimmed: the events after {event.since} up to {event.until})"
     if isinstance(event, Final):
         error = f": {event.error.type}: {event.error.message}" if event.error else ""
         return f"{event.status}, {event.usage.completion_tokens} tokens{error}"

@@ -17,10 +17,10 @@ from tracewire_bus.wire.messages import LogitLens, Probe
 
 __all__ = ["add_harvest"]
 
-#: How often progress is printed where standard error is no terminal, in seconds.
+#: How often the command prints progress, in seconds: if standard error is no terminal, and if it is one.
 _EVERY_S = 10.0
 _EVERY_TERMINAL_S = 0.2
-#: The parsed options that are those of `Client.harvest`, by their names there.
+#: The options that are arguments of `Client.harvest` by the same name.
 _OPTIONS = (
     *("column", "key", "format", "dtype", "positions", "every", "keep_top", "concurrency", "shard_bytes"),
     *("shard_prompts", "patience", "max_tokens", "max_attempts", "retry_failed", "repair"),
@@ -33,9 +33,9 @@ def add_harvest(commands: Any, shared: argparse.ArgumentParser) -> None:
         "harvest",
         parents=[shared],
         help="write the activations of a data set's prompts as shards of safetensors or Parquet",
-        description="Run each prompt of a data set, and write what is read of the model to a folder or a URL. The same "
-        "command goes on where an earlier one was ended. Exits with 0 if each prompt is in the result, with 3 if some "
-        "failed, with 1 for an error.",
+        description="Run each prompt of a data set, and write the model's activations to a folder or a URL. The same "
+        "command continues after an interruption. Exits with 0 if each prompt is in the result, with 3 if some failed, "
+        "with 1 for an error.",
     )
     harvest.add_argument("model", metavar="MODEL", help="the model's name (tracewire models lists them)")
     harvest.add_argument(
@@ -52,7 +52,7 @@ def add_harvest(commands: Any, shared: argparse.ArgumentParser) -> None:
 
 
 def _add_reads(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("what is read")
+    group = parser.add_argument_group("reads")
     what = "a location, as residual(4), residual(*) or model.layers.*.mlp; repeatable"
     group.add_argument("--read", action="append", default=[], metavar="[NAME=]AT", help=what)
     group.add_argument("--lens", action="append", default=[], metavar="[NAME=]AT", help="the same by the logit lens")
@@ -62,7 +62,7 @@ def _add_reads(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="a .npy file of [hidden] or [outputs, hidden]: the engine projects each read on it",
     )
-    what = "a block of a Python file, whose saves are kept: @tracewire.intervention def NAME(model, tracer, live)"
+    what = "keep the saves of a block in a Python file: @tracewire.intervention def NAME(model, tracer, live)"
     group.add_argument("--block", metavar="FILE.py:NAME", help=what)
     group.add_argument(
         "--at",
@@ -75,7 +75,7 @@ def _add_reads(parser: argparse.ArgumentParser) -> None:
 
 def _add_data(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("the data set")
-    group.add_argument("--split", help="DATA is for datasets.load_dataset of Hugging Face, and this its split")
+    group.add_argument("--split", help="load DATA with Hugging Face's datasets.load_dataset, and take this split")
     group.add_argument("--column", metavar="NAME", help="the prompts' column (default: prompt, text, messages, ...)")
     group.add_argument("--key", metavar="NAME", help="a column that tells prompts apart (default: their numbers)")
     group.add_argument("--retry-failed", action="store_true", help="run prompts again that failed in an earlier run")
@@ -83,12 +83,12 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_filters(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("what is kept, of what the engine sends")
-    what = "positions as Python indexes them: 0:16, -4:, or 0,5,-1"
+    group = parser.add_argument_group("filters")
+    what = "keep these positions, indexed as in Python: 0:16, -4:, or 0,5,-1"
     group.add_argument("--positions", type=_positions, metavar="POSITIONS", help=what)
-    group.add_argument("--every", type=int, default=1, metavar="N", help="each N-th position")
+    group.add_argument("--every", type=int, default=1, metavar="N", help="keep each N-th position")
     group.add_argument(
-        "--keep-top", type=int, metavar="K", help="of each row its K greatest values, with their indices"
+        "--keep-top", type=int, metavar="K", help="keep the K greatest values of each row, with their indices"
     )
     group.add_argument("--dtype", metavar="DTYPE", help="float16 or float32 (default: the engine's)")
     group.add_argument("--format", choices=("safetensors", "parquet"), default="safetensors", help="of the values")
@@ -101,11 +101,11 @@ def _add_bounds(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--shard-bytes", type=int, default=256 << 20, metavar="BYTES", help=what)
     what = "prompts in a shard at most (default: 1000)"
     group.add_argument("--shard-prompts", type=int, default=1000, metavar="N", help=what)
-    what = "how long to wait for a Redis or engines that are away (default: 300)"
+    what = "how long to wait while Redis or all engines are away (default: 300)"
     group.add_argument("--patience", type=float, default=300.0, metavar="SECONDS", help=what)
     what = "engines that may be lost over a prompt until it counts as failed (default: 3)"
     group.add_argument("--max-attempts", type=int, default=3, metavar="N", help=what)
-    what = "what fsspec is given with --to, as JSON"
+    what = "options for fsspec with --to, as a JSON object"
     group.add_argument("--storage-options", type=_mapping, metavar="JSON", help=what)
 
 
@@ -201,10 +201,10 @@ def _interventions(options: argparse.Namespace) -> list[Any]:
 
 
 def _block(text: str) -> Any:
-    """The block that a Python file has under a name.
+    """The block of a Python file that `text` names as `FILE.py:NAME`.
 
     Raises:
-        ValueError: it has none.
+        ValueError: there is no such block.
     """
     from importlib import util
 
@@ -226,7 +226,7 @@ def _named(text: str, kind: str, number: int) -> tuple[str, str]:
 
 
 class _Shown:
-    """Progress on standard error: one line that changes on a terminal, else a line every some seconds."""
+    """Progress on standard error: one line that changes on a terminal, else a line every few seconds."""
 
     def __init__(self) -> None:
         self._terminal = sys.stderr.isatty()
@@ -250,7 +250,7 @@ class _Shown:
 
 
 def progress_line(progress: HarvestProgress) -> str:
-    """How far a harvest is, in one line."""
+    """The progress of a harvest, in one line."""
     of = f" of {progress.total}" if progress.total is not None else ""
     parts = [f"{progress.prompts + progress.skipped}{of} prompts", f"{progress.failed} failed"]
     parts += [f"{progress.shards} shards", f"{progress.tokens_per_second:.0f} tokens/s"]

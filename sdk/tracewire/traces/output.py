@@ -224,7 +224,7 @@ class Gap:
         return copy
 
     def __repr__(self) -> str:
-        return f"<Gap in {self.trace_id}: what came after {self.since} up to {self.until} was trimmed>"
+        return f"<Gap in {self.trace_id}: the events after {self.since} up to {self.until} were trimmed>"
 
 
 AnyEvent: TypeAlias = Accepted | Output | Shared | Notice | Final

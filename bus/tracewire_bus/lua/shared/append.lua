@@ -1,5 +1,5 @@
 -- #include stream
--- Appends an event. Returns the error to reply with where it is refused, and nothing where it stands there.
+-- Appends an event. Returns the error to reply with if the event is refused, else nothing.
 -- previous is the id of the event that it follows in the same pipeline, or ''.
 local function append(events, key, id, schema, data, attempt, previous)
   if (tonumber(redis.call('HGET', key, 'a')) or 0) > tonumber(attempt) then

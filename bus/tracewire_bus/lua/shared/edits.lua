@@ -1,5 +1,5 @@
--- The standing interventions of a model. A hash has of each, by its name, the text "POSITION VERSION INSTALLED_MS
--- SCHEMA".
+-- The standing interventions of a model. A hash has a description of each by its name: the text "POSITION VERSION
+-- INSTALLED_MS SCHEMA".
 local edits = {}
 -- About how many operations of one model are remembered.
 local OPERATIONS = 100
@@ -15,7 +15,7 @@ function edits.begin_generation(state, changes, operation)
   return generation
 end
 
--- The generation that this operation has begun already, of a client that asks again after a lost reply.
+-- The generation that this operation began, if a client asks again after a lost reply; else nothing.
 function edits.generation_of(changes, operation)
   for _, entry in ipairs(redis.call('XREVRANGE', changes, '+', '-', 'COUNT', OPERATIONS)) do
     local generation, by = entry[2][2], entry[2][4]

@@ -11,7 +11,7 @@ function entry_ids.last(events)
   return '0-0'
 end
 
--- The parts of an entry's id, as texts.
+-- The two parts of an entry's id, as strings.
 function entry_ids.parts(id)
   local dash = string.find(id, '-', 1, true)
   return string.sub(id, 1, dash - 1), string.sub(id, dash + 1)

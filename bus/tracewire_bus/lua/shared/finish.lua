@@ -2,7 +2,7 @@
 -- #include record
 -- #include lifecycle
 -- #include finished
--- Ends a trace from outside of its engine. Its final event counts as one of the attempt after the last. base is the
+-- Ends a trace without its engine. The final event has the number of the attempt after the last one. base is the
 -- prefix of every key with the trace's hash tag. head and tail are the encoded final event before and after the
 -- number of its attempt.
 local function finish(base, trace, schema, head, tail, retention, status, error_type)
@@ -11,7 +11,7 @@ local function finish(base, trace, schema, head, tail, retention, status, error_
   -- The trace is kept for as long as the engines of its model keep theirs, if the record says how long.
   local own_retention = tonumber(redis.call('HGET', key, 'r'))
   if own_retention and own_retention >= 1 and own_retention <= 1e9 then retention = math.floor(own_retention) end
-  -- A full Redis refuses a script at its first write. HDEL is never refused, so the end is written.
+  -- If its memory is full, Redis refuses a script at its first write, but never HDEL. So HDEL comes first.
   redis.call('HDEL', key, '')
   redis.call('XADD', events, stream.FINAL_ID, 'v', schema, 'd', head .. struct.pack('>I4', attempt) .. tail)
   local kept = {events, key, base .. 'blobs:' .. trace, base .. 'snapshot:' .. trace}

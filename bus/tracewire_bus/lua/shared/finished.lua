@@ -35,7 +35,7 @@ end
 function finished.add(trace, retention, list, sizes, ...)
   local bytes = 0
   for _, key in ipairs({...}) do
-    -- A user without the right to MEMORY USAGE counts a key as 0 bytes. An engine that bounds bytes has the right.
+    -- For a Redis user without the right to MEMORY USAGE a key counts as 0 bytes. An engine that bounds bytes has it.
     local size = redis.pcall('MEMORY', 'USAGE', key, 'SAMPLES', 0)
     if type(size) == 'number' then bytes = bytes + size end
   end

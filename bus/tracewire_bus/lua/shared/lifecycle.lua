@@ -1,4 +1,4 @@
--- The streams on which watchers of all traces read what becomes of each.
+-- The streams of lifecycle events, which watchers of all traces read.
 local lifecycle = {}
 -- About how many entries each stream keeps, and for how long after its last entry.
 local ENTRIES, SECONDS = 2000, 24 * 3600

@@ -1,6 +1,6 @@
 -- The queue of one model. Every script that includes this is given these keys first:
 --   entries: entry by trace, packed           data: encoded submission by trace
---   taken: holder by trace                    state: counters, and what is known of each engine that takes
+--   taken: holder by trace                    state: counters, and notes on each engine that takes
 --   turns: clients by their next turn         bell: tokens that idle engines block on
 --   leases: leases that entries wait under    client: and lease: prefixes of each client's and lease's own set
 --   suspects: entries with one try left
@@ -11,7 +11,7 @@ local queue = {
 local call = redis.call
 local client_prefix, lease_prefix = KEYS[8], KEYS[9]
 
--- A whole number as it stands in Redis; default where it is malformed.
+-- A whole number from Redis; default if it is malformed.
 function queue.whole(value, default)
   local number = (type(value) == 'number' or type(value) == 'string') and tonumber(value)
   return number and number >= -2^53 and number <= 2^53 and math.floor(number) or default

@@ -8,8 +8,8 @@ local function text(value)
   return type(value) == 'string' and value or ''
 end
 
--- The entry of a trace, or false. A malformed field reads as its default: the engine that takes the entry refuses
--- what is left of it.
+-- The entry of a trace, or false. A malformed field reads as its default. The engine that takes such an entry refuses
+-- it.
 function queue_entry.read(trace)
   local packed = redis.call('HGET', queue.entries, trace)
   if not packed then return false end

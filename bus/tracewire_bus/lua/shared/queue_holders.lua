@@ -14,7 +14,7 @@ function queue_holders.held_by(holder, known)
       if entry then
         held[#held + 1] = {trace = trace, entry = entry}
       else
-        -- It was settled, and a crash left this behind.
+        -- The entry was settled, and a crash left its holder behind.
         call('HDEL', queue.taken, trace)
       end
     end

@@ -1,6 +1,6 @@
 -- #include queue
--- Adds an entry to the order. client_waits is how many of its client wait already. turn is the last turn that was
--- given; returns the last one that is given now.
+-- Adds an entry to the order. client_waits is the number of its client's entries that wait already. turn is the last
+-- turn that was given before the call. Returns the last turn that was given after it.
 local function queue_join(trace, entry, client_waits, turn)
   if entry.lost > 0 and entry.lost + 1 >= entry.tries then
     redis.call('ZADD', queue.suspects, entry.number, trace)

@@ -10,7 +10,7 @@ function queue_leave.lease(trace, lease)
   if call('EXISTS', key) == 0 then call('SREM', queue.leases, lease) end
 end
 
--- Nothing waits any more.
+-- Clears the state of a queue in which no entry waits.
 function queue_leave.nothing()
   call('DEL', queue.bell)
   call('HDEL', queue.state, 'since')

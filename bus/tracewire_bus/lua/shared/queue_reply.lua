@@ -1,6 +1,6 @@
 -- #include queue
 -- #include queue_leave
--- What an engine is given of the queue.
+-- Claims entries for engines, and makes the replies that hold them.
 local queue_reply = {}
 local call = redis.call
 
@@ -12,7 +12,7 @@ function queue_reply.claim(trace, entry, engine)
   call('HSET', queue.taken, trace, engine)
 end
 
--- An entry as it is replied; with its data if with_data.
+-- The reply for an entry, with its data if with_data.
 function queue_reply.entry(trace, entry, with_data)
   return {
     trace, entry.schema, entry.queued_us, with_data and call('HGET', queue.data, trace),

@@ -8,7 +8,7 @@ local record = {}
 -- Most operations of one trace whose ids are remembered.
 local OPERATIONS = 1000
 
--- A count in a record; 0 where it is malformed.
+-- A count in a record; 0 if it is malformed.
 function record.count(raw)
   local number = tonumber(raw)
   return number and number >= 0 and number < 2^31 and math.floor(number) or 0

@@ -11,7 +11,7 @@ function stream.ends_with(events, id)
   return last and last[1] == id
 end
 
--- Refuses whatever would come after the attempt's present end: it would leave a hole.
+-- Has Redis refuse further events of the attempt, which would leave a hole in the stream.
 function stream.close_attempt(events, attempt, call)
   return call('XSETID', events, attempt .. '-18446744073709551615')
 end

@@ -43,7 +43,7 @@ async def test_the_command(
         with anyio.fail_after(PATIENCE):
             while not engine.taken:
                 await anyio.lowlevel.checkpoint()
-        assert said == f"{id_} is trace {engine.taken[0].trace} now"
+        assert said == f"{id_} resubmitted as trace {engine.taken[0].trace}"
     assert await command("dead", "drop", other) == 0
     assert await command("dead", "drop", other) == 1
     assert "no dead letter" in capsys.readouterr().err
