@@ -15,7 +15,7 @@ local call, whole = redis.call, queue.whole
 local TAKER_SEEN_US = 2.5e6
 local valid_token, holders = KEYS[11], KEYS[12]
 local state, turns, suspects = queue.state, queue.turns, queue.suspects
-local token, engine, count, most, inline, alone, load, patient, room = unpack(ARGV)
+local token, engine, count, most, inline, alone, load, may_yield, room = unpack(ARGV)
 local waiting, turn, since, span, taken_before =
   unpack(call('HMGET', state, 'waiting', 'turn', 'since', 'span', 'count'))
 waiting, turn, since = whole(waiting, 0), whole(turn, 0), tonumber(since)
@@ -32,7 +32,7 @@ local now = seconds * 1e6 + micros
 -- Entries go to the engines that have the fewest, so that a burst does not all go to the engine that woke first. An
 -- engine that has waited for the others in vain asks without '1', and gets what is left.
 local left_to_others = false
-if patient == '1' and waiting > 0 then
+if may_yield == '1' and waiting > 0 then
   local loads, fields = {load}, call('HGETALL', state)
   for index = 1, #fields, 2 do
     local taker = string.match(fields[index], '^taker:(.*)$')
