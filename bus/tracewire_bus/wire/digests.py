@@ -160,7 +160,7 @@ def array_hash(dtype: str, shape: tuple[int, ...]) -> xxhash.xxh3_128:
 
 
 def content_hash(dtype: str, shape: tuple[int, ...]) -> hashlib.blake2b:
-    """A BLAKE2b state likewise, for arrays that traces share by their digest: nobody can make two arrays that collide."""
+    """The same for BLAKE2b, for arrays that traces share by their digest: nobody can make two arrays that collide."""
     state = hashlib.blake2b(b"a", digest_size=16)
     state.update(msgspec.msgpack.encode((dtype, shape)))
     return state

@@ -194,7 +194,7 @@ class Adapter:
             except BusUnavailable as error:
                 if self._engine.lost:
                     return self._lifecycle.give_up()
-                logger.log(backoff.level, "engine %s cannot serve yet and waits for Redis: %s", self._info.engine, error)
+                logger.log(backoff.level, "engine %s cannot serve yet, waits for Redis: %s", self._info.engine, error)
                 with anyio.move_on_after(backoff.next()):
                     await self.stopping.wait()
                 continue
