@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import CancelledError, Future
-from typing import Any, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 import anyio
 from anyio.from_thread import BlockingPortal
@@ -17,6 +17,8 @@ __all__ = ["Bridge", "Portal"]
 
 T = TypeVar("T")
 
+#: How long a thread waits at a time. Python notices a signal between two waits at the latest.
+_SLICE_S: Final = 1.0
 #: What an iterator yields at its end.
 _END: Any = object()
 
@@ -72,7 +74,7 @@ class Portal:
         """Run a coroutine function on the event loop and return its result. An interrupt of this thread cancels it."""
         future: Future[T] = self._running().start_task_soon(function)
         try:
-            return future.result()
+            return _result(future)
         except CancelledError:
             raise ClientClosed("the client was closed") from None
         except BaseException:
@@ -134,6 +136,20 @@ class Portal:
             portal.start_task_soon(close)
         else:
             self.leave(close)
+
+
+def _result(future: Future[T]) -> T:
+    """The result of a future, once it is there.
+
+    `Future.result` waits on a condition. A signal that comes as that wait begins is missed, or leaves the lock of the
+    condition released, and a `RuntimeError` hides the `KeyboardInterrupt`. So this waits for a plain lock, in slices.
+    """
+    done = threading.Lock()
+    done.acquire()
+    future.add_done_callback(lambda _: done.release())
+    while not done.acquire(timeout=_SLICE_S):
+        pass
+    return future.result()
 
 
 def _serve(ready: Future[BlockingPortal]) -> None:

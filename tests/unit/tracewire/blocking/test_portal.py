@@ -21,22 +21,20 @@ ENDS = {
     """,
     "an interrupt": """
         import signal, sys, threading, time
-        main, interrupted = threading.main_thread().ident, threading.Event()
+        main = threading.main_thread().ident
 
         def waits():
             frame, functions = sys._current_frames()[main], set()
             while frame is not None:
                 functions.add(frame.f_code.co_name)
                 frame = frame.f_back
-            return {"__next__", "wait"} <= functions
+            return {"__next__", "_result"} <= functions
 
         def interrupt():
-            while not interrupted.is_set():
-                while not waits():
-                    time.sleep(0)
-                # Python misses a signal that comes just before a thread begins to wait for a lock.
-                signal.pthread_kill(main, signal.SIGINT)
-                interrupted.wait(10)
+            while not waits():
+                time.sleep(0)
+            # Once only: also a signal that comes just before the thread begins to wait is noticed.
+            signal.pthread_kill(main, signal.SIGINT)
 
         with tracewire.blocking.Client(url, prefix=prefix) as client:
             trace = client.trace("tiny", "x")
@@ -45,7 +43,6 @@ ENDS = {
                 threading.Thread(target=interrupt).start()
                 next(trace)
             except KeyboardInterrupt:
-                interrupted.set()
                 print("interrupted", trace.status)
             assert trace.cancel()
     """,
