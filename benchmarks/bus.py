@@ -47,7 +47,8 @@ from tracewire_bus.bus import Bus
 from tracewire_bus.domain.fold import Fold
 from tracewire_bus.transport.embedded import EmbeddedServer
 from tracewire_bus.wire.messages import Block
-from tracewire_engine.adapter.service import Adapter
+from tracewire_engine.adapter.bulk_writer import BulkSettings
+from tracewire_engine.adapter.service import Adapter, Settings
 from tracewire_engine.launch.cli import LOOP
 from tracewire_engine.link.step_link import LinkReceiver
 
@@ -76,12 +77,14 @@ def pacer(folder: Path, url: str) -> None:
 
 def adapter(folder: Path, url: str) -> None:
     """The real adapter, until its standard input ends."""
+    bulk = os.environ.get(BULK)
+    settings = Settings(bulk=BulkSettings(Path(bulk), 32 * 1024, 4 << 30) if bulk else None)
 
     async def main() -> None:
         with LinkReceiver() as link:
             engine = ScriptedEngine(folder, link)
             async with Bus.open(url) as bus, anyio.create_task_group() as group:
-                server = Adapter(engine, scripted_info(MODEL, 1024), bus)
+                server = Adapter(engine, scripted_info(MODEL, 1024), bus, settings)
                 group.start_soon(engine.receive)
                 group.start_soon(server.run)
                 say(ready=True)
@@ -390,6 +393,9 @@ def main() -> int:
     parser.add_argument("--spread", action="store_true", help="traces put out one after another, not together")
     parser.add_argument(
         "--layers", type=int, default=0, metavar="N", help="each token brings N declared reads of 4 KiB"
+    )
+    parser.add_argument(
+        "--bulk", metavar="FOLDER", help="outputs with more than 32 KiB of reads leave them there, as of tracewire engine"
     )
     parser.add_argument("--text-only", action="store_true", help="subscribers read the text and fold nothing")
     parser.add_argument("--sweep", action="store_true", help="go down from --rate until nothing queues")

@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
 import anyio
 
+from tracewire_bus.bulk.reader import BulkReader
+from tracewire_bus.bulk.stores import BulkStores
 from tracewire_bus.domain.limits import check_size, check_submission
 from tracewire_bus.events.appends import EntryTooLarge, Fenced
 from tracewire_bus.events.reader import Reader, SlotReaders
@@ -108,6 +110,7 @@ class Bus:
         self._reader: Reader | SlotReaders | None = None
         self._blobs: Blobs | None = None
         self._snapshots: Snapshots | None = None
+        self._bulk: BulkReader | None = None
         self._watches: weakref.WeakSet[Watch | GroupWatch] = weakref.WeakSet()
         self._edit_records: weakref.WeakSet[EditRecords] = weakref.WeakSet()
         self._records: Records | None = None
@@ -159,7 +162,8 @@ class Bus:
                 self._reader = Reader(connections)
                 self._reader.start()
             self._blobs = Blobs(connections.unbatched(), self.keys)
-            self._snapshots = Snapshots(connections.unbatched(), self.keys)
+            self._bulk = BulkReader(BulkStores(connections, self.keys.bulk_store))
+            self._snapshots = Snapshots(connections.unbatched(), self.keys, self._bulk)
             self._records = Records(connections, self.keys, self._retention_s)
             self._queue = Queue(connections, self.keys)
             self._dead_letters = DeadLetters(connections, self.keys)
@@ -182,9 +186,9 @@ class Bus:
         Close writers and control readers before.
         """
         reader, self._reader = self._reader, None
-        parts = reader, *self._watches, *self._edit_records, self._queue, self._blobs, self._snapshots
+        parts = reader, *self._watches, *self._edit_records, self._queue, self._blobs, self._snapshots, self._bulk
         closing = *parts, self._connections_, self._server
-        self._queue = self._blobs = self._snapshots = self._connections_ = self._server = None
+        self._queue = self._blobs = self._snapshots = self._bulk = self._connections_ = self._server = None
         self._records = self._dead_letters = self._leases = self._registry = self._memory = None
         with anyio.CancelScope(shield=True):
             for part in closing:
@@ -261,18 +265,6 @@ class Bus:
             # No engine has run the trace on the new record: the trace ended earlier, and its keys have expired.
             raise TraceEnded(f"trace {trace} has ended, and has expired but for its id")
 
-    async def submitted(self, *traces: tuple[str, str]) -> set[str]:
-        """Those of these pairs of model and trace whose submission Redis remembers. Returns the traces.
-
-        Raises:
-            BusUnavailable: Redis does not answer.
-        """
-        if not traces:
-            return set()
-        marks = (("EXISTS", self.keys.submitted(model, trace)) for model, trace in traces)
-        replies = await self._connections.commands(*marks)
-        return {trace for (_, trace), reply in zip(traces, replies, strict=True) if reply}
-
     @property
     def registry(self) -> EngineRegistry:
         """The registry of engines."""
@@ -307,6 +299,11 @@ class Bus:
     def snapshots(self) -> Snapshots:
         """The snapshots of all traces, over connections of their own."""
         return _open(self._snapshots)
+
+    @property
+    def bulk(self) -> BulkReader:
+        """What traces save beside Redis."""
+        return _open(self._bulk)
 
     # --- standing interventions ---------------------------------------------------------------------------------------
 

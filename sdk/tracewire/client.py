@@ -288,7 +288,8 @@ class Client:
         check_trace_id(trace_id)
         bus = self._session.open_bus()
         try:
-            reader = EventReader(trace_id, bus, check_text("since", since))
+            wants_saves = names is None or bool(names)
+            reader = EventReader(trace_id, bus, check_text("since", since), saves=wants_saves)
         except ValueError:
             raise UnknownPosition(since) from None
         return Subscription(self._session, trace_id, reader, names)

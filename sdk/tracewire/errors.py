@@ -13,7 +13,7 @@ Each error is below exactly one of seven bases, which say what a caller can do: 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Self
 
 __all__ = [
     "AlreadyEntered",
@@ -624,16 +624,21 @@ class ValueMissing(NotFoundError):
 
     Attributes:
         trace_id: the trace's id.
-        name: the saved name that the value was first saved under.
+        name: the saved name that the value was first saved under; empty for all that an event saved.
     """
 
-    def __init__(self, trace_id: str, name: str, reason: str) -> None:
+    def __init__(self, trace_id: str, name: str, reason: str, *, what: str = "") -> None:
         self.trace_id = trace_id
         self.name = name
         super().__init__(
-            f"the value saved as {name!r} by trace {trace_id} cannot be loaded: {reason} "
+            f"{what or f'the value saved as {name!r} by trace {trace_id}'} cannot be loaded: {reason} "
             "(load it before its trace expires; `tracewire engine --retention` keeps both longer)"
         )
+
+    @classmethod
+    def of_event(cls, trace_id: str, event_id: str, reason: str) -> Self:
+        """The error for all that one event saved."""
+        return cls(trace_id, "", reason, what=f"what event {event_id} of trace {trace_id} saved")
 
 
 class TokenizerUnavailable(NotFoundError):

@@ -88,7 +88,7 @@ class TraceOptions(SamplingOptions, total=False):
     shared: Mapping[str, Any] | None
     token_strings: bool
     """Whether the engine sends a string with each token id."""
-    on_lag: Literal["hold", "thin"]
+    on_lag: Literal["hold", "thin", "spill"]
 
 
 class HarvestOptions(SamplingOptions, total=False):

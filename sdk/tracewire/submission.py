@@ -97,7 +97,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     trace_id: str | None = None
     shared: Mapping[str, Any] | None = None
     token_strings: bool = False
-    on_lag: Literal["hold", "thin"] = "hold"
+    on_lag: Literal["hold", "thin", "spill"] = "hold"
 
 
 ChoiceT = TypeVar("ChoiceT", bound=str)
@@ -156,7 +156,7 @@ def make_submission(
         edits=_edit_names("edits", options.edits),
         shared=packed,
         token_strings=options.token_strings,
-        on_lag=_choice("on_lag", options.on_lag, "hold", "thin"),
+        on_lag=_choice("on_lag", options.on_lag, "hold", "thin", "spill"),
     )
 
 

@@ -112,6 +112,10 @@ class Keys(msgspec.Struct, frozen=True):
         """Hash of the chunks of a trace's blobs. The field of a chunk is `<blob>:<number>`."""
         return f"{self.prefix}:{{{self.tag(trace)}}}:blobs:{trace}"
 
+    def bulk_store(self, store: str) -> str:
+        """Hash that says where a bulk store is: see `bulk/stores.py`."""
+        return f"{self.prefix}:bulk-store:{store}"
+
     def firehose(self, tag: str) -> str:
         """Stream of the lifecycle events of all traces of one hash tag: see `lifecycle.py`."""
         return f"{self.prefix}:{{{tag}}}:firehose"

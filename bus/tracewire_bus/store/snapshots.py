@@ -21,11 +21,21 @@ from typing import Any, Final
 import msgspec
 from anyio.lowlevel import checkpoint
 
+from tracewire_bus.bulk.reader import BulkReader
 from tracewire_bus.domain.fold import Fold, FoldError
 from tracewire_bus.transport.guard import integer
 from tracewire_bus.transport.pool import Connections
 from tracewire_bus.transport.scripts import Script
-from tracewire_bus.wire.codec import UnknownKind, check_schema, decode_plain, decode_snapshot, encode, schema_text
+from tracewire_bus.wire.codec import (
+    UnknownKind,
+    check_schema,
+    decode_plain,
+    decode_snapshot,
+    encode,
+    find_bulk,
+    schema_text,
+    with_deltas,
+)
 from tracewire_bus.wire.ids import FINAL_ID
 from tracewire_bus.wire.messages import Event
 
@@ -85,9 +95,10 @@ class Trimmed(msgspec.Struct, frozen=True):
 class Snapshots:
     """The snapshots of one bus, over connections of their own, which open on first use. Any task may use it."""
 
-    def __init__(self, connections: Connections, keys: Keys) -> None:
+    def __init__(self, connections: Connections, keys: Keys, bulk: BulkReader) -> None:
         self._connections = connections
         self._keys = keys
+        self._bulk = bulk
 
     async def aclose(self) -> None:
         """Close idle connections now, and the others at the end of their commands."""
@@ -128,6 +139,7 @@ class Snapshots:
         Raises:
             FoldError: the stream does not go on from its last snapshot, since another process trimmed the stream.
             ValueError: this version cannot read the stream or the snapshot.
+            BulkMissing: what an output saved beside Redis is gone.
             BusError: Redis refuses.
             BusUnavailable: Redis does not answer.
         """
@@ -148,6 +160,8 @@ class Snapshots:
                     return None
                 fields = dict(zip(flat[::2], flat[1::2], strict=True))
                 data = fields.get(b"d", b"")
+                if (where := find_bulk(data)) is not None:
+                    data = with_deltas(data, await self._bulk.read(where))
                 _apply(fold, id_.decode(), data)
                 if fold.attempt == attempt:
                     entries, nbytes = entries + 1, nbytes + len(data)

@@ -127,6 +127,18 @@ class Queue:
         for intake in intakes:
             await intake.link.drop()
 
+    async def submitted(self, *traces: tuple[str, str]) -> set[str]:
+        """Those of these pairs of model and trace whose submission Redis remembers. Returns the traces.
+
+        Raises:
+            BusUnavailable: Redis does not answer.
+        """
+        if not traces:
+            return set()
+        marks = (("EXISTS", self._keys.submitted(model, trace)) for model, trace in traces)
+        replies = await self._connections.commands(*marks)
+        return {trace for (_, trace), reply in zip(traces, replies, strict=True) if reply}
+
     # whole: what an entry may say, by keywords with their defaults
     async def put(
         self,

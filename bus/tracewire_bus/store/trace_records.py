@@ -164,6 +164,18 @@ class Records:
         """The prefix of all keys of a hash tag."""
         return f"{self._keys.prefix}:{{{tag}}}:"
 
+    async def existing(self, traces: Sequence[str]) -> set[str]:
+        """Those of these traces that have a record or events, and have not expired.
+
+        Raises:
+            BusUnavailable: Redis does not answer.
+        """
+        if not traces:
+            return set()
+        keys = ((self._keys.record(trace), self._keys.events(trace)) for trace in traces)
+        replies = await self._connections.commands(*(("EXISTS", *pair) for pair in keys))
+        return {trace for trace, reply in zip(traces, replies, strict=True) if reply}
+
     # --- a trace's life -----------------------------------------------------------------------------------------------
 
     def create_command(

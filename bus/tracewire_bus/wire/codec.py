@@ -13,6 +13,7 @@ from typing import Any, TypeAlias, TypeVar, Union, cast, get_args, overload
 
 import msgspec
 
+from .bulk_ranges import BulkRange, bulk_range
 from .columns import layout_of
 from .messages import (
     REQUEST_SCHEMA,
@@ -53,10 +54,14 @@ __all__ = [
     "decode_submission",
     "digest_bytes",
     "encode",
+    "encode_deltas",
     "encode_output",
+    "encoded_size",
     "extend_encoded_list",
+    "find_bulk",
     "request_schema_text",
     "schema_text",
+    "with_deltas",
 ]
 
 #: Every kind of event that a trace's stream can hold.
@@ -132,19 +137,56 @@ def encode(message: Message) -> bytes:
 def encode_output(output: RawOutput) -> bytes | Pieces:
     """Encode an output. Large deltas are not copied: with these, the result is `Pieces`."""
     steps = output.deltas
-    if sum(map(_size, steps)) < LARGE_BYTES:
+    if isinstance(steps, msgspec.Raw) or encoded_size(steps) < LARGE_BYTES:
         return encode(output)
     output.deltas = []
     without = encode(output)
     output.deltas = steps
     # The deltas are the last field but one. An empty list is one byte.
     tail = _encoder().encode(output.token_strings)
-    head = without[: -len(tail) - 1] + b"\xdd" + len(steps).to_bytes(4, "big")
-    return Pieces([head, *flatten(step if type(step) is Pieces else bytes(step) for step in steps), tail])
+    return Pieces([without[: -len(tail) - 1], *encode_deltas(steps).buffers, tail])
+
+
+def encode_deltas(steps: Sequence[msgspec.Raw | Pieces]) -> Pieces:
+    """The encoded `deltas` of an output, of the encoded deltas of its steps."""
+    head = b"\xdd" + len(steps).to_bytes(4, "big")
+    return Pieces([head, *flatten(step if type(step) is Pieces else bytes(step) for step in steps)])
+
+
+def encoded_size(steps: Sequence[msgspec.Raw | Pieces]) -> int:
+    """The size of the encoded deltas of steps, in bytes."""
+    return sum(map(_size, steps))
 
 
 def _size(step: msgspec.Raw | Pieces) -> int:
     return len(step) if type(step) is Pieces else memoryview(step).nbytes  # type: ignore[arg-type]
+
+
+class _Undecoded(OutputBase, tag="o"):
+    """An output with its deltas as they arrived."""
+
+    deltas: msgspec.Raw = msgspec.Raw(b"\x90")  # type: ignore[assignment]
+    token_strings: list[str] | None = None
+
+
+def find_bulk(data: bytes | memoryview) -> BulkRange | None:
+    """Where the deltas of an encoded event lie, if it is an output whose deltas lie beside Redis.
+
+    Raises:
+        msgspec.MsgspecError: `data` is no event, or the reference is malformed.
+    """
+    return bulk_range(_decoder(_Undecoded)(data).deltas) if _decoder(_Tag)(data).kind == "o" else None
+
+
+def with_deltas(data: bytes | memoryview, deltas: bytes) -> bytes:
+    """An encoded output with these encoded deltas in place of its own.
+
+    Raises:
+        msgspec.MsgspecError: `data` is no output.
+    """
+    output: _Undecoded = _decoder(_Undecoded)(data)
+    output.deltas = msgspec.Raw(deltas)
+    return _encoder().encode(output)
 
 
 def extend_encoded_list(raw: bytes | memoryview, more: Sequence[bytes | Pieces]) -> Pieces:

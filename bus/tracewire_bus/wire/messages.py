@@ -344,7 +344,7 @@ class Submission(Message):
     edits: list[str] | None = None
     shared: bytes = b"\x80"
     token_strings: bool = False
-    on_lag: Literal["hold", "thin"] = "hold"
+    on_lag: Literal["hold", "thin", "spill"] = "hold"
 
 
 # --- standing interventions -------------------------------------------------------------------------------------------
@@ -535,10 +535,10 @@ class DecodedOutput(OutputBase, tag="o"):
 
 class RawOutput(OutputBase, tag="o"):
     """A `DecodedOutput` with encoded deltas. The adapter writes this form, so as not to re-encode a worker's deltas:
-    `codec.encode_output` encodes it.
+    `codec.encode_output` encodes it. Where the deltas lie beside Redis, `deltas` is the encoded reference to them.
     """
 
-    deltas: list[msgspec.Raw | Pieces] = []  # type: ignore[assignment]
+    deltas: list[msgspec.Raw | Pieces] | msgspec.Raw = []  # type: ignore[assignment]
     token_strings: list[str] | None = None
 
 
@@ -642,13 +642,14 @@ class Lagging(Event, tag="lagging"):
     """Events of the trace wait in the engine's adapter, since Redis takes them more slowly than the engine makes them.
 
     `action` says what the engine does from now on, as the submission's `on_lag` asks for: `"held"`, it makes no tokens
-    for the trace; `"thinned"`, it leaves out what declared interventions read; `"caught_up"`, neither any longer.
+    for the trace; `"thinned"`, it leaves out what declared interventions read; `"spilled"`, it puts all saves
+    beside Redis; `"caught_up"`, none of these any longer.
     `nbytes` is about how many bytes waited; `left_out` is the number of steps whose reads were left out so far, of all
     choices. `time` is when the adapter decided so, in seconds since the epoch.
     """
 
     type: ClassVar[Literal["lagging"]] = "lagging"
-    action: Literal["held", "thinned", "caught_up"] = "held"
+    action: Literal["held", "thinned", "spilled", "caught_up"] = "held"
     nbytes: int = 0
     left_out: int = 0
     time: float = 0.0

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ARRAY",
+    "BULK",
     "COMPLEX",
     "DTYPE",
     "DTYPES",
@@ -46,7 +47,7 @@ DTYPES: Final = frozenset(
 )
 
 #: Types of msgpack extensions. They are part of the wire format.
-ARRAY, TUPLE, INT, COMPLEX, REF, SET, FROZENSET, DTYPE = 1, 2, 3, 4, 5, 6, 7, 8
+ARRAY, TUPLE, INT, COMPLEX, REF, SET, FROZENSET, DTYPE, BULK = 1, 2, 3, 4, 5, 6, 7, 8, 9
 
 
 class ArrayRef:

@@ -2,9 +2,9 @@
 
 The adapter counts what waits for Redis: the events that Redis has not acknowledged, the workers' reports, and vLLM's
 outputs that wait for their turn. It first slows the traces whose own events wait, each by the submission's `on_lag`:
-`"hold"` pauses the trace's requests in the engine, `"thin"` leaves out what declared interventions read and pauses only
-if that is not enough. Other traces run on. Only when more than `buffer_bytes` wait in all does the adapter pause the
-whole engine.
+`"hold"` pauses the trace's requests in the engine, `"thin"` leaves out what declared interventions read, `"spill"`
+puts all saves beside Redis, and these two pause the requests only if that is not enough. Other traces run on. Only
+when more than `buffer_bytes` wait in all does the adapter pause the whole engine.
 """
 
 from __future__ import annotations

@@ -30,6 +30,7 @@ from tracewire_bus.wire.messages import EngineInfo
 from tracewire_engine.link.blob_receiver import BlobChunk
 
 from .backpressure import Backpressure
+from .bulk_writer import BulkWriter
 from .claims import Claims
 from .control import Control
 from .engine_api import Engine
@@ -90,6 +91,7 @@ class Adapter:
         self._control = Control(bus, info, self._claims, self._steering, self._lifecycle)
         self._recovery = bus.recovery(info.model)
         self._leases = LeaseWatch(bus, info, self._claims, self._control, self._recovery, settings.heartbeat_s)
+        self._bulk = BulkWriter(bus, settings.bulk) if settings.bulk is not None else None
         services = RunServices(
             engine=engine,
             info=info,
@@ -101,6 +103,7 @@ class Adapter:
             inputs=Inputs(bus.blobs, engine.inputs, engine.carrier),
             steering=self._steering,
             retention=self._retention,
+            bulk=self._bulk,
             standing=self._standing,
         )
         self._intake = Intake(
@@ -150,9 +153,13 @@ class Adapter:
                 await self._leave()
             if scope.cancelled_caught:
                 logger.warning("Redis did not answer in time: other engines notice later that this engine has exited")
+            if self._bulk is not None:
+                self._bulk.close()
             self.ended.set()
 
     async def _run(self) -> None:
+        if self._bulk is not None:
+            self._bulk.start()
         async with self._writer, anyio.create_task_group() as group:
             group.start_soon(self._reports.run)
             group.start_soon(self._reports.watch, self._settings.engine_patience_s)
@@ -162,6 +169,8 @@ class Adapter:
             group.start_soon(self._control.run)
             group.start_soon(self._retention.run)
             group.start_soon(self._finished.run)
+            if self._bulk is not None:
+                group.start_soon(self._bulk.run)
             group.start_soon(self._backpressure.run)
             group.start_soon(self._watch_engine)
             await self._register()

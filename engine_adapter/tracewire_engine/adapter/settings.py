@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from tracewire_bus.store.blobs import THRESHOLD_BYTES
 
+from .bulk_writer import BulkSettings
 from .pending import REPORT_S
 
 __all__ = ["Settings"]
@@ -25,6 +26,8 @@ class Settings:
     last_words_s: float = 5.0
     #: Arrays of more bytes than this, read by declared interventions, go into blobs (0: none does).
     blob_threshold: int = THRESHOLD_BYTES
+    #: Where saves go that are more than Redis should carry; `None`: to Redis.
+    bulk: BulkSettings | None = None
     #: About how many events, and how many bytes of them as they were encoded, a trace's stream keeps (0: any number).
     retain_events: int = 0
     retain_bytes: int = 0

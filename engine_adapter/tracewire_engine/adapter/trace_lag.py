@@ -10,6 +10,7 @@ import anyio
 
 from tracewire_bus.wire.messages import Lagging
 
+from .bulk_writer import TraceBulk
 from .engine_api import Engine
 from .running_request import RunningRequest
 from .trace_stream import UNNUMBERED
@@ -49,16 +50,27 @@ class TraceLag:
     Attributes:
         held: whether the run's requests are paused because of the lag.
         thinned: whether the run leaves out reads of declared interventions.
+        spilled: whether the run puts all saves into the bulk store.
     """
 
     def __init__(
-        self, requests: Sequence[RunningRequest], pause: RequestPause, on_lag: Literal["hold", "thin"], reads: bool
+        self,
+        requests: Sequence[RunningRequest],
+        pause: RequestPause,
+        on_lag: Literal["hold", "thin", "spill"],
+        reads: bool,
+        bulk: TraceBulk | None = None,
     ) -> None:
         self._requests = requests
         self._pause = pause
+        self._bulk = bulk
+        self._spills = on_lag == "spill" and bulk is not None
+        #: Whether the run was held because it could not be spilled.
+        self._lacks_store = on_lag == "spill" and bulk is None
+        self._was_held = False
         #: Whether the run has reads, and may leave them out.
         self._thins = on_lag == "thin" and reads
-        self.held = self.thinned = False
+        self.held = self.thinned = self.spilled = False
 
     @property
     def output_bytes(self) -> int:
@@ -81,10 +93,22 @@ class TraceLag:
             for choice in request.pending.choices
         )
 
+    def warnings(self) -> list[str]:
+        """What the trace's consumers should know of its saves at its end."""
+        found = []
+        if self.left_out:
+            found.append(f"the engine left out what interventions read in {self.left_out} steps: Redis was late")
+        if self._lacks_store and self._was_held:
+            found.append("the engine held the trace while Redis was late: on_lag='spill' needs an engine with --bulk")
+        if self._bulk is not None and self._bulk.refused:
+            refused = self._bulk.refused
+            found.append(f"the saves of {refused} outputs went to Redis: the engine's bulk store took no more")
+        return found
+
     async def check(self, share: int) -> Lagging | None:
         """Slow the run if more than `share` bytes of it wait, and speed it up again once at most half of that waits.
 
-        A thinned run is held at twice its share. Returns the event that says what changed, if anything did.
+        A thinned or spilled run is held at twice its share. Returns the event that says what changed, if anything did.
 
         Raises:
             EngineLost: the engine died.
@@ -93,12 +117,16 @@ class TraceLag:
         if nbytes > share and self._thins and not self.thinned:
             self._thin(True)
             return self._event("thinned", nbytes)
-        if nbytes > (2 * share if self.thinned else share) and not self.held:
-            self.held = True
+        if nbytes > share and self._spills and not self.spilled:
+            self._spill(True)
+            return self._event("spilled", nbytes)
+        if nbytes > (2 * share if self.thinned or self.spilled else share) and not self.held:
+            self.held = self._was_held = True
             await self._pause.change("lag", True)
             return self._event("held", nbytes)
-        if nbytes <= share // 2 and (self.held or self.thinned):
+        if nbytes <= share // 2 and (self.held or self.thinned or self.spilled):
             self._thin(False)
+            self._spill(False)
             if self.held:
                 self.held = False
                 await self._pause.change("lag", False)
@@ -112,5 +140,9 @@ class TraceLag:
                 for choice in request.pending.choices:
                     choice.reads.thinned = on
 
-    def _event(self, action: Literal["held", "thinned", "caught_up"], nbytes: int) -> Lagging:
+    def _spill(self, on: bool) -> None:
+        if self._bulk is not None:
+            self.spilled = self._bulk.everything = on and self._spills
+
+    def _event(self, action: Literal["held", "thinned", "spilled", "caught_up"], nbytes: int) -> Lagging:
         return Lagging(**UNNUMBERED, action=action, nbytes=nbytes, left_out=self.left_out, time=time.time())

@@ -46,6 +46,7 @@ from tracewire_bus.wire.packing import unpack
 from tracewire_bus.wire.pieces import Pieces
 from tracewire_engine.protocol.messages import Applied
 
+from .bulk_writer import BulkWriter
 from .engine_api import Choice, Engine, EngineLost, Rejection
 from .large_inputs import Inputs
 from .live_changes import LiveTrace, Steering, take_last_changes
@@ -86,6 +87,7 @@ class RunServices:
     inputs: Inputs
     steering: Steering
     retention: Retention
+    bulk: BulkWriter | None
     standing: StandingEdits
 
 
@@ -121,7 +123,8 @@ class TraceRun:
         self._blobs = services.blobs
         self._standing = services.standing
         tally = services.retention.tally(submission.trace, attempt.number)
-        self._stream = TraceStream(services.writer, services.info, submission.trace, attempt.number, tally)
+        bulk = services.bulk.of_trace(submission.trace) if services.bulk is not None else None
+        self._stream = TraceStream(services.writer, services.info, submission.trace, attempt.number, tally, bulk)
         self._submission = submission
         self.trace = submission.trace
         self._attempt = attempt
@@ -149,7 +152,7 @@ class TraceRun:
         self.pause = PauseState()
         self._request_pause = RequestPause(self._engine, self.requests)
         #: Slows the trace while its events wait for Redis.
-        self.lag = TraceLag(self.requests, self._request_pause, submission.on_lag, self._reads)
+        self.lag = TraceLag(self.requests, self._request_pause, submission.on_lag, self._reads, bulk)
 
     def _append(self, event: Event, *, final: bool = False) -> Coroutine[Any, Any, None]:
         """Publish an event, and before it the changes of live parameters and shared values that are due."""
@@ -288,6 +291,7 @@ class TraceRun:
             for request in self.requests:
                 self._pending.pop(request.name, None)
                 await self._give_result(request)
+            self._stream.close()
             if self._shared is not None:
                 await self._shared.forget(self._engine, bool(self.requests))
             if self.live is not None:
@@ -460,8 +464,7 @@ class TraceRun:
         if self._shared is not None:
             end.add_shared(await self._shared.end(self.requests))
         await self._close_record()
-        if left_out := self.lag.left_out:
-            end.warnings.append(f"the engine left out what interventions read in {left_out} steps: Redis was late")
+        end.warnings += self.lag.warnings()
         if self._ending is not None:
             # A client may have ended the trace during the waits above, and was told that the trace ends so.
             end.status, end.error = self._ending

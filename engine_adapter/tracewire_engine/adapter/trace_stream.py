@@ -23,6 +23,7 @@ from tracewire_bus.wire.messages import (
     Resumed,
 )
 
+from .bulk_writer import TraceBulk
 from .retention import Tally
 
 __all__ = ["UNNUMBERED", "RawAccepted", "RawFinal", "TraceStream"]
@@ -58,14 +59,26 @@ _LIFECYCLE: dict[type[Event], str] = {
 
 
 class TraceStream:
-    """Publishes the events of attempt `attempt` of `trace`, and counts them in `tally`, if there is one."""
+    """Publishes the events of attempt `attempt` of `trace`, and counts them in `tally`, if there is one.
 
-    def __init__(self, writer: Writer, info: EngineInfo, trace: str, attempt: int, tally: Tally | None) -> None:
+    What outputs save in volume goes to `bulk` before, if there is one.
+    """
+
+    def __init__(
+        self,
+        writer: Writer,
+        info: EngineInfo,
+        trace: str,
+        attempt: int,
+        tally: Tally | None = None,
+        bulk: TraceBulk | None = None,
+    ) -> None:
         self._writer = writer
         self._info = info
         self._trace = trace
         self._attempt = attempt
         self._tally = tally
+        self.bulk = bulk
         #: The number of the last event, -1 before the first.
         self.seq = -1
         #: Whether a final event has been queued.
@@ -78,6 +91,11 @@ class TraceStream:
             Fenced: another attempt's event, or a final from another process, is on the stream.
             BusFull: Redis has no memory for one of the events.
         """
+        if self.bulk is not None:
+            # The store must have the saves before an event that refers to them.
+            for event in events:
+                if type(event) is RawOutput and not isinstance(event.deltas, msgspec.Raw):
+                    event.deltas = await self.bulk.take(event.deltas) or event.deltas
         # No await between numbering events and queueing them: ids must go up in the stream.
         waiting = [self._queue(event) for event in events[:-1]]
         self.ended = self.ended or final
@@ -88,6 +106,11 @@ class TraceStream:
         for outcome in await asyncio.gather(*waiting, return_exceptions=True):
             if isinstance(outcome, BaseException):
                 raise outcome
+
+    def close(self) -> None:
+        """Give the place of bulk back: the attempt publishes nothing more."""
+        if self.bulk is not None:
+            self.bulk.close()
 
     def rewind(self) -> None:
         """Number the next event after the last one that Redis has. Redis had no memory for later ones."""

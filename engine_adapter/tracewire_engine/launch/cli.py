@@ -42,6 +42,7 @@ from .supervisor import DRAINING, SUPERVISOR_PID, supervise
 if TYPE_CHECKING:
     from tracewire_bus.bus import Bus
     from tracewire_bus.wire.messages import EngineInfo
+    from tracewire_engine.adapter.bulk_writer import BulkSettings
     from tracewire_engine.adapter.http_server import HttpApi
     from tracewire_engine.adapter.service import Adapter
     from tracewire_engine.adapter.settings import Settings
@@ -125,6 +126,7 @@ def _adapter(
         # Checked first, because loading the model takes long.
         anyio.run(_check_redis, options.url, options.prefix, options.retain_total_bytes > 0)
         options.listener = _listener(options, secrets)
+        _check_bulk(options)
     except (UnsupportedSetting, BusError, ValueError) as error:
         # A ValueError is about the Redis URL, or about the address or an option of the HTTP server.
         return _refuse(error)
@@ -211,6 +213,27 @@ def _listener(options: argparse.Namespace, secrets: Mapping[str, str]) -> socket
         return bound(options.openai)
     except (ValueError, OSError, ImportError) as error:
         raise ValueError(f"--openai: {error}") from error
+
+
+def _check_bulk(options: argparse.Namespace) -> None:
+    """Check, before the model is loaded, that bulk can be kept where the options say.
+
+    Raises:
+        ValueError: it cannot be.
+    """
+    settings = _bulk(options)
+    if settings is None:
+        if options.bulk_listen or options.bulk_advertise:
+            raise ValueError("--bulk-listen and --bulk-advertise need --bulk")
+        return
+    if options.bulk_advertise and not options.bulk_listen:
+        raise ValueError("--bulk-advertise needs --bulk-listen")
+    if settings.listen.startswith(("0.0.0.0:", "[::]:")) and not settings.advertise:
+        needs = "--bulk-advertise: the name or address at which other hosts reach this one"
+        raise ValueError(f"--bulk-listen {settings.listen} needs {needs}")
+    from tracewire_engine.adapter.bulk_writer import check_folder
+
+    check_folder(settings.folder)
 
 
 async def _check_redis(url: str, prefix: str, counts_bytes: bool) -> None:
@@ -346,6 +369,7 @@ def _settings(options: argparse.Namespace) -> Settings:
     return Settings(
         drain_s=options.drain,
         blob_threshold=options.blob_threshold,
+        bulk=_bulk(options),
         buffer_bytes=options.buffer_bytes,
         memory_patience_s=options.memory_patience,
         retain_events=options.retain_events,
@@ -354,6 +378,16 @@ def _settings(options: argparse.Namespace) -> Settings:
         retain_total_bytes=options.retain_total_bytes,
         engine_patience_s=options.engine_patience,
     )
+
+
+def _bulk(options: argparse.Namespace) -> BulkSettings | None:
+    """How the options have bulk kept beside Redis; `None` if they do not."""
+    if options.bulk is None:
+        return None
+    from tracewire_engine.adapter.bulk_writer import BulkSettings
+
+    most, listen, advertise = options.bulk_bytes, options.bulk_listen, options.bulk_advertise
+    return BulkSettings(options.bulk.absolute(), options.bulk_threshold, most, listen, advertise)
 
 
 async def _http_api(

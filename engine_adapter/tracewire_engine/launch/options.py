@@ -53,6 +53,14 @@ def name_and_folder(text: str) -> tuple[str, str]:
     return name, folder
 
 
+def host_and_port(text: str) -> str:
+    """An argparse converter for `HOST:PORT`."""
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise argparse.ArgumentTypeError(f"expected HOST:PORT, such as 0.0.0.0:7400, got {text!r}")
+    return text
+
+
 # whole: a table of options
 def add_options(group: argparse._ArgumentGroup, secrets: Mapping[str, str]) -> None:
     """Add Tracewire's options, which come beside vLLM's, to a parser's group. `secrets` may hold the Redis URL."""
@@ -105,6 +113,40 @@ def add_options(group: argparse._ArgumentGroup, secrets: Mapping[str, str]) -> N
         default=THRESHOLD_BYTES,
         metavar="BYTES",
         help="clients download saved arrays of more bytes than this on demand (0: no array)",
+    )
+    group.add_argument(
+        "--bulk",
+        type=Path,
+        metavar="FOLDER",
+        help="keep what traces save in volume in files of this folder, beside Redis, such as /dev/shm/tracewire for "
+        "consumers on this host (default: all on Redis)",
+    )
+    group.add_argument(
+        "--bulk-threshold",
+        type=whole(1),
+        default=32 * 1024,
+        metavar="BYTES",
+        help="with --bulk: outputs whose saves take more bytes than this go there",
+    )
+    group.add_argument(
+        "--bulk-bytes",
+        type=whole(1),
+        default=4 << 30,
+        metavar="BYTES",
+        help="with --bulk: how much this engine keeps there, of running and finished traces; beyond, saves go to Redis",
+    )
+    group.add_argument(
+        "--bulk-listen",
+        default="",
+        type=host_and_port,
+        metavar="HOST:PORT",
+        help="with --bulk: serve consumers on other hosts at this address (port 0: any)",
+    )
+    group.add_argument(
+        "--bulk-advertise",
+        default="",
+        metavar="HOST",
+        help="with --bulk-listen: the name or address at which those consumers reach this host (default: HOST)",
     )
     group.add_argument(
         "--kept-kv-bytes",

@@ -26,6 +26,7 @@ __all__ = ["event_line", "lifecycle_line", "short_value", "timestamp"]
 _LAG = {
     "held": "the engine holds the trace",
     "thinned": "the engine leaves out reads of declared interventions",
+    "spilled": "the engine puts all saves into its bulk store",
     "caught_up": "the engine runs the trace as before",
 }
 

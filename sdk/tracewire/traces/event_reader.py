@@ -13,10 +13,13 @@ import anyio
 import msgspec
 
 from tracewire.error_mapping import bus_errors, connect_error
-from tracewire.errors import ClientTooOld, EventsLost, MalformedEvent, TraceForgotten
-from tracewire_bus.bus import BusError, StreamGone
+from tracewire.errors import ClientTooOld, EventsLost, MalformedEvent, TraceForgotten, ValueMissing
+from tracewire_bus.bulk.reader import BulkMissing
+from tracewire_bus.bus import BusError, BusUnavailable, StreamGone
 from tracewire_bus.bus import EventsLost as EntriesLost
 from tracewire_bus.bus import Gap as EntryGap
+from tracewire_bus.transport.backoff import Backoff
+from tracewire_bus.wire.bulk_ranges import bulk_range
 from tracewire_bus.wire.codec import NewerSchema, UnknownKind, check_schema, decode_event
 from tracewire_bus.wire.refs import loading_by
 
@@ -35,8 +38,13 @@ logger = logging.getLogger("tracewire")
 class EventReader:
     """Events of one trace, in order, from the entries of its stream. Owns no task and no scope."""
 
-    def __init__(self, trace_id: str, bus: Bus, since: str) -> None:
+    def __init__(self, trace_id: str, bus: Bus, since: str, *, saves: bool = True) -> None:
+        """`saves` is whether the caller looks at what events saved. Otherwise bulk beside Redis is not fetched."""
         self.trace_id = trace_id
+        self._bulk = bus.bulk
+        self._saves = saves
+        #: An entry that was read and not returned yet: the call that read it was cancelled.
+        self._unreturned: Entry | None = None
         self._entries = bus.read(trace_id, since)
         self._large = LargeValues(trace_id, bus)
         self._closed = False
@@ -71,7 +79,9 @@ class EventReader:
         """
         while True:
             try:
-                entry = await anext(self._entries)
+                entry: Entry | EntryGap = (
+                    self._unreturned if self._unreturned is not None else await anext(self._entries)
+                )
             except StopAsyncIteration:
                 return None
             except (anyio.ClosedResourceError, BusError) as error:
@@ -88,8 +98,12 @@ class EventReader:
                     fold.resume(gap.snapshot())
                 self.position = gap.until
                 return gap
-            self.position = entry.id
             event = self._decode(entry)
+            if isinstance(event, Output | Shared):
+                self._unreturned = entry
+                await self._fetch_bulk(event)
+                self._unreturned = None
+            self.position = entry.id
             if event is None:
                 if fold is not None:
                     _skip(fold, entry)
@@ -117,6 +131,29 @@ class EventReader:
             # The saves are decoded when a caller asks for them.
             event.__dict__["_loader"] = self._large.load
         return event
+
+    async def _fetch_bulk(self, event: Output | Shared) -> None:
+        """Fetch what an event saved, if that lies beside Redis. If it cannot be had, its saves raise `ValueMissing`."""
+        try:
+            where = bulk_range(event.encoded_deltas)
+        except msgspec.MsgspecError as error:
+            raise MalformedEvent(f"trace {self.trace_id}: event {event.id} cannot be read: {error}") from error
+        if where is None:
+            return
+        if not self._saves:
+            event.lose_saves(ValueMissing.of_event(self.trace_id, event.id, "its reader asked for no saves"))
+            return
+        backoff = Backoff()
+        while True:
+            try:
+                event.encoded_deltas = msgspec.Raw(await self._bulk.read(where))
+            except BulkMissing as error:
+                event.lose_saves(ValueMissing.of_event(self.trace_id, event.id, str(error)))
+            except BusUnavailable as error:
+                logger.log(backoff.level, "what trace %s saved waits for Redis: %s", self.trace_id, error)
+                await anyio.sleep(backoff.next())
+                continue
+            return
 
     async def aclose(self) -> None:
         """Stop reading. Idempotent."""

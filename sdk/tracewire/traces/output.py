@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias
 
 import msgspec
 
-from tracewire.errors import ClientTooOld, MalformedEvent
+from tracewire.errors import ClientTooOld, MalformedEvent, ValueMissing
 from tracewire_bus.bus import Gap as EntryGap
 from tracewire_bus.domain.fold import Fold
 from tracewire_bus.wire.codec import NewerSchema, check_schema, decode_deltas, decode_snapshot
@@ -76,16 +76,23 @@ class Saving(OutputBase, dict=True):
 
         Raises:
             MalformedEvent: the saves cannot be read.
+            ValueMissing: the saves lie beside Redis, and cannot be had.
         """
         held: list[list[Delta]] | None = self.__dict__.get("_deltas")
         if held is None:
             held = self.__dict__["_deltas"] = self._decoded()
         return held
 
+    def lose_saves(self, error: ValueMissing) -> None:
+        """Have `deltas` and `delta` raise this error: what the event saved cannot be had."""
+        self.__dict__["_missing"] = error
+
     def _decoded(self) -> list[list[Delta]]:
         names: frozenset[str] | None = self.__dict__.get("_names")
         if names is not None and not names:
             return [[] for _ in self.token_ids]
+        if (missing := self.__dict__.get("_missing")) is not None:
+            raise missing
         loader = self.__dict__.get("_loader")
         try:
             with loading_by(loader):
@@ -100,7 +107,7 @@ class Saving(OutputBase, dict=True):
     def only(self, names: frozenset[str]) -> Self:
         """A copy of this event with the saves of these names only."""
         copy = msgspec.structs.replace(self)
-        copy.__dict__.update(_names=names, _loader=self.__dict__.get("_loader"))
+        copy.__dict__.update(_names=names, _loader=self.__dict__.get("_loader"), _missing=self.__dict__.get("_missing"))
         return copy
 
     @property
@@ -113,6 +120,7 @@ class Saving(OutputBase, dict=True):
 
         Raises:
             MalformedEvent: the saves cannot be read.
+            ValueMissing: the saves lie beside Redis, and cannot be had.
         """
         merged = Values()
         names: frozenset[str] | None = self.__dict__.get("_names")

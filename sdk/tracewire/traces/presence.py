@@ -221,7 +221,7 @@ class Presence:
         """Submit again the guarded submissions that Redis lost while it was away."""
         if self._bus.broken_at == self._broken_at:
             # This call fails if the servers that hold the queues are away.
-            await self._bus.submitted(*{one.model: one.trace for _, one in self._guarded.values()}.items())
+            await self._bus.queue.submitted(*{one.model: one.trace for _, one in self._guarded.values()}.items())
         # Read before the first request: the next round covers an outage that begins during this one.
         broken_at = self._bus.broken_at
         if broken_at == self._broken_at:
@@ -235,7 +235,7 @@ class Presence:
         expected = [submission for _, submission in self._guarded.values()]
         for start in range(0, len(expected), 100):
             some = expected[start : start + 100]
-            known = await self._bus.submitted(*((one.model, one.trace) for one in some))
+            known = await self._bus.queue.submitted(*((one.model, one.trace) for one in some))
             for one in some:
                 if one.trace in known or one.trace not in self._guarded:
                     continue

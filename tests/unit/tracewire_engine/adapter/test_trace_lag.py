@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 import numpy as np
 import pytest
@@ -10,8 +12,9 @@ import tracewire
 from tests.support.played_engine import PlayedEngine, adapted
 from tests.support.scripted_engine import acts
 from tests.support.until import until
-from tracewire import Client, Lagging, Output, Probe, StopWhen
-from tracewire_bus.wire.messages import Append
+from tracewire import Client, Final, Lagging, Output, Probe, StopWhen
+from tracewire_bus.wire.messages import Set
+from tracewire_engine.adapter.bulk_writer import BulkSettings
 from tracewire_engine.adapter.trace_lag import RequestPause
 from tracewire_engine.protocol.messages import (
     Batch,
@@ -32,7 +35,12 @@ SHARE = BUFFER // 4
 
 def saved(nbytes: int) -> msgspec.Raw:
     """The deltas of a step in which a block saved so many bytes."""
-    return msgspec.Raw(msgspec.msgpack.encode([Append(path=("x",), items=[b"x" * nbytes])]))
+    return msgspec.Raw(msgspec.msgpack.encode([Set(path=("x",), value=b"x" * nbytes)]))
+
+
+def segment_sizes(folder: Path) -> int:
+    """The bytes in all segments of the bulk stores in a folder."""
+    return sum(path.stat().st_size for path in folder.glob("*/" + "[0-9a-f]" * 16))
 
 
 def asked(engine: PlayedEngine, request: str) -> list[str]:
@@ -160,9 +168,66 @@ async def test_a_thinned_trace_leaves_reads_out_and_says_so(client: Client, embe
 
 
 @pytest.mark.usefixtures("registered")
+async def test_a_spilled_trace_puts_all_saves_beside_redis(
+    client: Client, embedded: str, prefix: str, tmp_path: Path
+) -> None:
+    engine = PlayedEngine()
+    settings = BulkSettings(tmp_path, threshold=1 << 40, most=1 << 30)
+    async with (
+        adapted(embedded, prefix, engine, buffer_bytes=2 * SHARE, bulk=settings),
+        client.trace("tiny", "x", acts, on_lag="spill", detach=True) as trace,
+    ):
+        await trace.accepted()
+        (request,) = engine.requests
+        engine.report(Report(steps=[StepRecord(request, 0, 0, NOTHING)]))
+        engine.requests[request].put("a")
+        seen = client.subscribe(trace.id)
+        for index in range(1, 3):
+            engine.report(Report(steps=[StepRecord(request, 0, index, saved(SHARE))]))
+            async for event in seen:
+                if isinstance(event, Lagging):
+                    break
+        for _ in range(2):
+            engine.requests[request].put("b")
+        async for event in seen:
+            if isinstance(event, Lagging):
+                break
+        engine.report(Report(finishes=[FinishRecord(request, 0, NOTHING, steps=3)]))
+        engine.requests[request].put("", "stop", 0)
+        events = [event async for event in client.subscribe(trace.id)]
+        lagging = [event for event in events if isinstance(event, Lagging)]
+        # Spilled at one share, and held at two.
+        assert [event.action for event in lagging] == ["spilled", "held", "caught_up"]
+        assert asked(engine, request) == ["pause", "resume"]
+        assert segment_sizes(tmp_path) > 2 * SHARE
+        outputs = [event for event in events if isinstance(event, Output)]
+        changes = [change for event in outputs for step in event.deltas for change in step]
+        assert changes == [Set(path=("x",), value=b"x" * SHARE)] * 2
+
+
+@pytest.mark.usefixtures("registered")
+async def test_a_trace_that_cannot_be_spilled_is_held_and_says_so(client: Client, embedded: str, prefix: str) -> None:
+    engine = PlayedEngine()
+    async with (
+        adapted(embedded, prefix, engine, buffer_bytes=2 * SHARE),
+        client.trace("tiny", "x", acts, on_lag="spill", detach=True) as trace,
+    ):
+        await trace.accepted()
+        (request,) = engine.requests
+        engine.report(Report(steps=[StepRecord(request, 0, 0, saved(2 * SHARE))]))
+        await until(lambda: asked(engine, request) == ["pause"])
+        engine.finish(request, count=1)
+        *_, final = [event async for event in client.subscribe(trace.id)]
+    assert isinstance(final, Final)
+    assert final.warnings == [
+        "the engine held the trace while Redis was late: on_lag='spill' needs an engine with --bulk"
+    ]
+
+
+@pytest.mark.usefixtures("registered")
 async def test_an_unknown_way_to_lag_is_refused(client: Client) -> None:
-    with pytest.raises(tracewire.TraceRejected, match=r"on_lag: expected 'hold' or 'thin', got 'spill'"):
-        client.trace("tiny", "x", on_lag="spill")  # type: ignore[call-overload]
+    with pytest.raises(tracewire.TraceRejected, match=r"on_lag: expected 'hold' or 'thin' or 'spill', got 'drop'"):
+        client.trace("tiny", "x", on_lag="drop")  # type: ignore[call-overload]
 
 
 async def test_reasons_add_up() -> None:

@@ -1,0 +1,85 @@
+"""Reads ranges of bulk stores: from the store's folder on the same host, else from the engine that serves the store."""
+
+from __future__ import annotations
+
+import logging
+from typing import Final
+
+import anyio
+
+from tracewire_bus.transport.errors import BusError
+from tracewire_bus.wire.bulk_ranges import BulkRange, bulk_digest
+
+from .remote import RemoteStores, StoreRefused
+from .segments import read_range
+from .stores import BulkStores, StorePlace
+
+__all__ = ["BulkMissing", "BulkReader"]
+
+logger = logging.getLogger("tracewire")
+
+#: How long the reader goes by what Redis said of a store, in seconds.
+_AGE_S: Final = 5.0
+
+
+class BulkMissing(BusError, LookupError):
+    """The bytes of a range cannot be had any more, or not from here."""
+
+
+class BulkReader:
+    """Reads ranges of all stores of one bus. Any task may use it.
+
+    Attributes:
+        stores: where the stores are.
+    """
+
+    def __init__(self, stores: BulkStores) -> None:
+        self.stores = stores
+        self._remote = RemoteStores()
+        self._places: dict[str, tuple[float, StorePlace | None]] = {}
+
+    async def read(self, where: BulkRange) -> bytes:
+        """The bytes of a range, compared with its digest.
+
+        Raises:
+            BulkMissing: the store has no such bytes, is gone, or cannot be reached from here.
+            BusUnavailable: Redis does not answer.
+        """
+        place = await self._place(where.store)
+        data = _read_here(place, where)
+        if data is None and place.address:
+            try:
+                data = await self._remote.read(place, where)
+            except StoreRefused as error:
+                raise BulkMissing(
+                    f"the engine at {place.address}, which serves bulk store {where.store}, has not sent them: {error}"
+                ) from error
+        if data is None:
+            raise BulkMissing(
+                f"bulk store {where.store} has no such bytes in {place.path} on this host. They are gone with the "
+                "trace or the engine's host, or this is another host or user: engines serve those with --bulk-listen"
+            )
+        if bulk_digest(data) != where.digest:
+            raise BulkMissing(f"what bulk store {where.store} has of them does not match the digest in the event")
+        return data
+
+    async def _place(self, store: str) -> StorePlace:
+        known = self._places.get(store)
+        if known is None or known[0] < anyio.current_time() - _AGE_S:
+            known = self._places[store] = anyio.current_time(), await self.stores.find(store)
+        if known[1] is None:
+            raise BulkMissing(f"bulk store {store} is gone, and what it held")
+        return known[1]
+
+    async def aclose(self) -> None:
+        """Close all connections."""
+        await self._remote.aclose()
+
+
+def _read_here(place: StorePlace, where: BulkRange) -> bytes | None:
+    try:
+        return read_range(place.path, where.segment, where.offset, where.nbytes)
+    except OSError as error:
+        # A folder of another user, for one. The engine may serve the store.
+        logger.debug("bulk store %s cannot be read at %s: %s", where.store, place.path, error)
+        return None

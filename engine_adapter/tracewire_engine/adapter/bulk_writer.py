@@ -1,0 +1,290 @@
+"""Bulk beside Redis, on the engine's side: what outputs save in volume goes to files, and events refer to it.
+
+An output whose saves take more than `bulk_threshold` bytes goes to Redis without them. They are appended to a segment
+of the engine's bulk store (`tracewire_bus/bulk/segments.py`), and the event has a reference in their place. Where the
+store takes no more, outputs go to Redis whole, as without a store.
+
+A segment lies there as long as Redis has its trace. The engine looks for traces that Redis has dropped, takes the
+stores of dead engines over, and serves all its stores to consumers on other hosts.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import secrets
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+from hashlib import blake2b
+from itertools import islice
+from pathlib import Path
+from typing import Final
+
+import anyio
+import msgspec
+from anyio.abc import SocketStream, TaskGroup
+
+from tracewire_bus.bulk.remote import serve_bulk
+from tracewire_bus.bulk.segments import Limit, Segment, SegmentFolder, read_range
+from tracewire_bus.bulk.stores import StorePlace
+from tracewire_bus.bus import Bus, BusError
+from tracewire_bus.transport.backoff import Backoff
+from tracewire_bus.transport.urls import redacted
+from tracewire_bus.wire.bulk_ranges import BulkRange, bulk_digest, encode_bulk_range
+from tracewire_bus.wire.codec import encode_deltas, encoded_size
+from tracewire_bus.wire.pieces import Pieces
+
+__all__ = ["BulkSettings", "BulkWriter", "TraceBulk", "check_folder"]
+
+logger = logging.getLogger("tracewire")
+
+#: How often the engine looks for traces that Redis has dropped, in seconds, and at how many traces.
+LOOK_S = 5.0
+_LOOK_TRACES: Final = 500
+#: How many consumers on other hosts the engine serves at once.
+_CONSUMERS: Final = 256
+#: The file systems that keep files in memory: writing there waits for no disk.
+_IN_MEMORY: Final = frozenset(("tmpfs", "ramfs"))
+
+
+class BulkSettings(msgspec.Struct, frozen=True):
+    """Where the engine keeps bulk.
+
+    Attributes:
+        folder: the folder in which the engine makes its store. Engines may share it.
+        threshold: outputs whose saves take more bytes than this go there.
+        most: how many bytes the engine's stores may hold.
+        listen: `host:port` at which the engine serves consumers on other hosts, a port of 0 for any; empty for none.
+        advertise: the `host` under which those consumers find this one; empty for that of `listen`.
+    """
+
+    folder: Path
+    threshold: int
+    most: int
+    listen: str = ""
+    advertise: str = ""
+
+
+class TraceBulk:
+    """The segment of one attempt of one trace, made when it is first needed.
+
+    Attributes:
+        everything: whether all saves go there, whatever their size.
+        refused: how many outputs went to Redis whole because the store did not take their saves.
+    """
+
+    def __init__(self, writer: BulkWriter, trace: str) -> None:
+        self._writer = writer
+        self._trace = trace
+        self._segment: Segment | None = None
+        self._lock = anyio.Lock(fast_acquire=True)
+        self.everything = False
+        self.refused = 0
+
+    async def take(self, steps: Sequence[msgspec.Raw | Pieces]) -> msgspec.Raw | None:
+        """Move the deltas of an output to the store. Returns the encoded reference to them.
+
+        Returns `None` for deltas that are better sent to Redis: few, or more than the store takes.
+        """
+        size = encoded_size(steps)
+        # Each step takes a byte at least.
+        if size <= (len(steps) if self.everything else max(self._writer.threshold, len(steps))):
+            return None
+        data = encode_deltas(steps)
+        try:
+            async with self._lock:
+                segment = self._segment = self._segment or self._writer.open(self._trace)
+                start = await self._writer.append(segment, data)
+        except OSError as error:
+            self.refused += 1
+            self._writer.report(error)
+            return None
+        return encode_bulk_range(BulkRange(segment.store, segment.name, start, len(data), bulk_digest(data)))
+
+    def close(self) -> None:
+        """Take no more: the attempt has ended."""
+        if self._segment is not None:
+            self._segment.close()
+        self._writer.ended(self._trace)
+
+
+class BulkWriter:
+    """The bulk stores of one engine: its own, and those that it took over."""
+
+    def __init__(self, bus: Bus, settings: BulkSettings) -> None:
+        self._bus = bus
+        self._settings = settings
+        self.threshold = settings.threshold
+        self._limit = Limit(settings.most)
+        self._stores: dict[str, SegmentFolder] = {}
+        self._own: SegmentFolder | None = None
+        self._in_memory = False
+        self._place = ("", "")
+        #: The traces with segments that have ended here, or in an engine that died.
+        self._ended: dict[str, None] = {}
+        self._running: set[str] = set()
+        self._failing = False
+
+    def start(self) -> None:
+        """Make the engine's store, and take over those of dead engines.
+
+        Raises:
+            OSError: the folder takes no store.
+        """
+        folder, bus = self._settings.folder, _bus_id(self._bus)
+        self._own = SegmentFolder.create(folder, bus, self._limit)
+        self._in_memory = _file_system(folder) in _IN_MEMORY
+        for store in (self._own, *SegmentFolder.adopt(folder, bus, self._limit)):
+            self._stores[store.store] = store
+            self._ended |= dict.fromkeys(store.traces)
+        if len(self._stores) > 1:
+            logger.info("took over %d bulk stores of engines that have died", len(self._stores) - 1)
+
+    def of_trace(self, trace: str) -> TraceBulk:
+        """The place for what one attempt of a trace saves in volume. The caller closes it."""
+        self._running.add(trace)
+        return TraceBulk(self, trace)
+
+    def open(self, trace: str) -> Segment:
+        """A new segment of a trace.
+
+        Raises:
+            OSError: no file can be made.
+        """
+        if self._own is None:
+            raise OSError(errno.ENOENT, "the bulk store is not open")
+        return self._own.open(trace)
+
+    async def append(self, segment: Segment, data: Pieces) -> int:
+        """Append bytes to a segment. Returns the offset at which they begin.
+
+        Raises:
+            OSError: the store takes no more.
+        """
+        if self._in_memory:
+            start = segment.append(data)
+        else:
+            start = await anyio.to_thread.run_sync(segment.append, data)
+        if self._failing:
+            self._failing = False
+            logger.warning("the bulk store in %s takes saves again", self._settings.folder)
+        return start
+
+    def report(self, error: OSError) -> None:
+        """Log that the store took no more, once until it does again."""
+        if not self._failing:
+            self._failing = True
+            logger.warning(
+                "the bulk store in %s takes no more, and saves go to Redis: %s", self._settings.folder, error
+            )
+
+    def ended(self, trace: str) -> None:
+        """Note that an attempt has ended: its segment goes once Redis drops the trace."""
+        self._running.discard(trace)
+        if any(trace in store.traces for store in self._stores.values()):
+            self._ended[trace] = None
+
+    # --- serving, and removing ----------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Serve consumers, and remove what Redis has dropped. Never ends by itself."""
+        async with anyio.create_task_group() as group:
+            backoff = Backoff()
+            while True:
+                try:
+                    if self._settings.listen and not self._place[0]:
+                        await self._listen(group)
+                except OSError as error:
+                    where = self._settings.listen
+                    logger.log(backoff.level, "consumers on other hosts cannot be served at %s: %s", where, error)
+                    backoff.next()
+                try:
+                    await self._register()
+                    await self._remove_dropped()
+                except BusError as error:
+                    logger.debug("the bulk stores wait for Redis: %s", error)
+                await anyio.sleep(LOOK_S)
+
+    async def _register(self) -> None:
+        address, token = self._place
+        for name, store in self._stores.items():
+            await self._bus.bulk.stores.register(name, StorePlace(store.path, address, token))
+
+    async def _remove_dropped(self) -> None:
+        looked = list(islice(self._ended, _LOOK_TRACES))
+        there = await self._bus.records.existing(looked)
+        for trace in looked:
+            self._ended.pop(trace, None)
+            if trace in there:
+                # To the end of the line.
+                self._ended[trace] = None
+            elif trace not in self._running:
+                for store in self._stores.values():
+                    store.forget(trace)
+        for name, store in list(self._stores.items()):
+            if store is not self._own and not store.traces:
+                await self._bus.bulk.stores.unregister(name)
+                self._stores.pop(name).leave()
+
+    async def _listen(self, group: TaskGroup) -> None:
+        host, _, port = self._settings.listen.rpartition(":")
+        listener = await anyio.create_tcp_listener(local_host=host.strip("[]"), local_port=int(port))
+        found = listener.extra(anyio.abc.SocketAttribute.local_port)
+        token = secrets.token_hex(32)
+        self._place = f"{self._settings.advertise or host}:{found}", token
+        places = anyio.CapacityLimiter(_CONSUMERS)
+
+        async def serve(stream: SocketStream) -> None:
+            async with places:
+                with suppress(TimeoutError):
+                    await serve_bulk(stream, token, self._read)
+
+        group.start_soon(partial(listener.serve, serve))
+
+    async def _read(self, store: str, segment: str, offset: int, nbytes: int) -> bytes | None:
+        found = self._stores.get(store)
+        if found is None or nbytes > self._limit.most:
+            return None
+        if self._in_memory:
+            return read_range(found.path, segment, offset, nbytes)
+        return await anyio.to_thread.run_sync(read_range, found.path, segment, offset, nbytes)
+
+    def close(self) -> None:
+        """Leave the stores to the next engine."""
+        for store in self._stores.values():
+            store.leave()
+        self._stores.clear()
+
+
+def check_folder(folder: Path) -> None:
+    """Check that stores can be made in a folder. Makes the folder if there is none.
+
+    Raises:
+        ValueError: they cannot be.
+    """
+    try:
+        SegmentFolder.create(folder, "", Limit(0)).leave()
+    except OSError as error:
+        raise ValueError(f"--bulk: no bulk store can be made in {folder}: {error.strerror}") from error
+
+
+def _bus_id(bus: Bus) -> str:
+    """What engines of one bus have in common: an engine takes over the stores of its own bus only."""
+    return blake2b(f"{redacted(bus.url)} {bus.keys.prefix}".encode(), digest_size=16).hexdigest()
+
+
+def _file_system(folder: Path) -> str:
+    """The type of the file system that a folder lies on, as Linux names it; empty if that is not known."""
+    best, kind = -1, ""
+    try:
+        lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    real = folder.resolve()
+    for line in lines:
+        fields = line.split()
+        mount = fields[4].replace("\\040", " ")
+        if real.is_relative_to(mount) and len(mount) >= best and "-" in fields:
+            best, kind = len(mount), fields[fields.index("-") + 1]
+    return kind

@@ -1,0 +1,63 @@
+"""Ranges are read from the folder on this host, compared with their digests, and missed with a reason."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import anyio
+import anyio.lowlevel
+import msgspec
+import pytest
+
+from tracewire_bus.bulk import reader
+from tracewire_bus.bulk.reader import BulkMissing
+from tracewire_bus.bulk.segments import Limit, Segment, SegmentFolder
+from tracewire_bus.bulk.stores import StorePlace
+from tracewire_bus.bus import Bus
+from tracewire_bus.wire.bulk_ranges import BulkRange, bulk_digest
+from tracewire_bus.wire.pieces import Pieces
+
+DATA = bytes(range(256)) * 100
+
+
+@pytest.fixture
+def segment(tmp_path: Path) -> Segment:
+    return SegmentFolder.create(tmp_path, "bus", Limit(1 << 30)).open("t")
+
+
+def written(segment: Segment, data: bytes = DATA) -> BulkRange:
+    """A range with some bytes."""
+    start = segment.append(Pieces([data]))
+    return BulkRange(segment.store, segment.name, start, len(data), bulk_digest(data))
+
+
+async def test_a_range_is_read(bus: Bus, tmp_path: Path, segment: Segment) -> None:
+    written(segment, b"before")
+    where = written(segment)
+    await bus.bulk.stores.register(segment.store, StorePlace(tmp_path / segment.store))
+    assert await bus.bulk.read(where) == DATA
+    assert await bus.bulk.read(where) == DATA
+
+
+async def test_an_unknown_store_is_gone(bus: Bus, segment: Segment, monkeypatch: pytest.MonkeyPatch) -> None:
+    where = written(segment)
+    with pytest.raises(BulkMissing, match=f"bulk store {segment.store} is gone"):
+        await bus.bulk.read(where)
+    # It is asked for again after a while.
+    monkeypatch.setattr(reader, "_AGE_S", 0.0)
+    await bus.bulk.stores.register(segment.store, StorePlace(segment._folder.path))
+    await anyio.lowlevel.checkpoint()
+    assert await bus.bulk.read(where) == DATA
+
+
+async def test_what_differs_is_refused(bus: Bus, tmp_path: Path, segment: Segment) -> None:
+    where = written(segment)
+    await bus.bulk.stores.register(segment.store, StorePlace(tmp_path / segment.store))
+    with pytest.raises(BulkMissing, match="digest"):
+        await bus.bulk.read(msgspec.structs.replace(where, digest=bytes(16)))
+    with pytest.raises(BulkMissing, match="digest"):
+        await bus.bulk.read(msgspec.structs.replace(where, nbytes=where.nbytes - 1))
+    for wrong in ({"offset": 1}, {"nbytes": where.nbytes + 1}, {"segment": "0" * 16}, {"segment": "index"}):
+        with pytest.raises(BulkMissing, match=r"no such bytes in .* on this host"):
+            await bus.bulk.read(msgspec.structs.replace(where, **wrong))
+    assert await bus.bulk.read(where) == DATA

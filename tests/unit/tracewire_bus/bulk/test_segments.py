@@ -1,0 +1,157 @@
+"""The files of a bulk store: what is appended can be read, within bounds, and outlives the engine that wrote it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tracewire_bus.bulk.segments import Limit, Segment, SegmentFolder, StoreFull, read_range
+from tracewire_bus.wire.pieces import Pieces
+
+
+@pytest.fixture
+def limit() -> Limit:
+    return Limit(1 << 30)
+
+
+@pytest.fixture
+def store(tmp_path: Path, limit: Limit) -> SegmentFolder:
+    return SegmentFolder.create(tmp_path, "bus", limit)
+
+
+def files(store: SegmentFolder) -> set[str]:
+    """The segments on the disk."""
+    return {path.name for path in store.path.iterdir()} - {"index", "lock", "bus"}
+
+
+def test_ranges_are_read_as_they_were_appended(store: SegmentFolder, limit: Limit) -> None:
+    segment = store.open("t")
+    # More buffers than one system call takes.
+    parts = [[bytes([number % 256]) * (number % 7 + 1) for number in range(count)] for count in (1, 3000, 10)]
+    starts = [segment.append(Pieces(part)) for part in parts]
+    for start, part in zip(starts, parts, strict=True):
+        joined = b"".join(part)
+        assert read_range(store.path, segment.name, start, len(joined)) == joined
+    assert store.nbytes == limit.nbytes == segment.nbytes == sum(len(b"".join(part)) for part in parts)
+    assert read_range(store.path, segment.name, 0, segment.nbytes + 1) is None
+    assert read_range(store.path, segment.name, 1 << 62, 1 << 62) is None
+    assert read_range(store.path, "0" * 16, 0, 1) is None
+    assert read_range(store.path / "gone", segment.name, 0, 1) is None
+
+
+@pytest.mark.parametrize("name", ["../bus", "bus", "index", "", "0" * 15, "/etc/passwd", "0" * 16 + "\n"])
+def test_only_segments_are_read(store: SegmentFolder, name: str) -> None:
+    assert read_range(store.path, name, 0, 1) is None
+
+
+def test_a_store_is_bounded(tmp_path: Path) -> None:
+    limit = Limit(100)
+    one, other = (SegmentFolder.create(tmp_path, "bus", limit) for _ in range(2))
+    first, second = one.open("a"), other.open("b")
+    first.append(Pieces([bytes(60)]))
+    with pytest.raises(StoreFull, match="60 bytes, of 100"):
+        second.append(Pieces([bytes(41)]))
+    assert second.append(Pieces([bytes(40)])) == 0
+    one.forget("a")
+    assert limit.nbytes == 40
+    assert second.append(Pieces([bytes(60)])) == 40
+
+
+def test_what_a_disk_refuses_leaves_the_segment_as_it_was(
+    store: SegmentFolder, limit: Limit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    segment = store.open("t")
+    segment.append(Pieces([b"before"]))
+    write = os.writev
+
+    def full_soon(file: int, buffers: list[bytes]) -> int:
+        monkeypatch.setattr(os, "writev", full)
+        return write(file, [buffers[0][:2]])
+
+    def full(file: int, buffers: list[bytes]) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "writev", full_soon)
+    with pytest.raises(OSError, match="No space left"):
+        segment.append(Pieces([b"after", b"wards"]))
+    assert (limit.nbytes, segment.nbytes, (store.path / segment.name).read_bytes()) == (6, 6, b"before")
+    monkeypatch.setattr(os, "writev", write)
+    assert segment.append(Pieces([b"again"])) == 6
+    assert read_range(store.path, segment.name, 6, 5) == b"again"
+
+
+def test_a_closed_segment_takes_no_more(store: SegmentFolder) -> None:
+    segment = store.open("t")
+    segment.close()
+    segment.close()
+    with pytest.raises(OSError, match="closed"):
+        segment.append(Pieces([b"x"]))
+
+
+def test_a_trace_s_segments_go_together(store: SegmentFolder, limit: Limit) -> None:
+    first, again, other = (store.open(trace) for trace in ("t", "t", "u"))
+    for segment in (first, again, other):
+        segment.append(Pieces([bytes(10)]))
+    first.close()
+    store.forget("t")
+    assert files(store) == {other.name}
+    assert limit.nbytes == store.nbytes == 10
+    store.forget("t")
+    # A reader that has the file open is not disturbed, and one that comes later finds nothing.
+    assert read_range(store.path, first.name, 0, 10) is None
+
+
+def left(store: SegmentFolder, *segments: Segment) -> None:
+    """Have a store's engine die: the kernel closes its files."""
+    for segment in segments:
+        segment.close()
+    os.close(store._lock)
+
+
+def test_the_store_of_a_dead_engine_is_taken_over(tmp_path: Path, store: SegmentFolder) -> None:
+    trace = "päth/with\nlines"
+    segment, removed = store.open(trace), store.open("gone")
+    segment.append(Pieces([b"saved"]))
+    store.forget("gone")
+    limit = Limit(100)
+    assert SegmentFolder.adopt(tmp_path, "bus", limit) == []
+    left(store, segment, removed)
+    with (store.path / "index").open("a") as index:
+        index.write('["torn')
+    (store.path / ("f" * 16)).write_bytes(b"of no trace")
+    assert SegmentFolder.adopt(tmp_path, "another bus", limit) == []
+    (adopted,) = SegmentFolder.adopt(tmp_path, "bus", limit)
+    assert (adopted.store, adopted.traces, limit.nbytes) == (store.store, {trace: {segment.name: 5}}, 5)
+    assert files(adopted) == {segment.name}
+    assert SegmentFolder.adopt(tmp_path, "bus", limit) == []
+    adopted.forget(trace)
+    assert (limit.nbytes, adopted.nbytes) == (0, 0)
+
+
+def test_an_empty_store_is_removed(tmp_path: Path, store: SegmentFolder) -> None:
+    store.open("t")
+    store.forget("t")
+    store.leave()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_store_with_segments_stays(tmp_path: Path, store: SegmentFolder) -> None:
+    store.open("t").append(Pieces([b"x"]))
+    store.leave()
+    assert [path.name for path in tmp_path.iterdir()] == [store.store]
+
+
+def test_what_is_no_store_is_left_alone(tmp_path: Path, limit: Limit) -> None:
+    (tmp_path / "notes").write_text("mine")
+    (tmp_path / "0123456789abcdef").mkdir()
+    (tmp_path / "fedcba9876543210").write_text("a file")
+    assert SegmentFolder.adopt(tmp_path, "bus", limit) == []
+    assert (tmp_path / "notes").read_text() == "mine"
+
+
+def test_no_other_user_reads_a_store(store: SegmentFolder) -> None:
+    segment = store.open("t")
+    assert store.path.stat().st_mode & 0o777 == 0o700
+    assert (store.path / segment.name).stat().st_mode & 0o777 == 0o600

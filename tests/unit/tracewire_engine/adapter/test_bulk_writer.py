@@ -1,0 +1,290 @@
+"""What traces save in volume lies beside Redis: every consumer has it, and nothing is lost when the store fails."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+import tracewire
+from tests.support.scripted_engine import ScriptedEngine, acts, expected, info, serving
+from tests.support.stepping import PATIENCE, Gate
+from tests.support.until import until
+from tracewire import Client, Gap, Output, Result
+from tracewire_bus.bulk import reader
+from tracewire_bus.bulk.segments import SegmentFolder
+from tracewire_bus.bus import FINAL_ID, Bus
+from tracewire_bus.wire.codec import find_bulk
+from tracewire_engine.adapter import bulk_writer
+from tracewire_engine.adapter.bulk_writer import BulkSettings, check_folder
+
+TOKENS = 40
+
+
+@pytest.fixture
+async def client(embedded: str, prefix: str) -> AsyncIterator[Client]:
+    """A client on the session's Redis."""
+    async with tracewire.connect(embedded, prefix=prefix) as client:
+        yield client
+
+
+@pytest.fixture(autouse=True)
+def _looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bulk_writer, "LOOK_S", 0.05)
+
+
+@pytest.fixture(params=["/dev/shm", ""], ids=["memory", "disk"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    """A folder in memory, or on a disk."""
+    if not request.param:
+        yield tmp_path / "bulk"
+        return
+    path = Path(request.param) / f"tracewire-test-{os.urandom(6).hex()}"
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def bulk(folder: Path, threshold: int = 1, most: int = 1 << 30, **options: Any) -> BulkSettings:
+    """Settings that put nearly all saves beside Redis."""
+    return BulkSettings(folder, threshold, most, **options)
+
+
+def segments(folder: Path) -> set[Path]:
+    """The segments of all stores in a folder."""
+    return set(folder.glob("*/" + "[0-9a-f]" * 16))
+
+
+def stores(folder: Path) -> list[Path]:
+    """The stores in a folder."""
+    return list(folder.iterdir())
+
+
+@contextlib.asynccontextmanager
+async def engine(bus: Bus, client: Client, settings: BulkSettings | None, **more: Any) -> AsyncIterator[Gate]:
+    """A scripted engine with a bulk store, which steps when its gate is opened."""
+    gate = Gate()
+    async with serving(bus, ScriptedEngine(gate), info(), bulk=settings, **more):
+        with anyio.fail_after(PATIENCE):
+            await client.models.get("tiny", timeout=PATIENCE)
+        yield gate
+
+
+async def run(bus: Bus, client: Client, gate: Gate, trace: str = "t", prompt: str = "hello") -> Result:
+    """Run a trace to its end, an output for each token."""
+    async with client.trace("tiny", prompt, acts, max_tokens=TOKENS, trace_id=trace, detach=True) as running:
+        for count in range(1, TOKENS + 1):
+            gate.step()
+            await until(lambda count=count: _reached(bus, trace, count))
+        with anyio.fail_after(PATIENCE):
+            return await running.result()
+
+
+async def _reached(bus: Bus, trace: str, count: int) -> bool:
+    """Whether a trace's stream has this many outputs."""
+    tail = await bus.tail_id(trace)
+    return tail == FINAL_ID or int(tail.partition("-")[2]) >= count
+
+
+def whole(result: Any, prompt: str = "hello") -> None:
+    """A result, or a state, has every token and every save."""
+    ids, saved = expected(prompt, TOKENS)
+    assert result.token_ids == ids
+    assert [list(map(float, array)) for array in result.saves["acts"]] == saved
+
+
+async def in_bulk(bus: Bus, trace: str) -> tuple[int, int]:
+    """How many outputs refer to bulk, of how many."""
+    entries = await bus.command("XRANGE", bus.keys.events(trace), "-", "+")
+    found = [dict(zip(flat[::2], flat[1::2], strict=True))[b"d"] for _, flat in entries]
+    outputs = [data for data in found if data[1:3] == b"\xa1o"]
+    return sum(find_bulk(data) is not None for data in outputs), len(outputs)
+
+
+async def test_every_consumer_has_what_lies_beside_redis(client: Client, bus: Bus, folder: Path) -> None:
+    async with engine(bus, client, bulk(folder)) as gate:
+        whole(await run(bus, client, gate))
+        moved, outputs = await in_bulk(bus, "t")
+        assert moved == outputs > 0
+        events = [event async for event in client.subscribe("t")]
+        saved = [item for event in events if isinstance(event, Output) for item in event.delta.get("acts", [])]
+        assert [list(map(float, item)) for item in saved] == expected("hello", TOKENS)[1]
+        whole(await client.get_state("t"))
+        # A reader of the text alone fetches nothing.
+        shutil.rmtree(folder)
+        texts = [event async for event in client.subscribe("t", names=()) if isinstance(event, Output)]
+        assert [token for event in texts for token in event.token_ids] == expected("hello", TOKENS)[0]
+        assert all(event.delta == {} for event in texts)
+
+
+async def test_small_saves_go_to_redis(client: Client, bus: Bus, tmp_path: Path) -> None:
+    async with engine(bus, client, bulk(tmp_path, threshold=1 << 20)) as gate:
+        whole(await run(bus, client, gate))
+        assert (await in_bulk(bus, "t"))[0] == 0
+        assert len(stores(tmp_path)) == 1
+        assert not segments(tmp_path)
+
+
+async def test_streams_are_trimmed_as_ever(client: Client, bus: Bus, tmp_path: Path) -> None:
+    async with engine(bus, client, bulk(tmp_path), retain_events=5) as gate:
+        whole(await run(bus, client, gate))
+        whole(await client.get_state("t"))
+        late = [event async for event in client.subscribe("t")]
+        assert isinstance(late[0], Gap)
+
+
+# --- a store that fails ---------------------------------------------------------------------------------------------
+
+
+async def test_a_full_store_costs_no_save(client: Client, bus: Bus, tmp_path: Path) -> None:
+    async with engine(bus, client, bulk(tmp_path, most=300)) as gate:
+        result = await run(bus, client, gate)
+        whole(result)
+        moved, outputs = await in_bulk(bus, "t")
+        assert 0 < moved < outputs
+        assert result.warnings == [
+            f"the saves of {outputs - moved} outputs went to Redis: the engine's bulk store took no more"
+        ]
+        whole(await run(bus, client, gate, "u", "other"), "other")
+        assert (await in_bulk(bus, "u"))[0] == 0
+
+
+async def test_a_folder_that_goes_away_costs_no_save(
+    client: Client, bus: Bus, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "bulk"
+    async with engine(bus, client, bulk(folder)) as gate:
+        whole(await run(bus, client, gate))
+        shutil.rmtree(folder)
+        result = await run(bus, client, gate, "u", "other")
+        whole(result, "other")
+        assert len(result.warnings) == 1
+        assert [record.message for record in caplog.records if "takes no more" in record.message] != []
+        # What the store had is gone, and the first trace says so. Its text is on Redis.
+        with pytest.raises(tracewire.ValueMissing, match=r"trace t saved.*no such bytes.*--bulk-listen"):
+            await client.get_state("t")
+        events = [event async for event in client.subscribe("t") if isinstance(event, Output)]
+        assert [token for event in events for token in event.token_ids] == expected("hello", TOKENS)[0]
+        with pytest.raises(tracewire.ValueMissing, match=f"event {events[3].id} of trace t"):
+            _ = events[3].delta
+
+
+async def test_a_segment_cut_short_or_changed_is_seen(client: Client, bus: Bus, tmp_path: Path) -> None:
+    async with engine(bus, client, bulk(tmp_path)) as gate:
+        for trace, change in (("cut", lambda data: data[:-1]), ("changed", lambda data: data[:-1] + b"\xff")):
+            before = segments(tmp_path)
+            await run(bus, client, gate, trace)
+            (segment,) = segments(tmp_path) - before
+            segment.write_bytes(change(segment.read_bytes()))
+            with pytest.raises(tracewire.ValueMissing, match=r"no such bytes|does not match the digest"):
+                await client.get_state(trace)
+
+
+async def test_a_store_that_redis_forgot_is_named_again(client: Client, bus: Bus, tmp_path: Path) -> None:
+    async with engine(bus, client, bulk(tmp_path)) as gate:
+        await run(bus, client, gate)
+        (store,) = stores(tmp_path)
+        await bus.command("DEL", bus.keys.bulk_store(store.name))
+
+        async def known() -> bool:
+            return await bus.bulk.stores.find(store.name) is not None
+
+        await until(known)
+        whole(await client.get_state("t"))
+
+
+@pytest.mark.parametrize("path", ["/proc/bulk", "/dev/null/bulk"])
+def test_a_folder_that_takes_no_store_is_refused(path: str) -> None:
+    with pytest.raises(ValueError, match=f"--bulk: no bulk store can be made in {path}"):
+        check_folder(Path(path))
+
+
+def test_a_check_leaves_nothing(tmp_path: Path) -> None:
+    check_folder(tmp_path / "new")
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+# --- how long it lies there -----------------------------------------------------------------------------------------
+
+
+async def test_a_segment_goes_with_its_trace(client: Client, bus: Bus, tmp_path: Path) -> None:
+    async with engine(bus, client, bulk(tmp_path)) as gate:
+        for number in range(5):
+            await run(bus, client, gate, f"t{number}")
+        assert len(segments(tmp_path)) == 5
+        for number in range(5):
+            await bus.command("DEL", bus.keys.events(f"t{number}"), bus.keys.record(f"t{number}"))
+        with anyio.fail_after(PATIENCE):
+            await until(lambda: not segments(tmp_path))
+    assert stores(tmp_path) == []
+
+
+async def test_the_next_engine_takes_over_what_a_dead_one_had(client: Client, bus: Bus, tmp_path: Path) -> None:
+    async with engine(bus, client, bulk(tmp_path)) as gate:
+        await run(bus, client, gate)
+    # It has left, and what it wrote is there.
+    whole(await client.get_state("t"))
+    (left,) = stores(tmp_path)
+    async with engine(bus, client, bulk(tmp_path)) as gate:
+        whole(await client.get_state("t"))
+        whole(await run(bus, client, gate, "u", "other"), "other")
+        await bus.command("DEL", bus.keys.events("t"), bus.keys.record("t"))
+
+        async def gone() -> bool:
+            return not left.exists()
+
+        with anyio.fail_after(PATIENCE):
+            await until(gone)
+        assert await bus.bulk.stores.find(left.name) is None
+        whole(await client.get_state("u"), "other")
+
+
+async def test_engines_of_another_bus_leave_it(client: Client, bus: Bus, tmp_path: Path) -> None:
+    store = SegmentFolder.create(tmp_path, "another bus", bulk_writer.Limit(100))
+    store.open("t")
+    os.close(store._lock)
+    async with engine(bus, client, bulk(tmp_path)) as gate:
+        await run(bus, client, gate)
+        assert store.path.exists()
+
+
+# --- other hosts ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have consumers see no folder of the engine's, as on another host."""
+    monkeypatch.setattr(reader, "_read_here", lambda place, where: None)
+
+
+@pytest.mark.usefixtures("elsewhere")
+async def test_consumers_elsewhere_get_it_from_the_engine(client: Client, bus: Bus, folder: Path) -> None:
+    async with engine(bus, client, bulk(folder, listen="127.0.0.1:0")) as gate:
+        whole(await run(bus, client, gate))
+        async with anyio.create_task_group() as group:
+            for _ in range(20):
+                group.start_soon(_has_all, client)
+
+
+async def _has_all(client: Client) -> None:
+    whole(await client.get_state("t"))
+
+
+@pytest.mark.usefixtures("elsewhere")
+async def test_consumers_elsewhere_are_told_how_to_get_it(client: Client, bus: Bus, tmp_path: Path) -> None:
+    async with engine(bus, client, bulk(tmp_path)) as gate:
+        with pytest.raises(tracewire.ValueMissing, match="--bulk-listen"):
+            await run(bus, client, gate)
+
+
+@pytest.mark.usefixtures("elsewhere")
+async def test_an_engine_that_serves_no_more_is_named(client: Client, bus: Bus, tmp_path: Path) -> None:
+    async with engine(bus, client, bulk(tmp_path, listen="127.0.0.1:0")) as gate:
+        await run(bus, client, gate)
+    with pytest.raises(tracewire.ValueMissing, match=r"the engine at 127\.0\.0\.1:\d+.*has not sent them"):
+        await client.get_state("t")
