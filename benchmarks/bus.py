@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -54,6 +55,8 @@ from tracewire_engine.link.step_link import LinkReceiver
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = "scripted"
+#: The environment variable that names the folder of bulk to the adapter.
+BULK = "TRACEWIRE_BENCHMARK_BULK"
 #: Rates that `--sweep` tries, in outputs a second a trace.
 RATES = (300, 250, 200, 170, 140, 120, 100, 80, 60, 50, 40, 30, 25, 20, 15, 10, 5)
 #: Bytes of an output's entry, about; what the bare round trip carries.
@@ -395,7 +398,9 @@ def main() -> int:
         "--layers", type=int, default=0, metavar="N", help="each token brings N declared reads of 4 KiB"
     )
     parser.add_argument(
-        "--bulk", metavar="FOLDER", help="outputs with more than 32 KiB of reads leave them there, as of tracewire engine"
+        "--bulk",
+        metavar="FOLDER",
+        help="as of tracewire engine: outputs leave more than 32 KiB there",
     )
     parser.add_argument("--text-only", action="store_true", help="subscribers read the text and fold nothing")
     parser.add_argument("--sweep", action="store_true", help="go down from --rate until nothing queues")
@@ -409,6 +414,8 @@ def main() -> int:
         return 0
     if options.subscribers < options.processes:
         parser.error(f"--processes: expected at most --subscribers ({options.subscribers}), got {options.processes}")
+    if options.bulk:
+        os.environ[BULK] = options.bulk
     with tempfile.TemporaryDirectory() as folder:
         figures = anyio.run(measure, options, Path(folder))
     show(figures, as_json=options.json, width=28)

@@ -759,7 +759,7 @@ MUTANTS = (
     _of(
         f"{_ENGINE}/adapter/trace_lag.py",
         "a-light-trace-is-held",
-        "if nbytes > (2 * share if self.thinned else share) and not self.held:",
+        "if nbytes > (2 * share if self.thinned or self.spilled else share) and not self.held:",
         "if not self.held:",
         _TRACE_LAG + "::test_a_heavy_trace_is_held_and_a_light_one_runs_on",
     ),
@@ -1017,5 +1017,33 @@ MUTANTS = (
         '            self._append("row", np.arange(row, row + count))\n',
         '            self._append("row", np.arange(count))\n',
         _HARVEST + "shards.py::test_the_index_says_what_each_row_is_of",
+    ),
+    _of(
+        f"{_BUS}/bulk/reader.py",
+        "bulk-is-not-verified",
+        "        if bulk_digest(data) != where.digest:\n",
+        "        if False:\n",
+        "tests/unit/tracewire_bus/bulk/test_reader.py::test_what_differs_is_refused",
+    ),
+    _of(
+        f"{_BUS}/bulk/segments.py",
+        "half-a-write-stays-in-its-segment",
+        "            os.ftruncate(self._file, start)\n",
+        "            pass\n",
+        "tests/unit/tracewire_bus/bulk/test_segments.py::test_what_a_disk_refuses_leaves_the_segment_as_it_was",
+    ),
+    _of(
+        f"{_ENGINE}/adapter/bulk_writer.py",
+        "a-full-store-loses-saves",
+        "            self._writer.report(error)\n            return None\n",
+        '            self._writer.report(error)\n            return msgspec.Raw(b"\\x90")\n',
+        "tests/unit/tracewire_engine/adapter/test_bulk_writer.py::test_a_full_store_costs_no_save",
+    ),
+    _of(
+        f"{_ENGINE}/adapter/bulk_writer.py",
+        "segments-outlive-their-traces",
+        "                    store.forget(trace)\n",
+        "                    pass\n",
+        "tests/unit/tracewire_engine/adapter/test_bulk_writer.py::test_a_segment_goes_with_its_trace",
     ),
 )

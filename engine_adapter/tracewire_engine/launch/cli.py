@@ -386,7 +386,7 @@ def _bulk(options: argparse.Namespace) -> BulkSettings | None:
         return None
     from tracewire_engine.adapter.bulk_writer import BulkSettings
 
-    most, listen, advertise = options.bulk_bytes, options.bulk_listen, options.bulk_advertise
+    most, listen, advertise = options.bulk_bytes, options.bulk_listen or "", options.bulk_advertise
     return BulkSettings(options.bulk.absolute(), options.bulk_threshold, most, listen, advertise)
 
 

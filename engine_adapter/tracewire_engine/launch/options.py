@@ -137,7 +137,6 @@ def add_options(group: argparse._ArgumentGroup, secrets: Mapping[str, str]) -> N
     )
     group.add_argument(
         "--bulk-listen",
-        default="",
         type=host_and_port,
         metavar="HOST:PORT",
         help="with --bulk: serve consumers on other hosts at this address (port 0: any)",

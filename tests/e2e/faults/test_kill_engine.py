@@ -58,7 +58,7 @@ async def tokens_of(client: Client, trace: str) -> tuple[dict[int, list[int]], l
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        pytest.param("EngineCore", (), id="engine core"),
+        pytest.param("EngineCore", ("--bulk-threshold", "1"), id="engine core"),
         pytest.param("adapter", (), id="adapter", marks=pytest.mark.full),
         pytest.param("Worker", ("--tensor-parallel-size", "2"), id="worker of two", marks=pytest.mark.full),
     ],
@@ -66,8 +66,9 @@ async def tokens_of(client: Client, trace: str) -> tuple[dict[int, list[int]], l
 async def test_a_killed_process_costs_an_attempt_and_nothing_else(
     own_bus: str, tmp_path: Path, kind: str, options: tuple[str, ...]
 ) -> None:
-    environment = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if options else {}
-    with running_engine(own_bus, tmp_path, "--drain", "0.1", *options, environment=environment) as engine:
+    environment = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if kind == "Worker" else {}
+    bulk = ("--bulk", str(tmp_path / "bulk"))
+    with running_engine(own_bus, tmp_path, "--drain", "0.1", *bulk, *options, environment=environment) as engine:
         async with tracewire.connect(own_bus) as client, Bus.open(own_bus) as bus:
             model = await client.models.get("demo", timeout=PATIENCE)
             vector = np.random.default_rng(5).standard_normal(model.info.hidden_size).astype(np.float32)
@@ -107,6 +108,11 @@ async def test_a_killed_process_costs_an_attempt_and_nothing_else(
                     assert [one.live for one in accepted] == [{"alpha": 0.0}, {"alpha": 3.0}]
             (after,) = await bus.registry.list()
             assert after.engine != before.engine
+            if "--bulk-threshold" in options:
+                # What both engines saved lies beside Redis, and the second one looks after it.
+                states = [await client.get_state(trace.id) for trace in (first, second)]
+                assert [state.token_ids for state in states] == [result.token_ids for result in results]
+                assert len(list((tmp_path / "bulk").glob("*/" + "[0-9a-f]" * 16))) >= 2
             # Nothing of the one before holds memory.
             _, alive = psutil.wait_procs(left, timeout=60)
             assert not alive

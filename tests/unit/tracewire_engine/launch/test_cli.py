@@ -18,9 +18,10 @@ from tests.support.redis.proxy import proxy
 from tracewire_bus.bus import Bus
 from tracewire_bus.store.engine_registry import EngineRegistry
 from tracewire_bus.wire.messages import ModuleInfo
+from tracewire_engine.adapter.bulk_writer import BulkSettings
 from tracewire_engine.adapter.service import Adapter
 from tracewire_engine.launch import cli
-from tracewire_engine.launch.cli import _settings, _stranger
+from tracewire_engine.launch.cli import _check_bulk, _settings, _stranger
 from tracewire_engine.launch.options import add_options
 
 PATIENCE = 60
@@ -144,3 +145,30 @@ def test_an_option_reaches_the_adapter(option: str, value: float, field: str) ->
     changed = {one.name for one in fields(given) if getattr(given, one.name) != getattr(usual, one.name)}
     assert changed == {field}
     assert getattr(given, field) == value
+
+
+def test_bulk_goes_where_the_options_say(tmp_path: Path) -> None:
+    assert _settings(parsed()).bulk is None
+    given = ("--bulk", str(tmp_path), "--bulk-threshold", "5", "--bulk-bytes", "6", "--bulk-listen", "h:0")
+    assert _settings(parsed(*given, "--bulk-advertise", "name")).bulk == BulkSettings(tmp_path, 5, 6, "h:0", "name")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--bulk-listen", "h:1"], "--bulk-listen and --bulk-advertise need --bulk"),
+        (["--bulk", "FOLDER", "--bulk-advertise", "h"], "--bulk-advertise needs --bulk-listen"),
+        (["--bulk", "FOLDER", "--bulk-listen", "0.0.0.0:1"], "--bulk-listen 0.0.0.0:1 needs --bulk-advertise"),
+        (["--bulk", "/dev/null/x"], "--bulk: no bulk store can be made in /dev/null/x: Not a directory"),
+    ],
+)
+def test_bulk_that_cannot_be_kept_is_refused_before_the_model_loads(
+    tmp_path: Path, arguments: list[str], says: str
+) -> None:
+    with pytest.raises(ValueError, match=f"^{says}"):
+        _check_bulk(parsed(*(argument.replace("FOLDER", str(tmp_path)) for argument in arguments)))
+
+
+def test_bulk_that_can_be_kept_leaves_nothing_behind(tmp_path: Path) -> None:
+    _check_bulk(parsed("--bulk", str(tmp_path / "new"), "--bulk-listen", "0.0.0.0:1", "--bulk-advertise", "h"))
+    assert list((tmp_path / "new").iterdir()) == []

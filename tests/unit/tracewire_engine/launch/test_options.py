@@ -26,6 +26,9 @@ def _parsed(*arguments: str, secrets: dict[str, str] | None = None) -> argparse.
         (["--first-answer", "inf"], "a number of seconds, at least 0, got 'inf'"),
         (["--lora", "name"], "expected NAME=FOLDER, got 'name'"),
         (["--lora", "=folder"], "expected NAME=FOLDER, got '=folder'"),
+        (["--bulk-listen", "7400"], "expected HOST:PORT, such as 0.0.0.0:7400, got '7400'"),
+        (["--bulk-listen", "host:70000"], "expected HOST:PORT, such as 0.0.0.0:7400, got 'host:70000'"),
+        (["--bulk-bytes", "0"], "a whole number of at least 1, got '0'"),
     ],
 )
 def test_a_value_that_cannot_be_is_refused_with_what_was_expected(arguments: list[str], says: str) -> None:
