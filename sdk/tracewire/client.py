@@ -263,7 +263,8 @@ class Client:
             on_lag: what the engine does if Redis takes the trace's events more slowly than the engine makes them.
                 `"hold"`: it makes no tokens for the trace until Redis has taken most of what waits. `"thin"`: it leaves
                 out what declared interventions read in some steps. `"spill"`: it puts all saves beside Redis, if it was
-                started with `--bulk`. These two hold the trace only if that is not enough. A `Lagging` event says what the engine does and when that ends. Other traces run on.
+                started with `--bulk`. These two hold the trace only if that is not enough. A `Lagging` event says what
+                the engine does and when that ends. Other traces run on.
 
         Raises:
             UnknownOption: a keyword is neither an option nor a sampling param. The error names the nearest one.
