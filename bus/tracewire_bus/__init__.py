@@ -8,7 +8,7 @@ from typing import Any
 
 from anyio import TypedAttributeSet
 
-# nnsight gives every object a `save`. anyio imports its backends and streams on their first use, and then takes that
-# `save` for an attribute without an annotation, of each of its own sets of attributes, and raises. An annotation of the
-# base class counts for all of them, whichever of the two is imported first.
+# nnsight gives every object an attribute `save`. When anyio defines a subclass of this class, it raises for an
+# attribute without an annotation, and so for `save`. An annotation of this base class holds for all subclasses, even if
+# the program imports nnsight first.
 TypedAttributeSet.__annotations__ = {**TypedAttributeSet.__annotations__, "save": Any}

@@ -263,7 +263,7 @@ class Bus:
             raise TraceElsewhere(f"trace {trace} was submitted to model {created.decode('utf-8', 'replace')!r}")
         if created and has_left and await self.records.forget(trace, model):
             # No engine has run the trace on the new record: the trace ended earlier, and its keys have expired.
-            raise TraceEnded(f"trace {trace} has ended, and has expired but for its id")
+            raise TraceEnded(f"trace {trace} has ended and expired; Redis remembers only its id")
 
     @property
     def registry(self) -> EngineRegistry:
@@ -372,7 +372,7 @@ class Bus:
             await self.queue.withdraw(model, trace)
 
     async def cancel_orphans(self, model: str, lease: str, *, by: str) -> None:
-        """End the traces that wait for `model` under a lease that has expired. `by` is who cancels them.
+        """End the traces that wait for `model` under a lease that has expired. `by` names the author.
 
         Raises:
             BusUnavailable: Redis does not answer.

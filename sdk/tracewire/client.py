@@ -358,14 +358,14 @@ class Client:
         with a column of prompts, such as a `datasets.Dataset`. `to` is a folder or any URL of fsspec. A prompt's trace
         samples one token unless `max_tokens` says otherwise. `tracewire.harvest.open(to)` reads what was written.
 
-        Made again with the same arguments, it goes on where it was: prompts that are in a shard are not run again, and
-        each prompt is in the result once, whatever was killed meanwhile. A prompt whose own trace failed is listed with
-        its error, and not run again unless `retry_failed` asks for it. `HarvestOptions` says what can be set.
+        A second call with the same arguments continues where the first one ended. Prompts that are in a shard do not
+        run again, and each prompt is in the result once, even after a kill. A prompt whose own trace failed is listed
+        with its error, and runs again only with `retry_failed`. `HarvestOptions` lists the options.
 
         Raises:
             UnknownModel: no engine serves the model.
             TraceRejected: the interventions, the block or an option cannot be submitted.
-            InvalidDataset: a row is no prompt, or its key is missing or not its own.
+            InvalidDataset: a row is no prompt, or its key is missing or that of another row.
             HarvestConflict: `to` has a harvest of something else, or another client writes there.
             ShardDamaged: a shard that an earlier run wrote is damaged, and `repair` is not set.
             StoreFull: `to` has no room left.

@@ -4,8 +4,8 @@ An error about a submission names the *field* at fault as the caller wrote it (`
 `"variables.direction"`), whether it was found before the submission or by the engine. An error in a block names the
 user's own file and line. All of them are [`TracewireError`][]s.
 
-Each error is below exactly one of seven bases, which say what a caller can do: `NotFoundError`, `InvalidRequestError`,
-`RetryableError`, `PermissionDeniedError`, `ConflictError`, `ClosedError` and `IntegrityError`. `ConnectError`,
+Each error derives from exactly one of seven bases, which say what a caller can do: `NotFoundError`,
+`InvalidRequestError`, `RetryableError`, `PermissionDeniedError`, `ConflictError`, `ClosedError` and `IntegrityError`. `ConnectError`,
 `SteerRejected`, `EditRejected` and `BrokenStream` are groups: they say what failed. `TraceFailed`, in
 `traces/failures.py`, is the group of traces that ran; of its members only `EngineLost` and `BusFilled` can be retried.
 """
@@ -138,7 +138,7 @@ class PermissionDeniedError(TracewireError, PermissionError):
 
 class ConflictError(TracewireError):
     """The request was made for another state than the present one: another version, an id in use, a trace that ended.
-    The caller reads the present state and decides anew.
+    The caller reads the present state and decides again.
     """
 
 
@@ -192,7 +192,7 @@ class MalformedRecord(ConnectError, IntegrityError):
     """A record in Redis cannot be read. The message names its key."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(f"{message} (find out who else writes there; what the record is about cannot be saved)")
+        super().__init__(f"{message} (find out which other program writes there; this record is lost)")
 
 
 class ClientClosed(ConnectError, ClosedError):

@@ -26,7 +26,7 @@ def packed_media(field: str, media: Any) -> bytes:
         raise TraceRejected(field, f'expected a dict like {{"image": array}}, got {type_name(type(media))}')
     for name in media:
         if name != "image":
-            raise TraceRejected(f"{field}.{name}", f"images alone are taken beside text, got {str(name)[:80]!r}")
+            raise TraceRejected(f"{field}.{name}", f"only images are supported beside text, got {str(name)[:80]!r}")
     images = media["image"]
     if not isinstance(images, list | tuple):
         arrays = [_image(f"{field}.image", images)]

@@ -107,9 +107,9 @@ class HarvestOptions(SamplingOptions, total=False):
     """The positions of each sequence to keep, as Python indexes them. The client leaves out the others' rows; the
     `positions` of an intervention have the engine do so."""
     every: int
-    """Keep every so many-th position, from 0 on. The client leaves out the others' rows."""
+    """Keep each position that this number divides. The client leaves out the others' rows."""
     keep_top: int | None
-    """Of each row, keep its so many greatest values, with their indices. The client chooses them."""
+    """How many of the greatest values of each row to keep, with their indices. The client chooses them."""
     concurrency: int
     """How many prompts are submitted at once."""
     shard_bytes: int

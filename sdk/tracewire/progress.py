@@ -8,7 +8,7 @@ __all__ = ["HarvestProgress"]
 
 
 class HarvestProgress(msgspec.Struct, frozen=True):
-    """How far a harvest is, or what came of it.
+    """The progress of a harvest, or its outcome.
 
     Attributes:
         prompts: prompts whose traces have ended well in this run.

@@ -269,7 +269,7 @@ class Fold:
             self._apply(event)
         except (Unsavable, RecursionError) as error:
             # The event holds a value that no engine sends: nested too deep, or with invalid keys.
-            raise FoldError(f"event {event.attempt}-{event.seq} holds what cannot be folded: {error}") from error
+            raise FoldError(f"event {event.attempt}-{event.seq} has a value that cannot be folded: {error}") from error
 
     def _apply(self, event: Event) -> None:
         self._advance(event)
@@ -445,7 +445,7 @@ class Fold:
         return former_digest(values[name]) if name in values else b""
 
     def _wrong_columns(self, names: set[tuple[int, int, str]]) -> set[tuple[int, int, str]]:
-        """Those of these saves, which came by columns, whose records are not what the engine sent."""
+        """The names among these saves, which came by columns, whose records differ from the engine's."""
         sent = {(entry.invoke, entry.choice): entry for entry in self.columns}
         wrong = set()
         for invoke, choice in {key[:2] for key in names}:

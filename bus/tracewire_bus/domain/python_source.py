@@ -7,16 +7,16 @@ from typing import Final
 
 __all__ = ["parse_source"]
 
-#: How often a parse is begun that other parses disturb.
+#: How often `parse_source` tries a parse that other parses disturb.
 _ATTEMPTS: Final = 10
 
 
 def parse_source(source: str, filename: str = "<unknown>") -> ast.Module:
     """Parse a source text, also while other threads parse.
 
-    Before 3.13, CPython counts the depth of all trees that it is building in one place. Where the garbage collector
-    lets another thread parse in between, `ast.parse` raises `SystemError` for a source that is valid (CPython's issue
-    106905). The parse is then begun again.
+    Before 3.13, all parses of CPython share one counter of their depth. If another thread parses in between, during a
+    garbage collection, `ast.parse` raises `SystemError` for a valid source (CPython's issue 106905). This function then
+    parses again.
 
     Raises:
         SyntaxError: `source` is not valid Python.

@@ -24,8 +24,8 @@ __all__ = ["Restorer"]
 
 logger = logging.getLogger("tracewire")
 
-#: Acknowledged events are kept for so many seconds in which Redis answered, and up to so many bytes. With `appendfsync
-#: everysec`, Redis loses at most half of these seconds.
+#: How long the writer keeps acknowledged events, in seconds in which Redis answered, and how many bytes of them. With
+#: `appendfsync everysec`, Redis loses at most half of these seconds.
 KEEP_S: float = 5.0
 KEEP_BYTES: int = 64 * 1024 * 1024
 #: How often a writer that sends nothing, or that has several servers, checks its connection, in seconds.
@@ -179,7 +179,7 @@ class Restorer:
         """
         if claims := list(self.claims()):
             for reply in await self._ask_all([with_text(claim) or claim for claim in claims]):
-                # Also of a claim whose slot is being moved: at worst, its trace is fenced.
+                # A claim whose slot is being moved fails, too. At worst, another engine then takes the trace.
                 if isinstance(reply, Exception):
                     logger.warning("a trace could not be claimed again: %s", reply)
             self.claimed()

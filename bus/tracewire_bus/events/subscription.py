@@ -54,7 +54,7 @@ PAGES: Final = 1024
 #: may lack a trace until its engine or its client has written it again.
 GONE_S: float = 10.0
 
-#: A buffer with so many entries or bytes is full. A single page may be larger.
+#: The numbers of entries and of bytes at which a buffer is full. A single page may be larger.
 _BUFFER_ENTRIES, _BUFFER_BYTES = 256, 16 * 1024 * 1024
 
 #: How often a subscription asks again for entries that the reader has read and that are missing: some seconds in all.
@@ -94,7 +94,7 @@ class EventsLost(BusError):
 
     Attributes:
         since: id of the last entry that was read, or `"start"`.
-        until: id of the first entry that is there.
+        until: id of the first remaining entry.
     """
 
     def __init__(self, since: str, until: str) -> None:

@@ -47,7 +47,7 @@ class Order(msgspec.Struct, frozen=True):
         kind: what the engine does: apply a change of live parameters, cancel, pause or resume a trace, or drain itself.
         trace: the trace's id; `""` for `drain`.
         change: for `steer`, the encoded change.
-        by: who gave the order.
+        by: the client that gave the order.
         reason: for `cancel`, the reason.
         within_s: for `drain`, after how many seconds the engine puts its running traces back; None for no limit.
         number: for `pause` and `resume`, the count of the trace's pauses and resumptions, from 1; 0 if unknown.

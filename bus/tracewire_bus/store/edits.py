@@ -61,7 +61,7 @@ logger = logging.getLogger("tracewire")
 #: Most edits of a model, and most bytes of one. Each request carries the edits that run on it.
 MAX_EDITS: Final = 64
 EDIT_BYTES: Final = 4 * 1024 * 1024
-#: Edits of at most so many bytes need no check of their decoded size.
+#: The size in bytes up to which an edit needs no check of its decoded size.
 _SMALL_BYTES: Final = 8 * 1024
 #: Most bytes of one entry of an edit's stream, and of the whole stream.
 RECORD_BYTES: Final = 4 * 1024 * 1024

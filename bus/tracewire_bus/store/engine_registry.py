@@ -74,8 +74,8 @@ class EngineRegistry:
     async def drain(self, engine: str, *, by: str, within_s: float | None = None) -> None:
         """Ask an engine to take no more submissions, to finish its traces, and to exit.
 
-        With `within_s`, the engine puts the traces that still run after so many seconds back onto the queue. The call
-        may be repeated; the earliest of several limits counts. Without such an engine, the call has no effect.
+        With `within_s`, the engine puts the traces that still run after that time, in seconds, back onto the queue. The
+        call may be repeated; the earliest of several limits counts. Without such an engine, the call has no effect.
 
         Raises:
             BusUnavailable: Redis does not answer; the engine may have been asked.

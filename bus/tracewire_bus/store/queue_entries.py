@@ -65,7 +65,7 @@ class Taken(msgspec.Struct, frozen=True):
         attempt: how often engines have taken it, this time included.
         tries: how many engines may be lost over it.
         lost: how many engines were lost over it.
-        why: why the last engine that had it no longer has it; `""` on the first attempt.
+        why: why it left the last engine that had it; `""` on the first attempt.
     """
 
     trace: str

@@ -197,7 +197,7 @@ class Queue:
         return [*replies, bool(refused)]
 
     async def take(self, model: str, engine: str, count: int, block_ms: int, room: int | None = None) -> list[Taken]:
-        """Take up to `count` waiting entries, clients in turns. Waits up to `block_ms` milliseconds for the first.
+        """Take up to `count` waiting entries; clients take turns. Waits up to `block_ms` milliseconds for the first.
 
         `room` is the number of further entries that the engine could run, if that is more than `count`. Redis spreads
         entries evenly: an engine with more entries than others leaves waiting entries to them for 30 ms.

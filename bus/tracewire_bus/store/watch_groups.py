@@ -35,10 +35,10 @@ _AGED_MS: Final = 3_600_000
 
 _FORGET: Final = Script("watch_group_forget")
 
-#: A silent reader without entries is removed after so many times `idle_s`.
+#: The multiple of `idle_s` after which a silent reader without entries is removed.
 _SILENT: Final = 10
 
-#: Silent readers are looked for once in so many takeovers.
+#: The number of takeovers from one search for silent readers to the next.
 _SWEEP_EVERY: Final = 10
 
 

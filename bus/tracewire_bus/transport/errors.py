@@ -58,7 +58,7 @@ def copy_of(error: Exception) -> Exception:
     return one.with_traceback(error.__traceback__)
 
 
-#: Redis's error for a script that it stopped at a command that it refuses for now.
+#: Redis's error for a script that it stopped at a command that it temporarily refuses.
 _SCRIPT_REFUSAL: Final = re.compile(r"@user_script: ?\d+: -(READONLY|OOM|MISCONF|NOREPLICAS) ")
 
 

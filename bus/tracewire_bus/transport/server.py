@@ -22,7 +22,7 @@ logger = logging.getLogger("tracewire")
 #: The time for opening a connection, in seconds.
 CONNECT_S: Final = 5.0
 #: How long connections share the certificates that one of them has read from disk, in seconds. Connections that open
-#: later read what stands there then.
+#: later read them again.
 CERTIFICATES_S: float = 60.0
 
 #: The schemes of the URLs of a Redis.
@@ -162,7 +162,7 @@ def _driver_info() -> dict[str, Any]:
 
 
 async def discard(connection: Any) -> None:
-    """Close a connection at once, whatever state it is in."""
+    """Close a connection at once, in any state."""
     with anyio.CancelScope(shield=True):
         try:
             await connection.disconnect(nowait=True)

@@ -339,7 +339,7 @@ def decode_edit(data: bytes | memoryview) -> Edit:
 
 
 def decode_edit_record(data: bytes | memoryview) -> EditRecord:
-    """Decode the record of what an edit saved on one request. Its `deltas` stay encoded: see `decode_deltas`.
+    """Decode the record of an edit's saves on one request. Its `deltas` stay encoded: see `decode_deltas`.
 
     Raises:
         msgspec.ValidationError: a field has a wrong type.
@@ -364,7 +364,7 @@ def schema_text() -> str:
 
 
 def request_schema_text() -> str:
-    """The schema of the submissions and edits that this version writes, as it stands on them."""
+    """The schema of the submissions and edits that this version writes, as the text `"major.minor"`."""
     return f"{REQUEST_SCHEMA[0]}.{REQUEST_SCHEMA[1]}"
 
 

@@ -1,8 +1,8 @@
 """Columns: the items that several saved lists gain in one step, as one record of raw bytes.
 
 Declared interventions read the same names, dtypes and shapes step after step. A record therefore holds the raw values
-of all names one after the other, and a *layout* that says which bytes are whose. The layout is the same bytes in every
-step, so both sides work out its meaning once and remember it. A consumer makes arrays only when somebody asks for them.
+of all names one after the other, and a *layout* that says which bytes belong to which name. The layout is the same in
+every step, so both sides decode it once and remember it. A consumer makes arrays only when a caller asks for them.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def record_digest(layout: bytes, values: bytes | memoryview) -> bytes:
 
 
 def _maker(part: ColumnPart, start: int) -> tuple[int, Callable[[memoryview], Any]]:
-    """How many bytes a part takes, and what makes it of a record's values in which it begins at `start`.
+    """The size of a part in bytes, and a function that makes the part from a record, where it begins at `start`.
 
     Raises:
         ValueError: there is no such array.

@@ -85,7 +85,7 @@ __all__ = [
 
 #: The schema that this package writes, `(major, minor)`. A stream entry has it as the text `"major.minor"`.
 SCHEMA: tuple[int, int] = (2, 0)
-#: The schema of what clients ask engines for, submissions and edits: older engines read it, too.
+#: The schema of submissions and edits, which clients write for engines. Older engines of this major version read it.
 REQUEST_SCHEMA: tuple[int, int] = (1, 3)
 
 PathKey: TypeAlias = Any
@@ -642,8 +642,8 @@ class Lagging(Event, tag="lagging"):
     """Events of the trace wait in the engine's adapter, since Redis takes them more slowly than the engine makes them.
 
     `action` says what the engine does from now on, as the submission's `on_lag` asks for: `"held"`, it makes no tokens
-    for the trace; `"thinned"`, it leaves out what declared interventions read; `"spilled"`, it puts all saves
-    beside Redis; `"caught_up"`, none of these any longer.
+    for the trace; `"thinned"`, it leaves out the reads of declared interventions; `"spilled"`, it puts all saves
+    beside Redis; `"caught_up"`, it does none of these.
     `nbytes` is about how many bytes waited; `left_out` is the number of steps whose reads were left out so far, of all
     choices. `time` is when the adapter decided so, in seconds since the epoch.
     """
@@ -746,7 +746,7 @@ class Final(Event, tag="final"):
 
 
 class EditRecord(Message):
-    """What an edit saved on one choice of one request. The engine writes it to the edit's own stream at the end.
+    """The saves of an edit on one choice of one request. The engine writes them to the edit's own stream at the end.
 
     For a request of the HTTP API the record holds the saves: `deltas` (an encoded `list[list[Delta]]`, starting from
     empty saves) under the names that the edit gave, and `manifest` to check their fold against. Large arrays in the

@@ -28,7 +28,7 @@ logger = logging.getLogger("tracewire")
 
 #: How often the adapter checks how much waits for Redis, in seconds.
 CHECK_S = 0.05
-#: After an engine failed to pause or to resume, the adapter asks again so many seconds later.
+#: The pause before the adapter repeats a failed call that pauses or resumes the engine, in seconds.
 RETRY_S = 1.0
 #: The part of `buffer_bytes` that the running traces share equally.
 _SHARED: Final = 0.5

@@ -28,7 +28,7 @@ SHORT: Final = 4000
 MOST_COMPILING_S: Final = 0.25
 #: How long checking one source may take, in seconds.
 MOST_S: Final = 10.0
-#: Of how many sources the result is remembered.
+#: The number of sources whose results are cached.
 _REMEMBERED: Final = 256
 
 
@@ -54,7 +54,7 @@ class Sources:
         self._turn = anyio.Lock()
 
     async def examine(self, source: str, names: tuple[str, ...]) -> Examined:
-        """Check a source. `names` are the variables in it that hold the model; paths are checked behind these alone."""
+        """Check a source. `names` are the variables in it that hold the model: only paths behind these are checked."""
         key = digest_bytes(source.encode("utf-8", "surrogatepass")), names
         known = self._known.get(key)
         if known is None:
@@ -97,7 +97,7 @@ def _examine(tree: ModuleTree, source: str, names: tuple[str, ...]) -> Examined:
     began = time.process_time()
     try:
         with warnings.catch_warnings():
-            # Such as of a number directly before a word. The client has already shown the author these warnings.
+            # Such as that of a number directly before a word. The client has already shown the author these warnings.
             warnings.simplefilter("ignore")
             compile(source, "<block>", "exec", dont_inherit=True)
     except (SyntaxError, ValueError, MemoryError, RecursionError, OverflowError) as error:

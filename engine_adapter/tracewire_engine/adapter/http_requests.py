@@ -94,8 +94,7 @@ class PlainRequests:
         self._names = itertools.count()
         self._over: deque[_Edited] = deque()
         self._ended = Signal()
-        #: How many requests run, with edits or without; and of how many ended ones the saves of edits are not published
-        #: yet.
+        #: How many requests run, with edits or without; and how many ended ones have saves of edits to publish.
         self.running = 0
         self._publishing = 0
 

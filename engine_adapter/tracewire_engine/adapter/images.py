@@ -77,5 +77,5 @@ async def rendered(llm: Any, token_ids: list[int], images: list[Any], where: str
     prompt = TokensPrompt(prompt_token_ids=token_ids, multi_modal_data={"image": images})
     try:
         return await llm.renderer.process_for_engine_async(prompt, time.time(), skip_mm_cache=True)
-    except Exception as error:  # whatever the model's processor raises, it is about what the caller gave
+    except Exception as error:  # any error of the model's processor is about the caller's prompt
         raise Rejection(f"{field}.image", f"the model's processor refused the prompt: {error}") from error

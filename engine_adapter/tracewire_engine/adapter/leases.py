@@ -1,4 +1,4 @@
-"""Ends what clients and engines that are gone left behind.
+"""Ends the traces that lost clients and engines left behind.
 
 These are the traces of clients whose leases are missing, attempts that another engine has overtaken, engines that died,
 and traces past their deadline that no engine runs.

@@ -19,7 +19,7 @@ class Lifecycle:
         self._engine = engine
         #: Set when the registry has the engine.
         self.serving = anyio.Event()
-        #: Set when the adapter takes no new traces any more.
+        #: Set when the adapter stops taking new traces.
         self.stopping = anyio.Event()
         #: Set when the adapter was asked on the bus to leave for good: the supervisor does not start it again.
         self.draining = anyio.Event()

@@ -38,7 +38,7 @@ _NO_DELTAS = msgspec.Raw(msgspec.msgpack.encode([]))
 
 
 class ReportMissing(Exception):
-    """A report of the workers did not come in time. The adapter waits for it no longer."""
+    """A report of the workers did not come in time. The adapter has stopped waiting for it."""
 
 
 class ReportSource(Protocol):

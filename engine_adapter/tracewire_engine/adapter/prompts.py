@@ -27,7 +27,7 @@ class Prompts:
         self.strings = TokenStrings(tokenizer)
 
     async def strings_of(self, token_ids: list[int]) -> list[str]:
-        """The strings of a prompt's tokens, made on a thread: a prompt has many tokens that no other has had yet."""
+        """The strings of a prompt's tokens, made on a thread: a prompt has many tokens that are not cached yet."""
         return await anyio.to_thread.run_sync(self.strings, token_ids, limiter=self._tokenizing)
 
     async def token_ids(self, invoke: Invoke, where: str) -> list[int]:

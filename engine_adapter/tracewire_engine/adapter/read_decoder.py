@@ -188,7 +188,7 @@ class ChoiceReads:
         #: Finds the strings of token ids, which the items of logit lenses then have too.
         self.strings: Strings | None = None
         self.steps: dict[int, list[bytes | Pieces]] = {}
-        #: Whether the reads of the steps that follow are left out; and of how many steps they were.
+        #: Whether the reads of the following steps are left out; and the number of steps whose reads were.
         self.thinned = False
         self.left_out = 0
         #: Large arrays, by the name of their blob. The bus must have them before the deltas that refer to them.

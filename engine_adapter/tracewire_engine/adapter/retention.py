@@ -43,7 +43,7 @@ class Tally:
         self.nbytes = 0
         #: Bytes of the last snapshot.
         self.state = 0
-        #: Whether the stream is not trimmed any more.
+        #: Whether the stream must not be trimmed again.
         self.over = False
         self._asked = False
 
@@ -109,7 +109,7 @@ class Retention:
             tally.events -= trimmed.entries
             tally.nbytes -= trimmed.nbytes
             tally.state = trimmed.state
-            logger.debug("trace %s: trimmed to what follows %s", tally.trace, trimmed.id)
+            logger.debug("trace %s: trimmed to the events after %s", tally.trace, trimmed.id)
 
 
 class FinishedRetention:

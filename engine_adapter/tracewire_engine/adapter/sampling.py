@@ -1,4 +1,4 @@
-"""Sampling params of a submission, checked in the caller's terms, as vLLM's."""
+"""Converts the sampling params of a submission to vLLM's, with errors in the caller's terms."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def sampling_params(invoke: Invoke, where: str) -> SamplingParams:
         named = re.search(r"\$\.(\w+)", str(error))
         message = str(error).replace("`$.", "`sampling.")
         raise Rejection(f"{where}sampling.{named[1] if named else '?'}", message) from error
-    except Exception as error:  # whatever vLLM raises here, it is about what the caller gave
+    except Exception as error:  # any error of vLLM here is about the caller's params
         raise Rejection(f"{where}sampling.{_culprit(error, given)}", str(error)) from error
 
 

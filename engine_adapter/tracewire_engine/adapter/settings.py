@@ -34,7 +34,7 @@ class Settings:
     #: How many finished traces are kept, and how many bytes of Redis they may take, in all (0: any number).
     retain_traces: int = 0
     retain_total_bytes: int = 0
-    #: How much of what Redis has not acknowledged yet is kept here, in bytes, before the engine is held.
+    #: How many bytes of events may wait for Redis before the adapter pauses the engine.
     buffer_bytes: int = 256 * 1024 * 1024
     #: How long a trace waits for a Redis whose memory is full before it fails.
     memory_patience_s: float = 60.0

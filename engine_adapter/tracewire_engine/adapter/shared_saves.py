@@ -23,7 +23,7 @@ __all__ = ["SharedSaves"]
 logger = logging.getLogger("tracewire")
 
 _NO_DELTAS = msgspec.Raw(msgspec.msgpack.encode([]))
-#: How long the workers may take to be told that shared values are not needed any more, in seconds.
+#: How long the call that has the workers drop shared values may take, in seconds.
 _FORGET_S = 10.0
 
 
@@ -66,7 +66,7 @@ class SharedSaves:
         return end
 
     async def forget(self, engine: Engine, begun: bool) -> None:
-        """Have the workers drop the values if requests have `begun` and the workers reported no end of them.
+        """Have the workers drop the values, if requests have `begun` and the workers did not report the values' end.
 
         The workers report the end once all of the trace's requests have ended, and never if some did not start.
         """

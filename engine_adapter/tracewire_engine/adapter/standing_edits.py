@@ -92,7 +92,7 @@ def place(interventions: Sequence[Declared], tree: ModuleTree, hidden_size: int,
     """Declared interventions with their locations, for the workers.
 
     Raises:
-        Rejection: one of them cannot be carried out on this model.
+        Rejection: one of them cannot run on this model.
     """
     try:
         places = check(interventions, tree, hidden_size=hidden_size, live=live)
@@ -288,7 +288,7 @@ class StandingEdits:
             tokens: how many tokens each choice has.
             reasons: the finish reason of each choice.
         """
-        dropped = f"what edits saved on the request takes more than {RECORD_BYTES} bytes" if pending.dropped else ""
+        dropped = f"the saves of edits on the request take more than {RECORD_BYTES} bytes" if pending.dropped else ""
         for index, choice in enumerate(pending.choices):
             record = choice.finish
             if record is None or not pending.choice_complete(index):

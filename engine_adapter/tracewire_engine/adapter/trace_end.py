@@ -38,10 +38,10 @@ class TraceEnd:
         self._status = status
 
     def add(self, invoke: int, index: int, choice: PendingChoice, whole: bool, tokens: int) -> bool:
-        """Add what the workers have reported at the end of a choice, which has published `tokens` tokens.
+        """Add the workers' report of the end of a choice, of which `tokens` tokens are published.
 
-        Returns whether that is `whole`. Where it is not, what the choice holds in all would not be what was published,
-        and the trace fails.
+        Returns whether the report is `whole`. If it is not, the manifest would not match the published saves, and the
+        trace fails.
         """
         record = choice.finish
         if record is None or not whole:
@@ -71,7 +71,7 @@ class TraceEnd:
         return True
 
     def add_shared(self, record: FinishRecord | None) -> None:
-        """Add what the workers have reported at the end of the trace's shared values, if they have."""
+        """Add the workers' report of the end of the trace's shared values, if there is one."""
         if record is None:
             return
         self.error = self.error or record.error

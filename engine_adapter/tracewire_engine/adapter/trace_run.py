@@ -419,7 +419,7 @@ class TraceRun:
         if finish_reason in ("abort", "error") and not request.done[choice.index] and self._ending is None:
             # vLLM aborted the request, not the adapter: it failed, or vLLM's processes were told to stop.
             if finish_reason == "abort" and not await self._engine.takes_requests():
-                raise EngineLost("vLLM takes no requests any more: its engine was told to stop")
+                raise EngineLost("vLLM takes no more requests: its engine was told to stop")
             reason = f"vLLM ended the request with {finish_reason!r} after {first + len(token_ids)} tokens"
             self._broken = Failure(type="EngineError", message=reason)
         if finish_reason is not None:

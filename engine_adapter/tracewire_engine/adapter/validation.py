@@ -182,7 +182,7 @@ class Validator:
         """The declared interventions with their locations, encoded for the workers; `data` is the submission encoded.
 
         Raises:
-            Rejection: one of them cannot be carried out on this model.
+            Rejection: one of them cannot run on this model.
         """
         interventions = submission.interventions
         if not interventions:

@@ -38,7 +38,7 @@ DRAINING = "draining "
 _FOR_GOOD = (0, 2)
 #: Waits between two starts, in seconds: the first, and the longest.
 _FIRST_S, _MOST_S = 1.0, 60.0
-#: After how many starts in a row that never came to serve the supervisor gives up.
+#: How many starts in a row may end without serving before the supervisor gives up.
 _VAIN = 5
 #: How often a wait checks for a signal, in seconds; how long to wait for the rest of a dead adapter's output, in
 #: seconds; and how many rounds of killing the processes that it left behind there are.
@@ -134,7 +134,7 @@ class _Supervisor:
         self._child = None
         status = child.wait()
         _end_children()
-        # No process holds the pipe's other end any more, so the thread ends, and has seen whether the adapter served.
+        # No process holds the pipe's other end, so the thread ends, and has seen whether the adapter served.
         relay.join(_RELAY_S)
         return status if status >= 0 else 128 - status
 
@@ -191,7 +191,7 @@ def supervise(
 ) -> int:
     """Run an adapter, and start another one when it dies.
 
-    Gives up after `_VAIN` starts in a row that never came to serve. On Linux, it adopts and kills the processes that an
+    Gives up after `_VAIN` starts in a row that never served. On Linux, it adopts and kills the processes that an
     adapter leaves behind.
 
     Args:

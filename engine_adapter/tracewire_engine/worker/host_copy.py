@@ -197,7 +197,7 @@ def encoded_late(value: Any) -> Any:
 class HostCopy:
     """Brings saved values to host memory: the tensors given to `prime` together, and any other value on demand.
 
-    It finds tensors by identity. So it is valid only while the tensors are held, and for one moment of their contents.
+    It finds tensors by identity. So it is valid while the caller holds the tensors and their contents do not change.
     It leaves tensors of more than `threshold` bytes (0 for no limit) to `large_arrays.py`. On a GPU it waits for a copy
     only when the bytes are asked for; `under_way` is the copy that was begun last.
     """

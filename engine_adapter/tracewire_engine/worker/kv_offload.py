@@ -49,7 +49,7 @@ class KVBlocks:
 
     def __init__(self, caches: Iterable[Any], blocks: int) -> None:
         self._blocks = blocks
-        #: Each cache as `[blocks, smaller blocks in each, ...]`, whatever its elements mean.
+        #: Each cache as `[blocks, smaller blocks in each, ...]`.
         self.views: list[torch.Tensor] = []
         seen: set[tuple[int, Any, Any]] = set()
         for cache in _flat(caches):

@@ -1,10 +1,9 @@
 """Large arrays among the saves: frozen in their step, then digested and sent on another thread.
 
 Encoding and digesting 100 MB takes a tenth of a second, in which every request would wait. The model's thread therefore
-only *freezes* an array above the threshold: it copies the array on its own device. It does not even copy an array whose
-block has ended and whose memory nobody shares. A background thread (`blob_sender.py`) brings the array to the host,
-digests it and sends it in chunks. Until then a `LargeArray` stands in the deltas; `encode` turns it into the reference
-that travels.
+only *freezes* an array above the threshold: it copies the array on its own device. It does not even copy an array of
+unshared memory whose block has ended. A background thread (`blob_sender.py`) brings the array to the host, digests it
+and sends it in chunks. Until then the deltas have a `LargeArray`, which `encode` turns into the reference that travels.
 """
 
 from __future__ import annotations
@@ -123,7 +122,7 @@ class LargeArray:
         self._arrived: Any = None
         self.dtype = TORCH_DTYPES[value.dtype] if isinstance(value, torch.Tensor) else value.dtype.name
         self._frozen: Any = value
-        #: Whether this holds the value itself, without a copy, because nothing can change it any more.
+        #: Whether this holds the value itself, without a copy, because nothing can change it.
         self.borrowed = still and _is_unshared(value) and not budget.changes(value)
         if self.borrowed:
             return

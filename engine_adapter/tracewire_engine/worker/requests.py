@@ -244,7 +244,7 @@ class TracedRequests(Requests):
     def has_ended(self, request_id: str) -> bool:
         """Whether the blocks of a request have ended it, which is the same on all ranks.
 
-        The model still computes such a request until the adapter aborts it, but no block of it is served any more.
+        The model still computes such a request until the adapter aborts it, but does not serve its blocks.
         """
         request = self.requests.get(request_id)
         if request is None:

@@ -151,7 +151,7 @@ class _Undo:
         self._appended: list[tuple[int, _Box, int]] = []
         #: Undo functions of all other changes in the last steps, with the number of appends before each.
         self._replaced: deque[tuple[int, int, Callable[[], object]]] = deque()
-        #: The last step that cannot be undone completely any more.
+        #: The last step that cannot be undone completely.
         self._gone = -1
 
     def begin(self, index: int) -> None:
@@ -349,8 +349,8 @@ class SaveTracker:
         """Bring the saves back to their state after the first `tokens` tokens.
 
         Changes the block's own lists and dicts. `saves` are the block's current saves, by name. Returns a function from
-        the block's saves at its end to those that count: names that a later step has bound get their value of then,
-        other names keep theirs.
+        the block's saves at its end to those that count. There a name that a later step has bound gets its earlier
+        value; other names keep theirs.
         """
         later = {name: value for name, value in saves.items() if name in self._names}
         whole = self._undo.back_to(tokens)
@@ -413,7 +413,7 @@ class Ending:
         self._choice = choice
         self._deltas = deltas
         self._now = now
-        #: New large arrays, which the worker sends; and known ones with their contents of now, whose digests it takes.
+        #: New large arrays, which the worker sends; and known ones with their present contents, whose digests it takes.
         self.taken = tracker.taken
         self.again = now.taken
         #: Whether the adapter takes the digests of arrays. The manifest then omits those of unchanged lists.

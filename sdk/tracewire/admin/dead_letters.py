@@ -129,7 +129,7 @@ class DeadLetters:
         self, *, model: Model | str | None = None, after: str = "", limit: int | None = None
     ) -> Listing[DeadLetter]:
         """The dead letters, the oldest first. `model` limits the list to one model, `after` to the dead letters after
-        the one of this id, and `limit` to so many.
+        the one of this id, and `limit` to that number.
 
         Raises:
             TypeError: `model` is neither a model nor its name, or `after` is no text.

@@ -112,8 +112,8 @@ class Trace(Bridge[AsyncTrace]):
             UnknownModulePath: the block names a module that the model does not have.
             Overloaded: too many submissions wait for the model. It can be started again.
             BusFull: Redis has too little memory left. It can be started again.
-            BusUnavailable: Redis does not answer. Redis may have the trace, which can be started again and runs once
-                then. Unless it is, or was submitted with `detach=True`, the client cancels it when Redis answers.
+            BusUnavailable: Redis does not answer, and may have the trace. The caller can start it again, and it runs
+                once. Otherwise the client cancels it when Redis answers, unless it has `detach=True`.
             BusRefused: Redis does not allow it.
         """
         self._portal.call(self._async.start)
@@ -206,7 +206,7 @@ class Trace(Bridge[AsyncTrace]):
         return self._portal.call(self._async.accepted)
 
     def state(self) -> State:
-        """What this handle has read so far, folded. Copies all containers; arrays are shared."""
+        """The folded state of the events that this handle has read. Copies all containers; arrays are shared."""
         return self._portal.run(self._async.state)
 
     def result(self) -> Result:
@@ -249,7 +249,7 @@ class Tracer(InlineTracer, Trace):
 
         A name that was saved by one invoke (and choice) alone is that value; by several, a list of them in their order.
 
-        A name that nothing is saved as raises a `SaveMissing`, with the reason if it is known.
+        A name without a save raises a `SaveMissing`, with the reason if it is known.
 
         Raises:
             NotEnded: the end was not read.
@@ -654,7 +654,7 @@ class DeadLetters(Bridge[AsyncDeadLetters]):
         self, *, model: Model | str | None = None, after: str = "", limit: int | None = None
     ) -> Listing[DeadLetter]:
         """The dead letters, the oldest first. `model` limits the list to one model, `after` to the dead letters after
-        the one of this id, and `limit` to so many.
+        the one of this id, and `limit` to that number.
 
         Raises:
             TypeError: `model` is neither a model nor its name, or `after` is no text.
@@ -884,14 +884,14 @@ class Client(BlockingClient):
         with a column of prompts, such as a `datasets.Dataset`. `to` is a folder or any URL of fsspec. A prompt's trace
         samples one token unless `max_tokens` says otherwise. `tracewire.harvest.open(to)` reads what was written.
 
-        Made again with the same arguments, it goes on where it was: prompts that are in a shard are not run again, and
-        each prompt is in the result once, whatever was killed meanwhile. A prompt whose own trace failed is listed with
-        its error, and not run again unless `retry_failed` asks for it. `HarvestOptions` says what can be set.
+        A second call with the same arguments continues where the first one ended. Prompts that are in a shard do not
+        run again, and each prompt is in the result once, even after a kill. A prompt whose own trace failed is listed
+        with its error, and runs again only with `retry_failed`. `HarvestOptions` lists the options.
 
         Raises:
             UnknownModel: no engine serves the model.
             TraceRejected: the interventions, the block or an option cannot be submitted.
-            InvalidDataset: a row is no prompt, or its key is missing or not its own.
+            InvalidDataset: a row is no prompt, or its key is missing or that of another row.
             HarvestConflict: `to` has a harvest of something else, or another client writes there.
             ShardDamaged: a shard that an earlier run wrote is damaged, and `repair` is not set.
             StoreFull: `to` has no room left.

@@ -71,7 +71,7 @@ def save(value: _T) -> _T:
     """
     nnsight = sys.modules.get("nnsight")
     if nnsight is None:
-        raise BlockOnly("tracewire.save() belongs into a block, which runs on the engine")
+        raise BlockOnly("tracewire.save() belongs in a block, which runs on the engine")
     return cast(_T, nnsight.save(value))
 
 

@@ -7,7 +7,7 @@ any place that fsspec has a URL for:
     journal/000000.json      one entry a shard, put in one piece when the shard's files are whole
     shards/000000-ID.*       `.safetensors` (or none), `.index.parquet` and `.prompts.parquet`
 
-Only what an entry of the journal lists is a part of the harvest. docs/harvest.md describes the files.
+A file belongs to the harvest only if an entry of the journal lists it. docs/harvest.md describes the files.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ __all__ = ["Dataset", "Item"]
 
 #: How many rows a thread reads ahead.
 _BATCH = 256
-#: The columns that a prompt is looked for in, the first one first.
+#: The columns in which a prompt is looked for, in this order.
 _COLUMNS = ("prompt", "text", "messages", "input_ids", "prompt_token_ids")
 _FORMATS = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".parquet")
 
@@ -91,7 +91,7 @@ class Dataset:
                 seen.add(item.key)
             row += 1
             if row % _BATCH == 0:
-                # A source that has all rows at hand would hold up the event loop.
+                # A source that never waits would block the event loop.
                 await anyio.lowlevel.checkpoint()
             yield item
 

@@ -1,8 +1,8 @@
 """The journal of a harvest: one entry a shard, which is what makes the shard's files a part of the harvest.
 
-An entry is one file, put in one piece under the next number, and never changed. A client whose number is taken finds
-out that another one writes, and stops: so no prompt is in two shards. A later entry may withdraw the shard of an
-earlier one (`drops`), and tells anew of prompts that had failed.
+An entry is one file, put in one piece under the next number, and never changed. If its number is taken, another client
+writes to the harvest, and the client stops. So no prompt is in two shards. A later entry may withdraw the shard of an
+earlier one (`drops`), and lists again the prompts that had failed.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Entry(msgspec.Struct, omit_defaults=True):
     """The journal's entry of one shard.
 
     `prompts` are the keys of its prompts, `digests` those of the prompts themselves. `drops` are the numbers of shards
-    that are no part of the harvest any more.
+    that this entry withdraws.
     """
 
     number: int
@@ -182,14 +182,14 @@ class Journal:
         return found
 
     def drop(self, numbers: list[int]) -> None:
-        """Withdraw shards: their prompts are in the harvest no more."""
+        """Withdraw shards: their prompts leave the harvest."""
         self.commit(Entry(self.next, drops=numbers))
 
     def sweep(self) -> int:
-        """Remove files that no entry lists and none can list any more; returns how many.
+        """Remove files that no entry lists or can list. Returns how many.
 
-        A client that was killed left them, or one that came second. Those of the next number may be another client's,
-        which would find out as it commits.
+        A killed client left them, or one whose number another client took. Files of the next number stay: another
+        client may be writing them.
         """
         listed = {file.name for entry in self.entries.values() for file in entry.files}
         listed |= {_name(number) for number in self._all}

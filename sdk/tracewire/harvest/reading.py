@@ -31,7 +31,7 @@ class HarvestedPrompt:
         token_ids: the tokens of its sequence.
         text: the text of the tokens that were sampled.
         arrays: its rows of each tensor, `[rows, ...]`.
-        positions: the position of each of these rows in the sequence, int64 `[rows]`; -1 where nobody knows it.
+        positions: the position of each of these rows in the sequence, int64 `[rows]`; -1 if it is unknown.
     """
 
     key: int | str
@@ -149,7 +149,7 @@ class Harvested:
     def shards(self) -> Iterator[tuple[Any, dict[str, Array]]]:
         """Each shard as its index, a table of pyarrow, and its tensors `[rows, ...]` by name.
 
-        A row of the index says of row `row` of tensor `tensor` which prompt, layer, position and token it is of.
+        A row of the index gives the prompt, layer, position and token of row `row` of tensor `tensor`.
 
         Raises:
             ShardDamaged: a shard is not what was written.

@@ -49,7 +49,7 @@ def readings(interventions: Sequence[Any], tree: ModuleTree) -> list[Reading]:
     """The readings among declared interventions, with the locations that they have in this model.
 
     Raises:
-        TraceRejected: one of them names a module that the model does not have, or two of them save alike.
+        TraceRejected: one of them names a module that the model does not have, or two of them save under one name.
     """
     found: dict[str, Reading] = {}
     for index, one in enumerate(interventions):
@@ -69,7 +69,7 @@ def readings(interventions: Sequence[Any], tree: ModuleTree) -> list[Reading]:
 
 
 def _locations(sites: Sequence[Any], tree: ModuleTree) -> tuple[Location, ...]:
-    """By their layers, where these tell them apart, and otherwise by their paths."""
+    """The locations' layers if these differ, else their paths."""
     named = []
     for site in sites:
         layer = _layer(site.path, tree.layers)
@@ -89,13 +89,13 @@ def _layer(path: str, layers: str) -> int | None:
 
 @dataclass(frozen=True)
 class Filters:
-    """Which rows are kept, and what of a row. They run in the client, before anything is written.
+    """Filters of rows and of the values in a row. They run in the client, before anything is written.
 
     Attributes:
         positions: the positions of a sequence to keep, as Python indexes them.
         every: keep each position that this divides.
-        keep_top: of each row, its so many greatest values with their indices.
-        dtype: the dtype of what is floating-point; None keeps the engine's.
+        keep_top: how many of the greatest values of each row to keep, with their indices.
+        dtype: the dtype of floating-point values; None keeps the engine's.
     """
 
     positions: slice | tuple[int, ...] | None = None
@@ -109,7 +109,7 @@ class Filters:
         return self.positions is not None or self.every != 1
 
     def chosen(self, positions: Array, length: int) -> Array:
-        """A mask of these positions of a sequence of so many."""
+        """Which of these positions, in a sequence of `length`, the filters keep: a mask."""
         import numpy as np
 
         mask = positions % self.every == 0
@@ -156,7 +156,7 @@ class Series:
     Attributes:
         tensor: the tensor's name, before its parts'.
         parts: arrays `[rows, ...]` by their names, `""` for the tensor itself.
-        positions: the position of each row in its sequence, or -1 where nobody knows it.
+        positions: the position of each row in its sequence, or -1 if it is unknown.
         items: each row's number among those that the prompt had before any was left out.
     """
 
@@ -228,7 +228,7 @@ async def prompt_rows(
 
 
 def _undeclared(name: str, value: Any, filters: Filters) -> Series:
-    """The rows of what a block saved: the items of a list, or those of an array's first dimension."""
+    """The rows of a block's save: the items of a list, or those of an array's first dimension."""
     import numpy as np
 
     parts = _stacked(name, value) if isinstance(value, list | tuple) else _leaves(name, value)
@@ -279,7 +279,7 @@ def _leaves(name: str, value: Any) -> dict[str, Array]:
         leaves = {}
         for key, item in value.items():
             if key == "token_strings":
-                # Text, which `token_ids` says as well.
+                # Text, which repeats `token_ids`.
                 continue
             leaves.update({f"{key}.{part}".rstrip("."): leaf for part, leaf in _leaves(name, item).items()})
         return leaves

@@ -1,4 +1,4 @@
-"""A run of a harvest: its prompts are submitted, and what they saved is put into shards, until each prompt is in one.
+"""A run of a harvest: submits the prompts and puts their saves into shards, until each prompt is in a shard.
 
 A run has `concurrency` workers. A worker takes a prompt, submits it and waits for its trace. It hands the prompt's
 rows, or its failure, to the one task that fills shards, and that task hands full shards to the one task that writes
@@ -113,7 +113,7 @@ class Run:
         """Run until every prompt of the data set is in a shard, or has failed.
 
         Raises:
-            ShardDamaged: a shard of an earlier run is damaged, and nobody asked for a repair.
+            ShardDamaged: a shard of an earlier run is damaged, and `repair` is not set.
             TracewireError: the run cannot go on. Committed shards stay.
         """
         await self._begin()
@@ -241,10 +241,10 @@ class Run:
             return replace(rows, row=item.row)
 
     def _failure(self, item: Item, error: TracewireError, tries: int) -> Failed | None:
-        """The failure of a prompt, or None where it is submitted again.
+        """The failure of a prompt, or None if the prompt is to be submitted again.
 
         Raises:
-            TracewireError: it is no prompt's own, and does not pass.
+            TracewireError: it does not concern this prompt only, and does not pass.
         """
         if _passes(error):
             self._see_that_it_passes(error)
@@ -255,14 +255,14 @@ class Run:
             raise error
         self._failures += 1
         if self._plan.max_failures is not None and self._failures >= self._plan.max_failures:
-            error.add_note(f"so many prompts failed one after the other: {self._failures}, the last was {item.key!r}")
+            error.add_note(f"{self._failures} prompts failed one after the other, the last was {item.key!r}")
             raise error
         return Failed(item.key, item.digest, type(error).__name__, str(error), getattr(error, "field", None) or "")
 
     def _see_that_it_passes(self, error: TracewireError) -> None:
         """Raise the error of a Redis or of engines that have been away for too long."""
         if isinstance(error, Overloaded):
-            # Others have filled the queue: that is no reason to give up.
+            # Other clients have filled the queue: that is no reason to give up.
             return
         now = time.monotonic()
         self._away_since = now if self._away_since is None else self._away_since
@@ -289,19 +289,19 @@ class Run:
 
 
 def _passes(error: TracewireError) -> bool:
-    """Whether it is Redis's or the engines', and passes. A trace that lost engine after engine is no such case."""
+    """Whether an error is of Redis or the engines and may pass. This excludes a trace that lost engine after engine."""
     return isinstance(error, RetryableError | UnknownModel) and not isinstance(error, EngineLost)
 
 
 def _is_lost(error: TracewireError) -> bool:
-    """Whether the trace was lost on its way, so that another one may come to its end."""
+    """Whether an error means that the trace was lost, so that a new trace of the prompt may succeed."""
     if isinstance(error, TraceCancelled):
         return error.reason == "its submitter has gone"
     return isinstance(error, BrokenStream | StateMismatch | UnknownTrace | ValueMissing)
 
 
 def _is_own(error: TracewireError) -> bool:
-    """Whether it is the prompt's own failure, so that the others are not concerned."""
+    """Whether an error concerns this prompt only."""
     if isinstance(error, TraceRejected):
         return error.field.partition(".")[0].partition("[")[0] in _OF_PROMPT
     return not isinstance(error, ConnectError | ClosedError | PermissionDeniedError)

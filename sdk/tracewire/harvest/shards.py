@@ -1,4 +1,4 @@
-"""The files of a shard: made of the rows of some prompts, and read again."""
+"""The files of a shard: writes them from the rows of prompts, and reads them."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ class _Index:
         for number, one in series:
             prompt, count = self._prompts[number], len(one.positions)
             ids = np.asarray([*prompt.token_ids, -1], np.int64)
-            # Beyond the tokens that the engine told of, as behind an image, the last one here, which is none.
+            # A position without a known token, as behind an image, gets the last entry, -1.
             known = np.where((one.positions >= 0) & (one.positions < len(ids) - 1), one.positions, len(ids) - 1)
             self._append("tensor", np.full(count, tensor))
             self._append("prompt", np.full(count, number))
@@ -193,7 +193,7 @@ class _Index:
 
 
 def _coded(pa: Any, values: list[Any], codes: Array) -> Any:
-    """A column of texts of which there are few. `None` among them is null."""
+    """A column with few different texts. `None` among them is null."""
     import numpy as np
 
     nulls = np.asarray([value is None for value in values], bool)
@@ -252,7 +252,7 @@ def _with_values(index: Any, tensors: dict[str, list[tuple[int, Series]]], array
 
 
 def _column(part: str) -> str:
-    """The column that a part's values stand in: `values` for a tensor without parts."""
+    """The column with a part's values: `values` for a tensor without parts."""
     name = part or "values"
     return f"{name}_values" if name in _INDEX else name
 
@@ -270,7 +270,7 @@ def _lists(pa: Any, column: str, tensors: dict[str, list[tuple[int, Series]]], a
             widths.append(np.zeros(rows, np.int64))
             continue
         if array.dtype.kind not in "fbiu":
-            # bfloat16 and the 8-bit floats, which Parquet has not.
+            # bfloat16 and the 8-bit floats, which Parquet lacks.
             array = array.astype(np.float32)
         flat.append(array.reshape(-1))
         widths.append(np.full(rows, array[0].size))
@@ -298,7 +298,7 @@ def values_of_table(table: Any, entry: Entry) -> dict[str, Array]:
 def _parquet(table: Any) -> bytes:
     pa, parquet = library("pyarrow"), library("pyarrow.parquet")
     sink = pa.BufferOutputStream()
-    # Values hardly repeat, and compress badly for what that costs.
+    # Values hardly repeat, so compression costs more than it saves.
     small = [name for name in table.column_names if name in _INDEX or name in _PROMPTS]
     compression = dict.fromkeys(small, _COMPRESSION)
     parquet.write_table(table, sink, use_dictionary=small, compression=compression)

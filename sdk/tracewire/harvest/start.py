@@ -31,7 +31,7 @@ from .stores import Store
 __all__ = ["Client", "harvest"]
 
 FORMATS = ("safetensors", "parquet")
-#: Of the options, those that go with each trace.
+#: The options that apply to each trace.
 _OF_TRACE = ("deadline", "priority", "live", "edits", "max_attempts", "token_strings")
 
 
@@ -67,7 +67,7 @@ async def harvest(
     patience = check_seconds("patience", given.get("patience", 300.0))
     there = await anyio.to_thread.run_sync(journal.exists)
     name = model.name if isinstance(model, ModelHandle) else check_text("model", model)
-    # A harvest that goes on has run before: its engines may be on their way.
+    # A continued harvest has run before, so its engines may be starting.
     served = await client.models.get(name, timeout=patience if there else 0.0)
     plan = _plan(name, whole, declared, given, filters, served, patience)
     head = _head(plan, served, declared, given)
@@ -130,8 +130,8 @@ def _filters(given: Mapping[str, Any], block: Any) -> Filters:
     as_dtype(filters.dtype)
     if filters.by_position and block is not None:
         raise ValueError(
-            "positions and every: expected declared interventions alone, since nobody knows which positions a block's "
-            "saves are of; a block can leave out what it does not need"
+            "positions and every: expected declared interventions alone, since the positions of a block's saves are "
+            "unknown; a block can leave out positions itself"
         )
     return filters
 

@@ -1,7 +1,7 @@
-"""Where a harvest lies: a folder, or what fsspec has a URL for. All of it blocks; a harvest calls it in threads.
+"""The store of a harvest: a folder, or any URL of fsspec. Its calls block, so a harvest makes them in threads.
 
-A file appears whole or not at all. On this machine's disks it is written under another name, flushed and then renamed;
-elsewhere it is one put.
+A file appears whole or not at all. On this machine's disks the store writes it under another name, flushes it and
+renames it. Elsewhere it is one put.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from .libraries import library
 
 __all__ = ["TEMPORARY", "Store"]
 
-#: How the name of a file ends that is not whole yet.
+#: The end of the name of an incomplete file.
 TEMPORARY = ".tmp"
 #: Stores that have no folders. Asking them for one would make a bucket where a URL has a wrong one.
 _WITHOUT_FOLDERS = frozenset({"abfs", "az", "gcs", "gs", "oss", "r2", "s3", "s3a"})
-#: How a file system says that it has no links, as those of some networks have none.
+#: The errors of file systems without links, such as some network file systems.
 _WITHOUT_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _REFUSED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
@@ -133,13 +133,13 @@ class Store:
         try:
             self._files.pipe_file(path, data, mode=mode)
         except (TypeError, NotImplementedError):
-            # A store that knows no modes.
+            # This kind of store has no modes.
             self._files.pipe_file(path, data)
 
     def _put_locally(self, name: str, data: bytes, *, replace: bool) -> None:
         target = Path(self.path(name))
-        # The folder itself is made with the first file in it. One that is gone later is not made again: what it had is
-        # gone, too.
+        # The first file makes the folder. If the folder is gone later, it is not made again, since its files are gone,
+        # too.
         target.parent.mkdir(parents="/" not in name, exist_ok=True)
         written = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}{TEMPORARY}")
         try:
@@ -173,7 +173,7 @@ def _link(written: Path, target: Path) -> None:
 
 
 def _store_error(url: str, name: str, error: Exception) -> TracewireError:
-    """The error that says what a caller can do about one of a store's own."""
+    """The SDK's error for an error of the store."""
     number = getattr(error, "errno", None)
     reason = f"{type(error).__name__}: {error}"
     if number in _FULL:

@@ -47,12 +47,12 @@ class QueuedSubmission:
             raise self.refused
 
     def take_error(self) -> Exception | None:
-        """The error with which it ended; from then on it counts as none, since the caller submits the trace again."""
+        """Return and clear the error with which it ended, since the caller submits the trace again."""
         error, self.refused = self.refused, None
         return error
 
     async def withdraw(self) -> None:
-        """End it without submitting it, or cancel the submission under way."""
+        """End the submission before it begins, or cancel it if it is under way."""
         self._withdrawn = True
         if self._scope is not None:
             self._scope.cancel()

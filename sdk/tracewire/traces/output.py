@@ -72,7 +72,7 @@ class Saving(OutputBase, dict=True):
     def deltas(self) -> list[list[Delta]]:
         """The changes of the saves, a list for each step: `Append`, `Set` and `Delete` of one path each, and `Columns`.
 
-        A `Columns` is the record of all that declared interventions read in the step. `delta` has the values of all.
+        A `Columns` is the record of all reads of declared interventions in the step. `delta` has the values of all.
 
         Raises:
             MalformedEvent: the saves cannot be read.
@@ -98,10 +98,10 @@ class Saving(OutputBase, dict=True):
             with loading_by(loader):
                 deltas = decode_deltas(self.encoded_deltas)
         except msgspec.MsgspecError as error:
-            raise MalformedEvent(f"what event {self.id} saved cannot be read: {error}") from error
+            raise MalformedEvent(f"the saves of event {self.id} cannot be read: {error}") from error
         if names is None:
             return deltas
-        # Records of columns are digested as a whole: they are kept whole, and `delta` takes of them what is wanted.
+        # Records of columns are digested as a whole: they are kept whole, and `delta` takes the wanted names from them.
         return [[change for change in step if is_of(change, names)] for step in deltas]
 
     def only(self, names: frozenset[str]) -> Self:

@@ -32,7 +32,7 @@ __all__ = ["Presence"]
 
 logger = logging.getLogger("tracewire")
 
-#: A client checks a trace a second time so many seconds after its deadline. Engines have ended it by then.
+#: How long after a trace's deadline a client checks it a second time, in seconds. Engines have ended it by then.
 _SECOND_LOOK_S = 5.5
 #: A client looks for lost engines about this often, in seconds.
 RECOVER_S = 2.0
@@ -40,7 +40,7 @@ RECOVER_S = 2.0
 _MARGIN_S = 0.05
 #: A client whose traces no engine has accepted yet checks this often whether Redis was away, in seconds.
 GUARD_POLL_S = 1.0
-#: A client stops guarding a submission after so many seconds in which Redis was there.
+#: How long a client guards a submission, in seconds in which Redis answered.
 GUARD_S = 60.0
 
 

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ModelInfo", "ServedModel", "ServedModels"]
 
-#: How old the registry that a client has read may be when it submits a trace, in seconds. With more than so many
-#: engines it may be older in proportion, so that reading it costs no more.
+#: How old the registry that a client has read may be when it submits a trace, in seconds. With more engines
+#: than this number it may be older in proportion, so that reading it costs no more.
 _REGISTRY_AGE_S = 1.0
 _REGISTRY_ENGINES = 100
 #: How often a client that waits for an engine reads the registry, in seconds.
@@ -64,7 +64,7 @@ class ModelInfo:
     differs: tuple[str, ...] = ()
     retention_s: float = 0.0
     loras: tuple[str, ...] = ()
-    #: What prompts can have beside text on all of the engines: `"image"`, or nothing.
+    #: The media that prompts can have beside text on all of the engines: `"image"`, or nothing.
     modalities: tuple[str, ...] = ()
     path: str = ""
     config: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)

@@ -114,7 +114,7 @@ class State:
 
     @property
     def finished(self) -> bool:
-        """Whether the trace has ended, with whatever status."""
+        """Whether the trace has ended, with any status."""
         return self.status is not None
 
     @property

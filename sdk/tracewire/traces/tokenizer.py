@@ -13,7 +13,7 @@ __all__ = ["ModelConfig", "load_tokenizer"]
 
 
 class ModelConfig(Mapping[str, Any]):
-    """A model's configuration: `config.hidden_size` or `config["hidden_size"]`. Nested settings can be read alike."""
+    """A model's configuration: `config.hidden_size` or `config["hidden_size"]`. Nested settings likewise."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self._settings = settings

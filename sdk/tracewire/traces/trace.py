@@ -122,8 +122,8 @@ class Trace(EventStream[Item]):
             UnknownModulePath: the block names a module that the model does not have.
             Overloaded: too many submissions wait for the model. It can be started again.
             BusFull: Redis has too little memory left. It can be started again.
-            BusUnavailable: Redis does not answer. Redis may have the trace, which can be started again and runs once
-                then. Unless it is, or was submitted with `detach=True`, the client cancels it when Redis answers.
+            BusUnavailable: Redis does not answer, and may have the trace. The caller can start it again, and it runs
+                once. Otherwise the client cancels it when Redis answers, unless it has `detach=True`.
             BusRefused: Redis does not allow it.
         """
         while self._starting is not None:
@@ -267,7 +267,7 @@ class Trace(EventStream[Item]):
         raise StopAsyncIteration
 
     def state(self) -> State:
-        """What this handle has read so far, folded. Copies all containers; arrays are shared."""
+        """The folded state of the events that this handle has read. Copies all containers; arrays are shared."""
         return State(self.id, self._fold)
 
     async def result(self) -> Result:
@@ -297,7 +297,7 @@ class Trace(EventStream[Item]):
 
     async def _read_to_end(self) -> None:
         if not self._iterating and not self._fold.finished:
-            # Nobody is there to get them: keep the state only.
+            # No caller will read these items: keep the state only.
             self._keep_items = False
         await self._read_until(lambda: self._fold.finished)
 

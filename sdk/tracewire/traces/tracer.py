@@ -97,7 +97,7 @@ class Tracer(Trace):
             )
         if name in _IN_BLOCKS:
             raise BlockOnly(
-                f"tracer.{name} belongs into a block: below `with model.trace(prompt) as tracer:`, or below "
+                f"tracer.{name} belongs in a block: below `with model.trace(prompt) as tracer:`, or below "
                 "`with tracer.invoke(prompt):`"
             )
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -258,7 +258,7 @@ class Tracer(Trace):
 
         A name that was saved by one invoke (and choice) alone is that value; by several, a list of them in their order.
 
-        A name that nothing is saved as raises a `SaveMissing`, with the reason if it is known.
+        A name without a save raises a `SaveMissing`, with the reason if it is known.
 
         Raises:
             NotEnded: the end was not read.

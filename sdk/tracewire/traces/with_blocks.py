@@ -97,7 +97,7 @@ class WithBody:
 
 
 class Invoker:
-    """One `with tracer.invoke(prompt):`. Its body is captured with what its names mean as it is left."""
+    """One `with tracer.invoke(prompt):`. Its body is captured with the values of its names when it is left."""
 
     def __init__(self, tracer: Trace, scope: TraceScope, prompt: Any, sampling: dict[str, Any]) -> None:
         self._tracer = tracer
@@ -143,7 +143,7 @@ class TraceScope:
         self._tracer = tracer
         self._body = body
         self.prompts: list[PromptInput] = []
-        #: First values of what the invokes share, by name.
+        #: First values of the shared values, by name.
         self.shared = shared
         #: The objects that the scope itself has saved, by identity. The scope keeps them alive.
         self._saved: dict[int, Any] = {}
@@ -181,8 +181,8 @@ class TraceScope:
 
         if not isinstance(value, list | dict) and not is_array(value):
             raise self._body.source.error(
-                f"what is saved around the invokes is shared by them, which a value of type {type_name(type(value))} "
-                "cannot be: use a list, a dict or an array, or save it in each invoke",
+                f"the invokes share values that are saved around them, and cannot share one of type "
+                f"{type_name(type(value))}: use a list, a dict or an array, or save it in each invoke",
                 line,
             )
         self._saved[id(value)] = value
@@ -285,7 +285,7 @@ def capture_body(
     shared: Mapping[int, str],
     offered: Mapping[str, Any],
 ) -> Block:
-    """The block of a `with` body, with what its names mean in `scope`.
+    """The block of a `with` body, with the values of its names in `scope`.
 
     `shared` names the values that the trace shares by identity, `offered` has them by name.
 

@@ -2,7 +2,7 @@
 
 The adapter broadcasts the changes of all its traces in one call, which every rank receives between the same two steps.
 A change takes effect when the next step begins. The worker then plans declared interventions anew with the new values,
-and a block that reads `live.alpha` gets the value of the step that it reads it for. A block runs ahead of the model:
+and a block that reads `live.alpha` gets the value of the step for which it reads. A block runs ahead of the model:
 the next turn of its loop begins while the model is still in the step before. A read that is meant for a later step
 therefore waits until that step begins, as a read of a module's output does.
 

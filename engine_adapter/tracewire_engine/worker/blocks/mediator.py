@@ -34,8 +34,8 @@ logger = logging.getLogger("vllm.tracewire")
 #: nnsight's locations of `tracer.result`, and of `model.samples`.
 RESULT, SAMPLES = "result", "model.samples"
 
-#: How often in a row a block may ask for one location within one step. All requests wait meanwhile; so many take a
-#: fraction of a second.
+#: How often in a row a block may ask for one location within one step. All requests wait meanwhile, for a fraction
+#: of a second.
 MOST_REQUESTS = 1 << 14
 
 #: How many turns in a row of a loop over steps may ask the model for nothing.

@@ -4,8 +4,8 @@ nnsight marks a saved object by its `id` in one set for all blocks of a worker's
 no request is in flight. On an engine that is never idle this fails in two ways. The id of a freed object can come to
 name a later one. And a small integer, which is one object in the whole process, counts as saved in every block once
 one block has saved it. Here every mark belongs to the block that made it and holds the object, so the id stays taken
-until the block ends. If nothing but its mark holds an object any more, the block can no longer bind it to a name, and
-the mark is dropped at the end of the step.
+until the block ends. If only its mark still holds an object, the block cannot bind the object to a name, and the
+worker drops the mark at the end of the step.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ _class_name: Any = type.__dict__["__name__"]
 
 
 def prune(mediator: Any, held: Mapping[str, Any]) -> None:
-    """Drop the marks of objects that nothing else holds any more. Called between steps, when every block is parked.
+    """Drop the marks of objects that nothing else holds. Called between steps, when every block is parked.
 
     Args:
         mediator: of the block.

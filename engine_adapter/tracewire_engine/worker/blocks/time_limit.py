@@ -5,7 +5,7 @@ of time for each step, which all its turns in the step share, wherever the model
 has saved or raised runs under a limit too, because reading can call the block's own methods. A timer signal enforces
 the limit: it interrupts Python code, sleeps and locks on the main thread, where vLLM's workers run the model. It cannot
 interrupt C code that does not return to the interpreter, nor does it stop a block that catches every exception again
-and again. Run blocks of users whom you do not trust so far on an engine of their own.
+and again. Run blocks of less trusted users on a separate engine.
 
 A block can change two things of the process: its signal handlers and its loaded modules. Both are checked before blocks
 run, and put back. If a SIGTERM comes during a block's turn, the process handles it when the turn is over, because the

@@ -1,14 +1,15 @@
 """Makes sure that every CUDA graph of vLLM which serves requests has the taps.
 
-A replayed graph runs no Python. nnsight serves the locations that `--tap` names there by vLLM's *breakable* graphs:
-while one is captured, each tap is entered between two of its segments. vLLM's versions differ in which are breakable:
+A replayed graph runs no Python. There nnsight serves the locations that `--tap` names by vLLM's *breakable* graphs: the
+capture puts each tap between two segments of the graph. Versions of vLLM differ in the graphs that are breakable:
 
-- up to 0.29 one wrapper around the model captures whatever is captured;
-- from 0.30 on that wrapper captures graphs of the mode PIECEWISE only, and stands in a wrapper of its own for FULL
-  ones, by which requests that generate are computed. That one makes plain graphs, in which no tap has a place.
+- Up to 0.29, one breakable wrapper around the model captures all graphs.
+- From 0.30 on, that wrapper captures graphs of the mode PIECEWISE only. A second wrapper around it captures FULL
+  graphs, which compute the requests that generate. Those graphs are plain, so they have no place for taps.
 
-There the outer wrapper is replaced by a breakable one. With any version, the worker looks for graphs without a tap
-before the engine serves: such a graph would answer every request and leave out every intervention, without an error.
+From 0.30 on, the worker therefore replaces the outer wrapper by a breakable one. With any version, it looks for
+graphs without a tap before the engine serves: such a graph would answer requests without interventions and without an
+error.
 """
 
 from __future__ import annotations

@@ -182,7 +182,7 @@ class StagedMediator(BlockMediator):
             self._check_passed(location)
         if owner is None or owner == topology.index or self.iteration is not None:
             return asked
-        # This stage cannot count how often another one passes a module, and takes it for once a step.
+        # This stage cannot count how often another stage passes a module, so it assumes once a step.
         steps: int = self.occurrence(LIVE)
         return max(0, steps if owner < topology.index or topology.catching_up else steps - 1)
 

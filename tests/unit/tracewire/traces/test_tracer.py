@@ -85,7 +85,7 @@ async def test_what_only_a_block_s_tracer_has_says_so(client: Client, engine: Ca
         model = await client.models.get("tiny")
         tracer = model.trace("hello")
         for name in ("iter", "all", "stop", "cache", "live"):
-            with pytest.raises(BlockOnly, match=f"tracer.{name} belongs into a block"):
+            with pytest.raises(BlockOnly, match=f"tracer.{name} belongs in a block"):
                 getattr(tracer, name)
         assert not hasattr(tracer, "anything_else")
         with pytest.raises(BlockOnly, match="barrier is not served"), model.trace() as tracer:

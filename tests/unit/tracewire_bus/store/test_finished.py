@@ -225,7 +225,7 @@ async def test_engines_drop_what_is_too_much_and_readers_are_told_by_name(client
             with pytest.raises(tracewire.UnknownTrace):
                 await late
         again = client.trace("tiny", "a", acts, max_tokens=3, trace_id="t0", detach=True)
-        with pytest.raises(tracewire.TraceIdTaken, match="expired but for its id"):
+        with pytest.raises(tracewire.TraceIdTaken, match="remembers only its id"):
             await again.start()
         assert await there(bus, "running") == ["running"]
         await client.cancel("running")
