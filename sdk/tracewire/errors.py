@@ -5,8 +5,8 @@ An error about a submission names the *field* at fault as the caller wrote it (`
 user's own file and line. All of them are [`TracewireError`][]s.
 
 Each error derives from exactly one of seven bases, which say what a caller can do: `NotFoundError`,
-`InvalidRequestError`, `RetryableError`, `PermissionDeniedError`, `ConflictError`, `ClosedError` and `IntegrityError`. `ConnectError`,
-`SteerRejected`, `EditRejected` and `BrokenStream` are groups: they say what failed. `TraceFailed`, in
+`InvalidRequestError`, `RetryableError`, `PermissionDeniedError`, `ConflictError`, `ClosedError` and `IntegrityError`.
+`ConnectError`, `SteerRejected`, `EditRejected` and `BrokenStream` are groups: they say what failed. `TraceFailed`, in
 `traces/failures.py`, is the group of traces that ran; of its members only `EngineLost` and `BusFilled` can be retried.
 """
 

@@ -93,7 +93,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "prompt_token_ids or input_ids",
     ),
     "images that are a list": (with_media([PIXELS]), "prompt.multi_modal_data", "expected a dict"),
-    "sound": (with_media({"audio": PIXELS}), "prompt.multi_modal_data.audio", "images alone"),
+    "sound": (with_media({"audio": PIXELS}), "prompt.multi_modal_data.audio", "only images"),
     "no images": (with_media({"image": []}), "prompt.multi_modal_data.image", "an empty list"),
     "an image's address": (with_media({"image": "x.png"}), "prompt.multi_modal_data.image", "of uint8, or Pillow's"),
     "an image of floats": (
