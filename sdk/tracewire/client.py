@@ -265,6 +265,8 @@ class Client:
                 out what declared interventions read in some steps. `"spill"`: it puts all saves beside Redis, if it was
                 started with `--bulk`. These two hold the trace only if that is not enough. A `Lagging` event says what
                 the engine does and when that ends. Other traces run on.
+            by: the name under which the trace is submitted, by default the client's own. A service names its user here:
+                engines serve these names in turns, and `watch` shows them.
 
         Raises:
             UnknownOption: a keyword is neither an option nor a sampling param. The error names the nearest one.

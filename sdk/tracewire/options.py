@@ -89,6 +89,8 @@ class TraceOptions(SamplingOptions, total=False):
     token_strings: bool
     """Whether the engine sends a string with each token id."""
     on_lag: Literal["hold", "thin", "spill"]
+    by: str | None
+    """The name under which the trace is submitted, in place of the client's: engines serve these names in turns."""
 
 
 class HarvestOptions(SamplingOptions, total=False):

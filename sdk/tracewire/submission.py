@@ -98,6 +98,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     shared: Mapping[str, Any] | None = None
     token_strings: bool = False
     on_lag: Literal["hold", "thin", "spill"] = "hold"
+    by: str | None = None
 
 
 ChoiceT = TypeVar("ChoiceT", bound=str)
@@ -150,7 +151,7 @@ def make_submission(
         deadline_s=_deadline_seconds(options.deadline),
         priority=_checked_priority(options.priority),
         detach=options.detach,
-        client=client,
+        client=client if options.by is None else _author(options.by),
         interventions=checked_interventions(options.interventions),
         max_attempts=_attempt_limit(options.on_engine_loss, options.max_attempts),
         edits=_edit_names("edits", options.edits),
@@ -168,6 +169,12 @@ def checked_trace_id(trace_id: Any) -> str:
             "trace_id", f"expected 1 to 128 letters, digits, '.', '_', ':' or '-', got {shown(trace_id)}"
         )
     return trace_id
+
+
+def _author(by: Any) -> str:
+    if not is_sendable_text(by) or not by:
+        raise TraceRejected("by", f"expected the name of a client, got {shown(by)}")
+    return str(by)
 
 
 def _checked_model_name(model: Any) -> str:

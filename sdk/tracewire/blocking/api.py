@@ -26,7 +26,7 @@ from tracewire.options import HarvestOptions, TraceOptions, WithOptions
 from tracewire.progress import HarvestProgress
 from tracewire.submission import PromptInput
 from tracewire.traces.model import Model as AsyncModel
-from tracewire.traces.output import Accepted, Event, Item, Output
+from tracewire.traces.output import Accepted, Event, Final, Item, Output
 from tracewire.traces.served_models import ModelInfo
 from tracewire.traces.state import Result, State
 from tracewire.traces.subscription import Subscription as AsyncSubscription
@@ -204,6 +204,10 @@ class Trace(Bridge[AsyncTrace]):
             TraceFailed: the trace ended before any engine accepted it.
         """
         return self._portal.call(self._async.accepted)
+
+    def final(self) -> Final:
+        """Read to the end, and return its `Final` event, whatever its status. It can be called whenever `result` can."""
+        return self._portal.call(self._async.final)
 
     def state(self) -> State:
         """The folded state of the events that this handle has read. Copies all containers; arrays are shared."""
@@ -797,6 +801,8 @@ class Client(BlockingClient):
                 out what declared interventions read in some steps. `"spill"`: it puts all saves beside Redis, if it was
                 started with `--bulk`. These two hold the trace only if that is not enough. A `Lagging` event says what
                 the engine does and when that ends. Other traces run on.
+            by: the name under which the trace is submitted, by default the client's own. A service names its user here:
+                engines serve these names in turns, and `watch` shows them.
 
         Raises:
             UnknownOption: a keyword is neither an option nor a sampling param. The error names the nearest one.

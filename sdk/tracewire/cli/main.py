@@ -20,6 +20,7 @@ from tracewire.errors import TracewireError
 from .dead import add_dead
 from .edits import add_edits
 from .engines import add_engines
+from .gateway import add_gateway
 from .harvest import add_harvest
 from .traces import add_watch
 
@@ -88,6 +89,7 @@ def _built() -> tuple[argparse.ArgumentParser, Container[str]]:
     add_harvest(commands, shared)
     add_edits(commands, shared)
     add_dead(commands, shared)
+    add_gateway(commands, shared)
     redis = commands.add_parser("redis", help="run a private Redis and print its URL; ends on SIGTERM or SIGINT")
     what = "listen on this port of 127.0.0.1 (default: a unix socket)"
     redis.add_argument("--port", type=_port, default=0, metavar="PORT", help=what)

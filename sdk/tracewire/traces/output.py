@@ -6,6 +6,7 @@ for them, so that reading the text alone decodes no array.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias
 
 import msgspec
@@ -57,6 +58,7 @@ __all__ = [
     "Shared",
     "Steered",
     "Waiting",
+    "merged",
     "only",
 ]
 
@@ -122,16 +124,20 @@ class Saving(OutputBase, dict=True):
             MalformedEvent: the saves cannot be read.
             ValueMissing: the saves lie beside Redis, and cannot be had.
         """
-        merged = Values()
-        names: frozenset[str] | None = self.__dict__.get("_names")
-        for step in self.deltas:
-            for change in step:
-                if isinstance(change, Columns):
-                    for name, item in layout_of(change.layout).items(change.values, names):
-                        merged.setdefault(name, []).append(item)
-                else:
-                    _merge(merged, change)
-        return merged
+        return merged(self.deltas, self.__dict__.get("_names"))
+
+
+def merged(steps: Iterable[list[Delta]], names: frozenset[str] | None = None) -> Values:
+    """The additions of these steps to the saves, by saved name, as `Output.delta` has them. `names` limits them."""
+    values = Values()
+    for step in steps:
+        for change in step:
+            if isinstance(change, Columns):
+                for name, item in layout_of(change.layout).items(change.values, names):
+                    values.setdefault(name, []).append(item)
+            else:
+                _merge(values, change)
+    return values
 
 
 class Output(Saving, tag="o", dict=True):

@@ -76,6 +76,7 @@ class Trace(EventStream[Item]):
         self._iterating = False
         self._items_dropped = False
         self._accepted: Accepted | None = None
+        self._final: Final | None = None
         self._ended: Ending | None = None
 
     @property
@@ -249,6 +250,12 @@ class Trace(EventStream[Item]):
         assert self._accepted is not None
         return self._accepted
 
+    async def final(self) -> Final:
+        """Read to the end, and return its `Final` event, whatever its status. It can be called whenever `result` can."""
+        await self._read_to_end()
+        assert self._final is not None
+        return self._final
+
     def __aiter__(self) -> Self:
         if self._items_dropped:
             raise OutputsRead(
@@ -338,7 +345,9 @@ class Trace(EventStream[Item]):
             self._session.presence.unguard(self.id)
         if isinstance(event, Accepted):
             self._accepted = event
-        elif not isinstance(event, Final):
+        elif isinstance(event, Final):
+            self._final = event
+        else:
             if isinstance(event, Gap):
                 self._accepted = self._fold.accepted or self._accepted
             if self._iterating or self._keep_items:

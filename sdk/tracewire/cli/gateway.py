@@ -1,0 +1,102 @@
+"""`tracewire gateway`: serve HTTP over the bus, and make API keys for it."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+from tracewire.errors import LibraryMissing
+
+__all__ = ["add_gateway"]
+
+_NEEDS = ("fastapi", "prometheus_client", "uvicorn")
+
+
+def add_gateway(commands: Any, shared: argparse.ArgumentParser) -> None:
+    """Add the subcommand."""
+    gateway = commands.add_parser(
+        "gateway",
+        parents=[shared],
+        help="serve OpenAI's API and traces over HTTP",
+        description="Serve OpenAI's API and traces over HTTP. Any number of gateways can serve one bus.",
+    )
+    add = gateway.add_argument
+    add("--host", default="127.0.0.1", help="address to bind to (default: 127.0.0.1); others need --keys")
+    add("--port", type=int, default=8080, help="port to bind to (default: 8080); 0 is any free one")
+    add("--keys", type=Path, metavar="FILE", help="TOML file with the API keys; read again when it changes")
+    add("--cors", action="append", default=[], metavar="ORIGIN", help="let browsers call from ORIGIN (repeatable)")
+    add("--tls-certificate", type=Path, metavar="FILE", help="certificate chain, PEM")
+    add("--tls-key", type=Path, metavar="FILE", help="the certificate's private key, PEM")
+    add("--tls-client-ca", type=Path, metavar="FILE", help="only let clients in with a certificate of this authority")
+    add("--body-limit", type=_bytes, default=32 << 20, metavar="BYTES", help="largest body of a request (default: 32M)")
+    add("--concurrency", type=int, default=0, metavar="N", help="requests that one key may run at once (default: any)")
+    add("--drain", type=float, default=30.0, metavar="SECONDS", help="how long SIGTERM lets requests run (default: 30)")
+    add("--new-key", metavar="NAME", help="print a new key and its entry for the file of keys, and serve nothing")
+    rights = "rights of the new key, separated by commas (default: read,steer,submit)"
+    add("--rights", default="read,steer,submit", metavar="RIGHTS", help=rights)
+    add("--tenant", default="", metavar="TENANT", help="tenant of the new key: the key sees this tenant's traces only")
+    gateway.set_defaults(run=_gateway)
+
+
+def _bytes(text: str) -> int:
+    units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+    unit = units.get(text[-1:].upper(), 1)
+    count = int(text[:-1] if unit > 1 else text) * unit
+    if count <= 0:
+        raise argparse.ArgumentTypeError(f"expected a positive number of bytes, such as 32M, got {text}")
+    return count
+
+
+async def _gateway(options: argparse.Namespace) -> int:
+    try:
+        # Here, since only this subcommand needs the extra.
+        from tracewire.gateway.keys import InvalidKeys
+        from tracewire.gateway.server import Binding, Server
+        from tracewire.gateway.settings import Settings
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] not in _NEEDS:
+            raise
+        raise LibraryMissing("tracewire gateway", error.name, "gateway") from error
+    try:
+        if options.new_key is not None:
+            return _new_key(options)
+        settings = Settings(
+            url=options.url,
+            prefix=options.prefix,
+            keys=options.keys,
+            cors=tuple(options.cors),
+            body_bytes=options.body_limit,
+            concurrency=options.concurrency,
+            drain_s=options.drain,
+        )
+        binding = Binding(
+            host=options.host,
+            port=options.port,
+            certificate=options.tls_certificate,
+            certificate_key=options.tls_key,
+            client_ca=options.tls_client_ca,
+        )
+        server = Server(settings, binding)
+    except InvalidKeys as error:
+        print(f"tracewire: {options.keys or '--new-key'}: {error}", file=sys.stderr)
+        return 2
+    except (OSError, ValueError) as error:
+        print(f"tracewire: {error}", file=sys.stderr)
+        return 2
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    print(f"ready {server.url}", flush=True)
+    await server.run_bound()
+    return 0 if server.started else 1
+
+
+def _new_key(options: argparse.Namespace) -> int:
+    from tracewire.gateway.keys import entry_of, new_key
+
+    key = new_key()
+    rights = frozenset(one.strip() for one in options.rights.split(",") if one.strip())
+    entry = entry_of(key, options.new_key, rights, options.tenant)
+    print(f"# The key, which is not kept anywhere: {key}\n{entry}", end="")
+    return 0

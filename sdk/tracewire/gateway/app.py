@@ -1,0 +1,121 @@
+"""The application: routes, errors, and the life of its client."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from importlib.metadata import version
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+
+import tracewire
+from tracewire import TracewireError
+
+from .guard import Guard
+from .keys import Keys
+from .operations import router as operations
+from .openai_routes import router as openai
+from .problems import Problem, of_error, of_validation
+from .settings import Settings
+from .state import Gateway
+from .streams import ClientLeft
+
+__all__ = ["create_app"]
+
+logger = logging.getLogger("tracewire.gateway")
+
+#: nginx's status for a client that has left before its answer. Nobody reads it but the metrics.
+_LEFT = 499
+
+
+def create_app(settings: Settings, keys: Keys | None = None) -> FastAPI:
+    """The application of a gateway.
+
+    Raises:
+        InvalidKeys: the file of keys cannot be used.
+        OSError: the file of keys cannot be read.
+    """
+    keys = keys or Keys(settings.keys, age_s=settings.keys_age_s)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        client = tracewire.connect(
+            settings.url,
+            prefix=settings.prefix,
+            name=settings.name,
+            lease_ttl=settings.lease_ttl_s,
+            # A request has a shorter patience of its own; the end of a request must not wait for ever.
+            retry_timeout=max(20.0, settings.patience_s),
+        )
+        async with client as connected:
+            app.state.gateway = Gateway(connected, settings, keys)
+            yield
+
+    middleware = [Middleware(Guard)]
+    if settings.cors:
+        cors = Middleware(
+            CORSMiddleware,
+            allow_origins=list(settings.cors),
+            allow_methods=["GET", "POST", "PUT", "DELETE"],
+            allow_headers=["Authorization", "Content-Type", "If-Match", "Last-Event-ID"],
+            expose_headers=["ETag", "Location", "Retry-After", "Tracewire-Trace-Id"],
+        )
+        middleware.insert(0, cors)
+    app = FastAPI(
+        title="Tracewire",
+        version=version("tracewire"),
+        summary="Run, follow and steer generations of the models that Tracewire's engines serve.",
+        lifespan=lifespan,
+        middleware=middleware,
+        docs_url=None,
+        redoc_url=None,
+    )
+    _handle_errors(app)
+    for router in (openai, operations):
+        app.include_router(router)
+    return app
+
+
+def _handle_errors(app: FastAPI) -> None:
+    def is_openai(request: Request) -> bool:
+        return request.url.path.startswith("/v1/")
+
+    @app.exception_handler(Problem)
+    async def problem(request: Request, error: Problem) -> Response:
+        return error.response(request.url.path)
+
+    @app.exception_handler(TracewireError)
+    async def tracewire_error(request: Request, error: TracewireError) -> Response:
+        found = of_error(error, openai=is_openai(request))
+        if found.status >= 500:
+            logger.warning("%s %s failed: %s", request.method, request.url.path, error)
+        return found.response(request.url.path)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        return of_validation(error.errors(), openai=is_openai(request)).response(request.url.path)
+
+    @app.exception_handler(HTTPException)
+    async def http(request: Request, error: HTTPException) -> Response:
+        codes = {404: "unknown_route", 405: "method_not_allowed", 413: "body_too_large"}
+        code = codes.get(error.status_code, "invalid_request")
+        made = Problem(error.status_code, str(error.detail), code=code, headers=error.headers)
+        return made.response(request.url.path)
+
+    @app.exception_handler(ClientLeft)
+    async def left(request: Request, error: ClientLeft) -> Response:
+        return Response(status_code=_LEFT)
+
+    @app.exception_handler(Exception)
+    async def defect(request: Request, error: Exception) -> Response:
+        # Starlette logs it with its traceback.
+        return Problem(500, "the gateway has a defect: its log has more", code="internal_error").response(
+            request.url.path
+        )

@@ -1,0 +1,199 @@
+"""The bodies of requests. An unknown field is refused, and so is a value of another type."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+__all__ = ["ChatBody", "CompletionBody", "Extension", "OpenAIBody", "SteerBody", "TraceBody"]
+
+
+class Body(BaseModel):
+    """Base of all bodies."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+
+
+def _ints(value: Any) -> Any:
+    """Token ids as keys, which JSON has as text."""
+    if not isinstance(value, dict):
+        return value
+    return {int(key) if isinstance(key, str) and key.lstrip("-").isdecimal() else key: one for key, one in value.items()}
+
+
+class Tracing(Body):
+    """What a trace has beside its prompts and sampling params."""
+
+    interventions: list[dict[str, Any]] = Field(
+        [], examples=[[{"do": "probe", "name": "norm", "at": "residual(2)", "reduce": "norm"}]]
+    )
+    live: dict[str, Any] = Field({}, examples=[{"alpha": 0.0}])
+    block: dict[str, Any] | None = None
+    edits: list[str] | None = None
+    shared: dict[str, Any] | None = None
+    deadline: float | None = Field(None, gt=0)
+    on_engine_loss: Literal["restart", "fail"] = "restart"
+    max_attempts: int = Field(3, ge=1, le=100)
+    token_strings: bool = False
+    trace_id: str | None = None
+
+
+class Extension(Tracing):
+    """The field `tracewire` of a body in OpenAI's form."""
+
+    saves: Literal["inline", "reference", "none"] = "inline"
+    arrays: Literal["list", "base64"] = "list"
+    detach: bool = False
+
+
+class Sampling(Body):
+    """Sampling params by vLLM's names."""
+
+    n: int | None = Field(None, ge=1)
+    max_tokens: int | None = Field(None, ge=1)
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    logit_bias: Annotated[dict[int, float] | None, BeforeValidator(_ints)] = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    structured_outputs: dict[str, Any] | None = None
+    thinking_token_budget: int | None = None
+
+    def sampling(self) -> dict[str, Any]:
+        """The params that were given, by vLLM's names."""
+        return {name: value for name in Sampling.model_fields if (value := getattr(self, name)) is not None}
+
+
+class StreamOptions(Body):
+    """What a stream has beside the text."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: bool | None = None
+
+
+class JsonSchema(Body):
+    """A schema that the text must fit."""
+
+    name: str = ""
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """The form that the text must have."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class OpenAIBody(Sampling):
+    """What the requests for completions and for chat completions share. The last fields have no effect."""
+
+    model: str = Field(examples=["demo"])
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    priority: int = 0
+    return_token_ids: bool | None = None
+    tracewire: Extension | None = None
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+    @property
+    def choices(self) -> int:
+        """How many choices each prompt has."""
+        return self.n or 1
+
+    @property
+    def extension(self) -> Extension:
+        """The field `tracewire`, or its defaults."""
+        return self.tracewire if self.tracewire is not None else Extension(saves="none")
+
+
+class CompletionBody(OpenAIBody):
+    """A request for completions."""
+
+    prompt: str | list[str] | list[int] | list[list[int]] = Field(examples=["def add(a, b):"])
+    logprobs: int | None = Field(None, ge=0)
+    echo: Literal[False] | None = None
+    suffix: None = None
+    best_of: int | None = None
+
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts, one or several."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if self.prompt and isinstance(self.prompt[0], int):
+            return [[one for one in self.prompt if isinstance(one, int)]]
+        return [one for one in self.prompt if not isinstance(one, int)]
+
+    def wanted_logprobs(self) -> int | None:
+        """How many logprobs of each token are wanted; None for none."""
+        return self.logprobs
+
+
+class ChatBody(OpenAIBody):
+    """A request for a chat completion."""
+
+    messages: list[dict[str, Any]] = Field(min_length=1, examples=[[{"role": "user", "content": "Hello"}]])
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    tools: None = None
+    tool_choice: Literal["none"] | None = None
+    functions: None = None
+    function_call: Literal["none"] | None = None
+    chat_template_kwargs: None = None
+    modalities: list[Literal["text"]] | None = None
+
+    def prompts(self) -> list[list[dict[str, Any]]]:
+        """The messages, as one prompt."""
+        return [self.messages]
+
+    def wanted_logprobs(self) -> int | None:
+        """How many logprobs of each token are wanted; None for none."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class TraceBody(Tracing):
+    """A trace that runs detached."""
+
+    model: str = Field(examples=["demo"])
+    prompt: str | list[int] | None = Field(None, examples=["def add(a, b):"])
+    prompts: list[str | list[int] | list[dict[str, Any]]] | None = None
+    messages: list[dict[str, Any]] | None = None
+    sampling: dict[str, Any] = Field({}, examples=[{"max_tokens": 64, "temperature": 0.0}])
+    priority: int = 0
+
+    def given(self) -> Iterator[str]:
+        """The names of the prompts that were given."""
+        yield from (name for name in ("prompt", "prompts", "messages") if getattr(self, name) is not None)
+
+
+class SteerBody(Body):
+    """A change of live parameters."""
+
+    values: dict[str, Any] = Field(examples=[{"alpha": 8.0}])
+    if_version: int | None = Field(None, ge=0)
+    by: str | None = None

@@ -1,0 +1,144 @@
+"""Each token once: the outputs of a trace without what an earlier attempt, or a gap, has brought already."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tracewire import Gap, Item, Output, Restarted, TextChanged, Values
+from tracewire.traces.output import merged
+
+__all__ = ["Continuity", "Piece"]
+
+
+@dataclass(slots=True)
+class Piece:
+    """What one event adds to one choice.
+
+    Attributes:
+        invoke, choice: the prompt and the choice.
+        index: the index of the first of `token_ids` in the choice.
+        text, token_ids: the text and the tokens that are new.
+        logprobs: for each token, if requested, a dict from token id to `(logprob, rank, text)`.
+        delta: the additions to the saves; empty after a gap, whose state has them.
+        finish_reason, stop_reason: vLLM's words, where the choice ends here.
+    """
+
+    invoke: int
+    choice: int
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[dict[int, Any]] | None
+    delta: Values
+    finish_reason: str | None
+    stop_reason: int | str | None
+
+
+@dataclass(slots=True)
+class _Sent:
+    """What of a choice was handed out."""
+
+    parts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    ended: bool = False
+    #: How many characters of a text that begins anew have come; None where the text goes on.
+    repeated: int | None = None
+
+
+class Continuity:
+    """The tokens of one trace's choices, each once."""
+
+    def __init__(self, trace_id: str) -> None:
+        self._trace_id = trace_id
+        self._sent: dict[tuple[int, int], _Sent] = {}
+
+    def pieces(self, item: Item, *, saves: bool = True) -> list[Piece]:
+        """What an event adds. With `saves`, pieces have their deltas.
+
+        Raises:
+            TextChanged: the trace runs again, and its tokens or its text differ from those handed out.
+        """
+        match item:
+            case Output():
+                return self._output(item, saves)
+            case Gap():
+                return self._gap(item)
+            case Restarted():
+                for sent in self._sent.values():
+                    sent.repeated = 0
+        return []
+
+    def unfinished(self) -> list[tuple[int, int]]:
+        """The choices that have begun and whose end was not handed out."""
+        return [where for where, sent in self._sent.items() if not sent.ended]
+
+    def _output(self, output: Output, saves: bool) -> list[Piece]:
+        sent = self._sent.setdefault((output.invoke, output.choice), _Sent())
+        skip = self._advance(sent, output.index, output.token_ids)
+        text = self._text(sent, output.text)
+        ended = output.finish_reason is not None and not sent.ended
+        sent.ended = sent.ended or ended
+        delta = Values()
+        if saves and (skip < len(output.token_ids) or not output.token_ids):
+            delta = output.delta if not skip else merged(output.deltas[skip:])
+        new = output.token_ids[skip:]
+        if not (new or text or ended or delta):
+            return []
+        return [
+            Piece(
+                output.invoke,
+                output.choice,
+                output.index + skip,
+                text,
+                new,
+                None if output.logprobs is None else output.logprobs[skip:],
+                delta,
+                output.finish_reason if ended else None,
+                output.stop_reason if ended else None,
+            )
+        ]
+
+    def _gap(self, gap: Gap) -> list[Piece]:
+        found = []
+        for choice in (choice for invoke in gap.state.invokes for choice in invoke.choices):
+            sent = self._sent.setdefault((choice.invoke, choice.choice), _Sent())
+            skip = self._advance(sent, 0, choice.token_ids)
+            sent.repeated = 0
+            text = self._text(sent, choice.text)
+            ended = choice.finish_reason is not None and not sent.ended
+            sent.ended = sent.ended or ended
+            new = choice.token_ids[skip:]
+            if new or text or ended:
+                reasons = (choice.finish_reason, choice.stop_reason) if ended else (None, None)
+                found.append(Piece(choice.invoke, choice.choice, skip, text, new, None, Values(), *reasons))
+        return found
+
+    def _advance(self, sent: _Sent, index: int, token_ids: Sequence[int]) -> int:
+        """Take tokens from `index` on. Returns how many of them were handed out before."""
+        held = sent.token_ids
+        skip = max(0, min(len(held) - index, len(token_ids)))
+        if held[index : index + skip] != list(token_ids[:skip]):
+            raise self._changed(sent)
+        held.extend(token_ids[skip:])
+        return skip
+
+    def _text(self, sent: _Sent, text: str) -> str:
+        """The part of a text that was not handed out."""
+        if sent.repeated is not None:
+            whole = "".join(sent.parts)
+            sent.parts = [whole]
+            expected = whole[sent.repeated : sent.repeated + len(text)]
+            if not text.startswith(expected):
+                raise self._changed(sent)
+            sent.repeated += len(text)
+            if sent.repeated >= len(whole):
+                sent.repeated = None
+            text = text[len(expected) :]
+        if text:
+            sent.parts.append(text)
+        return text
+
+    def _changed(self, sent: _Sent) -> TextChanged:
+        return TextChanged(self._trace_id, sum(map(len, sent.parts)))

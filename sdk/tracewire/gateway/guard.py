@@ -1,0 +1,124 @@
+"""What stands before every route: keys, limits, the size of bodies, and the count of requests."""
+
+from __future__ import annotations
+
+import logging
+from time import monotonic
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .keys import Caller
+from .problems import RETRY_AFTER_S, Problem
+from .state import Gateway
+
+__all__ = ["OPEN", "Guard"]
+
+logger = logging.getLogger("tracewire.gateway")
+
+#: The routes that need no key.
+OPEN = frozenset({"/healthz", "/readyz"})
+
+
+class Guard:
+    """An ASGI app that lets a request with a valid key through to `app`, within the key's limits.
+
+    A route that does not exist is answered like any other, so that a caller without a key learns nothing of them.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request or one WebSocket."""
+        if scope["type"] == "lifespan" or scope["path"] in OPEN:
+            await self._app(scope, receive, send)
+            return
+        gateway: Gateway = scope["app"].state.gateway
+        request = _Counted(gateway, scope, send)
+        with gateway.counted():
+            try:
+                await self._admit(gateway, scope, receive, request)
+            finally:
+                request.over()
+
+    async def _admit(self, gateway: Gateway, scope: Scope, receive: Receive, request: _Counted) -> None:
+        try:
+            if gateway.closing:
+                raise Problem(503, "the gateway stops", code="gateway_closing", retry_after=RETRY_AFTER_S)
+            caller = gateway.keys.caller(_header(scope, b"authorization"))
+            with gateway.limits.request(caller):
+                scope["tracewire.caller"] = caller
+                body = _Body(scope, receive, caller.body_bytes or gateway.settings.body_bytes)
+                await self._app(scope, body.receive, request.send)
+        except Problem as problem:
+            # Only from here: what a route raises is answered by the app.
+            if scope["type"] == "websocket":
+                await request.send({"type": "websocket.close", "code": 1008, "reason": problem.message[:120]})
+            else:
+                await problem.response(scope["path"])(scope, receive, request.send)
+
+
+def _header(scope: Scope, name: bytes) -> str | None:
+    return next((value.decode("latin-1") for key, value in scope["headers"] if key == name), None)
+
+
+class _Body:
+    """A request's body, up to a limit.
+
+    Raises:
+        Problem: its announced length is beyond the limit.
+    """
+
+    def __init__(self, scope: Scope, receive: Receive, limit: int) -> None:
+        self._receive = receive
+        self._limit = limit
+        self._size = 0
+        length = _header(scope, b"content-length")
+        if length is not None and length.isdecimal() and int(length) > limit:
+            raise Problem(413, self._message(), code="body_too_large")
+
+    def _message(self) -> str:
+        return f"a body of this key may have {self._limit} bytes"
+
+    async def receive(self) -> Message:
+        """The next message of the request.
+
+        Raises:
+            HTTPException: the body has more bytes than the limit.
+        """
+        message = await self._receive()
+        if message["type"] == "http.request":
+            self._size += len(message.get("body", b""))
+            if self._size > self._limit:
+                # FastAPI passes this one on, whoever reads the body.
+                raise HTTPException(413, self._message())
+        return message
+
+
+class _Counted:
+    """One request, as the metrics count it."""
+
+    def __init__(self, gateway: Gateway, scope: Scope, send: Send) -> None:
+        self._metrics = gateway.metrics
+        self._gateway = gateway
+        self._scope = scope
+        self._send = send
+        self._begun = monotonic()
+        self._status = "none"
+
+    async def send(self, message: Any) -> None:
+        """Pass a message on."""
+        if message["type"] == "http.response.start":
+            self._status = str(message["status"])
+        await self._send(message)
+
+    def over(self) -> None:
+        """Count the request, which has ended."""
+        if self._scope["type"] != "http":
+            return
+        # The route's pattern: a path would be a label for each trace.
+        route = getattr(self._scope.get("route"), "path", "other")
+        self._metrics.requests.labels(self._scope["method"], route, self._status).inc()
+        self._metrics.request_seconds.labels(route).observe(monotonic() - self._begun)

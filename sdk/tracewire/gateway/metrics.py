@@ -1,0 +1,72 @@
+"""The gateway's metrics for Prometheus: docs/gateway.md lists their names."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+__all__ = ["CONTENT_TYPE", "Metrics"]
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+_TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+
+
+class Metrics:
+    """The metrics of one gateway, in a registry of its own."""
+
+    def __init__(self) -> None:
+        registry = self.registry = CollectorRegistry()
+        self.requests = Counter(
+            "tracewire_gateway_requests_total",
+            "Requests that were answered, by route and status.",
+            ("method", "route", "status"),
+            registry=registry,
+        )
+        self.request_seconds = Histogram(
+            "tracewire_gateway_request_seconds",
+            "Seconds from a request to the end of its answer, streams included.",
+            ("route",),
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self.running = Gauge(
+            "tracewire_gateway_running_requests", "Requests that run now, streams included.", registry=registry
+        )
+        self.first_output_seconds = Histogram(
+            "tracewire_gateway_first_output_seconds",
+            "Seconds from a request under /v1 to the first output of its trace.",
+            ("model",),
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self.inter_token_seconds = Histogram(
+            "tracewire_gateway_inter_token_seconds",
+            "Seconds between two outputs of a choice, over the number of the later one's tokens.",
+            ("model",),
+            buckets=_TOKEN_SECONDS,
+            registry=registry,
+        )
+        self.output_lag_seconds = Histogram(
+            "tracewire_gateway_output_lag_seconds",
+            "Seconds from the engine's step to the gateway's reading of its output.",
+            ("model",),
+            buckets=_TOKEN_SECONDS,
+            registry=registry,
+        )
+        self.tokens = Counter(
+            "tracewire_gateway_tokens_total", "Sampled tokens under /v1.", ("model",), registry=registry
+        )
+        self.delta_bytes = Counter(
+            "tracewire_gateway_delta_bytes_total",
+            "Bytes of encoded deltas in the outputs under /v1.",
+            ("model",),
+            registry=registry,
+        )
+        self.steers = Counter(
+            "tracewire_gateway_steers_total", "Changes of live parameters, by outcome.", ("outcome",), registry=registry
+        )
+
+    def text(self) -> bytes:
+        """The metrics in Prometheus's text form."""
+        return generate_latest(self.registry)

@@ -1,0 +1,358 @@
+"""OpenAI's API: models, completions and chat completions. Every completion is a trace."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncGenerator
+from time import monotonic, time
+from typing import Any
+
+import anyio
+import msgspec
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tracewire import Final, Gap, Item, Output, Restarted, Result, Trace, TracewireError, UnknownModel, Values
+from tracewire.traces.output import merged
+from tracewire_bus.wire.messages import SHARED_INVOKE
+
+from .bodies import ChatBody, CompletionBody, Extension, OpenAIBody
+from .continuity import Continuity, Piece
+from .event_json import event_json
+from .json_values import Form, inlined, to_json
+from .keys import Caller
+from .measured import Measured
+from .openai_answers import Answer, ChatAnswer, CompletionAnswer, usage_of
+from .problems import Problem, of_error
+from .state import Gateway, TheCaller, TheGateway, needs
+from .streams import CLOSING, SILENCE, EventSource, encoded, unless_left
+from .submitting import openai_trace
+
+__all__ = ["router"]
+
+logger = logging.getLogger("tracewire.gateway")
+
+router = APIRouter(prefix="/v1", tags=["openai"])
+
+#: The header with the id of an answer's trace.
+TRACE_HEADER = "Tracewire-Trace-Id"
+_DONE = b"data: [DONE]\n\n"
+
+
+def _json(value: Any, headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(value), 200, headers, "application/json")
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+
+async def _cards(gateway: Gateway) -> list[dict[str, Any]]:
+    with gateway.patience():
+        infos = await gateway.client.models.list()
+    found = []
+    for info in infos:
+        about = {
+            "engines": list(info.engines),
+            "layers": info.layer_count,
+            "hidden_size": info.hidden_size,
+            "vocabulary": info.vocabulary,
+            "dtype": info.dtype,
+            "revision": info.revision,
+            "capacity": info.capacity,
+            "running": info.running,
+            "modalities": list(info.modalities),
+        }
+        card = {"object": "model", "created": 0, "owned_by": "tracewire", "max_model_len": info.max_model_len}
+        found.append({"id": info.name, **card, "root": info.path or info.name, "parent": None, "tracewire": about})
+        found += [{"id": lora, **card, "root": lora, "parent": info.name} for lora in info.loras]
+    return found
+
+
+@router.get("/models", dependencies=[needs("read")])
+async def list_models(gateway: TheGateway) -> Response:
+    """List the served models and their LoRA adapters."""
+    return _json({"object": "list", "data": await _cards(gateway)})
+
+
+@router.get("/models/{model:path}", dependencies=[needs("read")])
+async def get_model(model: str, gateway: TheGateway) -> Response:
+    """Describe one model."""
+    cards = await _cards(gateway)
+    for card in cards:
+        if card["id"] == model:
+            return _json(card)
+    raise of_error(UnknownModel(model, [card["id"] for card in cards]), openai=True)
+
+
+# --- completions ------------------------------------------------------------------------------------------------------
+
+
+@router.post("/completions", dependencies=[needs("submit")])
+async def complete(body: CompletionBody, request: Request, gateway: TheGateway, caller: TheCaller) -> Response:
+    """Complete prompts. The answer's trace can be followed and steered by its id."""
+    return await _Completion(gateway, caller, body, CompletionAnswer).answer(request)
+
+
+@router.post("/chat/completions", dependencies=[needs("submit")])
+async def chat(body: ChatBody, request: Request, gateway: TheGateway, caller: TheCaller) -> Response:
+    """Answer chat messages. The answer's trace can be followed and steered by its id."""
+    return await _Completion(gateway, caller, body, ChatAnswer).answer(request)
+
+
+class _Completion:
+    """One request under `/v1`, and its trace."""
+
+    measured: Measured
+
+    def __init__(self, gateway: Gateway, caller: Caller, body: OpenAIBody, kind: type[Answer]) -> None:
+        self.gateway = gateway
+        self.caller = caller
+        self.body = body
+        self.extension: Extension = body.extension
+        self._kind = kind
+        self._begun = monotonic()
+
+    async def answer(self, request: Request) -> Response:
+        """The answer, whole or as a stream.
+
+        Raises:
+            Problem: there is none.
+            ClientLeft: the client has left.
+        """
+        try:
+            trace = await unless_left(request, self._started)
+        except TracewireError as error:
+            raise self.problem(error) from error
+        # Only now, since a metric of a model that nobody serves would never go away.
+        self.measured = Measured(self.gateway.metrics, self.gateway.limits, self.caller, trace.model, self._begun)
+        if self.body.stream:
+            return CompletionStream(self, trace, self._answer_of(trace))
+        try:
+            return await unless_left(request, lambda: self._whole(trace))
+        except TracewireError as error:
+            raise self.problem(error) from error
+        finally:
+            with anyio.CancelScope(shield=True):
+                await trace.aclose()
+
+    def problem(self, error: TracewireError) -> Problem:
+        """The problem for an error, in the terms of the request's body."""
+        problem = of_error(error, openai=True)
+        if isinstance(self.body, ChatBody) and (problem.field or "").startswith("prompt"):
+            assert problem.field is not None
+            problem.field = "messages" + problem.field.removeprefix("prompt")
+        if problem.status >= 500:
+            logger.warning("a request of %s failed: %s", self.caller.name, error)
+        return problem
+
+    async def _started(self) -> Trace:
+        """The trace, accepted by an engine or waiting for one. Closed again if it is not returned."""
+        base = self.gateway.base_of(self.body.model)
+        trace = openai_trace(self.gateway.client, self.body, base, self.caller)
+        try:
+            with self.gateway.patience():
+                try:
+                    await trace.start()
+                except UnknownModel as error:
+                    base = await self.gateway.find_base(error)
+                    trace = openai_trace(self.gateway.client, self.body, base, self.caller)
+                    await trace.start()
+            if self.body.stream:
+                # An engine that refuses the trace says so with a status, if it comes to it in time.
+                with anyio.move_on_after(self.gateway.settings.accept_s):
+                    await trace.accepted()
+        except BaseException:
+            with anyio.CancelScope(shield=True):
+                await trace.aclose()
+            raise
+        return trace
+
+    def _answer_of(self, trace: Trace) -> Answer:
+        body = self.body
+        return self._kind(
+            trace.id,
+            body.model,
+            int(time()),
+            choices=body.choices,
+            top=body.wanted_logprobs(),
+            ids=bool(body.return_token_ids),
+        )
+
+    @property
+    def form(self) -> Form:
+        """How arrays stand in the answer."""
+        return "reference" if self.extension.saves == "reference" else self.extension.arrays
+
+    async def values_json(self, trace_id: str, values: Values) -> Any:
+        """Saves as the answer has them."""
+        if self.extension.saves == "inline":
+            values = await inlined(values, self.gateway.settings.inline_bytes)
+        return to_json(values, self.form, trace_id)
+
+    async def _whole(self, trace: Trace) -> Response:
+        logprobs: dict[tuple[int, int], list[Any]] = {}
+        events = []
+        async for item in trace:
+            self.measured.item(item)
+            match item:
+                case Output():
+                    if item.logprobs:
+                        logprobs.setdefault((item.invoke, item.choice), []).extend(item.logprobs)
+                case Restarted() | Gap():
+                    logprobs.clear()
+            if not isinstance(item, Output | Gap):
+                events.append(event_json(item, self.form, trace.id))
+        result = await trace.result()
+        answer = self._answer_of(trace)
+        choices = [
+            await self._choice(answer, result, invoke.index, number, logprobs)
+            for invoke in result.invokes
+            for number in range(len(invoke.choices))
+        ]
+        more: dict[str, Any] = {"trace_id": trace.id, "status": result.status, "live_version": result.live_version}
+        if self.extension.saves != "none":
+            more |= {"save_errors": result.save_errors, "warnings": result.warnings, "events": events}
+            if result.shared:
+                more["shared"] = await self.values_json(trace.id, result.shared)
+        body = answer.body(choices, result.usage, tracewire=more)
+        return _json(body, {TRACE_HEADER: trace.id})
+
+    async def _choice(
+        self, answer: Answer, result: Result, invoke: int, number: int, logprobs: dict[tuple[int, int], list[Any]]
+    ) -> dict[str, Any]:
+        choice = result.invokes[invoke].choices[number]
+        steps = logprobs.get((invoke, number))
+        piece = Piece(
+            invoke,
+            number,
+            0,
+            choice.text,
+            choice.token_ids,
+            steps if steps is None or len(steps) == len(choice.token_ids) else None,
+            Values(),
+            choice.finish_reason or "stop",
+            choice.stop_reason,
+        )
+        found = answer.whole(answer.index(invoke, number), piece)
+        if self.extension.saves != "none":
+            found["tracewire"] = {"saves": await self.values_json(result.trace_id, choice.saves)}
+            if choice.token_strings is not None:
+                found["tracewire"]["token_strings"] = choice.token_strings
+        return found
+
+
+class CompletionStream(EventSource):
+    """The answer to a request with `stream`."""
+
+    def __init__(self, completion: _Completion, trace: Trace, answer: Answer) -> None:
+        super().__init__(completion.gateway.streams, trace, {TRACE_HEADER: trace.id})
+        self._completion = completion
+        self._trace = trace
+        self._answer = answer
+        self._continuity = Continuity(trace.id)
+        self._opened: set[int] = set()
+        self._extended = completion.body.tracewire is not None
+        self._saves = completion.extension.saves != "none"
+        self._position = "start"
+
+    async def chunks(self) -> AsyncGenerator[bytes]:
+        """See `EventSource.chunks`."""
+        yield encoded(self._first())
+        try:
+            while True:
+                try:
+                    item = await self.next()
+                except StopAsyncIteration:
+                    break
+                if item is SILENCE:
+                    yield b": waiting\n\n"
+                    continue
+                if item is CLOSING:
+                    yield self._closed()
+                    return
+                self._position = item.id
+                self._completion.measured.item(item)
+                async for chunk in self._chunks_of(item):
+                    yield encoded(chunk, event_id=item.id)
+            async for chunk in self._end():
+                yield encoded(chunk)
+        except TracewireError as error:
+            yield encoded(self._failed(self._completion.problem(error)))
+        yield _DONE
+
+    def _first(self) -> dict[str, Any]:
+        """The chunk before all text: the roles, and the trace's id."""
+        choices = [self._answer.opening(0) or self._answer.empty(0)]
+        self._opened.add(0)
+        return self._answer.chunk(choices, tracewire={"trace_id": self._trace.id})
+
+    async def _chunks_of(self, item: Item) -> AsyncGenerator[dict[str, Any]]:
+        for piece in self._continuity.pieces(item, saves=self._saves):
+            for chunk in self._opening(self._answer.index(piece.invoke, piece.choice)):
+                yield chunk
+            more: dict[str, Any] = {}
+            if self._extended:
+                more["tracewire"] = await self._about(piece, item)
+            yield self._answer.chunk([self._answer.added(piece)], **more)
+        if self._extended and not isinstance(item, Output):
+            event = event_json(item, self._completion.form, self._trace.id)
+            yield self._answer.chunk([self._answer.empty()], tracewire={"event": event})
+
+    def _opening(self, index: int) -> list[dict[str, Any]]:
+        if index in self._opened:
+            return []
+        self._opened.add(index)
+        opening = self._answer.opening(index)
+        return [] if opening is None else [self._answer.chunk([opening])]
+
+    async def _about(self, piece: Piece, item: Item) -> dict[str, Any]:
+        """Our part of a chunk: where it stands, and what was saved."""
+        about: dict[str, Any] = {"position": item.id, "index": piece.index, "token_ids": piece.token_ids}
+        if isinstance(item, Output) and item.token_strings is not None:
+            about["token_strings"] = item.token_strings[len(item.token_strings) - len(piece.token_ids) :]
+        if piece.delta:
+            about["delta"] = await self._completion.values_json(self._trace.id, piece.delta)
+        return about
+
+    async def _end(self) -> AsyncGenerator[dict[str, Any]]:
+        """The chunks behind a good end."""
+        final = await self._trace.final()
+        answer = self._answer
+        for where in self._continuity.unfinished():
+            yield answer.chunk([answer.ended(answer.index(*where), "stop")])
+        usage = usage_of(final.usage)
+        options = self._completion.body.stream_options
+        if self._extended:
+            yield answer.chunk([answer.empty()], tracewire=await self._final(final))
+        if options is not None and options.include_usage:
+            yield answer.chunk([], usage=usage)
+
+    async def _final(self, final: Final) -> dict[str, Any]:
+        found: dict[str, Any] = {"position": final.id, "status": final.status, "usage": usage_of(final.usage)}
+        found |= {"save_errors": final.save_errors, "warnings": final.warnings}
+        if self._saves:
+            saves = []
+            for invoke, choice, deltas in final.deltas:
+                values = await self._completion.values_json(self._trace.id, merged([deltas]))
+                if invoke == SHARED_INVOKE:
+                    found["shared"] = values
+                else:
+                    saves.append({"choice": self._answer.index(invoke, choice), "delta": values})
+            found["saves"] = saves
+        return found
+
+    def _failed(self, problem: Problem) -> dict[str, Any]:
+        """The event in place of the rest, as the `openai` client raises it."""
+        body = problem.openai()
+        body["error"]["tracewire"] = {"trace_id": self._trace.id, "position": self._position, **problem.more}
+        return body
+
+    def _closed(self) -> bytes:
+        fate = "it runs on" if self._completion.extension.detach else "it is cancelled"
+        problem = Problem(
+            503,
+            f"the gateway stops; {fate}: GET /traces/{self._trace.id}/events with Last-Event-ID has the rest",
+            code="gateway_closing",
+        )
+        return encoded(self._failed(problem))

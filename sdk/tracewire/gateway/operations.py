@@ -1,0 +1,47 @@
+"""Routes for operators: whether the gateway lives and is ready, its metrics, and the engines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anyio
+from fastapi import APIRouter
+from starlette.responses import JSONResponse, Response
+
+from tracewire import TracewireError
+
+from .metrics import CONTENT_TYPE
+from .state import TheGateway, needs
+
+__all__ = ["router"]
+
+router = APIRouter(tags=["operations"])
+
+#: How long `/readyz` waits for the bus, in seconds.
+_READY_S = 2.0
+
+
+@router.get("/healthz", include_in_schema=False)
+async def healthz() -> Response:
+    """Answer for as long as the process lives."""
+    return JSONResponse({"status": "ok"})
+
+
+@router.get("/readyz", include_in_schema=False)
+async def readyz(gateway: TheGateway) -> Response:
+    """Answer 200 while the gateway takes requests and the bus answers."""
+    if gateway.closing:
+        return JSONResponse({"status": "closing"}, 503)
+    try:
+        with anyio.fail_after(_READY_S):
+            models: Any = await gateway.client.models.list()
+    except (TimeoutError, TracewireError):
+        return JSONResponse({"status": "the bus does not answer"}, 503)
+    return JSONResponse({"status": "ok", "models": sorted(one.name for one in models)})
+
+
+@router.get("/metrics", dependencies=[needs("operate")], include_in_schema=False)
+async def metrics(gateway: TheGateway) -> Response:
+    """Answer with the gateway's metrics in Prometheus's text form."""
+    gateway.metrics.running.set(gateway.running)
+    return Response(gateway.metrics.text(), media_type=CONTENT_TYPE)

@@ -1,0 +1,121 @@
+"""Serving: where a gateway binds, its TLS, and how it stops."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+
+from .app import create_app
+from .keys import Keys
+from .settings import Settings
+
+__all__ = ["Binding", "Server", "bound", "is_loopback"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Binding:
+    """Where a gateway listens. Port 0 is any free one. TLS needs both a certificate and its key."""
+
+    host: str = "127.0.0.1"
+    port: int = 8080
+    certificate: Path | None = None
+    certificate_key: Path | None = None
+    client_ca: Path | None = None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach `host`."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def bound(binding: Binding) -> socket.socket:
+    """A socket that is bound and does not listen yet.
+
+    Raises:
+        OSError: the address is taken, or is not this machine's.
+    """
+    family = socket.AF_INET6 if ":" in binding.host else socket.AF_INET
+    made = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind((binding.host, binding.port))
+    except BaseException:
+        made.close()
+        raise
+    return made
+
+
+class Server(uvicorn.Server):
+    """A gateway's server. `url` is where it listens.
+
+    Raises:
+        ValueError: the address is not loopback and there are no keys, or the TLS options are incomplete.
+        InvalidKeys: the file of keys cannot be used.
+        OSError: a file cannot be read, or the address cannot be bound.
+    """
+
+    def __init__(self, settings: Settings, binding: Binding) -> None:
+        if settings.keys is None and not is_loopback(binding.host):
+            raise ValueError(
+                f"{binding.host} can be reached from elsewhere, and there are no keys: pass --keys FILE, or bind to "
+                "127.0.0.1"
+            )
+        if (binding.certificate is None) != (binding.certificate_key is None):
+            raise ValueError("TLS takes both --tls-certificate and --tls-key")
+        if binding.client_ca is not None and binding.certificate is None:
+            raise ValueError("--tls-client-ca takes a --tls-certificate")
+        keys = Keys(settings.keys, age_s=settings.keys_age_s)
+        self.app: FastAPI = create_app(settings, keys)
+        config = uvicorn.Config(
+            self.app,
+            log_config=None,
+            access_log=False,
+            lifespan="on",
+            server_header=False,
+            # Streams have been ended by then.
+            timeout_graceful_shutdown=5,
+            **_tls(binding),
+        )
+        config.load()
+        super().__init__(config)
+        self._socket = bound(binding)
+        host, port = self._socket.getsockname()[:2]
+        scheme = "https" if binding.certificate is not None else "http"
+        self.url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+
+    async def run_bound(self) -> None:
+        """Serve until a signal, or until `should_exit` is set."""
+        await self.serve(sockets=[self._socket])
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop: `/readyz` says so while the requests that run have time to end."""
+        gateway = getattr(self.app.state, "gateway", None)
+        if gateway is not None:
+            await gateway.drain()
+        await super().shutdown(sockets)
+
+
+def _tls(binding: Binding) -> dict[str, Any]:
+    if binding.certificate is None:
+        return {}
+    return {
+        "ssl_certfile": str(binding.certificate),
+        "ssl_keyfile": str(binding.certificate_key),
+        **(
+            {"ssl_ca_certs": str(binding.client_ca), "ssl_cert_reqs": int(ssl.CERT_REQUIRED)}
+            if binding.client_ca is not None
+            else {}
+        ),
+    }
