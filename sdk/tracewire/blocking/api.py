@@ -206,7 +206,7 @@ class Trace(Bridge[AsyncTrace]):
         return self._portal.call(self._async.accepted)
 
     def final(self) -> Final:
-        """Read to the end, and return its `Final` event, whatever its status. It can be called whenever `result` can."""
+        """Read to the end; return its `Final` event, whatever its status. It can be called whenever `result` can."""
         return self._portal.call(self._async.final)
 
     def state(self) -> State:

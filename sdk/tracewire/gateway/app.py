@@ -20,8 +20,8 @@ from tracewire import TracewireError
 
 from .guard import Guard
 from .keys import Keys
-from .operations import router as operations
 from .openai_routes import router as openai
+from .operations import router as operations
 from .problems import Problem, of_error, of_validation
 from .settings import Settings
 from .state import Gateway

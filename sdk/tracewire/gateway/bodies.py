@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -20,22 +21,24 @@ def _ints(value: Any) -> Any:
     """Token ids as keys, which JSON has as text."""
     if not isinstance(value, dict):
         return value
-    return {int(key) if isinstance(key, str) and key.lstrip("-").isdecimal() else key: one for key, one in value.items()}
+    return {
+        int(key) if isinstance(key, str) and key.lstrip("-").isdecimal() else key: one for key, one in value.items()
+    }
 
 
 class Tracing(Body):
     """What a trace has beside its prompts and sampling params."""
 
     interventions: list[dict[str, Any]] = Field(
-        [], examples=[[{"do": "probe", "name": "norm", "at": "residual(2)", "reduce": "norm"}]]
+        default=[], examples=[[{"do": "probe", "name": "norm", "at": "residual(2)", "reduce": "norm"}]]
     )
-    live: dict[str, Any] = Field({}, examples=[{"alpha": 0.0}])
+    live: dict[str, Any] = Field(default={}, examples=[{"alpha": 0.0}])
     block: dict[str, Any] | None = None
     edits: list[str] | None = None
     shared: dict[str, Any] | None = None
-    deadline: float | None = Field(None, gt=0)
+    deadline: float | None = Field(default=None, gt=0)
     on_engine_loss: Literal["restart", "fail"] = "restart"
-    max_attempts: int = Field(3, ge=1, le=100)
+    max_attempts: int = Field(default=3, ge=1, le=100)
     token_strings: bool = False
     trace_id: str | None = None
 
@@ -51,8 +54,8 @@ class Extension(Tracing):
 class Sampling(Body):
     """Sampling params by vLLM's names."""
 
-    n: int | None = Field(None, ge=1)
-    max_tokens: int | None = Field(None, ge=1)
+    n: int | None = Field(default=None, ge=1)
+    max_tokens: int | None = Field(default=None, ge=1)
     min_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -92,7 +95,7 @@ class JsonSchema(Body):
 
     name: str = ""
     description: str | None = None
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
     strict: bool | None = None
 
 
@@ -130,12 +133,20 @@ class OpenAIBody(Sampling):
         """The field `tracewire`, or its defaults."""
         return self.tracewire if self.tracewire is not None else Extension(saves="none")
 
+    @abstractmethod
+    def prompts(self) -> Sequence[Any]:
+        """The prompts, one or several."""
+
+    @abstractmethod
+    def wanted_logprobs(self) -> int | None:
+        """How many logprobs of each token are wanted; None for none."""
+
 
 class CompletionBody(OpenAIBody):
     """A request for completions."""
 
     prompt: str | list[str] | list[int] | list[list[int]] = Field(examples=["def add(a, b):"])
-    logprobs: int | None = Field(None, ge=0)
+    logprobs: int | None = Field(default=None, ge=0)
     echo: Literal[False] | None = None
     suffix: None = None
     best_of: int | None = None
@@ -144,9 +155,8 @@ class CompletionBody(OpenAIBody):
         """The prompts, one or several."""
         if isinstance(self.prompt, str):
             return [self.prompt]
-        if self.prompt and isinstance(self.prompt[0], int):
-            return [[one for one in self.prompt if isinstance(one, int)]]
-        return [one for one in self.prompt if not isinstance(one, int)]
+        ids = [one for one in self.prompt if isinstance(one, int)]
+        return [ids] if ids else [one for one in self.prompt if not isinstance(one, int)]
 
     def wanted_logprobs(self) -> int | None:
         """How many logprobs of each token are wanted; None for none."""
@@ -158,8 +168,8 @@ class ChatBody(OpenAIBody):
 
     messages: list[dict[str, Any]] = Field(min_length=1, examples=[[{"role": "user", "content": "Hello"}]])
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    top_logprobs: int | None = Field(default=None, ge=0)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
     tools: None = None
     tool_choice: Literal["none"] | None = None
     functions: None = None
@@ -180,10 +190,10 @@ class TraceBody(Tracing):
     """A trace that runs detached."""
 
     model: str = Field(examples=["demo"])
-    prompt: str | list[int] | None = Field(None, examples=["def add(a, b):"])
+    prompt: str | list[int] | None = Field(default=None, examples=["def add(a, b):"])
     prompts: list[str | list[int] | list[dict[str, Any]]] | None = None
     messages: list[dict[str, Any]] | None = None
-    sampling: dict[str, Any] = Field({}, examples=[{"max_tokens": 64, "temperature": 0.0}])
+    sampling: dict[str, Any] = Field(default={}, examples=[{"max_tokens": 64, "temperature": 0.0}])
     priority: int = 0
 
     def given(self) -> Iterator[str]:
@@ -195,5 +205,5 @@ class SteerBody(Body):
     """A change of live parameters."""
 
     values: dict[str, Any] = Field(examples=[{"alpha": 8.0}])
-    if_version: int | None = Field(None, ge=0)
+    if_version: int | None = Field(default=None, ge=0)
     by: str | None = None

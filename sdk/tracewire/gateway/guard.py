@@ -9,7 +9,6 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .keys import Caller
 from .problems import RETRY_AFTER_S, Problem
 from .state import Gateway
 

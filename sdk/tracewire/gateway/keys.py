@@ -213,5 +213,3 @@ def entry_of(key: str, name: str, rights: frozenset[str], tenant: str) -> str:
     text = "\n".join(lines) + "\n"
     _parsed(text)
     return text
-
-

@@ -63,6 +63,8 @@ _TYPES = {
     504: "timeout_error",
 }
 _WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+#: What pydantic puts into a path for an alternative of a type, or for a key.
+_ALTERNATIVE = re.compile(r"\[key\]|str|int|float|bool|list\[.*\]|function-.*")
 #: Prefixes of the SDK's fields that an OpenAI body does not have.
 _SAMPLING = "sampling."
 
@@ -200,9 +202,7 @@ def of_validation(errors: Sequence[Any], *, openai: bool) -> Problem:
     if first["type"] == "json_invalid":
         reason = first.get("ctx", {}).get("error", "")
         return Problem(400, f"the body is not JSON: {reason}", code="invalid_json", field=where)
-    if first["type"] == "extra_forbidden":
-        message = "unknown field: the gateway does not have it"
-    else:
-        message = str(first["msg"])
-    field = ".".join(one for one in path if not one.startswith(("function-", "tagged-"))) or where
+    unknown = first["type"] == "extra_forbidden"
+    message = "unknown field: the gateway does not have it" if unknown else str(first["msg"])
+    field = ".".join(one for one in path if not _ALTERNATIVE.fullmatch(one)) or where
     return Problem(status, f"{field}: {message}", code="invalid_request", field=field)

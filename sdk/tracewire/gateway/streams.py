@@ -155,13 +155,15 @@ class EventSource(Response):
         Raises:
             StopAsyncIteration: the source is over.
         """
-        if self._closing:
-            return CLOSING
-        try:
-            with anyio.move_on_after(self._streams.keep_alive_s) as self._waiting:
-                return await self._source.__anext__()
-        finally:
-            self._waiting = None
+        if not self._closing:
+            try:
+                with anyio.move_on_after(self._streams.keep_alive_s) as self._waiting:
+                    return await self._source.__anext__()
+            finally:
+                self._waiting = None
+        return self._silence()
+
+    def _silence(self) -> _Mark:
         return CLOSING if self._closing else SILENCE
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -96,4 +96,4 @@ def detached_trace(client: Client, body: TraceBody, caller: Caller) -> Trace:
     if unfit:
         raise TraceRejected(f"sampling.{unfit[0]}", "this is no sampling param")
     prompts = {"prompt": None, "prompts": body.prompts} if body.prompts is not None else {"prompt": prompt}
-    return client.trace(body.model, **prompts, detach=True, **options, **body.sampling)  # type: ignore[arg-type]
+    return client.trace(body.model, **prompts, detach=True, **options, **body.sampling)

@@ -251,7 +251,7 @@ class Trace(EventStream[Item]):
         return self._accepted
 
     async def final(self) -> Final:
-        """Read to the end, and return its `Final` event, whatever its status. It can be called whenever `result` can."""
+        """Read to the end; return its `Final` event, whatever its status. It can be called whenever `result` can."""
         await self._read_to_end()
         assert self._final is not None
         return self._final
