@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from functools import partial
 from types import TracebackType
@@ -40,6 +40,7 @@ from tracewire_bus.store.memory import Memory
 from tracewire_bus.store.queue_entries import QueueFull, Taken
 from tracewire_bus.store.snapshots import Snapshots
 from tracewire_bus.store.submission_queue import Queue
+from tracewire_bus.store.trace_list import ListedTrace, Place, list_traces
 from tracewire_bus.store.trace_records import Records, TraceElsewhere, TraceEnded, TraceMissing
 from tracewire_bus.store.watch_groups import Groups, GroupWatch
 from tracewire_bus.transport.errors import BusError, BusFull, BusUnavailable, NotAllowed, as_bus_error, is_transient
@@ -449,6 +450,10 @@ class Bus:
         watch = GroupWatch(self._connections, self.keys, group, consumer, since, idle_s)
         self._watches.add(watch)
         return watch
+
+    def list_traces(self, before: Place | None = None) -> AsyncIterator[ListedTrace]:
+        """The traces that were submitted of late, the newest first: see `trace_list.py`."""
+        return list_traces(self._connections, self.keys, before)
 
     @property
     def watch_groups(self) -> Groups:

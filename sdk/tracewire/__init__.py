@@ -27,6 +27,7 @@ from tracewire.admin.edits import Edit, EditOutput, Edits, EditWatch
 from tracewire.admin.engines import Draining, Engine, Engines
 from tracewire.admin.listing import Listing
 from tracewire.admin.models import Models
+from tracewire.admin.traces import Traces
 from tracewire.admin.watch import Watch, WatchGroups
 from tracewire.capture.intervention import Intervention, intervention, save
 from tracewire.traces.failures import (
@@ -65,6 +66,7 @@ from tracewire.traces.tracer import Tracer
 from tracewire.traces.values import Values
 from tracewire_bus.domain.fold import Fold
 from tracewire_bus.store.lifecycle import Lifecycle
+from tracewire_bus.store.trace_list import ListedTrace
 from tracewire_bus.store.trace_records import LiveState
 from tracewire_bus.wire.digests import digest
 from tracewire_bus.wire.messages import (
@@ -228,6 +230,7 @@ __all__ = [
     "Lagging",
     "LibraryMissing",
     "Lifecycle",
+    "ListedTrace",
     "Listing",
     "Live",
     "LiveState",
@@ -286,6 +289,7 @@ __all__ = [
     "TraceOptions",
     "TraceRejected",
     "Tracer",
+    "Traces",
     "TracewireError",
     "UnexpectedReply",
     "UnknownDeadLetter",

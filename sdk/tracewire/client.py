@@ -14,6 +14,7 @@ from tracewire.admin.dead_letters import DeadLetters
 from tracewire.admin.edits import Edits
 from tracewire.admin.engines import Engines
 from tracewire.admin.models import Models
+from tracewire.admin.traces import Traces
 from tracewire.admin.watch import Watch, WatchGroups
 from tracewire.capture.intervention import Intervention
 from tracewire.traces import control
@@ -118,6 +119,7 @@ class Client:
     Attributes:
         models: the models that engines serve: `list()`, `get(name)`.
         engines: the running engines: `list()`, `get(name)`, `drain(engine)`.
+        traces: the traces of all clients that were submitted of late: `list()`.
         dead_letters: the dead-letter queue: `list()`, `get(id)`, `resubmit(id)`, `drop(id)`.
         watch_groups: the groups that share what `watch` yields: `list()`, `remove(group)`.
 
@@ -153,6 +155,7 @@ class Client:
         self._entered = False
         self.models = Models(self._session)
         self.engines = Engines(self._session)
+        self.traces = Traces(self._session)
         self.dead_letters = DeadLetters(self._session)
         self.watch_groups = WatchGroups(self._session)
 

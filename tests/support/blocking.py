@@ -39,6 +39,7 @@ CLASSES: dict[type, str] = {
     tracewire.Draining: "",
     tracewire.Engines: "",
     tracewire.Models: "",
+    tracewire.Traces: "",
     tracewire.DeadLetters: "",
     tracewire.Client: "",
 }
@@ -196,6 +197,7 @@ RESOURCES = """
     def _add_resources(self) -> None:
         self.models: Models = Models._of(self, self._async.models)
         self.engines: Engines = Engines._of(self, self._async.engines)
+        self.traces: Traces = Traces._of(self, self._async.traces)
         self.dead_letters: DeadLetters = DeadLetters._of(self, self._async.dead_letters)
         self.watch_groups: WatchGroups = WatchGroups._of(self, self._async.watch_groups)
 """

@@ -43,6 +43,7 @@ __all__ = [
     "Watch",
     "entry_id",
     "lifecycle_fields",
+    "lifecycle_of",
     "parse_places",
 ]
 
@@ -115,7 +116,8 @@ def lifecycle_fields(
     return fields
 
 
-def _lifecycle(guard: Guard, key: str, id_: Id, flat: Sequence[bytes]) -> Lifecycle:
+def lifecycle_of(guard: Guard, key: str, id_: Id, flat: Sequence[bytes]) -> Lifecycle:
+    """A lifecycle event from the fields of its entry."""
     fields = {name: value.decode("utf-8", "replace") for name, value in zip(flat[::2], flat[1::2], strict=True)}
 
     def number(name: bytes) -> int | None:
@@ -277,7 +279,7 @@ class LifecycleReader:
                 if flat is None:
                     gone.append((name, id_))
                 else:
-                    found.append((name, id_, _lifecycle(self._parser, name, id_, flat)))
+                    found.append((name, id_, lifecycle_of(self._parser, name, id_, flat)))
         found.sort(key=lambda one: one[1])
         self._buffer.extend(found)
         return gone

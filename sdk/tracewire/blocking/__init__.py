@@ -25,6 +25,7 @@ from .api import (
     Subscription,
     Trace,
     Tracer,
+    Traces,
     Watch,
     WatchGroups,
 )
@@ -42,6 +43,7 @@ __all__ = [
     "Subscription",
     "Trace",
     "Tracer",
+    "Traces",
     "Watch",
     "WatchGroups",
     "connect",

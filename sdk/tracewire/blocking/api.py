@@ -18,6 +18,7 @@ from tracewire.admin.engines import Engine
 from tracewire.admin.engines import Engines as AsyncEngines
 from tracewire.admin.listing import Listing as AsyncListing
 from tracewire.admin.models import Models as AsyncModels
+from tracewire.admin.traces import Traces as AsyncTraces
 from tracewire.admin.watch import Watch as AsyncWatch
 from tracewire.admin.watch import WatchGroups as AsyncWatchGroups
 from tracewire.capture.intervention import Intervention
@@ -32,6 +33,7 @@ from tracewire.traces.state import Result, State
 from tracewire.traces.subscription import Subscription as AsyncSubscription
 from tracewire.traces.trace import Trace as AsyncTrace
 from tracewire_bus.store.lifecycle import Lifecycle
+from tracewire_bus.store.trace_list import ListedTrace
 from tracewire_bus.store.trace_records import LiveState
 from tracewire_bus.wire.messages import Block, DeclaredIntervention, Status
 
@@ -53,6 +55,7 @@ __all__ = [
     "Subscription",
     "Trace",
     "Tracer",
+    "Traces",
     "Watch",
     "WatchGroups",
 ]
@@ -648,6 +651,45 @@ class Models(Bridge[AsyncModels]):
         return made
 
 
+class Traces(Bridge[AsyncTraces]):
+    """The traces that were submitted of late, running and ended. Available as `Client.traces`."""
+
+    def list(
+        self,
+        *,
+        model: Model | str | None = None,
+        client: str | None = None,
+        states: Sequence[str] | None = None,
+        id_prefix: str = "",
+        before: str | None = None,
+        limit: int | None = None,
+    ) -> Listing[ListedTrace]:
+        """The traces, the newest first: those of one `model`, of one submitting `client`, in one of `states`.
+
+        Redis remembers submissions for a day, and about 100,000 of them. A trace in the list may have expired, so that
+        its events can no longer be read. `id_prefix` limits the list to ids that begin so. `before` is the `place` of a
+        listed trace, after which the list goes on. `limit` is how many traces are listed at most.
+
+        Raises:
+            ValueError: `before` is no place, `limit` is not positive, or a state is none.
+        """
+        made: Listing[ListedTrace] = Listing._of(
+            self,
+            self._portal.run(
+                partial(
+                    self._async.list,
+                    model=model,
+                    client=client,
+                    states=states,
+                    id_prefix=id_prefix,
+                    before=before,
+                    limit=limit,
+                )
+            ),
+        )
+        return made
+
+
 class DeadLetters(Bridge[AsyncDeadLetters]):
     """The dead-letter queue: submissions that no engine could read, or whose engines were lost each time.
 
@@ -732,6 +774,7 @@ class Client(BlockingClient):
     Attributes:
         models: the models that engines serve: `list()`, `get(name)`.
         engines: the running engines: `list()`, `get(name)`, `drain(engine)`.
+        traces: the traces of all clients that were submitted of late: `list()`.
         dead_letters: the dead-letter queue: `list()`, `get(id)`, `resubmit(id)`, `drop(id)`.
         watch_groups: the groups that share what `watch` yields: `list()`, `remove(group)`.
 
@@ -997,6 +1040,7 @@ class Client(BlockingClient):
     def _add_resources(self) -> None:
         self.models: Models = Models._of(self, self._async.models)
         self.engines: Engines = Engines._of(self, self._async.engines)
+        self.traces: Traces = Traces._of(self, self._async.traces)
         self.dead_letters: DeadLetters = DeadLetters._of(self, self._async.dead_letters)
         self.watch_groups: WatchGroups = WatchGroups._of(self, self._async.watch_groups)
 
