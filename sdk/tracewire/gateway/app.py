@@ -18,14 +18,17 @@ from starlette.responses import Response
 import tracewire
 from tracewire import TracewireError
 
+from .engine_routes import router as engines
 from .guard import Guard
 from .keys import Keys
 from .openai_routes import router as openai
 from .operations import router as operations
 from .problems import Problem, of_error, of_validation
 from .settings import Settings
+from .sockets import router as sockets
 from .state import Gateway
 from .streams import ClientLeft
+from .trace_routes import router as traces
 
 __all__ = ["create_app"]
 
@@ -78,7 +81,7 @@ def create_app(settings: Settings, keys: Keys | None = None) -> FastAPI:
         redoc_url=None,
     )
     _handle_errors(app)
-    for router in (openai, operations):
+    for router in (openai, traces, sockets, engines, operations):
         app.include_router(router)
     return app
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-__all__ = ["ChatBody", "CompletionBody", "Extension", "OpenAIBody", "SteerBody", "TraceBody"]
+__all__ = ["ChatBody", "CompletionBody", "ControlBody", "Extension", "OpenAIBody", "SteerBody", "TraceBody"]
 
 
 class Body(BaseModel):
@@ -207,3 +207,28 @@ class SteerBody(Body):
     values: dict[str, Any] = Field(examples=[{"alpha": 8.0}])
     if_version: int | None = Field(default=None, ge=0)
     by: str | None = None
+
+
+class ControlBody(Body):
+    """Who pauses, resumes or cancels a trace, and why it is cancelled."""
+
+    by: str | None = None
+    reason: str = ""
+
+
+class DrainBody(Body):
+    """How long a drained engine may take."""
+
+    timeout: float | None = Field(default=None, ge=0, le=1e9)
+    by: str | None = None
+
+
+class EditBody(Body):
+    """A standing intervention. `timeout` is how long the gateway waits for the engines, in seconds."""
+
+    block: dict[str, Any] | None = None
+    interventions: list[dict[str, Any]] = []
+    scope: Literal["all", "default", "asked"] = "all"
+    on_error: Literal["continue", "fail"] = "continue"
+    max_failures: int = Field(default=10, ge=0)
+    timeout: float = Field(default=5.0, ge=0)

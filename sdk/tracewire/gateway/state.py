@@ -26,6 +26,7 @@ class Gateway:
     """The state of one gateway.
 
     Attributes:
+        sockets: the scopes of the WebSockets that are open.
         closing: whether the gateway takes no new requests.
         running: how many requests run, streams included.
     """
@@ -36,6 +37,7 @@ class Gateway:
         self.keys = keys
         self.limits = Limits(settings.concurrency)
         self.streams = Streams(keep_alive_s=settings.keep_alive_s, stall_s=settings.stall_s)
+        self.sockets: set[anyio.CancelScope] = set()
         self.metrics = Metrics()
         self.closing = False
         self.running = 0
@@ -61,6 +63,8 @@ class Gateway:
         with anyio.move_on_after(self.settings.drain_s):
             await self._until_idle()
         self.streams.close()
+        for scope in list(self.sockets):
+            scope.cancel()
         with anyio.move_on_after(RETRY_AFTER_S):
             await self._until_idle()
 

@@ -172,7 +172,7 @@ class EventSource(Response):
         failure: Exception | None = None
         try:
             async with anyio.create_task_group() as group:
-                group.start_soon(self._watch, receive, group.cancel_scope)
+                group.start_soon(self._await_disconnect, receive, group.cancel_scope)
                 try:
                     await self._send(send)
                 except _Stalled:
@@ -187,7 +187,7 @@ class EventSource(Response):
         if failure is not None:
             raise failure
 
-    async def _watch(self, receive: Receive, scope: anyio.CancelScope) -> None:
+    async def _await_disconnect(self, receive: Receive, scope: anyio.CancelScope) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
         scope.cancel()

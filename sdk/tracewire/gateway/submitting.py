@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tracewire import Client, Trace, TraceRejected
+from tracewire.options import SamplingOptions, check_names
 
 from .bodies import ChatBody, OpenAIBody, TraceBody, Tracing
 from .json_values import block_of, interventions_of, value_of, values_of
@@ -92,8 +93,6 @@ def detached_trace(client: Client, body: TraceBody, caller: Caller) -> Trace:
         raise TraceRejected("prompt", f"expected one of prompt, prompts and messages, got {', '.join(given) or 'none'}")
     prompt: Any = body.prompt if body.prompt is not None else body.messages
     options = _options(body, caller, body.priority)
-    unfit = sorted({"detach", "prompts", *options} & body.sampling.keys())
-    if unfit:
-        raise TraceRejected(f"sampling.{unfit[0]}", "this is no sampling param")
+    check_names(body.sampling, SamplingOptions, "sampling.")
     prompts = {"prompt": None, "prompts": body.prompts} if body.prompts is not None else {"prompt": prompt}
     return client.trace(body.model, **prompts, detach=True, **options, **body.sampling)

@@ -1,0 +1,175 @@
+"""A trace over a WebSocket: its events down, and control up.
+
+The gateway sends each event as one JSON text. A client sends `{"do": "steer", "values": {...}, "if_version": 3}`, or
+`pause`, `resume` or `cancel`, with any `id`. The gateway replies `{"type": "reply", "id": ..., "version": 4}`, or with
+`error`, which has the members of problem details. The socket closes with 1000 behind the final.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import anyio
+import msgspec
+from fastapi import APIRouter, Query, WebSocket
+from starlette.websockets import WebSocketDisconnect
+
+from tracewire import Subscription, TracewireError
+
+from .json_values import Form, values_of
+from .keys import Caller
+from .problems import Problem, of_error
+from .state import Gateway, TheCaller, TheGateway
+from .trace_routes import Content, author, feed_json, resume_point
+
+__all__ = ["router"]
+
+router = APIRouter()
+
+#: Codes of a WebSocket's end: its use, that the server goes away, and a message that cannot be read.
+_NORMAL, _GOING_AWAY, _POLICY, _INTERNAL = 1000, 1001, 1008, 1011
+
+
+class Order(msgspec.Struct, forbid_unknown_fields=True):
+    """What a client sends."""
+
+    do: str
+    id: str | int | None = None
+    values: dict[str, Any] = {}
+    if_version: int | None = None
+    by: str | None = None
+    reason: str = ""
+
+
+@router.websocket("/traces/{trace_id}/ws")
+async def connect(
+    socket: WebSocket,
+    trace_id: str,
+    gateway: TheGateway,
+    caller: TheCaller,
+    since: str = "start",
+    names: Annotated[list[str] | None, Query()] = None,
+    content: Content = "all",
+    arrays: Form = "reference",
+) -> None:
+    """Serve one WebSocket."""
+    try:
+        caller.require("read")
+        gateway.check_visible(caller, trace_id)
+        point = resume_point(None, since)
+        subscription = gateway.client.subscribe(trace_id, since=point, names=() if content == "text" else names)
+        with gateway.patience():
+            await subscription.check()
+    except Problem as problem:
+        await socket.close(_POLICY, problem.message[:120])
+        return
+    except TracewireError as error:
+        await socket.close(_POLICY, str(error)[:120])
+        return
+    await socket.accept()
+    await _Conversation(socket, gateway, caller, subscription, content, arrays).run()
+
+
+class _Conversation:
+    """One WebSocket that was accepted."""
+
+    def __init__(
+        self,
+        socket: WebSocket,
+        gateway: Gateway,
+        caller: Caller,
+        subscription: Subscription,
+        content: Content,
+        form: Form,
+    ) -> None:
+        self._socket = socket
+        self._gateway = gateway
+        self._caller = caller
+        self._subscription = subscription
+        self._content: Content = content
+        self._form = form
+        #: One message at a time.
+        self._lock = anyio.Lock()
+        self._code = _NORMAL
+
+    async def run(self) -> None:
+        """Serve until the trace has ended, the client has left or stalls, or the gateway stops."""
+        sockets = self._gateway.sockets
+        try:
+            async with anyio.create_task_group() as group:
+                sockets.add(group.cancel_scope)
+                group.start_soon(self._take_orders, group.cancel_scope)
+                await self._send_events()
+                group.cancel_scope.cancel()
+        finally:
+            sockets.discard(group.cancel_scope)
+            with anyio.CancelScope(shield=True):
+                await self._subscription.aclose()
+                with anyio.move_on_after(1):
+                    await self._close()
+
+    async def _close(self) -> None:
+        code = _GOING_AWAY if self._gateway.closing else self._code
+        try:
+            await self._socket.close(code)
+        except RuntimeError:
+            # The client has closed it.
+            return
+
+    async def _send(self, message: Any) -> None:
+        async with self._lock:
+            with anyio.fail_after(self._gateway.settings.stall_s):
+                try:
+                    await self._socket.send_text(msgspec.json.encode(message).decode())
+                except RuntimeError as error:
+                    # The client has closed it, and another task has read so.
+                    raise WebSocketDisconnect from error
+
+    async def _send_events(self) -> None:
+        limit = self._gateway.settings.inline_bytes
+        try:
+            async for event in self._subscription:
+                await self._send(await feed_json(event, self._content, self._form, self._subscription.trace_id, limit))
+        except TracewireError as error:
+            self._code = _INTERNAL
+            await self._send({"type": "broken", **of_error(error).details()})
+        except (TimeoutError, WebSocketDisconnect):
+            self._code = _POLICY
+
+    async def _take_orders(self, scope: anyio.CancelScope) -> None:
+        try:
+            while True:
+                await self._send(await self._reply(await self._socket.receive_text()))
+        except (WebSocketDisconnect, TimeoutError, KeyError):
+            # It has left, or has sent bytes.
+            scope.cancel()
+
+    async def _reply(self, text: str) -> dict[str, Any]:
+        head: dict[str, Any] = {"type": "reply", "id": None}
+        try:
+            order = msgspec.json.decode(text, type=Order)
+            head["id"] = order.id
+            return {**head, **await self._execute(order)}
+        except (msgspec.MsgspecError, RecursionError) as error:
+            problem = Problem(422, f"expected an order: {error}", code="invalid_request")
+        except Problem as found:
+            problem = found
+        except TracewireError as error:
+            problem = of_error(error)
+        return {**head, "error": problem.details()}
+
+    async def _execute(self, order: Order) -> dict[str, Any]:
+        self._caller.require("steer")
+        client, trace_id, by = self._gateway.client, self._subscription.trace_id, author(self._caller, order.by)
+        with self._gateway.patience():
+            match order.do:
+                case "steer":
+                    values = values_of(order.values, "live", arrays=True)
+                    return {"version": await client.steer(trace_id, values, if_version=order.if_version, by=by)}
+                case "pause":
+                    return {"paused": await client.pause(trace_id, by=by)}
+                case "resume":
+                    return {"resumed": await client.resume(trace_id, by=by)}
+                case "cancel":
+                    return {"cancelled": await client.cancel(trace_id, order.reason, by=by)}
+        raise Problem(422, "do: expected steer, pause, resume or cancel", code="invalid_request", field="do")

@@ -1,0 +1,383 @@
+"""Traces over HTTP: submitted, listed, read, followed and controlled by their ids."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncGenerator
+from typing import Annotated, Any, Literal
+
+import anyio
+import msgspec
+from fastapi import APIRouter, Header, Query
+from pydantic import StringConstraints
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tracewire import (
+    BrokenStream,
+    Event,
+    Output,
+    State,
+    Subscription,
+    Trace,
+    TracewireError,
+    ValueMissing,
+    VersionConflict,
+)
+from tracewire_bus.wire.ids import FINAL_ID
+
+from .bodies import ControlBody, SteerBody, TraceBody
+from .downloads import FORMATS, Download
+from .event_json import event_json, state_json
+from .json_values import Form, inlined, to_json, values_of
+from .keys import Caller
+from .problems import Problem, of_error
+from .state import Gateway, TheCaller, TheGateway, needs
+from .streams import CLOSING, SILENCE, EventSource, encoded, unless_left
+from .submitting import detached_trace
+
+__all__ = ["EventFeed", "author", "feed_json", "resume_point", "router", "version_of"]
+
+router = APIRouter(prefix="/traces", tags=["traces"])
+
+_POSITION = re.compile(r"[0-9]{1,20}-[0-9]{1,20}")
+#: How many traces a page has.
+_PAGE, _MOST = 50, 1000
+
+Content = Literal["text", "all"]
+Arrays = Annotated[Form, Query(description="how arrays stand in the answer")]
+Names = Annotated[list[str] | None, Query(description="the saves to follow; without it, all")]
+IfMatch = Annotated[str | None, Header(description="the version of the live parameters that must hold")]
+LastEventId = Annotated[str | None, Header(description="the position to go on from")]
+Since = Annotated[str, Query(description="`start`, `now`, or an event's id")]
+
+
+def _json(value: Any, status: int = 200, **headers: str) -> Response:
+    named = {name.replace("_", "-"): text for name, text in headers.items()}
+    return Response(msgspec.json.encode(value), status, named, "application/json")
+
+
+# --- submitting and listing -------------------------------------------------------------------------------------------
+
+
+@router.post("", status_code=202, dependencies=[needs("submit")])
+async def submit(body: TraceBody, request: Request, gateway: TheGateway, caller: TheCaller) -> Response:
+    """Submit a trace that runs detached. A `trace_id` that was submitted before runs once."""
+    trace = detached_trace(gateway.client, body, caller)
+
+    async def start() -> None:
+        with gateway.patience():
+            await trace.start()
+
+    try:
+        await unless_left(request, start)
+    finally:
+        with anyio.CancelScope(shield=True):
+            await trace.aclose()
+    return _json(_submitted(trace), 202, Location=f"/traces/{trace.id}", Tracewire_Trace_Id=trace.id)
+
+
+def _submitted(trace: Trace) -> dict[str, Any]:
+    links = {name: f"/traces/{trace.id}/{name}" for name in ("events", "state", "live")}
+    return {"id": trace.id, "model": trace.model, "links": {"self": f"/traces/{trace.id}", **links}}
+
+
+@router.get("", dependencies=[needs("read")])
+async def list_traces(
+    gateway: TheGateway,
+    caller: TheCaller,
+    model: str | None = None,
+    client: str | None = None,
+    state: Annotated[list[str] | None, Query(description="states of traces, such as `running`")] = None,
+    limit: Annotated[int, Query(ge=1, le=_MOST)] = _PAGE,
+    before: Annotated[str | None, Query(description="the `next` of the last page")] = None,
+) -> Response:
+    """List the traces that were submitted of late, the newest first."""
+    prefix = f"{caller.tenant}:" if caller.tenant else ""
+    try:
+        listing = gateway.client.traces.list(
+            model=model, client=client, states=state, id_prefix=prefix, before=before, limit=limit
+        )
+    except ValueError as error:
+        field, _, _ = str(error).partition(":")
+        raise Problem(422, str(error), code="invalid_request", field=field if field == "states" else "before") from None
+    with gateway.patience():
+        found = await listing
+    page: dict[str, Any] = {"data": [_listed(one) for one in found]}
+    if len(found) == limit:
+        page["next"] = found[-1].place
+    return _json(page)
+
+
+def _listed(trace: Any) -> dict[str, Any]:
+    plain: dict[str, Any] = msgspec.to_builtins(trace)
+    plain.pop("place")
+    return {"id": plain.pop("trace_id"), **plain}
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+@router.get("/{trace_id}", dependencies=[needs("read")])
+async def describe(trace_id: str, gateway: TheGateway, caller: TheCaller) -> Response:
+    """Describe a trace: how far it is, and the version of its live parameters."""
+    gateway.check_visible(caller, trace_id)
+    with gateway.patience():
+        live = await gateway.client.get_live(trace_id)
+        state = await gateway.client.get_state(trace_id)
+    found = state_json(state, "reference")
+    for invoke in found["invokes"]:
+        for choice in invoke:
+            choice["saves"] = sorted(choice["saves"])
+    found["shared"] = sorted(found["shared"])
+    found["live"] = {"version": live.version, "values": to_json(live.values, "list", trace_id)}
+    return _json(found, ETag=_etag(live.version))
+
+
+@router.get("/{trace_id}/state", dependencies=[needs("read")])
+async def read_state(trace_id: str, gateway: TheGateway, caller: TheCaller, arrays: Arrays = "reference") -> Response:
+    """The trace's events so far, folded into text, tokens and saves."""
+    gateway.check_visible(caller, trace_id)
+    with gateway.patience():
+        state = await gateway.client.get_state(trace_id)
+        if arrays != "reference":
+            await _inline(state, gateway.settings.inline_bytes)
+    return _json(state_json(state, arrays))
+
+
+async def _inline(state: State, limit: int) -> None:
+    """Download the large arrays of a state."""
+    for choice in (choice for invoke in state.invokes for choice in invoke.choices):
+        for name, value in list(choice.saves.items()):
+            choice.saves[name] = await inlined(value, limit)
+    for name, value in list(state.shared.items()):
+        state.shared[name] = await inlined(value, limit)
+
+
+@router.get("/{trace_id}/live", dependencies=[needs("read")])
+async def read_live(trace_id: str, gateway: TheGateway, caller: TheCaller, arrays: Arrays = "list") -> Response:
+    """The trace's live parameters. The `ETag` is their version."""
+    gateway.check_visible(caller, trace_id)
+    with gateway.patience():
+        live = await gateway.client.get_live(trace_id)
+    values = to_json(live.values, arrays, trace_id)
+    return _json({"version": live.version, "values": values}, ETag=_etag(live.version))
+
+
+@router.get("/{trace_id}/values/{digest}", dependencies=[needs("read")])
+async def read_value(
+    trace_id: str,
+    digest: Annotated[str, StringConstraints(pattern="^[0-9a-f]{32}$")],
+    request: Request,
+    gateway: TheGateway,
+    caller: TheCaller,
+    format: Annotated[Literal["npy", "safetensors", "raw"] | None, Query()] = None,
+    dtype: Annotated[str | None, Query(description="the dtype to convert to")] = None,
+) -> Response:
+    """An array of the trace by its digest. `npy` has bfloat16 and 8-bit floats as float32, unless `dtype` says more."""
+    gateway.check_visible(caller, trace_id)
+    wanted = format or _accepted_format(request.headers.get("accept"))
+    etag = f'"{digest}"'
+    with gateway.patience():
+        state = await gateway.client.get_state(trace_id)
+    download = Download.of(state, bytes.fromhex(digest))
+    if download is None:
+        raise ValueMissing(trace_id, digest, "no value of the trace has this digest")
+    if request.headers.get("if-none-match") == etag and dtype is None:
+        return Response(status_code=304, headers={"ETag": etag})
+    body = await download.encoded(wanted, dtype)
+    headers = {
+        "Cache-Control": "private, max-age=31536000, immutable",
+        "Tracewire-Dtype": download.dtype,
+        "Tracewire-Shape": ",".join(map(str, download.shape)),
+    }
+    if dtype is None:
+        headers["ETag"] = etag
+    return Response(body, 200, headers, FORMATS[wanted])
+
+
+def _accepted_format(accept: str | None) -> str:
+    for part in (accept or "*/*").split(","):
+        kind = part.partition(";")[0].strip()
+        if kind in ("*/*", "application/*"):
+            return "npy"
+        for name, media in FORMATS.items():
+            if kind == media:
+                return name
+    raise Problem(406, f"Accept: expected one of {', '.join(FORMATS.values())}", code="no_such_form", field="Accept")
+
+
+# --- following --------------------------------------------------------------------------------------------------------
+
+
+def resume_point(last_event_id: str | None, since: str) -> str:
+    """Where a stream begins: after `Last-Event-ID` if there is one, else at `since`.
+
+    Raises:
+        Problem: it is none.
+    """
+    point = since if last_event_id is None else last_event_id
+    parts = point.split("-")
+    if point in ("start", "now") or (_POSITION.fullmatch(point) and all(int(part) < 2**64 for part in parts)):
+        return point
+    field = "since" if last_event_id is None else "Last-Event-ID"
+    raise Problem(
+        422, f"expected 'start', 'now' or an event's id, got {point[:60]!r}", code="unknown_position", field=field
+    )
+
+
+@router.get("/{trace_id}/events", dependencies=[needs("read")])
+async def follow(
+    trace_id: str,
+    gateway: TheGateway,
+    caller: TheCaller,
+    since: Since = "start",
+    names: Names = None,
+    content: Content = "all",
+    arrays: Arrays = "reference",
+    last_event_id: LastEventId = None,
+) -> Response:
+    """Follow a trace: server-sent events from `since`, or after `Last-Event-ID`, up to and with the final."""
+    gateway.check_visible(caller, trace_id)
+    point = resume_point(last_event_id, since)
+    if point == FINAL_ID:
+        # Nothing comes after it. A browser that is told so does not come back.
+        return Response(status_code=204)
+    subscription = gateway.client.subscribe(trace_id, since=point, names=() if content == "text" else names)
+    try:
+        with gateway.patience():
+            await subscription.check()
+    except BaseException:
+        with anyio.CancelScope(shield=True):
+            await subscription.aclose()
+        raise
+    return EventFeed(gateway, subscription, content, arrays)
+
+
+class EventFeed(EventSource):
+    """The events of one trace."""
+
+    def __init__(self, gateway: Gateway, subscription: Subscription, content: Content, form: Form) -> None:
+        super().__init__(gateway.streams, subscription, {"Tracewire-Trace-Id": subscription.trace_id})
+        self._subscription = subscription
+        self._limit = gateway.settings.inline_bytes
+        self._content = content
+        self._form = form
+
+    async def chunks(self) -> AsyncGenerator[bytes]:
+        """See `EventSource.chunks`."""
+        yield b"retry: 1000\n\n"
+        try:
+            while True:
+                try:
+                    event = await self.next()
+                except StopAsyncIteration:
+                    return
+                if event is SILENCE:
+                    yield b": waiting\n\n"
+                elif event is CLOSING:
+                    # A client comes back with the id of its last event, to another gateway.
+                    return
+                else:
+                    data = await feed_json(event, self._content, self._form, self._subscription.trace_id, self._limit)
+                    yield encoded(data, name=event.type, event_id=self._subscription.position)
+        except BrokenStream as error:
+            # Another attempt reads the same.
+            yield encoded(of_error(error).details(), name="broken")
+        except TracewireError as error:
+            yield encoded(of_error(error).details(), name="interrupted")
+
+
+async def feed_json(event: Event, content: Content, form: Form, trace_id: str, limit: int) -> dict[str, Any]:
+    """An event as a feed has it."""
+    data = event_json(event, form, trace_id)
+    if content == "text":
+        for name in ("delta", "saves", "shared", "manifest"):
+            data.pop(name, None)
+    elif form != "reference" and isinstance(event, Output):
+        data["delta"] = to_json(await inlined(event.delta, limit), form, trace_id)
+    return data
+
+
+# --- control ----------------------------------------------------------------------------------------------------------
+
+
+def _etag(version: int) -> str:
+    return f'"{version}"'
+
+
+def version_of(header: str | None) -> int | None:
+    """The version that `If-Match` asks for; None without one, or for `*`.
+
+    Raises:
+        Problem: it is no version.
+    """
+    if header is None or header.strip() == "*":
+        return None
+    text = header.strip().removeprefix('"').removesuffix('"')
+    if not text.isdecimal() or len(text) > 15:
+        raise Problem(
+            422, f'expected a version such as "3", got {header[:60]!r}', code="invalid_request", field="If-Match"
+        )
+    return int(text)
+
+
+def author(caller: Caller, by: str | None) -> str:
+    """The author of a change, as other clients see it: the key's name, and the name that the caller gives itself."""
+    return caller.name if not by else f"{caller.name}/{by}"
+
+
+@router.post("/{trace_id}/steer", dependencies=[needs("steer")])
+async def steer(
+    trace_id: str, body: SteerBody, gateway: TheGateway, caller: TheCaller, if_match: IfMatch = None
+) -> Response:
+    """Change live parameters, all of them at once. `If-Match`, or `if_version`, makes it a compare-and-set."""
+    gateway.check_visible(caller, trace_id)
+    wanted = version_of(if_match)
+    outcome = "refused"
+    try:
+        with gateway.patience():
+            version = await gateway.client.steer(
+                trace_id,
+                values_of(body.values, "live", arrays=True),
+                if_version=body.if_version if wanted is None else wanted,
+                by=author(caller, body.by),
+            )
+        outcome = "accepted"
+    except VersionConflict as error:
+        problem = of_error(error)
+        if wanted is not None:
+            problem.status, problem.field = 412, "If-Match"
+        problem.headers["ETag"] = _etag(error.version)
+        raise problem from error
+    finally:
+        gateway.metrics.steers.labels(outcome).inc()
+    return _json({"version": version}, ETag=_etag(version))
+
+
+@router.post("/{trace_id}/pause", dependencies=[needs("steer")])
+async def pause(trace_id: str, gateway: TheGateway, caller: TheCaller, body: ControlBody | None = None) -> Response:
+    """Pause a trace within two steps, until it is resumed."""
+    gateway.check_visible(caller, trace_id)
+    with gateway.patience():
+        changed = await gateway.client.pause(trace_id, by=author(caller, body.by if body else None))
+    return _json({"paused": changed})
+
+
+@router.post("/{trace_id}/resume", dependencies=[needs("steer")])
+async def resume(trace_id: str, gateway: TheGateway, caller: TheCaller, body: ControlBody | None = None) -> Response:
+    """Resume a paused trace."""
+    gateway.check_visible(caller, trace_id)
+    with gateway.patience():
+        changed = await gateway.client.resume(trace_id, by=author(caller, body.by if body else None))
+    return _json({"resumed": changed})
+
+
+@router.post("/{trace_id}/cancel", dependencies=[needs("steer")])
+async def cancel(trace_id: str, gateway: TheGateway, caller: TheCaller, body: ControlBody | None = None) -> Response:
+    """Cancel a trace. What was generated and saved until then can still be read."""
+    gateway.check_visible(caller, trace_id)
+    given = body or ControlBody()
+    with gateway.patience():
+        changed = await gateway.client.cancel(trace_id, given.reason, by=author(caller, given.by))
+    return _json({"cancelled": changed})
